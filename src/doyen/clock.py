@@ -1,0 +1,105 @@
+"""The clock that leases are counted on.
+
+Durations are measured on the *boot-time* clock: it never jumps, and unlike the monotonic clock it
+goes on while the machine is suspended, as the store's clock does. Where the system has none, the
+monotonic clock stands in and suspend is not covered. Wall time is for people to read, never for
+decisions.
+
+A `Clock` is handed to whatever needs one. `now` is the bare callable behind `term.valid`, so it
+must stay cheap: no system call, no lock, any thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Protocol
+
+__all__ = ["Clock", "SystemClock", "VirtualClock", "boot_id"]
+
+
+class Clock(Protocol):
+    """Where time comes from."""
+
+    @property
+    def now(self) -> Callable[[], float]:
+        """Seconds on the boot-time clock, as a plain callable."""
+        ...
+
+    def wall(self) -> float:
+        """Seconds since 1970, for display and for comparing logs of different machines."""
+        ...
+
+
+class SystemClock:
+    """The machine's clocks."""
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        boottime = getattr(time, "CLOCK_BOOTTIME", None)
+        self.now: Callable[[], float] = (
+            time.monotonic if boottime is None else partial(time.clock_gettime, boottime)
+        )
+
+    def wall(self) -> float:
+        return time.time()
+
+
+class VirtualClock:
+    """A clock moved by hand, for tests and simulation.
+
+    `advance` lets time pass; `suspend` moves boot time as a sleeping machine does, leaving
+    `monotonic` (which timers wait on) behind; `step_wall` is an administrator or NTP.
+
+    >>> clock = VirtualClock()
+    >>> clock.advance(2.0); clock.suspend(60.0)
+    >>> clock.now(), clock.monotonic()
+    (62.0, 2.0)
+    """
+
+    __slots__ = ("_monotonic", "_suspended", "_wall_offset")
+
+    def __init__(self, *, wall: float = 1_700_000_000.0) -> None:
+        self._monotonic = 0.0
+        self._suspended = 0.0
+        self._wall_offset = wall
+
+    def now(self) -> float:
+        return self._monotonic + self._suspended
+
+    def monotonic(self) -> float:
+        return self._monotonic
+
+    def wall(self) -> float:
+        return self.now() + self._wall_offset
+
+    def advance(self, seconds: float) -> None:
+        if seconds < 0:
+            raise ValueError(f"time does not run backwards: {seconds}")
+        self._monotonic += seconds
+
+    def suspend(self, seconds: float) -> None:
+        if seconds < 0:
+            raise ValueError(f"time does not run backwards: {seconds}")
+        self._suspended += seconds
+
+    def step_wall(self, seconds: float) -> None:
+        self._wall_offset += seconds
+
+
+@cache
+def boot_id() -> str:
+    """What tells one boot of one machine from every other; two readings of the boot-time clock
+    may be compared only under the same boot id.
+
+    A time namespace shifts the clock for those inside it, so it is part of the identity.
+    """
+    try:
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = Path("/proc/self/ns/time").stat().st_ino
+    except OSError:
+        return f"boot-{round(time.time() - time.monotonic(), -1):.0f}"
+    return f"{kernel}.{namespace}"
