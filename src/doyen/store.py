@@ -28,7 +28,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import NamedTuple, Protocol
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
@@ -229,6 +228,8 @@ _BUILT_IN = {
 
 
 def _known() -> str:
+    from importlib.metadata import entry_points  # costs more than the rest of the import
+
     names = {*_BUILT_IN, *(point.name for point in entry_points(group="doyen.stores"))}
     return ", ".join(sorted(names))
 
@@ -238,6 +239,8 @@ def _opener(scheme: str) -> Opener:
     if module is not None:
         opener: Opener = import_module(module).open_store
         return opener
+    from importlib.metadata import entry_points
+
     for point in entry_points(group="doyen.stores", name=scheme):
         loaded: Opener = point.load()
         return loaded

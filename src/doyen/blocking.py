@@ -1,0 +1,272 @@
+"""The same API for ordinary code, and `while_leader` for both.
+
+Nothing can interrupt a thread that is busy, so here loss is something to ask for: `term.valid`
+costs nothing and turns false at the deadline by itself. Leaving the scope raises `LeadershipLost`
+if leadership was lost on the way, so that no result of a lost term passes unnoticed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import queue
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar, cast
+
+from doyen.election import OnOverrun, Recipe
+from doyen.errors import AlreadyCampaigning, LeadershipLost, SessionClosed
+from doyen.events import Sink
+from doyen.model import Leader, Meta
+from doyen.presence import Presence, Settings
+from doyen.runtime import ThreadRuntime
+from doyen.session import Stand, connect, drop, hold, settings_for, settle_loss, track
+from doyen.term import Term
+
+__all__ = ["BlockingCampaign", "BlockingSession", "connect_blocking", "while_leader"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class BlockingSession:
+    """A process's presence in a store, for ordinary code. Made by `connect_blocking`.
+
+    May be shared by threads.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._presence: Presence | None = None
+
+    def __enter__(self) -> BlockingSession:
+        if self._presence is not None:
+            raise SessionClosed("a session is entered once; connect again")
+        self._runtime = ThreadRuntime.acquire()
+        try:
+            self._presence = self._do(Presence.open(self._settings, self._runtime))
+        except BaseException:
+            self._runtime.release()
+            raise
+        track(self._presence)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        presence = self._opened
+        if self._runtime.pid != os.getpid():
+            return
+        try:
+            self._do(presence.close())
+        finally:
+            self._runtime.release()
+
+    @property
+    def _opened(self) -> Presence:
+        if self._presence is None:
+            raise SessionClosed("the session is not open: enter it with `with`")
+        return self._presence
+
+    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._runtime.do_blocking(work)
+
+    def campaign(
+        self,
+        election: str,
+        *,
+        name: str | None = None,
+        meta: Meta | None = None,
+        wait_s: float | None = None,
+        priority: int = 0,
+        recipe: Recipe = "line",
+        on_overrun: OnOverrun = "report",
+    ) -> BlockingCampaign:
+        """Stand for `election`; the scope is entered when elected.
+
+        with session.campaign("billing", name="server1") as term:
+            while term.valid:
+                work(term.token)
+        """
+        return BlockingCampaign(
+            self._opened,
+            self._runtime,
+            Stand(
+                election,
+                name=name,
+                meta=meta,
+                wait_s=wait_s,
+                priority=priority,
+                recipe=recipe,
+                on_overrun=on_overrun,
+            ),
+        )
+
+    def campaigns(self, election: str, **options: Any) -> Iterator[BlockingCampaign]:
+        """Campaign again after each loss, until the loop is left."""
+        while True:
+            campaign = self.campaign(election, **options)
+            campaign._again_after_loss = True
+            yield campaign
+
+    def leader(self, election: str) -> Leader | None:
+        """Who leads now, by a read of the store; None while vacant."""
+        presence = self._opened
+        presence.check_open()
+        return self._do(presence.leader(election))
+
+    def observe(self, election: str) -> Iterator[Leader | None]:
+        """Who leads now, then every change; None while vacant."""
+        presence = self._opened
+        presence.check_open()
+        seen: queue.SimpleQueue[Leader | BaseException | None] = queue.SimpleQueue()
+
+        async def watch() -> None:
+            try:
+                await presence.observe(election, seen.put)
+            except BaseException as error:
+                seen.put(error)
+                raise
+
+        watching = self._runtime.submit(watch())
+        try:
+            while True:
+                leader = seen.get()
+                if isinstance(leader, Exception):
+                    raise leader
+                if isinstance(leader, BaseException):
+                    raise SessionClosed("the session is closed; connect again")
+                yield leader
+        finally:
+            watching.cancel()
+
+
+class BlockingCampaign:
+    """A scope entered when elected. Made by `BlockingSession.campaign`."""
+
+    def __init__(self, presence: Presence, runtime: ThreadRuntime, stand: Stand) -> None:
+        self._presence = presence
+        self._runtime = runtime
+        self._stand = stand
+        self._again_after_loss = False
+        self._entered = False
+
+    def __enter__(self) -> Term:
+        if self._entered:
+            raise AlreadyCampaigning("a campaign is entered once; make another")
+        self._entered = True
+        while True:
+            candidacy = self._stand.candidacy(self._presence)
+            try:
+                term = self._runtime.do_blocking(candidacy.win(self._stand.wait_s))
+            except BaseException:
+                self._runtime.start(candidacy.leave())
+                raise
+            if term.valid:
+                break
+            self._runtime.do_blocking(candidacy.leave())
+        self._candidacy = candidacy
+        self._term = term
+        hold(term, self._presence)
+        return term
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        term = self._term
+        drop(term)
+        if self._runtime.pid != os.getpid():
+            raise SessionClosed(
+                "this term belongs to the parent process; a forked child connects for itself"
+            )
+        kept = term.conclude()
+        self._runtime.do_blocking(self._candidacy.leave())
+        if kept or not isinstance(error, Exception | None):
+            return False
+        return settle_loss(term, error, again=self._again_after_loss)
+
+
+def connect_blocking(
+    url: str,
+    *,
+    ttl_s: float | None = None,
+    stop_budget_s: float | None = None,
+    drift: float | None = None,
+    audit: str | os.PathLike[str] | None = None,
+    on_event: Sink | None = None,
+) -> BlockingSession:
+    """A session on the store that `url` names, for ordinary code. Options as for `connect`.
+
+    with doyen.connect_blocking("sqlite:///var/lib/app/doyen.db") as session:
+        with session.campaign("billing", name="server1") as term:
+            while term.valid:
+                work(term.token)
+    """
+    return BlockingSession(
+        settings_for(
+            url,
+            ttl_s=ttl_s,
+            stop_budget_s=stop_budget_s,
+            drift=drift,
+            audit=audit,
+            on_event=on_event,
+        )
+    )
+
+
+def while_leader(
+    election: str, *, store: str, ttl_s: float | None = None, **options: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Run a function, ordinary or async, only as leader; again after each loss.
+
+        @doyen.while_leader("billing", store="sqlite:///var/lib/app/doyen.db")
+        def main(term):
+            while term.valid:
+                work(term.token)
+
+        main()
+
+    The function's first argument is its term. Calling it waits for election. If the term is lost
+    the function is run again in the next one; once it returns with its term still valid, the
+    leader resigns and the result is returned. Further options are those of `campaign`.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        if inspect.iscoroutinefunction(function):
+            return _async_while_leader(function, election, store, ttl_s, options)
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with connect_blocking(store, ttl_s=ttl_s) as session:
+                while True:
+                    try:
+                        with session.campaign(election, **options) as term:
+                            return function(term, *args, **kwargs)
+                    except LeadershipLost:
+                        continue
+
+        return run
+
+    return decorate
+
+
+def _async_while_leader(
+    function: Callable[..., Awaitable[T]],
+    election: str,
+    store: str,
+    ttl_s: float | None,
+    options: dict[str, Any],
+) -> Callable[..., Coroutine[Any, Any, T]]:
+    @functools.wraps(function)
+    async def run(*args: Any, **kwargs: Any) -> T:
+        async with connect(store, ttl_s=ttl_s) as session:
+            while True:
+                try:
+                    async with session.campaign(election, **options) as term:
+                        return await function(term, *args, **kwargs)
+                except LeadershipLost:
+                    continue
+
+    return cast("Callable[..., Coroutine[Any, Any, T]]", run)

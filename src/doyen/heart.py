@@ -1,0 +1,191 @@
+"""The heart: one lease kept alive, and the deadline that follows from it.
+
+Invariants:
+
+- `valid_until` is derived from the *send* instant of a grant or renewal that the store has
+  confirmed. An answer that never came moves nothing.
+- A heart that is lost stays lost: `valid_until` is −∞ from then on, and a confirmation that comes
+  later is ignored. A session that goes on gets a new heart on a new lease.
+- Renewals are tried until the deadline and never stop silently.
+
+`valid_until` is read without a lock, from any thread: it is what `term.valid` compares with the
+clock. It is written under the lock, so that a late confirmation cannot revive what the watchdog
+has just declared lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable
+
+from doyen.clock import Clock
+from doyen.errors import LeaseGone
+from doyen.events import Granted, LeaseLost, Renewed, Telemetry, Unsure
+from doyen.model import Lease
+from doyen.store import Store
+from doyen.timing import Timing
+
+__all__ = ["NEVER", "Heart"]
+
+NEVER = float("-inf")
+
+LossListener = Callable[[str, float], None]
+"""Called with the reason and the instant at which validity ended, on any thread, once."""
+
+
+class Heart:
+    """Keeps one lease alive and knows until when it is good."""
+
+    __slots__ = (
+        "__weakref__",
+        "_clock",
+        "_listeners",
+        "_lock",
+        "_post",
+        "_random",
+        "_renewal_listeners",
+        "_sent_at",
+        "_store",
+        "_telemetry",
+        "bodies",
+        "lease",
+        "lost_because",
+        "timing",
+        "unsure",
+        "valid_until",
+    )
+
+    def __init__(
+        self,
+        store: Store,
+        lease: Lease,
+        timing: Timing,
+        clock: Clock,
+        telemetry: Telemetry,
+        *,
+        sent_at: float,
+        spread: random.Random,
+        post: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self.lease = lease
+        self.timing = timing
+        self.valid_until = timing.valid_until(sent_at)
+        self.lost_because: str | None = None
+        self.unsure = False
+        self.bodies = 0
+        """Bodies that still run on this lease; it is not given back before they have ended."""
+        self._store = store
+        self._clock = clock
+        self._telemetry = telemetry
+        self._sent_at = sent_at
+        self._random = spread
+        self._post = post
+        self._lock = threading.Lock()
+        self._listeners: dict[object, LossListener] = {}
+        self._renewal_listeners: list[Callable[[float], None]] = []
+        telemetry.emit(
+            Granted(lease=lease.id, ttl_s=lease.ttl_s, valid_until=self.valid_until),
+        )
+
+    def on_loss(self, who: object, listener: LossListener) -> None:
+        """Have `listener` called on loss; at once if that has happened already."""
+        with self._lock:
+            if self.lost_because is None:
+                self._listeners[who] = listener
+                return
+        listener(self.lost_because, self._clock.now())
+
+    def forget(self, who: object) -> None:
+        with self._lock:
+            self._listeners.pop(who, None)
+
+    @property
+    def depended_on(self) -> bool:
+        return bool(self._listeners)
+
+    def on_renewal(self, listener: Callable[[float], None]) -> None:
+        """Have `listener` called with the new deadline after each renewal, on doyen's loop."""
+        self._renewal_listeners.append(listener)
+
+    async def beat(self) -> None:
+        """Renew until the lease is lost. Runs as a task of its own on doyen's loop."""
+        due = self._next_renewal()
+        while self.lost_because is None:
+            await asyncio.sleep(max(0.0, due - self._clock.now()))
+            if self.lose_if_expired():
+                return
+            sent_at = self._clock.now()
+            try:
+                async with asyncio.timeout(self.timing.request_timeout_s):
+                    await self._store.renew(self.lease)
+            except LeaseGone as error:
+                self.lose(str(error) or "the store has ended the lease")
+                return
+            except Exception as error:  # noqa: BLE001 - whatever failed, the renewal is retried
+                self._doubt(error)
+                due = min(self._clock.now() + self.timing.retry_every_s, self.valid_until)
+            else:
+                self._confirm(sent_at)
+                due = self._next_renewal()
+
+    def _next_renewal(self) -> float:
+        return self.timing.renew_at(self._sent_at, self._random.uniform(-1, 1))
+
+    def _confirm(self, sent_at: float) -> None:
+        with self._lock:
+            if self.lost_because is not None:
+                return
+            self._sent_at = sent_at
+            self.valid_until = self.timing.valid_until(sent_at)
+            self.unsure = False
+        self._telemetry.emit(Renewed(lease=self.lease.id, valid_until=self.valid_until))
+        for listener in self._renewal_listeners:
+            listener(self.valid_until)
+
+    def _doubt(self, error: Exception) -> None:
+        self.unsure = True
+        self._telemetry.emit(
+            Unsure(
+                lease=self.lease.id,
+                remaining_s=round(self.valid_until - self._clock.now(), 3),
+                error=str(error) or type(error).__name__,
+            )
+        )
+
+    def lose_if_expired(self) -> bool:
+        """Declare the heart lost if its deadline has passed. Any thread."""
+        if self._clock.now() < self.valid_until:
+            return False
+        self.lose("no renewal was confirmed in time", only_if_expired=True)
+        return self.lost_because is not None
+
+    def lose(self, reason: str, *, only_if_expired: bool = False) -> None:
+        """Declare the heart lost, once, and tell everyone who depends on it. Any thread."""
+        with self._lock:
+            now = self._clock.now()
+            if self.lost_because is not None or (only_if_expired and now < self.valid_until):
+                return
+            ended_at = min(now, self.valid_until)
+            self.lost_because = reason
+            self.valid_until = NEVER
+            listeners = list(self._listeners.values())
+            self._listeners.clear()
+        for listener in listeners:
+            listener(reason, ended_at)
+        event = LeaseLost(lease=self.lease.id, reason=reason, ended_at=ended_at)
+        self._post(lambda: self._telemetry.emit(event))
+
+    def stop(self) -> None:
+        """End quietly, with nobody depending on it any more."""
+        with self._lock:
+            self.lost_because = self.lost_because or "the session was closed"
+            self.valid_until = NEVER
+            self._listeners.clear()
+
+    def forked(self) -> None:
+        """In the child of a fork: what the parent holds is not ours. Takes no lock, since a
+        thread that no longer exists may have held it."""
+        self.valid_until = NEVER
+        self.lost_because = "the lease belongs to the parent process"

@@ -1,0 +1,274 @@
+"""A process's presence in a store: one lease, its heart, and everyone who stands on it.
+
+This is the part of a session that lives on doyen's loop. It hands out the current heart (granting
+a new lease after a loss), bounds every store call, owns the background tasks, and gives a lost
+lease back only when the last body that ran on it has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from doyen.errors import ConfigError, OutcomeUnknown, SessionClosed, StoreError, StoreUnavailable
+from doyen.events import Sink, Telemetry
+from doyen.heart import Heart
+from doyen.model import Claim, Leader, leader_key
+from doyen.runtime import Runtime
+from doyen.store import Context, Store, open_store
+from doyen.timing import Timing
+
+__all__ = ["Presence", "Settings"]
+
+T = TypeVar("T")
+log = logging.getLogger("doyen")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a session was asked for. None means: the store's or the timing's default."""
+
+    url: str
+    ttl_s: float | None = None
+    stop_budget_s: float | None = None
+    drift: float | None = None
+    sinks: tuple[Sink, ...] = ()
+
+    def timing(self, ttl_s: float) -> Timing:
+        """The times of a lease of `ttl_s`; raises `ConfigError` if they leave no margin."""
+        asked = {"stop_budget_s": self.stop_budget_s, "drift": self.drift}
+        return Timing(ttl_s=ttl_s, **{k: v for k, v in asked.items() if v is not None})
+
+
+class Presence:
+    """The inside of a session."""
+
+    def __init__(
+        self,
+        store: Store,
+        settings: Settings,
+        timing: Timing,
+        telemetry: Telemetry,
+        runtime: Runtime,
+        *,
+        session_id: str,
+        spread: random.Random,
+    ) -> None:
+        self.store = store
+        self.timing = timing
+        self.telemetry = telemetry
+        self.runtime = runtime
+        self.clock = runtime.clock
+        self.id = session_id
+        self._settings = settings
+        self._random = spread
+        self._attempts = itertools.count(1)
+        self._heart: Heart | None = None
+        self._granting = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._bodies = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closed = False
+        self._forked = False
+
+    @classmethod
+    async def open(
+        cls,
+        settings: Settings,
+        runtime: Runtime,
+        *,
+        store: Store | None = None,
+        spread: random.Random | None = None,
+    ) -> Presence:
+        """Check the settings, open the store, and be ready. Nothing is granted yet."""
+        spread = spread or random.Random()
+        session_id = secrets.token_hex(6)
+        telemetry = Telemetry(runtime.clock, session_id, settings.sinks)
+        if settings.ttl_s is not None:
+            settings.timing(settings.ttl_s)
+        if store is None:
+            store = await open_store(settings.url, Context(runtime.clock, telemetry.emit))
+        try:
+            limits = store.capabilities
+            ttl_s = settings.ttl_s or limits.ttl_default_s
+            if ttl_s < limits.ttl_min_s:
+                raise ConfigError(
+                    f"ttl_s={ttl_s:g} is below what this store can keep: {limits.ttl_min_s:g} s"
+                )
+            timing = settings.timing(ttl_s)
+        except BaseException:
+            await store.close()
+            raise
+        return cls(
+            store, settings, timing, telemetry, runtime, session_id=session_id, spread=spread
+        )
+
+    async def call(self, request: Awaitable[T]) -> T:
+        """One store call, bounded: shorter than the lease, and unknown if it did not answer."""
+        try:
+            async with asyncio.timeout(self.timing.request_timeout_s):
+                return await request
+        except TimeoutError as error:
+            raise OutcomeUnknown(
+                f"the store did not answer within {self.timing.request_timeout_s:g} s"
+            ) from error
+
+    async def heart(self) -> Heart:
+        """The live heart; a new one on a new lease if there is none."""
+        self.check_open()
+        if self._heart is not None and not self._heart.lose_if_expired():
+            return self._heart
+        async with self._granting:
+            if self._heart is None or self._heart.lost_because is not None:
+                self._heart = await self._grant()
+            return self._heart
+
+    async def _grant(self) -> Heart:
+        sent_at = self.clock.now()
+        lease = await self.call(self.store.grant(self.timing.ttl_s))
+        timing = self.timing
+        if lease.ttl_s != timing.ttl_s:
+            timing = self.timing = self._settings.timing(lease.ttl_s)
+        heart = Heart(
+            self.store,
+            lease,
+            timing,
+            self.clock,
+            self.telemetry,
+            sent_at=sent_at,
+            spread=self._random,
+            post=self.runtime.post,
+        )
+        heart.on_loss(self, lambda *_: self.runtime.post(lambda: self._give_back(heart)))
+        self.spawn(heart.beat())
+        return heart
+
+    def retry_pause(self) -> float:
+        """How long to wait before a failed request is tried again, spread so that a fleet that
+        lost its store together does not come back together."""
+        return self.timing.retry_every_s * self._random.uniform(0.5, 1.5)
+
+    def next_attempt(self) -> str:
+        return f"{self.id}-{next(self._attempts)}"
+
+    def body_begins(self, heart: Heart) -> None:
+        self._bodies += 1
+        self._idle.clear()
+        heart.bodies += 1
+        if heart.bodies == 1:
+            self.runtime.watch(heart)
+
+    def body_ended(self, heart: Heart) -> None:
+        self._bodies -= 1
+        if not self._bodies:
+            self._idle.set()
+        heart.bodies -= 1
+        if not heart.bodies:
+            self.runtime.unwatch(heart)
+            self._give_back(heart)
+
+    def _give_back(self, heart: Heart) -> None:
+        """Revoke a lost lease once no body runs on it, so that a successor need not wait."""
+        if heart.lost_because is not None and not heart.bodies and not self._closed:
+            self.spawn(self._revoke(heart))
+
+    async def _revoke(self, heart: Heart) -> None:
+        try:
+            await self.call(self.store.revoke(heart.lease))
+        except StoreError as error:
+            log.debug("lease %s was left to expire: %s", heart.lease.id, error)
+
+    async def leader(self, election: str) -> Leader | None:
+        """Who leads, by a read of the store."""
+        self.check_open()
+        entry = await self.call(self.store.get(leader_key(election)))
+        if entry is None:
+            return None
+        claim = Claim.decode(entry.value)
+        return Leader(election, claim.name, entry.revision, claim.meta)
+
+    async def observe(self, election: str, deliver: Callable[[Leader | None], None]) -> None:
+        """Deliver who leads now, then every change, until cancelled.
+
+        A store that cannot be reached is waited for: what was last known stands until then.
+        """
+        changed = asyncio.Event()
+        first, last = True, None
+        watch = None
+        try:
+            while True:
+                try:
+                    if watch is None:
+                        watch = await self.call(self.store.watch(leader_key(election), changed.set))
+                    changed.clear()
+                    leader = await self.leader(election)
+                except (OutcomeUnknown, StoreUnavailable) as error:
+                    log.debug("observing %r: %s", election, error)
+                    await asyncio.sleep(self.retry_pause())
+                    continue
+                if first or leader != last:
+                    first, last = False, leader
+                    deliver(leader)
+                await changed.wait()
+        finally:
+            if watch is not None:
+                watch.close()
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run in the background, until done or the presence is closed."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a background task of doyen failed", exc_info=task.exception())
+
+    def check_open(self) -> None:
+        if self._forked:
+            raise SessionClosed(
+                f"this session was opened by process {self.runtime.pid} before a fork and stays"
+                " with it; connect again in the child"
+            )
+        if self._closed:
+            raise SessionClosed("the session is closed; connect again")
+
+    async def close(self) -> None:
+        """End every term, wait for the bodies as long as the stop budget allows, let go.
+
+        Candidates that still wait are told that the session is closed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        heart = self._heart
+        if heart is not None:
+            heart.forget(self)
+            heart.lose("the session was closed") if heart.depended_on else heart.stop()
+            if self._bodies:
+                ended = asyncio.ensure_future(self._idle.wait())
+                await asyncio.wait({ended}, timeout=heart.timing.stop_budget_s)
+                ended.cancel()
+            if not heart.bodies:
+                self.runtime.unwatch(heart)
+                await self._revoke(heart)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.store.close()
+
+    def forked(self) -> None:
+        """In the child of a fork."""
+        self._forked = True
+        if self._heart is not None:
+            self._heart.forked()
+        self.store.forked()

@@ -1,0 +1,223 @@
+"""doyen's own thread, and the watchdog that trips at the deadline.
+
+All store I/O runs on one event loop in one thread per process, so that code which blocks the
+caller's loop cannot starve renewals. Public classes reach it through a `Runtime`; tests and the
+lab use `InlineRuntime`, where everything shares one (virtual-time) loop.
+
+The watchdog is a second thread that does no I/O at all. It decides by the boot-time clock, and
+since thread waits use the monotonic clock, which halts while the machine is suspended, it waits in
+short slices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+from doyen.clock import Clock, SystemClock
+from doyen.heart import Heart
+
+__all__ = ["InlineRuntime", "Runtime", "ThreadRuntime"]
+
+T = TypeVar("T")
+
+SLICE_S = 0.1
+"""How long after waking from suspend a deadline may go unnoticed by the watchdog."""
+
+
+class Runtime(Protocol):
+    """Where doyen's own coroutines run."""
+
+    clock: Clock
+    pid: int
+
+    async def do(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on doyen's loop; cancelling the caller cancels it."""
+        ...
+
+    async def finish(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on doyen's loop to its end, whatever happens to the caller."""
+        ...
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run `work` on doyen's loop and do not wait for it. Any thread."""
+        ...
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Call on doyen's loop soon. Any thread; a loop that is gone is passed over."""
+        ...
+
+    def watch(self, heart: Heart) -> None:
+        """Trip the heart when its deadline passes."""
+        ...
+
+    def unwatch(self, heart: Heart) -> None: ...
+
+    def release(self) -> None:
+        """One user less."""
+        ...
+
+
+class InlineRuntime:
+    """Everything on the caller's loop: for virtual time."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.pid = os.getpid()
+        self._loop = asyncio.get_running_loop()
+        self._timers: dict[Heart, asyncio.TimerHandle] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def do(self, work: Coroutine[Any, Any, T]) -> T:
+        return await self._task(work)
+
+    async def finish(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.shield(self._task(work))
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> None:
+        self._task(work)
+
+    def post(self, call: Callable[[], None]) -> None:
+        self._loop.call_soon(call)
+
+    def watch(self, heart: Heart) -> None:
+        if heart.lose_if_expired() or heart.lost_because is not None:
+            self.unwatch(heart)
+            return
+        wait = min(SLICE_S, max(0.0, heart.valid_until - self.clock.now()))
+        self._timers[heart] = self._loop.call_later(wait, self.watch, heart)
+
+    def unwatch(self, heart: Heart) -> None:
+        timer = self._timers.pop(heart, None)
+        if timer is not None:
+            timer.cancel()
+
+    def release(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+
+class ThreadRuntime:
+    """The process's doyen thread and watchdog, shared by all its sessions.
+
+    Both are daemons: a process that ends without closing its sessions is not held up, and its end
+    is itself the proof that its terms are over.
+    """
+
+    _shared: ThreadRuntime | None = None
+    _shared_lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self.clock: Clock = SystemClock()
+        self.pid = os.getpid()
+        self._users = 0
+        self._loop = asyncio.new_event_loop()
+        self._hearts: set[Heart] = set()
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._threads = [
+            threading.Thread(target=self._run, name="doyen", daemon=True),
+            threading.Thread(target=self._watch, name="doyen-watchdog", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @classmethod
+    def acquire(cls) -> ThreadRuntime:
+        """The process's runtime, started if need be. Pair with `release`."""
+        with cls._shared_lock:
+            if cls._shared is None:
+                cls._shared = cls()
+            cls._shared._users += 1
+            return cls._shared
+
+    def release(self) -> None:
+        with self._shared_lock:
+            self._users -= 1
+            if self._users:
+                return
+            ThreadRuntime._shared = None
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        self._loop.close()
+
+    @classmethod
+    def forked(cls) -> None:
+        """In the child: the threads did not come along."""
+        cls._shared = None
+        cls._shared_lock = threading.Lock()
+
+    async def do(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(self.submit(work))
+
+    async def finish(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.shield(asyncio.wrap_future(self.submit(work)))
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> None:
+        self.submit(work)
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run `work` on doyen's loop; the future is any thread's."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def do_blocking(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on doyen's loop and block for its result; an interrupt cancels it."""
+        future = self.submit(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def post(self, call: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call)
+        except RuntimeError:
+            pass  # stopped meanwhile: nobody is left to tell
+
+    def watch(self, heart: Heart) -> None:
+        with self._changed:
+            self._hearts.add(heart)
+            self._changed.notify()
+
+    def unwatch(self, heart: Heart) -> None:
+        with self._changed:
+            self._hearts.discard(heart)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _watch(self) -> None:
+        while True:
+            with self._changed:
+                if self._stopped:
+                    return
+                if not self._hearts:
+                    self._changed.wait()
+                    continue
+                wait = min(heart.valid_until for heart in self._hearts) - self.clock.now()
+                if wait > 0:
+                    self._changed.wait(min(wait, SLICE_S))
+                    continue
+                due = [heart for heart in self._hearts if heart.valid_until <= self.clock.now()]
+                self._hearts.difference_update(due)
+            for heart in due:
+                if not heart.lose_if_expired():
+                    self.watch(heart)

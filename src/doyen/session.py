@@ -1,0 +1,383 @@
+"""The asynchronous API: a session, its campaigns, and leadership as a cancel scope.
+
+Thin: everything that talks to the store runs on doyen's loop (`presence`, `election`); here it is
+bridged to the caller's loop, and loss is turned into cancellation of the body, the way
+`asyncio.timeout` does it: the user's own cancellation is never eaten, and a body that swallows
+ours still ends in `LeadershipLost`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import weakref
+from collections.abc import AsyncIterator
+from contextvars import ContextVar
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from doyen.election import Candidacy, OnOverrun, Recipe
+from doyen.errors import AlreadyCampaigning, ConfigError, LeadershipLost, SessionClosed, StaleToken
+from doyen.events import Sink
+from doyen.model import Leader, Meta
+from doyen.presence import Presence, Settings
+from doyen.runtime import Runtime, ThreadRuntime
+from doyen.term import Term, TermState
+
+__all__ = ["Campaign", "Session", "connect"]
+
+
+class Stand:
+    """What a campaign asks for, checked and completed: shared by both APIs."""
+
+    __slots__ = ("election", "meta", "name", "on_overrun", "rank", "recipe", "wait_s")
+
+    def __init__(
+        self,
+        election: str,
+        *,
+        name: str | None,
+        meta: Meta | None,
+        wait_s: float | None,
+        priority: int,
+        recipe: Recipe,
+        on_overrun: OnOverrun,
+    ) -> None:
+        if wait_s is not None and wait_s < 0:
+            raise ConfigError(f"wait_s must not be negative, not {wait_s:g}; None waits for ever")
+        self.election = election
+        self.name = name or f"{socket.gethostname()}-{os.getpid()}"
+        self.meta = dict(meta or {})
+        self.wait_s = wait_s
+        self.rank = priority
+        self.recipe = recipe
+        self.on_overrun = on_overrun
+
+    def candidacy(self, presence: Presence) -> Candidacy:
+        presence.check_open()
+        for term, session_id in _held.get():
+            if (
+                session_id == presence.id
+                and term.election == self.election
+                and term.state in (TermState.LEADER, TermState.UNSURE)
+            ):
+                raise AlreadyCampaigning(
+                    f"{term.name!r} already leads {self.election!r} in this scope, on this very"
+                    " session: a second campaign would wait for the first for ever"
+                )
+        return Candidacy(
+            presence,
+            self.election,
+            name=self.name,
+            meta=self.meta,
+            rank=self.rank,
+            recipe=self.recipe,
+            on_overrun=self.on_overrun,
+        )
+
+
+_held: ContextVar[tuple[tuple[Term, str], ...]] = ContextVar("doyen_held", default=())
+"""Terms entered by the calling scope: what a nested campaign would wait for."""
+
+
+def hold(term: Term, presence: Presence) -> None:
+    _held.set((*_held.get(), (term, presence.id)))
+
+
+def drop(term: Term) -> None:
+    _held.set(tuple(pair for pair in _held.get() if pair[0] is not term))
+
+
+_sessions: weakref.WeakSet[Presence] = weakref.WeakSet()
+_fork_hook_installed = False
+_kept_after_fork: list[object] = []
+
+
+def track(presence: Presence) -> None:
+    """Have a presence told of forks. The hook is installed with the first session, not on
+    import."""
+    global _fork_hook_installed
+    if not _fork_hook_installed:
+        _fork_hook_installed = True
+        os.register_at_fork(after_in_child=_after_fork_in_child)
+    _sessions.add(presence)
+
+
+def _after_fork_in_child() -> None:
+    ThreadRuntime.forked()
+    presences = list(_sessions)
+    _kept_after_fork.extend(presences)
+    for presence in presences:
+        presence.forked()
+    _sessions.clear()
+
+
+def settings_for(
+    url: str,
+    *,
+    ttl_s: float | None,
+    stop_budget_s: float | None,
+    drift: float | None,
+    audit: str | os.PathLike[str] | None,
+    on_event: Sink | None,
+) -> Settings:
+    sinks: list[Sink] = []
+    if audit is not None:
+        from doyen.audit import AuditLog
+
+        sinks.append(AuditLog(Path(audit)))
+    if on_event is not None:
+        sinks.append(on_event)
+    return Settings(
+        url=url, ttl_s=ttl_s, stop_budget_s=stop_budget_s, drift=drift, sinks=tuple(sinks)
+    )
+
+
+class Session:
+    """A process's presence in a store, for asyncio. Made by `connect`."""
+
+    def __init__(self, settings: Settings, runtime: Runtime | None = None) -> None:
+        self._settings = settings
+        self._given_runtime = runtime
+        self._presence: Presence | None = None
+
+    async def __aenter__(self) -> Session:
+        if self._presence is not None:
+            raise SessionClosed("a session is entered once; connect again")
+        runtime = self._given_runtime or ThreadRuntime.acquire()
+        try:
+            self._presence = await runtime.do(Presence.open(self._settings, runtime))
+        except BaseException:
+            runtime.release()
+            raise
+        track(self._presence)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        presence = self._opened
+        if presence.runtime.pid != os.getpid():
+            return
+        try:
+            await presence.runtime.finish(presence.close())
+        finally:
+            presence.runtime.release()
+
+    @property
+    def _opened(self) -> Presence:
+        if self._presence is None:
+            raise SessionClosed("the session is not open: enter it with `async with`")
+        return self._presence
+
+    def campaign(
+        self,
+        election: str,
+        *,
+        name: str | None = None,
+        meta: Meta | None = None,
+        wait_s: float | None = None,
+        priority: int = 0,
+        recipe: Recipe = "line",
+        on_overrun: OnOverrun = "report",
+    ) -> Campaign:
+        """Stand for `election`; the scope is entered when elected.
+
+            async with session.campaign("billing", name="server1") as term:
+                await work(term.token)
+
+        On loss the body is cancelled and `LeadershipLost` raised. `wait_s` bounds the waiting
+        only, and raises `NotElected`. Candidates of higher `priority` stand further ahead.
+        `recipe` is "line" (fair, one candidate wakes per change) or "race" (everyone tries).
+        """
+        return Campaign(
+            self._opened,
+            Stand(
+                election,
+                name=name,
+                meta=meta,
+                wait_s=wait_s,
+                priority=priority,
+                recipe=recipe,
+                on_overrun=on_overrun,
+            ),
+        )
+
+    async def campaigns(self, election: str, **options: Any) -> AsyncIterator[Campaign]:
+        """Campaign again after each loss, until the loop is left. Takes what `campaign` takes.
+
+            async for campaign in session.campaigns("billing", name="server1"):
+                async with campaign as term:
+                    await work(term.token)
+
+        A loss ends the body and goes round again instead of raising; an error of the body's own
+        is raised.
+        """
+        while True:
+            campaign = self.campaign(election, **options)
+            campaign._again_after_loss = True
+            yield campaign
+
+    async def leader(self, election: str) -> Leader | None:
+        """Who leads now, by a read of the store; None while vacant."""
+        presence = self._opened
+        presence.check_open()
+        return await presence.runtime.do(presence.leader(election))
+
+    async def observe(self, election: str) -> AsyncIterator[Leader | None]:
+        """Who leads now, then every change; None while vacant.
+
+        async for leader in session.observe("billing"):
+            print(leader.name if leader else "nobody")
+        """
+        presence = self._opened
+        presence.check_open()
+        loop = asyncio.get_running_loop()
+        seen: asyncio.Queue[Leader | None] = asyncio.Queue()
+
+        def deliver(leader: Leader | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the observer's loop has been closed
+                loop.call_soon_threadsafe(seen.put_nowait, leader)
+
+        watching = asyncio.ensure_future(
+            presence.runtime.do(presence.observe(election, deliver)),
+        )
+        try:
+            while True:
+                getting = asyncio.ensure_future(seen.get())
+                try:
+                    await asyncio.wait({getting, watching}, return_when=asyncio.FIRST_COMPLETED)
+                    if not getting.done():
+                        watching.result()
+                        raise SessionClosed("the session is closed; connect again")
+                    leader = getting.result()
+                finally:
+                    getting.cancel()
+                yield leader
+        finally:
+            watching.cancel()
+
+
+class Campaign:
+    """A scope entered when elected. Made by `Session.campaign`."""
+
+    def __init__(self, presence: Presence, stand: Stand) -> None:
+        self._presence = presence
+        self._stand = stand
+        self._again_after_loss = False
+        self._entered = False
+        self._armed = False
+        self._cancelled = False
+
+    async def __aenter__(self) -> Term:
+        if self._entered:
+            raise AlreadyCampaigning("a campaign is entered once; make another")
+        self._entered = True
+        runtime = self._presence.runtime
+        while True:
+            candidacy = self._stand.candidacy(self._presence)
+            try:
+                term = await runtime.do(candidacy.win(self._stand.wait_s))
+            except BaseException:
+                runtime.start(candidacy.leave())
+                raise
+            if term.valid:
+                break
+            # Won, and lost again before this loop got round to it: stand anew.
+            await runtime.finish(candidacy.leave())
+        self._candidacy = candidacy
+        self._term = term
+        self._arm(term)
+        hold(term, self._presence)
+        return term
+
+    def _arm(self, term: Term) -> None:
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a campaign is entered from a task")
+        self._task = task
+        self._loop = asyncio.get_running_loop()
+        self._cancelling_before = task.cancelling()
+        self._armed = True
+        term.on_end(self._over)
+
+    def _over(self) -> None:
+        """Any thread. Never cancels from inside the task itself, which would leave a stray
+        CancelledError behind the scope."""
+        with contextlib.suppress(RuntimeError):  # the body's loop has been closed
+            self._loop.call_soon_threadsafe(self._cancel_body)
+
+    def _cancel_body(self) -> None:
+        if self._armed and not self._cancelled:
+            self._cancelled = True
+            self._task.cancel()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        self._armed = False
+        term = self._term
+        drop(term)
+        if self._presence.runtime.pid != os.getpid():
+            raise SessionClosed(
+                "this term belongs to the parent process; a forked child connects for itself"
+            )
+        kept = term.conclude()
+        outer_cancelled = (
+            self._task.uncancel() if self._cancelled else self._task.cancelling()
+        ) > self._cancelling_before
+        await self._presence.runtime.finish(self._candidacy.leave())
+        if (
+            kept
+            or outer_cancelled
+            or not isinstance(error, Exception | None | asyncio.CancelledError)
+        ):
+            return False
+        return settle_loss(term, error, again=self._again_after_loss)
+
+
+def settle_loss(term: Term, error: BaseException | None, *, again: bool) -> bool:
+    """How a body whose term was lost ends: in `LeadershipLost`, with its own error as context.
+
+    With `again`, a loss is what the caller's loop is for; an error of the body's own is not.
+    """
+    if again and isinstance(error, asyncio.CancelledError | LeadershipLost | StaleToken | None):
+        return True
+    if isinstance(error, LeadershipLost):
+        return False
+    raise term.loss()
+
+
+def connect(
+    url: str,
+    *,
+    ttl_s: float | None = None,
+    stop_budget_s: float | None = None,
+    drift: float | None = None,
+    audit: str | os.PathLike[str] | None = None,
+    on_event: Sink | None = None,
+) -> Session:
+    """A session on the store that `url` names, for asyncio.
+
+        async with doyen.connect("sqlite:///var/lib/app/doyen.db", ttl_s=5) as session:
+            async with session.campaign("billing") as term:
+                ...
+
+    `ttl_s`: how long the store waits for a silent leader. `stop_budget_s`: how long a body has to
+    end after a loss (default ttl / 6). `drift`: by how much clocks may differ in speed (default
+    0.5 %). `audit`: a file for the audit log. `on_event`: called with every `events.Record`.
+    """
+    return Session(
+        settings_for(
+            url,
+            ttl_s=ttl_s,
+            stop_budget_s=stop_budget_s,
+            drift=drift,
+            audit=audit,
+            on_event=on_event,
+        )
+    )

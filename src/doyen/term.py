@@ -1,0 +1,227 @@
+"""A term: the scope of one leadership.
+
+`valid` compares two numbers: no I/O, no lock, any thread. It turns false at the deadline by
+itself, whatever else in the process is stuck. A term that has ended, one way or the other, never
+becomes valid again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from doyen.clock import Clock
+from doyen.errors import LeadershipLost
+from doyen.heart import NEVER, Heart
+from doyen.model import Meta
+
+__all__ = ["Term", "TermState"]
+
+
+class TermState(enum.Enum):
+    """Where a term stands."""
+
+    LEADER = "leader"
+    UNSURE = "unsure"
+    """Renewals are failing and the deadline has not come: still valid."""
+    LOST = "lost"
+    """It ended before its body did."""
+    ENDED = "ended"
+    """Its body ended first."""
+
+
+class _Ended:
+    """Stands in for the heart of a term that is over."""
+
+    valid_until: Final = NEVER
+
+
+_ENDED = _Ended()
+_latch = threading.Lock()
+
+
+class Term:
+    """One leadership: its token, its deadline, and word of its end.
+
+    Handed out by `campaign`; not made by users.
+
+        async with session.campaign("billing") as term:
+            while term.valid:
+                await pay_next_invoice(fencing_token=term.token)
+    """
+
+    __slots__ = (
+        "_heart",
+        "_hold",
+        "_listeners",
+        "_now",
+        "_proof",
+        "_state",
+        "election",
+        "ended_at",
+        "meta",
+        "name",
+        "reason",
+        "token",
+    )
+
+    def __init__(
+        self,
+        *,
+        election: str,
+        name: str,
+        meta: Meta,
+        token: int,
+        heart: Heart,
+        clock: Clock,
+        proof: Callable[[], tuple[int, ...]],
+    ) -> None:
+        self.election = election
+        self.name = name
+        self.meta = meta
+        self.token = token
+        self._heart = heart
+        self._hold: Heart | _Ended = heart
+        self._now = clock.now
+        self._proof = proof
+        self._state: TermState | None = None
+        self.reason = ""
+        """Why it is over; empty until then."""
+        self.ended_at = NEVER
+        """When it stopped being valid, on the boot-time clock."""
+        self._listeners: list[Callable[[], None]] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"<Term of {self.name!r} in {self.election!r}, token {self.token}, {self.state.value}>"
+        )
+
+    @property
+    def valid(self) -> bool:
+        """Whether this process leads, as far as it may rely on it. Any thread, never blocks."""
+        return self._now() < self._hold.valid_until
+
+    @property
+    def valid_until(self) -> float:
+        """The deadline on the boot-time clock. It moves with each renewal; −∞ once over."""
+        return self._hold.valid_until
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds to the deadline if nothing is renewed any more; 0 once over."""
+        return max(0.0, self._hold.valid_until - self._now())
+
+    @property
+    def state(self) -> TermState:
+        """leader, unsure, lost or ended."""
+        if self._state is not None:
+            return self._state
+        if not self.valid:
+            return TermState.LOST
+        return TermState.UNSURE if self._heart.unsure else TermState.LEADER
+
+    def check(self, for_s: float = 0.0) -> None:
+        """Raise `LeadershipLost` unless the term is valid, and stays so for `for_s` at least."""
+        remaining = self._hold.valid_until - self._now()
+        if remaining <= 0:
+            raise self.loss()
+        if remaining < for_s:
+            raise LeadershipLost(
+                f"{self.name!r} leads {self.election!r} for {remaining:.3f} s more for certain,"
+                f" less than the {for_s:g} s asked for"
+            )
+
+    async def lost(self) -> str:
+        """Wait until the term is over, and return why."""
+        loop = asyncio.get_running_loop()
+        over: asyncio.Future[None] = loop.create_future()
+
+        def resolve() -> None:
+            if not over.done():
+                over.set_result(None)
+
+        def wake() -> None:
+            try:
+                loop.call_soon_threadsafe(resolve)
+            except RuntimeError:
+                pass  # the loop has been closed, and nobody waits there
+
+        self.on_end(wake)
+        try:
+            await over
+        finally:
+            self._forget(wake)
+        return self.reason
+
+    def wait_lost(self, timeout_s: float | None = None) -> bool:
+        """Block until the term is over; False if `timeout_s` passed first."""
+        over = threading.Event()
+        self.on_end(over.set)
+        try:
+            return over.wait(timeout_s)
+        finally:
+            self._forget(over.set)
+
+    def on_renewal(self, listener: Callable[[float], None]) -> None:
+        """Have `listener` called with each new deadline, on doyen's thread. It must not block."""
+        self._heart.on_renewal(listener)
+
+    def proof(self) -> tuple[int, ...]:
+        """Descriptors that prove this process alive while any copy of them is open.
+
+        Empty on stores without proof of death. For supervisors; see `doyen.supervise`.
+        """
+        return self._proof()
+
+    def loss(self) -> LeadershipLost:
+        """The exception that tells of this term's end."""
+        reason = self.reason or "its deadline has passed"
+        return LeadershipLost(
+            f"{self.name!r} no longer leads {self.election!r} (token {self.token}): {reason}"
+        )
+
+    def on_end(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called when the term is over, on any thread; at once if it is."""
+        with _latch:
+            if self._state is None:
+                self._listeners.append(listener)
+                return
+        listener()
+
+    def _forget(self, listener: Callable[[], None]) -> None:
+        with _latch:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+    def lose(self, reason: str, ended_at: float | None = None) -> bool:
+        """End the term before its body. Any thread; false if it was over already."""
+        return self._over(TermState.LOST, reason, self._now() if ended_at is None else ended_at)
+
+    def conclude(self) -> bool:
+        """End the term because its body has ended. True if it was valid to that very instant.
+
+        This is the one place where "the body ended" and "leadership was lost" are put in order.
+        """
+        deadline = self._hold.valid_until
+        now = self._now()
+        if now < deadline:
+            self._over(TermState.ENDED, "its body has ended", now)
+        else:
+            self._over(TermState.LOST, "its deadline has passed", min(now, deadline))
+        return self._state is TermState.ENDED
+
+    def _over(self, state: TermState, reason: str, ended_at: float) -> bool:
+        with _latch:
+            if self._state is not None:
+                return False
+            self._state = state
+            self.reason = reason
+            self.ended_at = ended_at
+            self._hold = _ENDED
+            listeners, self._listeners = self._listeners, []
+        for listener in listeners:
+            listener()
+        return True
