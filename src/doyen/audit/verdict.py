@@ -1,0 +1,495 @@
+"""Judging the evidence: from facts to terms, from terms to a report.
+
+Pure; may import errors and `doyen.audit.evidence`.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import pairwise
+from typing import Any, Literal
+
+from doyen.audit.evidence import (
+    Begun,
+    Evidence,
+    Fact,
+    Ignored,
+    Instant,
+    LeaseFacts,
+    Line,
+    TermKey,
+    earlier,
+    later,
+    read,
+)
+from doyen.errors import ConfigError
+
+__all__ = ["Report", "Term", "Violation", "verify", "verify_lines"]
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A term as the evidence has it."""
+
+    election: str
+    name: str
+    token: int
+    lease: str
+    session: str
+    pid: int
+    start: Fact
+    end: Fact
+
+    @property
+    def was_valid(self) -> bool:
+        return self.end.when.at > self.start.when.at
+
+    def tell(self) -> list[str]:
+        start, end = self.start.when, self.end.when
+        return [
+            f"{self.name}, token {self.token} (pid {self.pid}, session {self.session},"
+            f" lease {self.lease})",
+            f"    from {start} (boot {start.at:.3f}): {self.start.what}, {self.start.where}",
+            f"    to   {end} (boot {end.at:.3f}): {self.end.what}, {self.end.where}",
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        names = ("election", "name", "token", "lease", "session", "pid")
+        plain = {name: getattr(self, name) for name in names}
+        return {**plain, "start": self.start.as_dict(), "end": self.end.as_dict()}
+
+
+Kind = Literal[
+    "overlap",
+    "token-reused",
+    "token-regressed",
+    "alive-after-death",
+    "expired-early",
+    "valid-beyond-deadline",
+    "overrun",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One thing that must not happen, and did."""
+
+    kind: Kind
+    election: str | None
+    headline: str
+    by_s: float
+    when: Instant
+    terms: tuple[Term, ...] = ()
+    evidence: tuple[Fact, ...] = ()
+
+    @property
+    def story(self) -> str:
+        """What happened, for people."""
+        lines = [self.headline]
+        for term in self.terms:
+            lines += [f"  {line}" for line in term.tell()]
+        lines += [f"  {fact.when}: {fact.what}, {fact.where}" for fact in self.evidence]
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "election": self.election,
+            "headline": self.headline,
+            "by_s": self.by_s,
+            "terms": [term.as_dict() for term in self.terms],
+            "evidence": [fact.as_dict() for fact in self.evidence],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What the logs prove."""
+
+    files: int
+    lines: int
+    processes: int
+    elections: int
+    terms: int
+    never_valid: int
+    """Terms that were over before they were announced; not counted in `terms`."""
+    changes: int
+    """How often a term began whose leader was not the one before."""
+    gaps_s: tuple[float, ...]
+    """From the end of each term to the beginning of the next, shortest first."""
+    wall_clocks_compared: bool
+    tolerance_s: float
+    violations: tuple[Violation, ...]
+    warnings: tuple[str, ...]
+    ignored: tuple[Ignored, ...]
+
+    @property
+    def empty(self) -> bool:
+        """Nothing was found that could be proved or disproved."""
+        return not (self.terms or self.never_valid or self.violations)
+
+    @property
+    def ok(self) -> bool:
+        return not self.empty and not self.violations
+
+    @property
+    def gap_p50_s(self) -> float | None:
+        return statistics.median(self.gaps_s) if self.gaps_s else None
+
+    @property
+    def gap_max_s(self) -> float | None:
+        return self.gaps_s[-1] if self.gaps_s else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`. Individual gaps are left out."""
+        counts = ("files", "lines", "processes", "elections", "terms", "never_valid", "changes")
+        return {
+            "ok": self.ok,
+            **{name: getattr(self, name) for name in counts},
+            "gap_p50_s": self.gap_p50_s,
+            "gap_max_s": self.gap_max_s,
+            "wall_clocks_compared": self.wall_clocks_compared,
+            "tolerance_s": self.tolerance_s,
+            "violations": [violation.as_dict() for violation in self.violations],
+            "warnings": list(self.warnings),
+            "ignored": [{"where": str(where), "why": why} for where, why in self.ignored],
+        }
+
+
+def verify(paths: Iterable[str | os.PathLike[str]], *, tolerance_s: float = 0.0) -> Report:
+    """Verify the logs at `paths`, taken together."""
+    return verify_lines(read(paths), tolerance_s=tolerance_s)
+
+
+def verify_lines(lines: Iterable[Line], *, tolerance_s: float = 0.0) -> Report:
+    """Verify lines from anywhere.
+
+    >>> from doyen.audit import Where
+    >>> stamp = '"at":1.0,"wall":1e9,"boot":"b","pid":7,"session":"s"'
+    >>> text = '{"event":"elected","election":"e","name":"n","token":1,"lease":"l",'
+    >>> text += '"valid_until":5.0,' + stamp + '}'
+    >>> report = verify_lines([Line(Where("log", 1), text.encode())])
+    >>> report.ok, report.terms
+    (True, 1)
+    """
+    if not 0 <= tolerance_s < float("inf"):
+        raise ConfigError(f"the tolerance is a number of seconds from 0 up, not {tolerance_s}")
+    evidence = Evidence()
+    for line in lines:
+        evidence.take(line)
+    return _Judge(evidence, tolerance_s).report()
+
+
+_EQUAL_S = 1e-6
+"""Two readings of the same number may differ by this after a journey through a sum."""
+
+
+class _Judge:
+    """Draws the terms from the evidence, and compares them."""
+
+    def __init__(self, evidence: Evidence, tolerance_s: float) -> None:
+        self._seen = evidence
+        self._tolerance_s = tolerance_s
+        self._wall_compared = False
+        self._violations: list[Violation] = []
+        self._warnings: list[str] = []
+        self._gaps: list[float] = []
+        self._changes = 0
+
+    def report(self) -> Report:
+        terms = [self._term(key, begun) for key, all_ in self._seen.begun.items() for begun in all_]
+        by_lease: defaultdict[str, list[Term]] = defaultdict(list)
+        for term in terms:
+            by_lease[term.lease].append(term)
+        terms = []
+        for lease, facts in self._seen.leases.items():
+            terms += self._after_proof(lease, facts, by_lease[lease])
+            self._expiry(lease, facts, by_lease[lease])
+
+        elections: defaultdict[str, list[Term]] = defaultdict(list)
+        for term in terms:
+            elections[term.election].append(term)
+        for election in sorted(elections):
+            everyone = elections[election]
+            self._reuse(everyone)
+            self._compare([term for term in everyone if term.was_valid])
+            self._overran(everyone)
+        self._warn()
+
+        seen = self._seen
+        valid = sum(term.was_valid for term in terms)
+        return Report(
+            files=len(seen.files),
+            lines=seen.lines,
+            processes=len(seen.processes),
+            elections=len(elections),
+            terms=valid,
+            never_valid=len(terms) - valid,
+            changes=self._changes,
+            gaps_s=tuple(sorted(self._gaps)),
+            wall_clocks_compared=self._wall_compared,
+            tolerance_s=self._tolerance_s,
+            violations=tuple(sorted(self._violations, key=lambda found: found.when.wall)),
+            warnings=tuple(self._warnings),
+            ignored=tuple(seen.ignored),
+        )
+
+    def _after(self, one: Instant, other: Instant) -> float:
+        """By how much `one` is surely after `other`; not positive if that cannot be said."""
+        if one.boot == other.boot:
+            return one.at - other.at
+        self._wall_compared = True
+        return one.wall - other.wall - self._tolerance_s
+
+    def _term(self, key: TermKey, begun: Begun) -> Term:
+        """The term, ended by what its own process says."""
+        election, token, session = key
+        facts = self._seen.leases[begun.lease]
+        lost = self._seen.lost.get(key, [])
+        resigned = self._seen.resigned.get(key, [])
+        # `elected` itself confirmed a deadline, so there always is one.
+        ends = [fact for fact in (facts.deadline, facts.given_up) if fact] + lost + resigned
+        end = min(ends, key=lambda fact: fact.when.at)
+        term = Term(election, begun.name, token, begun.lease, session, begun.pid, begun.start, end)
+        for fact in resigned if not lost else ():
+            facts.counted_on = later(facts.counted_on, fact)
+            if facts.deadline and fact.when.at > facts.deadline.when.at:
+                self._warnings.append(
+                    f"{term.name} (token {token}) of {election!r} resigned"
+                    f" {fact.when.at - facts.deadline.when.at:.3f} s after its last deadline,"
+                    f" {fact.where}"
+                )
+        for fact in lost:
+            if facts.deadline and fact.when.at > facts.deadline.when.at + _EQUAL_S:
+                self._beyond(term, fact, facts.deadline)
+        return term
+
+    def _beyond(self, term: Term, lost: Fact, deadline: Fact) -> None:
+        by_s = lost.when.since(deadline.when)
+        self._violations.append(
+            Violation(
+                "valid-beyond-deadline",
+                term.election,
+                f"{term.name} counted on its term of {term.election!r} for {by_s:.3f} s beyond"
+                " the last deadline of its lease",
+                by_s,
+                lost.when,
+                (term,),
+                (deadline, lost),
+            )
+        )
+
+    def _after_proof(self, lease: str, facts: LeaseFacts, terms: list[Term]) -> list[Term]:
+        """The terms of a lease, ended by the proof of its holder's death, if that stands."""
+        proofs = [fact for session, fact in facts.died if session not in facts.sessions]
+        if not proofs:
+            return terms
+        proof = reduce(earlier, proofs)
+        signs = [facts.counted_on] if facts.counted_on else []
+        if any(self._after(term.end.when, proof.when) > 0 for term in terms):
+            # A leader that was in its term when it died says nothing more, on any subject.
+            signs += [
+                self._seen.last_sign[session]
+                for session in facts.sessions
+                if session in self._seen.last_sign
+            ]
+        for sign in signs:
+            by_s = self._after(sign.when, proof.when)
+            if by_s > 0:
+                self._violations.append(
+                    Violation(
+                        "alive-after-death",
+                        terms[0].election if terms else None,
+                        f"the holder of lease {lease} was proved dead, and was alive {by_s:.3f} s"
+                        " later",
+                        by_s,
+                        proof.when,
+                        tuple(terms),
+                        (proof, sign),
+                    )
+                )
+                return terms
+        ended = []
+        for term in terms:
+            at = term.start.when.at + proof.when.since(term.start.when)
+            if at < term.end.when.at:
+                end = proof._replace(when=term.start.when.moved_to(at))
+                ended.append(replace(term, end=end))
+            else:
+                ended.append(term)
+        return ended
+
+    def _expiry(self, lease: str, facts: LeaseFacts, terms: list[Term]) -> None:
+        if facts.expired is None or facts.deadline is None:
+            return
+        relied = facts.deadline
+        if facts.given_up is not None:
+            relied = earlier(relied, facts.given_up)
+        by_s = self._after(relied.when, facts.expired.when)
+        if by_s > 0:
+            concerned = [t for t in terms if t.end.when.since(facts.expired.when) > 0]
+            self._violations.append(
+                Violation(
+                    "expired-early",
+                    concerned[0].election if concerned else None,
+                    f"lease {lease} was declared expired {by_s:.3f} s before its holder's deadline",
+                    by_s,
+                    facts.expired.when,
+                    tuple(concerned),
+                    (facts.expired, relied),
+                )
+            )
+
+    def _reuse(self, terms: list[Term]) -> None:
+        first: dict[int, Term] = {}
+        for term in sorted(terms, key=_start):
+            other = first.setdefault(term.token, term)
+            if other is not term:
+                self._violations.append(
+                    Violation(
+                        "token-reused",
+                        term.election,
+                        f"token {term.token} of {term.election!r} was given twice",
+                        0.0,
+                        term.start.when,
+                        (other, term),
+                    )
+                )
+
+    def _compare(self, terms: list[Term]) -> None:
+        """Overlaps, token order and gaps among the valid terms of one election.
+
+        Per boot the order of beginnings is exact. Between boots it is that of the wall clocks,
+        and a pair of the same boot is not judged by them.
+        """
+        in_order: list[Term] = []
+        boots: defaultdict[str, list[Term]] = defaultdict(list)
+        for term in sorted(terms, key=lambda term: (term.start.when.at, term.token)):
+            boots[term.start.when.boot].append(term)
+        for in_order in boots.values():
+            self._sweep(in_order, across=False)
+        if len(boots) > 1:
+            in_order = sorted(terms, key=_start)
+            self._sweep(in_order, across=True)
+        for before, after in pairwise(in_order):
+            self._changes += (before.name, before.session) != (after.name, after.session)
+            gap = after.start.when.since(before.end.when)
+            if gap >= 0:
+                self._gaps.append(gap)
+
+    def _sweep(self, in_order: list[Term], *, across: bool) -> None:
+        """Compare each term with the one that lasts longest, and the one with the highest token,
+        of those that began before it: if those are in order, all are."""
+        lasting: dict[str, Term] = {}
+        highest: dict[str, Term] = {}
+        for term in in_order:
+            boot = term.start.when.boot
+            for other_boot, other in lasting.items():
+                if (other_boot != boot) == across:
+                    self._overlap(other, term)
+            for other_boot, other in highest.items():
+                if (other_boot != boot) == across:
+                    self._token_order(other, term)
+            if boot not in lasting or term.end.when.at > lasting[boot].end.when.at:
+                lasting[boot] = term
+            if boot not in highest or term.token > highest[boot].token:
+                highest[boot] = term
+
+    def _overlap(self, first: Term, second: Term) -> None:
+        until = first.end
+        if self._after(until.when, second.end.when) > 0:
+            until = second.end
+        by_s = self._after(until.when, second.start.when)
+        if by_s > 0:
+            clock = "boot clock" if until.when.boot == second.start.when.boot else "wall clocks"
+            self._violations.append(
+                Violation(
+                    "overlap",
+                    first.election,
+                    f"two leaders of {first.election!r} for {by_s:.3f} s ({clock})",
+                    by_s,
+                    second.start.when,
+                    (first, second),
+                )
+            )
+
+    def _token_order(self, first: Term, second: Term) -> None:
+        by_s = self._after(second.start.when, first.start.when)
+        if second.token < first.token and by_s > 0:
+            self._violations.append(
+                Violation(
+                    "token-regressed",
+                    first.election,
+                    f"token {second.token} of {first.election!r} was given {by_s:.3f} s after"
+                    f" token {first.token}",
+                    by_s,
+                    second.start.when,
+                    (first, second),
+                )
+            )
+
+    def _overran(self, terms: list[Term]) -> None:
+        """A body past its stop budget is a fault if somebody else led by then."""
+        if not self._seen.overruns:
+            return
+        for term in terms:
+            key = (term.election, term.token, term.session)
+            for overrun in self._seen.overruns.get(key, ()):
+                rivals = [
+                    other
+                    for other in terms
+                    if other.token > term.token
+                    and other.was_valid
+                    and self._after(overrun.when, other.start.when) > 0
+                ]
+                if not rivals:
+                    self._warnings.append(
+                        f"the body of {term.name} (token {term.token}) of {term.election!r}"
+                        f" went on past its stop budget, {overrun.where}"
+                    )
+                    continue
+                rival = min(rivals, key=lambda other: other.token)
+                by_s = self._after(overrun.when, rival.start.when)
+                self._violations.append(
+                    Violation(
+                        "overrun",
+                        term.election,
+                        f"the body of {term.name} was still at work {by_s:.3f} s after"
+                        f" {rival.name} became leader of {term.election!r}",
+                        by_s,
+                        overrun.when,
+                        (term, rival),
+                        (overrun,),
+                    )
+                )
+
+    def _warn(self) -> None:
+        seen = self._seen
+        if seen.missed:
+            self._warnings.append(
+                f"{seen.missed} events could not be written when they happened (disk full?):"
+                " what they would have shown is not covered"
+            )
+        beginnings = seen.begun.keys()
+        headless = (seen.lost.keys() | seen.resigned.keys()) - beginnings
+        if headless:
+            self._warnings.append(
+                f"{len(headless)} terms end in these logs without beginning in them:"
+                " are all files here?"
+            )
+        if self._wall_compared:
+            for boot, (low, high) in seen.wall_offsets.items():
+                if high - low > max(self._tolerance_s, 0.1):
+                    self._warnings.append(
+                        f"the wall clock of boot {boot} was moved by {high - low:.3f} s meanwhile:"
+                        " comparisons with other boots are that uncertain"
+                    )
+
+
+def _start(term: Term) -> tuple[float, int]:
+    return term.start.when.wall, term.token
