@@ -11,10 +11,10 @@ must stay cheap: no system call, no lock, any thread.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from typing import Protocol
 
 __all__ = ["Clock", "SystemClock", "VirtualClock", "boot_id"]
@@ -98,8 +98,9 @@ def boot_id() -> str:
     A time namespace shifts the clock for those inside it, so it is part of the identity.
     """
     try:
-        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = Path("/proc/self/ns/time").stat().st_ino
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            kernel = file.read().strip()
+        namespace = os.stat("/proc/self/ns/time").st_ino
     except OSError:
         return f"boot-{round(time.time() - time.monotonic(), -1):.0f}"
     return f"{kernel}.{namespace}"

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import random
-import secrets
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -89,7 +89,7 @@ class Presence:
     ) -> Presence:
         """Check the settings, open the store, and be ready. Nothing is granted yet."""
         spread = spread or random.Random()
-        session_id = secrets.token_hex(6)
+        session_id = os.urandom(6).hex()
         telemetry = Telemetry(runtime.clock, session_id, settings.sinks)
         if settings.ttl_s is not None:
             settings.timing(settings.ttl_s)

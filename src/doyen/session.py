@@ -15,7 +15,6 @@ import socket
 import weakref
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +24,7 @@ from doyen.events import Sink
 from doyen.model import Leader, Meta
 from doyen.presence import Presence, Settings
 from doyen.runtime import Runtime, ThreadRuntime
+from doyen.store import Store
 from doyen.term import Term, TermState
 
 __all__ = ["Campaign", "Session", "connect"]
@@ -128,7 +128,7 @@ def settings_for(
     if audit is not None:
         from doyen.audit import AuditLog
 
-        sinks.append(AuditLog(Path(audit)))
+        sinks.append(AuditLog(audit))
     if on_event is not None:
         sinks.append(on_event)
     return Settings(
@@ -137,11 +137,17 @@ def settings_for(
 
 
 class Session:
-    """A process's presence in a store, for asyncio. Made by `connect`."""
+    """A process's presence in a store, for asyncio. Made by `connect`.
 
-    def __init__(self, settings: Settings, runtime: Runtime | None = None) -> None:
+    Tests and the lab hand in a runtime and an open store.
+    """
+
+    def __init__(
+        self, settings: Settings, runtime: Runtime | None = None, store: Store | None = None
+    ) -> None:
         self._settings = settings
         self._given_runtime = runtime
+        self._given_store = store
         self._presence: Presence | None = None
 
     async def __aenter__(self) -> Session:
@@ -149,7 +155,9 @@ class Session:
             raise SessionClosed("a session is entered once; connect again")
         runtime = self._given_runtime or ThreadRuntime.acquire()
         try:
-            self._presence = await runtime.do(Presence.open(self._settings, runtime))
+            self._presence = await runtime.do(
+                Presence.open(self._settings, runtime, store=self._given_store)
+            )
         except BaseException:
             runtime.release()
             raise
