@@ -1,0 +1,361 @@
+"""Fault injection: a store between a caller and a real store that does what networks do.
+
+Calls may be late, lost, done and not answered, refused, or overtaken by later calls; a lease may
+end behind its holder's back; a cut lets nothing through. Never does it do what the port forbids:
+whoever keeps to the port must survive all of it.
+
+    faults = Faults(seed=7, odds=Odds(lost=0.05, unanswered=0.05))
+    store = FaultyStore(await open_store("memory://", context), faults)
+    faults.next("create", Unanswered())    # the next create is done, and never answered
+    faults.cut()                           # nothing gets through, until
+    faults.heal()
+
+One seed gives one run: chance is drawn once a call, in the order of the calls, so on a
+`VirtualLoop` the same seed gives the same `trace`.
+
+Imports the port, the model and the standard library.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+from doyen.errors import OutcomeUnknown, StoreUnavailable
+from doyen.model import Entry, Lease, Version
+from doyen.store import Creation, Store, Watch
+
+__all__ = [
+    "Expired",
+    "Fault",
+    "Faults",
+    "FaultyStore",
+    "Late",
+    "Lost",
+    "Odds",
+    "Refused",
+    "Stray",
+    "Unanswered",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Late:
+    """Done after `before_s`, answered `after_s` later. A caller who gives up first stops it."""
+
+    before_s: float = 0.0
+    after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """Not done. Never answered, or with `told` answered by `OutcomeUnknown`."""
+
+    told: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unanswered:
+    """Done. Never answered, or with `told` answered by `OutcomeUnknown`."""
+
+    told: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Not done, and said so: `StoreUnavailable`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stray:
+    """Done after `after_s` whatever the caller does meanwhile: giving up does not stop it, and
+    calls made later may overtake it."""
+
+    after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """The lease named by the call ends at the store just before the call is done."""
+
+
+Fault = Late | Lost | Unanswered | Refused | Stray | Expired
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Odds:
+    """The chance of each fault in one call; what remains goes well.
+
+    `expired` applies to calls that name a lease. `late` applies to notifications too.
+    """
+
+    late: float = 0.0
+    lost: float = 0.0
+    unanswered: float = 0.0
+    refused: float = 0.0
+    stray: float = 0.0
+    expired: float = 0.0
+    delay_s: float = 1.0
+    """The longest delay of what is late or stray."""
+
+
+class Faults:
+    """What goes wrong, for one client or, shared, for several at once."""
+
+    def __init__(self, seed: int = 0, odds: Odds | None = None) -> None:
+        self.odds = odds or Odds()
+        """May be replaced at any time; `Odds()` is fair weather."""
+        self.trace: list[str] = []
+        """Every call, with the fault it met."""
+        self._random = random.Random(seed)
+        self._next: dict[str, deque[Fault]] = {}
+        self.requests_cut = False
+        self.answers_cut = False
+        self._watches: dict[_FaultyWatch, None] = {}
+
+    def next(self, operation: str, *faults: Fault) -> None:
+        """Let the next calls of `operation` (a method's name) meet these, before any chance."""
+        self._next.setdefault(operation, deque()).extend(faults)
+
+    def cut(self, *, answers_only: bool = False) -> None:
+        """Let nothing through: what is on its way is lost, in both directions, watches too.
+
+        With `answers_only` requests still arrive and are done.
+        """
+        self.requests_cut = not answers_only
+        self.answers_cut = True
+
+    def heal(self) -> None:
+        """End the cut. What was lost stays lost; every watch is told, as it may have missed much.
+
+        Like `cut` and `next`, this may be called from any thread.
+        """
+        self.requests_cut = self.answers_cut = False
+        for watch in list(self._watches):
+            watch.tell_soon()
+
+    def choose(self, operation: str, about: str, leased: bool) -> Fault | None:
+        """The fate of one call."""
+        directed = self._next.get(operation)
+        fault = directed.popleft() if directed else self._chance(leased)
+        self.trace.append(f"{operation} {about} {fault}")
+        return fault
+
+    def notice_delay_s(self) -> float:
+        """By how much to delay one notification."""
+        late = self._random.random() < self.odds.late
+        return self._delay() if late else 0.0
+
+    def _chance(self, leased: bool) -> Fault | None:
+        odds, draw = self.odds, self._random.random()
+        for chance, make in (
+            (odds.late, self._late),
+            (odds.lost, lambda: Lost(told=self._coin())),
+            (odds.unanswered, lambda: Unanswered(told=self._coin())),
+            (odds.refused, Refused),
+            (odds.stray, lambda: Stray(after_s=self._delay())),
+            (odds.expired if leased else 0.0, Expired),
+        ):
+            draw -= chance
+            if draw < 0:
+                return make()
+        return None
+
+    def _late(self) -> Late:
+        delay_s = self._delay()
+        return Late(before_s=delay_s) if self._coin() else Late(after_s=delay_s)
+
+    def _delay(self) -> float:
+        return self._random.uniform(0.0, self.odds.delay_s)
+
+    def _coin(self) -> bool:
+        return self._random.random() < 0.5
+
+
+class FaultyStore(Store):
+    """A store whose calls meet `faults` on their way to another store, which it owns."""
+
+    def __init__(self, store: Store, faults: Faults) -> None:
+        self.capabilities = store.capabilities
+        self.faults = faults
+        self._store = store
+        self._strays: dict[asyncio.Task[Any], None] = {}
+        self._watches: dict[_FaultyWatch, None] = {}
+
+    async def grant(self, ttl_s: float) -> Lease:
+        return await self._call("grant", f"{ttl_s:g}", partial(self._store.grant, ttl_s))
+
+    async def renew(self, lease: Lease) -> None:
+        await self._call("renew", lease.id, partial(self._store.renew, lease), lease)
+
+    async def revoke(self, lease: Lease) -> None:
+        await self._call("revoke", lease.id, partial(self._store.revoke, lease), lease)
+
+    async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
+        do = partial(self._store.create, key, value, lease)
+        return await self._call("create", key, do, lease)
+
+    async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
+        do = partial(self._store.put, key, value, if_version=if_version)
+        return await self._call("put", key, do)
+
+    async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
+        do = partial(self._store.delete, key, if_version=if_version)
+        return await self._call("delete", key, do)
+
+    async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
+        do = partial(self._store.enqueue, line, value, lease, rank=rank)
+        return await self._call("enqueue", line, do, lease)
+
+    async def ahead(self, ticket: Entry) -> Entry | None:
+        return await self._call("ahead", ticket.key, partial(self._store.ahead, ticket))
+
+    async def get(self, key: str) -> Entry | None:
+        return await self._call("get", key, partial(self._store.get, key))
+
+    async def list(self, prefix: str) -> list[Entry]:
+        return await self._call("list", prefix, partial(self._store.list, prefix))
+
+    async def head(self, line: str) -> Entry | None:
+        return await self._call("head", line, partial(self._store.head, line))
+
+    async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
+        watch = _FaultyWatch(self, notify)
+        try:
+            await self._call("watch", scope, partial(watch.begin, self._store, scope))
+        except BaseException:
+            watch.close()
+            raise
+        return watch
+
+    def proof(self, lease: Lease) -> tuple[int, ...]:
+        return self._store.proof(lease)
+
+    def forked(self) -> None:
+        self._store.forked()
+
+    async def close(self) -> None:
+        """Close the store behind, after the strays have landed: what was sent, was sent."""
+        for watch in list(self._watches):
+            watch.close()
+        if self._strays:
+            await asyncio.wait(list(self._strays))
+        await self._store.close()
+
+    async def _call(
+        self,
+        operation: str,
+        about: str,
+        do: Callable[[], Awaitable[T]],
+        lease: Lease | None = None,
+    ) -> T:
+        fault = self.faults.choose(operation, about, lease is not None)
+        match fault:
+            case Refused():
+                raise StoreUnavailable(f"{operation} was refused by an injected fault")
+            case Lost():
+                await self._no_answer(operation, fault.told)
+            case Stray():
+                return await self._stray(fault.after_s, do)
+            case Late():
+                await asyncio.sleep(fault.before_s)
+            case Expired() if lease is not None:
+                await self._store.revoke(lease)
+            case _:
+                pass
+        if self.faults.requests_cut:
+            await _silence()
+        result = await do()
+        if isinstance(fault, Unanswered):
+            await self._no_answer(operation, fault.told)
+        if isinstance(fault, Late):
+            await asyncio.sleep(fault.after_s)
+        if self.faults.answers_cut:
+            await _silence()
+        return result
+
+    async def _no_answer(self, operation: str, told: bool) -> NoReturn:
+        if told:
+            raise OutcomeUnknown(f"the answer to {operation} was lost by an injected fault")
+        await _silence()
+
+    async def _stray(self, after_s: float, do: Callable[[], Awaitable[T]]) -> T:
+        async def land() -> T:
+            await asyncio.sleep(after_s)
+            if self.faults.requests_cut:
+                raise _Dropped
+            return await do()
+
+        task = asyncio.create_task(land())
+        self._strays[task] = None
+        task.add_done_callback(self._landed)
+        try:
+            result = await asyncio.shield(task)
+        except _Dropped:
+            await _silence()
+        if self.faults.answers_cut:
+            await _silence()
+        return result
+
+    def _landed(self, stray: asyncio.Task[Any]) -> None:
+        del self._strays[stray]
+        if not stray.cancelled():
+            stray.exception()  # whoever asked may be gone: then nobody need hear of it
+
+
+class _FaultyWatch:
+    """Passes notifications on, late or not at all while there is a cut."""
+
+    def __init__(self, store: FaultyStore, notify: Callable[[], None]) -> None:
+        self._store = store
+        self._faults = store.faults
+        self._loop = asyncio.get_running_loop()
+        self._notify = notify
+        self._inner: Watch | None = None
+        self._closed = False
+        store._watches[self] = None
+        store.faults._watches[self] = None
+
+    async def begin(self, store: Store, scope: str) -> None:
+        self._inner = await store.watch(scope, self._changed)
+        if self._closed:
+            self._inner.close()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            del self._store._watches[self]
+            del self._faults._watches[self]
+            if self._inner is not None:
+                self._inner.close()
+
+    def tell_soon(self) -> None:
+        self._loop.call_soon_threadsafe(self._tell)
+
+    def _changed(self) -> None:
+        delay_s = self._faults.notice_delay_s()
+        if delay_s:
+            self._loop.call_later(delay_s, self._tell)
+        else:
+            self._tell()
+
+    def _tell(self) -> None:
+        if not self._closed and not self._faults.answers_cut:
+            self._notify()
+
+
+class _Dropped(Exception):
+    """A stray that was on its way when a cut began."""
+
+
+async def _silence() -> NoReturn:
+    """Wait for an answer that does not come, until the caller gives up."""
+    while True:
+        await asyncio.get_running_loop().create_future()
