@@ -1,0 +1,79 @@
+# `make up` and `make test` need Python 3.11 or later and make; the rest goes into .venv.
+# Another Python: make test PYTHON=/path/to/python3
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help up test lint types layers tests bench clean
+unexport PYTHONHOME PYTHONPATH VIRTUAL_ENV
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?=
+
+help:
+	@echo 'make up      set up and start a few candidates to play with (doyen up)'
+	@echo 'make test    set up and run every check: lint, types, layers, tests'
+	@echo 'make bench   measure'
+	@echo 'make clean   remove what make has made'
+
+up: $(VENV)/.cli
+	@$(BIN)/doyen up
+
+test: lint types layers tests
+	@echo; echo 'make test: all passed'
+
+lint: $(VENV)/.dev
+	@$(call stage,lint,$(BIN)/ruff check)
+	@$(call stage,format,$(BIN)/ruff format --check)
+
+types: $(VENV)/.dev
+	@$(call stage,types,$(BIN)/mypy)
+
+layers: $(VENV)/.dev
+	@$(call stage,layers,$(BIN)/lint-imports --no-logo)
+
+tests: $(VENV)/.dev
+	@$(call stage,tests,$(BIN)/pytest)
+
+bench: $(VENV)/.dev
+	@$(BIN)/python -m bench
+
+clean:
+	rm -rf $(VENV) .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# $(call stage,name,command): say what runs, and name it again if it fails.
+stage = printf '\n== %s: %s\n' '$(1)' '$(2)'; $(2) || { printf '\nmake test: %s failed\n' '$(1)' >&2; exit 1; }
+
+$(VENV)/.cli: pyproject.toml | $(BIN)/pip
+	@echo '== installing doyen into $(VENV)'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[cli]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(BIN)/pip
+	@echo '== installing doyen and the development tools into $(VENV)'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $(VENV)/.cli $@
+
+# The first Python that is new enough and can make environments. Debian and Ubuntu ship the latter
+# as a package of its own.
+$(BIN)/pip:
+	@old=; bare=; \
+	for python in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11); do \
+	    version=$$("$$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue; \
+	    "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { old="$$old $$version"; continue; }; \
+	    "$$python" -c 'import ensurepip, venv' 2>/dev/null || { bare="$$bare $$version"; continue; }; \
+	    echo "== creating $(VENV) with Python $$version"; \
+	    rm -rf $(VENV) && "$$python" -m venv $(VENV) && exit 0; \
+	    rm -rf $(VENV); exit 1; \
+	done; \
+	if [ -n "$$bare" ]; then \
+	    echo "Python$$bare is there but cannot create environments: install python3-venv" >&2; \
+	    echo '(on Debian and Ubuntu: apt install python3-venv), then run make again.' >&2; \
+	else \
+	    echo "doyen needs Python 3.11 or later; found:$${old:- none}." >&2; \
+	    echo 'Install one (on Debian and Ubuntu: apt install python3 python3-venv), or name it:' >&2; \
+	    echo '    make $(or $(MAKECMDGOALS),test) PYTHON=/path/to/python3' >&2; \
+	fi; \
+	exit 1

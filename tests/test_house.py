@@ -1,0 +1,166 @@
+"""House rules, as tests. The import layers are import-linter's, in pyproject.toml."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import doyen
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+OTHERS = sorted([*(ROOT / "examples").rglob("*.py"), *(ROOT / "bench").rglob("*.py")])
+ALL = SOURCES + TESTS + OTHERS
+
+PUBLIC = [
+    "AlreadyCampaigning",
+    "BlockingSession",
+    "ConfigError",
+    "DoyenError",
+    "Leader",
+    "LeadershipLost",
+    "NotElected",
+    "Session",
+    "SessionClosed",
+    "StaleToken",
+    "StoreError",
+    "StoreUnavailable",
+    "StoreUnusable",
+    "Term",
+    "TermState",
+    "connect",
+    "connect_blocking",
+    "while_leader",
+]
+
+MAX_LINES = 800
+MAX_POLL_S = 0.05
+UNDONE = "|".join(["TO" + "DO", "FIX" + "ME", "X" * 3])
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+each_source = pytest.mark.parametrize("path", SOURCES, ids=name_of)
+each_test = pytest.mark.parametrize("path", TESTS, ids=name_of)
+each_file = pytest.mark.parametrize("path", ALL, ids=name_of)
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def uses(path: Path, module: str, names: set[str]) -> list[str]:
+    """Where a file uses `module.name`, or imports the name from there."""
+    found = []
+    for node in ast.walk(tree_of(path)):
+        match node:
+            case ast.Attribute(value=ast.Name(id=owner) | ast.Attribute(attr=owner), attr=attr):
+                hit = owner == module and attr in names
+            case ast.ImportFrom(module=owner, names=imported):
+                hit = owner == module and not names.isdisjoint(alias.name for alias in imported)
+            case _:
+                hit = False
+        if hit:
+            found.append(f"{name_of(path)}:{node.lineno}")  # type: ignore[attr-defined]
+    return found
+
+
+def test_the_public_names_are_frozen() -> None:
+    assert doyen.__all__ == PUBLIC
+
+
+def test_the_version_is_the_one_in_pyproject() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert doyen.__version__ == project["version"]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_have_docstrings(name: str) -> None:
+    thing: Any = getattr(doyen, name)
+    assert thing.__doc__ and not thing.__doc__.startswith(f"{name}("), "a dataclass's own"
+    if inspect.isclass(thing):
+        for attribute, value in vars(thing).items():
+            if inspect.isfunction(value) or isinstance(value, property):
+                assert attribute.startswith("_") or inspect.getdoc(value), f"{name}.{attribute}"
+
+
+@each_file
+def test_modules_say_what_they_are_for(path: Path) -> None:
+    assert ast.get_docstring(tree_of(path)), "a module begins with a docstring"
+
+
+@each_file
+def test_files_stay_readable(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= MAX_LINES, f"more than {MAX_LINES} lines"
+    assert not re.search(UNDONE, text), "do it, or open an issue"
+
+
+@each_source
+def test_only_the_clock_reads_the_wall_clock(path: Path) -> None:
+    if path.name != "clock.py":
+        assert not uses(path, "time", {"time", "time_ns", "gmtime", "localtime", "ctime"})
+        assert not uses(path, "datetime", {"now", "utcnow", "today"})
+
+
+@each_test
+def test_tests_do_not_sleep(path: Path) -> None:
+    """Time is virtual; with real processes a test waits for an event, or polls in short steps."""
+    polls = 0
+    for loop in ast.walk(tree_of(path)):
+        if isinstance(loop, ast.While):
+            for node in loop.body:
+                match node:
+                    case ast.Expr(
+                        ast.Call(
+                            ast.Attribute(ast.Name("time"), "sleep"), [ast.Constant(float(pause))]
+                        )
+                    ) if pause <= MAX_POLL_S:
+                        polls += 1
+    assert len(uses(path, "time", {"sleep"})) == polls
+
+
+def test_the_guard_stands_alone() -> None:
+    """It is run by path, isolated: an import of doyen or of a package would fail there."""
+    guard = ROOT / "src/doyen/supervise/guard.py"
+    imported = {
+        name.partition(".")[0]
+        for node in ast.walk(tree_of(guard))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or "doyen"]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert imported <= sys.stdlib_module_names
+
+
+def test_importing_doyen_is_light() -> None:
+    """No store, store client or tool is imported before it is asked for."""
+    code = "import sys, doyen; print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    loaded = set(result.stdout.split())
+    heavy = {"hypothesis", "pytest", "rich", "sqlite3", "_sqlite3", "ctypes"}
+    lazy = {"audit", "cli", "fencing", "stores", "supervise", "testing"}
+    assert not loaded & (heavy | {f"doyen.{name}" for name in lazy})
+
+
+def test_the_type_marker_is_shipped() -> None:
+    assert (ROOT / "src/doyen/py.typed").exists()
