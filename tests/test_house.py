@@ -90,7 +90,8 @@ def test_the_version_is_the_one_in_pyproject() -> None:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_names_have_docstrings(name: str) -> None:
     thing: Any = getattr(doyen, name)
-    assert thing.__doc__ and not thing.__doc__.startswith(f"{name}("), "a dataclass's own"
+    assert thing.__doc__, "has none"
+    assert not thing.__doc__.startswith(f"{name}("), "has only the one that dataclass makes up"
     if inspect.isclass(thing):
         for attribute, value in vars(thing).items():
             if inspect.isfunction(value) or isinstance(value, property):
