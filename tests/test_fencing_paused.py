@@ -1,0 +1,238 @@
+"""A paused ex-leader wakes after another has written, and writes.
+
+The processes are real, and stopped by a real signal: between the last look at leadership and the
+write, then before each single step of a guarded write. The same pause without the guard lands the
+stale write, so these tests can fail.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from doyen.errors import StaleToken
+from doyen.fencing import GuardedFile, SQLGuard
+
+REFUSED = 3
+
+PRELUDE = f"""
+import os, signal, sqlite3, sys
+from pathlib import Path
+from doyen.errors import StaleToken
+from doyen.fencing import GuardedFile, SQLGuard
+
+def pause():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def refusable(action):
+    try:
+        action()
+    except StaleToken:
+        sys.exit({REFUSED})
+"""
+
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(script: str, *arguments: object) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", PRELUDE + script, *map(str, arguments)]
+        process = subprocess.Popen(command)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def stopped(process: subprocess.Popen[bytes]) -> bool:
+    """Wait until the process has stopped (True) or ended (False)."""
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    if os.WIFSTOPPED(status):
+        return True
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return False
+
+
+def wake(process: subprocess.Popen[bytes]) -> int:
+    process.send_signal(signal.SIGCONT)
+    return process.wait(timeout=30)
+
+
+STALE_FILE = """
+path, guarded = sys.argv[1], sys.argv[2] == "guarded"
+still_leader = True
+pause()
+if still_leader and guarded:
+    refusable(lambda: GuardedFile(path).write(1, b"stale"))
+elif still_leader:
+    Path(path).write_bytes(b"stale")
+"""
+
+STALE_SQL = """
+path, guarded = sys.argv[1], sys.argv[2] == "guarded"
+connection = sqlite3.connect(path)
+def write():
+    with connection:
+        if guarded:
+            SQLGuard().check(connection, "state", 1)
+        connection.execute("UPDATE state SET content = 'stale'")
+still_leader = True
+pause()
+if still_leader:
+    refusable(write)
+"""
+
+
+@pytest.mark.parametrize(("how", "content"), [("guarded", b"new"), ("bare", b"stale")])
+def test_a_file_and_a_leader_that_wakes_too_late(
+    start: Start, tmp_path: Path, how: str, content: bytes
+) -> None:
+    path = tmp_path / "state"
+    GuardedFile(path).write(1, b"first")
+    ex_leader = start(STALE_FILE, path, how)
+    assert stopped(ex_leader)
+    GuardedFile(path).write(2, b"new")
+    assert wake(ex_leader) == (REFUSED if how == "guarded" else 0)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(("how", "content"), [("guarded", "new"), ("bare", "stale")])
+def test_a_database_and_a_leader_that_wakes_too_late(
+    start: Start, tmp_path: Path, how: str, content: str
+) -> None:
+    path = tmp_path / "app.db"
+    guard = SQLGuard()
+    with closing(sqlite3.connect(path)) as connection:
+        guard.create(connection)
+        connection.execute("CREATE TABLE state (content TEXT)")
+        with connection:
+            guard.check(connection, "state", 1)
+            connection.execute("INSERT INTO state VALUES ('first')")
+        ex_leader = start(STALE_SQL, path, how)
+        assert stopped(ex_leader)
+        with connection:
+            guard.check(connection, "state", 2)
+            connection.execute("UPDATE state SET content = 'new'")
+        assert wake(ex_leader) == (REFUSED if how == "guarded" else 0)
+        assert connection.execute("SELECT content FROM state").fetchall() == [(content,)]
+
+
+# The interpreter announces each step that touches the file system; the process gets the signal
+# just before the step of the given number.
+STEP_BY_STEP = """
+path, call, number, fate = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+steps = 0
+def step(event, arguments):
+    global steps
+    if event in ("open", "os.listdir", "os.mkdir", "os.remove", "os.rename", "fcntl.flock"):
+        steps += 1
+        if steps == number:
+            os.kill(os.getpid(), fate)
+file = GuardedFile(path)
+sys.addaudithook(step)
+refusable(lambda: getattr(file, call)(2, b"+second"))
+"""
+
+
+@pytest.mark.parametrize("call", ["write", "append"])
+def test_a_writer_paused_at_any_step_blocks_nobody_and_wins_nothing(
+    start: Start, tmp_path: Path, call: str
+) -> None:
+    outcomes = set()
+    for number in count(1):
+        path = tmp_path / f"state-{number}"
+        file = GuardedFile(path)
+        file.write(1, b"first")
+        paused = start(STEP_BY_STEP, path, call, number, int(signal.SIGSTOP))
+        if not stopped(paused):
+            assert paused.returncode == 0  # there are no more steps
+            break
+        landed = file.read() != b"first"
+        getattr(file, call)(3, b"+third")
+        expected = b"+third" if call == "write" else file.read()
+        assert file.read() == expected
+        code = wake(paused)
+        assert code == (0 if landed else REFUSED), f"paused before step {number}"
+        assert (file.read(), file.token) == (expected, 3), f"paused before step {number}"
+        if call == "append":
+            assert expected == (b"first+second+third" if landed else b"first+third")
+        with pytest.raises(StaleToken):
+            file.write(2, b"late")
+        outcomes.add(landed)
+    assert outcomes == {True, False}
+
+
+def test_a_writer_killed_at_any_step_leaves_old_or_new(start: Start, tmp_path: Path) -> None:
+    outcomes = set()
+    for number in count(1):
+        path = tmp_path / f"state-{number}"
+        file = GuardedFile(path)
+        file.write(1, b"first")
+        killed = start(STEP_BY_STEP, path, "write", number, int(signal.SIGKILL))
+        if killed.wait(timeout=30) == 0:
+            break  # there are no more steps
+        assert killed.returncode == -signal.SIGKILL
+        outcomes.add(file.read())
+        assert file.token in (1, 2)
+        if file.read() == b"+second":
+            assert file.token == 2
+        file.write(2, b"again")
+        with pytest.raises(StaleToken):
+            file.write(1, b"late")
+        file.write(3, b"third")
+        assert file.read() == b"third"
+        fence = path.with_name(path.name + ".fence")
+        assert [left.name for left in fence.iterdir()] == ["3.claim"]
+    assert outcomes == {b"first", b"+second"}
+
+
+RIVAL = """
+file, first = GuardedFile(sys.argv[1]), int(sys.argv[2])
+for token in range(first, 400, 4):
+    try:
+        file.write(token, str(token).encode())
+    except StaleToken:
+        pass
+"""
+
+
+def test_seen_from_outside_the_token_never_goes_back(start: Start, tmp_path: Path) -> None:
+    file = GuardedFile(tmp_path / "state")
+    file.write(0, b"0")
+    rivals = [start(RIVAL, file.path, first) for first in range(1, 5)]
+    highest = 0
+    while any(rival.poll() is None for rival in rivals):
+        seen = int(file.read())
+        assert seen >= highest
+        highest = seen
+    assert [rival.returncode for rival in rivals] == [0] * 4
+    assert (file.read(), file.token) == (b"399", 399)
+
+
+SIBLING = """
+for _ in range(50):
+    GuardedFile(sys.argv[1]).append(7, b"x")
+"""
+
+
+def test_writers_of_one_token_take_turns(start: Start, tmp_path: Path) -> None:
+    file = GuardedFile(tmp_path / "log")
+    siblings = [start(SIBLING, file.path) for _ in range(3)]
+    assert [sibling.wait(timeout=60) for sibling in siblings] == [0] * 3
+    assert file.read() == b"x" * 150
