@@ -1,0 +1,361 @@
+"""The guard: a small process that starts a command and makes sure that it ends in time.
+
+It stands between `doyen` and the command, so that neither a frozen nor a killed `doyen` can leave
+work running after its lease has passed on. It knows nothing of elections, only one instant on the
+boot-time clock: `valid_until`, moved forward by each renewal.
+
+    asked to stop, or `valid_until` reached,
+    or `doyen` gone, or the command ended
+                      |-------- grace_s --------|
+                   SIGTERM                   SIGKILL,
+              to all that runs         until nothing is left
+
+Invariants:
+
+- The *tree* is the command and everything it has started, wherever that has moved to (own group,
+  own session, orphaned): the guard is the subreaper of all of it. Nothing of it outlives the run.
+- Copies of the proof of life are held from before the command starts until the tree has been
+  reaped, and the tree never inherits them.
+- SIGKILL comes no later than `valid_until + grace_s`, whatever `doyen` says or fails to say.
+- Should the guard itself be killed, the kernel kills the command with it, and `doyen`, the next
+  subreaper above, kills the rest.
+- It writes nowhere but to its socket, and never waits there: a full pipe cannot stop it.
+
+Run as a script by path, isolated and without site packages, so that it is up in milliseconds; it
+imports only the standard library, and little of that. The doyen side imports it for `Tree` and
+the wire format.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from math import ceil, inf
+
+FRAME = struct.Struct("<cQdd")
+"""Every message, both ways: what, a number, `valid_until`, `grace_s`; zero where not needed."""
+
+START = b"S"
+"""Start the command. Token, `valid_until`, `grace_s`; the proof's descriptors come along."""
+EXTEND = b"E"
+"""Renewed. `valid_until`."""
+FORWARD = b"F"
+"""Send a signal to the command's group. Its number."""
+STOP = b"T"
+"""SIGTERM now, SIGKILL after the grace."""
+KILL = b"K"
+"""SIGKILL now."""
+
+READY = b"R"
+"""The guard is up. 1 if it sees whole trees, 0 if process groups only."""
+STARTED = b"P"
+"""The command runs. Its process id, which is also its group's."""
+ENDED = b"X"
+"""The tree has been reaped. The command's wait status."""
+
+MAX_PROOF = 16
+"""Descriptors that may come along with `START`."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+
+_SLICE_S = 0.1
+"""Waits run on the monotonic clock, which halts in suspend: wait briefly, decide by boot time."""
+_KILL_SLICE_S = 0.005
+"""The same between two rounds of SIGKILL, for the first second of them."""
+
+_NOT_MEANT_FOR_US = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM")
+"""Service managers signal every process they see; for the guard only `doyen`'s word counts."""
+
+try:
+    _libc: ctypes.CDLL | None = ctypes.CDLL(None)
+except OSError:
+    _libc = None
+
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
+def now() -> float:
+    return time.clock_gettime(_CLOCK)
+
+
+def _prctl(option: int, value: int | bytes) -> bool:
+    argument = ctypes.c_ulong(value) if isinstance(value, int) else value
+    try:
+        return _libc is not None and _libc.prctl(option, argument, *[ctypes.c_ulong()] * 3) == 0
+    except AttributeError:
+        return False
+
+
+def adopt_orphans() -> bool:
+    """Become the subreaper of all that descends from this process.
+
+    False where the system has no such thing; then only process groups can be watched over.
+    """
+    return _prctl(_PR_SET_CHILD_SUBREAPER, 1) and os.path.exists("/proc/thread-self/children")
+
+
+def children(pid: int) -> list[int]:
+    """The children of a process, the dead but unreaped ones included."""
+    found: list[int] = []
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return found
+    for thread in threads:
+        try:
+            with open(f"/proc/{pid}/task/{thread}/children") as listing:
+                found += map(int, listing.read().split())
+        except OSError:
+            continue  # it is just ending: its children turn up under the subreaper
+    return found
+
+
+class Tree:
+    """A command's process and all that descends from it, seen by the subreaper above them.
+
+    `main` is None if the command's process is not known. `whole` is what `adopt_orphans` said.
+    `spare` are children of this process that do not belong to the tree.
+    """
+
+    def __init__(
+        self, main: int | None, *, whole: bool, spare: frozenset[int] = frozenset()
+    ) -> None:
+        self.main = main
+        self.status: int | None = None
+        """The command's wait status, once it has ended."""
+        self._whole = whole
+        self._spare = spare
+
+    def reap(self) -> bool:
+        """Collect what has died. True once nothing is left."""
+        try:
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self.main:
+                    self.status = ended[1]
+        except ChildProcessError:
+            return self._whole or self._group_gone()
+        return bool(self._spare) and self._spare.issuperset(children(os.getpid()))
+
+    def _group_gone(self) -> bool:
+        if self.main is None:
+            return True
+        try:
+            os.killpg(self.main, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass
+        return False
+
+    def forward(self, signum: int) -> None:
+        """Signal the command's group, as a terminal would."""
+        if self.main is not None and self.status is None:
+            _send(os.killpg, self.main, signum)
+
+    def signal(self, signum: int) -> None:
+        """Signal every process once, wherever it has moved to."""
+        # Once its leader is reaped, the group's number may belong to somebody else.
+        grouped = self.main is not None and self.status is None
+        if self.main is not None and (grouped or not self._whole):
+            _send(os.killpg, self.main, signum)
+        for pid in self._descendants() if self._whole else ():
+            try:
+                reached = grouped and os.getpgid(pid) == self.main
+            except ProcessLookupError:
+                continue
+            if not reached:
+                _send(os.kill, pid, signum)
+
+    def _descendants(self) -> list[int]:
+        found = [pid for pid in children(os.getpid()) if pid not in self._spare]
+        for pid in found:  # grows as we go
+            found += children(pid)
+        return found
+
+
+def _send(send: Callable[[int, int], None], target: int, signum: int) -> None:
+    try:
+        send(target, signum)
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        pass  # it has changed its user: we go on holding the proof while it lives
+
+
+def _spawn(command: list[str], token: int) -> int:
+    """Start the command in a group of its own; it dies when this process does."""
+    guard = os.getpid()
+    pid = os.fork()
+    if pid:
+        try:
+            os.setpgid(pid, pid)  # both sides do it, so that neither can be too early
+        except OSError:
+            pass
+        return pid
+    try:
+        os.setpgid(0, 0)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == guard:
+            for name in ("SIGPIPE", "SIGXFSZ"):  # which Python ignores, and exec would pass on
+                signal.signal(getattr(signal, name), signal.SIG_DFL)
+            os.execvpe(command[0], command, {**os.environ, "DOYEN_TOKEN": str(token)})
+    except OSError as error:
+        os.write(2, f"doyen: {command[0]}: {error.strerror}\n".encode(errors="surrogateescape"))
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+    finally:
+        os._exit(126)
+
+
+class _Guard:
+    """One run after another, as `doyen` asks."""
+
+    def __init__(self, link: socket.socket, command: list[str]) -> None:
+        link.setblocking(False)
+        self._link = link
+        self._command = command
+        self._whole = adopt_orphans()
+        self._tree: Tree | None = None
+        self._valid_until = -inf
+        self._grace_s = 0.0
+        self._kill_at = inf
+        self._proof: list[int] = []
+        self._deserted = False
+        self._wake = _wake_on_child()
+
+    def serve(self) -> None:
+        self._tell(READY, int(self._whole))
+        poller = select.poll()
+        poller.register(self._link, select.POLLIN)
+        poller.register(self._wake, select.POLLIN)
+        while self._tree is not None or not self._deserted:
+            for descriptor, _ in poller.poll(self._patience_ms()):
+                if descriptor == self._wake:
+                    os.read(self._wake, 512)
+                elif not self._hear_all():
+                    self._deserted = True
+                    poller.unregister(self._link)
+                    self._stop()
+            self._watch()
+
+    def _patience_ms(self) -> int | None:
+        if self._tree is None:
+            return None
+        stopping = self._kill_at != inf
+        left_s = (self._kill_at if stopping else self._valid_until) - now()
+        if stopping and left_s <= 0:  # between two rounds of SIGKILL
+            return ceil(1000 * (_KILL_SLICE_S if left_s > -1 else _SLICE_S))
+        return ceil(1000 * min(max(left_s, 0.0), _SLICE_S))
+
+    def _watch(self) -> None:
+        """Everything that time and dying children bring about."""
+        tree = self._tree
+        if tree is None:
+            return
+        gone = tree.reap()
+        if not gone and self._kill_at == inf and (tree.status is not None or self._expired()):
+            self._stop()
+        if not gone and now() >= self._kill_at:
+            tree.signal(signal.SIGKILL)
+            gone = tree.reap()
+        if gone:
+            self._finish(tree.status or 0)
+
+    def _expired(self) -> bool:
+        return now() >= self._valid_until
+
+    def _start(self, token: int) -> None:
+        self._kill_at = inf
+        if self._expired():
+            self._finish(signal.SIGTERM)
+            return
+        main = _spawn(self._command, token)
+        self._tree = Tree(main, whole=self._whole)
+        self._tell(STARTED, main)
+
+    def _stop(self) -> None:
+        """The run is over, since the deadline at the latest."""
+        if self._tree is not None and self._kill_at == inf:
+            self._kill_at = min(now(), self._valid_until) + self._grace_s
+            self._tree.signal(signal.SIGTERM)
+            self._tree.signal(signal.SIGCONT)
+
+    def _finish(self, status: int) -> None:
+        self._tree = None
+        for descriptor in self._proof:
+            os.close(descriptor)
+        self._proof = []
+        self._tell(ENDED, status)
+
+    def _hear_all(self) -> bool:
+        """Do as the messages say, all of them, before time is judged: a renewal may be among
+        them. False once `doyen` is gone."""
+        while True:
+            try:
+                data, descriptors, _, _ = socket.recv_fds(self._link, FRAME.size, MAX_PROOF)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            for descriptor in descriptors:
+                os.set_inheritable(descriptor, False)
+            self._proof += descriptors
+            if len(data) != FRAME.size:
+                return False
+            self._obey(*FRAME.unpack(data))
+
+    def _obey(self, what: bytes, number: int, valid_until: float, grace_s: float) -> None:
+        if what in (START, EXTEND):
+            self._valid_until = valid_until
+        if what == START and self._tree is None:
+            self._grace_s = grace_s
+            self._start(number)
+        elif what == FORWARD and self._tree is not None:
+            self._tree.forward(number)
+        elif what == STOP:
+            self._stop()
+        elif what == KILL and self._tree is not None:
+            self._stop()
+            self._kill_at = min(now(), self._kill_at)
+
+    def _tell(self, what: bytes, number: int) -> None:
+        try:
+            self._link.send(FRAME.pack(what, number, 0.0, 0.0))
+        except OSError:
+            pass  # nobody is listening; the end of the link says the rest
+
+
+def _wake_on_child() -> int:
+    """A descriptor that turns readable when a child ends."""
+    wake, poke = os.pipe()
+    os.set_blocking(poke, False)
+    signal.set_wakeup_fd(poke, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, _nothing)
+    return wake
+
+
+def _nothing(signum: int, frame: object) -> None:
+    return
+
+
+def main(arguments: list[str]) -> None:
+    link, *command = arguments
+    for name in _NOT_MEANT_FOR_US:
+        signum = getattr(signal, name)
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # the command is to inherit that
+            signal.signal(signum, _nothing)
+    _prctl(_PR_SET_NAME, b"doyen-guard")
+    os.set_inheritable(int(link), False)
+    _Guard(socket.socket(fileno=int(link)), command).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,519 @@
+"""The supervisor and its guard, with real processes.
+
+Safety here is one sentence: nothing of the command runs after its deadline, nor after the proof of
+life has been let go. The commands under test stamp a file with the boot-time clock all the while,
+so that the sentence can be checked against the last stamp.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from doyen.clock import SystemClock
+from doyen.supervise import Supervisor
+
+if not sys.platform.startswith("linux"):
+    pytest.skip("whole process trees can be seen on Linux only", allow_module_level=True)
+
+PATIENCE_S = 20.0
+now = SystemClock().now
+
+PYTHON = [sys.executable, "-I", "-S"]
+
+STAMPER = """
+import os, signal, struct, sys, time
+directory = sys.argv[1]
+
+def stamp(name, *, stubborn):
+    if stubborn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    file = os.open(os.path.join(directory, name), os.O_CREAT | os.O_WRONLY, 0o600)
+    while True:
+        boot = time.clock_gettime(time.CLOCK_BOOTTIME)
+        os.pwrite(file, struct.pack("<dqq", boot, os.getpid(), os.getppid()), 0)
+        time.sleep(0.001)
+
+for name in sys.argv[2:]:
+    if name == "away" and not os.fork():      # a session of its own
+        os.setsid()
+        stamp(name, stubborn=True)
+    if name == "daemon" and not os.fork():    # orphaned as well
+        os.setsid()
+        if not os.fork():
+            stamp(name, stubborn=True)
+        os._exit(0)
+if "leave" in sys.argv[2:]:
+    while len(os.listdir(directory)) < len(sys.argv) - 3:
+        time.sleep(0.001)
+    os._exit(5)
+stamp("main", stubborn="meek" not in sys.argv[2:])
+"""
+
+
+class Tenure:
+    """A term as the supervisor sees it."""
+
+    def __init__(self, valid_s: float = 60.0, proof: tuple[int, ...] = ()) -> None:
+        self.token = 42
+        self.valid_until = now() + valid_s
+        self._proof = proof
+        self._listeners: list[Callable[[float], None]] = []
+
+    def proof(self) -> tuple[int, ...]:
+        return self._proof
+
+    def on_renewal(self, listener: Callable[[float], None], /) -> None:
+        self._listeners.append(listener)
+
+    def renew(self, valid_s: float) -> None:
+        self.valid_until = now() + valid_s
+        for listener in self._listeners:
+            listener(self.valid_until)
+
+
+class Stamps:
+    """What the stampers have left in a directory."""
+
+    def __init__(self, directory: Path, *names: str) -> None:
+        self.directory = directory
+        directory.mkdir()
+        self.names = names
+        self.command = [*PYTHON, "-c", STAMPER, str(directory), *names]
+        self.writers = {"main", *names} - {"meek", "leave"}
+        if "leave" in names:
+            self.writers.discard("main")
+
+    def _read(self, name: str) -> tuple[float, int, int] | None:
+        try:
+            data = (self.directory / name).read_bytes()
+        except FileNotFoundError:
+            return None
+        return struct.unpack("<dqq", data) if len(data) == 24 else None
+
+    def all_write(self) -> bool:
+        return all(self._read(name) for name in self.writers)
+
+    def last(self) -> float:
+        """The latest stamp of any."""
+        return max(stamp[0] for name in self.writers if (stamp := self._read(name)))
+
+    def pids(self) -> list[int]:
+        return [stamp[1] for name in self.writers if (stamp := self._read(name))]
+
+    def guard(self) -> int:
+        stamp = self._read("main")
+        assert stamp is not None
+        return stamp[2]
+
+    def kill(self) -> None:
+        for pid in self.pids():
+            if _alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process can still run; the dead that nobody has reaped cannot."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"gave up waiting until {what}"
+        time.sleep(0.001)
+
+
+async def until_async(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"gave up waiting until {what}"
+        await asyncio.sleep(0.001)
+
+
+def run(command: list[str], *, environ: dict[str, str] | None = None) -> int:
+    """Run a command to its end under a term that nothing happens to."""
+
+    async def main() -> int:
+        async with Supervisor(command, environ=environ) as supervisor:
+            return await supervisor.run(Tenure(), stop_budget_s=2.0)
+
+    return asyncio.run(main())
+
+
+@pytest.fixture
+def stamps(tmp_path: Path) -> Iterator[Callable[..., Stamps]]:
+    made: list[Stamps] = []
+
+    def make(*names: str) -> Stamps:
+        made.append(Stamps(tmp_path / f"stamps{len(made)}", *names))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.kill()
+
+
+# What the command sees, and what is seen of it.
+
+
+@pytest.mark.parametrize(
+    ("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137), ("kill -15 $$", 143)]
+)
+def test_the_exit_code_is_the_commands(script: str, code: int) -> None:
+    assert run(["sh", "-c", script]) == code
+
+
+def test_a_command_that_cannot_be_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plain = tmp_path / "plain"
+    plain.write_text("not a program")
+    assert run([str(tmp_path / "absent")]) == 127
+    assert run([str(plain)]) == 126
+    assert "absent: No such file" in capfd.readouterr().err
+
+
+def test_the_command_knows_its_term(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    script = f'echo "$DOYEN_TOKEN $DOYEN_NAME $HOME" > {out}'
+    assert run(["sh", "-c", script], environ={"DOYEN_NAME": "ünï"}) == 0
+    assert out.read_text() == f"42 ünï {os.environ['HOME']}\n"
+
+
+def test_the_command_has_a_group_of_its_own_and_nothing_but_stdio(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    script = (
+        "import json, os, signal, sys\n"
+        "state = [os.getpgid(0) == os.getpid(), sorted(os.listdir('/proc/self/fd'))[:-1],\n"
+        "         signal.getsignal(signal.SIGTERM) == 0, open('/proc/self/status').read()]\n"
+        "json.dump(state, open(sys.argv[1], 'w'))\n"
+    )
+    lock = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
+    os.set_inheritable(lock, True)
+
+    async def main() -> int:
+        async with Supervisor([*PYTHON, "-c", script, str(out)]) as supervisor:
+            return await supervisor.run(Tenure(proof=(lock,)), stop_budget_s=2.0)
+
+    try:
+        assert asyncio.run(main()) == 0
+    finally:
+        os.close(lock)
+    leads_group, descriptors, default_term, status = json.loads(out.read_text())
+    assert leads_group
+    assert descriptors == ["0", "1", "2"]
+    assert default_term
+    blocked = next(line for line in status.splitlines() if line.startswith("SigBlk"))
+    assert int(blocked.split()[1], 16) == 0
+
+
+def test_signals_reach_the_command(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    script = f"""
+        trap 'echo usr1 >> {out}' USR1; trap 'echo hup >> {out}' HUP
+        trap 'echo term >> {out}; exit 3' TERM
+        echo ready >> {out}; while :; do read -r _ < {tmp_path}/never & wait $!; done"""
+    os.mkfifo(tmp_path / "never")
+
+    async def main() -> int:
+        async with Supervisor(["sh", "-c", script]) as supervisor:
+            body = asyncio.create_task(supervisor.run(Tenure(), stop_budget_s=2.0))
+            for signum, answer in (
+                (None, "ready"),
+                (signal.SIGUSR1, "usr1"),
+                (signal.SIGHUP, "hup"),
+                (signal.SIGTERM, "term"),
+            ):
+                if signum:
+                    supervisor.forward(signum)
+                await until_async(
+                    lambda: out.exists() and answer in out.read_text(),  # noqa: B023
+                    f"{answer} was answered",
+                )
+            return await body
+
+    assert asyncio.run(main()) == 3
+
+
+def test_the_command_can_be_run_again_under_the_same_guard(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    async def main() -> None:
+        async with Supervisor(["sh", "-c", f"echo $PPID >> {out}; exit 4"]) as supervisor:
+            for _ in range(3):
+                assert await supervisor.run(Tenure(), stop_budget_s=2.0) == 4
+
+    asyncio.run(main())
+    assert len(set(out.read_text().split())) == 1
+
+
+def test_a_term_that_is_over_starts_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    async def main() -> int:
+        async with Supervisor(["touch", str(out)]) as supervisor:
+            return await supervisor.run(Tenure(valid_s=-0.001), stop_budget_s=2.0)
+
+    assert asyncio.run(main()) == 128 + signal.SIGTERM
+    assert not out.exists()
+
+
+# The end comes in time, by whatever way.
+
+
+def test_what_the_command_leaves_behind_ends_with_it(stamps: Callable[..., Stamps]) -> None:
+    work = stamps("leave", "away", "daemon")
+
+    async def main() -> int:
+        async with Supervisor(work.command) as supervisor:
+            return await supervisor.run(Tenure(), stop_budget_s=0.3)
+
+    assert asyncio.run(main()) == 5
+    assert not any(map(_alive, work.pids()))
+
+
+def test_cancelled_it_stops_a_meek_command_without_force(stamps: Callable[..., Stamps]) -> None:
+    work = stamps("meek")
+
+    async def main() -> None:
+        async with Supervisor(work.command) as supervisor:
+            body = asyncio.create_task(supervisor.run(Tenure(), stop_budget_s=3600.0))
+            await until_async(work.all_write, "the command runs")
+            body.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await body
+            assert not any(map(_alive, work.pids()))
+
+    asyncio.run(main())
+
+
+def test_a_stopped_command_is_continued_so_that_it_can_end(stamps: Callable[..., Stamps]) -> None:
+    work = stamps("meek")
+
+    async def main() -> None:
+        async with Supervisor(work.command) as supervisor:
+            body = asyncio.create_task(supervisor.run(Tenure(), stop_budget_s=3600.0))
+            await until_async(work.all_write, "the command runs")
+            os.kill(work.pids()[0], signal.SIGSTOP)
+            body.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await body
+
+    asyncio.run(main())
+
+
+def test_the_deadline_holds_for_the_whole_tree(stamps: Callable[..., Stamps]) -> None:
+    work = stamps("away", "daemon")
+    budget_s = 1.0
+
+    async def main() -> tuple[int, float]:
+        async with Supervisor(work.command) as supervisor:
+            term = Tenure(valid_s=PATIENCE_S)
+            body = asyncio.create_task(supervisor.run(term, stop_budget_s=budget_s))
+            await until_async(work.all_write, "the whole tree runs")
+            term.renew(0.2)  # the last renewal, and no word of loss
+            return await body, term.valid_until
+
+    code, valid_until = asyncio.run(main())
+    assert code == 128 + signal.SIGKILL
+    assert not any(map(_alive, work.pids()))
+    assert valid_until < work.last() < valid_until + budget_s
+
+
+def test_renewals_keep_it_running(stamps: Callable[..., Stamps]) -> None:
+    work = stamps("meek")
+
+    async def main() -> None:
+        async with Supervisor(work.command) as supervisor:
+            term = Tenure(valid_s=PATIENCE_S)
+            body = asyncio.create_task(supervisor.run(term, stop_budget_s=0.1))
+            await until_async(work.all_write, "the command runs")
+            term.renew(0.15)
+            first_deadline = term.valid_until
+            term.renew(PATIENCE_S)
+            await until_async(lambda: work.last() > first_deadline + 0.1, "that deadline is past")
+            assert not body.done()
+            body.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await body
+
+    asyncio.run(main())
+
+
+def test_kill_does_not_wait(stamps: Callable[..., Stamps]) -> None:
+    work = stamps("away")
+
+    async def main() -> int:
+        async with Supervisor(work.command) as supervisor:
+            body = asyncio.create_task(supervisor.run(Tenure(), stop_budget_s=3600.0))
+            await until_async(work.all_write, "the tree runs")
+            supervisor.kill()
+            return await body
+
+    assert asyncio.run(main()) == 128 + signal.SIGKILL
+    assert not any(map(_alive, work.pids()))
+
+
+# Somebody is killed or frozen.
+
+
+def test_the_guard_is_killed(
+    stamps: Callable[..., Stamps], caplog: pytest.LogCaptureFixture
+) -> None:
+    work = stamps("away", "daemon")
+
+    async def main() -> int:
+        async with Supervisor(work.command) as supervisor:
+            body = asyncio.create_task(supervisor.run(Tenure(), stop_budget_s=3600.0))
+            await until_async(work.all_write, "the tree runs")
+            os.kill(work.guard(), signal.SIGKILL)
+            code = await body
+            assert not any(map(_alive, work.pids()))
+            return code
+
+    assert asyncio.run(main()) == 128 + signal.SIGKILL
+    assert "guard process" in caplog.text
+
+
+def test_after_the_guards_death_the_next_run_has_a_new_one(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    async def main() -> None:
+        async with Supervisor(["sh", "-c", f"echo $PPID >> {out}"]) as supervisor:
+            await supervisor.run(Tenure(), stop_budget_s=2.0)
+            os.kill(int(out.read_text()), signal.SIGKILL)
+            await until_async(lambda: supervisor._guard is None, "the death was noticed")
+            assert await supervisor.run(Tenure(), stop_budget_s=2.0) == 0
+
+    asyncio.run(main())
+    assert len(set(out.read_text().split())) == 2
+
+
+def test_the_guard_is_frozen_and_leadership_lost(stamps: Callable[..., Stamps]) -> None:
+    work = stamps("away", "daemon")
+    budget_s = 1.0
+
+    async def main() -> float:
+        async with Supervisor(work.command) as supervisor:
+            term = Tenure()
+            body = asyncio.create_task(supervisor.run(term, stop_budget_s=budget_s))
+            await until_async(work.all_write, "the tree runs")
+            os.kill(work.guard(), signal.SIGSTOP)
+            lost_at = now()
+            body.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await body
+            assert not any(map(_alive, work.pids()))
+            return lost_at
+
+    assert asyncio.run(main()) + budget_s > work.last()
+
+
+class Host:
+    """A process in `doyen`'s place, holding a lock as its proof of life."""
+
+    def __init__(self, lock: Path, work: Stamps, *, valid_s: float, budget_s: float) -> None:
+        self.lock = lock
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(lock), str(valid_s), str(budget_s), *work.command],
+            stdout=subprocess.PIPE,
+        )
+        assert self.process.stdout is not None
+        self.valid_until = float(self.process.stdout.readline())
+        until(work.all_write, "the tree runs")
+
+    def lock_is_free(self) -> bool:
+        descriptor = os.open(self.lock, os.O_RDWR)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+
+@contextmanager
+def host(lock: Path, work: Stamps, *, valid_s: float, budget_s: float) -> Iterator[Host]:
+    hosting = Host(lock, work, valid_s=valid_s, budget_s=budget_s)
+    try:
+        yield hosting
+    finally:
+        hosting.process.kill()
+        hosting.process.wait()
+        assert hosting.process.stdout is not None
+        hosting.process.stdout.close()
+
+
+def test_doyen_is_killed(tmp_path: Path, stamps: Callable[..., Stamps]) -> None:
+    work = stamps("away", "daemon")
+    with host(tmp_path / "lock", work, valid_s=60.0, budget_s=0.5) as hosting:
+        assert not hosting.lock_is_free()
+        hosting.process.kill()
+        hosting.process.wait()
+        until(hosting.lock_is_free, "the proof of life was let go")
+        released = now()
+        until(lambda: not any(map(_alive, work.pids())), "the tree is gone")
+        assert work.last() < released
+
+
+def test_doyen_is_killed_and_the_command_is_meek(
+    tmp_path: Path, stamps: Callable[..., Stamps]
+) -> None:
+    work = stamps("meek")
+    with host(tmp_path / "lock", work, valid_s=3600.0, budget_s=3600.0) as hosting:
+        hosting.process.kill()
+        until(hosting.lock_is_free, "the proof of life was let go")
+        released = now()
+        until(lambda: not any(map(_alive, work.pids())), "the command is gone")
+        assert work.last() < released
+
+
+def test_doyen_is_frozen(tmp_path: Path, stamps: Callable[..., Stamps]) -> None:
+    work = stamps("away", "daemon")
+    with host(tmp_path / "lock", work, valid_s=1.0, budget_s=1.0) as hosting:
+        os.kill(hosting.process.pid, signal.SIGSTOP)
+        until(lambda: not any(map(_alive, work.pids())), "the tree is gone")
+        assert hosting.valid_until < work.last() < hosting.valid_until + 1.0
+        assert not hosting.lock_is_free()  # the frozen process has a copy of its own
+
+
+def test_a_service_manager_signals_every_process_it_sees(
+    tmp_path: Path, stamps: Callable[..., Stamps]
+) -> None:
+    work = stamps("away")
+    with host(tmp_path / "lock", work, valid_s=60.0, budget_s=0.5) as hosting:
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(work.guard(), signum)
+        hosting.process.kill()
+        until(hosting.lock_is_free, "the proof of life was let go")
+        released = now()
+        until(lambda: not any(map(_alive, work.pids())), "the tree is gone")
+        assert work.last() < released
+
+
+async def _host(lock: str, valid_s: str, budget_s: str, *command: str) -> None:
+    descriptor = os.open(lock, os.O_CREAT | os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    async with Supervisor(command) as supervisor:
+        term = Tenure(float(valid_s), (descriptor,))
+        print(term.valid_until, flush=True)
+        await supervisor.run(term, stop_budget_s=float(budget_s))
+
+
+if __name__ == "__main__":
+    asyncio.run(_host(*sys.argv[1:]))
