@@ -1,0 +1,207 @@
+"""The command line finds its commands lazily, and every failure ends in a line and a code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import doyen
+from doyen import cli
+from doyen.cli import _output
+from doyen.errors import (
+    AlreadyCampaigning,
+    ConfigError,
+    LeadershipLost,
+    NotElected,
+    OutcomeUnknown,
+    SessionClosed,
+    StaleToken,
+    StoreUnavailable,
+    StoreUnusable,
+)
+
+Play = Callable[[Callable[[argparse.Namespace], int]], None]
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+    """Put a function in the place of the command `leader`."""
+
+    def play(run: Callable[[argparse.Namespace], int]) -> None:
+        def configure(parser: argparse.ArgumentParser) -> None:
+            _output.add_store_option(parser)
+
+        module: Any = SimpleNamespace(configure=configure, run=run)
+        monkeypatch.setitem(sys.modules, "doyen.cli.leader", module)
+
+    monkeypatch.delenv("DOYEN_DEBUG", raising=False)
+    return play
+
+
+def raiser(error: BaseException) -> Callable[[argparse.Namespace], int]:
+    def run(_args: argparse.Namespace) -> int:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("a"), 2),
+        (StoreUnavailable("a"), 69),
+        (StoreUnusable("a"), 69),
+        (OutcomeUnknown("a"), 69),
+        (SessionClosed("a"), 69),
+        (NotElected("a"), 75),
+        (AlreadyCampaigning("a"), 75),
+        (LeadershipLost("a"), 75),
+        (StaleToken("a"), 1),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_raised_becomes_a_line_and_a_code(
+    play: Play, capsys: pytest.CaptureFixture[str], error: Exception, code: int
+) -> None:
+    play(raiser(error))
+    assert cli.main(["leader"]) == code
+    assert capsys.readouterr() == ("", "doyen: a\n")
+
+
+def test_a_message_is_one_line(play: Play, capsys: pytest.CaptureFixture[str]) -> None:
+    play(raiser(ConfigError("first,\n  second")))
+    cli.main(["leader"])
+    play(raiser(ConfigError()))
+    cli.main(["leader"])
+    assert capsys.readouterr().err == "doyen: first, second\ndoyen: ConfigError\n"
+
+
+def test_the_traceback_is_there_for_the_asking(
+    play: Play, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play(raiser(ConfigError("a")))
+    monkeypatch.setenv("DOYEN_DEBUG", "1")
+    assert cli.main(["leader"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback")
+    assert err.endswith("doyen: a\n")
+
+
+def test_an_interrupt_is_130(play: Play) -> None:
+    play(raiser(KeyboardInterrupt()))
+    assert cli.main(["leader"]) == 130
+
+
+def test_a_bug_is_not_hidden(play: Play) -> None:
+    play(raiser(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["leader"])
+
+
+def test_every_command_has_json(play: Play, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(args: argparse.Namespace) -> int:
+        if args.json:
+            _output.print_json({"name": "ü"})
+        else:
+            _output.console().print("name", "[bold]ü[/bold]", style="bold")
+        return 7
+
+    play(run)
+    assert cli.main(["leader", "--json"]) == 7
+    assert json.loads(capsys.readouterr().out) == {"name": "ü"}
+    assert cli.main(["leader"]) == 7
+    assert capsys.readouterr().out == "name [bold]ü[/bold]\n"
+
+
+def test_a_command_that_is_not_installed_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "absent", "is not there")
+    assert cli.main(["absent"]) == 2
+    assert "'absent' is not part of this installation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["--nonsense"], ["verify", "--nonsense"]])
+def test_wrong_usage_is_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    out = capsys.readouterr().out
+    assert all(f"  {name}" in out for name in cli.COMMANDS)
+    assert all(f"  {code.value} " in out for code in _output.Exit)
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"doyen {doyen.__version__}\n"
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", f"import sys; from doyen.cli import main; {code}"]
+
+
+def test_help_imports_no_command() -> None:
+    code = "\ntry:\n  main(['--help'])\nexcept SystemExit:\n  print(*sys.modules, file=sys.stderr)"
+    result = subprocess.run(python(code), capture_output=True, text=True, timeout=60)
+    loaded = set(result.stderr.split())
+    assert "doyen.cli" in loaded
+    assert not loaded & {"rich", "sqlite3", *(f"doyen.cli.{name}" for name in cli.COMMANDS)}
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    log = tmp_path / "a.jsonl"
+    log.write_bytes(b"garbage\n")
+    command = python(f"sys.exit(main(['verify', {str(log)!r}]))")
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as out:
+        result = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, timeout=60)
+    assert (result.returncode, result.stderr) == (141, b"")
+
+
+def store(*arguments: str) -> str:
+    parser = argparse.ArgumentParser()
+    _output.add_store_option(parser)
+    return _output.store_url(parser.parse_args(arguments))
+
+
+def test_the_store_is_named_by_option_then_environment_then_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    home = tmp_path / "my home"
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("DOYEN_STORE", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", "relative/is/ignored")
+    folder = home / ".local/state/doyen"
+    assert store() == f"sqlite://{tmp_path}/my%20home/.local/state/doyen/doyen.db"
+    assert folder.is_dir()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert store() == f"sqlite://{tmp_path}/state/doyen/doyen.db"
+    monkeypatch.setenv("DOYEN_STORE", "memory://")
+    assert store() == "memory://"
+    assert store("--store", "sqlite:x.db") == "sqlite:x.db"
+
+
+def test_a_default_store_that_cannot_be_is_explained(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("DOYEN_STORE", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="--store"):
+        store()

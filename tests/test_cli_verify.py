@@ -1,0 +1,133 @@
+"""`doyen verify`: the verdict, for people and for programs, and its exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from doyen.audit import AuditLog
+from doyen.cli import main
+from doyen.clock import VirtualClock
+from doyen.events import Elected, Event, Resigned, Telemetry
+
+
+class Logs:
+    """Two processes, a log each, and one clock."""
+
+    def __init__(self, folder: Path) -> None:
+        self.clock = VirtualClock()
+        self.paths = [str(folder / f"server{number}.jsonl") for number in (1, 2)]
+        self._audits = [AuditLog(path) for path in self.paths]
+        self._streams = [
+            Telemetry(self.clock, f"session{number}", [audit])
+            for number, audit in enumerate(self._audits, 1)
+        ]
+
+    def close(self) -> None:
+        for audit in self._audits:
+            audit.close()
+
+    def says(self, server: int, event: Event) -> None:
+        self.clock.advance(1.0)
+        self._streams[server - 1].emit(event)
+
+    def elected(self, server: int, token: int, valid_for_s: float = 5.0) -> None:
+        until = self.clock.now() + 1.0 + valid_for_s
+        self.says(
+            server,
+            Elected(
+                election="billing",
+                name=f"server{server}",
+                token=token,
+                lease=f"lease{server}",
+                valid_until=until,
+            ),
+        )
+
+    def resigned(self, server: int, token: int) -> None:
+        name, lease = f"server{server}", f"lease{server}"
+        self.says(server, Resigned(election="billing", name=name, token=token, lease=lease))
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Logs:
+    logs = Logs(tmp_path)
+    logs.elected(1, 10)
+    logs.resigned(1, 10)
+    logs.elected(2, 11)
+    return logs
+
+
+def test_a_right_history(logs: Logs, capsys: pytest.CaptureFixture[str]) -> None:
+    logs.close()
+    assert main(["verify", *logs.paths]) == 0
+    out = capsys.readouterr().out
+    assert "2 files, 3 lines, 1 process, 1 election, 2 terms, 1 change of leader" in out
+    assert "1.000 s at the median, 1.000 s at most" in out
+    assert "proved: no two terms overlapped" in out
+
+
+def test_a_wrong_history(logs: Logs, capsys: pytest.CaptureFixture[str]) -> None:
+    logs.elected(1, 12)
+    logs.close()
+    assert main(["verify", *logs.paths]) == 1
+    out = capsys.readouterr().out
+    assert "VIOLATIONS: 1" in out
+    assert "two leaders of 'billing' for 4.000 s (boot clock)" in out
+    assert f"{logs.paths[0]}:3" in out
+    assert "proved" not in out
+
+
+def test_a_wrong_history_for_programs(logs: Logs, capsys: pytest.CaptureFixture[str]) -> None:
+    logs.elected(1, 12)
+    logs.close()
+    assert main(["verify", "--json", *logs.paths]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert not report["ok"]
+    (violation,) = report["violations"]
+    assert violation["kind"] == "overlap"
+    assert [term["token"] for term in violation["terms"]] == [11, 12]
+    assert violation["terms"][1]["start"]["where"] == f"{logs.paths[0]}:3"
+
+
+def test_one_log_alone_may_not_show_it(logs: Logs) -> None:
+    logs.elected(1, 12)
+    logs.close()
+    assert main(["verify", logs.paths[0]]) == 0
+
+
+@pytest.mark.parametrize("json_option", [[], ["--json"]])
+def test_nothing_to_verify(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], json_option: list[str]
+) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    assert main(["verify", str(empty), *json_option]) == 2
+    out = capsys.readouterr().out
+    assert ("nothing to verify" in out) if not json_option else not json.loads(out)["ok"]
+
+
+def test_what_was_ignored_is_listed(
+    logs: Logs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs.close()
+    torn = tmp_path / "torn.jsonl"
+    torn.write_text("nonsense\n" * 30 + '{"event":"elec')
+    assert main(["verify", *logs.paths, str(torn)]) == 0
+    out = capsys.readouterr().out
+    assert "31 lines ignored:" in out
+    assert f"{torn}:1: not JSON" in out
+    assert "and 11 more; --json has all" in out
+
+
+def test_a_log_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(tmp_path / "absent.jsonl")]) == 2
+    assert capsys.readouterr().err.startswith("doyen: the audit log ")
+
+
+def test_a_tolerance_that_is_none(logs: Logs, capsys: pytest.CaptureFixture[str]) -> None:
+    logs.close()
+    assert main(["verify", *logs.paths, "--tolerance", "nan"]) == 2
+    assert "tolerance" in capsys.readouterr().err
