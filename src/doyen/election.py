@@ -125,7 +125,11 @@ class Candidacy:
             while True:
                 try:
                     return await self._stand(deadline)
-                except (LeaseGone, TicketGone) as error:
+                except LeaseGone as error:
+                    self._trouble = error
+                    if self._heart is not None:
+                        self._heart.lose(str(error))
+                except TicketGone as error:
                     self._trouble = error
                     self._drop_watch()
                     self._begin_attempt()

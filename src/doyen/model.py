@@ -8,7 +8,7 @@ they like (ZooKeeper tickets stand directly under the election's path, as its re
 long as the port's promises hold.
 
     elections/<name>/leader        the leader record
-    elections/<name>/order         what somebody asks of the holder
+    elections/<name>/leader/order  what somebody asks of the holder
     elections/<name>/line/<ticket> the line of candidates
 """
 
@@ -130,7 +130,7 @@ def leader_key(election: str) -> str:
 
 
 def order_key(election: str) -> str:
-    return f"{_election(election)}/order"
+    return f"{leader_key(election)}/order"
 
 
 def line_key(election: str) -> str:

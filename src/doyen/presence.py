@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
-import random
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -58,7 +56,6 @@ class Presence:
         runtime: Runtime,
         *,
         session_id: str,
-        spread: random.Random,
     ) -> None:
         self.store = store
         self.timing = timing
@@ -67,7 +64,7 @@ class Presence:
         self.clock = runtime.clock
         self.id = session_id
         self._settings = settings
-        self._random = spread
+        self._random = runtime.random
         self._attempts = itertools.count(1)
         self._heart: Heart | None = None
         self._granting = asyncio.Lock()
@@ -85,11 +82,9 @@ class Presence:
         runtime: Runtime,
         *,
         store: Store | None = None,
-        spread: random.Random | None = None,
     ) -> Presence:
         """Check the settings, open the store, and be ready. Nothing is granted yet."""
-        spread = spread or random.Random()
-        session_id = os.urandom(6).hex()
+        session_id = f"{runtime.random.getrandbits(64):016x}"
         telemetry = Telemetry(runtime.clock, session_id, settings.sinks)
         if settings.ttl_s is not None:
             settings.timing(settings.ttl_s)
@@ -106,9 +101,7 @@ class Presence:
         except BaseException:
             await store.close()
             raise
-        return cls(
-            store, settings, timing, telemetry, runtime, session_id=session_id, spread=spread
-        )
+        return cls(store, settings, timing, telemetry, runtime, session_id=session_id)
 
     async def call(self, request: Awaitable[T]) -> T:
         """One store call, bounded: shorter than the lease, and unknown if it did not answer."""

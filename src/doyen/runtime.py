@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -33,6 +34,7 @@ class Runtime(Protocol):
     """Where doyen's own coroutines run."""
 
     clock: Clock
+    random: random.Random
     pid: int
 
     async def do(self, work: Coroutine[Any, Any, T]) -> T:
@@ -63,10 +65,11 @@ class Runtime(Protocol):
 
 
 class InlineRuntime:
-    """Everything on the caller's loop: for virtual time."""
+    """Everything on the caller's loop: for virtual time. One seed gives one run."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, seed: int = 0) -> None:
         self.clock = clock
+        self.random = random.Random(seed)
         self.pid = os.getpid()
         self._loop = asyncio.get_running_loop()
         self._timers: dict[Heart, asyncio.TimerHandle] = {}
@@ -120,6 +123,7 @@ class ThreadRuntime:
 
     def __init__(self) -> None:
         self.clock: Clock = SystemClock()
+        self.random = random.Random()
         self.pid = os.getpid()
         self._users = 0
         self._loop = asyncio.new_event_loop()
