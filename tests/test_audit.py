@@ -335,6 +335,16 @@ def test_an_overrun_with_nobody_else_leading_is_a_warning(lines: list[Line], a: 
     assert "past its stop budget" in report.warnings[0]
 
 
+def test_an_overrun_after_a_pause_is_a_warning(lines: list[Line], a: Process, b: Process) -> None:
+    a.elected(1, 10, until=5)
+    b.finds("expired", 6, a)
+    b.elected(6, 11, until=9)
+    a.lost(8, 10, ended_at=5)
+    a.term("overrun", 8.001, 10)
+    report = check(lines)
+    assert "into the term of b (token 11)" in report.warnings[0]
+
+
 # What is odd.
 
 

@@ -202,6 +202,8 @@ class Evidence:
         self.begun: defaultdict[TermKey, list[Begun]] = defaultdict(list)
         self.resigned: defaultdict[TermKey, list[Fact]] = defaultdict(list)
         self.lost: defaultdict[TermKey, list[Fact]] = defaultdict(list)
+        self.told: dict[TermKey, Instant] = {}
+        """When a lost term's body was told. A process that was paused is told late."""
         self.overruns: defaultdict[TermKey, list[Fact]] = defaultdict(list)
 
     def take(self, line: Line) -> None:
@@ -253,6 +255,7 @@ class Evidence:
                 ended = _moment(raw, "ended_at", now)
                 lost = Fact(ended, f"lost ({raw.get('reason')})", where)
                 _once(self.lost[key], lost)
+                self.told[key] = now
                 facts = self._own_lease(lease, session)
                 facts.counted_on = later(facts.counted_on, lost)
             case "resigned":

@@ -434,11 +434,15 @@ class _Judge:
             )
 
     def _overran(self, terms: list[Term]) -> None:
-        """A body past its stop budget is a fault if somebody else led by then."""
+        """A body that was told to stop, and was at work when another's term had begun, is a fault.
+
+        One that was paused meanwhile could not be told: what it did on waking no log can say.
+        """
         if not self._seen.overruns:
             return
         for term in terms:
             key = (term.election, term.token, term.session)
+            told = self._seen.told.get(key)
             for overrun in self._seen.overruns.get(key, ()):
                 rivals = [
                     other
@@ -447,13 +451,19 @@ class _Judge:
                     and other.was_valid
                     and self._after(overrun.when, other.start.when) > 0
                 ]
-                if not rivals:
+                rival = min(rivals, key=lambda other: other.token, default=None)
+                if rival is None or told is None or self._after(rival.start.when, told) <= 0:
                     self._warnings.append(
-                        f"the body of {term.name} (token {term.token}) of {term.election!r}"
-                        f" went on past its stop budget, {overrun.where}"
+                        f"the body of {term.name} (token {term.token}) of {term.election!r} went"
+                        " on past its stop budget"
+                        + (
+                            f", into the term of {rival.name} (token {rival.token})"
+                            if rival
+                            else ""
+                        )
+                        + f": what it then did, only its token could stop, {overrun.where}"
                     )
                     continue
-                rival = min(rivals, key=lambda other: other.token)
                 by_s = self._after(overrun.when, rival.start.when)
                 self._violations.append(
                     Violation(
