@@ -66,9 +66,12 @@ stamp("main", stubborn="meek" not in sys.argv[2:])
 class Tenure:
     """A term as the supervisor sees it."""
 
-    def __init__(self, valid_s: float = 60.0, proof: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, valid_s: float = 60.0, budget_s: float = 2.0, proof: tuple[int, ...] = ()
+    ) -> None:
         self.token = 42
         self.valid_until = now() + valid_s
+        self.stop_budget_s = budget_s
         self._proof = proof
         self._listeners: list[Callable[[float], None]] = []
 
@@ -151,7 +154,7 @@ def run(command: list[str], *, environ: dict[str, str] | None = None) -> int:
 
     async def main() -> int:
         async with Supervisor(command, environ=environ) as supervisor:
-            return await supervisor.run(Tenure(), stop_budget_s=2.0)
+            return await supervisor.run(Tenure())
 
     return asyncio.run(main())
 
@@ -207,7 +210,7 @@ def test_the_command_has_a_group_of_its_own_and_nothing_but_stdio(tmp_path: Path
 
     async def main() -> int:
         async with Supervisor([*PYTHON, "-c", script, str(out)]) as supervisor:
-            return await supervisor.run(Tenure(proof=(lock,)), stop_budget_s=2.0)
+            return await supervisor.run(Tenure(proof=(lock,)))
 
     try:
         assert asyncio.run(main()) == 0
@@ -231,7 +234,7 @@ def test_signals_reach_the_command(tmp_path: Path) -> None:
 
     async def main() -> int:
         async with Supervisor(["sh", "-c", script]) as supervisor:
-            body = asyncio.create_task(supervisor.run(Tenure(), stop_budget_s=2.0))
+            body = asyncio.create_task(supervisor.run(Tenure()))
             for signum, answer in (
                 (None, "ready"),
                 (signal.SIGUSR1, "usr1"),
@@ -255,7 +258,7 @@ def test_the_command_can_be_run_again_under_the_same_guard(tmp_path: Path) -> No
     async def main() -> None:
         async with Supervisor(["sh", "-c", f"echo $PPID >> {out}; exit 4"]) as supervisor:
             for _ in range(3):
-                assert await supervisor.run(Tenure(), stop_budget_s=2.0) == 4
+                assert await supervisor.run(Tenure()) == 4
 
     asyncio.run(main())
     assert len(set(out.read_text().split())) == 1
@@ -266,7 +269,7 @@ def test_a_term_that_is_over_starts_nothing(tmp_path: Path) -> None:
 
     async def main() -> int:
         async with Supervisor(["touch", str(out)]) as supervisor:
-            return await supervisor.run(Tenure(valid_s=-0.001), stop_budget_s=2.0)
+            return await supervisor.run(Tenure(valid_s=-0.001))
 
     assert asyncio.run(main()) == 128 + signal.SIGTERM
     assert not out.exists()
@@ -280,7 +283,7 @@ def test_what_the_command_leaves_behind_ends_with_it(stamps: Callable[..., Stamp
 
     async def main() -> int:
         async with Supervisor(work.command) as supervisor:
-            return await supervisor.run(Tenure(), stop_budget_s=0.3)
+            return await supervisor.run(Tenure(budget_s=0.3))
 
     assert asyncio.run(main()) == 5
     assert not any(map(_alive, work.pids()))
@@ -291,7 +294,7 @@ def test_cancelled_it_stops_a_meek_command_without_force(stamps: Callable[..., S
 
     async def main() -> None:
         async with Supervisor(work.command) as supervisor:
-            body = asyncio.create_task(supervisor.run(Tenure(), stop_budget_s=3600.0))
+            body = asyncio.create_task(supervisor.run(Tenure(budget_s=3600.0)))
             await until_async(work.all_write, "the command runs")
             body.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -306,7 +309,7 @@ def test_a_stopped_command_is_continued_so_that_it_can_end(stamps: Callable[...,
 
     async def main() -> None:
         async with Supervisor(work.command) as supervisor:
-            body = asyncio.create_task(supervisor.run(Tenure(), stop_budget_s=3600.0))
+            body = asyncio.create_task(supervisor.run(Tenure(budget_s=3600.0)))
             await until_async(work.all_write, "the command runs")
             os.kill(work.pids()[0], signal.SIGSTOP)
             body.cancel()
@@ -322,8 +325,8 @@ def test_the_deadline_holds_for_the_whole_tree(stamps: Callable[..., Stamps]) ->
 
     async def main() -> tuple[int, float]:
         async with Supervisor(work.command) as supervisor:
-            term = Tenure(valid_s=PATIENCE_S)
-            body = asyncio.create_task(supervisor.run(term, stop_budget_s=budget_s))
+            term = Tenure(valid_s=PATIENCE_S, budget_s=budget_s)
+            body = asyncio.create_task(supervisor.run(term))
             await until_async(work.all_write, "the whole tree runs")
             term.renew(0.2)  # the last renewal, and no word of loss
             return await body, term.valid_until
@@ -339,8 +342,8 @@ def test_renewals_keep_it_running(stamps: Callable[..., Stamps]) -> None:
 
     async def main() -> None:
         async with Supervisor(work.command) as supervisor:
-            term = Tenure(valid_s=PATIENCE_S)
-            body = asyncio.create_task(supervisor.run(term, stop_budget_s=0.1))
+            term = Tenure(valid_s=PATIENCE_S, budget_s=0.1)
+            body = asyncio.create_task(supervisor.run(term))
             await until_async(work.all_write, "the command runs")
             term.renew(0.15)
             first_deadline = term.valid_until
@@ -359,7 +362,7 @@ def test_kill_does_not_wait(stamps: Callable[..., Stamps]) -> None:
 
     async def main() -> int:
         async with Supervisor(work.command) as supervisor:
-            body = asyncio.create_task(supervisor.run(Tenure(), stop_budget_s=3600.0))
+            body = asyncio.create_task(supervisor.run(Tenure(budget_s=3600.0)))
             await until_async(work.all_write, "the tree runs")
             supervisor.kill()
             return await body
@@ -378,7 +381,7 @@ def test_the_guard_is_killed(
 
     async def main() -> int:
         async with Supervisor(work.command) as supervisor:
-            body = asyncio.create_task(supervisor.run(Tenure(), stop_budget_s=3600.0))
+            body = asyncio.create_task(supervisor.run(Tenure(budget_s=3600.0)))
             await until_async(work.all_write, "the tree runs")
             os.kill(work.guard(), signal.SIGKILL)
             code = await body
@@ -394,10 +397,10 @@ def test_after_the_guards_death_the_next_run_has_a_new_one(tmp_path: Path) -> No
 
     async def main() -> None:
         async with Supervisor(["sh", "-c", f"echo $PPID >> {out}"]) as supervisor:
-            await supervisor.run(Tenure(), stop_budget_s=2.0)
+            await supervisor.run(Tenure())
             os.kill(int(out.read_text()), signal.SIGKILL)
             await until_async(lambda: supervisor._guard is None, "the death was noticed")
-            assert await supervisor.run(Tenure(), stop_budget_s=2.0) == 0
+            assert await supervisor.run(Tenure()) == 0
 
     asyncio.run(main())
     assert len(set(out.read_text().split())) == 2
@@ -409,8 +412,7 @@ def test_the_guard_is_frozen_and_leadership_lost(stamps: Callable[..., Stamps]) 
 
     async def main() -> float:
         async with Supervisor(work.command) as supervisor:
-            term = Tenure()
-            body = asyncio.create_task(supervisor.run(term, stop_budget_s=budget_s))
+            body = asyncio.create_task(supervisor.run(Tenure(budget_s=budget_s)))
             await until_async(work.all_write, "the tree runs")
             os.kill(work.guard(), signal.SIGSTOP)
             lost_at = now()
@@ -510,9 +512,9 @@ async def _host(lock: str, valid_s: str, budget_s: str, *command: str) -> None:
     descriptor = os.open(lock, os.O_CREAT | os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     async with Supervisor(command) as supervisor:
-        term = Tenure(float(valid_s), (descriptor,))
+        term = Tenure(float(valid_s), float(budget_s), (descriptor,))
         print(term.valid_until, flush=True)
-        await supervisor.run(term, stop_budget_s=float(budget_s))
+        await supervisor.run(term)
 
 
 if __name__ == "__main__":

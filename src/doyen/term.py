@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import logging
 import threading
 from collections.abc import Callable
 from typing import Final
@@ -41,6 +42,13 @@ class _Ended:
 
 _ENDED = _Ended()
 _latch = threading.Lock()
+log = logging.getLogger("doyen")
+
+
+def forked() -> None:
+    """In the child of a fork: a thread that no longer exists may have held the latch."""
+    global _latch
+    _latch = threading.Lock()
 
 
 class Term:
@@ -113,6 +121,11 @@ class Term:
     def remaining_s(self) -> float:
         """Seconds to the deadline if nothing is renewed any more; 0 once over."""
         return max(0.0, self._hold.valid_until - self._now())
+
+    @property
+    def stop_budget_s(self) -> float:
+        """How long the body has to end after a loss, before the store may name another."""
+        return self._heart.timing.stop_budget_s
 
     @property
     def state(self) -> TermState:
@@ -223,5 +236,8 @@ class Term:
             self._hold = _ENDED
             listeners, self._listeners = self._listeners, []
         for listener in listeners:
-            listener()
+            try:
+                listener()
+            except Exception:
+                log.exception("a listener failed on the end of %r; the others are told", self)
         return True

@@ -47,6 +47,9 @@ class Tenure(Protocol):
     @property
     def valid_until(self) -> float: ...
 
+    @property
+    def stop_budget_s(self) -> float: ...
+
     def proof(self) -> tuple[int, ...]: ...
 
     def on_renewal(self, listener: Callable[[float], None], /) -> None: ...
@@ -57,7 +60,7 @@ class Supervisor:
 
         async with Supervisor(["./server"]) as supervisor:
             async with session.campaign("billing") as term:
-                code = await supervisor.run(term, stop_budget_s=1.0)
+                code = await supervisor.run(term)
 
     Enter it before the campaign: the guard takes some 20 ms to start, which then cost nothing.
     `environ` is what the command sees besides this process's own environment and `DOYEN_TOKEN`.
@@ -90,7 +93,7 @@ class Supervisor:
         """Whether anything of the command may be alive."""
         return self._ended is not None
 
-    async def run(self, term: Tenure, *, stop_budget_s: float) -> int:
+    async def run(self, term: Tenure) -> int:
         """Run the command and return its exit code (128 + signal, if it died of one) once nothing
         of it is left.
 
@@ -109,14 +112,14 @@ class Supervisor:
             wire.START,
             term.token,
             valid_until=term.valid_until,
-            grace_s=GRACE_SHARE * stop_budget_s,
+            grace_s=GRACE_SHARE * term.stop_budget_s,
             proof=term.proof(),
         )
         try:
             return await asyncio.shield(ended)
         except asyncio.CancelledError:
             self._tell(wire.STOP)
-            self._take_over_in(TAKEOVER_SHARE * stop_budget_s)
+            self._take_over_in(TAKEOVER_SHARE * term.stop_budget_s)
             await _outlast(ended)
             raise
         finally:
