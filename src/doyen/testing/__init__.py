@@ -2,25 +2,32 @@
 
 - `run_virtual`, `VirtualLoop`: run asyncio code in virtual time, where nothing ever waits.
 - `FaultyStore`, `Faults`: put faults between a caller and its store, by hand or by seed.
+- `StoreConformance`, `StoreHarness`: put a store to every promise of the port (needs pytest).
 
-Importing `doyen` does not import this package.
+Importing `doyen` does not import this package, and this package imports each tool when it is first
+asked for: the pytest plugin beside it is loaded in every run and must cost next to nothing.
 """
 
 from __future__ import annotations
 
-from doyen.testing.faults import (
-    Expired,
-    Fault,
-    Faults,
-    FaultyStore,
-    Late,
-    Lost,
-    Odds,
-    Refused,
-    Stray,
-    Unanswered,
-)
-from doyen.testing.virtual import VirtualDeadlock, VirtualLoop, run_virtual
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from doyen.testing.conformance import StoreConformance, StoreHarness
+    from doyen.testing.faults import (
+        Expired,
+        Fault,
+        Faults,
+        FaultyStore,
+        Late,
+        Lost,
+        Odds,
+        Refused,
+        Stray,
+        Unanswered,
+    )
+    from doyen.testing.virtual import VirtualDeadlock, VirtualLoop, run_virtual
 
 __all__ = [
     "Expired",
@@ -31,9 +38,21 @@ __all__ = [
     "Lost",
     "Odds",
     "Refused",
+    "StoreConformance",
+    "StoreHarness",
     "Stray",
     "Unanswered",
     "VirtualDeadlock",
     "VirtualLoop",
     "run_virtual",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        if name.startswith("Store"):
+            module = "conformance"
+        else:
+            module = "virtual" if "irtual" in name else "faults"
+        return getattr(import_module(f"doyen.testing.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

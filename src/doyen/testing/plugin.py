@@ -1,2 +1,17 @@
-"""The pytest plugin, loaded in every pytest run where doyen is installed: so it does nothing yet
-and imports nothing."""
+"""The pytest plugin. It is loaded in every pytest run where doyen is installed, so it only leaves
+word of what to do, and imports nothing of doyen's."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.register_assert_rewrite("doyen.testing.conformance")
+
+
+@pytest.fixture
+def store_harness() -> object:
+    """The store that `doyen.testing.StoreConformance` is run against; to be overridden."""
+    raise pytest.UsageError(
+        "StoreConformance needs a fixture named store_harness, in the test class or a conftest,"
+        " that returns a doyen.testing.StoreHarness for your store"
+    )
