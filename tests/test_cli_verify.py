@@ -117,7 +117,7 @@ def test_what_was_ignored_is_listed(
     torn.write_text("nonsense\n" * 30 + '{"event":"elec')
     assert main(["verify", *logs.paths, str(torn)]) == 0
     out = capsys.readouterr().out
-    assert "31 lines ignored:" in out
+    assert "lines ignored: 31\n" in out
     assert f"{torn}:1: not JSON" in out
     assert "and 11 more; --json has all" in out
 

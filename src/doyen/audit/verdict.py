@@ -453,15 +453,11 @@ class _Judge:
                 ]
                 rival = min(rivals, key=lambda other: other.token, default=None)
                 if rival is None or told is None or self._after(rival.start.when, told) <= 0:
+                    into = f", into the term of {rival.name} (token {rival.token})" if rival else ""
                     self._warnings.append(
                         f"the body of {term.name} (token {term.token}) of {term.election!r} went"
-                        " on past its stop budget"
-                        + (
-                            f", into the term of {rival.name} (token {rival.token})"
-                            if rival
-                            else ""
-                        )
-                        + f": what it then did, only its token could stop, {overrun.where}"
+                        f" on past its stop budget{into}: what it then did, only its token could"
+                        f" stop, {overrun.where}"
                     )
                     continue
                 by_s = self._after(overrun.when, rival.start.when)

@@ -53,15 +53,18 @@ def _tell(report: Report, out: Console) -> None:
             "different machines or boots: their wall clocks were compared,"
             f" with a tolerance of {report.tolerance_s:g} s"
         )
-    _list(out, f"{len(report.ignored)} lines ignored", (f"{w}: {why}" for w, why in report.ignored))
-    _list(out, f"{len(report.warnings)} warnings", report.warnings)
+    _list(
+        out, f"lines ignored: {len(report.ignored)}", (f"{w}: {why}" for w, why in report.ignored)
+    )
+    _list(out, f"warnings: {len(report.warnings)}", report.warnings)
     out.print()
     if report.empty:
         out.print("nothing to verify: no term begins in these logs", style="yellow")
     elif report.ok:
         out.print(
             "proved: no two terms overlapped, every token is greater than those before it,"
-            " nobody led outside its term",
+            " nobody led outside its term"
+            + ("; what is not covered is said above" if report.warnings else ""),
             style="green",
         )
     else:
@@ -85,7 +88,7 @@ def _list(out: Console, title: str, items: Iterable[str], style: str | None = No
     listed = list(items)
     if not listed:
         return
-    out.print(f"{title}:", style=style)
+    out.print(title, style=style)
     for item in listed[:SHOWN]:
         out.print("  " + item.replace("\n", "\n  "))
     if len(listed) > SHOWN:
