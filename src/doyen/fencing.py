@@ -134,11 +134,12 @@ class _Seen(NamedTuple):
 class GuardedFile:
     """A file that only the holder of the highest token seen can write.
 
-    >>> import tempfile
-    >>> file = GuardedFile(Path(tempfile.mkdtemp()) / "state.json")
-    >>> file.write(7, b"one")
-    >>> file.append(8, b", two")
-    >>> file.read(), file.token
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     file = GuardedFile(Path(folder) / "state.json")
+    ...     file.write(7, b"one")
+    ...     file.append(8, b", two")
+    ...     file.read(), file.token
     (b'one, two', 8)
 
     Guaranteed, on a local file system:
