@@ -1,0 +1,225 @@
+"""`sqlite://`: the local store. One machine, no server, and a dead process is known at once.
+
+    sqlite:///var/lib/doyen.db     the absolute path /var/lib/doyen.db
+    sqlite:doyen.db                relative to the current folder
+    ?token_floor=N                 raise the revision counter to N, after a move or a restore
+
+Rows for records, tickets and watches are in the database; beside it, in `<path>.sessions`, each
+lease and each handle has its small files. The parts:
+
+    place      from the URL to a path; what the operating system's errors mean
+    leases     leases as files: kernel lock, renewal by a plain write, irrevocable end
+    inbox      the FIFO through which writers wake watchers
+    ledger     the tables, and what a transaction may do with them
+    database   the connection and its thread: batches, waiting for the lock, failures
+    wakes      watches, and monitors of the leases that own what is watched
+
+Per handle: one thread and about seven descriptors; per held lease two; per lease that owns
+something watched, one and a timer. Without watches nothing ever wakes up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Literal
+
+from doyen.clock import boot_id
+from doyen.errors import ConfigError, LeaseGone, StoreError, StoreUnusable
+from doyen.events import LeaseEnded
+from doyen.model import Entry, Lease, Version
+from doyen.store import Capabilities, Context, Creation, Store, StoreURL, Watch
+from doyen.stores.sqlite.database import Database
+from doyen.stores.sqlite.inbox import Inbox
+from doyen.stores.sqlite.leases import Leases
+from doyen.stores.sqlite.ledger import Transaction
+from doyen.stores.sqlite.place import Folder, make_folders, path_of, refuse_shared, translate_os
+from doyen.stores.sqlite.wakes import Lookout
+
+__all__ = ["SQLiteStore", "open_store"]
+
+_SWEPT = 64
+"""How much of what others left behind is looked at when a store is opened. A sample, or a thousand
+candidates that start together would each look at a thousand others."""
+
+
+async def open_store(url: StoreURL, context: Context) -> SQLiteStore:
+    """Open the store at `url`, creating it if there is none."""
+    url.refuse_unknown("token_floor")
+    path = path_of(url)
+    floor = url.options.get("token_floor", "0")
+    if not (floor.isascii() and floor.isdigit() and int(floor) < 1 << 62):
+        raise ConfigError(f"token_floor is a whole number below 2**62, not {floor!r}")
+    refuse_shared(path)
+    make_folders(path)
+    store = SQLiteStore(path, context)
+    await store.open(int(floor))
+    return store
+
+
+class SQLiteStore(Store):
+    """One handle on the store. Any number of them, in one process or many, meet in one file."""
+
+    capabilities = Capabilities(proof_of_death=True)
+
+    def __init__(self, path: str, context: Context) -> None:
+        self._emit = context.emit
+        self._loop = asyncio.get_running_loop()
+        self._folder = Folder(path)
+        self._leases = Leases(
+            self._folder, now=context.clock.now, boot=boot_id(), ended=self._on_ended
+        )
+        self._inbox = Inbox(self._folder)
+        self._database = Database(
+            path, loop=self._loop, folder=self._folder, leases=self._leases, inbox=self._inbox
+        )
+        self._lookout = Lookout(self._loop, self._database, self._leases, self._inbox)
+        self._unusable: str | None = None
+
+    async def open(self, token_floor: int) -> None:
+        """Start the database, sweep up what others left behind, and begin to listen."""
+        undecided: set[str] = set()
+        try:
+            await self._database.open()
+            if token_floor:
+                await self._database.submit(
+                    lambda tables: tables.raise_revision(token_floor), durable=True
+                )
+            await self._database.submit(lambda tables: self._sweep(tables, undecided), writes=False)
+        except BaseException:
+            await self.close()
+            raise
+        self._database.deliver = self._lookout.apply
+        self._lookout.open(undecided)
+
+    async def grant(self, ttl_s: float) -> Lease:
+        self._require_usable()
+        granted_s = max(ttl_s, self.capabilities.ttl_min_s)
+        try:
+            return Lease(self._leases.grant(granted_s), granted_s)
+        except OSError as error:
+            raise translate_os(error, self._database.path) from error
+
+    async def renew(self, lease: Lease) -> None:
+        self._require_usable()
+        try:
+            in_place = self._database.in_place()
+            self._leases.renew(lease.id)
+        except OSError as error:
+            raise translate_os(error, self._database.path) from error
+        if not in_place:
+            raise LeaseGone(
+                f"{self._database.path} or its folder was removed or replaced while in use:"
+                f" lease {lease.id} binds nothing that others can see"
+            )
+
+    async def revoke(self, lease: Lease) -> None:
+        self._require_usable()
+        try:
+            self._leases.end(lease.id)
+            await self._database.submit(lambda tables: tables.remove(lease.id))
+        except OSError as error:
+            raise translate_os(error, self._database.path) from error
+        except StoreError:
+            pass  # the lease has ended, so its rows are void; whoever meets them removes them
+        finally:
+            self._leases.release(lease.id)
+
+    async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
+        self._require_usable()
+        return await self._database.submit(
+            lambda tables: tables.create(key, value, lease.id), durable=True
+        )
+
+    async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
+        self._require_usable()
+        return await self._database.submit(
+            lambda tables: tables.put(key, value, if_version), durable=True
+        )
+
+    async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
+        self._require_usable()
+        return await self._database.submit(lambda tables: tables.delete(key, if_version))
+
+    async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
+        self._require_usable()
+        return await self._database.submit(
+            lambda tables: tables.enqueue(line, value, lease.id, rank)
+        )
+
+    async def ahead(self, ticket: Entry) -> Entry | None:
+        self._require_usable()
+        return await self._database.submit(lambda tables: tables.ahead(ticket.key), writes=False)
+
+    async def get(self, key: str) -> Entry | None:
+        self._require_usable()
+        return await self._database.submit(lambda tables: tables.get(key), writes=False)
+
+    async def list(self, prefix: str) -> list[Entry]:
+        self._require_usable()
+        return await self._database.submit(lambda tables: tables.list(prefix), writes=False)
+
+    async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
+        self._require_usable()
+        return await self._lookout.watch(scope, notify)
+
+    def proof(self, lease: Lease) -> tuple[int, ...]:
+        return self._leases.proof(lease.id)
+
+    def forked(self) -> None:
+        if self._unusable is None:
+            self._unusable = (
+                "this store was opened before a fork and belongs to the parent process:"
+                " connect again in the child"
+            )
+            self._lookout.forked()
+            self._inbox.close()
+            self._leases.release_all()
+            self._database.forked()
+
+    async def close(self) -> None:
+        if self._unusable is not None:
+            return
+        self._unusable = "the store has been closed"
+        self._lookout.close()
+        self._inbox.close()
+        self._leases.release_all()
+        try:
+            if self._lookout.ever_watched:
+                await self._database.submit(lambda tables: tables.unwatch_all())
+            self._inbox.remove()
+        except StoreError:
+            pass  # whoever opens the store next finds an inbox without a reader
+        finally:
+            await self._database.close()
+
+    def _require_usable(self) -> None:
+        if self._unusable is not None:
+            raise StoreUnusable(self._unusable)
+
+    def _on_ended(self, lease: str, cause: Literal["died", "expired"]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._emit, LeaseEnded(lease=lease, cause=cause))
+        except RuntimeError:
+            pass  # the loop was closed without closing the store
+
+    def _sweep(self, tables: Transaction, undecided: set[str]) -> None:
+        """Remove what is left of ended leases and of inboxes without a reader."""
+        undecided.clear()
+        files = self._folder.files()
+        known = {name for name, parts in files.items() if "lease" in parts}
+        for name, parts in files.items():
+            if name not in known and parts & {"alive", "seal"}:
+                self._leases.clear_remains(name)
+        leases = sorted(known | tables.leases())
+        for lease in random.sample(leases, min(len(leases), _SWEPT)):
+            verdict = self._leases.judge(lease)
+            if verdict.ended:
+                tables.remove(lease)
+            elif verdict.remaining_s is None:
+                undecided.add(lease)
+        inboxes = [name for name, parts in files.items() if "inbox" in parts]
+        for name in random.sample(inboxes, min(len(inboxes), _SWEPT)):
+            if not self._inbox.has_reader(name):
+                tables.drop_inbox(name, self._inbox.send)

@@ -1,0 +1,478 @@
+"""The database of one handle: its connection, its thread, and what its failures mean.
+
+All SQL runs on one thread, which takes everything that has been asked for meanwhile and carries it
+out in one transaction: a thousand candidates of one session cost a handful of commits, and a slow
+disk never holds up the loop on which leases are renewed. Commits that create a record or put a
+value reach the disk before they are answered (`synchronous=FULL`); others may be lost with the
+machine's power, never otherwise.
+
+Waiting for the write lock is done here, with pauses far below those of SQLite's own handler. If
+nobody commits for `PATIENCE_S`, the batch fails with an error that names the process in the way.
+
+Nothing in this process may open the database or its companions except SQLite: closing any
+descriptor of them would drop SQLite's locks. They are only ever looked at by name (`stat`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from doyen.errors import OutcomeUnknown, StoreError, StoreUnavailable, StoreUnusable
+from doyen.stores.sqlite.inbox import Inbox
+from doyen.stores.sqlite.leases import Leases
+from doyen.stores.sqlite.ledger import (
+    APPLICATION_ID,
+    SCHEMA,
+    SCHEMA_VERSION,
+    Transaction,
+    WriteNeeded,
+)
+from doyen.stores.sqlite.place import Folder, translate_os
+
+__all__ = ["Database", "Outcome"]
+
+T = TypeVar("T")
+
+PATIENCE_S = 0.5
+"""How long to wait for the write lock while nobody commits. Below the request timeout of a session
+with the default ttl, so that its user hears who is in the way."""
+_BATCH = 256
+_YIELDS = 4
+"""Tries before the first pause: a watcher is woken just before the writer's commit."""
+_PAUSE_S, _LONGEST_PAUSE_S = 0.00005, 0.002
+_WRITE_LOCK = 120
+"""The byte of the -shm file that SQLite locks to write (walformat, "WAL locks")."""
+
+
+@dataclass(slots=True, eq=False)
+class _Operation:
+    """Something asked for: what to do with the tables, and who waits for the answer."""
+
+    run: Callable[[Transaction], Any]
+    answer: asyncio.Future[Any]
+    writes: bool
+    durable: bool
+    result: Any = None
+    error: BaseException | None = None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a committed transaction means for the watches of this handle; see `Transaction`."""
+
+    touched: dict[int, str] = field(default_factory=dict)
+    owners: dict[int, frozenset[str]] = field(default_factory=dict)
+
+
+class Database:
+    """A connection with its thread. `submit` is called from the loop, as is `deliver`."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        folder: Folder,
+        leases: Leases,
+        inbox: Inbox,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self.path = path
+        self.stale: deque[int] = deque()
+        """Tags of watches that were closed; their rows go with the next write."""
+        self.deliver: Callable[[Outcome], None] = lambda outcome: None
+        self._loop = loop
+        self._folder = folder
+        self._leases = leases
+        self._inbox = inbox
+        self._patience_s = patience_s
+        self._queue: SimpleQueue[_Operation | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="doyen-sqlite", daemon=True)
+        self._connection: sqlite3.Connection
+        self._identity = (0, 0)
+        self._synchronous = ""
+
+    async def open(self) -> None:
+        """Start the thread, and the database on it."""
+        self._opened: asyncio.Future[None] = self._loop.create_future()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._thread.start()
+        await self._opened
+
+    def submit(
+        self, run: Callable[[Transaction], T], *, writes: bool = True, durable: bool = False
+    ) -> asyncio.Future[T]:
+        """Have something done. Whole, if it is begun before the answer is cancelled; else not."""
+        answer: asyncio.Future[T] = self._loop.create_future()
+        self._queue.put(_Operation(run, answer, writes, durable))
+        return answer
+
+    async def close(self) -> None:
+        """Finish what was asked for, close the connection and end the thread."""
+        if self._thread.ident is not None:
+            self._queue.put(None)
+            await self._ended
+            self._thread.join()
+
+    def forked(self) -> None:
+        """In a child: nothing of SQLite's may ever run there on this connection, not even its
+        closing when the interpreter exits. So it is never freed."""
+        connection = getattr(self, "_connection", None)
+        if connection is not None:
+            import ctypes
+
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
+
+    def in_place(self) -> bool:
+        """Whether the files in use are still those that others find at the path."""
+        try:
+            status = os.stat(self.path)
+        except FileNotFoundError:
+            return False
+        return (status.st_dev, status.st_ino) == self._identity and self._inbox.in_place()
+
+    def _serve(self) -> None:
+        """The database thread."""
+        try:
+            self._start()
+        except BaseException as error:  # noqa: BLE001 (handed to whoever opens the store)
+            self._stop()
+            self._post(_settle, self._opened, None, self._translate(error))
+            self._post(_settle, self._ended, None, None)
+            return
+        self._post(_settle, self._opened, None, None)
+        while batch := self._take():
+            self._post(self._answer, batch, self._carry_out(batch))
+        self._stop()
+        self._post(_settle, self._ended, None, None)
+
+    def _take(self) -> list[_Operation]:
+        """Everything that waits, or nothing if the end has come."""
+        first = self._queue.get()
+        if first is None:
+            return []
+        batch = [first]
+        try:
+            while len(batch) < _BATCH:
+                operation = self._queue.get_nowait()
+                if operation is None:
+                    self._queue.put(None)
+                    break
+                batch.append(operation)
+        except Empty:
+            pass
+        return batch
+
+    def _post(self, act: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(act, *args)
+        except RuntimeError:
+            pass  # the loop was closed without closing the store; nobody waits any more
+
+    def _answer(self, batch: list[_Operation], outcome: Outcome) -> None:
+        for operation in batch:
+            _settle(operation.answer, operation.result, operation.error)
+        self.deliver(outcome)
+
+    def _carry_out(self, batch: list[_Operation]) -> Outcome:
+        wanted = [operation for operation in batch if not operation.answer.cancelled()]
+        if not wanted:
+            return Outcome()
+        try:
+            if not any(operation.writes for operation in wanted):
+                try:
+                    return self._read(wanted)
+                except WriteNeeded:
+                    self._roll_back()
+            return self._write(wanted)
+        except Exception as error:  # noqa: BLE001 (everybody in the batch is told)
+            self._roll_back()
+            for operation in wanted:
+                operation.result, operation.error = None, self._translate(error, copy=True)
+            return Outcome()
+
+    def _attempt(self, batch: list[_Operation], tables: Transaction) -> None:
+        """Carry out each; what one of them raises is its own, unless the transaction is lost."""
+        for operation in batch:
+            try:
+                operation.result, operation.error = operation.run(tables), None
+            except WriteNeeded:
+                raise
+            except Exception as error:
+                if isinstance(error, sqlite3.Error) and _code(error) not in _OF_ONE_STATEMENT:
+                    raise
+                operation.error = self._translate(error)
+
+    def _read(self, batch: list[_Operation]) -> Outcome:
+        self._begin(batch, "BEGIN")
+        tables = Transaction(self._execute, self._leases, self._inbox.name, writable=False)
+        self._attempt(batch, tables)
+        self._execute("COMMIT")
+        return Outcome()
+
+    def _write(self, batch: list[_Operation]) -> Outcome:
+        self._sync("FULL" if any(operation.durable for operation in batch) else "NORMAL")
+        self._begin(batch, "BEGIN IMMEDIATE")
+        self._require_in_place()
+        tables = Transaction(self._execute, self._leases, self._inbox.name, writable=True)
+        self._attempt(batch, tables)
+        tables.finish(self._drop_stale(), self._inbox.send)
+        self._commit()
+        return Outcome(tables.touched, tables.owners)
+
+    def _require_in_place(self) -> None:
+        if not self.in_place():
+            raise StoreUnusable(
+                f"{self.path} or its folder was removed or replaced while in use, so others may"
+                " meet in another file: connect again, and after a restore set token_floor above"
+                " the highest token ever given"
+            )
+
+    def _drop_stale(self) -> Iterator[int]:
+        while self.stale:
+            yield self.stale.popleft()
+
+    def _sync(self, level: str) -> None:
+        if level != self._synchronous:
+            self._execute(f"PRAGMA synchronous = {level}")
+            self._synchronous = level
+
+    def _commit(self) -> None:
+        try:
+            self._execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            if _code(error) != sqlite3.SQLITE_IOERR:
+                raise
+            # The log may hold the whole transaction, to be found after a crash.
+            raise OutcomeUnknown(
+                f"the disk failed while {self.path} was committing ({error}):"
+                " check the disk, then read what stands there"
+            ) from error
+
+    def _roll_back(self) -> None:
+        try:
+            if self._connection.in_transaction:
+                self._execute("ROLLBACK")
+        except sqlite3.Error:
+            pass  # SQLite has done so itself
+
+    def _begin(self, batch: list[_Operation], how: str) -> None:
+        """Begin a transaction, waiting for the lock with short, growing, jittered pauses."""
+        pause_s = _PAUSE_S
+        yields = _YIELDS
+        limit = committed = None
+        while not self._try_begin(how):
+            now = time.monotonic()
+            if limit is None or now >= limit:
+                latest = self._data_version()
+                if limit is not None and latest == committed:
+                    raise StoreUnavailable(_who_writes(self.path, self._patience_s))
+                limit, committed = now + self._patience_s, latest
+            if batch and all(operation.answer.cancelled() for operation in batch):
+                raise StoreUnavailable("nobody waits for the answer any more")
+            if yields:
+                yields -= 1
+                time.sleep(0)
+                continue
+            time.sleep(pause_s * random.uniform(0.5, 1.5))
+            pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
+
+    def _data_version(self) -> int | None:
+        """A number that changes whenever another connection commits."""
+        try:
+            (version,) = self._execute("PRAGMA data_version").fetchone()
+        except sqlite3.OperationalError:
+            return None
+        return int(version)
+
+    def _try_begin(self, how: str) -> bool:
+        try:
+            self._execute(how)
+            if how == "BEGIN":
+                self._execute("SELECT 1 FROM meta").fetchone()
+        except sqlite3.OperationalError as error:
+            if _code(error) not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                raise
+            self._roll_back()
+            return False
+        return True
+
+    def _start(self) -> None:
+        """Open or create the database, in WAL mode, and make the inbox."""
+        self._connection = sqlite3.connect(
+            self.path, timeout=0, isolation_level=None, cached_statements=256
+        )
+        self._execute = self._connection.execute
+        new = self._is_new()
+        mode = self._patiently("PRAGMA journal_mode = WAL")
+        if mode != "wal":
+            raise StoreUnusable(f"{self.path} cannot be put into WAL mode (it stays {mode})")
+        if new:
+            self._create()
+        status = os.stat(self.path)
+        self._identity = (status.st_dev, status.st_ino)
+        self._folder.make()
+        self._begin([], "BEGIN IMMEDIATE")
+        self._inbox.make()
+        self._execute("COMMIT")
+
+    def _is_new(self) -> bool:
+        """Whether the database is empty; raises if it is not ours to use."""
+        application = self._patiently("PRAGMA application_id")
+        version = self._patiently("PRAGMA user_version")
+        if application == APPLICATION_ID:
+            if version > SCHEMA_VERSION:
+                raise StoreUnusable(
+                    f"{self.path} was written by a newer doyen (schema {version}, this one knows"
+                    f" {SCHEMA_VERSION}): upgrade doyen here, or choose another path"
+                )
+            return False
+        if application or version or self._patiently("SELECT count(*) FROM sqlite_master"):
+            raise StoreUnusable(
+                f"{self.path} is an SQLite database of another application:"
+                " choose a path of its own for the store"
+            )
+        return True
+
+    def _create(self) -> None:
+        self._sync("FULL")
+        self._begin([], "BEGIN IMMEDIATE")
+        if self._is_new():
+            for statement in SCHEMA:
+                self._execute(statement)
+        self._execute("COMMIT")
+
+    def _patiently(self, statement: str) -> Any:
+        """The one value that a statement yields, tried again while another has the lock."""
+        limit = time.monotonic() + max(self._patience_s, 5.0)
+        while True:
+            try:
+                (value,) = self._execute(statement).fetchone()
+                return value
+            except sqlite3.OperationalError as error:
+                if _code(error) != sqlite3.SQLITE_BUSY:
+                    raise
+                if time.monotonic() >= limit:
+                    raise StoreUnavailable(_who_writes(self.path, 5.0)) from error
+            time.sleep(_LONGEST_PAUSE_S * random.uniform(0.5, 1.5))
+
+    def _stop(self) -> None:
+        connection = getattr(self, "_connection", None)
+        if connection is not None:
+            try:
+                connection.close()
+            except sqlite3.Error:
+                pass  # nothing is open in it, and nobody is left to be told
+
+    def _translate(self, error: BaseException, *, copy: bool = False) -> BaseException:
+        """The error in doyen's terms; a copy if several are to raise it, which leaves its marks."""
+        if isinstance(error, OSError):
+            translated: StoreError = translate_os(error, self.path)
+        elif isinstance(error, sqlite3.Error) and _code(error):
+            translated = _meaning(error, self.path)
+        elif copy and isinstance(error, StoreError):
+            translated = type(error)(*error.args)
+        else:
+            return error
+        translated.__cause__ = error
+        return translated
+
+
+def _settle(answer: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
+    if answer.done():
+        return
+    if error is None:
+        answer.set_result(result)
+    else:
+        answer.set_exception(error)
+
+
+def _code(error: BaseException) -> int:
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
+
+
+_OF_ONE_STATEMENT = {
+    sqlite3.SQLITE_CONSTRAINT,
+    sqlite3.SQLITE_TOOBIG,
+    sqlite3.SQLITE_MISMATCH,
+    sqlite3.SQLITE_RANGE,
+    0,  # raised by the Python module: an argument that SQLite cannot store
+}
+
+
+def _meaning(error: sqlite3.Error, path: str) -> StoreError:
+    """What an error of SQLite's means, and what to do about it."""
+    code = _code(error)
+    if code == sqlite3.SQLITE_NOTADB:
+        return StoreUnusable(
+            f"{path} is not an SQLite database: choose another path, or move that file away"
+        )
+    if code == sqlite3.SQLITE_CORRUPT:
+        return StoreUnusable(
+            f"the database {path} is damaged ({error}): stop all candidates, move it away or"
+            " restore it, and open with token_floor above the highest token ever given"
+        )
+    if code == sqlite3.SQLITE_FULL:
+        return StoreUnavailable(
+            f"no space left for the database: free space on the file system of {path};"
+            " nothing was written"
+        )
+    if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+        return StoreUnusable(
+            f"{path} cannot be opened for writing ({error}): every candidate needs to read and"
+            f" write it and to create files in {os.path.dirname(path)}"
+        )
+    if code == sqlite3.SQLITE_IOERR:
+        return StoreUnavailable(
+            f"the disk failed under {path} ({error}): check its space and its health;"
+            " nothing was written"
+        )
+    return StoreUnusable(f"{path}: {error}")
+
+
+def _who_writes(path: str, waited_s: float) -> str:
+    """Say who keeps the database locked for writing."""
+    begin = f"for {waited_s:g} s {path} has been locked for writing by "
+    pid = _writer(path)
+    if pid is None:
+        return begin + "another process; if that lasts, look for one that hangs"
+    if pid == os.getpid():
+        return begin + f"this very process ({pid}), in another session or beside doyen"
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            name, _, rest = file.read().partition(" (")[2].rpartition(") ")
+    except OSError:
+        return begin + f"process {pid}"
+    if rest[:1] in ("T", "t"):
+        return (
+            begin
+            + f"process {pid} ({name}), which is stopped: continue it (kill -CONT {pid}) or kill it"
+        )
+    return begin + f"process {pid} ({name}): if it hangs, kill it"
+
+
+def _writer(path: str) -> int | None:
+    """The process that holds SQLite's write lock, by the kernel's table of locks."""
+    try:
+        inode = str(os.stat(path + "-shm").st_ino)
+        with open("/proc/locks", encoding="ascii") as table:
+            for line in table:
+                fields = line.split()
+                if len(fields) != 8 or fields[3] != "WRITE" or fields[5].split(":")[2] != inode:
+                    continue
+                last = float("inf") if fields[7] == "EOF" else int(fields[7])
+                if int(fields[6]) <= _WRITE_LOCK <= last and int(fields[4]) > 0:
+                    return int(fields[4])
+    except OSError:
+        pass
+    return None

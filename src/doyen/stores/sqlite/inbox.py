@@ -1,0 +1,99 @@
+"""A handle's inbox: the FIFO into which others put the tags of what they change.
+
+A message is one tag of eight bytes, so a FIFO that has no room for one is full to the last byte;
+whoever empties a full one must take everything for changed.
+
+Inboxes are made, and those without a reader removed, under the database's write lock only: so
+nobody takes one that is being made for one whose reader has died.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import select
+import struct
+from collections.abc import Iterable
+from contextlib import suppress
+
+from doyen.stores.sqlite.place import Folder
+
+__all__ = ["Inbox"]
+
+_TAG = struct.Struct("<Q")
+
+
+class Inbox:
+    """The inbox of one handle, and its way to those of others."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self.name = secrets.token_hex(8)
+        self.fd = -1
+        self._capacity = select.PIPE_BUF
+
+    def make(self) -> None:
+        path = self._folder.file(self.name, "inbox")
+        os.mkfifo(path)
+        os.chmod(path, self._folder.mode)
+        # Open for writing too, or the departure of each sender would look like an end.
+        self.fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        if hasattr(fcntl, "F_GETPIPE_SZ"):
+            self._capacity = fcntl.fcntl(self.fd, fcntl.F_GETPIPE_SZ)
+
+    def in_place(self) -> bool:
+        return os.path.exists(self._folder.file(self.name, "inbox"))
+
+    def send(self, name: str, tags: Iterable[int]) -> bool:
+        """Tell another's inbox; False if nobody reads it any more. Under the write lock."""
+        path = self._folder.file(name, "inbox")
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            return False
+        try:
+            # One by one: then a full FIFO is full to the last byte, and its reader can tell.
+            for tag in tags:
+                os.write(fd, _TAG.pack(tag))
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            return False
+        finally:
+            os.close(fd)
+        return True
+
+    def has_reader(self, name: str) -> bool:
+        try:
+            os.close(os.open(self._folder.file(name, "inbox"), os.O_WRONLY | os.O_NONBLOCK))
+        except OSError as error:
+            return error.errno not in (errno.ENXIO, errno.ENOENT)
+        return True
+
+    def drain(self) -> set[int] | None:
+        """The tags that have arrived, or None if some may have found no room."""
+        try:
+            data = os.read(self.fd, max(self._capacity, 1 << 16))
+        except BlockingIOError:
+            return set()
+        if len(data) >= self._capacity:
+            return None
+        return {tag for (tag,) in _TAG.iter_unpack(data)}
+
+    def remove(self) -> None:
+        """Once no row names it any more; until then it shows others that its reader is gone."""
+        with suppress(OSError):
+            os.unlink(self._folder.file(self.name, "inbox"))
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

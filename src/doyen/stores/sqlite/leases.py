@@ -1,0 +1,327 @@
+"""Leases as files: held by a kernel lock, renewed by a plain write, ended by an unlink.
+
+A lease is three files in the store's folder, named by an id that is never used again:
+
+    <id>.lease   the record (when it was last renewed), locked with flock for the owner's life
+    <id>.alive   a FIFO that the owner holds open and never writes: its end tells of the owner's
+    <id>.seal    made by whoever finds the lease expired, before it says so
+
+**A lease has ended if and only if `<id>.lease` is gone.** Whoever finds by proof or by time that
+it is over unlinks it; the file system makes that one act, seen by all and never undone. Rows that
+are bound to a missing lease are void wherever they stand.
+
+Proof: on this boot, a shared lock can be had on the file, so its owner is dead. (Shared, so that
+two who try at once do not take each other for the owner.) Time: the record is past its ttl on the
+boot-time clock; or, written under another boot id, where neither locks nor clocks compare, it has
+not changed for a full ttl of ours.
+
+Expiry must not race with a renewal, and no lock may be needed that a frozen owner could hold:
+
+    owner:  write the record, then look for the seal        (found: the renewal does not count)
+    judge:  make the seal, then read the record again       (renewed: not ended; else unlink)
+
+Each does its own first, so at least one sees the other. Files go in the order lease, alive, seal,
+and the owner looks for the seal before it looks whether its file was unlinked, so it cannot find
+both gone unnoticed.
+
+No database is involved, and nothing here waits: a renewal is a few system calls, whatever state
+the database is in. `judge` may be called from any thread, the rest from the store's loop.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import math
+import os
+import secrets
+import struct
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Literal, NamedTuple
+
+from doyen.errors import LeaseGone, StoreUnavailable
+from doyen.stores.sqlite.place import Folder
+
+__all__ = ["Leases", "Verdict"]
+
+_RECORD = struct.Struct("<8sQ16sddQ")  # mark, counter, boot, renewed at, ttl, pid
+_CHECK = struct.Struct("<I")
+_SIZE = _RECORD.size + _CHECK.size
+_MARK = b"doyen\0\0\1"
+
+_READS = 64
+"""A torn read is over as soon as the writer's few bytes are copied."""
+UNREADABLE_S = 60.0
+"""A record that stays unreadable is the work of a disk, not of a writer: it has ended if nobody
+holds its lock and nothing changes for this long."""
+_GRANT_TRIES = 16
+
+
+class Record(NamedTuple):
+    """What stands in a lease's file."""
+
+    counter: int
+    boot: bytes
+    renewed_at: float
+    ttl_s: float
+    pid: int
+
+    @property
+    def expires_at(self) -> float:
+        return self.renewed_at + self.ttl_s
+
+    def encode(self) -> bytes:
+        body = _RECORD.pack(_MARK, *self)
+        return body + _CHECK.pack(zlib.crc32(body))
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Record | None:
+        body, check = raw[: _RECORD.size], raw[_RECORD.size :]
+        if len(raw) != _SIZE or _CHECK.pack(zlib.crc32(body)) != check:
+            return None
+        mark, *fields = _RECORD.unpack(body)
+        return cls(*fields) if mark == _MARK else None
+
+
+class Verdict(NamedTuple):
+    """Whether a lease has ended; if not, how long until it is worth asking again."""
+
+    ended: bool
+    wait_s: float = math.inf
+    remaining_s: float | None = None
+
+
+_ENDED = Verdict(ended=True)
+
+
+class _Held:
+    """A lease of this process: its descriptors, and the record as last written."""
+
+    __slots__ = ("alive", "fd", "identity", "record")
+
+    def __init__(self, fd: int, alive: int, record: Record) -> None:
+        self.fd = fd
+        self.alive = alive
+        self.record = record
+        status = os.fstat(fd)
+        self.identity = (status.st_dev, status.st_ino)
+
+
+class Leases:
+    """The leases in one store's folder, as one handle holds and judges them."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        *,
+        now: Callable[[], float],
+        boot: str,
+        ended: Callable[[str, Literal["died", "expired"]], None],
+    ) -> None:
+        self._folder = folder
+        self._now = now
+        self._boot = hashlib.sha256(boot.encode()).digest()[:16]
+        self._tell_ended = ended
+        self._held: dict[str, _Held] = {}
+        self._seen: dict[str, tuple[bytes, float]] = {}
+
+    def grant(self, ttl_s: float) -> str:
+        """Begin a lease and hold it."""
+        for _ in range(_GRANT_TRIES):
+            lease = secrets.token_hex(8)
+            held = self._found(lease, ttl_s)
+            if held is not None:
+                self._held[lease] = held
+                return lease
+        raise StoreUnavailable(
+            f"no new lease file in {self._folder.path} could be locked: try again"
+        )
+
+    def _found(self, lease: str, ttl_s: float) -> _Held | None:
+        """Make the files of a lease; None if somebody who sweeps the folder came in between."""
+        path, fifo = self._folder.file(lease, "lease"), self._folder.file(lease, "alive")
+        alive = -1
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._folder.mode)
+        try:
+            os.fchmod(fd, self._folder.mode)
+            os.mkfifo(fifo)
+            os.chmod(fifo, self._folder.mode)
+            alive = os.open(fifo, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+            # A dying process lets go of its highest descriptor first, so the lock, being above
+            # the FIFO, is free by the time the FIFO's end is seen.
+            above = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, alive + 1)
+            os.close(fd)
+            fd = above
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            record = Record(1, self._boot, self._now(), ttl_s, os.getpid())
+            os.pwrite(fd, record.encode(), 0)
+            held = _Held(fd, alive, record)
+            if os.fstat(fd).st_nlink == 1:
+                return held
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._close(fd, alive)
+            self._unlink(lease)
+            raise
+        self._close(fd, alive)
+        self._unlink(lease)
+        return None
+
+    def renew(self, lease: str) -> None:
+        """Begin the lease's time anew, from an instant before the write."""
+        held = self._held.get(lease)
+        if held is None:
+            raise LeaseGone(f"lease {lease} has been released, or was granted by another session")
+        now = self._now()
+        if now >= held.record.expires_at:
+            late_s = now - held.record.expires_at
+            raise LeaseGone(f"lease {lease} ran out {late_s:.3f} s before it could be renewed")
+        self._verify(held, lease)
+        record = held.record._replace(counter=held.record.counter + 1, renewed_at=now)
+        os.pwrite(held.fd, record.encode(), 0)
+        held.record = record
+        self._verify(held, lease)
+
+    def _verify(self, held: _Held, lease: str) -> None:
+        """Nobody has sealed the lease, then: nobody has unlinked it. And the descriptor is still
+        that of our file: code that closes descriptors wholesale may have lent its number away."""
+        try:
+            os.stat(self._folder.file(lease, "seal"))
+        except FileNotFoundError:
+            pass
+        else:
+            raise LeaseGone(f"lease {lease} had run out and was declared ended")
+        try:
+            status = os.fstat(held.fd)
+        except OSError as error:
+            raise LeaseGone(
+                f"the descriptor of lease {lease} was closed by this process"
+            ) from error
+        if (status.st_dev, status.st_ino) != held.identity:
+            raise LeaseGone(f"the descriptor of lease {lease} was closed by this process")
+        if status.st_nlink == 0:
+            raise LeaseGone(f"lease {lease} was ended by another session, or its files removed")
+
+    def end(self, lease: str) -> None:
+        """End a lease, one's own or another's, at once and for everybody."""
+        self._unlink(lease)
+
+    def release(self, lease: str) -> None:
+        """Let go of the descriptors of a held lease; others see this as its owner's death."""
+        held = self._held.pop(lease, None)
+        if held is not None:
+            self._close(held.fd, held.alive)
+
+    def release_all(self) -> None:
+        for lease in list(self._held):
+            self.release(lease)
+
+    def proof(self, lease: str) -> tuple[int, ...]:
+        held = self._held.get(lease)
+        return () if held is None else (held.fd, held.alive)
+
+    def alive_path(self, lease: str) -> str:
+        """The FIFO whose end tells of the owner's."""
+        return self._folder.file(lease, "alive")
+
+    def judge(self, lease: str) -> Verdict:
+        """Whether a lease has ended; if it is over and nobody has said so, say so."""
+        try:
+            fd = os.open(self._folder.file(lease, "lease"), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            self._seen.pop(lease, None)
+            return _ENDED
+        try:
+            raw, record = _read(fd)
+            if record is not None and record.boot == self._boot:
+                return self._by_lock_or_clock(lease, fd, record)
+            return self._by_change(lease, fd, raw, record)
+        finally:
+            os.close(fd)
+
+    def _by_lock_or_clock(self, lease: str, fd: int, record: Record) -> Verdict:
+        if _owner_is_dead(fd):
+            return self._over(lease, "died")
+        left_s = record.expires_at - self._now()
+        if left_s <= 0:
+            self._seal(lease)
+            _, again = _read(fd)
+            if again is None:
+                return Verdict(False, record.ttl_s)
+            left_s = again.expires_at - self._now()
+            if left_s <= 0:
+                return self._over(lease, "expired")
+        return Verdict(False, left_s, left_s)
+
+    def _by_change(self, lease: str, fd: int, raw: bytes, record: Record | None) -> Verdict:
+        """Neither lock nor clock compares: the record must stand unchanged for its whole ttl."""
+        ttl_s = UNREADABLE_S if record is None else record.ttl_s
+        now = self._now()
+        seen, since = self._seen.setdefault(lease, (raw, now))
+        if seen != raw:
+            self._seen[lease] = (raw, since := now)
+        left_s = since + ttl_s - now
+        if left_s > 0:
+            return Verdict(False, left_s)
+        if record is None and not _owner_is_dead(fd):
+            return Verdict(False, UNREADABLE_S)
+        self._seal(lease)
+        if _read(fd)[0] != raw:
+            return Verdict(False, ttl_s)
+        return self._over(lease, "expired")
+
+    def _over(self, lease: str, cause: Literal["died", "expired"]) -> Verdict:
+        self._seen.pop(lease, None)
+        if self._unlink(lease) and lease not in self._held:
+            self._tell_ended(lease, cause)
+        return _ENDED
+
+    def _seal(self, lease: str) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+        os.close(os.open(self._folder.file(lease, "seal"), flags, self._folder.mode))
+
+    def _unlink(self, lease: str) -> bool:
+        """Remove the files of a lease; True if it was this call that ended it."""
+        first = True
+        try:
+            os.unlink(self._folder.file(lease, "lease"))
+        except FileNotFoundError:
+            first = False
+        for part in ("alive", "seal"):
+            with suppress(FileNotFoundError):
+                os.unlink(self._folder.file(lease, part))
+        return first
+
+    def clear_remains(self, lease: str) -> None:
+        """Remove what a crash left of a lease that has ended."""
+        # A new lease's own file is made before the others, so that looking for it is enough.
+        if not os.path.exists(self._folder.file(lease, "lease")):
+            self._unlink(lease)
+
+    @staticmethod
+    def _close(*descriptors: int) -> None:
+        for fd in descriptors:
+            with suppress(OSError):
+                os.close(fd)
+
+
+def _read(fd: int) -> tuple[bytes, Record | None]:
+    raw = b""
+    for _ in range(_READS):
+        raw = os.pread(fd, _SIZE + 1, 0)
+        record = Record.decode(raw)
+        if record is not None:
+            return raw, record
+    return raw, None
+
+
+def _owner_is_dead(fd: int) -> bool:
+    """A shared lock is to be had, so nobody holds the exclusive one. Closing `fd` gives it back."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

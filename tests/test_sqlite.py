@@ -1,0 +1,842 @@
+"""The local store within one process: addresses, errors, watches, cancellation, closing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import sqlite3
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doyen.clock import SystemClock
+from doyen.errors import (
+    ConfigError,
+    LeaseGone,
+    OutcomeUnknown,
+    StoreUnavailable,
+    StoreUnusable,
+    TicketGone,
+)
+from doyen.events import Event, LeaseEnded
+from doyen.store import Context, StoreURL, open_store
+from doyen.stores.sqlite import SQLiteStore
+from doyen.stores.sqlite import database as database_module
+from doyen.stores.sqlite.ledger import APPLICATION_ID, SCHEMA_VERSION, Transaction
+from doyen.stores.sqlite.place import file_system, path_of, refuse_shared
+
+TTL_S = 60.0
+
+
+async def opened(path: Path, emit: Callable[[Event], None] = lambda event: None) -> SQLiteStore:
+    store = await open_store(f"sqlite://{path}", Context(SystemClock(), emit))
+    assert isinstance(store, SQLiteStore)
+    return store
+
+
+@asynccontextmanager
+async def stores(path: Path, count: int = 1) -> AsyncIterator[list[SQLiteStore]]:
+    handles = [await opened(path) for _ in range(count)]
+    try:
+        yield handles
+    finally:
+        for store in handles:
+            await store.close()
+
+
+async def until(condition: Callable[[], bool], what: str, within_s: float = 10.0) -> None:
+    """Wait for something that must come by itself."""
+    try:
+        async with asyncio.timeout(within_s):
+            while not condition():  # noqa: ASYNC110 (what is waited for has no event)
+                await asyncio.sleep(0.001)
+    except TimeoutError:
+        pytest.fail(f"{what}: not within {within_s} s")
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await test()
+
+    asyncio.run(main())
+
+
+# Addresses
+
+
+def test_three_slashes_are_an_absolute_path(tmp_path: Path) -> None:
+    assert path_of(StoreURL.parse("sqlite:///var/lib/doyen.db")) == "/var/lib/doyen.db"
+    here = os.getcwd()
+    try:
+        os.chdir(tmp_path)
+        inside = os.path.realpath(tmp_path)
+        assert path_of(StoreURL.parse("sqlite:rel.db")) == f"{inside}/rel.db"
+        assert path_of(StoreURL.parse("sqlite://./a/rel.db")) == f"{inside}/a/rel.db"
+        assert path_of(StoreURL.parse("sqlite://../x.db")) == f"{os.path.dirname(inside)}/x.db"
+        assert path_of(StoreURL.parse("sqlite:a%20b%3F%23.db")) == f"{inside}/a b?#.db"
+    finally:
+        os.chdir(here)
+
+
+def test_links_to_one_file_lead_to_one_place(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert path_of(StoreURL.parse(f"sqlite://{tmp_path}/link/x.db")) == path_of(
+        StoreURL.parse(f"sqlite://{tmp_path}/real/x.db")
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("sqlite://host/x.db", "names a host, 'host'"),
+        ("sqlite:///tmp/x.db#1", "%23"),
+        ("sqlite:", "does not name a file"),
+        ("sqlite:///tmp/", "does not name a file"),
+        ("sqlite::memory:", "memory://"),
+        ("sqlite:///tmp/%00", "does not name a file"),
+        ("sqlite:///tmp/x.db?ttl=3", "no option 'ttl'"),
+        ("sqlite:///tmp/x.db?token_floor=many", "whole number below 2\\*\\*62, not 'many'"),
+        ("sqlite:///tmp/x.db?token_floor=-1", "whole number"),
+        ("sqlite:///tmp/x.db?token_floor=", "whole number"),
+        (f"sqlite:///tmp/x.db?token_floor={1 << 62}", "whole number"),
+    ],
+)
+def test_addresses_that_cannot_work_are_refused(url: str, message: str) -> None:
+    async def test() -> None:
+        with pytest.raises(ConfigError, match=message):
+            await open_store(url, Context(SystemClock(), lambda event: None))
+
+    run(test)
+
+
+MOUNTS = """\
+27 1 254:0 / / rw,relatime - ext4 /dev/vda rw
+28 27 0:25 / /home rw - nfs4 server:/home rw
+29 28 0:26 / /home/with\\040space rw - tmpfs none rw
+30 27 0:27 / /mnt rw - ext4 /dev/vdb rw
+31 27 0:28 / /mnt rw shared:1 - fuse.sshfs far:/ rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/var/x.db", "ext4"),
+        ("/home/me/x.db", "nfs4"),
+        ("/homes/x.db", "ext4"),
+        ("/home/with space/x.db", "tmpfs"),
+        ("/mnt/x.db", "fuse.sshfs"),
+    ],
+)
+def test_the_file_system_is_found_by_the_innermost_mount(path: str, kind: str) -> None:
+    assert file_system(path, iter(MOUNTS.splitlines())) == kind
+
+
+def test_shared_file_systems_are_refused_by_name(tmp_path: Path) -> None:
+    table = tmp_path / "mountinfo"
+    table.write_text(MOUNTS)
+    with pytest.raises(StoreUnusable, match=r"is on nfs4.*local disk.*etcd://"):
+        refuse_shared("/home/me/x.db", str(table))
+    refuse_shared("/var/x.db", str(table))
+    refuse_shared("/home/me/x.db", str(tmp_path / "no such table"))
+
+
+def test_missing_folders_are_created_and_the_permissions_kept(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with stores(tmp_path / "a" / "b" / "x.db"):
+            assert (tmp_path / "a" / "b" / "x.db.sessions").is_dir()
+
+    run(test)
+
+
+# Files that are not ours
+
+
+def _foreign(path: Path) -> None:
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE theirs (x)")
+    connection.close()
+
+
+def _newer(path: Path) -> None:
+    with sqlite3.connect(path) as connection:
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda path: path.write_bytes(b"no database, just text\n" * 100),
+            "not an SQLite database",
+        ),
+        (_foreign, "database of another application: choose a path of its own"),
+        (_newer, f"newer doyen \\(schema {SCHEMA_VERSION + 1}.*upgrade doyen"),
+        (lambda path: path.mkdir(), "cannot be opened for writing"),
+        (
+            lambda path: path.with_name("x.db.sessions").touch(),
+            "x.db.sessions cannot be used .not a folder",
+        ),
+    ],
+)
+def test_what_is_not_ours_is_left_alone(
+    tmp_path: Path, make: Callable[[Path], None], message: str
+) -> None:
+    path = tmp_path / "x.db"
+    make(path)
+    before = path.read_bytes() if path.is_file() else None
+
+    async def test() -> None:
+        with pytest.raises(StoreUnusable, match=message):
+            await opened(path)
+
+    run(test)
+    assert before is None or path.read_bytes() == before
+    assert not [thread for thread in threading.enumerate() if thread.name == "doyen-sqlite"]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    async def test() -> None:
+        with pytest.raises(StoreUnusable, match=r"folder .*/file/sub .*cannot be created"):
+            await opened(tmp_path / "file" / "sub" / "x.db")
+
+    run(test)
+
+
+def test_an_empty_file_is_as_good_as_none(tmp_path: Path) -> None:
+    (tmp_path / "x.db").touch()
+
+    async def test() -> None:
+        async with stores(tmp_path / "x.db") as (store,):
+            assert await store.put("k", b"v", if_version=None)
+
+    run(test)
+
+
+def test_a_damaged_database_is_reported_with_its_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "x.db"
+
+    async def fill() -> None:
+        async with stores(path) as (store,):
+            for number in range(300):
+                await store.put(f"k{number}", b"v" * 100, if_version=None)
+
+    async def read() -> None:
+        async with stores(path) as (store,):
+            reads = [store.get(f"k{number}") for number in range(300)]
+            with pytest.raises(StoreUnusable, match=r"damaged .*token_floor above the highest"):
+                await asyncio.gather(*reads)
+
+    run(fill)
+    with open(path, "r+b") as file:
+        file.seek(4096 * 6)
+        file.write(random.Random(1).randbytes(4096 * 4))
+    run(read)
+
+
+def test_a_replaced_database_is_noticed_before_anything_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "x.db"
+
+    async def test() -> None:
+        async with stores(path) as (store,):
+            lease = await store.grant(TTL_S)
+            path.rename(tmp_path / "away.db")
+            for replaced in (False, True):
+                if replaced:
+                    path.touch()
+                with pytest.raises(StoreUnusable, match=r"removed or replaced.*token_floor"):
+                    await store.create("k", b"v", lease)
+                with pytest.raises(LeaseGone, match="removed or replaced"):
+                    await store.renew(lease)
+            path.unlink()
+            (tmp_path / "away.db").rename(path)
+            await store.renew(lease)
+            assert (await store.create("k", b"v", lease)).won
+
+    run(test)
+
+
+# Revisions
+
+
+def test_tokens_grow_across_restarts_and_from_the_floor(tmp_path: Path) -> None:
+    path = tmp_path / "x.db"
+
+    async def create(query: str = "") -> int:
+        store = await open_store(
+            f"sqlite://{path}{query}", Context(SystemClock(), lambda event: None)
+        )
+        lease = await store.grant(TTL_S)
+        won, entry = await store.create("k", b"v", lease)
+        assert won
+        await store.revoke(lease)
+        await store.close()
+        return entry.revision
+
+    async def test() -> None:
+        tokens = [await create(), await create()]
+        tokens += [await create("?token_floor=1000"), await create("?token_floor=5")]
+        assert tokens == sorted(set(tokens))
+        assert tokens[1] < 1000 < tokens[2]
+
+    run(test)
+
+
+def test_ranks_order_the_line_and_those_out_of_bounds_are_refused(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with stores(tmp_path / "x.db") as (store,):
+            lease = await store.grant(TTL_S)
+            ranks = [0, -5, 7, 7, 1 << 30, -(1 << 30), 0]
+            tickets = [await store.enqueue("line", b"", lease, rank=rank) for rank in ranks]
+            order = [entry.key for entry in await store.list("line")]
+            by_rank = sorted(zip(ranks, tickets, strict=True), key=lambda pair: -pair[0])
+            assert order == [ticket.key for _, ticket in by_rank]
+            for rank in (1 << 31, -(1 << 31)):
+                with pytest.raises(ConfigError, match="a rank is between"):
+                    await store.enqueue("line", b"", lease, rank=rank)
+
+    run(test)
+
+
+# Dead leases
+
+
+def test_the_entries_of_a_dead_lease_are_gone_for_every_method(tmp_path: Path) -> None:
+    async def test() -> None:
+        path = tmp_path / "x.db"
+        ended: list[Event] = []
+        async with stores(path) as (first,):
+            survivor = await opened(path, ended.append)
+            lease, own = await first.grant(TTL_S), await survivor.grant(TTL_S)
+            ahead = await first.enqueue("line", b"1", lease)
+            mine = await survivor.enqueue("line", b"2", own)
+            for key in ("a/1", "a/2", "b"):
+                assert (await first.create(key, b"v", lease)).won
+            told: list[None] = []
+            watch = await survivor.watch("b", lambda: told.append(None))
+            before = await survivor.ahead(mine)
+            assert before is not None
+            assert before.key == ahead.key
+            first._leases.release(lease.id)
+
+            assert await survivor.ahead(mine) is None
+            assert await survivor.get("a/1") is None
+            assert await survivor.list("a") == []
+            assert [entry.key for entry in await survivor.list("line")] == [mine.key]
+            with pytest.raises(TicketGone):
+                await survivor.ahead(ahead)
+            assert (await survivor.create("b", b"v", own)).won
+            with pytest.raises(LeaseGone):
+                await first.create("c", b"v", lease)
+            with pytest.raises(LeaseGone):
+                await first.enqueue("line", b"v", lease)
+            await until(lambda: bool(told), "the watcher is told")
+            assert ended == [LeaseEnded(lease=lease.id, cause="died")]
+            watch.close()
+            await survivor.close()
+
+    run(test)
+
+
+def test_opening_sweeps_up_what_the_dead_left(tmp_path: Path) -> None:
+    path = tmp_path / "x.db"
+
+    async def leave() -> None:
+        store = await opened(path)
+        lease = await store.grant(TTL_S)
+        await store.create("k", b"v", lease)
+        await store.watch("k", lambda: None)
+        store._lookout.close()
+        store._inbox.close()
+        store._leases.release_all()
+        await store._database.close()
+        folder = path.with_name("x.db.sessions")
+        assert len(list(folder.iterdir())) == 3
+        for part in ("alive", "seal"):
+            (folder / f"0123456789abcdef.{part}").touch()
+
+    async def look() -> None:
+        store = await opened(path)
+        folder = path.with_name("x.db.sessions")
+        assert [file.suffix for file in folder.iterdir()] == [".inbox"]
+        await store.close()
+        assert list(folder.iterdir()) == []
+
+    run(leave)
+    run(look)
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("SELECT * FROM entries").fetchall() == []
+        assert connection.execute("SELECT * FROM watches").fetchall() == []
+    connection.close()
+
+
+def test_leases_of_another_boot_are_followed_up_after_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.db"
+
+    async def leave() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("doyen.stores.sqlite.boot_id", lambda: "the last boot")
+            async with stores(path) as (store,):
+                lease = await store.grant(0.2)
+                await store.create("k", b"v", lease)
+
+    async def look() -> None:
+        ended: list[Event] = []
+        store = await opened(path, ended.append)
+        begun = asyncio.get_running_loop().time()
+        assert await store.get("k") is not None
+        await until(lambda: bool(ended), "the lease of the last boot is ended")
+        assert asyncio.get_running_loop().time() - begun >= 0.2
+        assert await store.get("k") is None
+        await store.close()
+
+    run(leave)
+    run(look)
+
+
+# Watches
+
+
+def test_a_change_is_told_to_those_who_watch_it_or_what_lies_above(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with stores(tmp_path / "x.db", 2) as (writer, reader):
+            told: list[str] = []
+            for store, name in ((reader, "reader"), (writer, "writer")):
+                for scope in ("a", "a/b", "a/b/c", "a/b/cc", "ab"):
+                    await store.watch(scope, partial(told.append, f"{name} {scope}"))
+            entry = await writer.put("a/b/c", b"1", if_version=None)
+            assert entry is not None
+            assert told == []  # never from within the call
+            expected = {
+                f"{name} {s}" for name in ("reader", "writer") for s in ("a", "a/b", "a/b/c")
+            }
+            await until(lambda: set(told) >= expected, "all who watch are told")
+            assert set(told) == expected
+            told.clear()
+            assert await writer.delete("a/b/c")
+            await until(lambda: set(told) >= expected, "all who watch are told of the end")
+
+    run(test)
+
+
+def test_a_closed_watch_is_silent_and_costs_no_transaction(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with stores(tmp_path / "x.db", 2) as (writer, reader):
+            told: list[str] = []
+            first = await reader.watch("k", lambda: told.append("first"))
+            second = await reader.watch("k", lambda: told.append("second"))
+            await writer.put("k", b"1", if_version=None)
+            await until(lambda: set(told) == {"first", "second"}, "both are told")
+            told.clear()
+            first.close()
+            first.close()
+            await writer.delete("k")
+            await until(lambda: told == ["second"], "the other is told")
+            second.close()
+            assert await _rows(reader, "watches") == 1
+            await writer.put("k", b"2", if_version=None)  # reaches an inbox that knows it no more
+            await until(lambda: len(reader._database.stale) > 0, "the stray tag is noted")
+            await reader.put("other", b"", if_version=None)
+            assert await _rows(reader, "watches") == 0
+            assert told == ["second"]
+            again = await reader.watch("k", lambda: told.append("again"))
+            await writer.delete("k")
+            await until(lambda: told == ["second", "again"], "a new watch works")
+            again.close()
+
+    run(test)
+
+
+async def _rows(store: SQLiteStore, table: str) -> int:
+    def count(tables: Transaction) -> int:
+        return int(tables._execute(f"SELECT count(*) FROM {table}").fetchone()[0])
+
+    return await store._database.submit(count, writes=False)
+
+
+def test_a_full_inbox_counts_as_news_of_everything(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with stores(tmp_path / "x.db", 2) as (writer, reader):
+            told: list[str] = []
+            await reader.watch("quiet", lambda: told.append("quiet"))
+            await reader.watch("noisy", lambda: told.append("noisy"))
+            noisy, quiet = (
+                reader._lookout._scopes["noisy"].tag,
+                reader._lookout._scopes["quiet"].tag,
+            )
+            capacity = reader._inbox._capacity
+            assert capacity % 8 == 0
+            # All before the loop runs again, so that nothing is read in between.
+            assert writer._inbox.send(reader._inbox.name, [noisy] * (capacity // 8))
+            assert writer._inbox.send(reader._inbox.name, [quiet])
+            await until(lambda: {"noisy", "quiet"} <= set(told), "both are told")
+            told.clear()
+            assert writer._inbox.send(reader._inbox.name, [noisy] * (capacity // 8 - 1))
+            await until(lambda: bool(told), "the one is told")
+            await asyncio.sleep(0)
+            assert set(told) == {"noisy"}
+
+    run(test)
+
+
+def test_the_dead_inbox_of_another_is_removed_with_its_rows(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with stores(tmp_path / "x.db", 2) as (writer, reader):
+            await reader.watch("k", lambda: None)
+            reader._loop.remove_reader(reader._inbox.fd)
+            reader._inbox.close()
+            await writer.put("k", b"1", if_version=None)
+            assert await _rows(writer, "watches") == 0
+            names = os.listdir(tmp_path / "x.db.sessions")
+            assert names == [f"{writer._inbox.name}.inbox"]
+
+    run(test)
+
+
+def test_expiry_is_told_by_a_timer_that_follows_renewals(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with stores(tmp_path / "x.db", 2) as (owner, watcher):
+            lease = await owner.grant(0.2)
+            assert (await owner.create("k", b"v", lease)).won
+            told = asyncio.Event()
+            watch = await watcher.watch("k", told.set)
+            for _ in range(6):
+                await asyncio.sleep(0.05)
+                await owner.renew(lease)
+                assert not told.is_set()
+            begun = asyncio.get_running_loop().time()
+            async with asyncio.timeout(10):
+                await told.wait()
+            assert asyncio.get_running_loop().time() - begun >= 0.15
+            assert await watcher.get("k") is None
+            with pytest.raises(LeaseGone):
+                await owner.renew(lease)
+            watch.close()
+
+    run(test)
+
+
+def test_one_monitor_a_lease_and_none_without_a_watch(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with stores(tmp_path / "x.db", 2) as (owner, watcher):
+            lease = await owner.grant(TTL_S)
+            for number in range(50):
+                await owner.create(f"k/{number}", b"v", lease)
+            before = len(os.listdir("/proc/self/fd"))
+            watches = [await watcher.watch(f"k/{number}", lambda: None) for number in range(50)]
+            watches.append(await watcher.watch("k", lambda: None))
+            await asyncio.sleep(0)
+            assert len(watcher._lookout._monitors) == 1
+            assert len(os.listdir("/proc/self/fd")) == before + 1
+            for watch in watches:
+                watch.close()
+            assert watcher._lookout._monitors == {}
+            assert len(os.listdir("/proc/self/fd")) == before
+
+    run(test)
+
+
+def test_a_refresh_that_cannot_be_had_is_tried_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with stores(tmp_path / "x.db", 2) as (writer, reader):
+            told = asyncio.Event()
+            await reader.watch("k", told.set)
+            blocked = 3
+            real = database_module.Database._begin
+
+            def begin(self: Any, *args: Any) -> None:
+                nonlocal blocked
+                if self is reader._database and blocked:
+                    blocked -= 1
+                    raise StoreUnavailable("somebody is in the way")
+                real(self, *args)
+
+            monkeypatch.setattr(database_module.Database, "_begin", begin)
+            await writer.put("k", b"v", if_version=None)
+            async with asyncio.timeout(10):
+                await told.wait()
+            assert blocked == 0
+
+    run(test)
+
+
+# The database thread
+
+
+def test_ten_thousand_candidates_share_a_few_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits = 0
+    real = database_module.Database._commit
+
+    def commit(self: Any) -> None:
+        nonlocal commits
+        commits += 1
+        real(self)
+
+    monkeypatch.setattr(database_module.Database, "_commit", commit)
+
+    async def test() -> None:
+        async with stores(tmp_path / "x.db") as (store,):
+            lease = await store.grant(TTL_S)
+
+            async def candidate(number: int) -> bool:
+                ticket = await store.enqueue(f"e/{number}/line", b"v", lease)
+                assert await store.ahead(ticket) is None
+                await store.watch(f"e/{number}/leader", lambda: None)
+                return (await store.create(f"e/{number}/leader", b"v", lease)).won
+
+            async with asyncio.timeout(30):
+                assert all(await asyncio.gather(*map(candidate, range(2000))))
+        assert commits < 200
+
+    run(test)
+
+
+def test_a_cancelled_call_takes_effect_whole_or_not_at_all(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with stores(tmp_path / "x.db") as (store,):
+            lease = await store.grant(TTL_S)
+            for number in range(100):
+                task = asyncio.create_task(store.create(f"k/{number}", b"v", lease))
+                for _ in range(number % 4):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            for entry in await store.list("k"):
+                assert entry.value == b"v"
+                assert entry.lease == lease.id
+            watching = asyncio.create_task(store.watch("w", lambda: None))
+            await asyncio.sleep(0)
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            assert store._lookout._scopes == {}
+            await store.put("x", b"", if_version=None)
+            assert await _rows(store, "watches") == 0
+
+    run(test)
+
+
+def test_an_operation_that_fails_takes_nobody_with_it(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with stores(tmp_path / "x.db") as (store,):
+            lease = await store.grant(TTL_S)
+            await store.get("warm")
+            answers = await asyncio.gather(
+                store.create("a", b"v", lease),
+                store.create("\udcff", b"v", lease),
+                store.create("b", object(), lease),  # type: ignore[arg-type]
+                store.create("c", None, lease),  # type: ignore[arg-type]
+                store.create("d", b"v", lease),
+                return_exceptions=True,
+            )
+            kinds = [isinstance(answer, BaseException) for answer in answers]
+            assert kinds == [False, True, True, True, False]
+            assert {entry.key for entry in await store.list("")} == set()
+            assert await store.get("a") is not None
+            assert await store.get("d") is not None
+            assert await store.get("b") is None
+
+    run(test)
+
+
+class Failing:
+    """Stands before a connection's `execute` and fails one statement."""
+
+    def __init__(self, execute: Callable[..., Any], statement: str, code: int) -> None:
+        self._execute = execute
+        self._statement = statement
+        self._code = code
+        self.left = 1
+
+    def __call__(self, statement: str, *args: Any) -> Any:
+        if self.left and statement.startswith(self._statement):
+            self.left -= 1
+            error = sqlite3.OperationalError("injected")
+            error.sqlite_errorcode = self._code
+            raise error
+        return self._execute(statement, *args)
+
+
+@pytest.mark.parametrize(
+    ("statement", "code", "kind", "message"),
+    [
+        ("COMMIT", sqlite3.SQLITE_IOERR_FSYNC, OutcomeUnknown, "failed while .* was committing"),
+        ("COMMIT", sqlite3.SQLITE_FULL, StoreUnavailable, "free space on the file system"),
+        ("INSERT", sqlite3.SQLITE_FULL, StoreUnavailable, "nothing was written"),
+        ("INSERT", sqlite3.SQLITE_IOERR_WRITE, StoreUnavailable, "check its space and its health"),
+        ("BEGIN", sqlite3.SQLITE_READONLY, StoreUnusable, "needs to read and write it"),
+        ("BEGIN", sqlite3.SQLITE_CANTOPEN, StoreUnusable, "create files in"),
+        ("BEGIN", sqlite3.SQLITE_CORRUPT, StoreUnusable, "restore it"),
+    ],
+)
+def test_failures_are_told_for_what_they_are_and_nothing_is_half_done(
+    tmp_path: Path, statement: str, code: int, kind: type[Exception], message: str
+) -> None:
+    async def test() -> None:
+        async with stores(tmp_path / "x.db") as (store,):
+            lease = await store.grant(TTL_S)
+            database = store._database
+            database._execute = Failing(database._connection.execute, statement, code)
+            answers = await asyncio.gather(
+                *(store.create(f"k/{number}", b"v", lease) for number in range(3)),
+                return_exceptions=True,
+            )
+            failed = [answer for answer in answers if isinstance(answer, BaseException)]
+            assert failed
+            assert len({id(error) for error in failed}) == len(failed)
+            for error in failed:
+                assert isinstance(error, kind)
+                assert isinstance(error.__cause__, Exception)
+            with pytest.raises(kind, match=message):
+                raise failed[0]
+            won = [answer for answer in answers if not isinstance(answer, BaseException)]
+            assert len(await store.list("k")) == len(won)
+            assert (await store.create("again", b"v", lease)).won
+
+    run(test)
+
+
+def test_patience_ends_only_if_nobody_commits(tmp_path: Path) -> None:
+    path = tmp_path / "x.db"
+
+    async def test() -> None:
+        async with stores(path) as (store,):
+            database = store._database
+            database._patience_s = 0.05
+            versions = iter([1, 2, 3, 4, 4])
+            refusals = 0
+
+            def busy(how: str) -> bool:
+                nonlocal refusals
+                refusals += 1
+                return False
+
+            database._try_begin = busy  # type: ignore[method-assign]
+            database._data_version = lambda: next(versions)  # type: ignore[method-assign]
+            with pytest.raises(StoreUnavailable, match="locked for writing by another process"):
+                await store.put("k", b"v", if_version=None)
+            assert next(versions, None) is None
+            assert refusals > 10
+
+    run(test)
+
+
+def test_reads_go_on_while_another_writes(tmp_path: Path) -> None:
+    path = tmp_path / "x.db"
+
+    async def test() -> None:
+        async with stores(path) as (store,):
+            await store.put("k", b"v", if_version=None)
+            begun, done = threading.Event(), threading.Event()
+
+            def occupy() -> None:
+                connection = sqlite3.connect(path, isolation_level=None)
+                connection.execute("BEGIN IMMEDIATE")
+                begun.set()
+                done.wait(10)
+                connection.execute("ROLLBACK")
+                connection.close()
+
+            occupier = asyncio.create_task(asyncio.to_thread(occupy))
+            await asyncio.to_thread(begun.wait, 10)
+            assert await store.get("k") is not None
+            assert len(await store.list("")) == 0
+            with pytest.raises(StoreUnavailable, match="this very process"):
+                await store.put("k2", b"v", if_version=None)
+            done.set()
+            await occupier
+            assert await store.put("k2", b"v", if_version=None)
+
+    run(test)
+
+
+# The end
+
+
+def test_a_closed_store_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    async def test() -> None:
+        before = os.listdir("/proc/self/fd")
+        store = await opened(tmp_path / "x.db")
+        lease = await store.grant(TTL_S)
+        await store.create("k", b"v", lease)
+        await store.watch("k", lambda: None)
+        late = asyncio.create_task(store.get("k"))
+        await asyncio.sleep(0)
+        await store.close()
+        await store.close()
+        await late  # what was asked for before is answered
+        for call in (
+            store.grant(1),
+            store.renew(lease),
+            store.get("k"),
+            store.watch("k", lambda: None),
+        ):
+            with pytest.raises(StoreUnusable, match="has been closed"):
+                await call
+        assert os.listdir("/proc/self/fd") == before
+        assert list((tmp_path / "x.db.sessions").glob("*.inbox")) == []
+
+    run(test)
+    gc.collect()
+    assert not [thread for thread in threading.enumerate() if thread.name == "doyen-sqlite"]
+
+
+def test_revoking_ends_the_lease_even_if_the_database_is_stuck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with stores(tmp_path / "x.db", 2) as (owner, watcher):
+            lease = await owner.grant(TTL_S)
+            assert (await owner.create("k", b"v", lease)).won
+            told = asyncio.Event()
+            await watcher.watch("k", told.set)
+
+            def begin(batch: object, how: str) -> None:
+                raise StoreUnavailable("stuck")
+
+            monkeypatch.setattr(owner._database, "_begin", begin)
+            await owner.revoke(lease)
+            async with asyncio.timeout(10):
+                await told.wait()
+            assert await watcher.get("k") is None
+            await owner.revoke(lease)
+
+    run(test)
+
+
+def test_a_loop_closed_without_closing_the_store_hurts_nobody(tmp_path: Path) -> None:
+    kept: list[SQLiteStore] = []
+
+    async def test() -> None:
+        store = await opened(tmp_path / "x.db")
+        kept.append(store)
+        store._database.submit(lambda tables: tables.get("k"), writes=False)
+
+    run(test)
+    store = kept[0]
+    store._database._queue.put(None)
+    store._database._thread.join(10)
+    assert not store._database._thread.is_alive()
+    store._inbox.close()
+    run(lambda: _use(tmp_path / "x.db"))
+
+
+async def _use(path: Path) -> None:
+    async with stores(path) as (store,):
+        await store.put("after", b"v", if_version=None)
