@@ -57,7 +57,7 @@ class BlockingSession:
         if self._runtime.pid != os.getpid():
             return
         try:
-            self._do(presence.close())
+            self._runtime.finish_blocking(presence.close())
         finally:
             self._runtime.release()
 
@@ -112,7 +112,7 @@ class BlockingSession:
         """Who leads now, by a read of the store; None while vacant."""
         presence = self._opened
         presence.check_open()
-        return self._do(presence.leader(election))
+        return self._do(presence.errand(lambda: presence.leader(election)))
 
     def observe(self, election: str) -> Iterator[Leader | None]:
         """Who leads now, then every change; None while vacant."""
@@ -122,7 +122,7 @@ class BlockingSession:
 
         async def watch() -> None:
             try:
-                await presence.observe(election, seen.put)
+                await presence.errand(lambda: presence.observe(election, seen.put))
             except BaseException as error:
                 seen.put(error)
                 raise
@@ -154,20 +154,29 @@ class BlockingCampaign:
         if self._entered:
             raise AlreadyCampaigning("a campaign is entered once; make another")
         self._entered = True
-        while True:
-            candidacy = self._stand.candidacy(self._presence)
-            try:
-                term = self._runtime.do_blocking(candidacy.win(self._stand.wait_s))
-            except BaseException:
-                self._runtime.start(candidacy.leave())
-                raise
-            if term.valid:
-                break
-            self._runtime.do_blocking(candidacy.leave())
-        self._candidacy = candidacy
+        self._runtime.retain()
+        try:
+            term = self._win()
+        except BaseException:
+            self._runtime.release()
+            raise
         self._term = term
         hold(term, self._presence)
         return term
+
+    def _win(self) -> Term:
+        presence, runtime = self._presence, self._runtime
+        while True:
+            self._candidacy = candidacy = self._stand.candidacy(presence)
+            winning = functools.partial(candidacy.win, self._stand.wait_s)
+            try:
+                term = runtime.do_blocking(presence.errand(winning))
+            except BaseException:
+                runtime.start(candidacy.leave())
+                raise
+            if term.valid:
+                return term
+            runtime.finish_blocking(candidacy.leave())
 
     def __exit__(
         self,
@@ -182,7 +191,10 @@ class BlockingCampaign:
                 "this term belongs to the parent process; a forked child connects for itself"
             )
         kept = term.conclude()
-        self._runtime.do_blocking(self._candidacy.leave())
+        try:
+            self._runtime.finish_blocking(self._candidacy.leave())
+        finally:
+            self._runtime.release()
         if kept or not isinstance(error, Exception | None):
             return False
         return settle_loss(term, error, again=self._again_after_loss)

@@ -69,6 +69,7 @@ class Presence:
         self._heart: Heart | None = None
         self._granting = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._errands: set[asyncio.Task[Any]] = set()
         self._bodies = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -112,6 +113,20 @@ class Presence:
             raise OutcomeUnknown(
                 f"the store did not answer within {self.timing.request_timeout_s:g} s"
             ) from error
+
+    async def errand(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run what a caller waits for. Closing the session ends it, in `SessionClosed`."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._errands.add(task)
+        try:
+            return await work()
+        except asyncio.CancelledError:
+            if task.cancelling() == 1:  # by `close` alone, not by the caller as well
+                self.check_open()
+            raise
+        finally:
+            self._errands.discard(task)
 
     async def heart(self) -> Heart:
         """The live heart; a new one on a new lease if there is none."""
@@ -243,6 +258,10 @@ class Presence:
         if self._closed:
             return
         self._closed = True
+        if self._errands:
+            for errand in self._errands:
+                errand.cancel()
+            await asyncio.wait(self._errands)
         heart = self._heart
         if heart is not None:
             heart.forget(self)

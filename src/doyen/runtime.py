@@ -59,6 +59,10 @@ class Runtime(Protocol):
 
     def unwatch(self, heart: Heart) -> None: ...
 
+    def retain(self) -> None:
+        """One user more: doyen's loop runs until the last has released it."""
+        ...
+
     def release(self) -> None:
         """One user less."""
         ...
@@ -105,10 +109,11 @@ class InlineRuntime:
         if timer is not None:
             timer.cancel()
 
+    def retain(self) -> None:
+        pass
+
     def release(self) -> None:
-        for timer in self._timers.values():
-            timer.cancel()
-        self._timers.clear()
+        pass  # the loop is the caller's
 
 
 class ThreadRuntime:
@@ -145,6 +150,10 @@ class ThreadRuntime:
                 cls._shared = cls()
             cls._shared._users += 1
             return cls._shared
+
+    def retain(self) -> None:
+        with self._shared_lock:
+            self._users += 1
 
     def release(self) -> None:
         with self._shared_lock:
@@ -189,6 +198,10 @@ class ThreadRuntime:
             future.cancel()
             raise
 
+    def finish_blocking(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on doyen's loop to its end; an interrupt ends only the waiting."""
+        return self.submit(work).result()
+
     def post(self, call: Callable[[], None]) -> None:
         try:
             self._loop.call_soon_threadsafe(call)
@@ -207,6 +220,11 @@ class ThreadRuntime:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
+        leftover = asyncio.all_tasks(self._loop)
+        for task in leftover:
+            task.cancel()
+        if leftover:
+            self._loop.run_until_complete(asyncio.wait(leftover))
 
     def _watch(self) -> None:
         while True:

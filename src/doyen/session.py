@@ -15,6 +15,7 @@ import socket
 import weakref
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -26,6 +27,7 @@ from doyen.presence import Presence, Settings
 from doyen.runtime import Runtime, ThreadRuntime
 from doyen.store import Store
 from doyen.term import Term, TermState
+from doyen.term import forked as term_forked
 
 __all__ = ["Campaign", "Session", "connect"]
 
@@ -58,9 +60,9 @@ class Stand:
 
     def candidacy(self, presence: Presence) -> Candidacy:
         presence.check_open()
-        for term, session_id in _held.get():
+        for term, where in _held.get():
             if (
-                session_id == presence.id
+                where is presence
                 and term.election == self.election
                 and term.state in (TermState.LEADER, TermState.UNSURE)
             ):
@@ -79,12 +81,12 @@ class Stand:
         )
 
 
-_held: ContextVar[tuple[tuple[Term, str], ...]] = ContextVar("doyen_held", default=())
+_held: ContextVar[tuple[tuple[Term, Presence], ...]] = ContextVar("doyen_held", default=())
 """Terms entered by the calling scope: what a nested campaign would wait for."""
 
 
 def hold(term: Term, presence: Presence) -> None:
-    _held.set((*_held.get(), (term, presence.id)))
+    _held.set((*_held.get(), (term, presence)))
 
 
 def drop(term: Term) -> None:
@@ -108,6 +110,7 @@ def track(presence: Presence) -> None:
 
 def _after_fork_in_child() -> None:
     ThreadRuntime.forked()
+    term_forked()
     presences = list(_sessions)
     _kept_after_fork.extend(presences)
     for presence in presences:
@@ -168,10 +171,18 @@ class Session:
         presence = self._opened
         if presence.runtime.pid != os.getpid():
             return
-        try:
-            await presence.runtime.finish(presence.close())
-        finally:
-            presence.runtime.release()
+        closing = asyncio.ensure_future(presence.runtime.finish(presence.close()))
+        cancelled = None
+        while not closing.done():
+            try:
+                await asyncio.wait({closing})
+            except asyncio.CancelledError as error:
+                # doyen's thread may stop only when the lease has been given back, which is soon.
+                cancelled = error
+        presence.runtime.release()
+        closing.result()
+        if cancelled is not None:
+            raise cancelled
 
     @property
     def _opened(self) -> Presence:
@@ -220,7 +231,7 @@ class Session:
                     await work(term.token)
 
         A loss ends the body and goes round again instead of raising; an error of the body's own
-        is raised.
+        is raised. `break` and `return` leave the loop, lost or not: look at `term.valid` first.
         """
         while True:
             campaign = self.campaign(election, **options)
@@ -231,7 +242,7 @@ class Session:
         """Who leads now, by a read of the store; None while vacant."""
         presence = self._opened
         presence.check_open()
-        return await presence.runtime.do(presence.leader(election))
+        return await presence.runtime.do(presence.errand(lambda: presence.leader(election)))
 
     async def observe(self, election: str) -> AsyncIterator[Leader | None]:
         """Who leads now, then every change; None while vacant.
@@ -249,7 +260,7 @@ class Session:
                 loop.call_soon_threadsafe(seen.put_nowait, leader)
 
         watching = asyncio.ensure_future(
-            presence.runtime.do(presence.observe(election, deliver)),
+            presence.runtime.do(presence.errand(lambda: presence.observe(election, deliver))),
         )
         try:
             while True:
@@ -283,22 +294,31 @@ class Campaign:
             raise AlreadyCampaigning("a campaign is entered once; make another")
         self._entered = True
         runtime = self._presence.runtime
-        while True:
-            candidacy = self._stand.candidacy(self._presence)
-            try:
-                term = await runtime.do(candidacy.win(self._stand.wait_s))
-            except BaseException:
-                runtime.start(candidacy.leave())
-                raise
-            if term.valid:
-                break
-            # Won, and lost again before this loop got round to it: stand anew.
-            await runtime.finish(candidacy.leave())
-        self._candidacy = candidacy
+        runtime.retain()
+        try:
+            term = await self._win()
+        except BaseException:
+            runtime.release()
+            raise
         self._term = term
         self._arm(term)
         hold(term, self._presence)
         return term
+
+    async def _win(self) -> Term:
+        presence, runtime = self._presence, self._presence.runtime
+        while True:
+            self._candidacy = candidacy = self._stand.candidacy(presence)
+            winning = partial(candidacy.win, self._stand.wait_s)
+            try:
+                term = await runtime.do(presence.errand(winning))
+            except BaseException:
+                runtime.start(candidacy.leave())
+                raise
+            if term.valid:
+                return term
+            # Won, and lost again before this loop got round to it: stand anew.
+            await runtime.finish(candidacy.leave())
 
     def _arm(self, term: Term) -> None:
         task = asyncio.current_task()
@@ -335,15 +355,16 @@ class Campaign:
                 "this term belongs to the parent process; a forked child connects for itself"
             )
         kept = term.conclude()
-        outer_cancelled = (
-            self._task.uncancel() if self._cancelled else self._task.cancelling()
-        ) > self._cancelling_before
-        await self._presence.runtime.finish(self._candidacy.leave())
-        if (
-            kept
-            or outer_cancelled
-            or not isinstance(error, Exception | None | asyncio.CancelledError)
-        ):
+        pending = self._task.uncancel() if self._cancelled else self._task.cancelling()
+        try:
+            await self._presence.runtime.finish(self._candidacy.leave())
+        finally:
+            self._presence.runtime.release()
+        if isinstance(error, asyncio.CancelledError):
+            passes = pending > self._cancelling_before
+        else:
+            passes = not isinstance(error, Exception | None)
+        if kept or passes:
             return False
         return settle_loss(term, error, again=self._again_after_loss)
 
@@ -355,7 +376,7 @@ def settle_loss(term: Term, error: BaseException | None, *, again: bool) -> bool
     """
     if again and isinstance(error, asyncio.CancelledError | LeadershipLost | StaleToken | None):
         return True
-    if isinstance(error, LeadershipLost):
+    if again or isinstance(error, LeadershipLost):
         return False
     raise term.loss()
 

@@ -223,7 +223,8 @@ class Term:
         if now < deadline:
             self._over(TermState.ENDED, "its body has ended", now)
         else:
-            self._over(TermState.LOST, "its deadline has passed", min(now, deadline))
+            reason = self._heart.lost_because or "its deadline has passed"
+            self._over(TermState.LOST, reason, now if deadline == NEVER else deadline)
         return self._state is TermState.ENDED
 
     def _over(self, state: TermState, reason: str, ended_at: float) -> bool:
