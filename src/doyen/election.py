@@ -20,8 +20,10 @@ Rules kept here:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Awaitable
+from functools import partial
 from typing import Literal, TypeVar
 
 from doyen.errors import (
@@ -130,9 +132,9 @@ class Candidacy:
                     if self._heart is not None:
                         self._heart.lose(str(error))
                 except TicketGone as error:
+                    # The attempt goes on: a record of its own may still be under way.
                     self._trouble = error
-                    self._drop_watch()
-                    self._begin_attempt()
+                    self._ticket = None
                 except (StoreUnavailable, OutcomeUnknown) as error:
                     self._trouble = error
                     await self._pause(deadline)
@@ -149,6 +151,14 @@ class Candidacy:
             self._ticket = await self._take_ticket(heart)
         while True:
             self._woken = False
+            if heart.lost_because is not None:
+                raise LeaseGone(heart.lost_because)
+            if self._doubtful and self._watch is not None:
+                # A create whose answer was lost may have landed, or land while we wait in line:
+                # then everyone waits for us. The watch on the record is open and will tell.
+                record = await presence.call(store.get(self._record_key))
+                if record is not None and self._is_mine(record):
+                    return self._begin_term(heart, record)
             ahead = None if self._ticket is None else await presence.call(store.ahead(self._ticket))
             if ahead is not None:
                 await self._wait_behind(ahead, deadline)
@@ -166,7 +176,7 @@ class Candidacy:
             self._drop_watch()
             self._begin_attempt()
         self._heart = heart
-        heart.on_loss(self, self._heart_lost)
+        heart.on_loss(self, partial(self._heart_lost, heart))
 
     def _claim(self) -> bytes:
         return Claim(self._name, self._attempt, self._meta).encode()
@@ -236,7 +246,7 @@ class Candidacy:
             async with asyncio.timeout_at(deadline):
                 await self._waiter
         except TimeoutError:
-            raise self._not_elected() from None
+            raise await self._not_elected() from None
         finally:
             self._waiter = None
 
@@ -251,12 +261,18 @@ class Candidacy:
         pause = self._presence.retry_pause()
         if deadline is not None:
             if loop.time() >= deadline:
-                raise self._not_elected()
+                raise await self._not_elected()
             pause = min(pause, deadline - loop.time())
         await asyncio.sleep(pause)
 
-    def _not_elected(self) -> NotElected:
-        because = str(self._trouble) if self._trouble else self._behind
+    async def _not_elected(self) -> NotElected:
+        because = self._behind
+        if self._trouble is not None:
+            because = str(self._trouble)
+        else:
+            with contextlib.suppress(StoreError):
+                leader = await self._presence.leader(self._election)
+                because = f"{leader.name!r} leads" if leader else because
         return NotElected(
             f"{self._name!r} was not elected to {self._election!r} in time: {because}"
         )
@@ -293,9 +309,12 @@ class Candidacy:
             term.lose(heart.lost_because)
         return term
 
-    def _heart_lost(self, reason: str, ended_at: float) -> None:
-        """Any thread, the watchdog's above all: the body is told before anything else."""
-        if self._term is not None:
+    def _heart_lost(self, heart: Heart, reason: str, ended_at: float) -> None:
+        """Any thread, the watchdog's above all: the body is told before anything else.
+
+        Word of a heart that this candidacy no longer stands on may come late; it is dropped.
+        """
+        if self._term is not None and heart is self._heart:
             self._term.lose(reason, ended_at)
         self._presence.runtime.post(self._wake)
 

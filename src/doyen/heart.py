@@ -16,6 +16,7 @@ has just declared lost.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import threading
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from doyen.timing import Timing
 __all__ = ["NEVER", "Heart"]
 
 NEVER = float("-inf")
+log = logging.getLogger("doyen")
 
 LossListener = Callable[[str, float], None]
 """Called with the reason and the instant at which validity ended, on any thread, once."""
@@ -134,6 +136,8 @@ class Heart:
         return self.timing.renew_at(self._sent_at, self._random.uniform(-1, 1))
 
     def _confirm(self, sent_at: float) -> None:
+        if self.lose_if_expired():
+            return  # somebody may have seen it expired, and what was seen is not taken back
         with self._lock:
             if self.lost_because is not None:
                 return
@@ -142,7 +146,10 @@ class Heart:
             self.unsure = False
         self._telemetry.emit(Renewed(lease=self.lease.id, valid_until=self.valid_until))
         for listener in self._renewal_listeners:
-            listener(self.valid_until)
+            try:
+                listener(self.valid_until)
+            except Exception:
+                log.exception("a listener failed on a renewal and was passed over")
 
     def _doubt(self, error: Exception) -> None:
         self.unsure = True

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from doyen.errors import ConfigError, OutcomeUnknown, SessionClosed, StoreError, StoreUnavailable
 from doyen.events import Sink, Telemetry
@@ -21,6 +22,9 @@ from doyen.model import Claim, Leader, leader_key
 from doyen.runtime import Runtime
 from doyen.store import Context, Store, open_store
 from doyen.timing import Timing
+
+if TYPE_CHECKING:
+    from doyen.audit import AuditLog
 
 __all__ = ["Presence", "Settings"]
 
@@ -36,6 +40,7 @@ class Settings:
     ttl_s: float | None = None
     stop_budget_s: float | None = None
     drift: float | None = None
+    audit: str | os.PathLike[str] | None = None
     sinks: tuple[Sink, ...] = ()
 
     def timing(self, ttl_s: float) -> Timing:
@@ -54,6 +59,7 @@ class Presence:
         timing: Timing,
         telemetry: Telemetry,
         runtime: Runtime,
+        audit: AuditLog | None,
         *,
         session_id: str,
     ) -> None:
@@ -64,6 +70,7 @@ class Presence:
         self.clock = runtime.clock
         self.id = session_id
         self._settings = settings
+        self._audit = audit
         self._random = runtime.random
         self._attempts = itertools.count(1)
         self._heart: Heart | None = None
@@ -86,12 +93,19 @@ class Presence:
     ) -> Presence:
         """Check the settings, open the store, and be ready. Nothing is granted yet."""
         session_id = f"{runtime.random.getrandbits(64):016x}"
-        telemetry = Telemetry(runtime.clock, session_id, settings.sinks)
         if settings.ttl_s is not None:
             settings.timing(settings.ttl_s)
-        if store is None:
-            store = await open_store(settings.url, Context(runtime.clock, telemetry.emit))
+        audit = None
+        if settings.audit is not None:
+            from doyen.audit import AuditLog
+
+            audit = AuditLog(settings.audit)
+        telemetry = Telemetry(
+            runtime.clock, session_id, (*settings.sinks, audit) if audit else settings.sinks
+        )
         try:
+            if store is None:
+                store = await open_store(settings.url, Context(runtime.clock, telemetry.emit))
             limits = store.capabilities
             ttl_s = settings.ttl_s or limits.ttl_default_s
             if ttl_s < limits.ttl_min_s:
@@ -100,9 +114,12 @@ class Presence:
                 )
             timing = settings.timing(ttl_s)
         except BaseException:
-            await store.close()
+            if store is not None:
+                await store.close()
+            if audit is not None:
+                audit.close()
             raise
-        return cls(store, settings, timing, telemetry, runtime, session_id=session_id)
+        return cls(store, settings, timing, telemetry, runtime, audit, session_id=session_id)
 
     async def call(self, request: Awaitable[T]) -> T:
         """One store call, bounded: shorter than the lease, and unknown if it did not answer."""
@@ -277,6 +294,8 @@ class Presence:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.store.close()
+        if self._audit is not None:
+            self._audit.close()
 
     def forked(self) -> None:
         """In the child of a fork."""

@@ -127,15 +127,13 @@ def settings_for(
     audit: str | os.PathLike[str] | None,
     on_event: Sink | None,
 ) -> Settings:
-    sinks: list[Sink] = []
-    if audit is not None:
-        from doyen.audit import AuditLog
-
-        sinks.append(AuditLog(audit))
-    if on_event is not None:
-        sinks.append(on_event)
     return Settings(
-        url=url, ttl_s=ttl_s, stop_budget_s=stop_budget_s, drift=drift, sinks=tuple(sinks)
+        url=url,
+        ttl_s=ttl_s,
+        stop_budget_s=stop_budget_s,
+        drift=drift,
+        audit=audit,
+        sinks=() if on_event is None else (on_event,),
     )
 
 

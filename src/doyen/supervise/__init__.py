@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
+from doyen.errors import LeadershipLost
 from doyen.supervise import guard as wire
 
 __all__ = ["Supervisor", "Tenure"]
@@ -98,7 +99,8 @@ class Supervisor:
         of it is left.
 
         A command that ends by itself takes what it has left behind with it. Cancelled, which is
-        how a term's body learns of its loss, this stops the command before it raises.
+        how a term's body learns of its loss, this stops the command before it raises. Should the
+        guard have stopped it before that news came, `LeadershipLost` is raised.
         """
         if self._ended is not None:
             raise RuntimeError("the command is running already")
@@ -121,6 +123,7 @@ class Supervisor:
             self._tell(wire.STOP)
             self._take_over_in(TAKEOVER_SHARE * term.stop_budget_s)
             await _outlast(ended)
+            ended.exception()  # the cancellation says it already
             raise
         finally:
             self._term = self._ended = None
@@ -209,6 +212,10 @@ class Supervisor:
             self._main = number
         elif what == wire.ENDED:
             self._conclude(number)
+        elif what == wire.EXPIRED and self._ended is not None and not self._ended.done():
+            self._ended.set_exception(
+                LeadershipLost("the deadline passed, and the guard has stopped the command")
+            )
 
     def _conclude(self, status: int) -> None:
         if self._ended is not None and not self._ended.done():

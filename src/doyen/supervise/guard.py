@@ -59,6 +59,8 @@ STARTED = b"P"
 """The command runs. Its process id, which is also its group's."""
 ENDED = b"X"
 """The tree has been reaped. The command's wait status."""
+EXPIRED = b"L"
+"""The same, after the deadline had come while the command ran."""
 
 MAX_PROOF = 16
 """Descriptors that may come along with `START`."""
@@ -227,6 +229,7 @@ class _Guard:
         self._valid_until = -inf
         self._grace_s = 0.0
         self._kill_at = inf
+        self._report = ENDED
         self._proof: list[int] = []
         self._deserted = False
         self._wake = _wake_on_child()
@@ -262,6 +265,8 @@ class _Guard:
             return
         gone = tree.reap()
         if not gone and self._kill_at == inf and (tree.status is not None or self._expired()):
+            if tree.status is None:
+                self._report = EXPIRED
             self._stop()
         if not gone and now() >= self._kill_at:
             tree.signal(signal.SIGKILL)
@@ -275,8 +280,10 @@ class _Guard:
     def _start(self, token: int) -> None:
         self._kill_at = inf
         if self._expired():
+            self._report = EXPIRED
             self._finish(signal.SIGTERM)
             return
+        self._report = ENDED
         main = _spawn(self._command, token)
         self._tree = Tree(main, whole=self._whole)
         self._tell(STARTED, main)
@@ -293,7 +300,7 @@ class _Guard:
         for descriptor in self._proof:
             os.close(descriptor)
         self._proof = []
-        self._tell(ENDED, status)
+        self._tell(self._report, status)
 
     def _hear_all(self) -> bool:
         """Do as the messages say, all of them, before time is judged: a renewal may be among
