@@ -1,0 +1,39 @@
+"""The conformance suite: every promise of the Store port, as a test that any store can be put to.
+
+A store's author writes a harness (how to open a client of one and the same store) and one fixture,
+and inherits the tests:
+
+    import pytest
+    from doyen.testing import StoreConformance, StoreHarness
+
+    class Harness(StoreHarness):
+        async def open(self):
+            return await open_store("mystore://localhost", self.context())
+
+    class TestMyStore(StoreConformance):
+        @pytest.fixture
+        def store_harness(self):
+            return Harness()
+
+The same tests run in virtual time (override `run`) and against real servers. They wait for what
+must come, within bounds, and never rely on something not having come yet; where the machine was
+too slow for a statement about time, they start again. Each test uses names of its own, so a shared
+server is fine.
+
+Imports the port, the model, fault injection and pytest.
+"""
+
+from __future__ import annotations
+
+from doyen.testing.conformance.entries import Entries
+from doyen.testing.conformance.harness import StoreHarness
+from doyen.testing.conformance.leases import Leases
+from doyen.testing.conformance.lines import Lines
+from doyen.testing.conformance.trouble import Trouble
+from doyen.testing.conformance.watches import Watches
+
+__all__ = ["StoreConformance", "StoreHarness"]
+
+
+class StoreConformance(Leases, Entries, Lines, Watches, Trouble):
+    """The promises of the Store port. Inherit, and give a fixture `store_harness`."""

@@ -1,0 +1,174 @@
+"""What a lease promises: to live its time, and to end once and for all."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from doyen.errors import LeaseGone
+from doyen.model import Lease, leader_key, line_key, order_key
+from doyen.store import Store
+from doyen.testing.conformance.harness import StoreHarness, leased, listed, promise
+
+
+class Leases:
+    """Promises about leases."""
+
+    @promise
+    async def test_a_lease_is_at_least_what_was_asked(self, h: StoreHarness) -> None:
+        """`grant` gives at least the ttl that was asked, and says what it gave."""
+        store = await h.client()
+        for ttl_s in (h.ttl_s, h.ttl_s * 1.5, store.capabilities.ttl_min_s / 2):
+            lease = await store.grant(ttl_s)
+            assert lease.ttl_s >= ttl_s
+            assert lease.ttl_s >= store.capabilities.ttl_min_s
+            await store.revoke(lease)
+
+    @promise
+    async def test_lease_ids_are_never_used_again(self, h: StoreHarness) -> None:
+        """No two leases share an id, whoever asks and whatever became of the earlier ones."""
+        a, b = await h.client(), await h.client()
+        seen: list[str] = []
+        for store in (a, b) * 5:
+            lease = await store.grant(h.ttl_s * 60)
+            seen.append(lease.id)
+            if len(seen) % 2:
+                await store.revoke(lease)
+        assert len(set(seen)) == len(seen)
+
+    @promise
+    async def test_entries_live_as_long_as_their_lease(self, h: StoreHarness) -> None:
+        """A lease does not end before its ttl, counted from the call of `grant`."""
+        holder, other = await h.client(), await h.client()
+
+        async def attempt() -> bool:
+            began, looks = h.now(), 0
+            lease = await holder.grant(h.ttl_s)
+            key = leader_key(h.name(str(began)))
+            assert (await holder.create(key, b"v", lease)).won
+            while not h.slow(began):
+                entry = await other.get(key)
+                if h.slow(began):
+                    break
+                assert entry is not None, "the lease ended before its ttl"
+                looks += 1
+                await h.elapse(h.ttl_s / 10)
+            return looks >= 4
+
+        await h.unhurried(attempt)
+
+    @promise
+    async def test_renewal_extends_the_lease(self, h: StoreHarness) -> None:
+        """`renew` begins the lease's time anew, as often as it is called."""
+        holder, other = await h.client(), await h.client()
+        span_s = 2.5 * h.ttl_s * holder.capabilities.expiry_factor
+
+        async def attempt() -> bool:
+            began = sent = h.now()
+            lease = await holder.grant(h.ttl_s)
+            key = leader_key(h.name(str(began)))
+            await holder.create(key, b"v", lease)
+            while h.now() - began < span_s:
+                await h.elapse(h.ttl_s / 4)
+                previous, sent = sent, h.now()
+                try:
+                    await holder.renew(lease)
+                except LeaseGone:
+                    assert h.slow(previous), "the lease ended although it was renewed"
+                    return False
+            entry = await other.get(key)
+            if h.slow(sent):
+                return False
+            assert entry is not None, "the lease ended although it was renewed"
+            return True
+
+        await h.unhurried(attempt)
+
+    @promise
+    async def test_expiry_removes_everything_bound_to_the_lease(self, h: StoreHarness) -> None:
+        """When a lease is not renewed, its record and its tickets are gone, for every reader."""
+        holder, other = await h.client(), await h.client()
+        lease = await holder.grant(h.ttl_s)
+        key, line = leader_key(h.name()), line_key(h.name())
+        await holder.create(key, b"v", lease)
+        ticket = await holder.enqueue(line, b"t", lease)
+
+        async def gone() -> bool:
+            return await other.get(key) is None and await other.list(line) == []
+
+        await h.within("the entries of an expired lease are gone", gone)
+        assert await other.get(ticket.key) is None
+        assert await other.head(line) is None
+
+    @promise
+    async def test_revoking_removes_everything_at_once(self, h: StoreHarness) -> None:
+        """When `revoke` has returned, nothing bound to the lease is left; twice is as once."""
+        holder, lease = await leased(h)
+        _, bystander = await leased(h)
+        other = await h.client()
+        key, line = leader_key(h.name()), line_key(h.name())
+        await holder.create(key, b"v", lease)
+        await holder.enqueue(line, b"mine", lease)
+        await holder.enqueue(line, b"theirs", bystander)
+        await holder.revoke(lease)
+        await h.shows(other, key, None)
+        assert await listed(holder, line) == [b"theirs"]
+        await holder.revoke(lease)
+
+    @promise
+    async def test_a_revoked_lease_never_revives(self, h: StoreHarness) -> None:
+        """After `revoke`, the lease's `renew`, `create` and `enqueue` raise `LeaseGone`."""
+        store, lease = await leased(h)
+        await store.revoke(lease)
+        await self._is_gone(h, store, lease)
+
+    @promise
+    async def test_an_expired_lease_never_revives(self, h: StoreHarness) -> None:
+        """Once anybody has seen a lease ended, its holder can do nothing with it any more."""
+        holder, other = await h.client(), await h.client()
+        lease = await holder.grant(h.ttl_s)
+        key = leader_key(h.name())
+        await holder.create(key, b"v", lease)
+
+        async def gone() -> bool:
+            return await other.get(key) is None
+
+        await h.within("the entry of an expired lease is gone", gone)
+        await self._is_gone(h, holder, lease)
+        assert await other.get(key) is None
+
+    async def _is_gone(self, h: StoreHarness, store: Store, lease: Lease) -> None:
+        attempts: list[Callable[[], Awaitable[object]]] = [
+            lambda: store.renew(lease),
+            lambda: store.create(leader_key(h.name("after")), b"v", lease),
+            lambda: store.enqueue(line_key(h.name("after")), b"v", lease),
+        ]
+        for attempt in attempts:
+            try:
+                await attempt()
+            except LeaseGone:
+                continue
+            pytest.fail("a lease that had ended was accepted")
+        assert await store.get(leader_key(h.name("after"))) is None
+        assert await store.list(line_key(h.name("after"))) == []
+
+    @promise
+    async def test_remaining_time_is_sane(self, h: StoreHarness) -> None:
+        """Where a store tells what is left of a lease, it is above 0 and at most what it keeps."""
+        store = await h.client()
+        lease = await store.grant(h.ttl_s * 20)
+        most_s = lease.ttl_s * store.capabilities.expiry_factor + 0.001
+        created = (await store.create(leader_key(h.name()), b"v", lease)).entry
+        ticket = await store.enqueue(line_key(h.name()), b"t", lease)
+        await h.elapse(h.ttl_s / 10)
+        later = await store.get(created.key)
+        assert later is not None
+        for entry in (created, ticket, later):
+            assert entry.remaining_s is None or 0 < entry.remaining_s <= most_s
+        if created.remaining_s is not None and later.remaining_s is not None:
+            assert later.remaining_s < created.remaining_s
+        unbound = await store.put(order_key(h.name()), b"o", if_version=None)
+        assert unbound is not None
+        assert unbound.lease is None
+        assert unbound.remaining_s is None
