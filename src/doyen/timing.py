@@ -37,7 +37,7 @@ class Timing:
     >>> timing.valid_until(100.0)
     104.97
     >>> round(timing.margin_s, 2)
-    0.57
+    0.32
     """
 
     ttl_s: float = DEFAULT_TTL_S
@@ -85,7 +85,8 @@ class Timing:
 
     @property
     def _renewal_bound_s(self) -> float:
-        return self.renew_every_s * (1 + self.renew_jitter) + 2 * self.request_timeout_s
+        late_s = self.renew_every_s * (1 + self.renew_jitter)
+        return late_s + self.request_timeout_s + self.retry_every_s + self.request_timeout_s
 
     @property
     def margin_s(self) -> float:
