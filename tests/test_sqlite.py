@@ -677,6 +677,7 @@ class Failing:
     ("statement", "code", "kind", "message"),
     [
         ("COMMIT", sqlite3.SQLITE_IOERR_FSYNC, OutcomeUnknown, "failed while .* was committing"),
+        ("COMMIT", sqlite3.SQLITE_IOERR_WRITE, StoreUnavailable, "nothing was written"),
         ("COMMIT", sqlite3.SQLITE_FULL, StoreUnavailable, "free space on the file system"),
         ("INSERT", sqlite3.SQLITE_FULL, StoreUnavailable, "nothing was written"),
         ("INSERT", sqlite3.SQLITE_IOERR_WRITE, StoreUnavailable, "check its space and its health"),

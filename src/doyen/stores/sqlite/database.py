@@ -251,9 +251,10 @@ class Database:
         try:
             self._execute("COMMIT")
         except sqlite3.OperationalError as error:
-            if _code(error) != sqlite3.SQLITE_IOERR:
+            whole = error.sqlite_errorcode != sqlite3.SQLITE_IOERR_WRITE
+            if _code(error) != sqlite3.SQLITE_IOERR or not whole:
                 raise
-            # The log may hold the whole transaction, to be found after a crash.
+            # The log may hold all of the transaction, to be found after a crash.
             raise OutcomeUnknown(
                 f"the disk failed while {self.path} was committing ({error}):"
                 " check the disk, then read what stands there"
