@@ -50,9 +50,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        if name.startswith("Store"):
-            module = "conformance"
-        else:
-            module = "virtual" if "irtual" in name else "faults"
-        return getattr(import_module(f"doyen.testing.{module}"), name)
+        for module in ("virtual", "faults", "conformance"):
+            found = getattr(import_module(f"doyen.testing.{module}"), name, None)
+            if found is not None:
+                return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
