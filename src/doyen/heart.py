@@ -152,6 +152,8 @@ class Heart:
                 log.exception("a listener failed on a renewal and was passed over")
 
     def _doubt(self, error: Exception) -> None:
+        if self.lost_because is not None:
+            return
         self.unsure = True
         self._telemetry.emit(
             Unsure(
