@@ -16,13 +16,13 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, cast
 
 from doyen.election import OnOverrun, Recipe
-from doyen.errors import AlreadyCampaigning, LeadershipLost, SessionClosed
+from doyen.errors import AlreadyCampaigning, SessionClosed
 from doyen.events import Sink
 from doyen.model import Leader, Meta
 from doyen.presence import Presence, Settings
 from doyen.runtime import ThreadRuntime
 from doyen.session import Stand, connect, drop, hold, settings_for, settle_loss, track
-from doyen.term import Term
+from doyen.term import Term, TermState
 
 __all__ = ["BlockingCampaign", "BlockingSession", "connect_blocking", "while_leader"]
 
@@ -242,7 +242,8 @@ def while_leader(
 
     The function's first argument is its term. Calling it waits for election. If the term is lost
     the function is run again in the next one; once it returns with its term still valid, the
-    leader resigns and the result is returned. Further options are those of `campaign`.
+    leader resigns and the result is returned. An error of its own is raised. Further options are
+    those of `campaign`.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -253,11 +254,13 @@ def while_leader(
         def run(*args: Any, **kwargs: Any) -> Any:
             with connect_blocking(store, ttl_s=ttl_s) as session:
                 while True:
-                    try:
-                        with session.campaign(election, **options) as term:
-                            return function(term, *args, **kwargs)
-                    except LeadershipLost:
-                        continue
+                    campaign = session.campaign(election, **options)
+                    campaign._again_after_loss = True
+                    result = None
+                    with campaign as term:
+                        result = function(term, *args, **kwargs)
+                    if term.state is TermState.ENDED:
+                        return result
 
         return run
 
@@ -275,10 +278,12 @@ def _async_while_leader(
     async def run(*args: Any, **kwargs: Any) -> T:
         async with connect(store, ttl_s=ttl_s) as session:
             while True:
-                try:
-                    async with session.campaign(election, **options) as term:
-                        return await function(term, *args, **kwargs)
-                except LeadershipLost:
-                    continue
+                campaign = session.campaign(election, **options)
+                campaign._again_after_loss = True
+                result: T | None = None
+                async with campaign as term:
+                    result = await function(term, *args, **kwargs)
+                if term.state is TermState.ENDED:
+                    return cast("T", result)
 
-    return cast("Callable[..., Coroutine[Any, Any, T]]", run)
+    return run
