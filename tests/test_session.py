@@ -1,0 +1,776 @@
+"""Sessions: renewals, doubt and loss; lines and races; observers; closing; settings.
+
+Most of it in virtual time. What only threads can show (a blocked loop, the watchdog) runs on
+doyen's own threads and the system's clock, with times that a busy machine can keep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import doyen
+from doyen import ConfigError, Leader, LeadershipLost, NotElected, SessionClosed, Term, TermState
+from doyen.clock import SystemClock
+from doyen.election import Recipe
+from doyen.events import (
+    Elected,
+    Granted,
+    LeaseLost,
+    Lost,
+    Overrun,
+    Renewed,
+    Resigned,
+    Unsure,
+    Waiting,
+)
+from doyen.model import Lease
+from doyen.presence import Settings
+from doyen.runtime import InlineRuntime, ThreadRuntime
+from doyen.store import Context, Store
+from doyen.stores.memory import MemoryStore
+from doyen.testing.faults import Faults, FaultyStore, Late, Refused
+from support import (
+    STOP_BUDGET_S,
+    TTL_S,
+    VALID_S,
+    Place,
+    heart_of,
+    lead_until_told,
+    now,
+    presence_of,
+    real_server,
+    real_session,
+    soon,
+    until,
+    virtual,
+)
+
+# Renewals, doubt and loss.
+
+
+@virtual
+async def test_a_lease_is_renewed_for_as_long_as_it_takes(place: Place) -> None:
+    session = await place.open()
+    async with session.campaign("e") as term:
+        for _ in range(1000):
+            await asyncio.sleep(1.0)
+            assert term.remaining_s > VALID_S - 0.4 * TTL_S - 0.01
+    assert 1000 / (0.4 * TTL_S) < len(place.seen(Renewed)) < 1000 / (TTL_S / 4)
+
+
+@virtual
+async def test_valid_ends_at_the_deadline_and_the_states_tell_the_way(place: Place) -> None:
+    faults = Faults()
+    session = await place.open(faults)
+    states: list[tuple[float, TermState]] = []
+    with pytest.raises(LeadershipLost, match="no renewal was confirmed in time"):
+        async with session.campaign("e") as term:
+            faults.cut()
+            while True:
+                if not states or states[-1][1] is not term.state:
+                    states.append((now(), term.state))
+                await asyncio.sleep(0.001)
+    states.append((now(), term.state))
+    assert [state for _, state in states] == [TermState.LEADER, TermState.UNSURE, TermState.LOST]
+    assert 0.8 * TTL_S / 3 < states[1][0] - 1.0 < 1.2 * TTL_S / 3 + 0.01
+    assert states[2][0] == pytest.approx(VALID_S, abs=0.002)
+    assert term.ended_at == pytest.approx(VALID_S)
+
+
+@virtual
+async def test_doubt_passes_when_renewals_come_back(place: Place) -> None:
+    faults = Faults()
+    session = await place.open(faults)
+    async with session.campaign("e") as term:
+        faults.cut()
+        await until(lambda: term.state is TermState.UNSURE)
+        assert term.valid
+        faults.heal()
+        await until(lambda: term.state is TermState.LEADER)
+        await asyncio.sleep(10 * TTL_S)
+        assert term.valid
+
+
+@virtual
+async def test_the_stream_of_events_is_in_order(place: Place) -> None:
+    faults = Faults()
+    session = await place.open(faults)
+    async with session.campaign("e", name="a"):
+        await asyncio.sleep(TTL_S / 2)
+    with pytest.raises(LeadershipLost):
+        async with session.campaign("e", name="a"):
+            faults.cut()
+            await asyncio.sleep(100)
+    faults.heal()
+    async with session.campaign("e", name="a"):
+        pass
+    kinds = [type(record.event) for record in place.events]
+    story = [kind for at, kind in enumerate(kinds) if at == 0 or kinds[at - 1] is not kind]
+    assert story == [
+        *(Granted, Elected, Renewed, Resigned),
+        *(Elected, Unsure, Lost, LeaseLost),
+        *(Granted, Waiting, Elected, Resigned),  # for the old lease, which could not be given back
+    ]
+    assert [record.at for record in place.events] == sorted(record.at for record in place.events)
+    lost, lease_lost = place.seen(Lost, LeaseLost)
+    assert isinstance(lost, Lost)
+    assert isinstance(lease_lost, LeaseLost)
+    assert lost.ended_at == lease_lost.ended_at
+    leases = [event.lease for event in place.seen(Granted) if isinstance(event, Granted)]
+    tokens = [event.token for event in place.seen(Elected) if isinstance(event, Elected)]
+    assert len(set(leases)) == 2
+    assert tokens == sorted(set(tokens))
+
+
+@virtual
+async def test_a_sink_that_fails_costs_nobody_a_lease(place: Place) -> None:
+    def sink(record: object) -> None:
+        raise RuntimeError("disk full")
+
+    session = await place.open(sinks=(sink,))
+    async with session.campaign("e") as term:
+        await asyncio.sleep(10 * TTL_S)
+        assert term.valid
+
+
+@virtual
+async def test_a_suspended_machine_knows_at_once_that_it_has_lost(place: Place) -> None:
+    """Timers slept with it; the clock did not. Meanwhile another leads: never both are valid."""
+    sleeper, other = await place.open(), await place.open()
+    terms: list[Term] = []
+    woken: list[float] = []
+
+    async def successor() -> None:
+        async with other.campaign("e", name="b") as term:
+            terms.append(term)
+            await asyncio.sleep(1)
+
+    with pytest.raises(LeadershipLost):
+        async with sleeper.campaign("e", name="a") as term:
+            task = asyncio.create_task(successor())
+            await asyncio.sleep(TTL_S)
+            assert term.valid
+            place.clock.suspend(TTL_S)
+            assert not term.valid  # at the very first instruction after waking
+            woken.append(now())
+            await asyncio.sleep(100)
+    assert now() - woken[0] <= 0.1 + 1e-6
+    await task
+    assert terms[0].token > term.token
+
+
+@pytest.mark.parametrize("step_s", [-3600.0, 3600.0])
+@virtual
+async def test_the_wall_clock_may_jump(place: Place, step_s: float) -> None:
+    session = await place.open()
+    async with session.campaign("e") as term:
+        for _ in range(10):
+            place.clock.step_wall(step_s)
+            before = term.remaining_s
+            await asyncio.sleep(0.1)
+            assert before - 0.2 < term.remaining_s
+        await asyncio.sleep(10 * TTL_S)
+        assert term.valid
+    assert place.seen(Lost) == []
+
+
+@virtual
+async def test_after_a_loss_a_new_lease_serves_and_the_old_is_given_back(place: Place) -> None:
+    session = await place.open()
+    with pytest.raises(LeadershipLost):
+        async with session.campaign("e", name="a") as first:
+            lease = heart_of(session).lease.id
+            heart_of(session).lose("the test says so")
+            try:
+                await asyncio.sleep(100)
+            finally:
+                await asyncio.sleep(0.5)
+                assert lease in place.server._leases  # not while the body still runs
+    await asyncio.sleep(0.1)
+    assert lease not in place.server._leases
+    async with session.campaign("e", name="a") as second:
+        assert second.token > first.token
+        assert heart_of(session).lease.id != lease
+
+
+@virtual
+async def test_one_term_ended_by_others_leaves_the_rest_of_the_session_alone(place: Place) -> None:
+    session = await place.open()
+    async with session.campaign("kept") as kept:
+        with pytest.raises(LeadershipLost, match="its record was removed"):
+            async with session.campaign("taken"):
+                place.server.delete("elections/taken/leader")
+                await asyncio.sleep(100)
+        await asyncio.sleep(TTL_S)
+        assert kept.valid
+
+
+# Lines, races, names.
+
+
+@virtual
+async def test_a_line_is_served_in_order_of_rank_and_arrival(place: Place) -> None:
+    order: list[str] = []
+
+    async def candidate(name: str, rank: int) -> None:
+        session = await place.open()
+        async with session.campaign("e", name=name, priority=rank):
+            order.append(name)
+            await asyncio.sleep(1)
+
+    tasks = []
+    for name, rank in [("a", 0), ("b", 0), ("c", 0), ("d", 5), ("e", -1), ("f", 5)]:
+        tasks.append(asyncio.create_task(candidate(name, rank)))
+        await until(lambda name=name: name in place.line())  # type: ignore[misc]
+    await asyncio.gather(*tasks)
+    assert order == ["a", "d", "f", "b", "c", "e"]
+
+
+@pytest.mark.parametrize("recipe", ["line", "race"])
+@virtual
+async def test_tasks_of_one_session_take_turns(place: Place, recipe: Recipe) -> None:
+    """Concurrent campaigns of one election on one session queue up like any others."""
+    session = await place.open()
+    inside: list[str] = []
+    tokens: list[int] = []
+
+    async def candidate(name: str) -> None:
+        async with session.campaign("e", name=name, recipe=recipe) as term:
+            inside.append(name)
+            assert len(inside) == 1
+            tokens.append(term.token)
+            await asyncio.sleep(1)
+            inside.remove(name)
+
+    async with asyncio.TaskGroup() as group:
+        for name in "abcd":
+            group.create_task(candidate(name))
+    assert tokens == sorted(set(tokens))
+    assert len(tokens) == 4
+    assert now() == 4
+
+
+@virtual
+async def test_two_candidates_may_share_a_name(place: Place) -> None:
+    first, second = await place.open(), await place.open()
+    stop = asyncio.Event()
+    a = asyncio.create_task(lead_until_told(first, stop, name="same"))
+    await until(lambda: place.holder() == "same")
+    b = asyncio.create_task(lead_until_told(second, stop, name="same"))
+    await until(lambda: place.line() == ["same", "same"])
+    stop.set()
+    terms = [await a, await b]
+    assert terms[0].token < terms[1].token
+
+
+@virtual
+async def test_the_two_recipes_meet_at_the_record(place: Place) -> None:
+    inside = 0
+
+    async def candidate(recipe: Recipe) -> None:
+        nonlocal inside
+        session = await place.open()
+        for _ in range(3):
+            async with session.campaign("e", recipe=recipe):
+                inside += 1
+                assert inside == 1
+                await asyncio.sleep(1)
+                inside -= 1
+
+    recipes: list[Recipe] = ["line", "race", "line", "race"]
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        for recipe in recipes:
+            group.create_task(candidate(recipe))
+
+
+@virtual
+async def test_what_is_behind_is_told(place: Place) -> None:
+    first, second = await place.open(), await place.open()
+    async with first.campaign("e", name="a"):
+        with pytest.raises(NotElected):
+            async with second.campaign("e", name="b", wait_s=1):
+                pass
+    assert place.seen(Waiting) == [Waiting(election="e", name="b", behind="a")]
+
+
+@virtual
+async def test_names_and_meta_reach_the_others(place: Place) -> None:
+    session, other = await place.open(), await place.open()
+    meta = {"url": "http://10.0.0.1:8000", "zone": ["a", 1]}
+    async with session.campaign("böses/../spiel", name="né\n🦉", meta=meta) as term:
+        assert await other.leader("böses/../spiel") == Leader(
+            "böses/../spiel", "né\n🦉", term.token, meta
+        )
+    assert await other.leader("böses/../spiel") is None
+
+
+# Observers.
+
+
+async def gather_leaders(session: doyen.Session, seen: list[str | None]) -> None:
+    async for leader in session.observe("e"):
+        seen += [leader.name if leader else None]
+
+
+@virtual
+async def test_observers_see_who_leads_then_every_change(place: Place) -> None:
+    watcher, a, b = [await place.open() for _ in range(3)]
+    seen: list[str | None] = []
+    late: list[str | None] = []
+    watching = [asyncio.create_task(gather_leaders(watcher, seen))]
+    await until(lambda: seen == [None])
+    stop_a, stop_b = asyncio.Event(), asyncio.Event()
+    tasks = [asyncio.create_task(lead_until_told(a, stop_a, name="a"))]
+    await until(lambda: seen == [None, "a"])
+    tasks.append(asyncio.create_task(lead_until_told(b, stop_b, name="b")))
+    watching.append(asyncio.create_task(gather_leaders(watcher, late)))
+    await until(lambda: late == ["a"])
+    leader = await watcher.leader("e")
+    assert leader is not None
+    assert leader.name == "a"
+    stop_a.set()
+    await until(lambda: seen[-1] == "b")
+    stop_b.set()
+    await until(lambda: seen[-1] is None)
+    assert [name for name in seen if name] == ["a", "b"]
+    assert late[-1] is None
+    await asyncio.gather(*tasks)
+    for task in watching:
+        task.cancel()
+
+
+@virtual
+async def test_an_observer_outlives_an_outage(place: Place) -> None:
+    faults = Faults()
+    watcher, a = await place.open(faults), await place.open()
+    seen: list[str | None] = []
+    watching = asyncio.create_task(gather_leaders(watcher, seen))
+    await until(lambda: seen == [None])
+    faults.cut()
+    stop = asyncio.Event()
+    leading = asyncio.create_task(lead_until_told(a, stop, name="a"))
+    await asyncio.sleep(10 * TTL_S)
+    assert seen == [None]
+    faults.heal()
+    await until(lambda: seen == [None, "a"])
+    faults.next("get", Refused(), Refused(), Refused())
+    stop.set()
+    await leading
+    await until(lambda: seen == [None, "a", None])
+    watching.cancel()
+
+
+@virtual
+async def test_an_observer_sees_a_leader_that_fell_silent(place: Place) -> None:
+    faults = Faults()
+    watcher, a = await place.open(), await place.open(faults)
+    seen: list[str | None] = []
+    watching = asyncio.create_task(gather_leaders(watcher, seen))
+    with pytest.raises(LeadershipLost):
+        async with a.campaign("e", name="a"):
+            faults.cut()
+            await asyncio.sleep(100)
+    await until(lambda: seen[-2:] == ["a", None], TTL_S)
+    watching.cancel()
+    faults.heal()
+
+
+# Closing.
+
+
+@virtual
+async def test_closing_ends_terms_candidates_and_observers(place: Place) -> None:
+    outside = await place.open()
+    session = place.session()
+    seen: list[str | None] = []
+    async with session:
+        leading = asyncio.create_task(lead_until_told(session, asyncio.Event(), name="a"))
+        await until(lambda: place.holder() == "a")
+        waiting = asyncio.create_task(lead_until_told(session, asyncio.Event(), name="b"))
+        await until(lambda: place.line() == ["a", "b"])
+        watching = asyncio.create_task(gather_leaders(session, seen))
+        await until(lambda: seen == ["a"])
+    with pytest.raises(LeadershipLost, match="the session was closed"):
+        await leading
+    for task in (waiting, watching):
+        with pytest.raises(SessionClosed, match="connect again"):
+            await task
+    assert now() < 1
+    assert place.server._leases == {}
+    async with asyncio.timeout(0.1), outside.campaign("e"):
+        pass
+
+
+@virtual
+async def test_closing_waits_for_a_body_no_longer_than_its_budget(place: Place) -> None:
+    session, other = place.session(), await place.open()
+    ended: list[float] = []
+
+    async def slow() -> None:
+        async with session.campaign("e", name="a"):
+            try:
+                await asyncio.sleep(100)
+            finally:
+                await asyncio.sleep(2 * STOP_BUDGET_S)
+                ended.append(now())
+
+    async with session:
+        leading = asyncio.create_task(slow())
+        await until(lambda: place.holder() == "a")
+        began = now()
+    assert now() - began == pytest.approx(STOP_BUDGET_S)
+    # The lease is not given back over the body's head: it runs out by itself.
+    with pytest.raises(NotElected, match="'a' leads"):
+        async with other.campaign("e", wait_s=STOP_BUDGET_S):
+            pass
+    with pytest.raises(LeadershipLost):
+        await leading
+    assert ended == [pytest.approx(began + 2 * STOP_BUDGET_S)]
+    assert len(place.seen(Overrun)) == 1
+    async with other.campaign("e", wait_s=TTL_S):
+        pass
+
+
+@virtual
+async def test_a_candidate_without_a_store_is_told_of_the_closing(place: Place) -> None:
+    faults = Faults()
+    session = place.session(faults)
+    async with session:
+        faults.cut()
+        waiting = asyncio.create_task(lead_until_told(session, asyncio.Event()))
+        await asyncio.sleep(10)
+    with pytest.raises(SessionClosed):
+        await waiting
+    assert now() < 12
+
+
+@virtual
+async def test_a_session_is_used_inside_its_scope_only(place: Place) -> None:
+    session = place.session()
+    with pytest.raises(SessionClosed, match="async with"):
+        session.campaign("e")
+    async with session:
+        campaign = session.campaign("e")
+        with pytest.raises(SessionClosed, match="entered once"):
+            await session.__aenter__()
+    with pytest.raises(SessionClosed, match="connect again"):
+        await session.leader("e")
+    with pytest.raises(SessionClosed, match="connect again"):
+        async with campaign:
+            pass
+    with pytest.raises(SessionClosed, match="connect again"):
+        await anext(session.observe("e"))
+
+
+# Overrun.
+
+
+@virtual
+async def test_a_body_that_overruns_is_reported(place: Place) -> None:
+    faults = Faults()
+    session = await place.open(faults)
+    with pytest.raises(LeadershipLost):
+        async with session.campaign("e", name="a"):
+            faults.cut()
+            try:
+                await asyncio.sleep(100)
+            finally:
+                lost_at = now()
+                await asyncio.sleep(STOP_BUDGET_S - 0.01)
+                assert place.seen(Overrun) == []
+                await asyncio.sleep(0.02)
+                assert len(place.seen(Overrun)) == 1
+    assert lost_at == pytest.approx(VALID_S)
+    faults.heal()
+
+
+@virtual
+async def test_a_body_that_ends_in_time_is_not(place: Place) -> None:
+    session = await place.open()
+    with pytest.raises(LeadershipLost):
+        async with session.campaign("e") as term:
+            soon(1, term.lose, "the test says so")
+            try:
+                await asyncio.sleep(100)
+            finally:
+                await asyncio.sleep(STOP_BUDGET_S / 2)
+    await asyncio.sleep(TTL_S)
+    assert place.seen(Overrun) == []
+
+
+def test_a_body_that_overruns_ends_the_process_if_asked() -> None:
+    script = """
+import time, doyen
+with doyen.connect_blocking("memory://", ttl_s=1) as session:
+    with session.campaign("e", on_overrun="exit") as term:
+        term.lose("the test says so")
+        time.sleep(60)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=30)
+    assert ended.returncode == 70, ended.stderr
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    ("url", "settings", "message"),
+    [
+        ("memory://", {"ttl_s": -1}, "ttl_s must be positive, not -1"),
+        ("memory://", {"ttl_s": 0}, "ttl_s must be positive, not 0"),
+        ("memory://", {"ttl_s": float("nan")}, "ttl_s must be positive"),
+        ("memory://", {"ttl_s": 0.01}, r"ttl_s=0.01 is below what this store can keep: 0\.1 s"),
+        ("memory://", {"ttl_s": 6, "stop_budget_s": 3}, r"a safety margin of -\d"),
+        ("memory://", {"stop_budget_s": -2}, "stop_budget_s must be between 0 and 5, not -2"),
+        ("memory://", {"drift": 0.6}, "drift must be between 0 and 0.5, not 0.6"),
+        ("zoo://", {}, "no store for zoo://; known schemes: .*memory.*sqlite"),
+        ("doyen.db", {}, "'doyen.db' is not a store URL: it starts with a scheme"),
+        ("memory://x?ttl=5", {}, "memory:// has no option 'ttl'"),
+    ],
+)
+def test_what_cannot_work_is_refused(url: str, settings: dict[str, Any], message: str) -> None:
+    async def open_asynchronously() -> None:
+        async with doyen.connect(url, **settings):
+            pass
+
+    with pytest.raises(ConfigError, match=message):
+        asyncio.run(open_asynchronously())
+    with pytest.raises(ConfigError, match=message), doyen.connect_blocking(url, **settings):
+        pass
+    assert ThreadRuntime._shared is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"wait_s": -1}, "wait_s must not be negative"),
+        ({"recipe": "lottery"}, "recipe is 'line' or 'race', not 'lottery'"),
+        ({"on_overrun": "explode"}, "on_overrun is 'report' or 'exit'"),
+        ({"meta": {"socket": object()}}, "meta must be something JSON can carry"),
+    ],
+)
+@virtual
+async def test_a_campaign_that_cannot_work_is_refused(
+    place: Place, options: dict[str, Any], message: str
+) -> None:
+    session = await place.open()
+    with pytest.raises(ConfigError, match=message):
+        async with session.campaign("e", **options):
+            pass
+    for election in ("", "x" * 201, "a\nb"):
+        with pytest.raises(ConfigError, match="election"):
+            async with session.campaign(election):
+                pass
+
+
+@virtual
+async def test_the_granted_ttl_counts_not_the_asked(place: Place) -> None:
+    class Shorter(FaultyStore):
+        async def grant(self, ttl_s: float) -> Lease:
+            return await super().grant(ttl_s / 2)
+
+    def wrap(store: Store) -> Store:
+        return Shorter(store, Faults())
+
+    session = await place.open(wrap=wrap)
+    async with session.campaign("e") as term:
+        assert term.remaining_s == pytest.approx(TTL_S / 2 * 0.995 - TTL_S / 12)
+        await asyncio.sleep(10 * TTL_S)
+        assert term.valid
+
+
+# Threads.
+
+
+def test_a_blocked_loop_does_not_cost_the_leader_its_term() -> None:
+    """The caller's loop stands still for longer than the ttl; doyen renews on its own thread."""
+
+    async def main() -> None:
+        session = doyen.connect("memory://blocked", ttl_s=1.0)
+        async with session, session.campaign("e") as term:
+            time.sleep(1.5)  # noqa: ASYNC251 - this is what is on trial
+            assert term.valid
+            await asyncio.sleep(0)
+            assert term.valid
+
+    asyncio.run(main())
+
+
+def test_renewing_on_the_callers_loop_would_lose_it() -> None:
+    """The same on one loop: what the thread is for."""
+
+    async def main() -> None:
+        clock = SystemClock()
+        store = MemoryStore(real_server(), Context(clock, lambda event: None))
+        settings = Settings(url="memory://", ttl_s=1.0)
+        async with doyen.Session(settings, InlineRuntime(clock), store) as session:
+            with pytest.raises(LeadershipLost):
+                async with session.campaign("e") as term:
+                    time.sleep(1.5)  # noqa: ASYNC251 - this is what is on trial
+                    assert not term.valid
+
+    asyncio.run(main())
+
+
+def test_the_watchdog_trips_although_doyens_own_loop_hangs() -> None:
+    """A store adapter that blocks, say: the body is told in time by a thread that does no I/O."""
+
+    async def main() -> None:
+        async with doyen.connect("memory://hung", ttl_s=1.0) as session:
+            release = threading.Event()
+
+            def hang() -> None:
+                release.wait(30)
+
+            try:
+                with pytest.raises(LeadershipLost, match="no renewal was confirmed in time"):
+                    async with session.campaign("e") as term:
+                        deadline = term.valid_until
+                        presence_of(session).runtime.post(hang)
+                        try:
+                            await asyncio.sleep(30)
+                        finally:
+                            told_at = SystemClock().now()
+                            release.set()
+                assert deadline <= told_at < deadline + 1.0
+            finally:
+                release.set()
+
+    asyncio.run(main())
+
+
+def test_a_closed_loop_does_not_break_the_watchdog() -> None:
+    """One body's loop is closed in mid-term. The watchdog's word to it goes nowhere; the body
+    next to it, on the same lease, is told all the same."""
+    server, faults = real_server(), Faults()
+
+    async def main() -> None:
+        async with real_session(server, faults, ttl_s=1.0) as session:
+            gone = asyncio.new_event_loop()
+            abandoned = await asyncio.to_thread(
+                gone.run_until_complete, session.campaign("abandoned").__aenter__()
+            )
+            gone.close()
+            with pytest.raises(LeadershipLost):
+                async with session.campaign("e"):
+                    faults.cut()
+                    await asyncio.sleep(30)
+            assert not abandoned.valid
+            faults.heal()
+            async with session.campaign("e", wait_s=5):
+                pass
+            # That scope can never be left; it would keep doyen's thread for ever.
+            presence_of(session).runtime.release()
+
+    asyncio.run(main())
+
+
+def test_sessions_share_one_thread_that_ends_with_the_last() -> None:
+    def threads() -> list[str]:
+        return sorted(t.name for t in threading.enumerate() if t.name.startswith("doyen"))
+
+    async def main() -> None:
+        first, second = doyen.connect("memory://x"), doyen.connect("memory://y")
+        async with first, second, first.campaign("e"), second.campaign("e"):
+            assert threads() == ["doyen", "doyen-watchdog"]
+
+    asyncio.run(main())
+    assert threads() == []
+
+
+def test_a_connection_cancelled_half_way_leaves_no_thread(tmp_path: Path) -> None:
+    async def main() -> None:
+        for _ in range(20):
+            entering = asyncio.create_task(doyen.connect(f"sqlite:///{tmp_path}/d.db").__aenter__())
+            await asyncio.sleep(0)
+            entering.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await entering
+
+    asyncio.run(main())
+    assert ThreadRuntime._shared is None
+
+
+def test_a_body_that_outlives_its_session_still_ends_in_loss() -> None:
+    """doyen's thread goes on until the last scope is left."""
+
+    async def main() -> None:
+        entered, leave = asyncio.Event(), asyncio.Event()
+
+        async def body() -> None:
+            async with session.campaign("e"):
+                entered.set()
+                try:
+                    await asyncio.sleep(30)
+                finally:
+                    await leave.wait()
+
+        async with doyen.connect("memory://outlived", ttl_s=0.5) as session:
+            task = asyncio.create_task(body())
+            await entered.wait()
+        leave.set()
+        with pytest.raises(LeadershipLost, match="the session was closed"):
+            await task
+
+    asyncio.run(main())
+    assert ThreadRuntime._shared is None
+
+
+@pytest.mark.parametrize("scheme", ["memory", "sqlite"])
+def test_the_whole_way_on_real_threads(scheme: str, tmp_path: Path) -> None:
+    url = "memory://whole" if scheme == "memory" else f"sqlite:///{tmp_path}/doyen.db"
+    seen: list[str | None] = []
+    tokens: list[int] = []
+
+    async def candidate(name: str) -> None:
+        async with doyen.connect(url, ttl_s=2.0) as session:
+            for _ in range(2):
+                async with session.campaign("e", name=name) as term:
+                    tokens.append(term.token)
+                    leader = await session.leader("e")
+                    assert leader is not None
+                    assert (leader.name, leader.token) == (name, term.token)
+
+    async def main() -> None:
+        async with doyen.connect(url, ttl_s=2.0) as watcher:
+            watching = asyncio.create_task(gather_leaders(watcher, seen))
+            await until(lambda: seen == [None], 10)
+            await asyncio.gather(*(candidate(name) for name in "abc"))
+            await until(lambda: len(seen) > 1 and seen[-1] is None, 10)
+            watching.cancel()
+
+    asyncio.run(main())
+    assert tokens == sorted(set(tokens))
+    assert len(tokens) == 6
+
+
+def test_a_second_cancellation_does_not_stop_the_closing_on_threads() -> None:
+    server, faults = real_server(), Faults()
+
+    async def use() -> None:
+        async with real_session(server, faults, ttl_s=2.0) as session, session.campaign("e"):
+            faults.next("delete", Late(before_s=0.2))
+            faults.next("revoke", Late(before_s=0.2))
+            entered.set()
+            await asyncio.sleep(30)
+
+    async def main() -> None:
+        task = asyncio.create_task(use())
+        await entered.wait()
+        while not task.done():
+            task.cancel()
+            await asyncio.sleep(0.01)
+        assert task.cancelled()
+
+    entered = asyncio.Event()
+    asyncio.run(main())
+    assert server._leases == {}
+    assert ThreadRuntime._shared is None
