@@ -1,0 +1,209 @@
+"""After a fork the child leads nothing and harms nothing; the parent goes on leading."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import doyen
+from doyen import BlockingSession, SessionClosed, Term, TermState
+from doyen import term as term_module
+from doyen.runtime import ThreadRuntime
+from support import heart_of, until_blocking
+
+# From 3.12 on Python warns of forks in a process with threads, which is what is on trial here.
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+
+numbers = count()
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "memory":
+        return f"memory://fork-{next(numbers)}"
+    return f"sqlite:///{tmp_path}/doyen.db"
+
+
+def in_child(check: Callable[[], None], timeout_s: int = 20) -> None:
+    """Run `check` in a forked child and fail if it failed there."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(timeout_s)  # a child that hangs is killed
+        try:
+            check()
+        except BaseException as error:  # noqa: BLE001 - told to the parent
+            os.write(writing, repr(error).encode()[:4000])
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading) as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    assert (os.waitstatus_to_exitcode(status), said) == (0, "")
+
+
+def renewals(session: Any) -> Callable[[], int]:
+    """How often the session has been renewed from now on."""
+    seen: list[float] = []
+    heart_of(session).on_renewal(seen.append)
+    return lambda: len(seen)
+
+
+def refused(session: BlockingSession) -> None:
+    for use in (
+        lambda: session.leader("e"),
+        lambda: session.campaign("other").__enter__(),
+        lambda: next(session.observe("e")),
+    ):
+        with pytest.raises(SessionClosed, match=r"opened by process \d+ before a fork.*connect ag"):
+            use()
+
+
+def test_the_child_leads_nothing_and_the_parent_goes_on(url: str) -> None:
+    with doyen.connect_blocking(url, ttl_s=1.5) as session:
+        with session.campaign("e", name="parent") as term:
+
+            def check() -> None:
+                assert not term.valid
+                assert term.state is TermState.LOST
+                assert term.remaining_s == 0
+                with pytest.raises(doyen.LeadershipLost):
+                    term.check()
+                refused(session)
+
+            renewed = renewals(session)
+            in_child(check)
+            # The child's end has released nothing that is the parent's.
+            assert term.valid
+            leader = session.leader("e")
+            assert leader is not None
+            assert leader.token == term.token
+            until_blocking(lambda: renewed() >= 3)
+            assert term.state is TermState.LEADER
+        assert session.leader("e") is None
+
+
+def test_leaving_the_scopes_in_the_child_releases_nothing(url: str) -> None:
+    """The child runs on to the end of both `with` blocks, as a careless worker does."""
+    session = doyen.connect_blocking(url, ttl_s=1.5)
+    parent = os.getpid()
+    child = None
+    try:
+        with session, session.campaign("e", name="parent") as term:
+            renewed = renewals(session)
+            child = os.fork()
+            if child:
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+                until_blocking(lambda: renewed() >= 2)
+                assert term.valid
+                assert session.leader("e") is not None
+    except SessionClosed as error:
+        if os.getpid() == parent:
+            raise
+        os._exit(0 if "belongs to the parent process" in str(error) else 3)
+    finally:
+        if os.getpid() != parent:
+            os._exit(4)
+    assert child is not None
+    assert term.state is TermState.ENDED
+
+
+def test_the_child_may_connect_for_itself(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/doyen.db"
+    with doyen.connect_blocking(url, ttl_s=2) as session:
+        with session.campaign("e", name="parent") as term:
+
+            def check() -> None:
+                with doyen.connect_blocking(url, ttl_s=2) as own:
+                    leader = own.leader("e")
+                    assert leader is not None
+                    assert (leader.name, leader.token) == ("parent", term.token)
+                    with pytest.raises(doyen.NotElected, match="'parent' leads"):
+                        own.campaign("e", wait_s=0).__enter__()
+                    with own.campaign("other", name="child") as mine:
+                        assert mine.valid
+
+            in_child(check)
+            assert term.valid
+
+
+def test_the_child_may_connect_asynchronously(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/doyen.db"
+    with doyen.connect_blocking(url, ttl_s=2) as session, session.campaign("e") as term:
+
+        async def connect() -> None:
+            async with doyen.connect(url, ttl_s=2) as own, own.campaign("other") as mine:
+                assert mine.valid
+
+        in_child(lambda: asyncio.run(connect()))
+        assert term.valid
+
+
+def test_a_fork_under_load_leaves_no_lock_held_in_the_child(url: str) -> None:
+    """Whatever doyen's threads were doing at that instant, holding locks above all."""
+    with doyen.connect_blocking(url, ttl_s=1.5) as session, session.campaign("e") as term:
+        stop = threading.Event()
+
+        def busy() -> None:
+            while not stop.is_set():
+                with session.campaign("busy"):
+                    pass
+
+        threads = [threading.Thread(target=busy) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+
+        def check() -> None:
+            assert not term.valid
+            with doyen.connect_blocking(f"memory://child-{os.getpid()}") as own:
+                with own.campaign("e") as mine:
+                    assert mine.valid
+
+        try:
+            for _ in range(5):
+                in_child(check)
+            with term_module._latch:
+                in_child(check)
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(10)
+        assert term.valid
+
+
+def child_of_multiprocessing(term: Term, answers: Any) -> None:
+    answers.put((term.valid, term.state.value, ThreadRuntime._shared is None))
+
+
+def test_multiprocessing_by_fork() -> None:
+    context = multiprocessing.get_context("fork")
+    with doyen.connect_blocking(f"memory://fork-{next(numbers)}") as session:
+        with session.campaign("e") as term:
+            answers = context.SimpleQueue()
+            process = context.Process(target=child_of_multiprocessing, args=(term, answers))
+            process.start()
+            assert answers.get() == (False, "lost", True)
+            process.join(20)
+            assert process.exitcode == 0
+            assert term.valid
+
+
+def test_a_session_that_is_closed_before_the_fork_is_no_matter() -> None:
+    with doyen.connect_blocking(f"memory://fork-{next(numbers)}") as session:
+        pass
+
+    def check() -> None:
+        with pytest.raises(SessionClosed, match="connect again"):
+            session.leader("e")
+
+    in_child(check)
