@@ -71,11 +71,13 @@ def test_the_whole_way(url: str) -> None:
 
 def test_leaving_raises_if_it_was_lost(url: str) -> None:
     with doyen.connect_blocking(url) as session:
-        with pytest.raises(LeadershipLost, match="'a' no longer leads 'e'"):
-            with session.campaign("e", name="a") as term:
-                lose(session)
-                assert term.wait_lost(10)
-                assert not term.valid
+        with (
+            pytest.raises(LeadershipLost, match="'a' no longer leads 'e'"),
+            session.campaign("e", name="a") as term,
+        ):
+            lose(session)
+            assert term.wait_lost(10)
+            assert not term.valid
         with pytest.raises(LeadershipLost) as lost, session.campaign("e", name="a"):
             lose(session)
             raise KeyError("of the body's own")
@@ -128,20 +130,28 @@ def test_threads_share_a_session(url: str) -> None:
 
 
 def test_waiting_has_a_bound(url: str) -> None:
-    with doyen.connect_blocking(url) as first, doyen.connect_blocking(url) as second:
-        with first.campaign("e", name="a"):
-            for wait_s in (0, 0.05):
-                with pytest.raises(NotElected, match="'a' leads"):
-                    with second.campaign("e", name="b", wait_s=wait_s):
-                        pytest.fail("entered without leading")
-            until_blocking(lambda: line(first) == ["a"])
+    with (
+        doyen.connect_blocking(url) as first,
+        doyen.connect_blocking(url) as second,
+        first.campaign("e", name="a"),
+    ):
+        for wait_s in (0, 0.05):
+            with (
+                pytest.raises(NotElected, match="'a' leads"),
+                second.campaign("e", name="b", wait_s=wait_s),
+            ):
+                pytest.fail("entered without leading")
+        until_blocking(lambda: line(first) == ["a"])
 
 
 def test_nesting_and_entering_twice_are_refused(url: str) -> None:
     with doyen.connect_blocking(url) as session:
-        with session.campaign("e"), pytest.raises(AlreadyCampaigning, match="in this scope"):
-            with session.campaign("e"):
-                pytest.fail("entered")
+        with (
+            session.campaign("e"),
+            pytest.raises(AlreadyCampaigning, match="in this scope"),
+            session.campaign("e"),
+        ):
+            pytest.fail("entered")
         campaign = session.campaign("e")
         with campaign:
             pass

@@ -120,21 +120,23 @@ def test_leaving_the_scopes_in_the_child_releases_nothing(url: str) -> None:
 
 def test_the_child_may_connect_for_itself(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/doyen.db"
-    with doyen.connect_blocking(url, ttl_s=2) as session:
-        with session.campaign("e", name="parent") as term:
+    with (
+        doyen.connect_blocking(url, ttl_s=2) as session,
+        session.campaign("e", name="parent") as term,
+    ):
 
-            def check() -> None:
-                with doyen.connect_blocking(url, ttl_s=2) as own:
-                    leader = own.leader("e")
-                    assert leader is not None
-                    assert (leader.name, leader.token) == ("parent", term.token)
-                    with pytest.raises(doyen.NotElected, match="'parent' leads"):
-                        own.campaign("e", wait_s=0).__enter__()
-                    with own.campaign("other", name="child") as mine:
-                        assert mine.valid
+        def check() -> None:
+            with doyen.connect_blocking(url, ttl_s=2) as own:
+                leader = own.leader("e")
+                assert leader is not None
+                assert (leader.name, leader.token) == ("parent", term.token)
+                with pytest.raises(doyen.NotElected, match="'parent' leads"):
+                    own.campaign("e", wait_s=0).__enter__()
+                with own.campaign("other", name="child") as mine:
+                    assert mine.valid
 
-            in_child(check)
-            assert term.valid
+        in_child(check)
+        assert term.valid
 
 
 def test_the_child_may_connect_asynchronously(tmp_path: Path) -> None:
@@ -165,9 +167,11 @@ def test_a_fork_under_load_leaves_no_lock_held_in_the_child(url: str) -> None:
 
         def check() -> None:
             assert not term.valid
-            with doyen.connect_blocking(f"memory://child-{os.getpid()}") as own:
-                with own.campaign("e") as mine:
-                    assert mine.valid
+            with (
+                doyen.connect_blocking(f"memory://child-{os.getpid()}") as own,
+                own.campaign("e") as mine,
+            ):
+                assert mine.valid
 
         try:
             for _ in range(5):
@@ -187,15 +191,17 @@ def child_of_multiprocessing(term: Term, answers: Any) -> None:
 
 def test_multiprocessing_by_fork() -> None:
     context = multiprocessing.get_context("fork")
-    with doyen.connect_blocking(f"memory://fork-{next(numbers)}") as session:
-        with session.campaign("e") as term:
-            answers = context.SimpleQueue()
-            process = context.Process(target=child_of_multiprocessing, args=(term, answers))
-            process.start()
-            assert answers.get() == (False, "lost", True)
-            process.join(20)
-            assert process.exitcode == 0
-            assert term.valid
+    with (
+        doyen.connect_blocking(f"memory://fork-{next(numbers)}") as session,
+        session.campaign("e") as term,
+    ):
+        answers = context.SimpleQueue()
+        process = context.Process(target=child_of_multiprocessing, args=(term, answers))
+        process.start()
+        assert answers.get() == (False, "lost", True)
+        process.join(20)
+        assert process.exitcode == 0
+        assert term.valid
 
 
 def test_a_session_that_is_closed_before_the_fork_is_no_matter() -> None:
