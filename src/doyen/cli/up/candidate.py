@@ -1,0 +1,104 @@
+"""One candidate of `doyen up`: a process of its own, started by `python -m doyen.cli.up.candidate`.
+
+It campaigns, again after every loss, and writes an audit log. While it leads it does small items
+of work: it counts upwards in a file that refuses the token of an earlier leader.
+
+Its standard input is a pipe from `doyen up`: an `r` asks it to resign, the end of the pipe to let
+go and stop. It outlives `doyen up` in no case: should that be killed, the kernel kills the
+candidate, even a frozen one; where the kernel does not offer this, the pipe ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+from contextlib import suppress
+
+from doyen.fencing import GuardedFile
+from doyen.session import Session, connect
+from doyen.term import Term
+
+__all__ = ["ELECTION", "WORK_FILE", "command"]
+
+ELECTION = "demo"
+WORK_FILE = "work"
+_WORK_EVERY_S = 0.05
+_PR_SET_PDEATHSIG = 1
+
+
+def command(*, name: str, store: str, ttl_s: float, audit: str, work: str) -> list[str]:
+    """What starts a candidate of this process."""
+    options = {"name": name, "store": store, "ttl": ttl_s, "audit": audit, "work": work}
+    arguments = [f"--{option}={value}" for option, value in options.items()]
+    return [sys.executable, "-P", "-m", __name__, f"--parent={os.getpid()}", *arguments]
+
+
+def _die_with(parent: int) -> None:
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    except (OSError, AttributeError):
+        return  # not Linux: the end of the pipe has to do
+    if os.getppid() != parent:  # it died before it could be asked for
+        sys.exit(1)
+
+
+class _Candidate:
+    def __init__(self, name: str, work: str) -> None:
+        self._name = name
+        self._counter = GuardedFile(work)
+        self._resign = asyncio.Event()
+
+    async def run(self, session: Session) -> None:
+        async for campaign in session.campaigns(ELECTION, name=self._name):
+            async with campaign as term:
+                self._resign.clear()
+                await self._lead(term)
+
+    async def _lead(self, term: Term) -> None:
+        self._counter.append(term, b"")
+        done = int(self._counter.read() or b"0")
+        while not self._resign.is_set():
+            term.check()
+            done += 1
+            self._counter.write(term, b"%d" % done)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._resign.wait(), _WORK_EVERY_S)
+
+    def obey(self, running: asyncio.Task[None]) -> None:
+        orders = os.read(0, 64)
+        if not orders:
+            asyncio.get_running_loop().remove_reader(0)
+            running.cancel()
+        elif b"r" in orders:
+            self._resign.set()
+
+
+async def _main(options: argparse.Namespace) -> None:
+    candidate = _Candidate(options.name, options.work)
+    async with connect(options.store, ttl_s=options.ttl, audit=options.audit) as session:
+        running = asyncio.ensure_future(candidate.run(session))
+        asyncio.get_running_loop().add_reader(0, candidate.obey, running)
+        await asyncio.wait({running})
+    if not running.cancelled():
+        running.result()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="a candidate of doyen up", add_help=False)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--store", required=True)
+    parser.add_argument("--ttl", type=float, required=True)
+    parser.add_argument("--audit", required=True)
+    parser.add_argument("--work", required=True)
+    options = parser.parse_args()
+    _die_with(options.parent)
+    asyncio.run(_main(options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,373 @@
+"""`doyen up`: real processes that are killed and frozen, a terminal, a verdict that can fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doyen.cli import main
+from doyen.cli.up.cluster import Chronicle, Cluster, Fault
+from doyen.cli.up.drill import judge, summary
+from doyen.timing import Timing
+
+DOYEN = [sys.executable, "-c", "from doyen.cli import main; raise SystemExit(main())"]
+AT_TERMINAL = [
+    sys.executable,
+    "-c",
+    "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+    "from doyen.cli import main; raise SystemExit(main())",
+]
+WITHIN_S = 30.0
+
+
+def eventually(reached: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not reached():
+        assert time.monotonic() < deadline, f"not in time: {what}"
+        time.sleep(0.01)
+
+
+def environment(tmp: Path, **more: str) -> dict[str, str]:
+    return {**os.environ, "TMPDIR": str(tmp), **more}
+
+
+def saboteur(folder: Path, code: str) -> str:
+    """A PYTHONPATH under which every process of a run begins by executing `code`."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(code)
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def candidates(tmp: Path) -> dict[int, str]:
+    """The candidates that run out of a folder, and the state that the kernel has them in."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes()
+            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if b"doyen.cli.up.candidate" in words and f"{tmp}/".encode() in words and state != "Z":
+            found[int(process.name)] = state
+    return found
+
+
+@contextmanager
+def up(tmp: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """An unattended run in the background."""
+    with subprocess.Popen(
+        [*DOYEN, "up", *options],
+        env=environment(tmp),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def drill(tmp: Path, *options: str, **more: str) -> tuple[int, dict[str, Any]]:
+    """An unattended run to its end."""
+    tmp.mkdir()
+    done = subprocess.run(
+        [*DOYEN, "up", "--json", *options],
+        env=environment(tmp, **more),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=60,
+    )
+    assert not done.stderr, done.stderr.decode()
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_an_unattended_run_proves_one_leader_through_kills_and_freezes(tmp_path: Path) -> None:
+    tmp = tmp_path / "tmp"
+    code, told = drill(tmp, "--for", "4", "--ttl", "1.5")
+    assert (code, told["ok"], told["problems"]) == (0, True, [])
+    assert {"killed", "frozen"} == {failover["fault"] for failover in told["failovers"]}
+    for failover in told["failovers"]:
+        assert failover["successor_token"] > failover["token"]
+        assert 0 < failover["failover_s"] <= told["worst_failover_s"]
+    assert told["summary"]["killed"]["max_s"] < told["summary"]["frozen"]["p50_s"]
+    assert told["audit"]["terms"] > len(told["failovers"])
+    assert told["work_done"] > 0
+    assert list(tmp.iterdir()) == []
+    assert candidates(tmp) == {}
+
+
+def test_leaders_that_trust_their_lease_too_long_are_found_out(tmp_path: Path) -> None:
+    lie = saboteur(
+        tmp_path / "lie",
+        "import doyen.timing as timing\n"
+        "true = timing.Timing.valid_until\n"
+        "timing.Timing.valid_until = lambda self, sent_at: true(self, sent_at) + 60\n",
+    )
+    tmp = tmp_path / "tmp"
+    code, told = drill(tmp, "--for", "1", "--ttl", "0.6", PYTHONPATH=lie)
+    assert code == 1
+    assert "overlap" in {violation["kind"] for violation in told["audit"]["violations"]}
+    kept = Path(told["evidence"])
+    assert kept.parent == tmp
+    assert list(kept.glob("*.audit.jsonl"))
+    assert candidates(tmp) == {}
+
+
+def test_a_leader_that_nobody_follows_is_a_failure(tmp_path: Path) -> None:
+    deaf = saboteur(
+        tmp_path / "deaf",
+        "import doyen.election as election\nelection.Candidacy._wake = lambda self: None\n",
+    )
+    code, told = drill(tmp_path / "tmp", "--for", "1", "--ttl", "0.4", PYTHONPATH=deaf)
+    assert code == 1
+    assert "nobody was elected within" in told["problems"][0]
+
+
+def test_candidates_that_cannot_start_are_quoted(tmp_path: Path) -> None:
+    broken = saboteur(
+        tmp_path / "broken",
+        "import os, sys\n"
+        "if 'doyen.cli.up.candidate' in sys.orig_argv:\n"
+        "    print('out of order', file=sys.stderr, flush=True)\n"
+        "    os._exit(3)\n",
+    )
+    code, told = drill(tmp_path / "tmp", "--for", "1", PYTHONPATH=broken)
+    assert code == 1
+    assert any("out of order" in problem for problem in told["problems"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everything(tmp_path: Path, number: int) -> None:
+    with up(tmp_path, "--for", "60", "--candidates", "2") as process:
+        eventually(lambda: len(candidates(tmp_path)) == 2, "two candidates")
+        process.send_signal(number)
+        assert process.wait(WITHIN_S) == 128 + number
+        assert candidates(tmp_path) == {}
+        assert list(tmp_path.iterdir()) == []
+
+
+FOSTER = [
+    sys.executable,
+    "-c",
+    "import ctypes, subprocess, sys\n"
+    "ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER\n"
+    "with subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL) as up:\n"
+    "    print(up.pid, flush=True)\n"
+    "    sys.stdin.read()\n",
+]
+"""Adopts the orphans of `doyen up` into its own session: the kernel would otherwise continue those
+that are frozen, and the end of their pipe would be enough."""
+
+
+def test_candidates_die_with_a_killed_up_even_frozen_ones(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [*FOSTER, *DOYEN, "up", "--json", "--for", "60", "--ttl", "1"],
+        env=environment(tmp_path),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as foster:
+        assert foster.stdout is not None
+        pid = int(foster.stdout.readline())
+        try:
+            eventually(lambda: "T" in candidates(tmp_path).values(), "a frozen candidate")
+            os.kill(pid, signal.SIGKILL)
+            eventually(lambda: not candidates(tmp_path), "no candidates left")
+        finally:
+            for left in (pid, *candidates(tmp_path)):
+                os.kill(left, signal.SIGKILL)  # the foster has not reaped it: it is still this one
+
+
+class Terminal:
+    """`doyen up` in a terminal of 80 by 24, and what a person at it would see and do."""
+
+    def __init__(self, tmp: Path, **more: str) -> None:
+        self.near, self.far = pty.openpty()
+        termios.tcsetwinsize(self.far, (24, 80))
+        self.before = termios.tcgetattr(self.far)
+        self.output = ""
+        self.process = subprocess.Popen(
+            [*AT_TERMINAL, "up", "--ttl", "1.5"],
+            env=environment(tmp, TERM="xterm-256color", **more),
+            stdin=self.far,
+            stdout=self.far,
+            stderr=self.far,
+            start_new_session=True,
+        )
+
+    def _read(self) -> None:
+        if select.select([self.near], [], [], 0.02)[0]:
+            self.output += os.read(self.near, 65536).decode(errors="replace")
+
+    def seen(self, pattern: str, *, after: int = 0) -> re.Match[str]:
+        """Wait for a pattern in what is shown from some point of the output on."""
+        deadline = time.monotonic() + WITHIN_S
+        while True:
+            plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.output[after:])
+            if match := re.search(pattern, plain):
+                return match
+            assert time.monotonic() < deadline, f"no {pattern!r} in {plain[-3000:]!r}"
+            self._read()
+
+    def press(self, key: str) -> int:
+        """Returns the point in the output from which its effect may be seen."""
+        os.write(self.near, key.encode())
+        return len(self.output)
+
+    def end(self) -> int:
+        deadline = time.monotonic() + WITHIN_S
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, "it does not end"
+            self._read()
+        self._read()
+        return self.process.returncode
+
+
+@contextmanager
+def terminal(tmp: Path, **more: str) -> Iterator[Terminal]:
+    shown = Terminal(tmp, **more)
+    try:
+        yield shown
+        assert termios.tcgetattr(shown.far) == shown.before
+    finally:
+        shown.process.kill()
+        shown.process.wait()
+        os.close(shown.near)
+        os.close(shown.far)
+
+
+def test_in_a_terminal_keys_kill_freeze_and_depose_the_leader(tmp_path: Path) -> None:
+    with terminal(tmp_path) as shown:
+        first = shown.seen(r"Leader +(server\d)")[1]
+        shown.seen(r"waiting +behind")
+        at = shown.press("k")
+        second = shown.seen(rf"{first} killed, (server\d) leads \(token \d+\) after", after=at)[1]
+        assert second != first
+        shown.seen(rf"Leader +{second}", after=at)
+        shown.seen(rf"{first} +waiting", after=at)
+
+        at = shown.press("r")
+        third = shown.seen(rf"{second} asked to resign, (server\d) leads", after=at)[1]
+        shown.seen(rf"{second} +waiting", after=at)
+        at = shown.press("f")
+        shown.seen(rf"{third} +frozen (ex-)?leader", after=at)
+        shown.seen(rf"{third} frozen, server\d leads", after=at)
+        shown.seen(rf"{third} +waiting", after=at)
+
+        at = shown.press("q")
+        assert shown.end() == 0
+        shown.seen("Proved by the audit logs", after=at)
+        assert shown.output.index("\x1b[?1049h") < shown.output.index("\x1b[?1049l")
+        assert shown.output.rindex("\x1b[?25h") > shown.output.rindex("\x1b[?25l")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_chosen_candidate_is_thawed_in_time_and_ctrl_c_quits(tmp_path: Path) -> None:
+    with terminal(tmp_path) as shown:
+        leader = shown.seen(r"Leader +(server\d)")[1]
+        shown.seen(r"waiting +behind")
+        at = shown.press(leader[-1])
+        shown.seen(rf"{leader}: k kill", after=at)
+        at = shown.press("f")
+        shown.seen(rf"{leader} +frozen (ex-)?leader", after=at)
+        at = shown.press("f")
+        shown.seen(rf"{leader} +(leading|waiting)", after=at)
+        shown.press("\x03")
+        assert shown.end() == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_rich_changes_are_lines(tmp_path: Path) -> None:
+    tmp = tmp_path / "tmp"
+    tmp.mkdir()
+    plain = saboteur(tmp_path / "plain", "import sys\nsys.modules['rich'] = None\n")
+    with terminal(tmp, PYTHONPATH=plain) as shown:
+        first = shown.seen(r"(server\d) leads \(token \d+\)")[1]
+        at = shown.press("k")
+        shown.seen(rf"{first} killed, server\d leads \(token \d+\) after [\d.]+ ms", after=at)
+        shown.press("q")
+        assert shown.end() == 0
+        assert "\x1b" not in shown.output
+    assert list(tmp.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        (["--candidates", "1"], "--candidates is 2 to 9"),
+        (["--for", "0"], "--for is a number"),
+        (["--store", "memory://"], "memory:// is within one process"),
+        (["--ttl", "-1"], "ttl"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    options: list[str], because: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["up", *options]) == 2
+    assert because in capsys.readouterr().err
+
+
+STAMP = {"boot": "b", "pid": 1, "wall": 1e9, "election": "demo"}
+
+
+def elected(name: str, token: int, at: float) -> dict[str, Any]:
+    fields = {"event": "elected", "name": name, "token": token, "lease": f"l{token}"}
+    return {**fields, "at": at, "valid_until": at + 0.5, "session": name, **STAMP}
+
+
+def cluster_after_a_kill(folder: Path, *, worst_s: float) -> Cluster:
+    """Its logs tell of a leader that was killed at 11 and followed at 12."""
+    folder.mkdir()
+    cluster = Cluster(folder, candidates=2, store="-", timing=Timing(ttl_s=0.6), worst_s=worst_s)
+    one, two = cluster.seats
+    one.audit.write_text(json.dumps(elected(one.name, 3, 10.0)) + "\n")
+    cluster.read()
+    cluster.chronicle.pending = Fault("killed", one.name, 3, 11.0)
+    two.audit.write_text(json.dumps(elected(two.name, 4, 12.0)) + "\n")
+    cluster.read()
+    return cluster
+
+
+def test_a_failover_later_than_the_worst_case_is_a_failure(tmp_path: Path) -> None:
+    in_time = judge(cluster_after_a_kill(tmp_path / "in time", worst_s=1.1), [], bounded=True)
+    assert in_time.ok
+    assert in_time.times("killed") == [1.0]
+    late = judge(cluster_after_a_kill(tmp_path / "late", worst_s=0.9), [], bounded=True)
+    assert not late.ok
+    assert "later than the worst case" in summary(late)[-1]
+
+
+def test_a_run_in_which_nobody_led_proves_nothing(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, candidates=2, store="-", timing=Timing(ttl_s=0.6), worst_s=1.0)
+    assert not judge(cluster, [], bounded=True).ok
+
+
+def test_a_fault_that_struck_too_late_is_not_credited_with_the_failover() -> None:
+    chronicle = Chronicle()
+    chronicle.take(elected("server1", 3, 10.0))
+    chronicle.pending = Fault("killed", "server1", 3, 11.0)
+    chronicle.take(elected("server2", 4, 10.9))
+    assert [failover.fault for failover in chronicle.failovers] == [None, None]
+    assert chronicle.pending is None
+
+
+def test_a_line_written_after_a_thaw_does_not_make_an_old_leader_the_latest() -> None:
+    chronicle = Chronicle()
+    chronicle.take(elected("server2", 4, 10.9))
+    chronicle.take(elected("server1", 3, 11.5))
+    assert chronicle.latest is not None
+    assert chronicle.latest.name == "server2"
