@@ -216,7 +216,7 @@ def test_a_stopped_owner_is_succeeded_after_its_ttl_and_stays_deposed(tmp_path: 
             assert entry is not None
             assert entry.value == b"mine"
 
-    with actors(path, 1, "--ttl=0.5") as (owner,):
+    with actors(path, 1, "--ttl=2") as (owner,):
         asyncio.run(main(owner))
 
 
@@ -225,7 +225,7 @@ def test_one_stopped_inside_a_transaction_is_named_and_stops_no_heart(tmp_path: 
 
     async def main(frozen: Actor) -> None:
         async with opened(path) as store:
-            lease = await store.grant(1.0)
+            lease = await store.grant(5.0)
             assert (await store.create("mine", b"v", lease)).won
             told = asyncio.Event()
             await store.watch("theirs", told.set)

@@ -14,8 +14,8 @@ lease and each handle has its small files. The parts:
     database   the connection and its thread: batches, waiting for the lock, failures
     wakes      watches, and monitors of the leases that own what is watched
 
-Per handle: one thread and about seven descriptors; per held lease two; per lease that owns
-something watched, one and a timer. Without watches nothing ever wakes up.
+Per handle: one thread and four descriptors; per held lease two; per lease that owns something
+watched, one and a timer. Without watches nothing ever wakes up.
 """
 
 from __future__ import annotations

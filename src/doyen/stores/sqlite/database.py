@@ -23,6 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -129,9 +130,10 @@ class Database:
         closing when the interpreter exits. So it is never freed."""
         connection = getattr(self, "_connection", None)
         if connection is not None:
-            import ctypes
+            with suppress(ImportError):
+                import ctypes
 
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
 
     def in_place(self) -> bool:
         """Whether the files in use are still those that others find at the path."""
@@ -251,8 +253,8 @@ class Database:
         try:
             self._execute("COMMIT")
         except sqlite3.OperationalError as error:
-            whole = error.sqlite_errorcode != sqlite3.SQLITE_IOERR_WRITE
-            if _code(error) != sqlite3.SQLITE_IOERR or not whole:
+            unwritten = getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_IOERR_WRITE
+            if unwritten or _code(error) != sqlite3.SQLITE_IOERR:
                 raise
             # The log may hold all of the transaction, to be found after a crash.
             raise OutcomeUnknown(

@@ -39,7 +39,7 @@ class Inbox:
         os.mkfifo(path)
         os.chmod(path, self._folder.mode)
         # Open for writing too, or the departure of each sender would look like an end.
-        self.fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self.fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         if hasattr(fcntl, "F_GETPIPE_SZ"):
             self._capacity = fcntl.fcntl(self.fd, fcntl.F_GETPIPE_SZ)
 
@@ -50,7 +50,7 @@ class Inbox:
         """Tell another's inbox; False if nobody reads it any more. Under the write lock."""
         path = self._folder.file(name, "inbox")
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
         except FileNotFoundError:
             return False
         except OSError as error:

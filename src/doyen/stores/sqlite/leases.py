@@ -143,12 +143,12 @@ class Leases:
         """Make the files of a lease; None if somebody who sweeps the folder came in between."""
         path, fifo = self._folder.file(lease, "lease"), self._folder.file(lease, "alive")
         alive = -1
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._folder.mode)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._folder.mode)
         try:
             os.fchmod(fd, self._folder.mode)
             os.mkfifo(fifo)
             os.chmod(fifo, self._folder.mode)
-            alive = os.open(fifo, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+            alive = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
             # A dying process lets go of its highest descriptor first, so the lock, being above
             # the FIFO, is free by the time the FIFO's end is seen.
             above = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, alive + 1)
@@ -230,7 +230,7 @@ class Leases:
     def judge(self, lease: str) -> Verdict:
         """Whether a lease has ended; if it is over and nobody has said so, say so."""
         try:
-            fd = os.open(self._folder.file(lease, "lease"), os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(self._folder.file(lease, "lease"), os.O_RDONLY)
         except FileNotFoundError:
             self._seen.pop(lease, None)
             return _ENDED
@@ -280,7 +280,7 @@ class Leases:
         return _ENDED
 
     def _seal(self, lease: str) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT
         os.close(os.open(self._folder.file(lease, "seal"), flags, self._folder.mode))
 
     def _unlink(self, lease: str) -> bool:

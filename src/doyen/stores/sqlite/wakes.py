@@ -188,7 +188,7 @@ class Lookout:
 
     def _follow(self, lease: str) -> _Monitor:
         monitor = self._monitors[lease] = _Monitor(lease)
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        flags = os.O_RDONLY | os.O_NONBLOCK
         try:
             monitor.fd = os.open(self._leases.alive_path(lease), flags)
         except OSError:
