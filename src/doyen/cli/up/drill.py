@@ -252,7 +252,7 @@ def summary(verdict: Verdict) -> list[str]:
         f"processes: {report.processes}, terms: {report.terms}, items of work: {verdict.work_done},"
         f" audit lines: {report.lines}"
     )
+    lines += [f"note: {warning}" for warning in report.warnings]
     if verdict.ok and not report.empty:
         lines.append("Proved by the audit logs: never two leaders, and every token above the last.")
-    lines += [f"note: {warning}" for warning in report.warnings]
     return lines + [f"FAILED: {problem}" for problem in verdict.problems]
