@@ -1,11 +1,10 @@
-"""The local store within one process: addresses, errors, watches, cancellation, closing."""
+"""The local store within one process: leases, watches, failures, cancellation, closing."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import os
-import random
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -26,11 +25,10 @@ from doyen.errors import (
     TicketGone,
 )
 from doyen.events import Event, LeaseEnded
-from doyen.store import Context, StoreURL, open_store
+from doyen.store import Context, open_store
 from doyen.stores.sqlite import SQLiteStore
 from doyen.stores.sqlite import database as database_module
-from doyen.stores.sqlite.ledger import APPLICATION_ID, SCHEMA_VERSION, Transaction
-from doyen.stores.sqlite.place import file_system, path_of, refuse_shared
+from doyen.stores.sqlite.ledger import Transaction
 
 TTL_S = 60.0
 
@@ -70,205 +68,6 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
         await test()
 
     asyncio.run(main())
-
-
-# Addresses
-
-
-def test_three_slashes_are_an_absolute_path(tmp_path: Path) -> None:
-    assert path_of(StoreURL.parse("sqlite:///var/lib/doyen.db")) == "/var/lib/doyen.db"
-    here = os.getcwd()
-    try:
-        os.chdir(tmp_path)
-        inside = os.path.realpath(tmp_path)
-        assert path_of(StoreURL.parse("sqlite:rel.db")) == f"{inside}/rel.db"
-        assert path_of(StoreURL.parse("sqlite://./a/rel.db")) == f"{inside}/a/rel.db"
-        assert path_of(StoreURL.parse("sqlite://../x.db")) == f"{os.path.dirname(inside)}/x.db"
-        assert path_of(StoreURL.parse("sqlite:a%20b%3F%23.db")) == f"{inside}/a b?#.db"
-    finally:
-        os.chdir(here)
-
-
-def test_links_to_one_file_lead_to_one_place(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    assert path_of(StoreURL.parse(f"sqlite://{tmp_path}/link/x.db")) == path_of(
-        StoreURL.parse(f"sqlite://{tmp_path}/real/x.db")
-    )
-
-
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("sqlite://host/x.db", "names a host, 'host'"),
-        ("sqlite:///tmp/x.db#1", "%23"),
-        ("sqlite:", "does not name a file"),
-        ("sqlite:///tmp/", "does not name a file"),
-        ("sqlite::memory:", "memory://"),
-        ("sqlite:///tmp/%00", "does not name a file"),
-        ("sqlite:///tmp/x.db?ttl=3", "no option 'ttl'"),
-        ("sqlite:///tmp/x.db?token_floor=many", "whole number below 2\\*\\*62, not 'many'"),
-        ("sqlite:///tmp/x.db?token_floor=-1", "whole number"),
-        ("sqlite:///tmp/x.db?token_floor=", "whole number"),
-        (f"sqlite:///tmp/x.db?token_floor={1 << 62}", "whole number"),
-    ],
-)
-def test_addresses_that_cannot_work_are_refused(url: str, message: str) -> None:
-    async def test() -> None:
-        with pytest.raises(ConfigError, match=message):
-            await open_store(url, Context(SystemClock(), lambda event: None))
-
-    run(test)
-
-
-MOUNTS = """\
-27 1 254:0 / / rw,relatime - ext4 /dev/vda rw
-28 27 0:25 / /home rw - nfs4 server:/home rw
-29 28 0:26 / /home/with\\040space rw - tmpfs none rw
-30 27 0:27 / /mnt rw - ext4 /dev/vdb rw
-31 27 0:28 / /mnt rw shared:1 - fuse.sshfs far:/ rw
-"""
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        ("/var/x.db", "ext4"),
-        ("/home/me/x.db", "nfs4"),
-        ("/homes/x.db", "ext4"),
-        ("/home/with space/x.db", "tmpfs"),
-        ("/mnt/x.db", "fuse.sshfs"),
-    ],
-)
-def test_the_file_system_is_found_by_the_innermost_mount(path: str, kind: str) -> None:
-    assert file_system(path, iter(MOUNTS.splitlines())) == kind
-
-
-def test_shared_file_systems_are_refused_by_name(tmp_path: Path) -> None:
-    table = tmp_path / "mountinfo"
-    table.write_text(MOUNTS)
-    with pytest.raises(StoreUnusable, match=r"is on nfs4.*local disk.*etcd://"):
-        refuse_shared("/home/me/x.db", str(table))
-    refuse_shared("/var/x.db", str(table))
-    refuse_shared("/home/me/x.db", str(tmp_path / "no such table"))
-
-
-def test_missing_folders_are_created_and_the_permissions_kept(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with stores(tmp_path / "a" / "b" / "x.db"):
-            assert (tmp_path / "a" / "b" / "x.db.sessions").is_dir()
-
-    run(test)
-
-
-# Files that are not ours
-
-
-def _foreign(path: Path) -> None:
-    with sqlite3.connect(path) as connection:
-        connection.execute("CREATE TABLE theirs (x)")
-    connection.close()
-
-
-def _newer(path: Path) -> None:
-    with sqlite3.connect(path) as connection:
-        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
-    connection.close()
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda path: path.write_bytes(b"no database, just text\n" * 100),
-            "not an SQLite database",
-        ),
-        (_foreign, "database of another application: choose a path of its own"),
-        (_newer, f"newer doyen \\(schema {SCHEMA_VERSION + 1}.*upgrade doyen"),
-        (lambda path: path.mkdir(), "cannot be opened for writing"),
-        (
-            lambda path: path.with_name("x.db.sessions").touch(),
-            "x.db.sessions cannot be used .not a folder",
-        ),
-    ],
-)
-def test_what_is_not_ours_is_left_alone(
-    tmp_path: Path, make: Callable[[Path], None], message: str
-) -> None:
-    path = tmp_path / "x.db"
-    make(path)
-    before = path.read_bytes() if path.is_file() else None
-
-    async def test() -> None:
-        with pytest.raises(StoreUnusable, match=message):
-            await opened(path)
-
-    run(test)
-    assert before is None or path.read_bytes() == before
-    assert not [thread for thread in threading.enumerate() if thread.name == "doyen-sqlite"]
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-
-    async def test() -> None:
-        with pytest.raises(StoreUnusable, match=r"folder .*/file/sub .*cannot be created"):
-            await opened(tmp_path / "file" / "sub" / "x.db")
-
-    run(test)
-
-
-def test_an_empty_file_is_as_good_as_none(tmp_path: Path) -> None:
-    (tmp_path / "x.db").touch()
-
-    async def test() -> None:
-        async with stores(tmp_path / "x.db") as (store,):
-            assert await store.put("k", b"v", if_version=None)
-
-    run(test)
-
-
-def test_a_damaged_database_is_reported_with_its_remedy(tmp_path: Path) -> None:
-    path = tmp_path / "x.db"
-
-    async def fill() -> None:
-        async with stores(path) as (store,):
-            for number in range(300):
-                await store.put(f"k{number}", b"v" * 100, if_version=None)
-
-    async def read() -> None:
-        async with stores(path) as (store,):
-            reads = [store.get(f"k{number}") for number in range(300)]
-            with pytest.raises(StoreUnusable, match=r"damaged .*token_floor above the highest"):
-                await asyncio.gather(*reads)
-
-    run(fill)
-    with open(path, "r+b") as file:
-        file.seek(4096 * 6)
-        file.write(random.Random(1).randbytes(4096 * 4))
-    run(read)
-
-
-def test_a_replaced_database_is_noticed_before_anything_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "x.db"
-
-    async def test() -> None:
-        async with stores(path) as (store,):
-            lease = await store.grant(TTL_S)
-            path.rename(tmp_path / "away.db")
-            for replaced in (False, True):
-                if replaced:
-                    path.touch()
-                with pytest.raises(StoreUnusable, match=r"removed or replaced.*token_floor"):
-                    await store.create("k", b"v", lease)
-                with pytest.raises(LeaseGone, match="removed or replaced"):
-                    await store.renew(lease)
-            path.unlink()
-            (tmp_path / "away.db").rename(path)
-            await store.renew(lease)
-            assert (await store.create("k", b"v", lease)).won
-
-    run(test)
 
 
 # Revisions
