@@ -190,8 +190,12 @@ def test_asked_twice_it_kills(bench: Bench) -> None:
     work = bench.stamps("away")
     leader = bench.lead(work.command)
     until(work.all_write, "the tree runs")
-    leader.send_signal(signal.SIGTERM)
-    leader.send_signal(signal.SIGINT)
+
+    def asked_again() -> bool:
+        leader.send_signal(signal.SIGTERM)
+        return leader.poll() is not None
+
+    until(asked_again, "it ends")
     assert ends(leader)[0] == 128 + signal.SIGKILL
     assert not work.any_alive()
 

@@ -301,7 +301,12 @@ def test_the_guard_is_killed(
             assert not work.any_alive()
             return code
 
-    assert asyncio.run(main()) == 128 + signal.SIGKILL
+    with subprocess.Popen(["sleep", "3600"]) as bystander:
+        try:
+            assert asyncio.run(main()) == 128 + signal.SIGKILL
+            assert bystander.poll() is None
+        finally:
+            bystander.kill()
     assert "guard process" in caplog.text
 
 

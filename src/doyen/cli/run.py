@@ -133,7 +133,9 @@ class _Run:
             except asyncio.CancelledError:
                 if self._asked_to_end is None:
                     raise
-                return 128 + self._asked_to_end if self._code is None else self._code
+                return 128 + self._asked_to_end
+            finally:
+                self._ignore_signals()
 
     async def _campaign(self, session: doyen.Session) -> int:
         args = self._args
@@ -177,6 +179,14 @@ class _Run:
                 loop.add_signal_handler(signum, self._signalled, signum)
         loop.add_signal_handler(signal.SIGTSTP, lambda: None)
 
+    def _ignore_signals(self) -> None:
+        # The outcome is settled: an impatient second signal must not replace the exit code while
+        # the interpreter shuts down.
+        loop = asyncio.get_running_loop()
+        for signum in FORWARDED:
+            loop.remove_signal_handler(signum)
+            signal.signal(signum, signal.SIG_IGN)
+
     def _signalled(self, signum: signal.Signals) -> None:
         if self._supervisor.running:
             if signum in ENDING and self._asked_to_end is not None:
@@ -186,7 +196,7 @@ class _Run:
                 self._asked_to_end = signum
             self._passed_on.add(signum)
             self._supervisor.forward(signum)
-        elif signum in FATAL and self._asked_to_end is None:
+        elif signum in FATAL and self._asked_to_end is None and self._code is None:
             self._asked_to_end = signum
             if self._task is not None:
                 self._task.cancel()

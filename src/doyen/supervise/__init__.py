@@ -9,6 +9,10 @@ The stop budget is spent as follows: SIGTERM when the term ends, SIGKILL after 7
 and if nothing has been heard of the guard after 85 %, it is killed and its work done from here.
 What remains is for the kernel to take the processes down.
 
+Not covered: both processes killed in the same instant (the command's own process still dies, what
+it has started may not), and what has changed its user so that we may not signal it. Only tokens
+protect then, as they do when the machine itself is paused.
+
 May import the session's layers and below, but needs only a `Tenure`.
 """
 
@@ -79,15 +83,18 @@ class Supervisor:
         self._term: Tenure | None = None
         self._takeover: asyncio.TimerHandle | None = None
         self._clearing: asyncio.Task[None] | None = None
-        self._whole = wire.adopt_orphans()
-        self._spare = frozenset(wire.children(os.getpid())) if self._whole else frozenset()
+        self._whole = False
+        self._spare: frozenset[int] = frozenset()
 
     async def __aenter__(self) -> Supervisor:
+        self._whole = wire.adopt_orphans()
+        self._spare = frozenset(wire.children(os.getpid())) if self._whole else frozenset()
         self._start_guard()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._dismiss_guard()
+        wire.disown_orphans()
 
     @property
     def running(self) -> bool:
@@ -106,10 +113,11 @@ class Supervisor:
             raise RuntimeError("the command is running already")
         if self._guard is None:
             self._start_guard()
-        self._term = term
+        if term is not self._term:
+            self._term = term
+            term.on_renewal(partial(self._renewed, term))
         self._main = None
         ended = self._ended = asyncio.get_running_loop().create_future()
-        term.on_renewal(partial(self._renewed, term))
         self._tell(
             wire.START,
             term.token,
@@ -126,7 +134,7 @@ class Supervisor:
             ended.exception()  # the cancellation says it already
             raise
         finally:
-            self._term = self._ended = None
+            self._ended = None
             if self._takeover is not None:
                 self._takeover.cancel()
 

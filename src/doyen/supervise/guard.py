@@ -105,6 +105,11 @@ def adopt_orphans() -> bool:
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1) and os.path.exists("/proc/thread-self/children")
 
 
+def disown_orphans() -> None:
+    """Be that no longer."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
 def children(pid: int) -> list[int]:
     """The children of a process, the dead but unreaped ones included."""
     found: list[int] = []
