@@ -1,0 +1,700 @@
+"""What went wrong elsewhere, each as a test here.
+
+The reference names the tracker and issue. Every scenario runs on the code as it is, and again on
+variants with the rule broken that the incident broke: those must be caught. All in virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from doyen import (
+    AlreadyCampaigning,
+    LeadershipLost,
+    NotElected,
+    Session,
+    SessionClosed,
+    Term,
+    TermState,
+)
+from doyen.clock import VirtualClock
+from doyen.election import Candidacy
+from doyen.errors import LeaseGone, StoreUnavailable
+from doyen.events import Elected, Lost, Overrun
+from doyen.heart import Heart
+from doyen.model import Claim, Entry, Leader, Lease, leader_key
+from doyen.presence import Presence
+from doyen.session import Campaign
+from doyen.store import Creation, Store
+from doyen.stores.memory import MemoryServer, _Held
+from doyen.testing.faults import (
+    Expired,
+    Faults,
+    FaultyStore,
+    Refused,
+    Stray,
+    Unanswered,
+)
+from doyen.testing.faults import (
+    Lost as Unheard,
+)
+from doyen.timing import Timing
+from support import STOP_BUDGET_S, TTL_S, VALID_S, Place, heart_of, now, until, virtual
+
+Scenario = Callable[..., Coroutine[Any, Any, None]]
+Variant = Callable[[pytest.MonkeyPatch], None]
+
+CAUGHT = (AssertionError, pytest.fail.Exception, TimeoutError, LeadershipLost, NotElected)
+
+
+def broken_by(*variants: Variant) -> Callable[[Scenario], Callable[..., None]]:
+    """Make a test of a scenario: as the code is, and once with each rule broken."""
+
+    def decorate(scenario: Scenario) -> Callable[..., None]:
+        attempt = virtual(scenario)
+
+        def test(broken: Variant | None, **given: Any) -> None:
+            if broken is None:
+                attempt(**given)
+                return
+            with pytest.MonkeyPatch.context() as patch:
+                broken(patch)
+                with pytest.raises(CAUGHT):
+                    attempt(**given)
+
+        own = list(inspect.signature(attempt).parameters.values())
+        test.__name__, test.__doc__ = scenario.__name__, scenario.__doc__
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter("broken", inspect.Parameter.POSITIONAL_OR_KEYWORD), *own]
+        )
+        ids = ["as it is", *(variant.__name__ for variant in variants)]
+        marked: Callable[..., None] = pytest.mark.parametrize("broken", [None, *variants], ids=ids)(
+            test
+        )
+        return marked
+
+    return decorate
+
+
+async def hold_on(session: Session, terms: list[Term], for_s: float = 1e6, **options: Any) -> None:
+    """Campaign for "e", note the term, and keep it for a while."""
+    async with session.campaign("e", **options) as term:
+        terms.append(term)
+        await asyncio.sleep(for_s)
+
+
+def in_background(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """What becomes of it is looked at or not, as the scenario likes."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task
+
+
+# Rules, broken.
+
+
+def owner_known_by_name(patch: pytest.MonkeyPatch) -> None:
+    def same_name(self: Candidacy, entry: Entry) -> bool:
+        return Claim.decode(entry.value).name == Claim.decode(self._claim()).name
+
+    patch.setattr(Candidacy, "_is_mine", same_name)
+
+
+def believing(*errors: type[Exception]) -> Variant:
+    """A create that failed in this way is taken for a success."""
+
+    def a_failed_create_believed(patch: pytest.MonkeyPatch) -> None:
+        ask = Candidacy._ask
+
+        async def believe(self: Candidacy, request: Awaitable[Any]) -> Any:
+            creating = getattr(request, "__qualname__", "").endswith("create")
+            try:
+                return await ask(self, request)
+            except errors:
+                if not creating or self._heart is None:
+                    raise
+                return Creation(True, Entry(self._record_key, b"", 10**6, 0, self._heart.lease.id))
+
+        patch.setattr(Candidacy, "_ask", believe)
+
+    return a_failed_create_believed
+
+
+def nobody_told_of_loss(patch: pytest.MonkeyPatch) -> None:
+    lose = Heart.lose
+
+    def in_silence(self: Heart, reason: str, **options: Any) -> None:
+        self._listeners.clear()
+        lose(self, reason, **options)
+
+    patch.setattr(Heart, "lose", in_silence)
+
+
+def body_not_stopped(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Campaign, "_over", lambda self: None)
+
+
+def no_stop_budget(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Timing, "validity_s", property(lambda self: self.ttl_s))
+
+
+def failed_renewal_counts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Heart, "_doubt", lambda self, error: self._confirm(self._clock.now()))
+
+
+def failed_renewal_ends_renewing(patch: pytest.MonkeyPatch) -> None:
+    async def stop(self: Heart) -> None:
+        while self.lost_because is None:
+            await asyncio.sleep(self.timing.renew_every_s)
+            sent_at = self._clock.now()
+            await self._store.renew(self.lease)
+            self._confirm(sent_at)
+
+    patch.setattr(Heart, "beat", stop)
+
+
+def traces_left(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Candidacy, "_let_go_in_background", lambda self: setattr(self, "_left", True))
+
+
+def given_back_over_the_bodys_head(patch: pytest.MonkeyPatch) -> None:
+    def at_once(self: Presence, heart: Heart) -> None:
+        self.spawn(self._revoke(heart))
+
+    patch.setattr(Presence, "_give_back", at_once)
+
+
+def record_not_watched(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Candidacy, "_changed", Candidacy._wake)
+
+
+def calls_without_a_bound(patch: pytest.MonkeyPatch) -> None:
+    async def unbounded(self: Presence, request: Awaitable[Any]) -> Any:
+        return await request
+
+    patch.setattr(Presence, "call", unbounded)
+
+
+# Two leaders.
+
+
+@broken_by(owner_known_by_name)
+async def test_a_record_left_by_a_dead_session_is_not_trusted(place: Place) -> None:
+    """curator#1211: restarted under its old name, a candidate found the node of its dead session
+    and took itself for the leader."""
+    faults = Faults()
+    dead, restarted = await place.open(faults), await place.open()
+    terms: list[Term] = []
+    in_background(hold_on(dead, terms, name="server1", recipe="race"))
+    await until(lambda: terms)
+    faults.cut()
+    in_background(hold_on(restarted, terms, name="server1", recipe="race"))
+    await until(lambda: len(terms) == 2, 2 * TTL_S)
+    assert not terms[0].valid
+    assert now() >= TTL_S
+    faults.heal()
+
+
+def late_word_counts(patch: pytest.MonkeyPatch) -> None:
+    def whatever_heart(self: Candidacy, heart: Heart, reason: str, ended_at: float) -> None:
+        if self._term is not None:
+            self._term.lose(reason, ended_at)
+        self._presence.runtime.post(self._wake)
+
+    patch.setattr(Candidacy, "_heart_lost", whatever_heart)
+
+
+@broken_by(late_word_counts)
+async def test_late_word_of_an_old_session_changes_nothing(place: Place) -> None:
+    """curator#1018: a callback of the old session came late and replaced live state."""
+    leader, session = await place.open(), await place.open()
+    terms: list[Term] = []
+    in_background(hold_on(leader, [], for_s=10, name="a"))
+    await until(lambda: place.holder() == "a")
+    in_background(hold_on(session, terms, name="b"))
+    await until(lambda: place.line() == ["a", "b"])
+    old = heart_of(session)
+    late = list(old._listeners.values())
+    old.lose("the test says so")
+    await until(lambda: terms)
+    assert heart_of(session) is not old
+    for tell in late:
+        tell("late word", place.clock.now())
+    old._confirm(place.clock.now())
+    await asyncio.sleep(10 * TTL_S)
+    assert terms[0].valid
+    assert old.lost_because == "the test says so"
+
+
+@pytest.mark.parametrize("how", ["lease gone", "refused", "silent", "adapter's own mistake"])
+@broken_by(nobody_told_of_loss, body_not_stopped)
+async def test_every_failure_to_renew_stops_the_body(place: Place, how: str) -> None:
+    """kubernetes#23731: the path of a failed renewal skipped the stop hook, and the old leader
+    worked on. consul#1843: the renewer's failure was discarded."""
+    faults = Faults()
+
+    class Mistaken(FaultyStore):
+        async def renew(self, lease: Lease) -> None:
+            raise KeyError("mistake")
+
+    def wrap(store: Store) -> Store:
+        return Mistaken(store, Faults())
+
+    session = await place.open(faults, wrap=wrap if how.startswith("adapter") else None)
+    if how == "lease gone":
+        faults.next("renew", Expired())
+    elif how == "refused":
+        faults.next("renew", *[Refused()] * 1000)
+    elif how == "silent":
+        faults.next("renew", *[Unheard()] * 1000)
+    terms: list[Term] = []
+    stopped_at: list[float] = []
+    try:
+        async with session.campaign("e") as term:
+            terms.append(term)
+            try:
+                await asyncio.sleep(2 * TTL_S)
+            finally:
+                stopped_at.append(now())
+    except LeadershipLost:
+        pass
+    assert stopped_at[0] <= VALID_S + 1e-6
+    assert terms[0].state is TermState.LOST
+    assert len(place.seen(Lost)) == 1
+
+
+@broken_by(no_stop_budget)
+async def test_a_stop_hook_within_its_budget_ends_before_the_successor_begins(place: Place) -> None:
+    """cilium#42920: slow stop hooks outlived the lease, and two operators ran."""
+    faults = Faults()
+    a, b = await place.open(faults), await place.open()
+    story: list[tuple[float, str]] = []
+
+    async def work() -> None:
+        async with a.campaign("e"):
+            try:
+                await asyncio.sleep(1e6)
+            finally:
+                await asyncio.sleep(0.95 * STOP_BUDGET_S)
+                story.append((now(), "old leader has stopped"))
+
+    in_background(work())
+    await until(place.holder)
+    faults.cut()
+    async with b.campaign("e"):
+        story.append((now(), "new leader begins"))
+        await asyncio.sleep(STOP_BUDGET_S)
+    assert [what for _, what in story] == ["old leader has stopped", "new leader begins"]
+    assert place.seen(Overrun) == []
+    faults.heal()
+
+
+def ahead_gone_is_victory(patch: pytest.MonkeyPatch) -> None:
+    """As in the incident: the wait is over, so the lock is ours, whatever became of the lease."""
+    ahead = MemoryServer.ahead
+
+    def nobody(self: MemoryServer, ticket: str) -> Entry | None:
+        return ahead(self, ticket) if ticket in self._entries else None
+
+    patch.setattr(MemoryServer, "ahead", nobody)
+    believing(LeaseGone)(patch)
+
+
+@broken_by(ahead_gone_is_victory)
+async def test_nobody_is_elected_on_a_lease_that_ran_out_while_waiting(place: Place) -> None:
+    """etcd#11456: the lock was granted after waiting, on a lease that had expired meanwhile."""
+    a, b = await place.open(), await place.open()
+    terms: list[Term] = []
+    leading = in_background(hold_on(a, [], name="a"))
+    await until(lambda: place.holder() == "a")
+    in_background(hold_on(b, terms, name="b"))
+    await until(lambda: place.line() == ["a", "b"])
+    place.end_lease(b)
+    leading.cancel()
+    await until(lambda: terms)
+    elected = place.seen(Elected)[-1]
+    assert isinstance(elected, Elected)
+    assert elected.lease in place.server._leases
+    assert place.holder() == "b"
+    await asyncio.sleep(10 * TTL_S)
+    assert terms[0].valid
+
+
+def entered_unheld(patch: pytest.MonkeyPatch) -> None:
+    """`acquire` gives up and returns, and `with` goes on."""
+    enter, leave = Campaign.__aenter__, Campaign.__aexit__
+
+    async def anyway(self: Campaign) -> Any:
+        try:
+            return await enter(self)
+        except NotElected:
+            return None
+
+    async def if_entered(self: Campaign, *error: Any) -> Any:
+        return await leave(self, *error) if hasattr(self, "_term") else None
+
+    patch.setattr(Campaign, "__aenter__", anyway)
+    patch.setattr(Campaign, "__aexit__", if_entered)
+
+
+@pytest.mark.parametrize("wait_s", [0, 3])
+@broken_by(entered_unheld)
+async def test_a_scope_is_never_entered_without_leading(place: Place, wait_s: float) -> None:
+    """python-etcd3#599, #1314, redis-py#621: `with lock:` was entered when the wait timed out."""
+    a, b = await place.open(), await place.open()
+    async with a.campaign("e"):
+        with pytest.raises(NotElected):
+            async with b.campaign("e", wait_s=wait_s):
+                pytest.fail("entered without leading")
+
+
+@broken_by(believing(Exception))
+async def test_an_error_while_acquiring_is_no_success(place: Place) -> None:
+    """redbeat#208: an exception in acquire was taken as success."""
+    a = await place.open()
+
+    class Mistaken(FaultyStore):
+        async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
+            raise KeyError("mistake")
+
+    class Unreachable(FaultyStore):
+        async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
+            raise StoreUnavailable("connection refused")
+
+    async with a.campaign("e", name="a", recipe="race"):
+        for kind, error in ((Mistaken, KeyError), (Unreachable, NotElected)):
+            b = await place.open(wrap=lambda store, kind=kind: kind(store, Faults()))  # type: ignore[misc]
+            with pytest.raises(error):
+                async with b.campaign("e", recipe="race", wait_s=1):
+                    pytest.fail("entered without leading")
+        assert place.holder() == "a"
+
+
+def renewal_revives(patch: pytest.MonkeyPatch) -> None:
+    """`SET key ttl`, whoever holds it."""
+
+    def set_anew(self: MemoryServer, lease: str) -> None:
+        held = self._leases.setdefault(lease, _Held(TTL_S, 0.0))
+        held.expires_at = self.clock.now() + held.ttl_s
+
+    patch.setattr(MemoryServer, "renew", set_anew)
+
+
+@broken_by(renewal_revives)
+async def test_a_renewal_that_lands_after_the_end_revives_nothing(place: Place) -> None:
+    """redbeat#127: the lock was extended without a look at whose it was."""
+    faults = Faults()
+    a, b = await place.open(faults), await place.open()
+    terms: list[Term] = []
+    faults.next("renew", Stray(after_s=2 * TTL_S), *[Unheard()] * 1000)
+    in_background(hold_on(a, [], name="a"))
+    await until(lambda: place.holder() == "a")
+    lease = heart_of(a).lease.id
+    in_background(hold_on(b, terms, name="b"))
+    await until(lambda: terms, 2 * TTL_S)
+    await asyncio.sleep(2 * TTL_S)
+    assert lease not in place.server._leases
+    assert place.holder() == "b"
+    assert terms[0].valid
+
+
+def any_attempt_of_ours(patch: pytest.MonkeyPatch) -> None:
+    def same_lease(self: Candidacy, entry: Entry) -> bool:
+        return self._heart is not None and entry.lease == self._heart.lease.id
+
+    patch.setattr(Candidacy, "_is_mine", same_lease)
+
+
+@broken_by(any_attempt_of_ours)
+async def test_a_stale_read_confirms_nothing(place: Place) -> None:
+    """patroni#316: a read from a lagging replica "confirmed" a leadership that was over. Here the
+    replica still shows our own former record when the answer to our next claim is lost."""
+    stale: list[Entry] = []
+
+    class Lagging(FaultyStore):
+        async def get(self, key: str) -> Entry | None:
+            return stale[0] if stale else await super().get(key)
+
+    faults = Faults()
+    a = await place.open(wrap=lambda store: Lagging(store, faults))
+    b = await place.open()
+    async with a.campaign("e", name="a"):
+        former = place.server.get(leader_key("e"))
+    assert former is not None
+    async with b.campaign("e", name="b"):
+        stale.append(former)
+        faults.next("create", Unheard())
+        with pytest.raises(NotElected):
+            async with a.campaign("e", name="a", recipe="race", wait_s=2 * TTL_S):
+                pytest.fail("entered without leading")
+        stale.clear()
+
+
+@broken_by(failed_renewal_counts)
+async def test_a_store_error_extends_nothing(place: Place) -> None:
+    """patroni#329: after an error of the store the lock was still believed to be held. helix#691:
+    work went on until the connection came back."""
+    faults = Faults()
+    a, b = await place.open(faults), await place.open()
+    terms: list[Term] = []
+    faults.next("renew", *[Refused()] * 1000)
+    in_background(hold_on(a, terms, name="a"))
+    await until(lambda: terms)
+    in_background(hold_on(b, terms, name="b"))
+    await asyncio.sleep(VALID_S - now() - 1e-6)
+    assert terms[0].valid
+    await asyncio.sleep(2e-6)
+    assert not terms[0].valid
+    await until(lambda: len(terms) == 2, TTL_S)
+
+
+@broken_by(nobody_told_of_loss)
+async def test_the_loss_is_told_although_the_next_attempt_fails(place: Place) -> None:
+    """spring-integration#2098: leadership was not revoked while locking again kept failing."""
+    faults = Faults()
+    session = await place.open(faults)
+    rounds: list[str] = []
+
+    async def work() -> None:
+        async for campaign in session.campaigns("e"):
+            async with campaign:
+                rounds.append("entered")
+                try:
+                    await asyncio.sleep(1e6)
+                finally:
+                    rounds.append("ended")
+
+    task = in_background(work())
+    await until(lambda: rounds)
+    faults.cut()
+    await asyncio.sleep(3600)
+    assert rounds == ["entered", "ended"]
+    assert len(place.seen(Lost)) == 1
+    faults.heal()
+    await until(lambda: len(rounds) == 3)
+    task.cancel()
+
+
+def on_the_wall_clock(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(VirtualClock, "now", lambda self: self._monotonic + self._wall_offset)
+
+
+@broken_by(on_the_wall_clock)
+async def test_nobodys_wall_clock_decides(place: Place) -> None:
+    """PySyncObj#108: ages were reckoned from the clients' wall clocks."""
+    session = await place.open()
+    async with session.campaign("e") as term:
+        for step_s in (3600, -7200, 86_400):
+            place.clock.step_wall(step_s)
+            assert term.valid
+            await asyncio.sleep(TTL_S)
+            assert term.valid
+
+
+# Stuck, leaked, or wrongly told.
+
+
+@broken_by(calls_without_a_bound)
+async def test_a_campaign_goes_on_after_the_store_was_paused(place: Place) -> None:
+    """etcd#14641: a campaign hung for ever because the store's leader was paused for a while."""
+    for operation in ("grant", "enqueue", "ahead", "watch", "create", "get"):
+        faults = Faults()
+        other = await place.open(faults)
+        faults.next(operation, Unheard())
+        async with asyncio.timeout(2 * TTL_S), other.campaign("e"):
+            pass
+    faults = Faults()
+    session = await place.open(faults)
+    faults.cut()
+    task = in_background(hold_on(session, [], for_s=1))
+    await asyncio.sleep(600)
+    faults.heal()
+    async with asyncio.timeout(2 * TTL_S):
+        await task
+
+
+def first_under_the_prefix(patch: pytest.MonkeyPatch) -> None:
+    async def first(self: Presence, election: str, **_: Any) -> Leader | None:
+        for entry in await self.call(self.store.list("elections")):
+            if entry.key.startswith(f"elections/{election}") and entry.key.endswith("/leader"):
+                return Leader(election, Claim.decode(entry.value).name, entry.revision)
+        return None
+
+    patch.setattr(Presence, "leader", first)
+
+
+@broken_by(first_under_the_prefix)
+async def test_an_observer_is_told_of_its_own_election_only(place: Place) -> None:
+    """etcd#18163: observe named the leader of another election, whose name began alike."""
+    watcher, a = await place.open(), await place.open()
+    seen: list[str | None] = []
+
+    async def watch() -> None:
+        async for leader in watcher.observe("e"):
+            seen.append(leader.name if leader else None)  # noqa: PERF401 - as it comes
+
+    task = in_background(watch())
+    await until(lambda: seen == [None])
+    for other in ("e2", "e/leader", "e/line", "e%2F", "E", "./e"):
+        async with a.campaign(other, name=other):
+            await asyncio.sleep(1)
+            assert await watcher.leader("e") is None
+    async with a.campaign("e", name="right"), a.campaign("e/leader", name="wrong"):
+        await until(lambda: len(seen) == 2)
+    await until(lambda: len(seen) == 3)
+    assert seen == [None, "right", None]
+    task.cancel()
+
+
+@broken_by(record_not_watched)
+async def test_a_lease_revoked_by_the_stores_mistake_is_noticed_at_once(place: Place) -> None:
+    """etcd#15247: a stalled ex-leader of the store revoked live leases. Their holders cannot
+    prevent it; they need not wait for their next renewal to learn of it."""
+    session = await place.open()
+    with pytest.raises(LeadershipLost):
+        async with session.campaign("e") as term:
+            await asyncio.sleep(0.1)
+            place.end_lease(session)
+            revoked_at = now()
+            await asyncio.sleep(100)
+    assert now() - revoked_at < 0.01
+    assert not term.valid
+
+
+def scopes_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("doyen.session.hold", lambda *held: None)
+
+
+@broken_by(scopes_forgotten)
+async def test_a_second_claim_on_the_same_session_does_not_stack(place: Place) -> None:
+    """wolverine#2691: re-entrant locks stacked, and one release freed nothing."""
+    a, b = await place.open(), await place.open()
+    async with asyncio.timeout(TTL_S):
+        async with a.campaign("e"):
+            with pytest.raises(AlreadyCampaigning):
+                async with a.campaign("e"):
+                    pytest.fail("entered twice")
+        async with b.campaign("e"):
+            pass
+
+
+@pytest.mark.parametrize("fault", [Unanswered(), Unanswered(told=True), Stray(after_s=3.0)])
+@pytest.mark.parametrize("operation", ["create", "enqueue"])
+@pytest.mark.parametrize("giving_up", ["wait_s", "timeout"])
+@broken_by(traces_left)
+async def test_a_claim_given_up_unanswered_leaks_nothing(
+    place: Place, fault: Any, operation: str, giving_up: str
+) -> None:
+    """greptimedb#7670: the client timed out, the lock was taken all the same, and nobody held it.
+
+    The session that made the claim lives on and renews its lease: nothing else would end it.
+    """
+    faults = Faults()
+    a, b = await place.open(faults), await place.open()
+    async with a.campaign("other"):
+        faults.next(operation, fault)
+        wait_s = 0.5 if giving_up == "wait_s" else None
+        timeout_s = 0.5 if giving_up == "timeout" else None
+        try:
+            async with asyncio.timeout(timeout_s), a.campaign("e", name="a", wait_s=wait_s):
+                # Only a write of our own that was found again may have led here.
+                assert place.holder() == "a"
+        except (NotElected, TimeoutError):
+            pass
+        await asyncio.sleep(2 * TTL_S)
+        assert (place.holder(), place.line()) == (None, [])
+        async with asyncio.timeout(1), b.campaign("e"):
+            pass
+
+
+@pytest.mark.parametrize("fault", [Refused(), Unheard(), Unheard(told=True), Unanswered()])
+@broken_by(failed_renewal_ends_renewing)
+async def test_one_failed_renewal_is_not_the_last(place: Place, fault: Any) -> None:
+    """redisson#775: after one failed renewal the next was never scheduled."""
+    faults = Faults()
+    session = await place.open(faults)
+    async with session.campaign("e") as term:
+        for _ in range(10):
+            faults.next("renew", fault)
+            await asyncio.sleep(2 * TTL_S)
+            assert term.valid
+
+
+@broken_by()
+async def test_a_listener_that_fails_does_not_end_the_renewals(place: Place) -> None:
+    """redisson#775 once more: here it would be a user's callback that ends them."""
+    session = await place.open()
+
+    def fail(deadline: float) -> None:
+        raise ZeroDivisionError
+
+    async with session.campaign("e") as term:
+        term.on_renewal(fail)
+        await asyncio.sleep(10 * TTL_S)
+        assert term.valid
+
+
+@broken_by(given_back_over_the_bodys_head)
+async def test_the_record_stands_until_the_guarded_work_has_returned(place: Place) -> None:
+    """kubernetes#139504: the lease was released on shutdown while the work was still ending."""
+    a, b = await place.open(), await place.open()
+    story: list[str] = []
+
+    async def work() -> None:
+        async with a.campaign("e", name="a"):
+            try:
+                await asyncio.sleep(1e6)
+            finally:
+                await asyncio.sleep(0.9 * STOP_BUDGET_S)
+                story.append("old leader has stopped")
+
+    async def succeed() -> None:
+        async with b.campaign("e", name="b"):
+            story.append("new leader begins")
+
+    for how in ("cancelled", "lost"):
+        story.clear()
+        task = in_background(work())
+        await until(lambda: place.holder() == "a")
+        successor = in_background(succeed())
+        await until(lambda: place.line() == ["a", "b"])
+        task.cancel() if how == "cancelled" else heart_of(a).lose("the test says so")
+        async with asyncio.timeout(STOP_BUDGET_S):  # handed over, not left to run out
+            await successor
+        assert story == ["old leader has stopped", "new leader begins"], how
+
+
+def waiting_left_waiting(patch: pytest.MonkeyPatch) -> None:
+    async def errand(self: Presence, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        return await work()
+
+    patch.setattr(Presence, "errand", errand)
+
+
+@broken_by(waiting_left_waiting)
+async def test_nobody_waits_on_a_session_that_is_closed(place: Place) -> None:
+    """kazoo#89: no word of the end reached those who waited."""
+    faults = Faults()
+    session = place.session(faults)
+    async with session:
+        watching = in_background(anext_twice(session))
+        await asyncio.sleep(1)
+        faults.cut()
+        waiting = in_background(hold_on(session, []))
+        await asyncio.sleep(TTL_S)
+    for task in (watching, waiting):
+        async with asyncio.timeout(0.1):
+            with pytest.raises(SessionClosed):
+                await task
+    faults.heal()
+
+
+async def anext_twice(session: Session) -> None:
+    leaders = session.observe("e")
+    await anext(leaders)
+    await anext(leaders)
