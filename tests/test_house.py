@@ -120,8 +120,11 @@ def test_only_the_clock_reads_the_wall_clock(path: Path) -> None:
 
 @each_test
 def test_tests_do_not_sleep(path: Path) -> None:
-    """Time is virtual; with real processes a test waits for an event, or polls in short steps."""
-    polls = 0
+    """Time is virtual; with real processes a test waits for an event, or polls in short steps.
+
+    A test may block the loop on purpose, where that is what is on trial: ruff wants it marked.
+    """
+    polls = path.read_text().count("noqa: ASYNC251 - ")
     for loop in ast.walk(tree_of(path)):
         if isinstance(loop, ast.While):
             for node in loop.body:
@@ -132,7 +135,7 @@ def test_tests_do_not_sleep(path: Path) -> None:
                         )
                     ) if pause <= MAX_POLL_S:
                         polls += 1
-    assert len(uses(path, "time", {"sleep"})) == polls
+    assert len(uses(path, "time", {"sleep"})) <= polls
 
 
 def test_the_guard_stands_alone() -> None:
