@@ -177,3 +177,8 @@ async def lead_until_told(
     async with session.campaign(election, **options) as term:
         await stop.wait()
     return term
+
+
+async def gather_leaders(session: Session, seen: list[str | None]) -> None:
+    async for leader in session.observe("e"):
+        seen += [leader.name if leader else None]
