@@ -25,11 +25,13 @@ ALL = SOURCES + TESTS + OTHERS
 PUBLIC = [
     "AlreadyCampaigning",
     "BlockingSession",
+    "Candidate",
     "ConfigError",
     "DoyenError",
     "Leader",
     "LeadershipLost",
     "NotElected",
+    "OrderFailed",
     "Session",
     "SessionClosed",
     "StaleToken",

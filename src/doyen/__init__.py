@@ -5,35 +5,43 @@
             await work(term.token)
 
 Start with the README; what is guaranteed, and what is not, is in docs/guarantees.md.
+
+Importing this module imports nothing else: each name is fetched from its home when first used.
 """
 
-from doyen.blocking import BlockingSession, connect_blocking, while_leader
-from doyen.errors import (
-    AlreadyCampaigning,
-    ConfigError,
-    DoyenError,
-    LeadershipLost,
-    NotElected,
-    SessionClosed,
-    StaleToken,
-    StoreError,
-    StoreUnavailable,
-    StoreUnusable,
-)
-from doyen.model import Leader
-from doyen.session import Session, connect
-from doyen.term import Term, TermState
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from doyen.blocking import BlockingSession, connect_blocking, while_leader
+    from doyen.errors import (
+        AlreadyCampaigning,
+        ConfigError,
+        DoyenError,
+        LeadershipLost,
+        NotElected,
+        OrderFailed,
+        SessionClosed,
+        StaleToken,
+        StoreError,
+        StoreUnavailable,
+        StoreUnusable,
+    )
+    from doyen.model import Candidate, Leader
+    from doyen.session import Session, connect
+    from doyen.term import Term, TermState
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AlreadyCampaigning",
     "BlockingSession",
+    "Candidate",
     "ConfigError",
     "DoyenError",
     "Leader",
     "LeadershipLost",
     "NotElected",
+    "OrderFailed",
     "Session",
     "SessionClosed",
     "StaleToken",
@@ -46,3 +54,18 @@ __all__ = [
     "connect_blocking",
     "while_leader",
 ]
+
+_HOMES = ("blocking", "session", "term", "model", "errors")
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        from importlib import import_module
+
+        for home in _HOMES:
+            module = import_module(f"doyen.{home}")
+            if name in module.__all__:
+                value: object = getattr(module, name)
+                globals()[name] = value
+                return value
+    raise AttributeError(f"module 'doyen' has no attribute {name!r}")

@@ -13,20 +13,20 @@ import os
 import queue
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar, Unpack, cast
 
-from doyen.election import OnOverrun, Recipe
+from doyen.election import Options, Stand, default_name
 from doyen.errors import AlreadyCampaigning, SessionClosed
 from doyen.events import Sink
-from doyen.model import Leader, Meta
+from doyen.model import Candidate, Leader
+from doyen.orders import order_resign, order_transfer
 from doyen.presence import Presence, Settings
 from doyen.runtime import ThreadRuntime
-from doyen.session import Stand, connect, drop, hold, settings_for, settle_loss, track
+from doyen.session import candidacy, connect, drop, hold, settings_for, settle_loss, track
 from doyen.term import Term, TermState
 
 __all__ = ["BlockingCampaign", "BlockingSession", "connect_blocking", "while_leader"]
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -70,49 +70,56 @@ class BlockingSession:
     def _do(self, work: Coroutine[Any, Any, T]) -> T:
         return self._runtime.do_blocking(work)
 
-    def campaign(
-        self,
-        election: str,
-        *,
-        name: str | None = None,
-        meta: Meta | None = None,
-        wait_s: float | None = None,
-        priority: int = 0,
-        recipe: Recipe = "line",
-        on_overrun: OnOverrun = "report",
-    ) -> BlockingCampaign:
-        """Stand for `election`; the scope is entered when elected.
+    def campaign(self, election: str, **options: Unpack[Options]) -> BlockingCampaign:
+        """Stand for `election`; the scope is entered when elected. Options as for
+        `Session.campaign`.
 
-        with session.campaign("billing", name="server1") as term:
-            while term.valid:
-                work(term.token)
+            with session.campaign("billing", name="server1") as term:
+                while term.valid:
+                    work(term.token)
         """
-        return BlockingCampaign(
-            self._opened,
-            self._runtime,
-            Stand(
-                election,
-                name=name,
-                meta=meta,
-                wait_s=wait_s,
-                priority=priority,
-                recipe=recipe,
-                on_overrun=on_overrun,
-            ),
-        )
+        return BlockingCampaign(self._opened, self._runtime, Stand(election=election, **options))
 
-    def campaigns(self, election: str, **options: Any) -> Iterator[BlockingCampaign]:
+    def campaigns(self, election: str, **options: Unpack[Options]) -> Iterator[BlockingCampaign]:
         """Campaign again after each loss, until the loop is left."""
         while True:
             campaign = self.campaign(election, **options)
             campaign._again_after_loss = True
             yield campaign
 
+    def lock(self, lock: str, /, **options: Unpack[Options]) -> BlockingCampaign:
+        """Mutual exclusion without a leader: a scope with a token, as for a campaign."""
+        stand = Stand(election=lock, kind="locks", **options)
+        return BlockingCampaign(self._opened, self._runtime, stand)
+
     def leader(self, election: str) -> Leader | None:
         """Who leads now, by a read of the store; None while vacant."""
+        return self._errand(lambda presence: presence.leader(election))
+
+    def line(self, election: str) -> list[Candidate]:
+        """Everyone who stands in line, in order, the leader marked."""
+        return self._errand(lambda presence: presence.line(election))
+
+    def resign(self, election: str, *, wait_s: float = 10.0, force: bool = False) -> Leader:
+        """Have whoever leads let go; see `Session.resign`."""
+        return self._errand(
+            lambda presence: order_resign(
+                presence, election, by=default_name(), wait_s=wait_s, force=force
+            )
+        )
+
+    def transfer(self, election: str, *, to: str, wait_s: float = 10.0) -> Leader:
+        """Have the leader hand over to the candidate named `to`; see `Session.transfer`."""
+        return self._errand(
+            lambda presence: order_transfer(
+                presence, election, to=to, by=default_name(), wait_s=wait_s
+            )
+        )
+
+    def _errand(self, work: Callable[[Presence], Coroutine[Any, Any, T]]) -> T:
         presence = self._opened
         presence.check_open()
-        return self._do(presence.errand(lambda: presence.leader(election)))
+        return self._do(presence.errand(lambda: work(presence)))
 
     def observe(self, election: str) -> Iterator[Leader | None]:
         """Who leads now, then every change; None while vacant."""
@@ -161,22 +168,21 @@ class BlockingCampaign:
             self._runtime.release()
             raise
         self._term = term
-        hold(term, self._presence)
+        hold(term, self._presence, self._stand.kind)
         return term
 
     def _win(self) -> Term:
         presence, runtime = self._presence, self._runtime
         while True:
-            self._candidacy = candidacy = self._stand.candidacy(presence)
-            winning = functools.partial(candidacy.win, self._stand.wait_s)
+            self._candidacy = standing = candidacy(presence, self._stand)
             try:
-                term = runtime.do_blocking(presence.errand(winning))
+                term = runtime.do_blocking(presence.errand(standing.win))
             except BaseException:
-                runtime.start(candidacy.leave())
+                runtime.start(standing.leave())
                 raise
             if term.valid:
                 return term
-            runtime.finish_blocking(candidacy.leave())
+            runtime.finish_blocking(standing.leave())
 
     def __exit__(
         self,
@@ -229,7 +235,7 @@ def connect_blocking(
 
 
 def while_leader(
-    election: str, *, store: str, ttl_s: float | None = None, **options: Any
+    election: str, *, store: str, ttl_s: float | None = None, **options: Unpack[Options]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Run a function, ordinary or async, only as leader; again after each loss.
 
@@ -272,7 +278,7 @@ def _async_while_leader(
     election: str,
     store: str,
     ttl_s: float | None,
-    options: dict[str, Any],
+    options: Options,
 ) -> Callable[..., Coroutine[Any, Any, T]]:
     @functools.wraps(function)
     async def run(*args: Any, **kwargs: Any) -> T:

@@ -15,16 +15,22 @@ Rules kept here:
 - The record is deleted only after the body has ended, and only by its own version.
 - The holder watches its record and takes its absence for loss.
 - Failing to win raises; nothing is ever entered unheld.
+- An order is obeyed, never enforced: the holder ends its own term, and its record goes when its
+  body has ended, not before. An heir is let in out of turn by the leader keeping its ticket, and
+  with it its place at the head of the line, until the heir has the record or has had its chance.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
+import socket
 from collections.abc import Awaitable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal, TypedDict, TypeVar
 
 from doyen.errors import (
     ConfigError,
@@ -37,12 +43,23 @@ from doyen.errors import (
 )
 from doyen.events import Elected, Lost, Overrun, Resigned, Waiting
 from doyen.heart import Heart
-from doyen.model import Claim, Entry, Meta, leader_key, line_key
+from doyen.model import (
+    Claim,
+    Entry,
+    Kind,
+    Meta,
+    Order,
+    leader_key,
+    line_key,
+    mail_key,
+    order_key,
+    ready_key,
+)
 from doyen.presence import Presence
 from doyen.store import Watch
 from doyen.term import Term, TermState
 
-__all__ = ["Candidacy", "OnOverrun", "Recipe"]
+__all__ = ["Candidacy", "Options", "Stand", "default_name"]
 
 T = TypeVar("T")
 
@@ -52,65 +69,117 @@ OnOverrun = Literal["report", "exit"]
 OVERRUN_EXIT_CODE = 70
 
 
+def default_name() -> str:
+    """Who this process is, if nobody says."""
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+class Options(TypedDict, total=False):
+    """What a campaign may ask for."""
+
+    name: str
+    """Who stands; shown to others. Default: host name and process id."""
+    meta: Meta
+    """What others are told about the candidate, and about the leader."""
+    wait_s: float | None
+    """Bounds the waiting only, and raises `NotElected`. None waits for ever."""
+    priority: int
+    """Candidates of higher priority stand further ahead."""
+    preempt: bool
+    """Do not wait for a leader of lower priority to end: order it to hand over."""
+    cooldown_s: float
+    """With `preempt`: leave a leader alone until this candidate has known it for so long."""
+    recipe: Recipe
+    """"line" (fair, one candidate wakes per change) or "race" (everyone tries)."""
+    stall_after_s: float | None
+    """Lose the term if its work does not call `term.beat()` at least so often."""
+    on_overrun: OnOverrun
+    """What follows if a body has not ended within its stop budget after a loss: "report" emits
+    an event, "exit" ends the process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stand:
+    """What a campaign asks for, checked and completed; see `Options`."""
+
+    election: str
+    kind: Kind = "elections"
+    name: str = ""
+    meta: Meta = field(default_factory=dict)
+    wait_s: float | None = None
+    priority: int = 0
+    preempt: bool = False
+    cooldown_s: float = 60.0
+    recipe: Recipe = "line"
+    stall_after_s: float | None = None
+    on_overrun: OnOverrun = "report"
+
+    def __post_init__(self) -> None:
+        leader_key(self.election, self.kind)
+        object.__setattr__(self, "name", self.name or default_name())
+        object.__setattr__(self, "meta", dict(self.meta))
+        Claim(self.name, "", self.meta).encode()
+        if self.recipe not in ("line", "race"):
+            raise ConfigError(f"recipe is 'line' or 'race', not {self.recipe!r}")
+        if self.on_overrun not in ("report", "exit"):
+            raise ConfigError(f"on_overrun is 'report' or 'exit', not {self.on_overrun!r}")
+        if self.wait_s is not None and self.wait_s < 0:
+            raise ConfigError(
+                f"wait_s must not be negative, not {self.wait_s:g}; None waits for ever"
+            )
+        if self.stall_after_s is not None and self.stall_after_s <= 0:
+            raise ConfigError(f"stall_after_s must be positive, not {self.stall_after_s:g}")
+        if self.cooldown_s < 0:
+            raise ConfigError(f"cooldown_s must not be negative, not {self.cooldown_s:g}")
+        if self.preempt and self.recipe == "race":
+            raise ConfigError("preempt=True goes with recipe='line': a race knows no priority")
+
+
 class Candidacy:
     """Stands for election on a presence. Lives on doyen's loop."""
 
     __slots__ = (
+        "_asked",
         "_attempt",
         "_behind",
-        "_confirming",
+        "_called",
         "_doubtful",
-        "_election",
         "_heart",
+        "_heir",
+        "_laid",
         "_left",
-        "_meta",
-        "_name",
-        "_on_overrun",
+        "_looking",
+        "_mailbox",
         "_presence",
-        "_rank",
-        "_recipe",
         "_record",
         "_record_key",
+        "_seen",
         "_term",
         "_ticket",
         "_trouble",
+        "_unread",
         "_waiter",
         "_watch",
         "_woken",
     )
 
-    def __init__(
-        self,
-        presence: Presence,
-        election: str,
-        *,
-        name: str,
-        meta: Meta,
-        rank: int,
-        recipe: Recipe,
-        on_overrun: OnOverrun,
-    ) -> None:
-        if recipe not in ("line", "race"):
-            raise ConfigError(f"recipe is 'line' or 'race', not {recipe!r}")
-        if on_overrun not in ("report", "exit"):
-            raise ConfigError(f"on_overrun is 'report' or 'exit', not {on_overrun!r}")
+    def __init__(self, presence: Presence, asked: Stand) -> None:
         self._presence = presence
-        self._election = election
-        self._name = name
-        self._meta = meta
-        self._rank = rank
-        self._recipe = recipe
-        self._on_overrun = on_overrun
-        self._record_key = leader_key(election)
-        Claim(name, "", meta).encode()
+        self._asked = asked
+        self._record_key = leader_key(asked.election, asked.kind)
         self._heart: Heart | None = None
         self._term: Term | None = None
         self._left = False
-        self._confirming = False
+        self._looking = False
         self._behind = ""
         self._trouble: StoreError | None = None
         self._watch: Watch | None = None
+        self._mailbox: Watch | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._seen: tuple[int, float] | None = None
+        """The leader that this candidate would preempt, and since when it has known it."""
+        self._heir = ""
+        """As leader: the attempt that an order has it hand over to."""
         self._begin_attempt()
 
     def _begin_attempt(self) -> None:
@@ -119,9 +188,15 @@ class Candidacy:
         self._record: Entry | None = None
         self._doubtful = False
         self._woken = False
+        self._called = False
+        """As candidate: named heir by an order, so that its turn is now."""
+        self._unread = False
+        self._laid: tuple[str, ...] = ()
+        """Keys under which this attempt may have laid an order or its word to be ready."""
 
-    async def win(self, wait_s: float | None) -> Term:
+    async def win(self) -> Term:
         """Stand until elected. Raises `NotElected` after `wait_s`; leaves nothing behind then."""
+        wait_s = self._asked.wait_s
         deadline = None if wait_s is None else asyncio.get_running_loop().time() + wait_s
         try:
             while True:
@@ -144,10 +219,10 @@ class Candidacy:
 
     async def _stand(self, deadline: float | None) -> Term:
         presence, store = self._presence, self._presence.store
-        heart = await presence.heart()
+        heart = await self._live_heart()
         if heart is not self._heart:
             self._adopt(heart)
-        if self._recipe == "line" and self._ticket is None:
+        if self._asked.recipe == "line" and self._ticket is None:
             self._ticket = await self._take_ticket(heart)
         while True:
             self._woken = False
@@ -159,7 +234,10 @@ class Candidacy:
                 record = await presence.call(store.get(self._record_key))
                 if record is not None and self._is_mine(record):
                     return self._begin_term(heart, record)
-            ahead = None if self._ticket is None else await presence.call(store.ahead(self._ticket))
+            await self._read_mail(heart)
+            ahead = None
+            if self._ticket is not None and not self._called:
+                ahead = await presence.call(store.ahead(self._ticket))
             if ahead is not None:
                 await self._wait_behind(ahead, deadline)
                 continue
@@ -168,18 +246,29 @@ class Candidacy:
             creation = await self._ask(store.create(self._record_key, self._claim(), heart.lease))
             if creation.won or self._is_mine(creation.entry):
                 return self._begin_term(heart, creation.entry)
-            await self._wait(creation.entry, deadline)
+            until = await self._claim_priority(heart, creation.entry)
+            await self._wait(creation.entry, deadline, until)
+
+    async def _live_heart(self) -> Heart:
+        stall_after_s = self._asked.stall_after_s
+        if stall_after_s is None:
+            return await self._presence.heart()
+        if self._heart is not None and not self._heart.lose_if_expired():
+            return self._heart
+        return await self._presence.own_heart(stall_after_s)
 
     def _adopt(self, heart: Heart) -> None:
         if self._heart is not None:
             self._heart.forget(self)
-            self._drop_watch()
+            self._presence.retire(self._heart)
+            self._drop_watches()
             self._begin_attempt()
         self._heart = heart
         heart.on_loss(self, partial(self._heart_lost, heart))
 
     def _claim(self) -> bytes:
-        return Claim(self._name, self._attempt, self._meta).encode()
+        asked = self._asked
+        return Claim(asked.name, self._attempt, asked.meta, asked.priority).encode()
 
     def _is_mine(self, entry: Entry) -> bool:
         """Whether an entry is this attempt's own, under the lease that this attempt stands on."""
@@ -201,14 +290,17 @@ class Candidacy:
         return answer
 
     async def _take_ticket(self, heart: Heart) -> Entry:
-        presence, line = self._presence, line_key(self._election)
+        presence, line = self._presence, self._line_key()
         if self._doubtful:
             for ticket in await presence.call(presence.store.list(line)):
                 if self._is_mine(ticket):
                     return ticket
         return await self._ask(
-            presence.store.enqueue(line, self._claim(), heart.lease, rank=self._rank)
+            presence.store.enqueue(line, self._claim(), heart.lease, rank=self._asked.priority)
         )
+
+    def _line_key(self) -> str:
+        return line_key(self._asked.election, self._asked.kind)
 
     async def _wait_behind(self, ahead: Entry, deadline: float | None) -> None:
         """Wait for the ticket directly ahead to change. Nobody else's wakes us."""
@@ -225,28 +317,41 @@ class Candidacy:
         finally:
             watch.close()
 
-    async def _wait(self, behind: Entry, deadline: float | None) -> None:
+    async def _wait(
+        self, behind: Entry, deadline: float | None, until: float | None = None
+    ) -> None:
+        """Wait to be woken, or until the time to look again by oneself."""
+        asked = self._asked
+        if self._mailbox is None and self._ticket is not None:
+            key = mail_key(asked.election, self._attempt, asked.kind)
+            self._mailbox = await self._presence.call(
+                self._presence.store.watch(key, self._on_mail)
+            )
+            self._unread = True
+            return
         name = Claim.decode(behind.value).name
         where = "leads" if behind.key == self._record_key else "is ahead in line"
         if self._behind != f"{name!r} {where}":
             self._behind = f"{name!r} {where}"
             self._presence.telemetry.emit(
-                Waiting(election=self._election, name=self._name, behind=name)
+                Waiting(election=asked.election, name=asked.name, behind=name)
             )
         self._trouble = None
-        await self._sleep_until_woken(deadline)
-        if self._heart is not None and self._heart.lost_because is not None:
-            raise LeaseGone(self._heart.lost_because)
+        woken = await self._sleep(min(_when(deadline), _when(until)))
+        if not woken and _when(deadline) <= _when(until):
+            raise await self._not_elected()
 
-    async def _sleep_until_woken(self, deadline: float | None) -> None:
+    async def _sleep(self, until: float) -> bool:
+        """Sleep until woken; False if the time came first."""
         if self._woken:
-            return
+            return True
         self._waiter = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(None if until == math.inf else until):
                 await self._waiter
+            return True
         except TimeoutError:
-            raise await self._not_elected() from None
+            return False
         finally:
             self._waiter = None
 
@@ -266,39 +371,96 @@ class Candidacy:
         await asyncio.sleep(pause)
 
     async def _not_elected(self) -> NotElected:
-        because = self._behind
+        asked, because = self._asked, self._behind
         if self._trouble is not None:
             because = str(self._trouble)
         else:
             with contextlib.suppress(StoreError):
-                leader = await self._presence.leader(self._election)
+                leader = await self._presence.leader(asked.election, asked.kind)
                 because = f"{leader.name!r} leads" if leader else because
         return NotElected(
-            f"{self._name!r} was not elected to {self._election!r} in time: {because}"
+            f"{asked.name!r} was not elected to {asked.election!r} in time: {because}"
         )
 
+    def _on_mail(self) -> None:
+        self._unread = True
+        self._wake()
+
+    async def _read_mail(self, heart: Heart) -> None:
+        """Learn whether an order names this attempt as heir; if so, say that it is ready."""
+        if not self._unread:
+            return
+        asked = self._asked
+        key = mail_key(asked.election, self._attempt, asked.kind)
+        self._unread = False
+        try:
+            called = await self._presence.call(self._presence.store.get(key)) is not None
+            if called and not self._called:
+                await self._lay(ready_key(asked.election, self._attempt, asked.kind), heart)
+            elif self._called and not called:
+                await self._take_back()
+        except BaseException:
+            self._unread = True
+            raise
+        self._called = called
+
+    async def _claim_priority(self, heart: Heart, leader: Entry) -> float | None:
+        """At the head of the line behind a leader of lower rank: order it to let go, once it has
+        led for the cooldown as far as this candidate knows. Returns when that will be."""
+        asked = self._asked
+        if not asked.preempt or Claim.decode(leader.value).rank >= asked.priority:
+            return None
+        now = asyncio.get_running_loop().time()
+        if self._seen is None or self._seen[0] != leader.revision:
+            self._seen = leader.revision, now
+            await self._take_back()
+        if now < self._seen[1] + asked.cooldown_s:
+            return self._seen[1] + asked.cooldown_s
+        if not self._laid:
+            order = Order(leader.revision, asked.name, self._attempt, asked.priority)
+            await self._lay(ready_key(asked.election, self._attempt, asked.kind), heart)
+            await self._lay(order_key(asked.election, asked.kind), heart, order.encode())
+        return None
+
+    async def _lay(self, key: str, heart: Heart, value: bytes = b"{}") -> None:
+        self._laid = (*self._laid, key)
+        await self._ask(self._presence.store.create(key, value, heart.lease))
+
+    async def _take_back(self) -> None:
+        """Remove this attempt's order and its word to be ready."""
+        presence, store = self._presence, self._presence.store
+        while self._laid and self._heart is not None:
+            key = self._laid[-1]
+            entry = await presence.call(store.get(key))
+            if entry is not None and entry.lease == self._heart.lease.id:
+                order = Order.decode(entry.value)
+                if order is None or order.heir == self._attempt:
+                    await presence.call(store.delete(key, if_version=entry.version))
+            self._laid = self._laid[:-1]
+
     def _begin_term(self, heart: Heart, record: Entry) -> Term:
-        presence = self._presence
+        presence, asked = self._presence, self._asked
         self._record = record
         if self._left:
-            raise NotElected(f"{self._name!r} has left the election {self._election!r}")
+            raise NotElected(f"{asked.name!r} has left the election {asked.election!r}")
         if heart.lose_if_expired() or heart.lost_because is not None:
             raise LeaseGone("the lease ran out while the record was being created")
         term = Term(
-            election=self._election,
-            name=self._name,
-            meta=self._meta,
+            election=asked.election,
+            name=asked.name,
+            meta=asked.meta,
             token=record.revision,
             heart=heart,
             clock=presence.clock,
             proof=lambda: presence.store.proof(heart.lease),
         )
         self._term = term
+        heart.work_goes_on()
         presence.body_begins(heart)
         presence.telemetry.emit(
             Elected(
-                election=self._election,
-                name=self._name,
+                election=asked.election,
+                name=asked.name,
                 token=term.token,
                 lease=heart.lease.id,
                 valid_until=heart.valid_until,
@@ -307,7 +469,16 @@ class Candidacy:
         term.on_end(lambda: presence.runtime.post(self._term_over))
         if heart.lost_because is not None:
             term.lose(heart.lost_because)
+        if self._mailbox is not None:
+            self._mailbox.close()
+            self._mailbox = None
+        if self._laid:
+            presence.spawn(self._tidy_up())
         return term
+
+    async def _tidy_up(self) -> None:
+        with contextlib.suppress(StoreError):  # bound to the lease, and void in the next term
+            await self._take_back()
 
     def _heart_lost(self, heart: Heart, reason: str, ended_at: float) -> None:
         """Any thread, the watchdog's above all: the body is told before anything else.
@@ -319,37 +490,57 @@ class Candidacy:
         self._presence.runtime.post(self._wake)
 
     def _changed(self) -> None:
-        """The record, watched as candidate and as leader, has changed."""
+        """The record, or an order beside it, has changed: watched as candidate and as leader."""
         self._wake()
-        if self._term is not None and not self._left and not self._confirming:
-            self._confirming = True
-            self._presence.spawn(self._confirm_record(self._term))
+        if self._term is not None and not self._left and not self._looking:
+            self._looking = True
+            self._presence.spawn(self._look(self._term))
 
-    async def _confirm_record(self, term: Term) -> None:
+    async def _look(self, term: Term) -> None:
+        """As leader: see whether the record still stands, and whether there is an order."""
         presence = self._presence
         while term.valid:
             self._woken = False
             try:
                 record = await presence.call(presence.store.get(self._record_key))
+                order = await self._order_for(term)
             except StoreError:
                 await asyncio.sleep(presence.retry_pause())
                 continue
             if record is None or record.revision != term.token:
                 term.lose("its record was removed from the store by somebody else")
+            elif order is not None:
+                self._heir = order.heir
+                term.lose(f"{order.by!r} ordered it to let go")
             elif not self._woken:
                 break
-        self._confirming = False
+        self._looking = False
+
+    async def _order_for(self, term: Term) -> Order | None:
+        """The order that this leader has to obey now, if any."""
+        presence, store, asked = self._presence, self._presence.store, self._asked
+        entry = await presence.call(store.get(order_key(asked.election, asked.kind)))
+        order = None if entry is None else Order.decode(entry.value)
+        if order is None or order.token != term.token:
+            return None
+        if order.rank is not None and order.rank <= asked.priority:
+            return None
+        if order.heir:
+            ready = ready_key(asked.election, order.heir, asked.kind)
+            if await presence.call(store.get(ready)) is None:
+                return None
+        return order
 
     def _term_over(self) -> None:
-        term, heart = self._term, self._heart
+        term, heart, asked = self._term, self._heart, self._asked
         if term is None or heart is None or term.state is not TermState.LOST:
             return
         presence = self._presence
         ended_at = term.ended_at
         presence.telemetry.emit(
             Lost(
-                election=self._election,
-                name=self._name,
+                election=asked.election,
+                name=asked.name,
                 token=term.token,
                 lease=heart.lease.id,
                 reason=term.reason,
@@ -363,12 +554,13 @@ class Candidacy:
     def _overrun(self, term: Term, heart: Heart) -> None:
         if self._left:
             return
+        asked = self._asked
         self._presence.telemetry.emit(
             Overrun(
-                election=self._election, name=self._name, token=term.token, lease=heart.lease.id
+                election=asked.election, name=asked.name, token=term.token, lease=heart.lease.id
             )
         )
-        if self._on_overrun == "exit":
+        if asked.on_overrun == "exit":
             os._exit(OVERRUN_EXIT_CODE)
 
     async def leave(self) -> None:
@@ -380,13 +572,13 @@ class Candidacy:
         if self._left:
             return
         self._left = True
-        term, heart = self._term, self._heart
+        term, heart, asked = self._term, self._heart, self._asked
         if term is not None and heart is not None:
             if term.conclude():
                 self._presence.telemetry.emit(
                     Resigned(
-                        election=self._election,
-                        name=self._name,
+                        election=asked.election,
+                        name=asked.name,
                         token=term.token,
                         lease=heart.lease.id,
                     )
@@ -396,20 +588,22 @@ class Candidacy:
         if letting_go is not None:
             await asyncio.wait({letting_go}, timeout=3 * self._presence.timing.request_timeout_s)
 
-    def _drop_watch(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+    def _drop_watches(self) -> None:
+        for watch in (self._watch, self._mailbox):
+            if watch is not None:
+                watch.close()
+        self._watch = self._mailbox = None
 
     def _let_go_in_background(self) -> asyncio.Task[None] | None:
         self._left = True
-        self._drop_watch()
         heart = self._heart
         if heart is None:
             return None
         heart.forget(self)
-        nothing_left = self._ticket is None and self._record is None and not self._doubtful
-        if nothing_left or heart.lost_because is not None:
+        left = self._ticket or self._record or self._laid or self._doubtful
+        if not left or heart.lost_because is not None:
+            self._drop_watches()
+            self._presence.retire(heart)
             return None
         return self._presence.spawn(self._let_go(heart))
 
@@ -421,18 +615,22 @@ class Candidacy:
         """
         presence = self._presence
         doubt_ends = presence.clock.now() + heart.timing.ttl_s
-        while heart.lost_because is None:
-            try:
-                await self._remove_traces()
-            except (StoreUnavailable, OutcomeUnknown):
-                await asyncio.sleep(presence.retry_pause())
-                continue
-            except StoreError as error:
-                heart.lose(f"what the session held could not be let go: {error}")
-                return
-            if not self._doubtful or presence.clock.now() >= doubt_ends:
-                return
-            await asyncio.sleep(heart.timing.request_timeout_s)
+        try:
+            while heart.lost_because is None:
+                try:
+                    await self._remove_traces()
+                except (StoreUnavailable, OutcomeUnknown):
+                    await asyncio.sleep(presence.retry_pause())
+                    continue
+                except StoreError as error:
+                    heart.lose(f"what the session held could not be let go: {error}")
+                    return
+                if not self._doubtful or presence.clock.now() >= doubt_ends:
+                    return
+                await asyncio.sleep(heart.timing.request_timeout_s)
+        finally:
+            self._drop_watches()
+            presence.retire(heart)
 
     async def _remove_traces(self) -> None:
         presence, store = self._presence, self._presence.store
@@ -443,10 +641,29 @@ class Candidacy:
         if self._record is not None:
             await presence.call(store.delete(self._record.key, if_version=self._record.version))
             self._record = None
+        if self._heir:
+            await self._see_heir_in()
         if self._ticket is not None:
             await presence.call(store.delete(self._ticket.key, if_version=self._ticket.version))
             self._ticket = None
-        if self._doubtful and self._recipe == "line":
-            for ticket in await presence.call(store.list(line_key(self._election))):
+        if self._doubtful and self._asked.recipe == "line":
+            for ticket in await presence.call(store.list(self._line_key())):
                 if self._is_mine(ticket):
                     await presence.call(store.delete(ticket.key, if_version=ticket.version))
+        await self._take_back()
+
+    async def _see_heir_in(self) -> None:
+        """Keep the head of the line, by one's ticket, until the heir has the record, or has had
+        its chance."""
+        presence = self._presence
+        until = asyncio.get_running_loop().time() + presence.timing.request_timeout_s
+        while True:
+            self._woken = False
+            record = await presence.call(presence.store.get(self._record_key))
+            if record is not None or not await self._sleep(until):
+                self._heir = ""
+                return
+
+
+def _when(instant: float | None) -> float:
+    return math.inf if instant is None else instant

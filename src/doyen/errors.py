@@ -5,6 +5,7 @@
     ├── SessionClosed          the session was closed, or belongs to another process (fork)
     ├── NotElected             `wait_s` passed, or the campaign could not be entered
     │   └── AlreadyCampaigning this very scope leads the election already: waiting would deadlock
+    ├── OrderFailed            a leader was not made to let go, or not in favour of the heir
     ├── LeadershipLost         the term ended before its body did
     ├── StaleToken             a fenced resource refused a write of an earlier term
     └── StoreError             the store, as its adapter translated it
@@ -27,6 +28,7 @@ __all__ = [
     "LeadershipLost",
     "LeaseGone",
     "NotElected",
+    "OrderFailed",
     "OutcomeUnknown",
     "SessionClosed",
     "StaleToken",
@@ -55,6 +57,10 @@ class NotElected(DoyenError):
 
 class AlreadyCampaigning(NotElected):
     """The calling scope already leads this election on this session; waiting would deadlock."""
+
+
+class OrderFailed(DoyenError):
+    """A leader was not made to let go in time, or not in favour of the heir that was named."""
 
 
 class LeadershipLost(DoyenError):

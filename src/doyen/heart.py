@@ -7,6 +7,8 @@ Invariants:
 - A heart that is lost stays lost: `valid_until` is −∞ from then on, and a confirmation that comes
   later is ignored. A session that goes on gets a new heart on a new lease.
 - Renewals are tried until the deadline and never stop silently.
+- With `stall_after_s`, the deadline is also never later than that after the work's last sign of
+  progress. Such a heart serves one campaign, so that its stall takes nothing else down.
 
 `valid_until` is read without a lock, from any thread: it is what `term.valid` compares with the
 clock. It is written under the lock, so that a late confirmation cannot revive what the watchdog
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import threading
 from collections.abc import Callable
@@ -42,6 +45,7 @@ class Heart:
 
     __slots__ = (
         "__weakref__",
+        "_beaten_at",
         "_clock",
         "_listeners",
         "_lock",
@@ -49,6 +53,7 @@ class Heart:
         "_random",
         "_renewal_listeners",
         "_sent_at",
+        "_stall_after_s",
         "_store",
         "_telemetry",
         "bodies",
@@ -70,9 +75,12 @@ class Heart:
         sent_at: float,
         spread: random.Random,
         post: Callable[[Callable[[], None]], None],
+        stall_after_s: float | None = None,
     ) -> None:
         self.lease = lease
         self.timing = timing
+        self._stall_after_s = math.inf if stall_after_s is None else stall_after_s
+        self._beaten_at = math.inf
         self.valid_until = timing.valid_until(sent_at)
         self.lost_because: str | None = None
         self.unsure = False
@@ -142,7 +150,7 @@ class Heart:
             if self.lost_because is not None:
                 return
             self._sent_at = sent_at
-            self.valid_until = self.timing.valid_until(sent_at)
+            self.valid_until = self._deadline()
             self.unsure = False
         self._telemetry.emit(Renewed(lease=self.lease.id, valid_until=self.valid_until))
         for listener in self._renewal_listeners:
@@ -150,6 +158,19 @@ class Heart:
                 listener(self.valid_until)
             except Exception:
                 log.exception("a listener failed on a renewal and was passed over")
+
+    def _deadline(self) -> float:
+        return min(self.timing.valid_until(self._sent_at), self._beaten_at + self._stall_after_s)
+
+    def work_goes_on(self) -> None:
+        """The work has made progress: from now on it has `stall_after_s` until the next time.
+        Any thread."""
+        if self._stall_after_s == math.inf or self.lose_if_expired():
+            return
+        with self._lock:
+            if self.lost_because is None:
+                self._beaten_at = self._clock.now()
+                self.valid_until = self._deadline()
 
     def _doubt(self, error: Exception) -> None:
         if self.lost_because is not None:
@@ -167,7 +188,11 @@ class Heart:
         """Declare the heart lost if its deadline has passed. Any thread."""
         if self._clock.now() < self.valid_until:
             return False
-        self.lose("no renewal was confirmed in time", only_if_expired=True)
+        if self._clock.now() >= self._beaten_at + self._stall_after_s:
+            reason = f"the work has not called term.beat() for {self._stall_after_s:g} s"
+        else:
+            reason = "no renewal was confirmed in time"
+        self.lose(reason, only_if_expired=True)
         return self.lost_because is not None
 
     def lose(self, reason: str, *, only_if_expired: bool = False) -> None:

@@ -7,9 +7,12 @@ no name, however odd, can reach into another's keys. Adapters may lay keys out i
 they like (ZooKeeper tickets stand directly under the election's path, as its recipe has it), as
 long as the port's promises hold.
 
-    elections/<name>/leader        the leader record
-    elections/<name>/leader/order  what somebody asks of the holder
-    elections/<name>/line/<ticket> the line of candidates
+    elections/<name>/leader                  the leader record
+    elections/<name>/leader/order            what somebody asks of the holder
+    elections/<name>/leader/ready/<attempt>  an heir's word that it is ready
+    elections/<name>/line/<ticket>           the line of candidates
+    elections/<name>/mail/<attempt>          an order's word to its heir
+    locks/<name>/…                           the same for a lock
 """
 
 from __future__ import annotations
@@ -17,25 +20,32 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote
 
 from doyen.errors import ConfigError
 
 __all__ = [
+    "Candidate",
     "Claim",
     "Entry",
+    "Kind",
     "Leader",
     "Lease",
     "Meta",
+    "Order",
     "Version",
     "leader_key",
     "line_key",
+    "mail_key",
     "order_key",
+    "ready_key",
 ]
 
 Version = Hashable
 """Opaque: compared for equality by the store that made it, never ordered."""
+
+Kind = Literal["elections", "locks"]
 
 Meta = Mapping[str, Any]
 """What a candidate tells others about itself; anything JSON can carry."""
@@ -76,6 +86,16 @@ class Leader:
 
 
 @dataclass(frozen=True, slots=True)
+class Candidate:
+    """One who stands in the line of an election."""
+
+    name: str
+    priority: int
+    leads: bool
+    meta: Meta = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Claim:
     """The value of tickets and leader records: who, and in which attempt.
 
@@ -86,14 +106,13 @@ class Claim:
     name: str
     attempt: str
     meta: Meta = field(default_factory=dict)
+    rank: int = 0
 
     def encode(self) -> bytes:
         try:
-            return json.dumps(
-                {"name": self.name, "attempt": self.attempt, "meta": self.meta},
-                separators=(",", ":"),
-                default=_mapping,
-            ).encode()
+            return _encode(
+                {"name": self.name, "attempt": self.attempt, "meta": self.meta, "rank": self.rank}
+            )
         except (TypeError, ValueError) as error:
             raise ConfigError(f"meta must be something JSON can carry: {error}") from error
 
@@ -102,9 +121,53 @@ class Claim:
         """Read a claim; one written by something else yields its text as the name."""
         try:
             raw = json.loads(value)
-            return cls(str(raw["name"]), str(raw["attempt"]), dict(raw.get("meta") or {}))
+            return cls(
+                str(raw["name"]),
+                str(raw["attempt"]),
+                dict(raw.get("meta") or {}),
+                int(raw.get("rank", 0)),
+            )
         except (ValueError, TypeError, KeyError):
             return cls(value.decode("utf-8", "replace"), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What somebody asks of a leader: to let go, perhaps in favour of an heir.
+
+    Orders, and the mail that tells an heir of one, are bound to the lease of whoever gives them:
+    nobody obeys the dead.
+    """
+
+    token: int
+    """The term it is meant for. In any other it means nothing."""
+    by: str
+    heir: str = ""
+    """The attempt that is to follow, once it has said that it is ready; empty: who is next."""
+    rank: int | None = None
+    """Set by an heir that claims its priority. A leader of the same or a higher one ignores it."""
+
+    def encode(self) -> bytes:
+        return _encode({"token": self.token, "by": self.by, "heir": self.heir, "rank": self.rank})
+
+    @classmethod
+    def decode(cls, value: bytes) -> Order | None:
+        """Read an order; None if it is not one."""
+        try:
+            raw = json.loads(value)
+            rank = raw.get("rank")
+            return cls(
+                int(raw["token"]),
+                str(raw["by"]),
+                str(raw.get("heir", "")),
+                None if rank is None else int(rank),
+            )
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
+
+
+def _encode(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":"), default=_mapping).encode()
 
 
 def _mapping(value: object) -> object:
@@ -113,25 +176,33 @@ def _mapping(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is not JSON serialisable")
 
 
-def _election(name: str) -> str:
+def _path(name: str, kind: Kind) -> str:
     if not name or len(name.encode()) > 200:
-        raise ConfigError(f"an election's name is a string of 1 to 200 bytes, not {name!r}")
+        raise ConfigError(f"the name of an election is a string of 1 to 200 bytes, not {name!r}")
     if not name.isprintable():
-        raise ConfigError(f"an election's name has only printable characters, not {name!r}")
-    return f"elections/{quote(name, safe='')}"
+        raise ConfigError(f"the name of an election has only printable characters, not {name!r}")
+    return f"{kind}/{quote(name, safe='')}"
 
 
-def leader_key(election: str) -> str:
+def leader_key(name: str, kind: Kind = "elections") -> str:
     """
     >>> leader_key("/app/leader_election")
     'elections/%2Fapp%2Fleader_election/leader'
     """
-    return f"{_election(election)}/leader"
+    return f"{_path(name, kind)}/leader"
 
 
-def order_key(election: str) -> str:
-    return f"{leader_key(election)}/order"
+def order_key(name: str, kind: Kind = "elections") -> str:
+    return f"{leader_key(name, kind)}/order"
 
 
-def line_key(election: str) -> str:
-    return f"{_election(election)}/line"
+def ready_key(name: str, attempt: str, kind: Kind = "elections") -> str:
+    return f"{leader_key(name, kind)}/ready/{attempt}"
+
+
+def line_key(name: str, kind: Kind = "elections") -> str:
+    return f"{_path(name, kind)}/line"
+
+
+def mail_key(name: str, attempt: str, kind: Kind = "elections") -> str:
+    return f"{_path(name, kind)}/mail/{attempt}"

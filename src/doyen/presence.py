@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from doyen.errors import ConfigError, OutcomeUnknown, SessionClosed, StoreError, StoreUnavailable
 from doyen.events import Sink, Telemetry
 from doyen.heart import Heart
-from doyen.model import Claim, Leader, leader_key
+from doyen.model import Candidate, Claim, Kind, Leader, leader_key, line_key
 from doyen.runtime import Runtime
 from doyen.store import Context, Store, open_store
 from doyen.timing import Timing
@@ -74,6 +74,7 @@ class Presence:
         self._random = runtime.random
         self._attempts = itertools.count(1)
         self._heart: Heart | None = None
+        self._own_hearts: set[Heart] = set()
         self._granting = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._errands: set[asyncio.Task[Any]] = set()
@@ -155,7 +156,22 @@ class Presence:
                 self._heart = await self._grant()
             return self._heart
 
-    async def _grant(self) -> Heart:
+    async def own_heart(self, stall_after_s: float) -> Heart:
+        """A heart on a lease of its own, for one campaign whose stall is to end it alone."""
+        self.check_open()
+        heart = await self._grant(stall_after_s)
+        self._own_hearts.add(heart)
+        return heart
+
+    def retire(self, heart: Heart) -> None:
+        """The campaign that had `heart` to itself has let go of everything on it."""
+        if heart in self._own_hearts:
+            self._own_hearts.discard(heart)
+            if heart.lost_because is None:
+                heart.stop()
+                self.spawn(self._revoke(heart))
+
+    async def _grant(self, stall_after_s: float | None = None) -> Heart:
         sent_at = self.clock.now()
         lease = await self.call(self.store.grant(self.timing.ttl_s))
         timing = self.timing
@@ -170,15 +186,15 @@ class Presence:
             sent_at=sent_at,
             spread=self._random,
             post=self.runtime.post,
+            stall_after_s=stall_after_s,
         )
         heart.on_loss(self, lambda *_: self.runtime.post(lambda: self._give_back(heart)))
         self.spawn(heart.beat())
         return heart
 
     def retry_pause(self) -> float:
-        """How long to wait before a failed request is tried again, spread so that a fleet that
-        lost its store together does not come back together."""
-        return self.timing.retry_every_s * self._random.uniform(0.5, 1.5)
+        """How long to wait before a failed request is tried again."""
+        return self.timing.retry_pause_s(self._random.uniform(-1, 1))
 
     def next_attempt(self) -> str:
         return f"{self.id}-{next(self._attempts)}"
@@ -210,14 +226,28 @@ class Presence:
         except StoreError as error:
             log.debug("lease %s was left to expire: %s", heart.lease.id, error)
 
-    async def leader(self, election: str) -> Leader | None:
+    async def leader(self, election: str, kind: Kind = "elections") -> Leader | None:
         """Who leads, by a read of the store."""
         self.check_open()
-        entry = await self.call(self.store.get(leader_key(election)))
+        entry = await self.call(self.store.get(leader_key(election, kind)))
         if entry is None:
             return None
         claim = Claim.decode(entry.value)
         return Leader(election, claim.name, entry.revision, claim.meta)
+
+    async def line(self, election: str) -> list[Candidate]:
+        """Everyone who stands in line, in order; the leader keeps its ticket and is marked."""
+        self.check_open()
+        record = await self.call(self.store.get(leader_key(election)))
+        attempt = None if record is None else Claim.decode(record.value).attempt
+        claims = [
+            Claim.decode(ticket.value)
+            for ticket in await self.call(self.store.list(line_key(election)))
+        ]
+        return [
+            Candidate(claim.name, claim.rank, claim.attempt == attempt, claim.meta)
+            for claim in claims
+        ]
 
     async def observe(self, election: str, deliver: Callable[[Leader | None], None]) -> None:
         """Deliver who leads now, then every change, until cancelled.
@@ -279,14 +309,15 @@ class Presence:
             for errand in self._errands:
                 errand.cancel()
             await asyncio.wait(self._errands)
-        heart = self._heart
-        if heart is not None:
+        hearts = [*self._own_hearts, *([self._heart] if self._heart else [])]
+        for heart in hearts:
             heart.forget(self)
             heart.lose("the session was closed") if heart.depended_on else heart.stop()
-            if self._bodies:
-                ended = asyncio.ensure_future(self._idle.wait())
-                await asyncio.wait({ended}, timeout=heart.timing.stop_budget_s)
-                ended.cancel()
+        if self._bodies:
+            ended = asyncio.ensure_future(self._idle.wait())
+            await asyncio.wait({ended}, timeout=self.timing.stop_budget_s)
+            ended.cancel()
+        for heart in hearts:
             if not heart.bodies:
                 self.runtime.unwatch(heart)
                 await self._revoke(heart)
@@ -300,6 +331,6 @@ class Presence:
     def forked(self) -> None:
         """In the child of a fork."""
         self._forked = True
-        if self._heart is not None:
-            self._heart.forked()
+        for heart in [*self._own_hearts, *([self._heart] if self._heart else [])]:
+            heart.forked()
         self.store.forked()

@@ -11,18 +11,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextvars import ContextVar
-from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, Unpack
 
-from doyen.election import Candidacy, OnOverrun, Recipe
-from doyen.errors import AlreadyCampaigning, ConfigError, LeadershipLost, SessionClosed, StaleToken
+from doyen.election import Candidacy, Options, Stand, default_name
+from doyen.errors import AlreadyCampaigning, LeadershipLost, SessionClosed, StaleToken
 from doyen.events import Sink
-from doyen.model import Leader, Meta
+from doyen.model import Candidate, Kind, Leader
+from doyen.orders import order_resign, order_transfer
 from doyen.presence import Presence, Settings
 from doyen.runtime import Runtime, ThreadRuntime
 from doyen.store import Store
@@ -31,66 +30,35 @@ from doyen.term import forked as term_forked
 
 __all__ = ["Campaign", "Session", "connect"]
 
-
-class Stand:
-    """What a campaign asks for, checked and completed: shared by both APIs."""
-
-    __slots__ = ("election", "meta", "name", "on_overrun", "rank", "recipe", "wait_s")
-
-    def __init__(
-        self,
-        election: str,
-        *,
-        name: str | None,
-        meta: Meta | None,
-        wait_s: float | None,
-        priority: int,
-        recipe: Recipe,
-        on_overrun: OnOverrun,
-    ) -> None:
-        if wait_s is not None and wait_s < 0:
-            raise ConfigError(f"wait_s must not be negative, not {wait_s:g}; None waits for ever")
-        self.election = election
-        self.name = name or f"{socket.gethostname()}-{os.getpid()}"
-        self.meta = dict(meta or {})
-        self.wait_s = wait_s
-        self.rank = priority
-        self.recipe = recipe
-        self.on_overrun = on_overrun
-
-    def candidacy(self, presence: Presence) -> Candidacy:
-        presence.check_open()
-        for term, where in _held.get():
-            if (
-                where is presence
-                and term.election == self.election
-                and term.state in (TermState.LEADER, TermState.UNSURE)
-            ):
-                raise AlreadyCampaigning(
-                    f"{term.name!r} already leads {self.election!r} in this scope, on this very"
-                    " session: a second campaign would wait for the first for ever"
-                )
-        return Candidacy(
-            presence,
-            self.election,
-            name=self.name,
-            meta=self.meta,
-            rank=self.rank,
-            recipe=self.recipe,
-            on_overrun=self.on_overrun,
-        )
+T = TypeVar("T")
 
 
-_held: ContextVar[tuple[tuple[Term, Presence], ...]] = ContextVar("doyen_held", default=())
+def candidacy(presence: Presence, stand: Stand) -> Candidacy:
+    """A candidacy, unless the calling scope would then wait for itself."""
+    presence.check_open()
+    for term, where, kind in _held.get():
+        if (
+            where is presence
+            and (term.election, kind) == (stand.election, stand.kind)
+            and term.state in (TermState.LEADER, TermState.UNSURE)
+        ):
+            raise AlreadyCampaigning(
+                f"{term.name!r} already leads {stand.election!r} in this scope, on this very"
+                " session: a second campaign would wait for the first for ever"
+            )
+    return Candidacy(presence, stand)
+
+
+_held: ContextVar[tuple[tuple[Term, Presence, Kind], ...]] = ContextVar("doyen_held", default=())
 """Terms entered by the calling scope: what a nested campaign would wait for."""
 
 
-def hold(term: Term, presence: Presence) -> None:
-    _held.set((*_held.get(), (term, presence)))
+def hold(term: Term, presence: Presence, kind: Kind) -> None:
+    _held.set((*_held.get(), (term, presence, kind)))
 
 
 def drop(term: Term) -> None:
-    _held.set(tuple(pair for pair in _held.get() if pair[0] is not term))
+    _held.set(tuple(held for held in _held.get() if held[0] is not term))
 
 
 _sessions: weakref.WeakSet[Presence] = weakref.WeakSet()
@@ -188,40 +156,19 @@ class Session:
             raise SessionClosed("the session is not open: enter it with `async with`")
         return self._presence
 
-    def campaign(
-        self,
-        election: str,
-        *,
-        name: str | None = None,
-        meta: Meta | None = None,
-        wait_s: float | None = None,
-        priority: int = 0,
-        recipe: Recipe = "line",
-        on_overrun: OnOverrun = "report",
-    ) -> Campaign:
+    def campaign(self, election: str, **options: Unpack[Options]) -> Campaign:
         """Stand for `election`; the scope is entered when elected.
 
             async with session.campaign("billing", name="server1") as term:
                 await work(term.token)
 
-        On loss the body is cancelled and `LeadershipLost` raised. `wait_s` bounds the waiting
-        only, and raises `NotElected`. Candidates of higher `priority` stand further ahead.
-        `recipe` is "line" (fair, one candidate wakes per change) or "race" (everyone tries).
+        On loss the body is cancelled and `LeadershipLost` raised. Options: `name`, `meta`,
+        `wait_s`, `priority`, `preempt`, `cooldown_s`, `recipe`, `stall_after_s`, `on_overrun`;
+        each is explained at `doyen.election.Options`.
         """
-        return Campaign(
-            self._opened,
-            Stand(
-                election,
-                name=name,
-                meta=meta,
-                wait_s=wait_s,
-                priority=priority,
-                recipe=recipe,
-                on_overrun=on_overrun,
-            ),
-        )
+        return Campaign(self._opened, Stand(election=election, **options))
 
-    async def campaigns(self, election: str, **options: Any) -> AsyncIterator[Campaign]:
+    async def campaigns(self, election: str, **options: Unpack[Options]) -> AsyncIterator[Campaign]:
         """Campaign again after each loss, until the loop is left. Takes what `campaign` takes.
 
             async for campaign in session.campaigns("billing", name="server1"):
@@ -236,11 +183,55 @@ class Session:
             campaign._again_after_loss = True
             yield campaign
 
-    async def leader(self, election: str) -> Leader | None:
-        """Who leads now, by a read of the store; None while vacant."""
+    def lock(self, lock: str, /, **options: Unpack[Options]) -> Campaign:
+        """Mutual exclusion without a leader: a scope with a token, as for a campaign.
+
+            async with session.lock("migration") as term:
+                await migrate(fencing_token=term.token)
+
+        Locks and elections of one name have nothing to do with each other.
+        """
+        return Campaign(self._opened, Stand(election=lock, kind="locks", **options))
+
+    async def resign(self, election: str, *, wait_s: float = 10.0, force: bool = False) -> Leader:
+        """Have whoever leads `election` let go, and return who it was, once it has.
+
+        Its body is cancelled and the record goes when the body has ended; `OrderFailed` if that
+        took longer than `wait_s`. `force` removes the record of a holder that may still be at
+        work: from then on only tokens protect what it writes.
+        """
+        return await self._errand(
+            lambda presence: order_resign(
+                presence, election, by=default_name(), wait_s=wait_s, force=force
+            )
+        )
+
+    async def transfer(self, election: str, *, to: str, wait_s: float = 10.0) -> Leader:
+        """Have the leader hand over to the candidate named `to`, and return it once it leads.
+
+            await session.transfer("billing", to="server2")
+
+        The heir is ready before the leader lets go. `OrderFailed` if `to` is not exactly one
+        candidate in line, or leadership did not pass to it within `wait_s`.
+        """
+        return await self._errand(
+            lambda presence: order_transfer(
+                presence, election, to=to, by=default_name(), wait_s=wait_s
+            )
+        )
+
+    async def line(self, election: str) -> list[Candidate]:
+        """Everyone who stands in line, in order, the leader marked."""
+        return await self._errand(lambda presence: presence.line(election))
+
+    async def _errand(self, work: Callable[[Presence], Coroutine[Any, Any, T]]) -> T:
         presence = self._opened
         presence.check_open()
-        return await presence.runtime.do(presence.errand(lambda: presence.leader(election)))
+        return await presence.runtime.do(presence.errand(lambda: work(presence)))
+
+    async def leader(self, election: str) -> Leader | None:
+        """Who leads now, by a read of the store; None while vacant."""
+        return await self._errand(lambda presence: presence.leader(election))
 
     async def observe(self, election: str) -> AsyncIterator[Leader | None]:
         """Who leads now, then every change; None while vacant.
@@ -300,23 +291,22 @@ class Campaign:
             raise
         self._term = term
         self._arm(term)
-        hold(term, self._presence)
+        hold(term, self._presence, self._stand.kind)
         return term
 
     async def _win(self) -> Term:
         presence, runtime = self._presence, self._presence.runtime
         while True:
-            self._candidacy = candidacy = self._stand.candidacy(presence)
-            winning = partial(candidacy.win, self._stand.wait_s)
+            self._candidacy = standing = candidacy(presence, self._stand)
             try:
-                term = await runtime.do(presence.errand(winning))
+                term = await runtime.do(presence.errand(standing.win))
             except BaseException:
-                runtime.start(candidacy.leave())
+                runtime.start(standing.leave())
                 raise
             if term.valid:
                 return term
             # Won, and lost again before this loop got round to it: stand anew.
-            await runtime.finish(candidacy.leave())
+            await runtime.finish(standing.leave())
 
     def _arm(self, term: Term) -> None:
         task = asyncio.current_task()

@@ -178,6 +178,14 @@ class Term:
         finally:
             self._forget(over.set)
 
+    def beat(self) -> None:
+        """Say that the work makes progress. Any thread, cheap.
+
+        With `stall_after_s`, a term whose work does not say so in time is lost, although the
+        process lives and its renewals go through. Without, this does nothing.
+        """
+        self._heart.work_goes_on()
+
     def on_renewal(self, listener: Callable[[float], None]) -> None:
         """Have `listener` called with each new deadline, on doyen's thread. It must not block."""
         self._heart.on_renewal(listener)

@@ -18,7 +18,8 @@ Imports nothing but the standard library; no clock, no randomness: both are hand
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 
 from doyen.errors import ConfigError
 
@@ -44,20 +45,20 @@ class Timing:
     """How long the store keeps the lease after a renewal. Default 5 s."""
     drift: float = 0.005
     """Fraction by which the leader's clock may run slower than the store's. Default 0.5 %."""
-    stop_budget_s: float = field(default=-1.0)
+    stop_budget_s: float = math.nan
     """Time the body has to end between loss and expiry. Default ttl / 6."""
-    renew_every_s: float = field(default=-1.0)
+    renew_every_s: float = math.nan
     """Time between renewals. Default ttl / 3."""
     renew_jitter: float = 0.2
     """Renewals are spread by this fraction either way. Default 20 %."""
-    request_timeout_s: float = field(default=-1.0)
+    request_timeout_s: float = math.nan
     """When a store call without an answer is given up. Default ttl / 6, and never more."""
 
     def __post_init__(self) -> None:
         if not 0 < self.ttl_s < float("inf"):
             raise ConfigError(f"ttl_s must be positive, not {self.ttl_s}")
         for name, share in (("stop_budget_s", 6), ("renew_every_s", 3), ("request_timeout_s", 6)):
-            if getattr(self, name) == -1.0:
+            if math.isnan(getattr(self, name)):
                 object.__setattr__(self, name, self.ttl_s / share)
         for name, low, high in (
             ("drift", 0.0, 0.5),
@@ -106,6 +107,11 @@ class Timing:
         """Pause before a failed renewal or request is tried again."""
         return self.request_timeout_s / 4
 
+    def retry_pause_s(self, spread: float) -> float:
+        """How long to wait before a failed request is tried again. `spread` is a random number in
+        [-1, 1]: a fleet that lost its store together should not come back together."""
+        return self.retry_every_s * (1 + spread / 2)
+
     def worst_failover_s(self, *, expiry_factor: float = 1.0, notice_s: float = 0.0) -> float:
         """From the leader falling silent to a successor holding the record, at worst.
 
@@ -113,4 +119,5 @@ class Timing:
         times its ttl (Consul: up to 2), takes `notice_s` to tell, and the successor's request may
         be lost once.
         """
-        return self.ttl_s * expiry_factor * (1 + self.drift) + notice_s + 2 * self.request_timeout_s
+        expiry_s = self.ttl_s * expiry_factor * (1 + self.drift)
+        return expiry_s + notice_s + 2 * self.request_timeout_s + self.retry_pause_s(1.0)
