@@ -20,7 +20,7 @@ from doyen.events import Elected, Resigned
 from doyen.model import leader_key
 from doyen.session import Campaign
 from doyen.testing.faults import Faults, Late, Odds, Unanswered
-from support import STOP_BUDGET_S, VALID_S, Place, now, soon, until, virtual
+from support import STOP_BUDGET_S, VALID_S, Place, heart_of, now, soon, until, virtual
 
 LOST = "'a' no longer leads 'e'"
 
@@ -544,6 +544,26 @@ async def test_a_second_cancellation_does_not_stop_the_resignation(place: Place)
     assert place.holder() == "a"
     await asyncio.sleep(1.0)
     assert (place.holder(), place.line()) == (None, [])
+
+
+@virtual
+async def test_a_second_cancellation_at_any_instant_of_the_resignation(place: Place) -> None:
+    session = await place.open()
+
+    async def campaign() -> None:
+        async with stand(session):
+            await asyncio.sleep(100)
+
+    for turns in range(10):
+        task = asyncio.create_task(campaign())
+        await until(place.holder)
+        task.cancel()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+        await until(lambda: (place.holder(), place.line()) == (None, []), 1)
+        assert heart_of(session).bodies == 0
 
 
 @virtual

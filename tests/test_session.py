@@ -30,7 +30,7 @@ from doyen.events import (
 from doyen.model import Lease
 from doyen.runtime import ThreadRuntime
 from doyen.store import Store
-from doyen.testing.faults import Faults, FaultyStore, Late, Refused, Unanswered
+from doyen.testing.faults import Faults, FaultyStore, Late, Refused, Stray
 from support import (
     STOP_BUDGET_S,
     TTL_S,
@@ -299,11 +299,12 @@ async def test_a_ticket_removed_by_somebody_is_taken_anew(place: Place) -> None:
 
 @virtual
 async def test_without_its_ticket_a_candidate_still_knows_its_own_record(place: Place) -> None:
-    """The answer to its create is lost, and somebody removes its ticket: it must not wait for
-    itself."""
+    """Its create is under way without an answer, somebody removes its ticket, and the record
+    appears while it takes another: it must not wait for itself."""
     faults = Faults()
     session = await place.open(faults)
-    faults.next("create", Unanswered())
+    faults.next("create", Stray(after_s=1.5))
+    faults.next("enqueue", Late(), Late(before_s=0.5))
     soon(0.5, lambda: place.server.delete(place.server.list("elections/e/line")[0].key))
     async with asyncio.timeout(TTL_S), session.campaign("e", name="a") as term:
         assert place.holder() == "a"
@@ -317,10 +318,11 @@ async def test_a_lease_lost_while_taking_a_ticket(place: Place) -> None:
     a, b = await place.open(), await place.open(faults)
     async with a.campaign("e", name="a"):
         faults.next("enqueue", Late(after_s=0.5))
+        faults.next("revoke", Late(before_s=0.9))
         waiting = asyncio.create_task(b.campaign("e", name="b").__aenter__())
         await until(lambda: place.line() == ["a", "b"])
         heart_of(b).lose("the test says so")
-        await asyncio.sleep(1)
+        await asyncio.sleep(2)
         assert place.line() == ["a", "b"]
         waiting.cancel()
 
