@@ -171,3 +171,10 @@ def test_the_worst_failover_is_no_better_than_the_ttl(
     worst_s = timing.worst_failover_s(expiry_factor=factor, notice_s=notice_s)
     assert worst_s >= ttl_s * factor + notice_s
     assert worst_s >= timing.worst_failover_s()
+
+
+def test_where_a_renewal_proves_only_the_one_before_it_they_come_twice_as_often() -> None:
+    """The margin still covers a renewal that is sent late and lost once."""
+    timing = Timing(ttl_s=6.0, renewals_lag=True)
+    assert timing.renew_every_s == 1.0
+    assert timing.margin_s > 0

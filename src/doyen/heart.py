@@ -47,6 +47,7 @@ class Heart:
         "__weakref__",
         "_beaten_at",
         "_clock",
+        "_counts_from",
         "_listeners",
         "_lock",
         "_post",
@@ -89,7 +90,7 @@ class Heart:
         self._store = store
         self._clock = clock
         self._telemetry = telemetry
-        self._sent_at = sent_at
+        self._sent_at = self._counts_from = sent_at
         self._random = spread
         self._post = post
         self._lock = threading.Lock()
@@ -149,6 +150,7 @@ class Heart:
         with self._lock:
             if self.lost_because is not None:
                 return
+            self._counts_from = self._sent_at if self.timing.renewals_lag else sent_at
             self._sent_at = sent_at
             self.valid_until = self._deadline()
             self.unsure = False
@@ -160,7 +162,9 @@ class Heart:
                 log.exception("a listener failed on a renewal and was passed over")
 
     def _deadline(self) -> float:
-        return min(self.timing.valid_until(self._sent_at), self._beaten_at + self._stall_after_s)
+        return min(
+            self.timing.valid_until(self._counts_from), self._beaten_at + self._stall_after_s
+        )
 
     def work_goes_on(self) -> None:
         """The work has made progress: from now on it has `stall_after_s` until the next time.

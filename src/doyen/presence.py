@@ -43,10 +43,11 @@ class Settings:
     audit: str | os.PathLike[str] | None = None
     sinks: tuple[Sink, ...] = ()
 
-    def timing(self, ttl_s: float) -> Timing:
+    def timing(self, ttl_s: float, *, renewals_lag: bool = False) -> Timing:
         """The times of a lease of `ttl_s`; raises `ConfigError` if they leave no margin."""
         asked = {"stop_budget_s": self.stop_budget_s, "drift": self.drift}
-        return Timing(ttl_s=ttl_s, **{k: v for k, v in asked.items() if v is not None})
+        given = {name: value for name, value in asked.items() if value is not None}
+        return Timing(ttl_s=ttl_s, renewals_lag=renewals_lag, **given)
 
 
 class Presence:
@@ -113,7 +114,7 @@ class Presence:
                 raise ConfigError(
                     f"ttl_s={ttl_s:g} is below what this store can keep: {limits.ttl_min_s:g} s"
                 )
-            timing = settings.timing(ttl_s)
+            timing = settings.timing(ttl_s, renewals_lag=limits.renewals_lag)
         except BaseException:
             if store is not None:
                 await store.close()
@@ -176,7 +177,8 @@ class Presence:
         lease = await self.call(self.store.grant(self.timing.ttl_s))
         timing = self.timing
         if lease.ttl_s != timing.ttl_s:
-            timing = self.timing = self._settings.timing(lease.ttl_s)
+            lag = self.store.capabilities.renewals_lag
+            timing = self.timing = self._settings.timing(lease.ttl_s, renewals_lag=lag)
         heart = Heart(
             self.store,
             lease,

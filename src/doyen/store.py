@@ -56,6 +56,8 @@ class Capabilities:
     """The end of a process is known at once, by a kernel's word."""
     linearizable_reads: bool = True
     """`get` and `list` show every write that was acknowledged before they began."""
+    renewals_lag: bool = False
+    """A confirmed renewal proves only that the store's majority knows the one before it."""
     ttl_default_s: float = DEFAULT_TTL_S
     ttl_min_s: float = 0.1
     ttl_step_s: float | None = None
@@ -105,7 +107,8 @@ class Store(ABC):
     async def renew(self, lease: Lease) -> None:
         """Begin the lease's time anew, from an instant not earlier than the call.
 
-        Returns only if the store's majority knows it. Raises `LeaseGone` if the lease has ended:
+        Returns only if the store's majority knows it (or, with `renewals_lag`, knows the renewal
+        before it). Raises `LeaseGone` if the lease has ended:
         an ended lease never revives. Must not queue behind other calls of this store.
         """
 

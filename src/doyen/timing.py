@@ -51,13 +51,21 @@ class Timing:
     """Time between renewals. Default ttl / 3."""
     renew_jitter: float = 0.2
     """Renewals are spread by this fraction either way. Default 20 %."""
+    renewals_lag: bool = False
+    """The store's confirmation of a renewal proves only the one before it. Validity is counted
+    from that one then, and renewals are sent twice as often."""
     request_timeout_s: float = math.nan
     """When a store call without an answer is given up. Default ttl / 6, and never more."""
 
     def __post_init__(self) -> None:
         if not 0 < self.ttl_s < float("inf"):
             raise ConfigError(f"ttl_s must be positive, not {self.ttl_s}")
-        for name, share in (("stop_budget_s", 6), ("renew_every_s", 3), ("request_timeout_s", 6)):
+        renewals = 6 if self.renewals_lag else 3
+        for name, share in (
+            ("stop_budget_s", 6),
+            ("renew_every_s", renewals),
+            ("request_timeout_s", 6),
+        ):
             if math.isnan(getattr(self, name)):
                 object.__setattr__(self, name, self.ttl_s / share)
         for name, low, high in (
@@ -86,7 +94,7 @@ class Timing:
 
     @property
     def _renewal_bound_s(self) -> float:
-        late_s = self.renew_every_s * (1 + self.renew_jitter)
+        late_s = self.renew_every_s * (1 + self.renew_jitter) * (2 if self.renewals_lag else 1)
         return late_s + self.request_timeout_s + self.retry_every_s + self.request_timeout_s
 
     @property
