@@ -669,6 +669,31 @@ async def test_the_record_stands_until_the_guarded_work_has_returned(place: Plac
         assert story == ["old leader has stopped", "new leader begins"], how
 
 
+def keepalive_is_enough(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Heart, "_deadline", lambda self: self.timing.valid_until(self._sent_at))
+
+
+@broken_by(keepalive_is_enough)
+async def test_a_leader_whose_work_hangs_makes_room(place: Place) -> None:
+    """lavinmq#2151, kubernetes-client/python#2670: the keepalive was healthy while the work hung.
+
+    Only the campaign that asked for it is ended: the session's other terms go on.
+    """
+    a, b = await place.open(), await place.open()
+    async with a.campaign("other") as other:
+        with pytest.raises(LeadershipLost, match=r"has not called term\.beat\(\) for 2 s"):
+            async with a.campaign("e", name="a", stall_after_s=2) as term:
+                for _ in range(100):
+                    await asyncio.sleep(1)
+                    term.beat()
+                hung_at = now()
+                await asyncio.sleep(100)
+                pytest.fail("nobody ended it")
+        assert now() - hung_at == pytest.approx(2)
+        async with asyncio.timeout(1), b.campaign("e", name="b"):
+            assert other.valid
+
+
 def waiting_left_waiting(patch: pytest.MonkeyPatch) -> None:
     async def errand(self: Presence, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         return await work()

@@ -75,10 +75,11 @@ class Presence:
         self._random = runtime.random
         self._attempts = itertools.count(1)
         self._heart: Heart | None = None
-        self._own_hearts: set[Heart] = set()
+        self._own_hearts: dict[Heart, None] = {}
         self._granting = asyncio.Lock()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._errands: set[asyncio.Task[Any]] = set()
+        # In the order they came, not sets: one seed must give one run.
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._errands: dict[asyncio.Task[Any], None] = {}
         self._bodies = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -137,7 +138,7 @@ class Presence:
         """Run what a caller waits for. Closing the session ends it, in `SessionClosed`."""
         task = asyncio.current_task()
         assert task is not None
-        self._errands.add(task)
+        self._errands[task] = None
         try:
             return await work()
         except asyncio.CancelledError:
@@ -145,7 +146,7 @@ class Presence:
                 self.check_open()
             raise
         finally:
-            self._errands.discard(task)
+            self._errands.pop(task, None)
 
     async def heart(self) -> Heart:
         """The live heart; a new one on a new lease if there is none."""
@@ -161,13 +162,13 @@ class Presence:
         """A heart on a lease of its own, for one campaign whose stall is to end it alone."""
         self.check_open()
         heart = await self._grant(stall_after_s)
-        self._own_hearts.add(heart)
+        self._own_hearts[heart] = None
         return heart
 
     def retire(self, heart: Heart) -> None:
         """The campaign that had `heart` to itself has let go of everything on it."""
         if heart in self._own_hearts:
-            self._own_hearts.discard(heart)
+            del self._own_hearts[heart]
             if heart.lost_because is None:
                 heart.stop()
                 self.spawn(self._revoke(heart))
@@ -281,12 +282,12 @@ class Presence:
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run in the background, until done or the presence is closed."""
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
+        self._tasks[task] = None
         task.add_done_callback(self._done)
         return task
 
     def _done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         if not task.cancelled() and task.exception() is not None:
             log.error("a background task of doyen failed", exc_info=task.exception())
 
@@ -310,7 +311,7 @@ class Presence:
         if self._errands:
             for errand in self._errands:
                 errand.cancel()
-            await asyncio.wait(self._errands)
+            await asyncio.wait(list(self._errands))
         hearts = [*self._own_hearts, *([self._heart] if self._heart else [])]
         for heart in hearts:
             heart.forget(self)
