@@ -18,7 +18,7 @@ from typing import Any, TypeVar, Unpack, cast
 from doyen.election import Options, Stand, default_name
 from doyen.errors import AlreadyCampaigning, SessionClosed
 from doyen.events import Sink
-from doyen.model import Candidate, Leader
+from doyen.model import Candidate, Leader, Line
 from doyen.orders import order_resign, order_transfer
 from doyen.presence import Presence, Settings
 from doyen.runtime import ThreadRuntime
@@ -98,7 +98,7 @@ class BlockingSession:
 
     def line(self, election: str) -> list[Candidate]:
         """Everyone who stands in line, in order, the leader marked."""
-        return self._errand(lambda presence: presence.line(election))
+        return [*self._errand(lambda presence: presence.line(election)).candidates]
 
     def resign(self, election: str, *, wait_s: float = 10.0, force: bool = False) -> Leader:
         """Have whoever leads let go; see `Session.resign`."""
@@ -123,13 +123,22 @@ class BlockingSession:
 
     def observe(self, election: str) -> Iterator[Leader | None]:
         """Who leads now, then every change; None while vacant."""
+        return self._follow(lambda presence, deliver: presence.observe(election, deliver))
+
+    def observe_line(self, election: str) -> Iterator[Line]:
+        """Who leads and who stands in line now, then every change."""
+        return self._follow(lambda presence, deliver: presence.observe_line(election, deliver))
+
+    def _follow(
+        self, observe: Callable[[Presence, Callable[[T], None]], Coroutine[Any, Any, None]]
+    ) -> Iterator[T]:
         presence = self._opened
         presence.check_open()
-        seen: queue.SimpleQueue[Leader | BaseException | None] = queue.SimpleQueue()
+        seen: queue.SimpleQueue[T | BaseException] = queue.SimpleQueue()
 
         async def watch() -> None:
             try:
-                await presence.errand(lambda: presence.observe(election, seen.put))
+                await presence.errand(lambda: observe(presence, seen.put))
             except BaseException as error:
                 seen.put(error)
                 raise
@@ -137,12 +146,12 @@ class BlockingSession:
         watching = self._runtime.submit(watch())
         try:
             while True:
-                leader = seen.get()
-                if isinstance(leader, Exception):
-                    raise leader
-                if isinstance(leader, BaseException):
+                what = seen.get()
+                if isinstance(what, Exception):
+                    raise what
+                if isinstance(what, BaseException):
                     raise SessionClosed("the session is closed; connect again")
-                yield leader
+                yield what
         finally:
             watching.cancel()
 

@@ -29,9 +29,12 @@ __all__ = [
     "Candidate",
     "Claim",
     "Entry",
+    "Finding",
     "Kind",
     "Leader",
     "Lease",
+    "Level",
+    "Line",
     "Meta",
     "Order",
     "Version",
@@ -93,6 +96,28 @@ class Candidate:
     priority: int
     leads: bool
     meta: Meta = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The line of an election, in order, and who leads it. A leader by the recipe `race` has no
+    place in the line."""
+
+    leader: Leader | None
+    candidates: tuple[Candidate, ...] = ()
+
+
+Level = Literal["ok", "note", "warning", "problem"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something worth knowing about a store or a configuration, and what to do about it."""
+
+    level: Level
+    subject: str
+    text: str
+    remedy: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from doyen.errors import ConfigError, OutcomeUnknown, SessionClosed, StoreError, StoreUnavailable
 from doyen.events import Sink, Telemetry
 from doyen.heart import Heart
-from doyen.model import Candidate, Claim, Kind, Leader, leader_key, line_key
+from doyen.model import Candidate, Claim, Entry, Kind, Leader, Line, leader_key, line_key
 from doyen.runtime import Runtime
-from doyen.store import Context, Store, open_store
+from doyen.store import Context, Store, Watch, open_store
 from doyen.timing import Timing
 
 if TYPE_CHECKING:
     from doyen.audit import AuditLog
 
-__all__ = ["Presence", "Settings"]
+__all__ = ["Presence", "Settings", "line_of"]
 
 T = TypeVar("T")
 log = logging.getLogger("doyen")
@@ -233,50 +233,54 @@ class Presence:
         """Who leads, by a read of the store."""
         self.check_open()
         entry = await self.call(self.store.get(leader_key(election, kind)))
-        if entry is None:
-            return None
-        claim = Claim.decode(entry.value)
-        return Leader(election, claim.name, entry.revision, claim.meta)
+        return None if entry is None else _leader(election, entry)
 
-    async def line(self, election: str) -> list[Candidate]:
-        """Everyone who stands in line, in order; the leader keeps its ticket and is marked."""
+    async def line(self, election: str) -> Line:
+        """Who leads, and everyone who stands in line; the leader keeps its ticket and is marked."""
         self.check_open()
         record = await self.call(self.store.get(leader_key(election)))
-        attempt = None if record is None else Claim.decode(record.value).attempt
-        claims = [
-            Claim.decode(ticket.value)
-            for ticket in await self.call(self.store.list(line_key(election)))
-        ]
-        return [
-            Candidate(claim.name, claim.rank, claim.attempt == attempt, claim.meta)
-            for claim in claims
-        ]
+        tickets = await self.call(self.store.list(line_key(election)))
+        return line_of(election, record, tickets)
 
     async def observe(self, election: str, deliver: Callable[[Leader | None], None]) -> None:
         """Deliver who leads now, then every change, until cancelled.
 
         A store that cannot be reached is waited for: what was last known stands until then.
         """
+        await self._observe([leader_key(election)], lambda: self.leader(election), deliver)
+
+    async def observe_line(self, election: str, deliver: Callable[[Line], None]) -> None:
+        """The same for the whole line."""
+        scopes = [leader_key(election), line_key(election)]
+        await self._observe(scopes, lambda: self.line(election), deliver)
+
+    async def _observe(
+        self,
+        scopes: list[str],
+        read: Callable[[], Awaitable[T]],
+        deliver: Callable[[T], None],
+    ) -> None:
         changed = asyncio.Event()
-        first, last = True, None
-        watch = None
+        told: list[T] = []
+        watches: list[Watch] = []
         try:
             while True:
                 try:
-                    if watch is None:
-                        watch = await self.call(self.store.watch(leader_key(election), changed.set))
+                    while len(watches) < len(scopes):
+                        scope = scopes[len(watches)]
+                        watches.append(await self.call(self.store.watch(scope, changed.set)))
                     changed.clear()
-                    leader = await self.leader(election)
+                    seen = await read()
                 except (OutcomeUnknown, StoreUnavailable) as error:
-                    log.debug("observing %r: %s", election, error)
+                    log.debug("observing %s: %s", scopes[0], error)
                     await asyncio.sleep(self.retry_pause())
                     continue
-                if first or leader != last:
-                    first, last = False, leader
-                    deliver(leader)
+                if told != [seen]:
+                    told = [seen]
+                    deliver(seen)
                 await changed.wait()
         finally:
-            if watch is not None:
+            for watch in watches:
                 watch.close()
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -337,3 +341,24 @@ class Presence:
         for heart in [*self._own_hearts, *([self._heart] if self._heart else [])]:
             heart.forked()
         self.store.forked()
+
+
+def _leader(election: str, record: Entry) -> Leader:
+    claim = Claim.decode(record.value)
+    return Leader(election, claim.name, record.revision, claim.meta)
+
+
+def line_of(election: str, record: Entry | None, tickets: list[Entry]) -> Line:
+    """The line that a leader record and the tickets behind it amount to."""
+    if record is None:
+        leader, attempt = None, None
+    else:
+        leader, attempt = _leader(election, record), Claim.decode(record.value).attempt
+    claims = [Claim.decode(ticket.value) for ticket in tickets]
+    return Line(
+        leader,
+        tuple(
+            Candidate(claim.name, claim.rank, claim.attempt == attempt, claim.meta)
+            for claim in claims
+        ),
+    )

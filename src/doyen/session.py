@@ -20,7 +20,7 @@ from typing import Any, TypeVar, Unpack
 from doyen.election import Candidacy, Options, Stand, default_name
 from doyen.errors import AlreadyCampaigning, LeadershipLost, SessionClosed, StaleToken
 from doyen.events import Sink
-from doyen.model import Candidate, Kind, Leader
+from doyen.model import Candidate, Kind, Leader, Line
 from doyen.orders import order_resign, order_transfer
 from doyen.presence import Presence, Settings
 from doyen.runtime import Runtime, ThreadRuntime
@@ -222,7 +222,7 @@ class Session:
 
     async def line(self, election: str) -> list[Candidate]:
         """Everyone who stands in line, in order, the leader marked."""
-        return await self._errand(lambda presence: presence.line(election))
+        return [*(await self._errand(lambda presence: presence.line(election))).candidates]
 
     async def _errand(self, work: Callable[[Presence], Coroutine[Any, Any, T]]) -> T:
         presence = self._opened
@@ -233,23 +233,36 @@ class Session:
         """Who leads now, by a read of the store; None while vacant."""
         return await self._errand(lambda presence: presence.leader(election))
 
-    async def observe(self, election: str) -> AsyncIterator[Leader | None]:
+    def observe(self, election: str) -> AsyncIterator[Leader | None]:
         """Who leads now, then every change; None while vacant.
 
         async for leader in session.observe("billing"):
             print(leader.name if leader else "nobody")
         """
+        return self._follow(lambda presence, deliver: presence.observe(election, deliver))
+
+    def observe_line(self, election: str) -> AsyncIterator[Line]:
+        """Who leads and who stands in line now, then every change.
+
+        async for line in session.observe_line("billing"):
+            print([candidate.name for candidate in line.candidates])
+        """
+        return self._follow(lambda presence, deliver: presence.observe_line(election, deliver))
+
+    async def _follow(
+        self, observe: Callable[[Presence, Callable[[T], None]], Coroutine[Any, Any, None]]
+    ) -> AsyncIterator[T]:
         presence = self._opened
         presence.check_open()
         loop = asyncio.get_running_loop()
-        seen: asyncio.Queue[Leader | None] = asyncio.Queue()
+        seen: asyncio.Queue[T] = asyncio.Queue()
 
-        def deliver(leader: Leader | None) -> None:
+        def deliver(what: T) -> None:
             with contextlib.suppress(RuntimeError):  # the observer's loop has been closed
-                loop.call_soon_threadsafe(seen.put_nowait, leader)
+                loop.call_soon_threadsafe(seen.put_nowait, what)
 
         watching = asyncio.ensure_future(
-            presence.runtime.do(presence.errand(lambda: presence.observe(election, deliver))),
+            presence.runtime.do(presence.errand(lambda: observe(presence, deliver))),
         )
         try:
             while True:
@@ -259,10 +272,10 @@ class Session:
                     if not getting.done():
                         watching.result()
                         raise SessionClosed("the session is closed; connect again")
-                    leader = getting.result()
+                    what = getting.result()
                 finally:
                     getting.cancel()
-                yield leader
+                yield what
         finally:
             watching.cancel()
 
