@@ -1,236 +1,43 @@
 """Many candidates, a hostile store, one seed: at most one valid leader at any true instant.
 
-Everything runs in virtual time on the code that users run (sessions, campaigns, memory store).
-Each process has a clock of its own that runs at its own speed, within the drift allowed for. The
-oracle looks after *every* turn of the event loop. That it can see is shown at the end, on variants
+The world and its oracle are in `swarm`. That the oracle can see is shown at the end, on variants
 of the code with one rule broken each.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from doyen import Session, Term
-from doyen.clock import Clock, VirtualClock
-from doyen.election import Candidacy, Recipe
+from doyen import Term
+from doyen.election import Candidacy
 from doyen.errors import OutcomeUnknown
-from doyen.events import Elected, Record
 from doyen.heart import Heart
 from doyen.model import Entry
-from doyen.presence import Settings
-from doyen.runtime import InlineRuntime
-from doyen.store import Context, Creation
-from doyen.stores.memory import MemoryServer, MemoryStore
-from doyen.testing.faults import Faults, FaultyStore, Late, Odds
-from doyen.testing.virtual import VirtualLoop
-
-TTL_S = 3.0
-RECIPES: list[Recipe] = ["line", "line", "race"]
-FAIR = Odds()
-ROUGH = Odds(late=0.05, lost=0.03, unanswered=0.04, refused=0.03, stray=0.03, delay_s=1.5)
+from doyen.store import Creation
+from doyen.testing.faults import Late
+from swarm import FAIR, TTL_S, OwnClock, SafetyViolated, World
 
 
-class SafetyViolated(AssertionError):
-    """The oracle's word."""
-
-
-class Oracle:
-    """Sees every term that was ever entered, after every turn of the loop."""
-
-    def __init__(self) -> None:
-        self._valid: list[Term] = []
-        self._last_token = 0
-        self.terms = 0
-        self.somebody_leads = asyncio.Event()
-        self.violation: SafetyViolated | None = None
-        self.stop: Callable[[], object] = lambda: None
-
-    def record(self, record: Record) -> None:
-        if isinstance(record.event, Elected):
-            token = record.event.token
-            if token <= self._last_token:
-                self._object(f"token {token} came after {self._last_token}")
-            self._last_token = token
-
-    def entered(self, term: Term) -> None:
-        self.terms += 1
-        self.somebody_leads.set()
-        self._valid.append(term)
-
-    def look(self) -> None:
-        self._valid = [term for term in self._valid if term.valid]
-        if len(self._valid) > 1:
-            self._object(f"valid at once: {self._valid}")
-
-    def _object(self, what: str) -> None:
-        if self.violation is None:
-            self.violation = SafetyViolated(what)
-            self.stop()
-
-
-class WatchedLoop(VirtualLoop):
-    """A virtual loop on which the oracle looks after every turn."""
-
-    def __init__(self, clock: VirtualClock, look: Callable[[], None]) -> None:
-        super().__init__(clock)
-        self._look = look
-
-    def _run_once(self) -> None:
-        super()._run_once()  # type: ignore[misc]
-        self._look()
-
-
-@dataclass
-class OwnClock:
-    """A machine's clock: begins anywhere, runs a little slow, and its wall time means nothing."""
-
-    true: VirtualClock
-    offset: float
-    rate: float
-
-    def now(self) -> float:
-        return self.offset + self.true.now() * self.rate
-
-    def wall(self) -> float:
-        return self.offset
-
-
-class Process:
-    """One candidate process: a session on a faulty link, campaigning for ever."""
-
-    def __init__(self, world: World, name: str) -> None:
-        rng = world.rng
-        self.world = world
-        self.name = name
-        self.faults = Faults(rng.getrandbits(32), ROUGH)
-        self.clock: Clock = OwnClock(
-            world.clock, rng.uniform(0, 1000), rng.uniform(1 - world.drift, 1)
-        )
-        self.rank = rng.choice([0, 0, 0, 1, 2])
-        self.recipe: Recipe = rng.choice(RECIPES)
-        self.task = asyncio.get_running_loop().create_task(self._live())
-
-    async def _live(self) -> None:
-        world = self.world
-        runtime = InlineRuntime(self.clock, world.rng.getrandbits(32))
-        store = MemoryStore(world.server, Context(self.clock, lambda event: None))
-        asked = Settings(
-            url="memory://",
-            ttl_s=TTL_S,
-            stop_budget_s=world.stop_budget_s,
-            sinks=(world.oracle.record,),
-        )
-        session = Session(asked, runtime, FaultyStore(store, self.faults))
-        async with session:
-            async for campaign in session.campaigns(
-                "swarm", name=self.name, priority=self.rank, recipe=self.recipe
-            ):
-                async with campaign as term:
-                    world.oracle.entered(term)
-                    await asyncio.sleep(world.rng.uniform(0, 1) * world.body_s)
-
-    def crash(self) -> None:
-        """Gone without a word: nothing it has sent is answered, nothing more is sent."""
-        self.faults.cut()
-        self.task.cancel()
-
-
-class World:
-    """A store, its candidates, and what happens to them."""
-
-    def __init__(self, seed: int, drift: float, stop_budget_s: float) -> None:
-        self.rng = random.Random(seed)
-        self.drift = drift
-        self.stop_budget_s = stop_budget_s
-        self.body_s = 4 * TTL_S
-        self.clock = VirtualClock()
-        self.server = MemoryServer(self.clock)
-        self.oracle = Oracle()
-        self.processes: list[Process] = []
-        self.started = 0
-
-    def start(self) -> None:
-        self.started += 1
-        self.processes.append(Process(self, f"p{self.started}"))
-
-    def happen(self) -> None:
-        """One thing, at random."""
-        rng = self.rng
-        kind = rng.choices(["join", "leave", "crash", "cut", "heal", "wall"], [4, 1, 2, 3, 4, 1])[0]
-        if kind == "join" or not self.processes:
-            self.start()
-            return
-        process = rng.choice(self.processes)
-        if kind == "leave":
-            self.processes.remove(process)
-            process.task.cancel()
-        elif kind == "crash":
-            self.processes.remove(process)
-            process.crash()
-        elif kind == "cut":
-            process.faults.cut(answers_only=rng.random() < 0.3)
-        elif kind == "heal":
-            process.faults.heal()
-        else:
-            self.clock.step_wall(rng.choice([-3600, 3600]))
-
-
-def run_world(
-    seed: int,
-    *,
-    candidates: int = 4,
-    steps: int = 150,
-    drift: float = 0.005,
-    stop_budget_s: float = 0.01,
-) -> World:
-    """Run a world to its end: trouble, then fair weather in which somebody must lead.
-
-    The stop budget is as good as none by default: it would hide what the oracle is to see.
-    """
-    world = World(seed, drift, stop_budget_s)
+def run_world(seed: int, *, candidates: int = 4, steps: int = 150) -> World:
+    """Run a world to its end: trouble, then fair weather in which somebody must lead."""
+    world = World(seed)
 
     async def live() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        world.oracle.stop = task.cancel
-        for _ in range(candidates):
-            world.start()
-        for _ in range(steps):
-            await asyncio.sleep(world.rng.expovariate(1.0))
-            world.happen()
+        await world.trouble(candidates, steps)
         world.start()
-        for process in world.processes:
-            process.faults.odds = FAIR
-            process.faults.heal()
+        world.calm()
         world.oracle.somebody_leads.clear()
         async with asyncio.timeout(10 * TTL_S):
             await world.oracle.somebody_leads.wait()
-        tasks = [process.task for process in world.processes]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await world.end()
 
-    watch_over(world, live())
+    world.watch_over(live())
     return world
-
-
-def watch_over(world: World, life: Coroutine[Any, Any, None]) -> None:
-    """Run it under the eyes of the oracle."""
-    with asyncio.Runner(loop_factory=lambda: WatchedLoop(world.clock, world.oracle.look)) as runner:
-        try:
-            runner.run(life)
-        except asyncio.CancelledError:
-            assert world.oracle.violation is not None
-    if world.oracle.violation is not None:
-        raise world.oracle.violation
 
 
 @settings(max_examples=20, deadline=None)
@@ -312,8 +119,8 @@ def clocks_too_far_apart(patch: pytest.MonkeyPatch) -> None:
     """A leader's clock runs slower than the drift allowed for."""
     start = World.__init__
 
-    def slow(self: World, seed: int, drift: float, stop_budget_s: float) -> None:
-        start(self, seed, 0.5, stop_budget_s)
+    def slow(self: World, seed: int) -> None:
+        start(self, seed, 0.5)
 
     patch.setattr(World, "__init__", slow)
 
@@ -355,12 +162,9 @@ def violated(seed: int) -> bool:
 
 def late_and_then_silent() -> None:
     """The leader's renewal is answered late, and nothing gets through to it after that."""
-    world = World(0, 0.0, stop_budget_s=0.01)
+    world = World(0, drift=0.0)
 
     async def live() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        world.oracle.stop = task.cancel
         world.start()
         leader = world.processes[0]
         leader.faults.odds = FAIR
@@ -373,12 +177,10 @@ def late_and_then_silent() -> None:
         await asyncio.sleep(0.46)
         leader.faults.cut()
         await asyncio.sleep(2 * TTL_S)
-        for process in world.processes:
-            process.task.cancel()
-        await asyncio.gather(*(p.task for p in world.processes), return_exceptions=True)
+        await world.end()
 
     world.body_s = 100 * TTL_S
-    watch_over(world, live())
+    world.watch_over(live())
 
 
 def test_validity_is_counted_from_the_sending(monkeypatch: pytest.MonkeyPatch) -> None:
