@@ -1,0 +1,31 @@
+"""Real servers for the tests: obtained, started, hurt and ended, unprivileged.
+
+    with servers.Etcd() as etcd:
+        doyen.connect(etcd.url)
+
+Every server has `url`, `port` and `pid`, and can `kill`, `freeze`, `thaw`, `stop`, `restart`
+(on its data). A cluster has `members`, and `leader()` tells which of them leads. `Proxy` stands
+between a client and a server and misbehaves on demand.
+"""
+
+from __future__ import annotations
+
+from .etcd import Etcd, EtcdCluster
+from .fetch import Skipped, Unavailable
+from .postgres import Postgres
+from .process import Server, ServerFailed, free_port, running
+from .zookeeper import ZooKeeper, ZooKeeperEnsemble
+
+__all__ = [
+    "Etcd",
+    "EtcdCluster",
+    "Postgres",
+    "Server",
+    "ServerFailed",
+    "Skipped",
+    "Unavailable",
+    "ZooKeeper",
+    "ZooKeeperEnsemble",
+    "free_port",
+    "running",
+]

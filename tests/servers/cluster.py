@@ -1,0 +1,77 @@
+"""Several servers of one engine that elect a leader among themselves."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+from .process import READY_WITHIN_S, Server, ServerFailed, start_or_close
+
+
+class Member(Server):
+    """A server that is one of several."""
+
+    @abstractmethod
+    def leads(self) -> bool:
+        """Whether it leads its cluster, by its own word."""
+
+
+S = TypeVar("S", bound=Member)
+
+
+class Cluster(ABC, Generic[S]):
+    """The members, in order; any of them may be killed, frozen and restarted by itself."""
+
+    def __init__(self, members: list[S]) -> None:
+        self.members = members
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """The address that doyen opens this store by: all members."""
+
+    def leader(self, within_s: float = READY_WITHIN_S) -> S:
+        """The member that leads, waiting for one to emerge. Members that do not answer do not."""
+        give_up = time.monotonic() + within_s
+        while time.monotonic() < give_up:
+            for member in self.members:
+                if member.alive and not member.frozen and self._leads(member):
+                    return member
+            time.sleep(0.02)
+        raise ServerFailed(f"no leader after {within_s:g} s")
+
+    def followers(self) -> list[S]:
+        leader = self.leader()
+        return [member for member in self.members if member is not leader]
+
+    @staticmethod
+    def _leads(member: S) -> bool:
+        try:
+            return member.leads()
+        except (OSError, ValueError):
+            return False
+
+    def start(self) -> Self:
+        """Start all members, then wait for all: none is ready before it has seen a majority."""
+        for member in self.members:
+            member.launch()
+        for member in self.members:
+            member.await_ready()
+        return self
+
+    def close(self) -> None:
+        for member in self.members:
+            member.close()
+
+    def __enter__(self) -> Self:
+        return start_or_close(self, self.members)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

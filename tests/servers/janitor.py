@@ -1,0 +1,111 @@
+"""A process that cleans up after this one, should it die without doing so, even by SIGKILL.
+
+The janitor is told over a pipe which processes and folders there are. When the pipe ends, because
+this process has, it kills what is still held, frozen or not, with all descendants, and removes the
+folders. The kernel's own signal at a parent's death would not do: it knows neither descendants nor
+folders, and goes by the thread that started the process.
+
+Runs by itself, by path; imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+
+def send_signal(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is not merely waiting to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def family_of(pid: int) -> list[int]:
+    """A process and its descendants, ancestors first."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                stat = Path(f"/proc/{entry}/stat").read_text()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry))
+    family = [pid]
+    for member in family:
+        family += children.get(member, [])
+    return family
+
+
+class Janitor:
+    """Told over a pipe what is there; acts when the pipe ends, that is, when this process has."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._of: int | None = None
+
+    def hold_process(self, pid: int) -> None:
+        self._tell(f"hold {pid}")
+
+    def release_process(self, pid: int) -> None:
+        self._tell(f"release {pid}")
+
+    def hold_folder(self, folder: Path) -> None:
+        self._tell(f"hold {folder}")
+
+    def release_folder(self, folder: Path) -> None:
+        self._tell(f"release {folder}")
+
+    def _tell(self, line: str) -> None:
+        if self._process is None or self._of != os.getpid():
+            command = [sys.executable, "-I", __file__]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, text=True, cwd="/", start_new_session=True
+            )
+            self._of = os.getpid()
+            atexit.register(self._finish)
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def _finish(self) -> None:
+        if self._process is not None and self._of == os.getpid():
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait()
+
+
+janitor = Janitor()
+
+
+def clean_up_when_told_no_more() -> None:
+    """The janitor process."""
+    held = set()
+    for line in sys.stdin:
+        verb, _, what = line.rstrip("\n").partition(" ")
+        if verb == "hold":
+            held.add(what)
+        else:
+            held.discard(what)
+    for pid in [pid for what in held if what.isdigit() for pid in family_of(int(what))]:
+        send_signal(pid, signal.SIGKILL)
+    for what in held:
+        if not what.isdigit():
+            shutil.rmtree(what, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    clean_up_when_told_no_more()

@@ -1,0 +1,170 @@
+"""The least of each server's protocol: enough to ask whether it is there, and to leave a mark.
+
+Independent of doyen's adapters and of every client library, so that a test can see a store with
+other eyes. Blocking, one connection per call, bounded by a time-out. Raises OSError when there is
+no answer and ValueError when it is not the one expected.
+
+Imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from http.client import HTTPConnection, HTTPException
+from typing import Any
+
+TIMEOUT_S = 2.0
+
+
+class Link:
+    """A connection that reads exactly what it is asked for."""
+
+    def __init__(self, port: int, host: str = "127.0.0.1", timeout_s: float = TIMEOUT_S) -> None:
+        self._socket = socket.create_connection((host, port), timeout_s)
+        self._file = self._socket.makefile("rb")
+
+    def send(self, data: bytes) -> None:
+        self._socket.sendall(data)
+
+    def read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        if len(data) < size:
+            raise ConnectionError("the server closed the connection")
+        return data
+
+    def line(self) -> bytes:
+        line = self._file.readline()
+        if not line.endswith(b"\n"):
+            raise ConnectionError("the server closed the connection")
+        return line
+
+    def rest(self) -> bytes:
+        return self._file.read()
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self._socket.close()
+
+
+def http(
+    port: int, method: str, path: str, body: bytes | None = None, timeout_s: float = TIMEOUT_S
+) -> tuple[int, bytes]:
+    """Status and body of the answer."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+    try:
+        connection.request(method, path, body)
+        response = connection.getresponse()
+        return response.status, response.read()
+    except HTTPException as failure:
+        raise ConnectionError(f"not an answer in HTTP: {failure!r}") from failure
+    finally:
+        connection.close()
+
+
+def http_json(port: int, method: str, path: str, body: object = None) -> Any:
+    """The answer, decoded; ValueError if it is not a success."""
+    data = None if body is None else json.dumps(body).encode()
+    status, answer = http(port, method, path, data)
+    if status != 200:
+        raise ValueError(f"{status} {answer[:200]!r}")
+    return json.loads(answer)
+
+
+def zookeeper_word(port: int, word: bytes) -> str:
+    """The answer to one of ZooKeeper's four-letter words."""
+    with Link(port) as link:
+        link.send(word)
+        return link.rest().decode()
+
+
+class ZooKeeperLink:
+    """A session with ZooKeeper, for as long as the block lasts."""
+
+    CREATE, DELETE, GET, CLOSE = 1, 2, 4, -11
+
+    def __init__(self, port: int) -> None:
+        self._link = Link(port)
+        self._calls = 0
+        self._send(struct.pack(">iqiq", 0, 0, 10_000, 0) + _text(b"\0" * 16))
+        self._receive()
+
+    def create(self, path: str, data: bytes) -> None:
+        acl = struct.pack(">ii", 1, 31) + _text(b"world") + _text(b"anyone")
+        self._call(self.CREATE, _text(path.encode()) + _text(data) + acl + struct.pack(">i", 0))
+
+    def get(self, path: str) -> bytes:
+        answer = self._call(self.GET, _text(path.encode()) + b"\0")
+        (size,) = struct.unpack_from(">i", answer)
+        return answer[4 : 4 + size]
+
+    def _call(self, operation: int, body: bytes) -> bytes:
+        self._calls += 1
+        self._send(struct.pack(">ii", self._calls, operation) + body)
+        answer = self._receive()
+        _, _, error = struct.unpack_from(">iqi", answer)
+        if error:
+            raise ValueError(f"ZooKeeper's error {error}")
+        return answer[16:]
+
+    def _send(self, message: bytes) -> None:
+        self._link.send(struct.pack(">i", len(message)) + message)
+
+    def _receive(self) -> bytes:
+        (size,) = struct.unpack(">i", self._link.read(4))
+        return self._link.read(size)
+
+    def __enter__(self) -> ZooKeeperLink:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._link:
+            self._call(self.CLOSE, b"")
+
+
+def _text(data: bytes) -> bytes:
+    return struct.pack(">i", len(data)) + data
+
+
+def postgres_query(port: int, query: str, user: str = "postgres") -> list[list[str | None]]:
+    """The rows that a query gives, as text."""
+    with Link(port) as link:
+        parameters = f"user\0{user}\0database\0postgres\0\0".encode()
+        link.send(struct.pack(">ii", len(parameters) + 8, 196608) + parameters)
+        _postgres_until_ready(link)
+        text = query.encode() + b"\0"
+        link.send(b"Q" + struct.pack(">i", len(text) + 4) + text)
+        rows = _postgres_until_ready(link)
+        link.send(b"X" + struct.pack(">i", 4))
+        return rows
+
+
+def _postgres_until_ready(link: Link) -> list[list[str | None]]:
+    rows: list[list[str | None]] = []
+    while True:
+        kind, size = struct.unpack(">ci", link.read(5))
+        body = link.read(size - 4)
+        if kind == b"E":
+            fields = {part[:1]: part[1:] for part in body.split(b"\0") if part}
+            raise ValueError(fields[b"M"].decode())
+        if kind == b"R" and body != b"\0\0\0\0":
+            raise ValueError("PostgreSQL wants a password")
+        if kind == b"D":
+            rows.append(_postgres_row(body))
+        if kind == b"Z":
+            return rows
+
+
+def _postgres_row(body: bytes) -> list[str | None]:
+    (count,) = struct.unpack_from(">h", body)
+    at, row = 2, list[str | None]()
+    for _ in range(count):
+        (size,) = struct.unpack_from(">i", body, at)
+        at += 4
+        row.append(None if size < 0 else body[at : at + size].decode())
+        at += max(size, 0)
+    return row

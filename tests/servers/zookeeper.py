@@ -1,0 +1,145 @@
+"""ZooKeeper: one server, or an ensemble of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from . import wire
+from .cluster import Cluster, Member
+from .fetch import Debian, Recipe, obtain
+from .process import HOST
+
+JAVA = Recipe(
+    engine="zookeeper",
+    variable="DOYEN_JAVA_BIN",
+    name="java",
+    found=("usr/lib/jvm/*/bin/java",),
+    sources=(Debian(("default-jre-headless",)),),
+)
+JARS = Recipe(
+    engine="zookeeper",
+    variable="DOYEN_ZOOKEEPER_JAR",
+    name="zookeeper.jar",
+    found=("usr/share/java/zookeeper.jar",),
+    sources=(
+        Debian(
+            (
+                "libzookeeper-java",
+                "libdropwizard-metrics-java",
+                "libnetty-java",
+                "libslf4j-java",
+                "libsnappy-java",
+            ),
+            dependencies=False,
+        ),
+    ),
+)
+BESIDE = ("zookeeper-jute", "slf4j-api", "slf4j-simple", "metrics-core", "snappy-java", "netty-")
+MAIN = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
+
+
+class ZooKeeper(Member):
+    """One server. Options are lines of its configuration, underscores for dots."""
+
+    engine = "zookeeper"
+    port_count = 3
+
+    def __init__(self, **options: str) -> None:
+        self._java = obtain(JAVA)
+        self._jar = obtain(JARS).path
+        super().__init__()
+        self.options = options
+        self.ensemble: list[ZooKeeper] = []
+
+    @property
+    def url(self) -> str:
+        return f"zookeeper://{self.address}"
+
+    @property
+    def address(self) -> str:
+        return f"{HOST}:{self.port}"
+
+    def prepare(self) -> None:
+        data = self.folder / "data"
+        data.mkdir()
+        settings = {
+            "tickTime": "200",  # sessions of 0.4 s to 20 s are granted with the bounds below
+            "minSessionTimeout": "400",
+            "maxSessionTimeout": "40000",
+            "initLimit": "50",
+            "syncLimit": "10",
+            "maxClientCnxns": "0",
+            "dataDir": str(data),
+            "clientPort": str(self.port),
+            "clientPortAddress": HOST,
+            "admin.enableServer": "false",
+            "4lw.commands.whitelist": "*",
+            **{name.replace("_", "."): value for name, value in self.options.items()},
+        }
+        for number, server in enumerate(self.ensemble, 1):
+            settings[f"server.{number}"] = f"{HOST}:{server.ports[1]}:{server.ports[2]}"
+            if server is self:
+                (data / "myid").write_text(str(number))
+        lines = (f"{name}={value}\n" for name, value in settings.items())
+        (self.folder / "zoo.cfg").write_text("".join(lines))
+
+    def command(self) -> list[str]:
+        properties = {
+            "org.slf4j.simpleLogger.defaultLogLevel": "warn",
+            # Processes are killed here, machines are not: what was written is in the page cache.
+            "zookeeper.forceSync": "no",
+            "java.io.tmpdir": str(self.folder),
+        }
+        return [
+            str(self._java.path),
+            "-Xmx128m",
+            "-XX:+UseSerialGC",
+            "-XX:TieredStopAtLevel=1",
+            "-XX:-UsePerfData",
+            *(f"-D{name}={value}" for name, value in properties.items()),
+            "-cp",
+            ":".join(map(str, self._class_path())),
+            MAIN,
+            str(self.folder / "zoo.cfg"),
+        ]
+
+    def _class_path(self) -> list[Path]:
+        """The jar, and what it needs of those beside it."""
+        folder = self._jar.parent
+        return [self._jar, *(jar for name in BESIDE for jar in folder.glob(f"{name}*.jar"))]
+
+    def environment(self) -> dict[str, str]:
+        return self._java.environment()
+
+    def ping(self) -> None:
+        if self.mode() not in ("leader", "follower", "standalone"):
+            raise ValueError("ZooKeeper is not serving")
+
+    def mode(self) -> str:
+        """leader, follower or standalone; empty while it does not serve."""
+        answer = wire.zookeeper_word(self.port, b"srvr")
+        return next((line[6:] for line in answer.splitlines() if line.startswith("Mode: ")), "")
+
+    def leads(self) -> bool:
+        return self.mode() == "leader"
+
+    def put(self, key: str, value: bytes) -> None:
+        with wire.ZooKeeperLink(self.port) as link:
+            link.create(f"/{key}", value)
+
+    def get(self, key: str) -> bytes | None:
+        with wire.ZooKeeperLink(self.port) as link:
+            return link.get(f"/{key}")
+
+
+class ZooKeeperEnsemble(Cluster[ZooKeeper]):
+    """Servers that hold one tree between them."""
+
+    def __init__(self, size: int = 3, **options: str) -> None:
+        super().__init__([ZooKeeper(**options) for _ in range(size)])
+        for member in self.members:
+            member.ensemble = self.members
+
+    @property
+    def url(self) -> str:
+        return "zookeeper://" + ",".join(member.address for member in self.members)
