@@ -14,12 +14,14 @@ from .etcd import Etcd, EtcdCluster
 from .fetch import Skipped, Unavailable
 from .postgres import Postgres
 from .process import Server, ServerFailed, free_port, running
+from .proxy import Proxy
 from .zookeeper import ZooKeeper, ZooKeeperEnsemble
 
 __all__ = [
     "Etcd",
     "EtcdCluster",
     "Postgres",
+    "Proxy",
     "Server",
     "ServerFailed",
     "Skipped",

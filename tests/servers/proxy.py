@@ -1,0 +1,282 @@
+"""A TCP proxy between a client and a server that misbehaves on demand, one per client's link.
+
+    with servers.Proxy(etcd) as link:
+        ... open link.url ...
+        link.cut()
+        link.heal()
+
+What the faults mean, as the two ends see them:
+
+- `cut`: nothing passes in that direction and nobody is told, as when packets are lost. What was
+  sent is held, as TCP would send it again, and passes after `heal`. New connections are made and
+  stay silent.
+- `delay`: everything arrives that much later, in order.
+- `half_open`: the server has lost its end of every connection, and the client does not know. New
+  connections are accepted and never answered. At `heal` the client's ends are reset.
+- `reset`: every connection is reset, once; new ones pass.
+- `refuse`: as `reset`, and nobody listens until `heal`.
+- `break_after`: the connection that carries one byte more than so many is reset, once, with the
+  bytes before it delivered. `break_after(0, "down")` is an answer that never came: the server has
+  done what it was asked.
+
+The proxy has a thread and a loop of its own; every method returns when it has taken effect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self, TypeVar
+
+from .process import HOST, free_port
+
+Direction = Literal["up", "down"]
+"""Up is from the client to the server."""
+BOTH: tuple[Direction, ...] = ("up", "down")
+CHUNK = 65536
+T = TypeVar("T")
+
+
+class Addressed(Protocol):
+    """What the proxy needs to know of a server."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def port(self) -> int: ...
+
+
+class _Broken(Exception):
+    """The connection is to be reset."""
+
+
+@dataclass
+class _Break:
+    """A fault in wait: reset the connection after so many bytes in one direction."""
+
+    size: int
+    direction: Direction
+    happened: threading.Event
+
+
+class Proxy:
+    """Listens on a port of its own and passes what it gets to a server, as far as it is let."""
+
+    def __init__(self, server: Addressed) -> None:
+        self.port = free_port()
+        self.url = server.url.replace(f":{server.port}", f":{self.port}")
+        self._upstream = server.port
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"proxy-{self.port}")
+        self._delay_s = dict.fromkeys(BOTH, 0.0)
+        self._open: dict[Direction, asyncio.Event] = {way: asyncio.Event() for way in BOTH}
+        self._healed = asyncio.Event()
+        self._break: _Break | None = None
+        self._listener: asyncio.Server | None = None
+        self._forwarding: set[asyncio.Task[None]] = set()
+        self._serving: set[asyncio.Task[None]] = set()
+
+    @property
+    def connections(self) -> int:
+        """How many connections pass through just now."""
+        return self._do(lambda: len(self._forwarding))
+
+    def cut(self, *directions: Direction) -> None:
+        """Let nothing pass, in both directions or the one given, and tell nobody."""
+
+        def act() -> None:
+            for way in directions or BOTH:
+                self._open[way].clear()
+
+        self._do(act)
+
+    def delay(self, seconds: float, *directions: Direction) -> None:
+        """Let everything arrive later, in both directions or the one given."""
+        self._do(lambda: self._delay_s.update(dict.fromkeys(directions or BOTH, seconds)))
+
+    def half_open(self) -> None:
+        """Lose the server's end of every connection, now and until healed, and tell nobody."""
+
+        async def act() -> None:
+            self._healed.clear()
+            await self._end_forwarding()
+
+        self._run(act())
+
+    def reset(self) -> None:
+        """Reset every connection; new ones pass."""
+        self._run(self._end_forwarding())
+
+    def refuse(self) -> None:
+        """Reset every connection, and refuse new ones until healed."""
+
+        async def act() -> None:
+            await self._stop_listening()
+            await self._end_forwarding()
+
+        self._run(act())
+
+    def break_after(self, size: int, direction: Direction) -> threading.Event:
+        """Reset the connection that carries one byte more than `size` from now on, once.
+
+        The event is set when that has happened.
+        """
+        plan = _Break(size, direction, threading.Event())
+        self._do(lambda: setattr(self, "_break", plan))
+        return plan.happened
+
+    def heal(self) -> None:
+        """End every fault."""
+        self._run(self._heal())
+
+    async def _heal(self) -> None:
+        self._break = None
+        self._delay_s = dict.fromkeys(BOTH, 0.0)
+        self._healed.set()
+        for gate in self._open.values():
+            gate.set()
+        if self._listener is None:
+            self._listener = await asyncio.start_server(self._accept, HOST, self.port)
+
+    async def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    async def _end_forwarding(self) -> None:
+        tasks = set(self._forwarding)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+            await asyncio.sleep(0)  # those that wait for them reset the client's ends
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = self._loop.create_task(self._serve(reader, writer))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection of a client, from its beginning to its end."""
+        try:
+            if self._healed.is_set():
+                forwarding = self._loop.create_task(self._forward(reader, writer))
+                self._forwarding.add(forwarding)
+                forwarding.add_done_callback(self._forwarding.discard)
+                await asyncio.wait({forwarding})
+                if not forwarding.cancelled() and forwarding.exception() is None:
+                    return writer.close()
+            await self._healed.wait()
+        finally:
+            _reset(writer)
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Pass both ways until both ends have closed; raises if either broke off."""
+        there_reader, there_writer = await asyncio.open_connection(HOST, self._upstream)
+        try:
+            ways = [
+                asyncio.create_task(self._carry("up", reader, there_writer)),
+                asyncio.create_task(self._carry("down", there_reader, writer)),
+            ]
+            try:
+                await asyncio.gather(*ways)
+            finally:
+                for way in ways:
+                    way.cancel()
+                await asyncio.wait(ways)
+        finally:
+            there_writer.close()
+
+    async def _carry(
+        self, way: Direction, source: asyncio.StreamReader, sink: asyncio.StreamWriter
+    ) -> None:
+        """Pass one way. Reading does not wait for what is held, so that delays do not add up."""
+        queue: asyncio.Queue[tuple[float, bytes | None]] = asyncio.Queue()
+
+        async def read() -> None:
+            data: bytes | None = b"..."
+            while data:
+                try:
+                    data = await source.read(CHUNK)
+                except OSError:
+                    data = None
+                queue.put_nowait((self._loop.time() + self._delay_s[way], data))
+
+        reading = asyncio.create_task(read())
+        try:
+            while True:
+                due, data = await queue.get()
+                await asyncio.sleep(due - self._loop.time())
+                await self._open[way].wait()
+                if data is None:
+                    raise _Broken
+                if not data:
+                    return sink.write_eof()
+                await self._deliver(way, data, sink)
+        finally:
+            reading.cancel()
+
+    async def _deliver(self, way: Direction, data: bytes, sink: asyncio.StreamWriter) -> None:
+        plan = self._break
+        if plan is None or plan.direction != way or len(data) <= plan.size:
+            if plan is not None and plan.direction == way:
+                plan.size -= len(data)
+            sink.write(data)
+            return await sink.drain()
+        self._break = None
+        sink.write(data[: plan.size])
+        await sink.drain()
+        plan.happened.set()
+        raise _Broken
+
+    def _do(self, act: Callable[[], T]) -> T:
+        async def call() -> T:
+            return act()
+
+        return self._run(call())
+
+    def _run(self, act: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(act, self._loop).result(10)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self.heal()
+        return self
+
+    def close(self) -> None:
+        """End every connection and the thread. Idempotent."""
+
+        async def end() -> None:
+            await self._stop_listening()
+            await self._end_forwarding()
+            for task in set(self._serving):
+                task.cancel()
+            await asyncio.sleep(0.01)  # let transports tell that they are closed
+
+        if not self._loop.is_closed():
+            self._run(end())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """Close so that the peer is told by a reset; harmless if closed already."""
+    if not writer.is_closing():
+        connection: socket.socket = writer.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
