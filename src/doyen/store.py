@@ -25,7 +25,7 @@ callable `open_store(url, context)`. The suite in `doyen.testing` tells whether 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import NamedTuple, Protocol
@@ -34,7 +34,7 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 from doyen.clock import Clock
 from doyen.errors import ConfigError
 from doyen.events import Event
-from doyen.model import Entry, Lease, Version
+from doyen.model import Entry, Finding, Lease, Version
 from doyen.timing import DEFAULT_TTL_S
 
 __all__ = [
@@ -183,6 +183,14 @@ class Store(ABC):
         can take the process for dead. Empty where the store has no proof of death.
         """
         return ()
+
+    async def diagnose(self) -> Sequence[Finding]:
+        """What `doyen doctor` should tell people about this engine: its version, with the defects
+        that one is known for; modes that are unsafe; where it keeps things, and how full that is.
+
+        Nothing is changed by it, and nothing rests on it.
+        """
+        return []
 
     def forked(self) -> None:
         """Called in the child after a fork: let go of what must not be shared, touching nothing

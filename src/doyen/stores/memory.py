@@ -29,7 +29,7 @@ from heapq import heappop, heappush, heapreplace
 from doyen.clock import Clock, SystemClock
 from doyen.errors import ConfigError, LeaseGone, StoreUnusable, TicketGone
 from doyen.events import LeaseEnded
-from doyen.model import Entry, Lease, Version
+from doyen.model import Entry, Finding, Lease, Version
 from doyen.store import Capabilities, Context, Creation, Store, StoreURL, Watch
 
 __all__ = ["MemoryServer", "MemoryStore", "open_store"]
@@ -325,6 +325,17 @@ class MemoryStore(Store):
 
     async def head(self, line: str) -> Entry | None:
         return self._at().head(line)
+
+    async def diagnose(self) -> Sequence[Finding]:
+        return [
+            Finding(
+                level="warning",
+                subject="memory",
+                text="a memory store is within one process: no other one sees it, and its tokens"
+                " begin anew with the process",
+                remedy="for several processes name another store, such as sqlite:///path",
+            )
+        ]
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
         self._at()

@@ -21,13 +21,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from doyen.errors import OutcomeUnknown, StoreUnavailable
-from doyen.model import Entry, Lease, Version
+from doyen.model import Entry, Finding, Lease, Version
 from doyen.store import Creation, Store, Watch
 
 __all__ = [
@@ -237,6 +237,9 @@ class FaultyStore(Store):
 
     def proof(self, lease: Lease) -> tuple[int, ...]:
         return self._store.proof(lease)
+
+    async def diagnose(self) -> Sequence[Finding]:
+        return await self._store.diagnose()
 
     def forked(self) -> None:
         self._store.forked()

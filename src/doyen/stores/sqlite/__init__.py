@@ -13,6 +13,7 @@ lease and each handle has its small files. The parts:
     ledger     the tables, and what a transaction may do with them
     database   the connection and its thread: batches, waiting for the lock, failures
     wakes      watches, and monitors of the leases that own what is watched
+    diagnosis  what `doyen doctor` tells about it
 
 Per handle: one thread and four descriptors; per held lease two; per lease that owns something
 watched, one and a timer. Without watches nothing ever wakes up.
@@ -22,15 +23,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from doyen.clock import boot_id
 from doyen.errors import ConfigError, LeaseGone, StoreError, StoreUnusable
 from doyen.events import LeaseEnded
-from doyen.model import Entry, Lease, Version
+from doyen.model import Entry, Finding, Lease, Version
 from doyen.store import Capabilities, Context, Creation, Store, StoreURL, Watch
 from doyen.stores.sqlite.database import Database
+from doyen.stores.sqlite.diagnosis import State, findings
 from doyen.stores.sqlite.inbox import Inbox
 from doyen.stores.sqlite.leases import Leases
 from doyen.stores.sqlite.ledger import Transaction
@@ -163,6 +165,15 @@ class SQLiteStore(Store):
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
         self._require_usable()
         return await self._lookout.watch(scope, notify)
+
+    async def diagnose(self) -> Sequence[Finding]:
+        self._require_usable()
+        return findings(await self._database.submit(self._state, writes=False))
+
+    def _state(self, tables: Transaction) -> State:
+        names = [name for name, parts in self._folder.files().items() if "lease" in parts]
+        live = sum(not self._leases.judge(name).ended for name in names)
+        return State.of(self._database.path, journal=tables.journal(), live_leases=live)
 
     def proof(self, lease: Lease) -> tuple[int, ...]:
         return self._leases.proof(lease.id)

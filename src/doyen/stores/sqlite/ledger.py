@@ -169,6 +169,10 @@ class Transaction:
         rows = self._execute("SELECT DISTINCT lease FROM entries WHERE lease IS NOT NULL")
         return {lease for (lease,) in rows}
 
+    def journal(self) -> str:
+        """SQLite's journal mode."""
+        return str(self._execute("PRAGMA journal_mode").fetchone()[0])
+
     def drop_inbox(self, inbox: str, send: Send) -> None:
         """Remove an inbox, and its watches, if it has no reader."""
         if not self._writable:

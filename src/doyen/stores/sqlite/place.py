@@ -16,7 +16,15 @@ from urllib.parse import unquote
 from doyen.errors import ConfigError, StoreError, StoreUnavailable, StoreUnusable
 from doyen.store import StoreURL
 
-__all__ = ["Folder", "file_system", "make_folders", "path_of", "refuse_shared", "translate_os"]
+__all__ = [
+    "Folder",
+    "file_system",
+    "kind_of",
+    "make_folders",
+    "path_of",
+    "refuse_shared",
+    "translate_os",
+]
 
 LOCAL = {"apfs", "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "hfs", "jfs", "nilfs2"}
 LOCAL |= {"overlay", "ramfs", "reiserfs", "tmpfs", "xfs", "zfs"}
@@ -90,13 +98,21 @@ def make_folders(path: str) -> None:
         ) from error
 
 
-def refuse_shared(path: str, mountinfo: str = "/proc/self/mountinfo") -> None:
-    """Raise if `path` lies on a file system that several machines may share."""
+MOUNTS = "/proc/self/mountinfo"
+
+
+def kind_of(path: str, mountinfo: str = MOUNTS) -> str | None:
+    """The kind of file system at `path`; None where the system does not tell."""
     try:
         with open(mountinfo, encoding="utf-8", errors="surrogateescape") as table:
-            kind = file_system(path, table)
+            return file_system(path, table)
     except OSError:
-        return  # no such table on this system, and no way to tell
+        return None
+
+
+def refuse_shared(path: str, mountinfo: str = MOUNTS) -> None:
+    """Raise if `path` lies on a file system that several machines may share."""
+    kind = kind_of(path, mountinfo)
     if kind is not None and kind not in LOCAL:
         raise StoreUnusable(
             f"{path} is on {kind}, where locks may not reach every candidate: put the store on"

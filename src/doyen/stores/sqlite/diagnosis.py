@@ -1,0 +1,120 @@
+"""What there is to know about a local store: SQLite's version, the disk it is on, who is there.
+
+`State` is what was found, `findings` what it means; the latter is pure. Imports the model and the
+store's place, nothing else of doyen.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from doyen.model import Finding
+from doyen.stores.sqlite.place import Folder, kind_of
+
+__all__ = ["State", "findings"]
+
+_VOLATILE = {"tmpfs", "ramfs"}
+_LITTLE_BYTES = 16 << 20
+
+_MENDED = ((3, 51, 3), (3, 50, 7), (3, 44, 6))
+"""The first versions, of each branch, without SQLite's "WAL-reset" defect: two connections that
+checkpoint and write at the same instant could damage a database (sqlite.org/wal.html)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """How a local store was found."""
+
+    path: str
+    sqlite: tuple[int, ...]
+    journal: str
+    file_system: str | None
+    free_bytes: int
+    live_leases: int
+
+    @classmethod
+    def of(cls, path: str, *, journal: str, live_leases: int) -> State:
+        """Look around."""
+        disk = os.statvfs(os.path.dirname(path))
+        return cls(
+            path=path,
+            sqlite=sqlite3.sqlite_version_info,
+            journal=journal,
+            file_system=kind_of(path),
+            free_bytes=disk.f_bavail * disk.f_frsize,
+            live_leases=live_leases,
+        )
+
+
+def findings(state: State) -> list[Finding]:
+    """What the state of a store means."""
+    return [_version(state), _place(state), *_space(state), _sessions(state)]
+
+
+def _version(state: State) -> Finding:
+    version = ".".join(map(str, state.sqlite))
+    text = f"SQLite {version}, journal mode {state.journal.upper()}"
+    if _is_mended(state.sqlite):
+        return Finding(level="ok", subject="sqlite", text=text)
+    return Finding(
+        level="warning",
+        subject="sqlite",
+        text=f"{text}: until 3.51.3 a checkpoint and a write at the same instant could, very"
+        " rarely, damage a database in WAL mode",
+        remedy="use a Python that comes with SQLite 3.51.3 or later, 3.50.7 or 3.44.6",
+    )
+
+
+def _is_mended(version: tuple[int, ...]) -> bool:
+    return version >= _MENDED[0] or any(
+        version[:2] == since[:2] and version >= since for since in _MENDED
+    )
+
+
+def _place(state: State) -> Finding:
+    where = f"{state.path} is on {state.file_system or 'a file system of unknown kind'}"
+    if state.file_system is None:
+        return Finding(
+            level="warning",
+            subject="disk",
+            text=f"{where}: if several machines share it, locks may not reach every candidate",
+            remedy="make sure that it is a local disk",
+        )
+    if state.file_system in _VOLATILE:
+        return Finding(
+            level="warning",
+            subject="disk",
+            text=f"{where}, which is empty after a reboot: tokens begin anew, and what was fenced"
+            " by them refuses the new, lower ones",
+            remedy="put the store on a disk, or open it with token_floor after a reboot",
+        )
+    if state.file_system == "overlay":
+        return Finding(
+            level="note",
+            subject="disk",
+            text=f"{where}, which is a container's own: candidates in other containers do not meet"
+            " there, and it goes with the container",
+            remedy="mount a volume of the host into all of them and put the store there",
+        )
+    return Finding(level="ok", subject="disk", text=where)
+
+
+def _space(state: State) -> Iterator[Finding]:
+    if state.free_bytes < _LITTLE_BYTES:
+        yield Finding(
+            level="warning",
+            subject="disk",
+            text=f"only {state.free_bytes / 2**20:.0f} MiB are free on it: without space nobody can"
+            " be elected, though leaders go on",
+            remedy="free some space",
+        )
+
+
+def _sessions(state: State) -> Finding:
+    count = "1 live lease" if state.live_leases == 1 else f"{state.live_leases} live leases"
+    return Finding(
+        level="ok", subject="sessions", text=f"{count} in {Folder(state.path).path}, ours included"
+    )

@@ -1,0 +1,103 @@
+"""What the local store says about itself: the version it runs on, its disk, who is there."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from doyen.clock import SystemClock
+from doyen.model import Finding
+from doyen.store import Context, open_store
+from doyen.stores.sqlite.diagnosis import State, findings
+
+GOOD = State(
+    path="/var/lib/doyen.db",
+    sqlite=(3, 53, 1),
+    journal="wal",
+    file_system="ext4",
+    free_bytes=1 << 40,
+    live_leases=3,
+)
+
+
+def worries(state: State) -> list[Finding]:
+    return [finding for finding in findings(state) if finding.level != "ok"]
+
+
+def test_a_good_store_is_described_and_nothing_more() -> None:
+    assert [(finding.subject, finding.text) for finding in findings(GOOD)] == [
+        ("sqlite", "SQLite 3.53.1, journal mode WAL"),
+        ("disk", "/var/lib/doyen.db is on ext4"),
+        ("sessions", "3 live leases in /var/lib/doyen.db.sessions, ours included"),
+    ]
+    assert not worries(GOOD)
+
+
+@pytest.mark.parametrize(
+    ("version", "safe"),
+    [
+        ((3, 40, 1), False),
+        ((3, 44, 5), False),
+        ((3, 44, 6), True),
+        ((3, 45, 0), False),
+        ((3, 50, 6), False),
+        ((3, 50, 7), True),
+        ((3, 51, 2), False),
+        ((3, 51, 3), True),
+        ((3, 52, 0), True),
+        ((4, 0, 0), True),
+    ],
+)
+def test_versions_that_may_damage_the_database(version: tuple[int, ...], safe: bool) -> None:
+    found = worries(replace(GOOD, sqlite=version))
+    assert [finding.level for finding in found] == ([] if safe else ["warning"])
+    assert all("3.51.3" in finding.remedy for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "level", "text"),
+    [
+        ("tmpfs", "warning", "tokens begin anew"),
+        ("overlay", "note", "container"),
+        (None, "warning", "unknown kind"),
+    ],
+)
+def test_disks_that_do_not_keep_or_do_not_reach(kind: str | None, level: str, text: str) -> None:
+    (found,) = worries(replace(GOOD, file_system=kind))
+    assert (found.level, found.subject) == (level, "disk")
+    assert text in found.text
+    assert found.remedy
+
+
+def test_a_full_disk_is_told_before_it_is_full() -> None:
+    (found,) = worries(replace(GOOD, free_bytes=3 << 20))
+    assert found.level == "warning"
+    assert "3 MiB" in found.text
+
+
+def test_a_real_store_is_looked_at(tmp_path: Path) -> None:
+    path = tmp_path / "doyen.db"
+
+    async def main() -> None:
+        context = Context(SystemClock(), lambda event: None)
+        store = await open_store(f"sqlite://{path}", context)
+        other = await open_store(f"sqlite://{path}", context)
+        try:
+            lease = await store.grant(60)
+            await other.grant(60)
+            told = {finding.subject: finding.text for finding in await store.diagnose()}
+            await store.revoke(lease)
+            after = {finding.subject: finding.text for finding in await store.diagnose()}
+        finally:
+            await other.close()
+            await store.close()
+        assert told["sqlite"].startswith(f"SQLite {sqlite3.sqlite_version}, journal mode WAL")
+        assert told["disk"].startswith(f"{path} is on ")
+        assert told["sessions"].startswith(f"2 live leases in {path}.sessions")
+        assert after["sessions"].startswith("1 live lease in ")
+
+    asyncio.run(main())
