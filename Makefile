@@ -4,7 +4,7 @@
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help up test lint types layers tests bench clean
+.PHONY: help up test lint types layers tests chaos bench rpc clean
 unexport PYTHONHOME PYTHONPATH VIRTUAL_ENV
 
 VENV := .venv
@@ -14,6 +14,7 @@ PYTHON ?=
 help:
 	@echo 'make up      set up and start a few candidates to play with (doyen up)'
 	@echo 'make test    set up and run every check: lint, types, layers, tests'
+	@echo 'make chaos   long trials on real servers'
 	@echo 'make bench   measure'
 	@echo 'make clean   remove what make has made'
 
@@ -35,6 +36,13 @@ layers: $(VENV)/.dev
 
 tests: $(VENV)/.dev
 	@$(call stage,tests,$(BIN)/pytest)
+
+chaos: $(VENV)/.dev
+	@$(call stage,chaos,$(BIN)/pytest -m chaos)
+
+# After a change to a .proto file: what is loaded is its compiled form.
+rpc: $(VENV)/.dev
+	@cd src/doyen/stores/etcd && $(abspath $(BIN))/python -m grpc_tools.protoc -I. --descriptor_set_out=rpc.binpb rpc.proto
 
 bench: $(VENV)/.dev
 	@$(BIN)/python -m bench

@@ -233,6 +233,7 @@ class StoreURL:
 Opener = Callable[[StoreURL, Context], Awaitable[Store]]
 
 _BUILT_IN = {
+    "etcd": "doyen.stores.etcd",
     "memory": "doyen.stores.memory",
     "sqlite": "doyen.stores.sqlite",
 }

@@ -1,0 +1,126 @@
+"""What `doyen doctor` says about an etcd cluster: versions and their defects, members, alarms.
+
+Pure: `findings` is a function of what was seen of each member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from doyen.model import Finding, Level
+
+__all__ = ["State", "findings"]
+
+_Release = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What a member said of itself, or why it said nothing."""
+
+    member: str
+    silent_because: str = ""
+    version: str = ""
+    learner: bool = False
+    has_leader: bool = True
+    alarms: tuple[str, ...] = ()
+
+
+_STALE_READS = (
+    "after a pause of its process a member may answer a read from the past (etcd#20418): no leader"
+    " is ever made by a read, but who leads may be seen late"
+)
+
+_DEFECTS: tuple[tuple[_Release, _Release, Level, str], ...] = (
+    (
+        (3, 5, 0),
+        (3, 5, 3),
+        "problem",
+        "a member that crashes under load may come back with other data than the rest"
+        " (etcd#13766): two candidates can both be told that they have won",
+    ),
+    (
+        (0,),
+        (3, 5, 5),
+        "warning",
+        "a cluster of one member may forget a write that it has confirmed, if it crashes"
+        " (etcd#14370)",
+    ),
+    (
+        (0,),
+        (3, 5, 13),
+        "warning",
+        "after a stall of its own leader it can revoke leases that are alive (etcd#15247): a second"
+        " leader may be named while the first is still at work, and only tokens protect",
+    ),
+    ((0,), (3, 5, 28), "note", _STALE_READS),
+    ((3, 6, 0), (3, 6, 9), "note", _STALE_READS),
+)
+
+
+def findings(states: Sequence[State]) -> list[Finding]:
+    """What the states of a cluster's members mean."""
+    return [*_versions(states), *_members(states), *_alarms(states)]
+
+
+def _versions(states: Sequence[State]) -> Iterator[Finding]:
+    for version in sorted({state.version for state in states if state.version}):
+        who = ", ".join(state.member for state in states if state.version == version)
+        release = tuple(int(part) for part in version.partition("-")[0].split("."))
+        found = False
+        for first, mended, level, text in _DEFECTS:
+            if first <= release < mended:
+                found = True
+                since = ".".join(map(str, mended))
+                yield Finding(
+                    level=level,
+                    subject="version",
+                    text=f"etcd {version} at {who}: {text}",
+                    remedy=f"update etcd to {since} or later",
+                )
+        if not found:
+            yield Finding(level="ok", subject="version", text=f"etcd {version} at {who}")
+
+
+def _members(states: Sequence[State]) -> Iterator[Finding]:
+    for state in states:
+        if state.silent_because:
+            yield Finding(
+                level="warning",
+                subject="members",
+                text=state.silent_because,
+                remedy="bring the member back, or take it out of the URL",
+            )
+        elif state.learner:
+            yield Finding(
+                level="warning",
+                subject="members",
+                text=f"{state.member} is a learner, which answers no requests",
+                remedy="promote it, or take it out of the URL",
+            )
+        elif not state.has_leader:
+            yield Finding(
+                level="problem",
+                subject="members",
+                text=f"{state.member} knows no leader of the cluster: nothing can be elected there",
+                remedy="see that a majority of the members is up and connected",
+            )
+    if len(states) == 1:
+        yield Finding(
+            level="note",
+            subject="members",
+            text=f"the URL names one member, {states[0].member}: without it nobody is reached",
+            remedy="name all members, separated by commas",
+        )
+
+
+def _alarms(states: Sequence[State]) -> Iterator[Finding]:
+    for state in states:
+        for alarm in state.alarms:
+            yield Finding(
+                level="problem",
+                subject="alarms",
+                text=f"{state.member}: {alarm}",
+                remedy="see etcd's manual on alarms: with NOSPACE raised it takes no writes",
+            )

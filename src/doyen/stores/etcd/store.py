@@ -1,0 +1,264 @@
+"""The port, in etcd's terms: keys, transactions, and the line.
+
+Keys lie under a prefix. A ticket's key is `<line>/<rank>-<who>`, with the rank turned so that key
+order is rank order; within a rank, tickets stand by their creation revision, which etcd gives out
+in the order of arrival. `ahead` is then one ranged read, or two where a rank begins.
+
+A version is the revision of the last write, which no two writes share. Reads are linearizable
+throughout: none is ever marked serializable.
+
+Imports the parts beside it and the port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from doyen.errors import ConfigError, LeaseGone, StoreUnusable, TicketGone
+from doyen.model import Entry, Finding, Lease, Version
+from doyen.store import Capabilities, Creation, Store, Watch
+from doyen.stores.etcd import rpc
+from doyen.stores.etcd.cluster import Cluster, Wire
+from doyen.stores.etcd.diagnosis import findings
+from doyen.stores.etcd.leases import Leases
+from doyen.stores.etcd.watches import Watches
+
+__all__ = ["EtcdStore"]
+
+_RANKS = 2**63
+_TICKET = re.compile(r"(.*/\d{20})-[0-9a-f]{32}-\d+")
+
+
+class EtcdStore(Store):
+    """One client of an etcd cluster."""
+
+    capabilities = Capabilities(
+        ttl_min_s=1.0,
+        ttl_step_s=1.0,
+        # etcd looks for leases that have ended twice a second.
+        notice_s=0.5,
+    )
+
+    def __init__(self, cluster: Cluster, *, prefix: str) -> None:
+        self._cluster = cluster
+        self._prefix = f"{prefix}/"
+        witness = self._prefix.encode()
+        self._witness = rpc.RangeRequest(key=witness, count_only=True)
+        self._wire = Wire(cluster)
+        self._leases = Leases(cluster, witness)
+        self._watches = Watches(cluster)
+        self._tickets = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count(1))
+        self._unusable: str | None = None
+
+    async def open(self, token_floor: int) -> None:
+        """See that the cluster answers, that we may read, and that tokens will be high enough."""
+        answer = await self._wire.call(rpc.RANGE, self._witness, reads=True)
+        if answer.header.revision < token_floor:
+            raise StoreUnusable(
+                f"this etcd is at revision {answer.header.revision}, below"
+                f" token_floor={token_floor}: its tokens would be lower than those already given"
+                " out. Restore the cluster with etcdutl's --bump-revision"
+            )
+
+    async def grant(self, ttl_s: float) -> Lease:
+        granted = await self._call(rpc.GRANT, rpc.LeaseGrantRequest(TTL=math.ceil(ttl_s)))
+        return Lease(f"{granted.ID:016x}", float(granted.TTL))
+
+    async def renew(self, lease: Lease) -> None:
+        self._require_usable()
+        await self._leases.renew(_number(lease))
+
+    async def revoke(self, lease: Lease) -> None:
+        try:
+            await self._call(rpc.REVOKE, rpc.LeaseRevokeRequest(ID=_number(lease)))
+        except LeaseGone:
+            pass
+
+    async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
+        at = self._at(key)
+        answer = await self._call(
+            rpc.TXN,
+            rpc.TxnRequest(
+                compare=[_absent(at)],
+                success=[{"request_put": {"key": at, "value": value, "lease": _number(lease)}}],
+                failure=[{"request_range": {"key": at}}],
+            ),
+        )
+        if not answer.succeeded:
+            return Creation(False, self._entry(answer.responses[0].response_range.kvs[0]))
+        revision = answer.header.revision
+        return Creation(True, Entry(key, value, revision, revision, lease.id))
+
+    async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
+        at = self._at(key)
+        answer = await self._call(
+            rpc.TXN,
+            rpc.TxnRequest(
+                compare=[_absent(at) if if_version is None else _unchanged(at, if_version)],
+                success=[{"request_put": {"key": at, "value": value, "prev_kv": True}}],
+            ),
+        )
+        if not answer.succeeded:
+            return None
+        revision = answer.header.revision
+        before = answer.responses[0].response_put.prev_kv
+        return Entry(key, value, before.create_revision or revision, revision)
+
+    async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
+        at = self._at(key)
+        if if_version is None:
+            answer = await self._call(rpc.DELETE, rpc.DeleteRangeRequest(key=at))
+            return bool(answer.deleted)
+        answer = await self._call(
+            rpc.TXN,
+            rpc.TxnRequest(
+                compare=[_unchanged(at, if_version)],
+                success=[{"request_delete_range": {"key": at}}],
+            ),
+        )
+        return bool(answer.succeeded)
+
+    async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
+        if not -_RANKS < rank < _RANKS:
+            raise ConfigError(f"a rank is a number of 64 bits, not {rank}")
+        key = f"{line}/{_RANKS - rank:020d}-{next(self._tickets)}"
+        answer = await self._call(
+            rpc.PUT, rpc.PutRequest(key=self._at(key), value=value, lease=_number(lease))
+        )
+        revision = answer.header.revision
+        return Entry(key, value, revision, revision, lease.id)
+
+    async def ahead(self, ticket: Entry) -> Entry | None:
+        own = self._at(ticket.key)
+        line, _, name = own.rpartition(b"/")
+        rank = name.partition(b"-")[0]
+        while True:
+            answer = await self._read(
+                rpc.TXN,
+                rpc.TxnRequest(
+                    compare=[_created(own, ticket.revision)],
+                    success=[
+                        {"request_range": _last(line, rank, before=ticket.revision)},
+                        {"request_range": _nearest(line, rank)},
+                    ],
+                ),
+            )
+            if not answer.succeeded:
+                raise TicketGone(f"{ticket.key} is no longer in the line")
+            same_rank, higher = (each.response_range.kvs for each in answer.responses)
+            if same_rank:
+                return self._entry(same_rank[0])
+            if not higher:
+                return None
+            # The nearest rank above ours, and of its tickets the last.
+            rank_above = higher[0].key.rpartition(b"/")[2].partition(b"-")[0]
+            found = await self._read(rpc.RANGE, _last(line, rank_above))
+            if found.kvs:
+                return self._entry(found.kvs[0])
+
+    async def get(self, key: str) -> Entry | None:
+        answer = await self._read(rpc.RANGE, rpc.RangeRequest(key=self._at(key)))
+        return self._entry(answer.kvs[0]) if answer.kvs else None
+
+    async def list(self, prefix: str) -> list[Entry]:
+        under = self._at(prefix)
+        request = rpc.RangeRequest(key=under + b"/", range_end=under + b"0")
+        answer = await self._read(rpc.RANGE, request)
+        return sorted(map(self._entry, answer.kvs), key=_place)
+
+    async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
+        self._require_usable()
+        return await self._watches.watch(self._at(scope), notify)
+
+    async def diagnose(self) -> Sequence[Finding]:
+        self._require_usable()
+        states = await asyncio.gather(*map(self._cluster.inspect, self._cluster.members))
+        return findings(states)
+
+    def forked(self) -> None:
+        self._unusable = self._unusable or (
+            "this store was opened before a fork and belongs to the parent process:"
+            " connect again in the child"
+        )
+
+    async def close(self) -> None:
+        if self._unusable is None:
+            self._unusable = "this store has been closed; open another"
+            await self._watches.close()
+            await self._leases.close()
+            await self._wire.close()
+
+    async def _call(self, method: rpc.Method, request: Any) -> Any:
+        self._require_usable()
+        return await self._wire.call(method, request)
+
+    async def _read(self, method: rpc.Method, request: Any) -> Any:
+        self._require_usable()
+        return await self._wire.call(method, request, reads=True)
+
+    def _require_usable(self) -> None:
+        if self._unusable is not None:
+            raise StoreUnusable(self._unusable)
+
+    def _at(self, key: str) -> bytes:
+        return (self._prefix + key).encode()
+
+    def _entry(self, found: Any) -> Entry:
+        return Entry(
+            found.key.decode()[len(self._prefix) :],
+            found.value,
+            found.create_revision,
+            found.mod_revision,
+            f"{found.lease:016x}" if found.lease else None,
+        )
+
+
+def _number(lease: Lease) -> int:
+    return int(lease.id, 16)
+
+
+def _place(entry: Entry) -> tuple[str, int]:
+    """Where an entry stands in a list: by key, but tickets of one rank by arrival."""
+    ticket = _TICKET.fullmatch(entry.key)
+    return (ticket[1], entry.revision) if ticket else (entry.key, 0)
+
+
+def _absent(key: bytes) -> dict[str, Any]:
+    return _created(key, 0)
+
+
+def _created(key: bytes, revision: int) -> dict[str, Any]:
+    return {"target": "CREATE", "key": key, "create_revision": revision}
+
+
+def _unchanged(key: bytes, version: Version) -> dict[str, Any]:
+    return {"target": "MOD", "key": key, "mod_revision": version}
+
+
+def _last(line: bytes, rank: bytes, *, before: int = 0) -> Any:
+    """Of the tickets of one rank the last to arrive, before a revision if one is given."""
+    return rpc.RangeRequest(
+        key=line + b"/" + rank + b"-",
+        range_end=line + b"/" + rank + b".",
+        limit=1,
+        sort_target="CREATE",
+        sort_order="DESCEND",
+        max_create_revision=before - 1 if before else 0,
+    )
+
+
+def _nearest(line: bytes, rank: bytes) -> Any:
+    """Of the tickets of higher ranks, one of the nearest rank."""
+    return rpc.RangeRequest(
+        key=line + b"/",
+        range_end=line + b"/" + rank,
+        limit=1,
+        sort_target="KEY",
+        sort_order="DESCEND",
+    )
