@@ -16,6 +16,7 @@ import pytest
 from doyen.clock import SystemClock
 from doyen.errors import ConfigError, LeaseGone, StoreUnusable
 from doyen.store import Context, Store, StoreURL, open_store
+from doyen.stores.sqlite.database import Database
 from doyen.stores.sqlite.ledger import APPLICATION_ID, SCHEMA_VERSION
 from doyen.stores.sqlite.place import file_system, path_of, refuse_shared
 
@@ -144,6 +145,38 @@ def _newer(path: Path) -> None:
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
     connection.close()
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_two_who_create_the_store_at_once_meet_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """The other is done while this one is still looking at what stands there."""
+    path, other = tmp_path / "new.db", tmp_path / "other.db"
+    looked = 0
+    patiently = Database._patiently
+
+    def interrupted(self: Database, statement: str) -> object:
+        nonlocal looked
+        value = patiently(self, statement)
+        if self.path == str(path):
+            looked += 1
+            if looked == after:
+                with sqlite3.connect(other) as from_there, sqlite3.connect(path) as to_here:
+                    from_there.backup(to_here)
+                from_there.close()
+                to_here.close()
+        return value
+
+    async def test() -> None:
+        async with stores(other):
+            pass
+        monkeypatch.setattr(Database, "_patiently", interrupted)
+        async with stores(path) as [store]:
+            assert await store.list("elections") == []
+
+    run(test)
+    assert looked >= after
 
 
 @pytest.mark.parametrize(

@@ -331,8 +331,11 @@ class Database:
 
     def _is_new(self) -> bool:
         """Whether the database is empty; raises if it is not ours to use."""
-        application = self._patiently("PRAGMA application_id")
+        # The mark is read last: who sees anything of a store that is being created at this moment
+        # then sees the mark as well.
+        tables = self._patiently("SELECT count(*) FROM sqlite_master")
         version = self._patiently("PRAGMA user_version")
+        application = self._patiently("PRAGMA application_id")
         if application == APPLICATION_ID:
             if version > SCHEMA_VERSION:
                 raise StoreUnusable(
@@ -340,7 +343,7 @@ class Database:
                     f" {SCHEMA_VERSION}): upgrade doyen here, or choose another path"
                 )
             return False
-        if application or version or self._patiently("SELECT count(*) FROM sqlite_master"):
+        if application or version or tables:
             raise StoreUnusable(
                 f"{self.path} is an SQLite database of another application:"
                 " choose a path of its own for the store"
