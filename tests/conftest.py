@@ -35,6 +35,30 @@ def postgresql() -> Iterator[servers.Postgres]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def redis() -> Iterator[servers.Redis]:
+    with servers.Redis() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def nats() -> Iterator[servers.Nats]:
+    with servers.Nats() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def mysql() -> Iterator[servers.MariaDB]:
+    with servers.MariaDB() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def consul() -> Iterator[servers.Consul]:
+    with servers.Consul() as server:
+        yield server
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup() -> Generator[None]:
     yield from _plainly()

@@ -20,8 +20,12 @@ from support import until_blocking
 
 ENGINES: dict[str, Callable[[], servers.Server]] = {
     "etcd": servers.Etcd,
-    "postgresql": servers.Postgres,
     "zookeeper": servers.ZooKeeper,
+    "postgresql": servers.Postgres,
+    "consul": servers.Consul,
+    "mysql": servers.MariaDB,
+    "redis": servers.Redis,
+    "nats": servers.Nats,
 }
 CLUSTERS: dict[str, Callable[[], servers.EtcdCluster | servers.ZooKeeperEnsemble]] = {
     "etcd": servers.EtcdCluster,
@@ -33,37 +37,34 @@ each_cluster = pytest.mark.parametrize("engine", CLUSTERS)
 
 
 @each_engine
-def test_it_answers_and_its_data_outlive_a_kill(engine: str) -> None:
+def test_it_keeps_its_data_whatever_happens_and_leaves_nothing(engine: str) -> None:
     with ENGINES[engine]() as server:
         assert server.url.startswith(f"{engine}://")
+        folder = server.folder
         server.put("mark", b"kept")
+
         server.kill()
         assert not server.alive
         with pytest.raises(ConnectionRefusedError):
             server.ping()
         server.start()
         assert server.get("mark") == b"kept"
-        server.stop()
-        server.start()
-        assert server.get("mark") == b"kept"
 
-
-@each_engine
-def test_it_leaves_nothing(engine: str) -> None:
-    with ENGINES[engine]() as server:
-        family, folder = family_of(server.pid), server.folder
-    assert not any(is_running(pid) for pid in family)
-    assert not folder.exists()
-
-
-@each_engine
-def test_a_frozen_server_does_not_answer_and_goes_on_when_thawed(engine: str) -> None:
-    with ENGINES[engine]() as server:
         server.freeze()
         with pytest.raises(TimeoutError):
             server.ping()
         server.thaw()
         server.await_ready()
+        assert server.get("mark") == b"kept"
+
+        server.stop()
+        assert not server.alive
+        server.start()
+        assert server.get("mark") == b"kept"
+        family = family_of(server.pid)
+    assert not any(is_running(pid) for pid in family)
+    assert not folder.exists()
+    assert server not in servers.running()
 
 
 @each_cluster
@@ -101,3 +102,43 @@ def test_the_janitor_cleans_up_after_a_killed_process() -> None:
         process.send_signal(signal.SIGKILL)
     until_blocking(lambda: not any(is_running(pid) for pid in family))
     until_blocking(lambda: not Path(folder).exists())
+
+
+def test_a_taken_port_is_exchanged() -> None:
+    with servers.Redis() as first:
+        second = servers.Redis()
+        second.ports = first.ports
+        with second:
+            assert second.port != first.port
+            second.ping()
+
+
+def test_a_server_that_does_not_start_shows_its_log() -> None:
+    redis = servers.Redis(no_such_setting="1")
+    with pytest.raises(servers.ServerFailed, match="Bad directive"), redis:
+        pass
+    assert not redis.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("DOYEN_SKIP_STORES", "etcd, nats", "1 skipped"),
+        ("DOYEN_ETCD_BIN", "/nowhere/etcd", "/nowhere/etcd: there is no such file"),
+    ],
+)
+def test_a_server_that_is_not_there_is_told_in_one_line(
+    variable: str, value: str, told: str
+) -> None:
+    here = Path(__file__)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(here)]
+    result = subprocess.run(
+        [*command, "-k", "test_it_keeps and etcd"],
+        env={**os.environ, variable: value},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == (0 if "SKIP" in variable else 1)
+    assert told in result.stdout
+    assert "Traceback" not in result.stdout
+    assert "def " not in result.stdout

@@ -10,18 +10,26 @@ between a client and a server and misbehaves on demand.
 
 from __future__ import annotations
 
+from .consul import Consul
 from .etcd import Etcd, EtcdCluster
 from .fetch import Skipped, Unavailable
+from .mariadb import MariaDB
+from .nats import Nats
 from .postgres import Postgres
 from .process import Server, ServerFailed, free_port, running
 from .proxy import Proxy
+from .redis import Redis
 from .zookeeper import ZooKeeper, ZooKeeperEnsemble
 
 __all__ = [
+    "Consul",
     "Etcd",
     "EtcdCluster",
+    "MariaDB",
+    "Nats",
     "Postgres",
     "Proxy",
+    "Redis",
     "Server",
     "ServerFailed",
     "Skipped",

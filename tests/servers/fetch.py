@@ -302,18 +302,17 @@ def _apt_for(suite: str | None) -> Apt:
     return Apt(folder / suite, _sources_for(suite, ring))
 
 
-def _sources_for(suite: str, keyring: Path | None) -> str:
+def _sources_for(suite: str, keyring: Path | None, etc: Path = Path("/etc/apt")) -> str:
     """The machine's source of Debian's own packages, for another suite."""
-    for uris, suites in _configured_sources():
+    for uris, suites in _configured_sources(etc):
         if not set(suites).isdisjoint({*SUITES, *ALIASES}):
             lines = ["Types: deb", f"URIs: {uris}", f"Suites: {suite}", "Components: main"]
             return "\n".join([*lines, f"Signed-By: {keyring}" if keyring else "", ""])
     raise FetchError(f"this machine's apt has no source of Debian to reach {suite} by")
 
 
-def _configured_sources() -> Iterator[tuple[str, list[str]]]:
+def _configured_sources(etc: Path) -> Iterator[tuple[str, list[str]]]:
     """Address and suites of every source of binary packages, in either of apt's two notations."""
-    etc = Path("/etc/apt")
     for path in (etc / "sources.list", *sorted((etc / "sources.list.d").glob("*.list"))):
         if path.is_file():
             line = r"^deb\s+(?:\[[^]]*\]\s+)?(\S+)\s+(\S+)"

@@ -36,6 +36,9 @@ PORTS = range(12000, 32000)
 """Below the ports that the kernel hands to outgoing connections: none of those can take the place
 of a server that is down for a moment."""
 
+LISTENING = "0A"
+"""The kernel's word for it in its tables of sockets."""
+
 _chosen: set[int] = set()
 _running: dict[int, Server] = {}
 
@@ -145,13 +148,15 @@ class Server(ABC):
         _running[id(self)] = self
         janitor.hold_process(self.pid)
 
-    def spawn(self, command: list[str], stdout: BinaryIO) -> subprocess.Popen[bytes]:
+    def spawn(
+        self, command: list[str], stdout: BinaryIO, stdin: BinaryIO | None = None
+    ) -> subprocess.Popen[bytes]:
         user = self._owner
         return subprocess.Popen(
             command,
             cwd=self.folder,
             env={**os.environ, **self.environment()},
-            stdin=subprocess.DEVNULL,
+            stdin=stdin or subprocess.DEVNULL,
             stdout=stdout,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # the terminal's Ctrl-C is for pytest
@@ -164,7 +169,10 @@ class Server(ABC):
         give_up = time.monotonic() + within_s
         while True:
             try:
-                return self.ping()
+                self.ping()
+                if self.port in ports_of(family_of(self.pid)):
+                    return
+                raise ValueError("another server answers on its port")
             except (OSError, ValueError) as failure:
                 if not self.alive:
                     raise self._failure("ended while starting") from failure
@@ -297,6 +305,23 @@ def held_folder(prefix: str, owner: str | None = None) -> Path:
 def release_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     janitor.release_folder(folder)
+
+
+def ports_of(pids: Sequence[int]) -> set[int]:
+    """The TCP ports that processes listen on."""
+    sockets = set()
+    for pid in pids:
+        try:
+            sockets |= {os.readlink(descriptor) for descriptor in Path(f"/proc/{pid}/fd").iterdir()}
+        except FileNotFoundError:
+            continue
+    ports = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == LISTENING and f"socket:[{inode}]" in sockets:
+                ports.add(int(local.rpartition(":")[2], 16))
+    return ports
 
 
 _readable: dict[Path, Path] = {}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+from hashlib import sha1
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
@@ -168,3 +169,92 @@ def _postgres_row(body: bytes) -> list[str | None]:
         row.append(None if size < 0 else body[at : at + size].decode())
         at += max(size, 0)
     return row
+
+
+def redis_command(port: int, *words: str) -> bytes | None:
+    """The answer to a command, if it is a simple one, a number or a text."""
+    with Link(port) as link:
+        parts = (f"${len(word.encode())}\r\n{word}\r\n" for word in words)
+        link.send(f"*{len(words)}\r\n{''.join(parts)}".encode())
+        line = link.line().rstrip()
+        kind, rest = line[:1], line[1:]
+        if kind == b"-":
+            raise ValueError(rest.decode())
+        if kind == b"$":
+            return None if rest == b"-1" else link.read(int(rest))
+        return rest
+
+
+def nats_request(port: int, subject: str, payload: bytes = b"") -> bytes:
+    """The answer to a request; ValueError if nobody answers to that subject."""
+    with Link(port) as link:
+        if not link.line().startswith(b"INFO "):
+            raise ValueError("not a NATS server")
+        connect = b'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\n'
+        publish = f"PUB {subject} answer {len(payload)}\r\n".encode() + payload + b"\r\n"
+        link.send(connect + b"PING\r\nSUB answer 1\r\n" + publish)
+        while True:
+            kind, *words = link.line().split()
+            if kind == b"MSG":
+                return link.read(int(words[-1]))
+            if kind not in (b"PONG", b"PING", b"INFO"):
+                raise ValueError(f"NATS answers {kind.decode()}")
+
+
+def mysql_query(port: int, query: str, user: str, password: str) -> list[list[str | None]]:
+    """The rows that a query gives, as text."""
+    with Link(port) as link:
+        salt = _mysql_salt(_mysql_packet(link))
+        # Protocol 4.1, the native way to prove a password.
+        flags = 0x200 | 0x8000 | 0x80000
+        proof = _mysql_proof(password.encode(), salt)
+        login = struct.pack("<IIB23x", flags, 1 << 24, 45) + user.encode() + b"\0"
+        login += bytes([len(proof)]) + proof + b"mysql_native_password\0"
+        _mysql_send(link, 1, login)
+        _mysql_packet(link)
+        _mysql_send(link, 0, b"\x03" + query.encode())
+        return _mysql_rows(link)
+
+
+def _mysql_send(link: Link, number: int, body: bytes) -> None:
+    link.send(struct.pack("<I", len(body) | number << 24) + body)
+
+
+def _mysql_packet(link: Link) -> bytes:
+    (head,) = struct.unpack("<I", link.read(4))
+    body = link.read(head & 0xFFFFFF)
+    if body[:1] == b"\xff":
+        raise ValueError(body[3:].decode(errors="replace"))
+    return body
+
+
+def _mysql_salt(greeting: bytes) -> bytes:
+    at = greeting.index(b"\0") + 5
+    return greeting[at : at + 8] + greeting[at + 27 : at + 39]
+
+
+def _mysql_proof(password: bytes, salt: bytes) -> bytes:
+    once = sha1(password).digest()
+    mask = sha1(salt + sha1(once).digest()).digest()
+    return bytes(a ^ b for a, b in zip(once, mask, strict=True))
+
+
+def _mysql_rows(link: Link) -> list[list[str | None]]:
+    columns = _mysql_packet(link)[0]
+    if columns == 0:
+        return []
+    while _mysql_packet(link)[:1] != b"\xfe":
+        pass  # the columns' descriptions
+    rows: list[list[str | None]] = []
+    while (body := _mysql_packet(link))[:1] != b"\xfe":
+        at, row = 0, list[str | None]()
+        for _ in range(columns):
+            size = body[at]  # texts here are short: a longer one has another mark
+            if size == 0xFB:
+                row.append(None)
+                size = 0
+            else:
+                row.append(body[at + 1 : at + 1 + size].decode())
+            at += 1 + size
+        rows.append(row)
+    return rows

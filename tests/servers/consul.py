@@ -1,0 +1,68 @@
+"""Consul."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode
+
+from . import wire
+from .fetch import Debian, Recipe, obtain
+from .process import HOST, Server
+
+RECIPE = Recipe(
+    engine="consul",
+    variable="DOYEN_CONSUL_BIN",
+    name="consul",
+    found=("usr/bin/consul",),
+    sources=(Debian(("consul",), suite="bullseye"),),  # the last suite that has it
+)
+
+
+class Consul(Server):
+    """One server agent. Options are keys of its configuration."""
+
+    engine = "consul"
+    port_count = 3
+
+    def __init__(self, **options: object) -> None:
+        self._program = obtain(RECIPE)
+        super().__init__()
+        self.options = options
+
+    @property
+    def url(self) -> str:
+        return f"consul://{HOST}:{self.port}"
+
+    def prepare(self) -> None:
+        http, server, serf = self.ports
+        closed = dict.fromkeys(("https", "grpc", "dns", "serf_wan"), -1)
+        settings = {
+            "server": True,
+            "bootstrap_expect": 1,
+            "bind_addr": HOST,
+            "client_addr": HOST,
+            "data_dir": str(self.folder / "data"),
+            "ports": {"http": http, "server": server, "serf_lan": serf, **closed},
+            "performance": {"raft_multiplier": 1},
+            "disable_update_check": True,
+            "log_level": "WARN",
+            **self.options,
+        }
+        (self.folder / "consul.json").write_text(json.dumps(settings))
+
+    def command(self) -> list[str]:
+        config = f"-config-file={self.folder / 'consul.json'}"
+        return [str(self._program.path), "agent", config]
+
+    def ping(self) -> None:
+        """Ready when it leads itself and has a catalogue of nodes to bind sessions to."""
+        if not wire.http_json(self.port, "GET", "/v1/catalog/nodes"):
+            raise ValueError("Consul is not ready")
+
+    def put(self, key: str, value: bytes) -> None:
+        status, answer = wire.http(self.port, "PUT", f"/v1/kv/{key}", value)
+        if status != 200:
+            raise ValueError(f"{status} {answer!r}")
+
+    def get(self, key: str) -> bytes | None:
+        return b64decode(wire.http_json(self.port, "GET", f"/v1/kv/{key}")[0]["Value"])
