@@ -163,6 +163,21 @@ def test_signals_reach_the_command(tmp_path: Path) -> None:
     assert asyncio.run(main()) == 3
 
 
+def test_a_signal_that_comes_with_the_start_is_not_lost() -> None:
+    """It meets a child that has yet to become the command, and still has the guard's handlers."""
+
+    async def main() -> None:
+        async with Supervisor(["sleep", "3600"]) as supervisor:
+            for signum in [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1] * 4:
+                running = asyncio.ensure_future(supervisor.run(Tenure()))
+                await asyncio.sleep(0)
+                supervisor.forward(signum)
+                async with asyncio.timeout(PATIENCE_S):
+                    assert await running == 128 + signum
+
+    asyncio.run(main())
+
+
 def test_the_command_can_be_run_again_under_the_same_guard(tmp_path: Path) -> None:
     out = tmp_path / "out"
 

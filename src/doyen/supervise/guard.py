@@ -74,7 +74,15 @@ _SLICE_S = 0.1
 _KILL_SLICE_S = 0.005
 """The same between two rounds of SIGKILL, for the first second of them."""
 
-_NOT_MEANT_FOR_US = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM")
+_NOT_MEANT_FOR_US = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGALRM,
+)
 """Service managers signal every process they see; for the guard only `doyen`'s word counts."""
 
 try:
@@ -201,8 +209,12 @@ def _send(send: Callable[[int, int], None], target: int, signum: int) -> None:
 def _spawn(command: list[str], token: int) -> int:
     """Start the command in a group of its own; it dies when this process does."""
     guard = os.getpid()
+    # Until it has become the command, the child has our handlers: a signal that is meant for it
+    # must wait, or it would be lost.
+    unhandled = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_MEANT_FOR_US)
     pid = os.fork()
     if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unhandled)
         try:
             os.setpgid(pid, pid)  # both sides do it, so that neither can be too early
         except OSError:
@@ -212,8 +224,12 @@ def _spawn(command: list[str], token: int) -> int:
         os.setpgid(0, 0)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == guard:
-            for name in ("SIGPIPE", "SIGXFSZ"):  # which Python ignores, and exec would pass on
-                signal.signal(getattr(signal, name), signal.SIG_DFL)
+            for signum in _NOT_MEANT_FOR_US:
+                if signal.getsignal(signum) is not signal.SIG_IGN:
+                    signal.signal(signum, signal.SIG_DFL)
+            for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and exec keeps
+                signal.signal(signum, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, unhandled)
             os.execvpe(command[0], command, {**os.environ, "DOYEN_TOKEN": str(token)})
     except OSError as error:
         os.write(2, f"doyen: {command[0]}: {error.strerror}\n".encode(errors="surrogateescape"))
@@ -360,8 +376,7 @@ def _nothing(signum: int, frame: object) -> None:
 
 def main(arguments: list[str]) -> None:
     link, *command = arguments
-    for name in _NOT_MEANT_FOR_US:
-        signum = getattr(signal, name)
+    for signum in _NOT_MEANT_FOR_US:
         if signal.getsignal(signum) is not signal.SIG_IGN:  # the command is to inherit that
             signal.signal(signum, _nothing)
     _prctl(_PR_SET_NAME, b"doyen-guard")
