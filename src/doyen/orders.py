@@ -47,7 +47,7 @@ async def order_resign(
     record = await _record(presence, election)
     leader = _leader(election, record)
     if force:
-        await presence.call(presence.store.delete(record.key, if_version=record.version))
+        await _remove(presence, election, record)
         return leader
     order = Order(leader.token, by)
     async with _given(presence, election, order, wait_s) as look_again:
@@ -57,6 +57,17 @@ async def order_resign(
                 return leader
             if not await look_again():
                 raise OrderFailed(_ignored(leader, wait_s))
+
+
+async def _remove(presence: Presence, election: str, record: Entry) -> None:
+    """Remove what a holder has, as it would itself: the record, then its place in the line, which
+    the next one waits behind."""
+    store = presence.store
+    await presence.call(store.delete(record.key, if_version=record.version))
+    attempt = Claim.decode(record.value).attempt
+    for ticket in await presence.call(store.list(line_key(election))):
+        if Claim.decode(ticket.value).attempt == attempt:
+            await presence.call(store.delete(ticket.key, if_version=ticket.version))
 
 
 async def order_transfer(
