@@ -1,0 +1,218 @@
+"""An election among real processes on a real store, each behind a link that can be hurt.
+
+Run as a program, this file is one candidate: it campaigns, again after every loss, tells every
+event of its session as a line of JSON, and lets go when its standard input ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import doyen
+from doyen.audit import Report, verify
+from doyen.clock import SystemClock
+from doyen.events import Record
+from servers import Proxy
+from servers.proxy import Addressed
+
+ELECTION = "contest"
+PATIENCE_S = 30.0
+GOOD = (None, 0, -signal.SIGKILL)
+now = SystemClock().now
+
+
+class Candidate:
+    """One process that stands for election."""
+
+    def __init__(self, contest: Contest, name: str, url: str, link: Proxy | None) -> None:
+        self.name, self.link = name, link
+        self.audit = contest.folder / f"{name}.audit"
+        self._contest = contest
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, url, name, str(contest.ttl_s), str(self.audit)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout:
+            for line in self.process.stdout:
+                self._contest.hear(self, json.loads(line))
+        self._contest.hear(self, {"event": "ended", "code": self.process.wait()})
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def freeze(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def let_go(self) -> None:
+        """Ask it to stop in good order; `close` waits for that."""
+        self.thaw()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def close(self) -> int:
+        try:
+            code = self.process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+        finally:
+            self._reader.join()
+            if self.link is not None:
+                self.link.__exit__(None, None, None)
+        return code
+
+
+class Contest:
+    """Candidates of one election, and what they have said."""
+
+    def __init__(
+        self, server: Addressed, folder: Path, *, ttl_s: float, size: int = 3, links: bool = False
+    ) -> None:
+        self.folder, self.ttl_s = folder, ttl_s
+        self.candidates: list[Candidate] = []
+        self.elected: list[tuple[Candidate, dict[str, Any]]] = []
+        self.events: list[tuple[Candidate, dict[str, Any]]] = []
+        self._server, self._size, self._links = server, size, links
+        self._heard = threading.Condition()
+
+    def hear(self, candidate: Candidate, event: dict[str, Any]) -> None:
+        with self._heard:
+            self.events.append((candidate, event))
+            if event["event"] == "elected":
+                self.elected.append((candidate, event))
+            self._heard.notify_all()
+
+    def add(self) -> Candidate:
+        link = Proxy(self._server).__enter__() if self._links else None
+        url = self._server.url if link is None else link.url
+        candidate = Candidate(self, f"c{len(self.candidates) + 1}", url, link)
+        self.candidates.append(candidate)
+        return candidate
+
+    def wait(self, what: str, condition: Callable[[], object]) -> None:
+        """Wait until it is so; fail at once if a candidate ends by itself."""
+
+        def failed() -> list[str]:
+            return [each.name for each in self.candidates if each.process.returncode not in GOOD]
+
+        with self._heard:
+            self._heard.wait_for(lambda: failed() or condition(), PATIENCE_S)
+            heard = [f"{who.name}: {event}" for who, event in self.events[-20:]]
+            assert not failed(), f"{failed()} ended by themselves; heard {heard}"
+            assert condition(), f"{what}; heard {heard}"
+
+    def leader(self, after: int = 0) -> tuple[Candidate, dict[str, Any]]:
+        """The last to have been elected, once there is one with a token above `after`."""
+        self.wait(
+            "nobody was elected", lambda: self.elected and self.elected[-1][1]["token"] > after
+        )
+        return self.elected[-1]
+
+    def said(self, candidate: Candidate, kind: str) -> list[dict[str, Any]]:
+        return [event for who, event in self.events if who is candidate and event["event"] == kind]
+
+    def failover_s(self, hurt: Callable[[Candidate], None]) -> float:
+        """Do something to the leader; how long until another has been elected."""
+        leader, term = self.leader()
+        began = now()
+        hurt(leader)
+        successor, new = self.leader(after=term["token"])
+        assert successor is not leader
+        return float(new["at"]) - began
+
+    def report(self) -> Report:
+        """What the audit logs prove, once everybody has stopped."""
+        for candidate in self.candidates:
+            if candidate.process.poll() is None:
+                candidate.let_go()
+        for candidate in self.candidates:
+            assert candidate.close() in GOOD, f"{candidate.name} failed"
+        return verify([each.audit for each in self.candidates if each.audit.exists()])
+
+    def __enter__(self) -> Self:
+        try:
+            for _ in range(self._size):
+                self.add()
+            self.wait(
+                "not everybody stands",
+                lambda: (
+                    all(self.said(each, "granted") for each in self.candidates) and self.elected
+                ),
+            )
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for candidate in self.candidates:
+            if candidate.process.poll() is None:
+                candidate.kill()
+            candidate.close()
+            if candidate.process.stdin is not None:
+                try:
+                    candidate.process.stdin.close()
+                except BrokenPipeError:
+                    pass
+
+
+async def stand(url: str, name: str, ttl_s: float, audit: str) -> None:
+    """Campaign until standard input ends."""
+
+    class Tell(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            event: Record | None = getattr(record, "doyen", None)
+            if event is not None:
+                os.write(1, json.dumps({**event.fields(), "at": event.at}).encode() + b"\n")
+
+    logging.getLogger("doyen").addHandler(Tell())
+    logging.getLogger("doyen").setLevel(logging.DEBUG)
+
+    async def campaign(session: doyen.Session) -> None:
+        async for each in session.campaigns(ELECTION, name=name):
+            async with each as term:
+                while True:
+                    term.check()
+                    await asyncio.sleep(0.01)
+
+    async with doyen.connect(url, ttl_s=ttl_s, audit=audit) as session:
+        running = asyncio.ensure_future(campaign(session))
+        asyncio.get_running_loop().add_reader(0, running.cancel)
+        await asyncio.wait({running})
+    if not running.cancelled():
+        running.result()
+
+
+if __name__ == "__main__":
+    asyncio.run(stand(sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4]))
