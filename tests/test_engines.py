@@ -90,7 +90,7 @@ FAULTS: dict[str, tuple[Callable[[Candidate], None], Callable[[Candidate], None]
 def test_another_leads_when_the_leader_is(trial: Trial, fault: str, tmp_path: Path) -> None:
     hurt, mend = FAULTS[fault]
     with Contest(trial, tmp_path, ttl_s=trial.engine.ttl_s, links=fault == "cut off") as contest:
-        old, term = contest.leader()
+        old, _ = contest.leader()
         took_s = contest.failover_s(hurt)
         if mend is not None:
             mend(old)
