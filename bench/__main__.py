@@ -1,0 +1,105 @@
+"""`python -m bench [NAME…]`: measure, print a line for each figure, fail if one is missed."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import platform
+import sqlite3
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from bench.cost import importing, valid
+from bench.failover import crash, handover
+from bench.figures import Figure
+from bench.frozen import frozen
+from bench.idle import idle
+from bench.scale import herd, many
+from bench.soak import soak
+
+BENCHES: dict[str, Callable[..., list[Figure]]] = {
+    "crash": crash,
+    "handover": handover,
+    "frozen": frozen,
+    "valid": valid,
+    "import": importing,
+    "herd": herd,
+    "many": many,
+    "idle": idle,
+    "soak": soak,
+}
+
+QUICK: dict[str, dict[str, Any]] = {
+    "crash": {"trials": 2},
+    "handover": {"trials": 2},
+    "frozen": {"trials": 1, "ttl_s": 0.6, "observe_s": 0.1},
+    "valid": {"rounds": 3, "calls": 1000},
+    "import": {"trials": 1},
+    "herd": {"processes": 2, "sessions": 4, "changes": 2},
+    "many": {"elections": 50, "traced": 20, "settle_s": 0.1, "hold_s": 0.1},
+    "idle": {"seconds": 0.5, "sessions": 2},
+    "soak": {"minutes": 0.02},
+}
+"""Enough to see that a bench works; the figures mean nothing then."""
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "sqlite": sqlite3.sqlite_version,
+        "load": os.getloadavg()[0],
+    }
+
+
+def options(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    given = dict(QUICK[name]) if arguments.quick else {}
+    if name == "soak":
+        given["load"] = arguments.load
+        if arguments.minutes is not None:
+            given["minutes"] = arguments.minutes
+    elif arguments.trials is not None and "trials" in inspect.signature(BENCHES[name]).parameters:
+        given["trials"] = arguments.trials
+    return given
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all but soak")
+    parser.add_argument("--json", action="store_true", help="one JSON object, at the end")
+    parser.add_argument("--quick", action="store_true", help="tiny runs: only to see them work")
+    parser.add_argument("--trials", type=int, help="for crash, handover, frozen, import")
+    parser.add_argument("--minutes", type=float, help="for soak")
+    parser.add_argument("--load", action="store_true", help="for soak: keep every core busy")
+    parser.add_argument("--list", action="store_true", help="show what there is")
+    arguments = parser.parse_args()
+    if arguments.list:
+        for name, bench in BENCHES.items():
+            print(f"{name:<10} {(bench.__doc__ or '').splitlines()[0]}")
+        return 0
+    for name in arguments.names:
+        if name not in BENCHES:
+            parser.error(f"no bench {name!r}; there are {', '.join(BENCHES)}")
+    names = arguments.names or [name for name in BENCHES if name != "soak"]
+    report: dict[str, Any] = {"machine": machine(), "figures": []}
+    began = time.monotonic()
+    missed = False
+    for name in names:
+        for figure in BENCHES[name](**options(name, arguments)):
+            missed |= figure.met is False
+            report["figures"].append({"bench": name, **figure.as_json()})
+            if not arguments.json:
+                print(figure.line(), flush=True)
+    report["took_s"] = round(time.monotonic() - began, 1)
+    if arguments.json:
+        print(json.dumps(report, indent=1))
+    return 1 if missed and not arguments.quick else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""What asking and importing cost: `term.valid` against the bare clock call, `import doyen` against
+`import asyncio`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from timeit import Timer
+
+import doyen
+from bench.figures import Figure, spread
+
+__all__ = ["importing", "valid"]
+
+CLOCK = "from time import CLOCK_BOOTTIME as boot, clock_gettime as gettime"
+
+
+def valid(*, rounds: int = 40, calls: int = 20_000) -> list[Figure]:
+    """`term.valid` of a live term on the local store, and the clock call it cannot do without."""
+    with (
+        tempfile.TemporaryDirectory(prefix="doyen-bench-") as folder,
+        doyen.connect_blocking(f"sqlite://{folder}/doyen.db") as session,
+        session.campaign("bench") as term,
+    ):
+        ask = Timer("term.valid", globals={"term": term})
+        clock = Timer("gettime(boot)", CLOCK)
+        asked, read = [], []
+        for _ in range(rounds):
+            read.append(clock.timeit(calls) / calls * 1e9)
+            asked.append(ask.timeit(calls) / calls * 1e9)
+        term.check()
+    return [
+        Figure(
+            name="term.valid",
+            value=statistics.median(asked) / statistics.median(read),
+            unit="clock calls, p50",
+            limit=4.0,
+            details={"valid_ns": spread(asked, 1), "clock_ns": spread(read, 1)},
+        )
+    ]
+
+
+IMPORT = """
+import time
+started = time.perf_counter()
+import asyncio
+before = time.perf_counter()
+import doyen
+doyen.connect, doyen.connect_blocking
+after = time.perf_counter()
+import json, sys
+print(json.dumps([(before - started) * 1e3, (after - before) * 1e3, sorted(sys.modules)]))
+"""
+
+CLIENTS = {
+    "consul",
+    "etcd3",
+    "etcd3gw",
+    "grpc",
+    "kazoo",
+    "nats",
+    "psycopg",
+    "pymysql",
+    "redis",
+    "rich",
+    "sqlite3",
+    "_sqlite3",
+}
+
+
+def importing(*, trials: int = 20) -> list[Figure]:
+    """In fresh interpreters, with the bytecode cached, after asyncio has been imported.
+
+    Names are fetched when first used, so `doyen.connect` and its like are part of it.
+    """
+    with tempfile.TemporaryDirectory(prefix="doyen-bench-") as cache:
+        environment = {**os.environ, "PYTHONPYCACHEPREFIX": cache}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        environment["PYTHONPATH"] = str(Path(doyen.__file__).parents[1])
+
+        def fresh() -> tuple[float, float, list[str]]:
+            command = [sys.executable, "-c", IMPORT]
+            done = subprocess.run(command, env=environment, capture_output=True, check=True)
+            asyncio_ms, doyen_ms, modules = json.loads(done.stdout)
+            return asyncio_ms, doyen_ms, modules
+
+        _, _, modules = fresh()
+        asyncio_ms, doyen_ms = [], []
+        for _ in range(trials):
+            first, second, _ = fresh()
+            asyncio_ms.append(first)
+            doyen_ms.append(second)
+            time.sleep(0.01)
+    heavy = [name for name in modules if name in CLIENTS or name.startswith("doyen.stores")]
+    return [
+        Figure(
+            name="import doyen and connect, after asyncio",
+            value=statistics.median(doyen_ms),
+            unit="ms, p50",
+            limit=30.0,
+            details={"doyen_ms": spread(doyen_ms, 1), "asyncio_ms": spread(asyncio_ms, 1)},
+        ),
+        Figure(
+            name="import doyen and connect, store clients",
+            value=len(heavy),
+            unit="modules",
+            limit=0,
+            details={"loaded": " ".join(heavy) or "none"},
+        ),
+    ]

@@ -1,0 +1,144 @@
+"""Processes under measurement: started, told, killed by their pid, and listened to.
+
+Every member writes its reports, one JSON object a line, into one pipe; every member ends when its
+standard input does, so nothing outlives the run even if it is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from doyen.clock import SystemClock
+
+__all__ = ["Crew", "now"]
+
+now = SystemClock().now
+ROOT = Path(__file__).parents[1]
+PATIENCE_S = 60.0
+
+Report = dict[str, Any]
+
+
+class Crew:
+    """Some processes, a folder for their store, and the pipe they report to."""
+
+    def __enter__(self) -> Crew:
+        self.folder = Path(tempfile.mkdtemp(prefix="doyen-bench-"))
+        self._members: dict[str, subprocess.Popen[bytes]] = {}
+        self._reports: list[Report] = []
+        self._partial = b""
+        self._reading, self._writing = os.pipe()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for who in list(self._members):
+            self.kill(who)
+        os.close(self._reading)
+        os.close(self._writing)
+        shutil.rmtree(self.folder)
+
+    @property
+    def url(self) -> str:
+        return f"sqlite://{self.folder}/doyen.db"
+
+    def start(self, who: str, role: str, **options: Any) -> str:
+        """A process in one of the roles of `bench.worker`."""
+        options = {"who": who, "url": self.url, **options}
+        return self.start_command(who, ["-m", "bench.worker", role, json.dumps(options)])
+
+    def start_command(self, who: str, arguments: list[str]) -> str:
+        self._members[who] = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=self._writing,
+        )
+        return who
+
+    def pid(self, who: str) -> int:
+        return self._members[who].pid
+
+    def tell(self, who: str, word: str) -> None:
+        stdin = self._members[who].stdin
+        assert stdin is not None
+        stdin.write(word.encode() + b"\n")
+        stdin.flush()
+
+    def signal(self, who: str, number: signal.Signals) -> float:
+        """Send a signal; the instant just before."""
+        at = now()
+        self._members[who].send_signal(number)
+        return at
+
+    def kill(self, who: str) -> None:
+        member = self._members.pop(who)
+        member.kill()
+        self.bury(member)
+
+    def crash(self, who: str) -> tuple[float, subprocess.Popen[bytes]]:
+        """Kill, and leave the reaping for later: it is not to compete with what is measured."""
+        at = self.signal(who, signal.SIGKILL)
+        return at, self._members.pop(who)
+
+    @staticmethod
+    def bury(member: subprocess.Popen[bytes]) -> None:
+        member.wait()
+        if member.stdin is not None:
+            member.stdin.close()
+
+    def wait(self, kind: str, who: str | None = None, within_s: float = PATIENCE_S) -> Report:
+        """The next report of this kind (of this member) that nobody has waited for yet."""
+        return self.wait_for(
+            lambda report: report["kind"] == kind and who in (None, report["who"]),
+            within_s,
+            f"{kind} of {who or 'anybody'}",
+        )
+
+    def wait_for(self, wanted: Callable[[Report], bool], within_s: float, what: str) -> Report:
+        give_up = time.monotonic() + within_s
+        seen = 0
+        while True:
+            for index in range(seen, len(self._reports)):
+                if wanted(self._reports[index]):
+                    return self._reports.pop(index)
+            seen = len(self._reports)
+            left_s = give_up - time.monotonic()
+            if self._listen(min(left_s, 0.5)):
+                continue
+            dead = [who for who, member in self._members.items() if member.poll() is not None]
+            if dead or left_s <= 0:
+                raise TimeoutError(f"no {what} within {within_s:g} s; ended: {dead or 'none'}")
+
+    def take(self, within_s: float = 0.0) -> list[Report]:
+        """All reports that come within a time."""
+        give_up = time.monotonic() + within_s
+        while self._listen(give_up - time.monotonic()):
+            pass
+        reports, self._reports = self._reports, []
+        return reports
+
+    def _listen(self, within_s: float) -> bool:
+        """Read what there is; False if nothing came."""
+        ready, _, _ = select.select([self._reading], [], [], max(0.0, within_s))
+        if not ready:
+            return False
+        *lines, self._partial = (self._partial + os.read(self._reading, 1 << 20)).split(b"\n")
+        self._reports += map(json.loads, lines)
+        return True

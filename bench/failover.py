@@ -1,0 +1,159 @@
+"""How long an election is without a leader: after a crash, and when one resigns.
+
+The floor on one machine is a process blocked in `flock` whose holder is killed or lets go. It is
+measured in the same run, turn by turn.
+
+A killed process gives its memory back before it closes its descriptors, and that takes longer the
+more it has: about 0.6 ms for a bare interpreter and 1.8 ms for one that has imported asyncio,
+which every leader here has. So there are two floors: `flock` between processes that have imported
+what a candidate imports, which is what doyen can be compared with, and `flock` between bare
+interpreters, which is shown beside it.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from bench.crew import Crew
+from bench.figures import Figure, spread
+
+__all__ = ["crash", "handover"]
+
+FLOCK = """
+import fcntl, json, os, sys, time
+who, path, *modules = sys.argv[1:]
+for module in modules:
+    __import__(module)
+def say(kind, at):
+    os.write(1, (json.dumps({"who": who, "kind": kind, "at": at}) + "\\n").encode())
+while True:
+    file = os.open(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        say("waiting", 0)
+        fcntl.flock(file, fcntl.LOCK_EX)
+    at = time.clock_gettime(time.CLOCK_BOOTTIME)
+    say("entered", at)
+    if not sys.stdin.readline():
+        break
+    at = time.clock_gettime(time.CLOCK_BOOTTIME)
+    os.close(file)
+    say("resigned", at)
+    if not sys.stdin.readline():  # else it might overtake the one who waits
+        break
+"""
+
+
+SAME_SIZE = ["doyen.blocking", "doyen.stores.sqlite"]
+
+
+class Contest:
+    """One who holds and one who waits, of one kind: a blocked flock, or candidates of doyen's."""
+
+    def __init__(self, crew: Crew, kind: str) -> None:
+        self._crew = crew
+        self._kind = kind
+        self._is_flock = kind.startswith("flock")
+        self._count = 0
+        self.gaps_ms: list[float] = []
+        self._holder = self._join()
+        crew.wait("entered", self._holder)
+        self._waiter = self._join()
+        crew.wait("waiting", self._waiter)
+
+    def _join(self) -> str:
+        self._count += 1
+        who = f"{self._kind}-{self._count}"
+        if self._is_flock:
+            modules = SAME_SIZE if self._kind == "flock" else []
+            path = str(self._crew.folder / f"{self._kind}.lock")
+            return self._crew.start_command(who, ["-c", FLOCK, who, path, *modules])
+        url = f"sqlite://{self._crew.folder}/{self._kind}.db"
+        return self._crew.start(who, self._kind, url=url, events=["waiting"])
+
+    def _entered(self, since: float) -> None:
+        entered = self._crew.wait("entered", self._waiter)
+        self.gaps_ms.append((entered["at"] - since) * 1e3)
+
+    def crash(self) -> None:
+        settle()
+        killed_at, dead = self._crew.crash(self._holder)
+        self._entered(killed_at)
+        self._crew.bury(dead)
+        self._holder, self._waiter = self._waiter, self._join()
+        self._crew.wait("waiting", self._waiter)
+
+    def handover(self) -> None:
+        settle()
+        self._crew.tell(self._holder, "resign")
+        self._entered(self._crew.wait("resigned", self._holder)["at"])
+        if self._is_flock:
+            self._crew.tell(self._holder, "again")
+        self._holder, self._waiter = self._waiter, self._holder
+        self._crew.wait("waiting", self._waiter)
+
+
+def settle() -> None:
+    """What was said to wait shall wait; and not always at the same phase of anything."""
+    time.sleep(random.uniform(0.03, 0.06))
+
+
+@contextmanager
+def contests(*kinds: str) -> Iterator[list[Contest]]:
+    with Crew() as crew:
+        yield [Contest(crew, kind) for kind in kinds]
+
+
+def crash(*, trials: int = 40) -> list[Figure]:
+    """The leader is killed with -9 while another waits; until that one is in its body."""
+    with contests("flock", "flock-bare", "candidate", "async-candidate") as turns:
+        for _ in range(trials):
+            for contest in turns:
+                contest.crash()
+        flock, bare, blocking, asynchronous = (contest.gaps_ms for contest in turns)
+    p50 = statistics.median
+    figures = []
+    for api, gaps in (("blocking", blocking), ("async", asynchronous)):
+        details = {
+            "doyen_ms": spread(gaps),
+            "flock_ms": spread(flock),
+            "flock_bare_ms": spread(bare),
+            "times_flock_bare": round(p50(gaps) / p50(bare), 2),
+        }
+        figures.append(
+            Figure(
+                name=f"crash failover, {api}",
+                value=p50(gaps) / p50(flock),
+                unit="times flock, p50",
+                limit=3.0,
+                details=details,
+            )
+        )
+    return figures
+
+
+def handover(*, trials: int = 60) -> list[Figure]:
+    """From the end of the old leader's body to the beginning of the new one's."""
+    with contests("flock", "candidate", "async-candidate") as turns:
+        for _ in range(trials):
+            for contest in turns:
+                contest.handover()
+        flock, blocking, asynchronous = (contest.gaps_ms for contest in turns)
+    figures = []
+    for api, gaps in (("blocking", blocking), ("async", asynchronous)):
+        details = {"ms": spread(gaps), "flock_ms": spread(flock)}
+        figures.append(
+            Figure(
+                name=f"handover on resign, {api}",
+                value=statistics.median(gaps),
+                unit="ms, p50",
+                limit=3.0,
+                details=details,
+            )
+        )
+    return figures

@@ -1,0 +1,57 @@
+"""A figure: one number, what it may be at most, and what it was made from."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Figure", "spread"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """What was measured. Without a limit it is there to be read."""
+
+    name: str
+    value: float
+    unit: str
+    limit: float | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def met(self) -> bool | None:
+        return None if self.limit is None else self.value <= self.limit
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "value": round(self.value, 6),
+            "unit": self.unit,
+            "limit": self.limit,
+            "met": self.met,
+            "details": self.details,
+        }
+
+    def line(self) -> str:
+        verdict = {None: "", True: "met", False: "MISSED"}[self.met]
+        limit = "" if self.limit is None else f"≤ {self.limit:g}"
+        head = f"{self.name:<44} {self.value:>9.4g} {self.unit:<22} {limit:<8} {verdict:<7}"
+        details = "; ".join(f"{name} {_shown(value)}" for name, value in self.details.items())
+        return f"{head} {details}".rstrip()
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{name}={_shown(part)}" for name, part in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def spread(samples: Sequence[float], digits: int = 3) -> dict[str, float]:
+    """How samples lie: the median, the quartiles and the ends."""
+    low, high = min(samples), max(samples)
+    quarters = statistics.quantiles(samples, n=4) if len(samples) > 1 else [low, low, low]
+    parts = {"min": low, "p25": quarters[0], "p50": statistics.median(samples)}
+    parts |= {"p75": quarters[2], "max": high}
+    return {"n": len(samples)} | {name: round(value, digits) for name, value in parts.items()}

@@ -1,0 +1,58 @@
+"""Every bench runs, with tiny parameters, and reports what it should. No time is judged here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FIGURES = {
+    "crash": 2,
+    "handover": 2,
+    "frozen": 6,
+    "valid": 1,
+    "import": 2,
+    "herd": 1,
+    "many": 3,
+    "idle": 4,
+    "soak": 1,
+}
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bench", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_bench_runs_and_reports(name: str) -> None:
+    done = bench(name, "--quick", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert report["machine"]["cores"] >= 1
+    assert len(report["figures"]) == FIGURES[name]
+    for figure in report["figures"]:
+        assert figure["bench"] == name
+        assert figure["name"]
+        assert figure["unit"]
+        assert figure["value"] >= 0
+        assert figure["met"] in (None, True, False)
+        assert (figure["met"] is None) == (figure["limit"] is None)
+        # Unlike times, these counts are the same on every machine.
+        if name == "herd" or figure["name"].endswith(", fenced"):
+            assert figure["met"], figure
+
+
+def test_there_is_a_list_of_benches() -> None:
+    listed = bench("--list").stdout.splitlines()
+    assert [line.split()[0] for line in listed] == list(FIGURES)
+
+
+def test_a_bench_that_is_not_there_is_refused_by_name() -> None:
+    done = bench("nonsense")
+    assert done.returncode == 2
+    assert "no bench 'nonsense'; there are crash, " in done.stderr
