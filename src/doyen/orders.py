@@ -5,12 +5,13 @@ by token, ends its own term, and its record goes when its body has ended. A tran
 phases, so that leadership never hangs between two:
 
     giver    lays the order, and mail for the heir
-    heir     says that it is ready: it now watches the record, and its turn is next
-    leader   seeing both, stops its body, deletes the record, and keeps its ticket, and with it
-             the head of the line, until the heir has the record or has had its chance
+    heir     says that it is ready for this very order: it watches the record, its turn is next
+    leader   seeing both, stops its body, deletes the record, and stays at the head of the line
+             until the heir has the record or has had its chance
     line     goes on in its order if the heir did not
 
-Whoever gives an order binds it to a lease of its own, so that nothing of it outlives the giver.
+Whoever gives an order binds it to a lease that serves nothing else and ends with the order, so that
+nothing of it stays behind: not if the giver dies, and not if a request of its arrives late.
 `force` is the exception to all this: it deletes the record of a holder that may be at work, and
 from then on only tokens protect what it writes.
 """
@@ -18,11 +19,10 @@ from then on only tokens protect what it writes.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from doyen.errors import OrderFailed, StoreError
+from doyen.errors import OrderFailed
 from doyen.heart import Heart
 from doyen.model import (
     Claim,
@@ -77,7 +77,6 @@ async def order_transfer(
     record = await _record(presence, election)
     old = _leader(election, record)
     heir = await _heir(presence, election, to, record)
-    ready = ready_key(election, heir)
     async with _given(presence, election, Order(old.token, by, heir), wait_s) as look_again:
         while True:
             standing = await presence.call(presence.store.get(record.key))
@@ -95,7 +94,8 @@ async def order_transfer(
                 raise OrderFailed(
                     f"{old.name!r} let go of {election!r} and nobody has taken over yet"
                 )
-            if await presence.call(presence.store.get(ready)) is None:
+            ready = await presence.call(presence.store.get(ready_key(election, heir)))
+            if ready is None or ready.value != look_again.lease.encode():
                 raise OrderFailed(
                     f"{to!r} did not say within {wait_s:g} s that it is ready;"
                     f" {old.name!r} goes on leading {election!r}"
@@ -106,9 +106,12 @@ async def order_transfer(
 class _Patience:
     """Woken by changes at the record, for so long and no longer."""
 
-    def __init__(self, wait_s: float) -> None:
+    def __init__(self, presence: Presence, heart: Heart, wait_s: float) -> None:
         self.changed = asyncio.Event()
+        self.lease = heart.lease.id
+        self._heart = heart
         self._until = asyncio.get_running_loop().time() + wait_s
+        heart.on_loss(self, lambda *_: presence.runtime.post(self.changed.set))
 
     async def __call__(self) -> bool:
         """Wait for a change; False if time has run out."""
@@ -117,6 +120,11 @@ class _Patience:
                 await self.changed.wait()
         except TimeoutError:
             return False
+        if self._heart.lost_because is not None:
+            raise OrderFailed(
+                f"the order ended with the lease of whoever gave it: {self._heart.lost_because};"
+                " see who leads, and give it again"
+            )
         self.changed.clear()
         return True
 
@@ -125,35 +133,37 @@ class _Patience:
 async def _given(
     presence: Presence, election: str, order: Order, wait_s: float
 ) -> AsyncIterator[_Patience]:
-    """Lay an order, and mail for its heir; take both back in the end."""
-    store = presence.store
-    patience = _Patience(wait_s)
-    watch = await presence.call(store.watch(leader_key(election), patience.changed.set))
-    heart = await presence.heart()
-    keys = [order_key(election)]
+    """Lay an order, and mail for its heir; both go in the end, with the lease they are bound to."""
+    heart = await presence.own_heart()
+    patience = _Patience(presence, heart, wait_s)
+    watch = None
     try:
-        await _lay(presence, keys[0], order, heart)
+        watch = await presence.call(
+            presence.store.watch(leader_key(election), patience.changed.set)
+        )
+        await _lay(presence, order_key(election), order, heart)
         if order.heir:
-            keys.append(mail_key(election, order.heir))
-            await presence.call(store.create(keys[1], order.encode(), heart.lease))
+            # Mail that stands there is of a giver whose order no longer does: ours is there.
+            await _lay(presence, mail_key(election, order.heir), order, heart, over_any=True)
         yield patience
     finally:
-        watch.close()
-        for key in reversed(keys):
-            with contextlib.suppress(StoreError):  # bound to our lease: gone with it at the latest
-                entry = await presence.call(store.get(key))
-                if entry is not None and Order.decode(entry.value) == order:
-                    await presence.call(store.delete(key, if_version=entry.version))
+        if watch is not None:
+            watch.close()
+        ending = presence.retire(heart)
+        if ending is not None:
+            await asyncio.wait({ending})
 
 
-async def _lay(presence: Presence, key: str, order: Order, heart: Heart) -> None:
+async def _lay(
+    presence: Presence, key: str, order: Order, heart: Heart, *, over_any: bool = False
+) -> None:
     store = presence.store
     while True:
         creation = await presence.call(store.create(key, order.encode(), heart.lease))
-        other = Order.decode(creation.entry.value)
-        if creation.won or other == order:
+        if creation.won or creation.entry.lease == heart.lease.id:
             return
-        if other is not None and other.token >= order.token:
+        other = Order.decode(creation.entry.value)
+        if not over_any and other is not None and other.token >= order.token:
             raise OrderFailed(f"an order of {other.by!r} is under way: wait for it to end")
         # Meant for a term that is over: nobody will obey it any more.
         await presence.call(store.delete(key, if_version=creation.entry.version))
@@ -177,10 +187,11 @@ async def _heir(presence: Presence, election: str, to: str, record: Entry) -> st
     leading = Claim.decode(record.value)
     tickets = await presence.call(presence.store.list(line_key(election)))
     claims = [Claim.decode(ticket.value) for ticket in tickets]
-    waiting = [claim for claim in claims if claim.attempt != leading.attempt]
-    named = [claim for claim in waiting if claim.name == to]
+    # By attempt: a request that arrived late may have left a candidate with two tickets.
+    waiting = {claim.attempt: claim for claim in claims if claim.attempt != leading.attempt}
+    named = [attempt for attempt, claim in waiting.items() if claim.name == to]
     if len(named) == 1:
-        return named[0].attempt
+        return named[0]
     if named:
         raise OrderFailed(
             f"{len(named)} candidates in the line of {election!r} are named {to!r}:"
@@ -188,7 +199,7 @@ async def _heir(presence: Presence, election: str, to: str, record: Entry) -> st
         )
     if leading.name == to:
         raise OrderFailed(f"{to!r} leads {election!r} already")
-    others = ", ".join(repr(claim.name) for claim in waiting) or "nobody"
+    others = ", ".join(repr(claim.name) for claim in waiting.values()) or "nobody"
     raise OrderFailed(f"{to!r} does not stand in the line of {election!r}; there: {others}")
 
 

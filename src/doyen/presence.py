@@ -158,20 +158,23 @@ class Presence:
                 self._heart = await self._grant()
             return self._heart
 
-    async def own_heart(self, stall_after_s: float) -> Heart:
-        """A heart on a lease of its own, for one campaign whose stall is to end it alone."""
+    async def own_heart(self, stall_after_s: float | None = None) -> Heart:
+        """A heart on a lease of its own: for one campaign whose stall is to end it alone, or for
+        one order, of which nothing is to stay behind. Pair with `retire`."""
         self.check_open()
         heart = await self._grant(stall_after_s)
         self._own_hearts[heart] = None
         return heart
 
-    def retire(self, heart: Heart) -> None:
-        """The campaign that had `heart` to itself has let go of everything on it."""
-        if heart in self._own_hearts:
-            del self._own_hearts[heart]
-            if heart.lost_because is None:
-                heart.stop()
-                self.spawn(self._revoke(heart))
+    def retire(self, heart: Heart) -> asyncio.Task[None] | None:
+        """Whoever had `heart` to itself needs it no more: its lease ends, in the background."""
+        if heart not in self._own_hearts:
+            return None
+        del self._own_hearts[heart]
+        if heart.lost_because is not None:
+            return None
+        heart.stop()
+        return self.spawn(self._revoke(heart))
 
     async def _grant(self, stall_after_s: float | None = None) -> Heart:
         sent_at = self.clock.now()
@@ -283,7 +286,7 @@ class Presence:
             for watch in watches:
                 watch.close()
 
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run in the background, until done or the presence is closed."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks[task] = None
