@@ -16,8 +16,10 @@ Rules kept here:
 - The holder watches its record and takes its absence for loss.
 - Failing to win raises; nothing is ever entered unheld.
 - An order is obeyed, never enforced: the holder ends its own term, and its record goes when its
-  body has ended, not before. An heir is let in out of turn by the leader keeping its ticket, and
-  with it its place at the head of the line, until the heir has the record or has had its chance.
+  body has ended, not before. An heir is let in out of turn by the leader standing at the head of
+  the line, with a second ticket if need be, until the heir has the record or has had its chance.
+- A leader removes orders that were meant for a term before its own: they are void, and would be in
+  the way of others.
 """
 
 from __future__ import annotations
@@ -150,6 +152,7 @@ class Candidacy:
         "_left",
         "_looking",
         "_mailbox",
+        "_place",
         "_presence",
         "_record",
         "_record_key",
@@ -180,6 +183,8 @@ class Candidacy:
         """The leader that this candidate would preempt, and since when it has known it."""
         self._heir = ""
         """As leader: the attempt that an order has it hand over to."""
+        self._place: Entry | None = None
+        """As leader with an heir: a ticket at the head of the line, if its own is not there."""
         self._begin_attempt()
 
     def _begin_attempt(self) -> None:
@@ -188,10 +193,10 @@ class Candidacy:
         self._record: Entry | None = None
         self._doubtful = False
         self._woken = False
-        self._called = False
-        """As candidate: named heir by an order, so that its turn is now."""
+        self._called = ""
+        """As candidate: the lease of an order that names it heir, so that its turn is now."""
         self._unread = False
-        self._laid: tuple[str, ...] = ()
+        self._laid: dict[str, None] = {}
         """Keys under which this attempt may have laid an order or its word to be ready."""
 
     async def win(self) -> Term:
@@ -392,13 +397,17 @@ class Candidacy:
             return
         asked = self._asked
         key = mail_key(asked.election, self._attempt, asked.kind)
+        ready = ready_key(asked.election, self._attempt, asked.kind)
         self._unread = False
         try:
-            called = await self._presence.call(self._presence.store.get(key)) is not None
-            if called and not self._called:
-                await self._lay(ready_key(asked.election, self._attempt, asked.kind), heart)
-            elif self._called and not called:
+            mail = await self._presence.call(self._presence.store.get(key))
+            called = "" if mail is None else mail.lease or ""
+            if not called or called != self._called:
+                self._called = ""
                 await self._take_back()
+            word = called.encode()
+            while word and (await self._lay(ready, word, heart)).value != word:
+                await self._take_back()  # our word on an earlier order, which came late
         except BaseException:
             self._unread = True
             raise
@@ -406,37 +415,48 @@ class Candidacy:
 
     async def _claim_priority(self, heart: Heart, leader: Entry) -> float | None:
         """At the head of the line behind a leader of lower rank: order it to let go, once it has
-        led for the cooldown as far as this candidate knows. Returns when that will be."""
+        led for the cooldown as far as this candidate knows. Returns when that will be.
+
+        If another's order stands there, its end wakes us.
+        """
         asked = self._asked
         if not asked.preempt or Claim.decode(leader.value).rank >= asked.priority:
             return None
         now = asyncio.get_running_loop().time()
         if self._seen is None or self._seen[0] != leader.revision:
             self._seen = leader.revision, now
-            await self._take_back()
-        if now < self._seen[1] + asked.cooldown_s:
-            return self._seen[1] + asked.cooldown_s
-        if not self._laid:
-            order = Order(leader.revision, asked.name, self._attempt, asked.priority)
-            await self._lay(ready_key(asked.election, self._attempt, asked.kind), heart)
-            await self._lay(order_key(asked.election, asked.kind), heart, order.encode())
+        due = self._seen[1] + asked.cooldown_s
+        if now < due:
+            return due
+        order = Order(leader.revision, asked.name, self._attempt, asked.priority)
+        key = order_key(asked.election, asked.kind)
+        standing = await self._lay(key, order.encode(), heart)
+        if _is_void(standing, leader.revision):
+            await self._presence.call(self._presence.store.delete(key, if_version=standing.version))
+            self._wake()
         return None
 
-    async def _lay(self, key: str, heart: Heart, value: bytes = b"{}") -> None:
-        self._laid = (*self._laid, key)
-        await self._ask(self._presence.store.create(key, value, heart.lease))
+    async def _lay(self, key: str, value: bytes, heart: Heart) -> Entry:
+        """Lay an order, or word to be ready, and return what stands there then."""
+        self._laid[key] = None
+        return (await self._ask(self._presence.store.create(key, value, heart.lease))).entry
 
     async def _take_back(self) -> None:
-        """Remove this attempt's order and its word to be ready."""
+        """Remove this attempt's order and its word to be ready. While a request of ours may still
+        arrive they are looked for again the next time."""
         presence, store = self._presence, self._presence.store
-        while self._laid and self._heart is not None:
-            key = self._laid[-1]
+        for key in list(self._laid):
             entry = await presence.call(store.get(key))
-            if entry is not None and entry.lease == self._heart.lease.id:
+            if (
+                self._heart is not None
+                and entry is not None
+                and entry.lease == self._heart.lease.id
+            ):
                 order = Order.decode(entry.value)
                 if order is None or order.heir == self._attempt:
                     await presence.call(store.delete(key, if_version=entry.version))
-            self._laid = self._laid[:-1]
+            if not self._doubtful:
+                self._laid.pop(key, None)
 
     def _begin_term(self, heart: Heart, record: Entry) -> Term:
         presence, asked = self._presence, self._asked
@@ -472,13 +492,9 @@ class Candidacy:
         if self._mailbox is not None:
             self._mailbox.close()
             self._mailbox = None
-        if self._laid:
-            presence.spawn(self._tidy_up())
+        # What happened to the record since it was created came before there was a term to tell.
+        self._changed()
         return term
-
-    async def _tidy_up(self) -> None:
-        with contextlib.suppress(StoreError):  # bound to the lease, and void in the next term
-            await self._take_back()
 
     def _heart_lost(self, heart: Heart, reason: str, ended_at: float) -> None:
         """Any thread, the watchdog's above all: the body is told before anything else.
@@ -504,6 +520,10 @@ class Candidacy:
             try:
                 record = await presence.call(presence.store.get(self._record_key))
                 order = await self._order_for(term)
+                if self._laid:
+                    await self._take_back()
+                if order is not None and order.heir and order.rank is None:
+                    await self._keep_the_head(order.heir)
             except StoreError:
                 await asyncio.sleep(presence.retry_pause())
                 continue
@@ -517,19 +537,41 @@ class Candidacy:
         self._looking = False
 
     async def _order_for(self, term: Term) -> Order | None:
-        """The order that this leader has to obey now, if any."""
+        """The order that this leader has to obey now, if any. One that is void is removed."""
         presence, store, asked = self._presence, self._presence.store, self._asked
         entry = await presence.call(store.get(order_key(asked.election, asked.kind)))
-        order = None if entry is None else Order.decode(entry.value)
+        if entry is None:
+            return None
+        if _is_void(entry, term.token):
+            await presence.call(store.delete(entry.key, if_version=entry.version))
+            return None
+        order = Order.decode(entry.value)
         if order is None or order.token != term.token:
             return None
-        if order.rank is not None and order.rank <= asked.priority:
-            return None
+        if order.rank is not None:  # of the heir itself, on its own lease: that is its word
+            return order if order.rank > asked.priority else None
         if order.heir:
-            ready = ready_key(asked.election, order.heir, asked.kind)
-            if await presence.call(store.get(ready)) is None:
+            key = ready_key(asked.election, order.heir, asked.kind)
+            ready = await presence.call(store.get(key))
+            if ready is None or ready.value != (entry.lease or "").encode():
                 return None
         return order
+
+    async def _keep_the_head(self, heir: str) -> None:
+        """Before letting go in favour of an heir: see that nobody else is at the head of the line.
+
+        Those of a higher rank stand before this leader, and if it was itself let in out of turn
+        so do others. They wait behind a ticket that is put before theirs.
+        """
+        presence, store, line = self._presence, self._presence.store, self._line_key()
+        head = await presence.call(store.head(line))
+        if self._place is not None or head is None or self._heart is None:
+            return
+        claim = Claim.decode(head.value)
+        if claim.attempt not in (self._attempt, heir):
+            self._place = await self._ask(
+                store.enqueue(line, self._claim(), self._heart.lease, rank=claim.rank + 1)
+            )
 
     def _term_over(self) -> None:
         term, heart, asked = self._term, self._heart, self._asked
@@ -646,6 +688,9 @@ class Candidacy:
         if self._ticket is not None:
             await presence.call(store.delete(self._ticket.key, if_version=self._ticket.version))
             self._ticket = None
+        if self._place is not None:
+            await presence.call(store.delete(self._place.key, if_version=self._place.version))
+            self._place = None
         if self._doubtful and self._asked.recipe == "line":
             for ticket in await presence.call(store.list(self._line_key())):
                 if self._is_mine(ticket):
@@ -663,6 +708,12 @@ class Candidacy:
             if record is not None or not await self._sleep(until):
                 self._heir = ""
                 return
+
+
+def _is_void(order: Entry, token: int) -> bool:
+    """Whether what stands where orders are laid was meant for a term before this one."""
+    meant = Order.decode(order.value)
+    return meant is None or meant.token < token
 
 
 def _when(instant: float | None) -> float:

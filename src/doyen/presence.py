@@ -358,10 +358,12 @@ def line_of(election: str, record: Entry | None, tickets: list[Entry]) -> Line:
     else:
         leader, attempt = _leader(election, record), Claim.decode(record.value).attempt
     claims = [Claim.decode(ticket.value) for ticket in tickets]
+    # By attempt: for a while, a candidate may have two tickets.
+    standing = {claim.attempt: claim for claim in claims}
     return Line(
         leader,
         tuple(
             Candidate(claim.name, claim.rank, claim.attempt == attempt, claim.meta)
-            for claim in claims
+            for claim in standing.values()
         ),
     )

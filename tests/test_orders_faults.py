@@ -1,0 +1,241 @@
+"""Orders, one fault at a time: what the swarm has found, told so that it can be read.
+
+Each case is one in which an order was lost, taken for another, or left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from doyen import OrderFailed
+from doyen.errors import StoreError
+from doyen.model import Order, leader_key, mail_key, order_key, ready_key
+from doyen.testing.faults import Faults, Late, Stray, Unanswered
+from support import TTL_S, Place, now, presence_of, soon, until, virtual
+from test_orders import Candidate, holders, lined_up, stop_all
+
+
+def attempt_of(place: Place, name: str) -> str:
+    from doyen.model import Claim, line_key
+
+    claims = [Claim.decode(ticket.value) for ticket in place.server.list(line_key("e"))]
+    return next(claim.attempt for claim in claims if claim.name == name)
+
+
+@virtual
+async def test_transfer_by_a_leader_that_was_let_in_out_of_turn(place: Place) -> None:
+    """Others stand before it in the line; none of them overtakes the heir."""
+    a, b, c, d = await lined_up(place, "a", "b", "c", "d")
+    ops = await place.open()
+    for heir in ("d", "c", "a", "d", "b"):
+        await ops.transfer("e", to=heir)
+        await until(lambda: len(place.line()) == 4)
+    assert holders(place) == ["a", "d", "c", "a", "d", "b"]
+    await stop_all(a, b, c, d)
+
+
+@virtual
+async def test_transfer_past_candidates_of_a_higher_rank(place: Place) -> None:
+    (a,) = await lined_up(place, "a")
+    high = Candidate(await place.open(), "high", priority=9)
+    await until(lambda: len(place.line()) == 2)
+    low = Candidate(await place.open(), "low", priority=-1)
+    await until(lambda: len(place.line()) == 3)
+    ops = await place.open()
+    began = now()
+    await ops.transfer("e", to="low")
+    assert now() - began < 0.1
+    await until(lambda: len(place.line()) == 3)
+    assert place.line() == ["high", "a", "low"]
+    assert [one.name for one in await ops.line("e")] == ["high", "a", "low"]
+    await stop_all(low, high, a)
+
+
+@virtual
+async def test_the_line_goes_on_past_the_place_kept_for_an_heir(place: Place) -> None:
+    """The heir dies when the leader, who was let in out of turn, has let go for it."""
+    a, b, c = await lined_up(place, "a", "b", "c", slow_s=0.2)
+    ops = await place.open()
+    await ops.transfer("e", to="c")
+    faults = Faults()
+    d = Candidate(await place.open(faults), "d")
+    await until(lambda: len(place.line()) == 4)
+    told = asyncio.create_task(ops.transfer("e", to="d"))
+    await until(lambda: not c.leads)
+    faults.cut()
+    with pytest.raises(OrderFailed, match="the line went on: 'b' leads"):
+        await told
+    assert b.leads
+    faults.heal()
+    await stop_all(a, b, c, d)
+
+
+@virtual
+async def test_an_order_that_comes_before_the_leader_knows_that_it_leads(place: Place) -> None:
+    """Its record stands, and the answer that says so is still on its way."""
+    faults = Faults()
+    a, b = Candidate(await place.open(faults), "a"), None
+    faults.next("create", Late(after_s=0.5))
+    await until(lambda: place.holder() == "a")
+    b = Candidate(await place.open(), "b")
+    ops = await place.open()
+    assert not a.terms
+    assert (await ops.resign("e")).name == "a"
+    await until(lambda: b.leads)
+    await stop_all(b, a)
+
+
+@virtual
+async def test_a_record_that_goes_before_the_leader_knows_that_it_leads(place: Place) -> None:
+    faults = Faults()
+    a = Candidate(await place.open(faults), "a")
+    faults.next("create", Late(after_s=0.5))
+    await until(lambda: place.holder() == "a")
+    place.server.delete(leader_key("e"))
+    await until(lambda: a.terms)
+    await asyncio.sleep(0.1)
+    record = place.server.get(leader_key("e"))
+    assert record is not None
+    assert a.leads
+    assert a.terms[-1].token == record.revision
+    await a.stop()
+
+
+@virtual
+async def test_the_same_order_given_twice_at_once(place: Place) -> None:
+    """Of two who ask for the same thing in the same name, neither takes back the other's."""
+    a, b = await lined_up(place, "a", "b", slow_s=2.0)
+    ops, other = await place.open(), await place.open()
+    first = asyncio.create_task(ops.resign("e"))
+    await until(lambda: place.server.get(order_key("e")))
+    with pytest.raises(OrderFailed, match="is under way"):
+        await other.resign("e")
+    assert place.server.get(order_key("e"))
+    assert (await first).name == "a"
+    await until(lambda: b.leads)
+    await stop_all(b, a)
+
+
+@virtual
+async def test_an_order_that_arrives_after_its_giver_has_given_up(place: Place) -> None:
+    """The giver's session lives on, and nothing of the order does."""
+    (a,) = await lined_up(place, "a")
+    faults = Faults()
+    ops = await place.open(faults)
+    faults.next("create", Stray(after_s=TTL_S / 3))
+    with pytest.raises(StoreError):
+        await ops.resign("e")
+    await asyncio.sleep(10 * TTL_S)
+    assert place.server.get(order_key("e")) is None
+    assert a.leads
+    assert (await ops.resign("e")).name == "a"
+    await a.stop()
+
+
+@virtual
+async def test_a_giver_that_loses_its_lease_says_so(place: Place) -> None:
+    (a,) = await lined_up(place, "a", slow_s=1000)
+    faults = Faults()
+    ops = await place.open(faults)
+    told = asyncio.create_task(ops.resign("e", wait_s=100))
+    await until(lambda: place.server.get(order_key("e")))
+    (heart,) = presence_of(ops)._own_hearts
+    place.server.revoke(heart.lease.id)
+    began = now()
+    with pytest.raises(OrderFailed, match="ended with the lease of whoever gave it"):
+        await told
+    assert now() - began < TTL_S
+    await a.stop()
+
+
+@virtual
+async def test_an_order_for_an_earlier_term_is_in_nobodys_way(place: Place) -> None:
+    """A leader removes it; a claim of priority that was refused for it is made again."""
+    a, b = await lined_up(place, "a", "b")
+    old = a.terms[0].token
+    lease = place.server.grant(1000)
+    faults = Faults()
+    await a.stop()
+    await until(lambda: b.leads)
+    place.server.create(order_key("e"), Order(old, "late").encode(), lease.id)
+    await until(lambda: place.server.get(order_key("e")) is None)
+    favourite = Candidate(await place.open(faults), "c", priority=1, preempt=True, cooldown_s=5)
+    await until(lambda: favourite.leads)
+    place.server.revoke(lease.id)
+    await stop_all(favourite, b)
+
+
+@virtual
+async def test_a_claim_of_priority_waits_for_another_order_to_end(place: Place) -> None:
+    """That order's heir never becomes ready, and it is taken back: then the claim is made."""
+    (a,) = await lined_up(place, "a")
+    deaf = Faults()
+    b = Candidate(await place.open(deaf), "b")
+    await until(lambda: len(place.line()) == 2)
+    await asyncio.sleep(0.1)
+    deaf.cut()
+    favourite = Candidate(await place.open(), "f", priority=1, preempt=True, cooldown_s=1)
+    ops = await place.open()
+    with pytest.raises(OrderFailed, match="did not say within 3 s that it is ready"):
+        await ops.transfer("e", to="b", wait_s=3)
+    await until(lambda: favourite.leads, within_s=1)
+    deaf.heal()
+    await stop_all(favourite, a, b)
+
+
+@virtual
+async def test_an_heir_with_two_tickets_is_still_one(place: Place) -> None:
+    """An answer was lost, and the request behind it came late."""
+    (a,) = await lined_up(place, "a")
+    faults = Faults()
+    faults.next("enqueue", Stray(after_s=TTL_S / 3))
+    b = Candidate(await place.open(faults), "b")
+    await until(lambda: place.line() == ["a", "b", "b"])
+    ops = await place.open()
+    assert [one.name for one in await ops.line("e")] == ["a", "b"]
+    assert (await ops.transfer("e", to="b")).name == "b"
+    await stop_all(b, a)
+
+
+@virtual
+async def test_readiness_for_an_earlier_order_does_not_count(place: Place) -> None:
+    """The heir's word came late, when that order was gone. Now it cannot be reached."""
+    (a,) = await lined_up(place, "a")
+    faults = Faults()
+    b = Candidate(await place.open(faults), "b")
+    await until(lambda: len(place.line()) == 2)
+    await asyncio.sleep(0.1)
+    ops = await place.open()
+    faults.next("create", Stray(after_s=TTL_S / 3))
+    with pytest.raises(OrderFailed, match="did not say"):
+        await ops.transfer("e", to="b", wait_s=0.5)
+    await until(lambda: place.server.get(ready_key("e", attempt_of(place, "b"))))
+    faults.cut()
+    with pytest.raises(OrderFailed, match="did not say"):
+        await ops.transfer("e", to="b", wait_s=0.5)
+    assert a.leads
+    faults.heal()
+    await asyncio.sleep(0.1)
+    assert (await ops.transfer("e", to="b")).name == "b"
+    await stop_all(b, a)
+
+
+@virtual
+async def test_word_to_be_ready_is_taken_back_although_its_answer_was_lost(place: Place) -> None:
+    (a,) = await lined_up(place, "a")
+    faults = Faults()
+    b = Candidate(await place.open(faults), "b", slow_s=5)
+    await until(lambda: len(place.line()) == 2)
+    await asyncio.sleep(0.1)
+    a.slow_s = 3.0
+    ops = await place.open()
+    faults.next("create", Unanswered())
+    ready = ready_key("e", attempt_of(place, "b"))
+    told = asyncio.create_task(ops.transfer("e", to="b", wait_s=0.1))
+    await until(lambda: place.server.get(ready))
+    soon(0.0, told.cancel)
+    await until(lambda: place.server.get(mail_key("e", attempt_of(place, "b"))) is None)
+    await until(lambda: place.server.get(ready) is None)
+    await stop_all(a, b)
