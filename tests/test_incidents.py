@@ -201,9 +201,9 @@ async def test_a_record_left_by_a_dead_session_is_not_trusted(place: Place) -> N
 
 
 def late_word_counts(patch: pytest.MonkeyPatch) -> None:
-    def whatever_heart(self: Candidacy, heart: Heart, reason: str, ended_at: float) -> None:
+    def whatever_heart(self: Candidacy, heart: Heart, reason: str) -> None:
         if self._term is not None:
-            self._term.lose(reason, ended_at)
+            self._term.lose(reason)
         self._presence.runtime.post(self._wake)
 
     patch.setattr(Candidacy, "_heart_lost", whatever_heart)
@@ -224,7 +224,7 @@ async def test_late_word_of_an_old_session_changes_nothing(place: Place) -> None
     await until(lambda: terms)
     assert heart_of(session) is not old
     for tell in late:
-        tell("late word", place.clock.now())
+        tell("late word")
     old._confirm(place.clock.now())
     await asyncio.sleep(10 * TTL_S)
     assert terms[0].valid

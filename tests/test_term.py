@@ -155,8 +155,8 @@ def test_every_end_is_final(first: str, second: str) -> None:
     clock = VirtualClock()
     heart, term = heart_and_term(clock)
 
-    def heart_lost(reason: str, ended_at: float) -> None:
-        term.lose(reason, ended_at)
+    def heart_lost(reason: str) -> None:
+        term.lose(reason)
 
     heart.on_loss("candidacy", heart_lost)
     told: list[TermState] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -20,7 +21,7 @@ fractions = st.floats(0.0, 1.0)
 def timings(draw: st.DrawFn) -> Timing:
     """Any times that are accepted, those that leave hardly any margin included."""
     ttl_s = draw(ttls)
-    rest = {
+    rest: dict[str, Any] = {
         "ttl_s": ttl_s,
         "drift": draw(st.floats(0.0, 0.2)),
         "renew_every_s": ttl_s * draw(st.floats(0.01, 0.5)),
@@ -107,7 +108,7 @@ def test_renewals_are_spread_around_their_time(
 def test_what_is_accepted_has_a_margin_and_what_has_none_is_refused_with_the_number(
     ttl_s: float, drift: float, stop: float, renew: float, jitter: float, timeout: float
 ) -> None:
-    values = {
+    values: dict[str, Any] = {
         "ttl_s": ttl_s,
         "drift": drift,
         "stop_budget_s": ttl_s * stop,
@@ -154,7 +155,8 @@ def test_a_refusal_names_the_numbers_and_the_remedy() -> None:
 )
 def test_a_value_out_of_bounds_is_refused_by_name(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be"):
-        Timing(**{"ttl_s": 6.0, name: value})
+        values: dict[str, Any] = {"ttl_s": 6.0, name: value}
+        Timing(**values)
 
 
 def test_a_timing_cannot_be_changed() -> None:

@@ -87,7 +87,10 @@ class LeaseLost(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseEnded(Event):
-    """This process established that another's lease had ended: by time, or by proof of death."""
+    """This process established that another's lease had ended: by time, or by proof of death.
+
+    Told before anybody can act on it; several may find it at once.
+    """
 
     level: ClassVar[int] = logging.INFO
     lease: str

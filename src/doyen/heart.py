@@ -36,8 +36,8 @@ __all__ = ["NEVER", "Heart"]
 NEVER = float("-inf")
 log = logging.getLogger("doyen")
 
-LossListener = Callable[[str, float], None]
-"""Called with the reason and the instant at which validity ended, on any thread, once."""
+LossListener = Callable[[str], None]
+"""Called with the reason, on any thread, once."""
 
 
 class Heart:
@@ -58,6 +58,7 @@ class Heart:
         "_store",
         "_telemetry",
         "bodies",
+        "ended_at",
         "lease",
         "lost_because",
         "timing",
@@ -84,6 +85,8 @@ class Heart:
         self._beaten_at = math.inf
         self.valid_until = timing.valid_until(sent_at)
         self.lost_because: str | None = None
+        self.ended_at = math.inf
+        """When validity ended, once it has."""
         self.unsure = False
         self.bodies = 0
         """Bodies that still run on this lease; it is not given back before they have ended."""
@@ -106,7 +109,7 @@ class Heart:
             if self.lost_because is None:
                 self._listeners[who] = listener
                 return
-        listener(self.lost_because, self._clock.now())
+        listener(self.lost_because)
 
     def forget(self, who: object) -> None:
         with self._lock:
@@ -207,11 +210,12 @@ class Heart:
                 return
             ended_at = min(now, self.valid_until)
             self.lost_because = reason
+            self.ended_at = ended_at
             self.valid_until = NEVER
             listeners = list(self._listeners.values())
             self._listeners.clear()
         for listener in listeners:
-            listener(reason, ended_at)
+            listener(reason)
         event = LeaseLost(lease=self.lease.id, reason=reason, ended_at=ended_at)
         self._post(lambda: self._telemetry.emit(event))
 
@@ -219,11 +223,13 @@ class Heart:
         """End quietly, with nobody depending on it any more."""
         with self._lock:
             self.lost_because = self.lost_because or "the session was closed"
+            self.ended_at = min(self.ended_at, self._clock.now())
             self.valid_until = NEVER
             self._listeners.clear()
 
     def forked(self) -> None:
         """In the child of a fork: what the parent holds is not ours. Takes no lock, since a
         thread that no longer exists may have held it."""
+        self.ended_at = min(self.ended_at, self._clock.now())
         self.valid_until = NEVER
         self.lost_because = "the lease belongs to the parent process"

@@ -217,9 +217,9 @@ class Term:
             if listener in self._listeners:
                 self._listeners.remove(listener)
 
-    def lose(self, reason: str, ended_at: float | None = None) -> bool:
+    def lose(self, reason: str) -> bool:
         """End the term before its body. Any thread; false if it was over already."""
-        return self._over(TermState.LOST, reason, self._now() if ended_at is None else ended_at)
+        return self._over(TermState.LOST, reason, self._no_later_than(self._now()))
 
     def conclude(self) -> bool:
         """End the term because its body has ended. True if it was valid to that very instant.
@@ -232,8 +232,14 @@ class Term:
             self._over(TermState.ENDED, "its body has ended", now)
         else:
             reason = self._heart.lost_because or "its deadline has passed"
-            self._over(TermState.LOST, reason, now if deadline == NEVER else deadline)
+            self._over(TermState.LOST, reason, self._no_later_than(now))
         return self._state is TermState.ENDED
+
+    def _no_later_than(self, now: float) -> float:
+        """When the term ended, if it is found over `now`: a process that was paused finds out
+        later than it was."""
+        deadline = self._heart.valid_until
+        return min(now, self._heart.ended_at if deadline == NEVER else deadline)
 
     def _over(self, state: TermState, reason: str, ended_at: float) -> bool:
         with _latch:

@@ -275,25 +275,22 @@ class Leases:
 
     def _over(self, lease: str, cause: Literal["died", "expired"]) -> Verdict:
         self._seen.pop(lease, None)
-        if self._unlink(lease) and lease not in self._held:
+        if lease not in self._held:
+            # Told before the unlink: nobody can act on the end before there is a word of it, not
+            # even if we are killed in between.
             self._tell_ended(lease, cause)
+        self._unlink(lease)
         return _ENDED
 
     def _seal(self, lease: str) -> None:
         flags = os.O_WRONLY | os.O_CREAT
         os.close(os.open(self._folder.file(lease, "seal"), flags, self._folder.mode))
 
-    def _unlink(self, lease: str) -> bool:
-        """Remove the files of a lease; True if it was this call that ended it."""
-        first = True
-        try:
-            os.unlink(self._folder.file(lease, "lease"))
-        except FileNotFoundError:
-            first = False
-        for part in ("alive", "seal"):
+    def _unlink(self, lease: str) -> None:
+        """Remove the files of a lease, the one that decides first."""
+        for part in ("lease", "alive", "seal"):
             with suppress(FileNotFoundError):
                 os.unlink(self._folder.file(lease, part))
-        return first
 
     def clear_remains(self, lease: str) -> None:
         """Remove what a crash left of a lease that has ended."""
