@@ -36,10 +36,11 @@ class Clock(Protocol):
 class SystemClock:
     """The machine's clocks."""
 
-    __slots__ = ("now",)
+    __slots__ = ("covers_suspend", "now")
 
     def __init__(self) -> None:
         boottime = getattr(time, "CLOCK_BOOTTIME", None)
+        self.covers_suspend = boottime is not None
         self.now: Callable[[], float] = (
             time.monotonic if boottime is None else partial(time.clock_gettime, boottime)
         )

@@ -1,9 +1,9 @@
 """The command line: finds the command, imports its module and no other, and turns what it raises
 into one calm line and an exit code.
 
-A command is a module with `configure(parser)`, which adds its arguments, and `run(args) -> int`,
-which does it and returns the exit code. Every command has `--json`, added here. What a command
-needs beyond the standard library it imports itself, when it runs.
+A command is a module with `configure(parser)`, which adds its arguments and its manual, and
+`run(args) -> int`, which does it and returns the exit code. Every command has `--json`, added here.
+What a command needs beyond the standard library it imports itself, when it runs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from importlib import import_module
 from types import ModuleType
 
 import doyen
+from doyen.cli._manual import Manual, manual
 from doyen.cli._output import Exit
 from doyen.errors import (
     ConfigError,
@@ -28,21 +29,28 @@ from doyen.errors import (
     StoreError,
 )
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "main", "parsers"]
 
 COMMANDS = {
     "run": "run a command while this process leads, and end it when it no longer does",
     "leader": "say who leads an election",
     "watch": "follow who leads an election",
+    "line": "show who leads an election and who waits, in order",
+    "resign": "have the leader of an election let go",
+    "transfer": "have the leader of an election hand over to a candidate",
     "up": "start a few candidates on this machine, to play with",
+    "doctor": "examine a store and a configuration: latency, margins, worst case, known dangers",
     "verify": "prove from audit logs that there never were two leaders",
+    "completion": "print the completion script for a shell",
+    "help": "explain a command",
 }
 """Each is the module of that name in this package."""
 
-EPILOG = """\
+MANUAL = """\
 exit codes:
   0    done
-  1    the answer is no: nobody leads, or verify found a violation
+  1    the answer is no: nobody leads or waits, an order was not carried out,
+       doctor found a problem, verify or up found a violation
   2    wrong usage or configuration; nothing was done
   69   the store cannot be used or reached
   75   not elected in time, or leadership lost: trying again may help
@@ -52,6 +60,14 @@ exit codes:
 environment:
   DOYEN_STORE    the store, where --store is not given
   DOYEN_DEBUG=1  show the traceback of an error
+
+examples:
+  # in several terminals: one of them works, the others wait
+  doyen run billing -- python worker.py
+  # who leads, and who is next
+  doyen line billing --watch
+  # what a command does, its options, its exit codes
+  doyen help transfer
 """
 
 _CODES: list[tuple[type[DoyenError], Exit]] = [
@@ -71,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Options of `doyen` itself take no values, so the first word is the command.
         name = next((word for word in arguments if not word.startswith("-")), None)
         command = _load(name) if name in COMMANDS else None
-        parser = _parser(name, command)
+        parser, _ = parsers(*([name] if name in COMMANDS else []))
         args = parser.parse_args(arguments)
         if command is None:
             parser.print_help()
@@ -103,22 +119,25 @@ def _load(name: str) -> ModuleType:
         raise ConfigError(f"the command {name!r} is not part of this installation") from error
 
 
-def _parser(name: str | None, command: ModuleType | None) -> argparse.ArgumentParser:
+def parsers(*names: str) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of `doyen`, and those of its commands; of these, only the ones that are named
+    know their arguments, since knowing them takes importing them."""
     parser = argparse.ArgumentParser(
         prog="doyen",
         description="Leader election: one leader at a time, and everyone knows who.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Manual,
         allow_abbrev=False,
     )
+    manual(parser, MANUAL)
     parser.add_argument("--version", action="version", version=f"doyen {doyen.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    subparsers = {}
     for each, summary in COMMANDS.items():
         described = f"{summary[0].upper()}{summary[1:]}."
-        subparser = commands.add_parser(
-            each, help=summary, description=described, allow_abbrev=False
+        subparser = subparsers[each] = commands.add_parser(
+            each, help=summary, description=described, formatter_class=Manual, allow_abbrev=False
         )
-        if each == name and command is not None:
-            command.configure(subparser)
+        if each in names:
+            _load(each).configure(subparser)
             subparser.add_argument("--json", action="store_true", help="print JSON for programs")
-    return parser
+    return parser, subparsers

@@ -19,7 +19,8 @@ import sys
 from types import TracebackType
 
 import doyen
-from doyen.cli._output import add_store_option, store_url
+from doyen.cli._manual import manual
+from doyen.cli._output import add_store_option, seconds, store_url
 from doyen.errors import LeadershipLost
 from doyen.events import Elected, Lost, Record, Resigned, Unsure, Waiting
 from doyen.supervise import Supervisor
@@ -34,26 +35,41 @@ FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 30.0
 """Between two starts with --restart; each pause doubles unless the command ran for so long."""
 
-EPILOG = """\
-The command is told DOYEN_TOKEN, DOYEN_NAME and DOYEN_ELECTION in its environment. It should
-stay in the foreground: whatever it has started is stopped when it ends, or when leadership is
-lost, with SIGTERM first and SIGKILL when 70 % of the stop budget have gone.
+MANUAL = """\
+Stands for ELECTION, runs the command once elected, and campaigns again after a loss. The command
+is told DOYEN_TOKEN, DOYEN_NAME and DOYEN_ELECTION in its environment. It should stay in the
+foreground: whatever it has started is stopped when it ends, or when leadership is lost, with
+SIGTERM first and SIGKILL when 70 % of the stop budget have gone.
 
 SIGTERM and SIGINT are passed on, and the command has all the time it takes, as leader, to end;
 a second one kills it. SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2 and SIGWINCH are passed on as they come.
 A leader cannot be suspended: Ctrl-Z does nothing. The command has no controlling terminal.
 
-exit codes: the command's, or 128 + the signal it died of; 126 or 127 if it cannot be run or
-found; 75 if not elected within --wait, or on loss with --once; 128 + the signal that ended doyen
-while no command ran; 2 and 69 as for every command.
+Standard output is the command's alone. doyen speaks on standard error; with --json, in one JSON
+object for each event.
+
+exit codes:
+  the command's own, or 128 + the signal it died of
+  75   not elected within --wait; or leadership lost, with --once
+  126  the command cannot be executed
+  127  the command was not found
+  128 + the signal that ended doyen while no command ran
+  2 and 69 as for every command: see doyen --help
+
+examples:
+  # started twice: one of them works, the other stands by
+  doyen run billing --store sqlite:///var/lib/app/doyen.db -- python worker.py
+  # give up if another leads for the whole of the next minute
+  doyen run billing --wait 60 --once -- ./worker --verbose
+  # ahead of others in line; started again whenever it ends; with an audit log
+  doyen run billing --priority 10 --restart --audit billing.jsonl -- ./worker
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     parser.usage = "doyen run [options] ELECTION -- CMD [ARG ...]"
-    parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    manual(parser, MANUAL)
     parser.add_argument("election", metavar="ELECTION", help="what to compete for")
     parser.add_argument("command", nargs="+", metavar="CMD", help="what to run while leading")
     add_store_option(parser)
@@ -63,18 +79,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ttl",
-        type=float,
+        type=seconds,
         metavar="SECONDS",
         help="how long the store waits for a silent leader (default: the store's)",
     )
     parser.add_argument(
         "--stop-budget",
-        type=float,
+        type=seconds,
         metavar="SECONDS",
         help="how long the command has to end after a loss (default: a sixth of the ttl)",
     )
     parser.add_argument(
-        "--wait", type=float, metavar="SECONDS", help="give up if not elected within this time"
+        "--wait",
+        type=seconds,
+        metavar="SECONDS",
+        help="give up if not elected within this time (default: wait for ever)",
     )
     parser.add_argument(
         "--once", action="store_true", help="end on loss, rather than campaign again"
@@ -84,7 +103,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="start the command again whenever it ends while this process leads",
     )
-    parser.add_argument("--audit", metavar="FILE", help="append to this audit log; see verify")
+    parser.add_argument(
+        "--audit", metavar="FILE", help="append to this audit log, for verify (default: none)"
+    )
     parser.add_argument(
         "--verbose", action="store_true", help="say when waiting, elected and resigned"
     )

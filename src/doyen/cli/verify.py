@@ -6,7 +6,29 @@ import argparse
 from collections.abc import Iterable
 
 from doyen.audit import Report, verify
+from doyen.cli._manual import manual
 from doyen.cli._output import Console, Exit, console, print_json
+
+__all__ = ["MANUAL", "configure", "run"]
+
+MANUAL = """\
+Reads the audit logs of all processes of one store together and proves, or disproves, that no two
+terms of an election overlapped, that every token is greater than those before it, and that nobody
+led outside its term. Logs are written by `doyen run --audit` and by `connect(..., audit=)`. Within
+one boot of one machine terms are compared on the boot-time clock; across machines on their wall
+clocks, which is as good as these are.
+
+exit codes:
+  0    proved
+  1    disproved: what happened is told, violation by violation
+  2    there was nothing to verify
+  others as for every command: see doyen --help
+
+examples:
+  doyen verify /var/log/app/*.jsonl
+  # logs of several machines whose clocks agree to a tenth of a second
+  doyen verify --tolerance 0.1 host1.jsonl host2.jsonl
+"""
 
 SHOWN = 20
 """How much of each kind is shown to people; --json has all."""
@@ -14,10 +36,7 @@ SHOWN = 20
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
-    parser.epilog = (
-        "Give the logs of all processes of one store together. Exit codes: 0 proved,"
-        " 1 disproved, 2 there was nothing to verify."
-    )
+    manual(parser, MANUAL)
     parser.add_argument("logs", nargs="+", metavar="LOG", help="a file written with audit=")
     parser.add_argument(
         "--tolerance",

@@ -20,27 +20,39 @@ from types import FrameType
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from doyen.cli._manual import manual
 from doyen.cli._output import Exit, console, print_json
 from doyen.errors import ConfigError
 
 if TYPE_CHECKING:
     from doyen.cli.up.drill import Verdict
 
-__all__ = ["configure", "run"]
+__all__ = ["MANUAL", "configure", "run"]
 
 _DRILL_S = 10.0
+
+MANUAL = """\
+Starts candidates as processes of this machine, on a temporary store. In a terminal it is a live
+view, with keys that kill, freeze or depose the leader; try `doyen line`, `watch`, `resign` and
+`transfer` on it from another one. Without a terminal, with --for or with --json, leaders are killed
+and frozen in turn. Either way the audit logs of the candidates are verified in the end.
+
+exit codes:
+  0    the audit logs prove that there never were two leaders and that tokens
+       increased, and, if unattended, each failover was within the worst case
+  1    they do not; the logs are kept, and it is said where
+  others as for every command: see doyen --help
+
+examples:
+  doyen up
+  # half a minute unattended, with a summary for a program
+  doyen up --candidates 5 --ttl 1 --for 30 --json
+"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = (
-        "In a terminal: a live view, with keys that kill, freeze or depose the leader.\n"
-        "Without one, with --for or with --json: leaders are killed and frozen in turn.\n"
-        "\n"
-        "Exit codes: 0 the audit logs prove that there never were two leaders and that tokens\n"
-        "increased, and, if unattended, each failover was within the worst case; 1 they do not."
-    )
+    manual(parser, MANUAL)
     parser.add_argument(
         "--candidates", type=int, default=3, metavar="N", help="how many, 2 to 9 (default: 3)"
     )

@@ -1,0 +1,198 @@
+"""`doyen doctor [ELECTION]`: what this configuration promises on this store, and what to worry
+about."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import textwrap
+from dataclasses import asdict
+from itertools import zip_longest
+from typing import Any
+
+from doyen.cli._manual import manual
+from doyen.cli._output import (
+    Console,
+    Exit,
+    Table,
+    add_store_option,
+    console,
+    print_json,
+    seconds,
+    store_url,
+    without_password,
+)
+from doyen.clock import SystemClock
+from doyen.doctor import Examination, duration, examine
+from doyen.errors import StoreUnavailable
+from doyen.model import Level
+from doyen.presence import Settings
+from doyen.store import Context, open_store
+from doyen.timing import Timing
+
+__all__ = ["MANUAL", "configure", "run"]
+
+OPEN_WITHIN_S = 10.0
+"""How long a store may take to answer at all."""
+
+MANUAL = """\
+Measures how fast the store answers, on scratch keys that it removes, and says what follows for a
+lease of the given times: how much is to spare when renewals are late, how long the work has to
+stop, how soon a leader that crashes or falls silent is replaced at worst. It warns of what is known
+to be unsafe: times too tight for this store, versions with known defects, disks and modes that do
+not keep what they are given. With ELECTION it looks at that election too.
+
+Run it where the candidates run: latency and clocks are those of this machine.
+
+exit codes:
+  0    no problem was found, though there may be warnings
+  1    there is a problem
+  2    these times leave no safety margin: no session would be given them
+  others as for every command: see doyen --help
+
+examples:
+  doyen doctor
+  # would a lease of one second do, for work that takes 0.2 s to stop?
+  doyen doctor --store sqlite:///var/lib/app/doyen.db --ttl 1 --stop-budget 0.2
+  # problems and warnings, for monitoring
+  doyen doctor billing --json | jq '.findings[] | select(.level != "ok")'
+"""
+
+_STYLES: dict[Level, str | None] = {
+    "ok": "green",
+    "note": None,
+    "warning": "yellow",
+    "problem": "bold red",
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
+    manual(parser, MANUAL)
+    parser.add_argument(
+        "election", nargs="?", metavar="ELECTION", help="an election to look at (default: none)"
+    )
+    add_store_option(parser)
+    parser.add_argument(
+        "--ttl",
+        type=seconds,
+        metavar="SECONDS",
+        help="how long the store waits for a silent leader (default: the store's)",
+    )
+    parser.add_argument(
+        "--stop-budget",
+        type=seconds,
+        metavar="SECONDS",
+        help="how long the work has to end after a loss (default: a sixth of the ttl)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examine, and tell."""
+    url = store_url(args)
+    settings = Settings(url=url, ttl_s=args.ttl, stop_budget_s=args.stop_budget)
+    found = asyncio.run(_examine(settings, args.election))
+    if args.json:
+        print_json(_as_dict(found, url, args.election))
+    else:
+        _tell(found, url, console())
+    return Exit.DONE if found.ok else Exit.NO
+
+
+async def _examine(settings: Settings, election: str | None) -> Examination:
+    clock = SystemClock()
+    try:
+        async with asyncio.timeout(OPEN_WITHIN_S):
+            store = await open_store(settings.url, Context(clock, lambda event: None))
+    except TimeoutError as error:
+        raise StoreUnavailable(
+            f"the store at {without_password(settings.url)} did not answer within"
+            f" {OPEN_WITHIN_S:g} s"
+        ) from error
+    try:
+        return await examine(store, settings, clock, election=election)
+    finally:
+        await store.close()
+
+
+def _tell(found: Examination, url: str, out: Console) -> None:
+    out.print(f"store  {without_password(url)}", style="bold")
+    for table in (_latencies(found), _times(found.timing), _failovers(found)):
+        out.print()
+        out.print(table)
+    out.print()
+    for finding in found.findings:
+        parts = [f"{finding.subject}: {finding.text}"]
+        parts += [f"remedy: {finding.remedy}"] if finding.remedy else []
+        lines = [line for part in parts for line in textwrap.wrap(part, 68)]
+        for level, line in zip_longest([finding.level], lines, fillvalue=""):
+            out.print(f"{level:<9} {line}", style=_STYLES[finding.level])
+    out.print()
+    out.print(_verdict(found), style="green" if found.ok else "bold red")
+
+
+def _latencies(found: Examination) -> Table:
+    count = max((len(each.samples_s) for each in found.latencies.values()), default=0)
+    table = Table([f"latency of {count} each", ">p50", ">slowest"])
+    for name, each in found.latencies.items():
+        table.rows.append([name, duration(each.p50_s), duration(each.max_s)])
+    return table
+
+
+def _times(timing: Timing) -> Table:
+    renewed = f"{duration(timing.renew_every_s)} ± {timing.renew_jitter:.0%}"
+    table = Table(["times of a lease", "", ""])
+    table.rows += [
+        ["ttl", duration(timing.ttl_s), "how long the store waits for a silent leader"],
+        ["renewed every", renewed, ""],
+        ["request timeout", duration(timing.request_timeout_s), "then a call is given up"],
+        ["validity", duration(timing.validity_s), "of a renewal, from when it was sent"],
+        ["stop budget", duration(timing.stop_budget_s), "for the work to end after a loss"],
+        ["safety margin", duration(timing.margin_s), "if a renewal is late and lost once"],
+    ]
+    return table
+
+
+def _failovers(found: Examination) -> Table:
+    crashed = "when its lease has run out"
+    if found.capabilities.proof_of_death:
+        usual_s = sum(each.p50_s for name, each in found.latencies.items() if name != "renewal")
+        crashed = f"usually {duration(usual_s)}, and what the system takes to end it"
+    table = Table(["failover", "at worst", ""])
+    table.rows += [
+        ["leader crashed", duration(found.worst_crash_failover_s), crashed],
+        ["leader silent", duration(found.worst_failover_s), "frozen, or cut off from the store"],
+    ]
+    return table
+
+
+def _verdict(found: Examination) -> str:
+    counts = []
+    for level in ("problem", "warning"):
+        count = sum(finding.level == level for finding in found.findings)
+        counts.append(f"{count or 'no'} {level}{'' if count == 1 else 's'}")
+    return ", ".join(counts)
+
+
+def _as_dict(found: Examination, url: str, election: str | None) -> dict[str, Any]:
+    timing = found.timing
+    return {
+        "ok": found.ok,
+        "store": without_password(url),
+        "election": election,
+        "timing": {
+            **asdict(timing),
+            "validity_s": timing.validity_s,
+            "margin_s": timing.margin_s,
+        },
+        "latency": {
+            name: {"count": len(each.samples_s), "p50_s": each.p50_s, "max_s": each.max_s}
+            for name, each in found.latencies.items()
+        },
+        "failover": {
+            "crashed_worst_s": found.worst_crash_failover_s,
+            "silent_worst_s": found.worst_failover_s,
+            "proof_of_death": found.capabilities.proof_of_death,
+        },
+        "findings": [asdict(finding) for finding in found.findings],
+    }

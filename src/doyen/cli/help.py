@@ -1,0 +1,42 @@
+"""`doyen help COMMAND`: the same as `doyen COMMAND --help`, in the order of speech."""
+
+from __future__ import annotations
+
+import argparse
+
+from doyen.cli import COMMANDS, parsers
+from doyen.cli._manual import manual
+from doyen.cli._output import Exit, print_json
+
+__all__ = ["MANUAL", "configure", "run"]
+
+MANUAL = """\
+Prints what `doyen COMMAND --help` prints; without a command, what there is.
+
+exit codes:
+  0    done
+  others as for every command: see doyen --help
+
+examples:
+  doyen help
+  doyen help run
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
+    manual(parser, MANUAL)
+    parser.add_argument(
+        "command", nargs="?", metavar="COMMAND", choices=list(COMMANDS), help="what to explain"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the help of a command, or of all."""
+    top, commands = parsers(*filter(None, [args.command]))
+    text = (commands[args.command] if args.command else top).format_help()
+    if args.json:
+        print_json({"command": args.command, "help": text})
+    else:
+        print(text, end="")
+    return Exit.DONE

@@ -1,0 +1,183 @@
+"""`doyen line ELECTION`: who leads and who waits, in order; with `--watch`, for as long as one
+likes.
+
+On a terminal with rich the live view is redrawn in place. Anywhere else each state of the line is
+printed anew, with its time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from doyen.cli._manual import manual
+from doyen.cli._output import (
+    Exit,
+    Table,
+    add_store_option,
+    console,
+    follow,
+    print_json,
+    printable,
+    store_url,
+)
+from doyen.cli.leader import as_dict, in_words
+from doyen.model import Line
+from doyen.session import connect
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+
+__all__ = ["MANUAL", "configure", "run"]
+
+MANUAL = """\
+Shows the line of an election in the order in which candidates will lead: by priority, then by
+arrival. The leader keeps its place in the line, so somebody of a higher priority may stand ahead of
+it and wait. Candidates that race (recipe "race") take no ticket and are not seen until they lead.
+
+With --watch the line is shown anew with every change, until Ctrl-C; nothing is polled.
+
+exit codes:
+  0    somebody leads or waits; with --watch, ended by Ctrl-C
+  1    nobody leads, and nobody waits
+  others as for every command: see doyen --help
+
+examples:
+  doyen line billing
+  # a live view
+  doyen line billing --watch
+  # who is next, for a script
+  doyen line billing --json | jq -r '[.line[] | select(.leads | not)][0].name'
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
+    manual(parser, MANUAL)
+    parser.add_argument("election", metavar="ELECTION", help="the election's name")
+    add_store_option(parser)
+    parser.add_argument("--watch", action="store_true", help="show every change, until interrupted")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the line, once or until interrupted."""
+    url = store_url(args)
+    if args.watch:
+        return follow(_watch(url, args.election, _screen(args)))
+    line = asyncio.run(_once(url, args.election))
+    if args.json:
+        print_json(_as_dict(args.election, line))
+    else:
+        _print(args.election, line)
+    return Exit.DONE if line.leader or line.candidates else Exit.NO
+
+
+_Show = Callable[[Line], None]
+
+
+async def _once(url: str, election: str) -> Line:
+    async with connect(url) as session:
+        async for line in session.observe_line(election):
+            return line
+    raise AssertionError("an observer is told at least once")
+
+
+async def _watch(url: str, election: str, screen: AbstractContextManager[_Show]) -> None:
+    async with connect(url) as session:
+        with screen as show:
+            async for line in session.observe_line(election):
+                show(line)
+
+
+def _table(line: Line) -> Table:
+    with_meta = any(each.meta for each in line.candidates)
+    table = Table([">#", "name", "state", ">priority", *(["meta"] if with_meta else [])])
+    for position, each in enumerate(line.candidates, 1):
+        row = [str(position), printable(each.name), "leads" if each.leads else "waits"]
+        meta = [printable(each.meta) if each.meta else ""] if with_meta else []
+        table.rows.append([*row, str(each.priority), *meta])
+        if each.leads:
+            table.styles[position - 1] = "bold green"
+    return table
+
+
+def _title(election: str, line: Line) -> str:
+    waiting = sum(not each.leads for each in line.candidates)
+    return f"{in_words(election, line.leader)}; {waiting or 'nobody'} waiting"
+
+
+def _print(election: str, line: Line) -> None:
+    out = console()
+    out.print(_title(election, line))
+    if line.candidates:
+        out.print()
+        out.print(_table(line))
+
+
+def _as_dict(election: str, line: Line) -> dict[str, Any]:
+    return {
+        **as_dict(election, line.leader),
+        "line": [
+            {
+                "position": position,
+                "name": each.name,
+                "priority": each.priority,
+                "leads": each.leads,
+                "meta": dict(each.meta),
+            }
+            for position, each in enumerate(line.candidates, 1)
+        ],
+    }
+
+
+def _screen(args: argparse.Namespace) -> AbstractContextManager[_Show]:
+    election = args.election
+    if args.json:
+        return nullcontext(lambda line: print_json({"at": _now(), **_as_dict(election, line)}))
+    out: Any = console()
+    if getattr(out, "is_terminal", False) and not out.is_dumb_terminal:
+        return _Live(election, out)
+
+    def print_anew(line: Line) -> None:
+        out.print(_now())
+        _print(election, line)
+        out.print()
+
+    return nullcontext(print_anew)
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="milliseconds")
+
+
+class _Live:
+    """A view redrawn in place, with every change and only then. What was last seen stays."""
+
+    def __init__(self, election: str, out: RichConsole) -> None:
+        from rich.live import Live
+
+        self._election = election
+        self._live = Live(console=out, auto_refresh=False)
+
+    def __enter__(self) -> _Show:
+        self._live.__enter__()
+        return self._show
+
+    def __exit__(self, *_: object) -> None:
+        self._live.__exit__(None, None, None)
+
+    def _show(self, line: Line) -> None:
+        from rich.console import Group
+        from rich.text import Text
+
+        parts: list[Any] = [
+            Text(_title(self._election, line), style="bold"),
+            Text(f"as of {datetime.now().astimezone():%H:%M:%S}; Ctrl-C ends", style="dim"),
+        ]
+        if line.candidates:
+            parts += [Text(), _table(line)]
+        self._live.update(Group(*parts), refresh=True)

@@ -1,0 +1,339 @@
+"""What a configuration promises on the store as it is now, and what to worry about.
+
+`examine` measures on scratch keys under a lease of its own, which it ends; the judgements
+(`judge_times`, `judge_capabilities`, `judge_line`) are pure functions of what was found. What an
+engine knows about itself it says through `Store.diagnose`.
+
+Imports the port and what lies below it, `Settings` and `line_of` of a session's inside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import statistics
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal, TypeVar, get_args
+
+from doyen.clock import Clock, SystemClock
+from doyen.errors import ConfigError, LeaseGone, StoreError, StoreUnavailable
+from doyen.model import Finding, Lease, Line, Order, leader_key, line_key, order_key
+from doyen.presence import Settings, line_of
+from doyen.store import Capabilities, Store
+from doyen.timing import Timing
+
+__all__ = [
+    "Examination",
+    "Latency",
+    "Operation",
+    "duration",
+    "examine",
+    "judge_capabilities",
+    "judge_line",
+    "judge_times",
+]
+
+T = TypeVar("T")
+
+Operation = Literal["read", "write", "renewal"]
+
+ROUNDS = 40
+MEASURE_FOR_S = 5.0
+"""A slow store is asked less often: no round begins after this."""
+PATIENCE_S = 10.0
+"""A store that does not answer for so long cannot be measured."""
+
+LEAST_TTL_S = 2.0
+"""Below this, pauses that any busy machine has from time to time cost leadership."""
+LEAST_STOP_S = 0.1
+SPARE = 2
+"""How many times the slowest call should fit where one is allowed for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """How long calls of one kind took. Of so few, the slowest is the best guess at the 99th
+    percentile."""
+
+    samples_s: tuple[float, ...]
+
+    @property
+    def p50_s(self) -> float:
+        return statistics.median(self.samples_s)
+
+    @property
+    def max_s(self) -> float:
+        return max(self.samples_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """What was found."""
+
+    timing: Timing
+    capabilities: Capabilities
+    latencies: Mapping[Operation, Latency]
+    line: Line | None
+    """Of the election that was asked about, if one was."""
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(finding.level != "problem" for finding in self.findings)
+
+    @property
+    def worst_failover_s(self) -> float:
+        """From a leader falling silent (frozen, cut off) to its successor."""
+        limits = self.capabilities
+        return self.timing.worst_failover_s(
+            expiry_factor=limits.expiry_factor, notice_s=limits.notice_s
+        )
+
+    @property
+    def worst_crash_failover_s(self) -> float:
+        """From the death of a leader's process to its successor. With proof of death nothing has
+        to run out; that leaves a request that is lost once."""
+        if not self.capabilities.proof_of_death:
+            return self.worst_failover_s
+        return self.timing.worst_failover_s(expiry_factor=0, notice_s=self.capabilities.notice_s)
+
+
+async def examine(
+    store: Store, settings: Settings, clock: Clock, *, election: str | None = None
+) -> Examination:
+    """Examine an open store, with the times that `settings` ask for.
+
+    Raises `ConfigError` for times that no session would be given either.
+    """
+    limits = store.capabilities
+    asked_s = limits.ttl_default_s if settings.ttl_s is None else settings.ttl_s
+    if asked_s < limits.ttl_min_s:
+        raise ConfigError(
+            f"a ttl of {asked_s:g} s is below what this store can keep: {limits.ttl_min_s:g} s"
+        )
+    settings.timing(asked_s, renewals_lag=limits.renewals_lag)
+    lease = await _answered(store.grant(asked_s))
+    try:
+        timing = settings.timing(lease.ttl_s, renewals_lag=limits.renewals_lag)
+        latencies, failed = await _measure(store, lease, clock)
+        told = await _answered(store.diagnose())
+        line, order = await _line(store, election) if election else (None, None)
+    finally:
+        with suppress(StoreError):  # it runs out by itself
+            await _answered(store.revoke(lease))
+    findings = [
+        *failed,
+        *judge_times(timing, latencies, asked_ttl_s=asked_s),
+        *_judge_clock(clock),
+        *judge_capabilities(limits),
+        *told,
+        *(judge_line(line, order) if line is not None else ()),
+    ]
+    return Examination(
+        timing=timing,
+        capabilities=limits,
+        latencies=latencies,
+        line=line,
+        findings=tuple(findings),
+    )
+
+
+async def _answered(request: Awaitable[T]) -> T:
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            return await request
+    except TimeoutError as error:
+        raise StoreUnavailable(f"the store did not answer within {PATIENCE_S:g} s") from error
+
+
+async def _measure(
+    store: Store, lease: Lease, clock: Clock
+) -> tuple[dict[Operation, Latency], list[Finding]]:
+    """Do what a leader and its successor do, on keys of an election that nobody else knows."""
+    key = leader_key(f"doctor-{secrets.token_hex(8)}")
+    calls: dict[Operation, Callable[[], Awaitable[object]]] = {
+        "renewal": lambda: store.renew(lease),
+        "read": lambda: store.get(key),
+        "write": lambda: store.create(key, b"doctor", lease),
+    }
+    samples: dict[Operation, list[float]] = {name: [] for name in get_args(Operation)}
+    began = clock.now()
+    failed = []
+    try:
+        for _ in range(ROUNDS):
+            for name, call in calls.items():
+                sent_at = clock.now()
+                await _answered(call())
+                samples[name].append(clock.now() - sent_at)
+            await _answered(store.delete(key))
+            if clock.now() - began > MEASURE_FOR_S:
+                break
+    except LeaseGone as error:
+        failed.append(
+            Finding(
+                level="problem",
+                subject="lease",
+                text=f"a lease of {lease.ttl_s:g} s ended while it was being renewed: {error}",
+                remedy="raise the ttl, and find out what holds up this machine or the store",
+            )
+        )
+    return {name: Latency(tuple(taken)) for name, taken in samples.items() if taken}, failed
+
+
+async def _line(store: Store, election: str) -> tuple[Line, Order | None]:
+    record = await _answered(store.get(leader_key(election)))
+    tickets = await _answered(store.list(line_key(election)))
+    order = await _answered(store.get(order_key(election)))
+    return line_of(election, record, tickets), Order.decode(order.value) if order else None
+
+
+def judge_times(
+    timing: Timing, latencies: Mapping[Operation, Latency], *, asked_ttl_s: float
+) -> Iterator[Finding]:
+    """Whether the times of a lease suit the store's latency, and themselves."""
+    if timing.ttl_s != asked_ttl_s:
+        yield Finding(
+            level="note",
+            subject="ttl",
+            text=f"asked for {asked_ttl_s:g} s, the store grants {timing.ttl_s:g} s",
+        )
+    if timing.ttl_s < LEAST_TTL_S:
+        pause_s = timing.validity_s - timing.renew_every_s
+        yield Finding(
+            level="warning",
+            subject="ttl",
+            text=f"with {timing.ttl_s:g} s, a pause of {duration(pause_s)} between two renewals"
+            " (swapping, a busy host, a long collection) costs leadership",
+            remedy=f"a ttl of {LEAST_TTL_S:g} s or more, unless you have measured your pauses",
+        )
+    if timing.stop_budget_s < LEAST_STOP_S:
+        yield Finding(
+            level="warning",
+            subject="stop budget",
+            text=f"after a loss the work has {duration(timing.stop_budget_s)} to end before"
+            " another may lead",
+            remedy="raise the stop budget to what your work needs to stop, and the ttl with it",
+        )
+    if latencies:
+        yield _judge_timeout(timing, latencies)
+    if "renewal" in latencies:
+        yield _judge_margin(timing, latencies["renewal"])
+
+
+def _judge_timeout(timing: Timing, latencies: Mapping[Operation, Latency]) -> Finding:
+    name, slowest = max(latencies.items(), key=lambda each: each[1].max_s)
+    timeout_s = timing.request_timeout_s
+    text = f"{duration(timeout_s)}; the slowest call, a {name}, took {duration(slowest.max_s)}"
+    if SPARE * slowest.max_s <= timeout_s:
+        return Finding(level="ok", subject="request timeout", text=text)
+    enough_s = math.ceil(6 * SPARE * slowest.max_s)
+    given_up = slowest.max_s >= timeout_s
+    return Finding(
+        level="problem" if given_up else "warning",
+        subject="request timeout",
+        text=f"{text}: calls are given up, and leadership lost, with nothing failing"
+        if given_up
+        else f"{text}, which is close",
+        remedy=f"a ttl of {enough_s} s or more, or a store nearer by",
+    )
+
+
+def _judge_margin(timing: Timing, renewal: Latency) -> Finding:
+    text = (
+        f"{duration(timing.margin_s)} are left when a renewal goes out late and is lost once;"
+        f" the slowest renewal took {duration(renewal.max_s)}"
+    )
+    if SPARE * renewal.max_s <= timing.margin_s:
+        return Finding(level="ok", subject="safety margin", text=text)
+    return Finding(
+        level="warning",
+        subject="safety margin",
+        text=f"{text}: one more delay, and leadership is lost",
+        remedy="raise the ttl, or lower the stop budget",
+    )
+
+
+def _judge_clock(clock: Clock) -> Iterator[Finding]:
+    if isinstance(clock, SystemClock) and not clock.covers_suspend:
+        yield Finding(
+            level="warning",
+            subject="clock",
+            text="this system has no boot-time clock: a leader on a machine that was suspended"
+            " believes in its lease for as long again",
+            remedy="keep candidates off machines that sleep, and guard what they write by token",
+        )
+
+
+def judge_capabilities(limits: Capabilities) -> Iterator[Finding]:
+    """What the engine cannot do, and what follows."""
+    if not limits.proof_of_death:
+        yield Finding(
+            level="note",
+            subject="failover",
+            text="this store has no proof of death: a crashed leader is replaced when its lease"
+            " has run out, as a silent one is",
+        )
+    if limits.expiry_factor > 1:
+        yield Finding(
+            level="note",
+            subject="failover",
+            text=f"this store may keep a lease for up to {limits.expiry_factor:g} times its ttl",
+        )
+    if not limits.linearizable_reads:
+        yield Finding(
+            level="note",
+            subject="reads",
+            text="reads of this store may lag: leader, line and watch may show what was",
+        )
+
+
+def judge_line(line: Line, order: Order | None) -> Iterator[Finding]:
+    """Whether an election is in a good state."""
+    waiting = [each for each in line.candidates if not each.leads]
+    if line.leader is None and not waiting:
+        yield Finding(level="note", subject="line", text="nobody leads, and nobody waits")
+    elif line.leader is None:
+        yield Finding(
+            level="warning",
+            subject="line",
+            text=f"nobody leads though {len(waiting)} wait: somebody has just let go, or the lease"
+            " of a silent leader is running out",
+            remedy="if it lasts, look whether the first in line is frozen: doyen line --watch",
+        )
+    elif not waiting:
+        yield Finding(
+            level="warning",
+            subject="line",
+            text=f"{line.leader.name!r} leads and nobody waits: should it end, nobody follows",
+            remedy="start another candidate (those of the recipe 'race' are not seen here)",
+        )
+    else:
+        text = f"{line.leader.name!r} leads, {len(waiting)} waiting"
+        yield Finding(level="ok", subject="line", text=text)
+    names = Counter(each.name for each in line.candidates)
+    for name, count in names.items():
+        if count > 1:
+            yield Finding(
+                level="warning",
+                subject="line",
+                text=f"{count} candidates are named {name!r}: none can be chosen by transfer",
+                remedy="give each its own name",
+            )
+    if order is not None and line.leader is not None and order.token == line.leader.token:
+        yield Finding(
+            level="note",
+            subject="order",
+            text=f"{order.by!r} has ordered {line.leader.name!r} to let go",
+        )
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(0.000087), duration(0.8333), duration(7.0042)
+    ('0.087 ms', '833 ms', '7 s')
+    """
+    return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"

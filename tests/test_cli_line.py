@@ -1,0 +1,206 @@
+"""`doyen line`, once and live, on a real store, for people at a terminal and for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import doyen
+from candidates import DOYEN, WITHIN_S, candidates
+from doyen.cli import main
+from doyen.cli._output import Table, printable
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    return f"sqlite://{tmp_path}/doyen.db"
+
+
+def test_the_line_in_order_in_words_and_in_json(
+    store: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with candidates(store, "server1", "server2") as started:
+        started.add("server3", "--priority", "10")
+        with doyen.connect_blocking(store) as session:
+            leader = session.leader("billing")
+        assert leader is not None
+        assert main(["line", "billing", "--store", store]) == 0
+        assert capsys.readouterr().out.splitlines() == [
+            f"server1 leads billing, token {leader.token}; 2 waiting",
+            "",
+            "#  name     state  priority",
+            "1  server3  waits        10",
+            "2  server1  leads         0",
+            "3  server2  waits         0",
+        ]
+        assert main(["line", "billing", "--json", "--store", store]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["election"] == "billing"
+        assert told["leader"] == {"name": "server1", "token": leader.token, "meta": {}}
+        assert [list(each.values()) for each in told["line"]] == [
+            [1, "server3", 10, False, {}],
+            [2, "server1", 0, True, {}],
+            [3, "server2", 0, False, {}],
+        ]
+        assert list(told["line"][0]) == ["position", "name", "priority", "leads", "meta"]
+
+
+def test_nobody_is_an_answer_with_a_code_of_its_own(
+    store: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["line", "billing", "--store", store]) == 1
+    assert capsys.readouterr().out == "nobody leads billing; nobody waiting\n"
+    assert main(["line", "billing", "--json", "--store", store]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told == {"election": "billing", "leader": None, "line": []}
+
+
+def test_one_that_leads_without_a_ticket(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with doyen.connect_blocking(store) as session, session.campaign("e", name="a", recipe="race"):
+        assert main(["line", "e", "--store", store]) == 0
+    assert capsys.readouterr().out.endswith("; nobody waiting\n")
+
+
+def test_meta_and_odd_names_are_shown_and_harmless(
+    store: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names come from other processes: they must not move the cursor, or break the table."""
+    with (
+        doyen.connect_blocking(store) as session,
+        session.campaign("e", name="\x1b[2J[red]日本\n", meta={"url": "http://é", "a": "\x9b"}),
+    ):
+        assert main(["line", "e", "--store", store]) == 0
+        out = capsys.readouterr().out
+        assert main(["line", "e", "--store", store, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["line"][0]["name"] == "\x1b[2J[red]日本\n"
+    *_, headings, row = out.splitlines()
+    assert headings == "#  name                state  priority  meta"
+    assert row == r'1  \x1b[2J[red]日本\n  leads         0  {"url": "http://é", "a": "\x9b"}'
+
+
+def test_tables_are_aligned_by_what_is_seen() -> None:
+    table = Table(["a", ">b", "c"], [["日本", "1", "x"], ["e\u0301", "100", ""]])
+    assert str(table).splitlines() == ["a       b  c", "日本    1  x", "e\u0301     100"]
+    assert printable({"b": [1]}) == '{"b": [1]}'
+
+
+class Following:
+    """A command whose output is read as it comes: at the end of a pipe, or on a terminal."""
+
+    def __init__(self, process: subprocess.Popen[bytes], out: int) -> None:
+        self.process = process
+        self._out = out
+        self.seen = ""
+
+    def until(self, pattern: str) -> str:
+        """What was printed up to the end of this, which is then forgotten."""
+        deadline = time.monotonic() + WITHIN_S
+        while not (found := re.search(pattern, self.seen, re.DOTALL)):
+            left_s = deadline - time.monotonic()
+            assert left_s > 0, f"{pattern!r} is not in {self.seen!r}"
+            if select.select([self._out], [], [], left_s)[0]:
+                read = os.read(self._out, 65536)
+                assert read, f"it ended: {self.seen!r}"
+                self.seen += read.decode()
+        before, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        return before
+
+    def interrupt(self) -> int:
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(WITHIN_S)
+
+
+@contextmanager
+def following(*options: str) -> Iterator[Following]:
+    with subprocess.Popen(
+        [*DOYEN, "line", *options, "--watch"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield Following(process, process.stdout.fileno())
+        finally:
+            process.kill()
+
+
+@contextmanager
+def at_terminal(*options: str, term: str = "xterm") -> Iterator[Following]:
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [*DOYEN, "line", *options, "--watch"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": term, "COLUMNS": "80", "LINES": "24"},
+    ) as process:
+        os.close(theirs)
+        try:
+            yield Following(process, ours)
+        finally:
+            process.kill()
+            process.wait()
+            os.close(ours)
+
+
+def test_every_change_is_printed_anew_in_a_pipe(store: str) -> None:
+    with following("billing", "--store", store) as watch:
+        assert watch.until(r"nobody waiting\n\n").startswith(time.strftime("%Y-"))
+        with candidates(store, "server1") as started:
+            watch.until(r"server1 leads billing, token \d+; nobody waiting\n\n.* leads +0\n\n")
+            started.add("server2")
+            watch.until(r"; 1 waiting\n\n.*\n1  server1  leads +0\n2  server2  waits +0\n\n")
+            assert main(["transfer", "billing", "--to", "server2", "--store", store]) == 0
+            watch.until(r"server2 leads billing")
+        watch.until(r"nobody leads billing; nobody waiting\n")
+        assert watch.interrupt() == 0
+        assert watch.process.stderr is not None
+        assert watch.process.stderr.read() == b""
+
+
+def test_json_lines(store: str) -> None:
+    with following("billing", "--json", "--store", store) as watch:
+        first = json.loads(watch.until("\n"))
+        assert (first["leader"], first["line"]) == (None, [])
+        assert first["at"][:2] == "20"
+        with doyen.connect_blocking(store) as session, session.campaign("billing", name="a"):
+            watch.until(r'"position": 1, "name": "a", "priority": 0, "leads": true')
+
+
+def test_it_ends_quietly_once_nobody_reads(store: str) -> None:
+    with following("billing", "--store", store) as watch:
+        watch.until("\n\n")
+        assert watch.process.stdout is not None
+        watch.process.stdout.close()
+        assert watch.process.wait(WITHIN_S) == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_a_live_view_that_gives_the_cursor_back(store: str, end: signal.Signals) -> None:
+    pytest.importorskip("rich")
+    with at_terminal("billing", "--store", store) as watch:
+        assert "\x1b[?25l" in watch.until("nobody leads billing"), "the cursor is out of the way"
+        with candidates(store, "server1"):
+            watch.until("server1 leads billing.*Ctrl-C ends.*priority.*server1.*leads")
+        watch.until("nobody leads billing")
+        watch.process.send_signal(end)
+        watch.until(re.escape("\x1b[?25h"))
+        assert watch.process.wait(WITHIN_S) == (0 if end == signal.SIGINT else 128 + end)
+
+
+def test_a_dumb_terminal_is_written_to_line_by_line(store: str) -> None:
+    with at_terminal("billing", "--store", store, term="dumb") as watch:
+        watch.until("nobody waiting")
+        assert "\x1b" not in watch.seen
+        with doyen.connect_blocking(store) as session, session.campaign("billing", name="a"):
+            watch.until("a leads billing")
+        assert watch.interrupt() == 0

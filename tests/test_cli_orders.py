@@ -1,0 +1,234 @@
+"""`doyen resign` and `doyen transfer`, on a real store with real candidates under `doyen run`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import doyen
+from candidates import DOYEN, WITHIN_S, candidates, eventually
+from doyen.cli import main
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    return f"sqlite://{tmp_path}/doyen.db"
+
+
+def leader(store: str) -> doyen.Leader:
+    with doyen.connect_blocking(store) as session:
+        found = session.leader("billing")
+        assert found is not None
+        return found
+
+
+def test_resign_says_who_let_go_and_who_leads_now(
+    store: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with candidates(store, "server1", "server2"):
+        first = leader(store)
+        assert main(["resign", "billing", "--store", store]) == 0
+        second = leader(store)
+        assert capsys.readouterr().out == (
+            f"server1 (token {first.token}) let go of billing;"
+            f" server2 leads it now, token {second.token}\n"
+        )
+        assert (first.name, second.name) == ("server1", "server2")
+        assert second.token > first.token
+
+        assert main(["resign", "billing", "--store", store, "--json"]) == 0
+        third = leader(store)
+        assert json.loads(capsys.readouterr().out) == {
+            "election": "billing",
+            "resigned": {"name": "server2", "token": second.token, "meta": {}},
+            "forced": False,
+            "leader": {"name": "server1", "token": third.token, "meta": {}},
+        }
+
+
+def test_one_that_stands_alone_stands_again(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with candidates(store, "server1"):
+        assert main(["resign", "billing", "--store", store]) == 0
+        token = leader(store).token
+    assert capsys.readouterr().out.endswith(
+        f"; server1 stood again and leads it now, token {token}\n"
+    )
+
+
+def test_nobody_follows_where_nobody_stands(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with candidates(store) as started:
+        started.add("server1", "--once")
+        assert main(["resign", "billing", "--store", store]) == 0
+    assert capsys.readouterr().out.endswith(" let go of billing; nobody leads it now\n")
+
+
+@pytest.mark.parametrize(
+    "order", [["resign", "billing"], ["resign", "billing", "--force", "--yes"]], ids=" ".join
+)
+def test_nobody_leads_is_an_answer(
+    store: str, capsys: pytest.CaptureFixture[str], order: list[str]
+) -> None:
+    assert main([*order, "--store", store]) == 1
+    assert capsys.readouterr() == ("", "doyen: nobody leads 'billing'\n")
+
+
+def test_a_leader_that_does_not_obey_goes_on_until_forced(
+    store: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Frozen, its lease good for a minute: an order cannot reach it. Its record can be removed."""
+    with candidates(store, "server1", "server2") as started:
+        first = leader(store)
+        started.signal("server1", signal.SIGSTOP)
+        assert main(["resign", "billing", "--wait", "0.3", "--store", store]) == 1
+        out, err = capsys.readouterr()
+        assert (out, "'server1' has been told and has not let go" in err) == ("", True)
+        assert leader(store) == first, "nothing was taken from it"
+
+        assert main(["resign", "billing", "--force", "--yes", "--store", store]) == 0
+        second = leader(store)
+        assert second.name == "server2"
+        out = capsys.readouterr().out
+        assert out == (
+            f"the record of server1 (token {first.token}) in billing was removed by force;"
+            f" server2 leads it now, token {second.token};"
+            " only tokens protect what server1 may still write\n"
+        )
+        started.signal("server1", signal.SIGCONT)
+        with doyen.connect_blocking(store) as session:
+            eventually(
+                lambda: [each.name for each in session.line("billing")] == ["server2", "server1"],
+                "server1 notices and stands again, at the end of the line",
+            )
+
+
+def test_transfer_to_whoever_is_named(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with candidates(store, "server1", "server2", "server3"):
+        assert main(["transfer", "billing", "--to", "server3", "--store", store]) == 0
+        third = leader(store)
+        assert third.name == "server3"
+        assert capsys.readouterr().out == (
+            f"server1 handed over: server3 leads billing, token {third.token}\n"
+        )
+        assert main(["transfer", "billing", "--to", "server2", "--json", "--store", store]) == 0
+        second = leader(store)
+        assert json.loads(capsys.readouterr().out) == {
+            "election": "billing",
+            "from": {"name": "server3", "token": third.token, "meta": {}},
+            "leader": {"name": "server2", "token": second.token, "meta": {}},
+        }
+
+
+def test_a_transfer_that_cannot_be_is_refused(
+    store: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with candidates(store, "server1", "server2"):
+        before = leader(store)
+        assert main(["transfer", "billing", "--to", "server9", "--store", store]) == 1
+        assert "'server9' does not stand in the line of 'billing'" in capsys.readouterr().err
+        assert main(["transfer", "billing", "--to", "server1", "--store", store]) == 1
+        assert "leads 'billing' already" in capsys.readouterr().err
+        assert leader(store) == before
+    assert main(["transfer", "nothing", "--to", "x", "--store", store]) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["resign", "billing", "--wait", "soon"],
+        ["resign", "billing", "--wait", "-1"],
+        ["resign", "billing", "--wait", "nan"],
+        ["transfer", "billing"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+
+
+def test_yes_without_force_is_a_mistake(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resign", "billing", "--yes", "--store", store]) == 2
+    assert "--force" in capsys.readouterr().err
+
+
+def test_force_is_not_assumed_where_nobody_can_be_asked(store: str) -> None:
+    with candidates(store, "server1") as started:
+        result = subprocess.run(
+            [*DOYEN, "resign", "billing", "--force", "--store", started.store],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=WITHIN_S,
+        )
+        assert (result.returncode, result.stdout) == (2, "")
+        assert "--yes" in result.stderr
+        assert leader(store).name == "server1"
+
+
+class Terminal:
+    """A command on a terminal."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._ours, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [*DOYEN, *arguments], stdin=theirs, stdout=theirs, stderr=theirs
+        )
+        os.close(theirs)
+        self.shown = ""
+
+    def until(self, text: str) -> None:
+        deadline = time.monotonic() + WITHIN_S
+        while text not in self.shown:
+            assert time.monotonic() < deadline, f"{text!r} is not in {self.shown!r}"
+            if select.select([self._ours], [], [], 0.1)[0]:
+                self.shown += os.read(self._ours, 4096).decode()
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+
+@pytest.mark.parametrize("answer", ["y", "n", ""])
+def test_force_asks_at_a_terminal_and_says_what_it_costs(store: str, answer: str) -> None:
+    with candidates(store, "server1", "server2"):
+        before = leader(store)
+        terminal = Terminal("resign", "billing", "--force", "--store", store)
+        try:
+            terminal.until("Remove the record of server1? [y/N] ")
+            assert "only tokens protect" in terminal.shown
+            assert leader(store) == before
+            terminal.type(f"{answer}\n")
+            terminal.until("removed by force" if answer == "y" else "nothing was done")
+            assert terminal.process.wait(WITHIN_S) == (0 if answer == "y" else 1)
+        finally:
+            terminal.close()
+        assert leader(store).name == ("server2" if answer == "y" else "server1")
+
+
+def test_one_that_lost_meanwhile_is_left_alone(store: str) -> None:
+    """Who was shown is who is meant."""
+    with candidates(store, "server1", "server2"):
+        terminal = Terminal("resign", "billing", "--force", "--store", store)
+        try:
+            terminal.until("[y/N] ")
+            assert main(["transfer", "billing", "--to", "server2", "--store", store]) == 0
+            after = leader(store)
+            terminal.type("y\n")
+            terminal.until("'server1' no longer leads")
+            assert terminal.process.wait(WITHIN_S) == 1
+        finally:
+            terminal.close()
+        assert leader(store) == after
