@@ -9,12 +9,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import servers
+from servers import wire
 from servers.janitor import family_of, is_running
 from support import until_blocking
 
@@ -102,6 +105,48 @@ def test_the_janitor_cleans_up_after_a_killed_process() -> None:
         process.send_signal(signal.SIGKILL)
     until_blocking(lambda: not any(is_running(pid) for pid in family))
     until_blocking(lambda: not Path(folder).exists())
+
+
+def test_a_sentinel_makes_a_replica_the_master() -> None:
+    with (
+        servers.Redis() as master,
+        servers.RedisReplica(master) as replica,
+        servers.RedisSentinel(master) as sentinel,
+    ):
+        sentinel.put("mark", b"kept")
+        until_blocking(lambda: replica.get("mark") == b"kept")
+        master.kill()
+        until_blocking(lambda: sentinel.master_port() == replica.port, within_s=60)
+        assert sentinel.get("mark") == b"kept"
+
+
+CLOCKS: dict[str, tuple[Callable[[], servers.Server], Callable[[Any], Any]]] = {
+    "postgresql": (
+        lambda: servers.Postgres(own_clock=True),
+        lambda server: server.query("SELECT extract(epoch FROM clock_timestamp())")[0][0],
+    ),
+    "mysql": (
+        lambda: servers.MariaDB(own_clock=True),
+        lambda server: server.query("SELECT unix_timestamp(now(6))")[0][0],
+    ),
+    "redis": (
+        lambda: servers.Redis(own_clock=True),
+        lambda server: wire.redis_command(
+            server.port, "EVAL", "return tonumber(redis.call('TIME')[1])", "0"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("engine", CLOCKS)
+def test_a_clock_is_stepped_forward_and_back(engine: str) -> None:
+    start, read = CLOCKS[engine]
+    with start() as server:
+        assert float(read(server)) == pytest.approx(time.time(), abs=30)
+        server.step_clock(3600)
+        assert float(read(server)) == pytest.approx(time.time() + 3600, abs=30)
+        server.step_clock(-7200)
+        assert float(read(server)) == pytest.approx(time.time() - 3600, abs=30)
 
 
 def test_a_taken_port_is_exchanged() -> None:

@@ -18,7 +18,7 @@ from .nats import Nats
 from .postgres import Postgres
 from .process import Server, ServerFailed, free_port, running
 from .proxy import Proxy
-from .redis import Redis
+from .redis import Redis, RedisReplica, RedisSentinel
 from .zookeeper import ZooKeeper, ZooKeeperEnsemble
 
 __all__ = [
@@ -30,6 +30,8 @@ __all__ = [
     "Postgres",
     "Proxy",
     "Redis",
+    "RedisReplica",
+    "RedisSentinel",
     "Server",
     "ServerFailed",
     "Skipped",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode
+from pathlib import Path
 
 from . import wire
 from .fetch import Debian, Recipe, obtain
@@ -16,6 +17,8 @@ RECIPE = Recipe(
     found=("usr/bin/consul",),
     sources=(Debian(("consul",), suite="bullseye"),),  # the last suite that has it
 )
+STRAY = Path("/tmp/consul-test")
+"""Debian's build makes this empty folder whatever it is told."""
 
 
 class Consul(Server):
@@ -58,6 +61,13 @@ class Consul(Server):
         """Ready when it leads itself and has a catalogue of nodes to bind sessions to."""
         if not wire.http_json(self.port, "GET", "/v1/catalog/nodes"):
             raise ValueError("Consul is not ready")
+
+    def close(self) -> None:
+        super().close()
+        try:
+            STRAY.rmdir()
+        except OSError:
+            pass
 
     def put(self, key: str, value: bytes) -> None:
         status, answer = wire.http(self.port, "PUT", f"/v1/kv/{key}", value)

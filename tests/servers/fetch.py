@@ -37,8 +37,10 @@ COMMAND_TIMEOUT_S = 300.0
 SUITES = ("bullseye", "bookworm", "trixie", "forky", "sid")
 ALIASES = ("oldoldstable", "oldstable", "stable", "testing", "unstable")
 
-NEVER_UNPACKED = ("libc6", "libc-bin", "libc-l10n", "locales", "perl", "debconf", "dpkg")
-"""Of one piece with the machine, or of use only to installation scripts."""
+OF_THE_MACHINE = ("libc6", "libc-bin", "libc-l10n", "locales")
+FOR_INSTALLING = ("adduser", "debconf", "dpkg", "netbase", "perl", "sensible-utils", "ucf")
+OF_PERL = ("libgdbm", "libjson-perl", "libperl")
+NEVER_UNPACKED = (*OF_THE_MACHINE, *FOR_INSTALLING, *OF_PERL)
 
 
 class Unavailable(Exception):

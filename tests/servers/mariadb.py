@@ -20,13 +20,16 @@ USER = PASSWORD = DATABASE = "doyen"
 
 
 class MariaDB(Server):
-    """One server with one user and one database. Options are its settings."""
+    """One server with one user and one database. Options are its settings.
+
+    With `own_clock` its wall clock can be stepped: `server.step_clock(3600)`.
+    """
 
     engine = "mysql"
 
-    def __init__(self, **options: str) -> None:
+    def __init__(self, *, own_clock: bool = False, **options: str) -> None:
         self._program = obtain(RECIPE)
-        super().__init__()
+        super().__init__(own_clock=own_clock)
         self.options = options
 
     @property

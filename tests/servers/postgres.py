@@ -8,7 +8,8 @@ from typing import Self
 
 from . import wire
 from .fetch import Debian, Recipe, obtain
-from .process import HOST, Server, ServerFailed, readable
+from .folders import readable
+from .process import HOST, Server, ServerFailed
 
 RECIPE = Recipe(
     engine="postgresql",
@@ -27,15 +28,18 @@ IPC_RMID = 0
 
 
 class Postgres(Server):
-    """One server that trusts everybody. Options are its settings."""
+    """One server that trusts everybody. Options are its settings.
+
+    With `own_clock` its wall clock can be stepped: `server.step_clock(3600)`.
+    """
 
     engine = "postgresql"
     user = "nobody"
     stop_signal = SIGINT  # the default waits for clients to leave
 
-    def __init__(self, **options: str) -> None:
+    def __init__(self, *, own_clock: bool = False, **options: str) -> None:
         self._program = obtain(RECIPE)
-        super().__init__()
+        super().__init__(own_clock=own_clock)
         self.options = options
 
     @property

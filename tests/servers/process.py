@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -23,7 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Protocol, Self, TypeVar
 
-from .fetch import Program
+from .clock import OwnClock
+from .folders import held_folder, release_folder
 from .janitor import family_of, is_running, janitor, send_signal
 
 HOST = "127.0.0.1"
@@ -72,13 +71,14 @@ class Server(ABC):
     engine: str
     stop_signal = signal.SIGTERM
     port_count = 1
+    _prepared: bool
     user: str | None = None
     """Whose process it is, where we are root and the server refuses to be."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, own_clock: bool = False) -> None:
+        self._own_clock = own_clock
         self._process: subprocess.Popen[bytes] | None = None
         self.frozen = False
-        self._prepared = False
         self._settle()
 
     @property
@@ -152,10 +152,12 @@ class Server(ABC):
         self, command: list[str], stdout: BinaryIO, stdin: BinaryIO | None = None
     ) -> subprocess.Popen[bytes]:
         user = self._owner
+        clock = self.clock.environment() if self.clock else {}
+        own = {"TMPDIR": str(self.folder), **self.environment(), **clock}
         return subprocess.Popen(
             command,
             cwd=self.folder,
-            env={**os.environ, **self.environment()},
+            env={**os.environ, **own},
             stdin=stdin or subprocess.DEVNULL,
             stdout=stdout,
             stderr=subprocess.STDOUT,
@@ -227,6 +229,12 @@ class Server(ABC):
         self.kill()
         self.start()
 
+    def step_clock(self, seconds: float) -> None:
+        """Move the server's wall clock from where it is; for a server with a clock of its own."""
+        if self.clock is None:
+            raise ServerFailed(f"{self.engine} was not given a clock of its own")
+        self.clock.step(seconds)
+
     def close(self) -> None:
         """End the server and remove all it has left. Idempotent."""
         self.kill()
@@ -257,6 +265,7 @@ class Server(ABC):
     def _settle(self) -> None:
         self.ports = tuple(free_port() for _ in range(self.port_count))
         self.folder = held_folder(f"doyen-{self.engine}-", self._owner)
+        self.clock = OwnClock(self.folder) if self._own_clock else None
         self._prepared = False
 
     @property
@@ -293,20 +302,6 @@ def start_or_close(whole: Whole, servers: Sequence[Server]) -> Whole:
     raise AssertionError("unreachable")
 
 
-def held_folder(prefix: str, owner: str | None = None) -> Path:
-    """A temporary folder that is removed at the end of this process, however it ends."""
-    folder = Path(tempfile.mkdtemp(prefix=prefix))
-    janitor.hold_folder(folder)
-    if owner:
-        shutil.chown(folder, owner)
-    return folder
-
-
-def release_folder(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    janitor.release_folder(folder)
-
-
 def ports_of(pids: Sequence[int]) -> set[int]:
     """The TCP ports that processes listen on."""
     sockets = set()
@@ -322,26 +317,3 @@ def ports_of(pids: Sequence[int]) -> set[int]:
             if state == LISTENING and f"socket:[{inode}]" in sockets:
                 ports.add(int(local.rpartition(":")[2], 16))
     return ports
-
-
-_readable: dict[Path, Path] = {}
-
-
-def readable(program: Program) -> Program:
-    """The program where every user can read it: a cache in root's home is closed to all others."""
-    if program.tree is None or all(folder.stat().st_mode & 1 for folder in program.path.parents):
-        return program
-    if program.tree not in _readable:
-        folder = held_folder("doyen-tree-")
-        folder.chmod(0o755)
-        shutil.copytree(program.tree, folder / "tree", symlinks=True, copy_function=_link)
-        _readable[program.tree] = folder / "tree"
-    tree = _readable[program.tree]
-    return Program(tree / program.path.relative_to(program.tree), tree)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)

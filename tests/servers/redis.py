@@ -1,6 +1,8 @@
-"""Redis."""
+"""Redis, its replicas, and the sentinels that make one of them the master."""
 
 from __future__ import annotations
+
+import re
 
 from . import wire
 from .fetch import Debian, Recipe, obtain
@@ -17,13 +19,16 @@ RECIPE = Recipe(
 
 
 class Redis(Server):
-    """One server that writes every command to disk. Options are its settings."""
+    """One server that writes every command to disk. Options are its settings.
+
+    With `own_clock` its wall clock can be stepped: `server.step_clock(3600)`.
+    """
 
     engine = "redis"
 
-    def __init__(self, **options: str) -> None:
+    def __init__(self, *, own_clock: bool = False, **options: str) -> None:
         self._program = obtain(RECIPE)
-        super().__init__()
+        super().__init__(own_clock=own_clock)
         self.options = options
 
     @property
@@ -56,3 +61,73 @@ class Redis(Server):
 
     def get(self, key: str) -> bytes | None:
         return wire.redis_command(self.port, "GET", key)
+
+
+class RedisReplica(Redis):
+    """A server that follows another, its master for now."""
+
+    def __init__(self, master: Redis, *, own_clock: bool = False, **options: str) -> None:
+        super().__init__(own_clock=own_clock, **options)
+        self._master = master
+
+    def command(self) -> list[str]:
+        return [*super().command(), "--replicaof", HOST, str(self._master.port)]
+
+    def ping(self) -> None:
+        """Ready when it holds all that the master has."""
+        answer = wire.redis_command(self.port, "INFO", "replication") or b""
+        if b"role:slave" in answer and b"master_link_status:up" not in answer:
+            raise ValueError("the replica is not in step yet")
+
+
+class RedisSentinel(Server):
+    """Watches a master and, alone if need be, makes a replica the master when it is gone."""
+
+    engine = "redis"
+    service = "doyen"
+
+    def __init__(self, master: Redis, *, quorum: int = 1) -> None:
+        self._program = obtain(RECIPE)
+        super().__init__()
+        self._master = master
+        self._quorum = quorum
+
+    @property
+    def url(self) -> str:
+        return f"redis+sentinel://{HOST}:{self.port}/{self.service}"
+
+    def prepare(self) -> None:
+        name = self.service
+        (self.folder / "sentinel.conf").write_text(
+            f"bind {HOST}\nport {self.port}\ndir {self.folder}\n"
+            f"sentinel monitor {name} {HOST} {self._master.port} {self._quorum}\n"
+            f"sentinel down-after-milliseconds {name} 1000\n"
+            f"sentinel failover-timeout {name} 3000\n"
+        )
+
+    def command(self) -> list[str]:
+        return [str(self._program.path), str(self.folder / "sentinel.conf"), "--sentinel"]
+
+    def environment(self) -> dict[str, str]:
+        return self._program.environment()
+
+    def ping(self) -> None:
+        """Ready when it has found a replica, without which it could not do anything."""
+        if b",slaves=0," in self._info():
+            raise ValueError("the sentinel has found no replica yet")
+
+    def master_port(self) -> int:
+        """Where the master is, as far as this sentinel knows."""
+        found = re.search(rb"name=doyen,.*address=[^,]*:(\d+)", self._info())
+        if found is None:
+            raise ValueError("the sentinel knows no master")
+        return int(found[1])
+
+    def _info(self) -> bytes:
+        return wire.redis_command(self.port, "INFO", "sentinel") or b""
+
+    def put(self, key: str, value: bytes) -> None:
+        wire.redis_command(self.master_port(), "SET", key, value.decode())
+
+    def get(self, key: str) -> bytes | None:
+        return wire.redis_command(self.master_port(), "GET", key)

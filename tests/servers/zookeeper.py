@@ -14,7 +14,8 @@ JAVA = Recipe(
     variable="DOYEN_JAVA_BIN",
     name="java",
     found=("usr/lib/jvm/*/bin/java",),
-    sources=(Debian(("default-jre-headless",)),),
+    # Its libraries are for sound, print and type; what the machine itself needs is there.
+    sources=(Debian(("default-jre-headless",), without=("lib", "font", "ca-certificates")),),
 )
 JARS = Recipe(
     engine="zookeeper",
