@@ -9,7 +9,8 @@ candidates, wakes them, or shows people what is there.
 
 Rules common to all methods:
 
-- A store belongs to one event loop and is called from it only.
+- A store belongs to one event loop and is called from it only. A lease is used through the store
+  that granted it.
 - A call that is known not to have been carried out raises `StoreUnavailable`; one that may have
   been raises `OutcomeUnknown`. Adapters need not time out by themselves: the caller bounds each
   call, and a call that is cancelled counts as `OutcomeUnknown`. It must then either never take
@@ -235,7 +236,9 @@ Opener = Callable[[StoreURL, Context], Awaitable[Store]]
 _BUILT_IN = {
     "etcd": "doyen.stores.etcd",
     "memory": "doyen.stores.memory",
+    "postgresql": "doyen.stores.sql.postgresql",
     "sqlite": "doyen.stores.sqlite",
+    "zookeeper": "doyen.stores.zookeeper",
 }
 
 

@@ -105,12 +105,11 @@ class Leases:
     async def test_revoking_removes_everything_at_once(self, h: StoreHarness) -> None:
         """When `revoke` has returned, nothing bound to the lease is left; twice is as once."""
         holder, lease = await leased(h)
-        _, bystander = await leased(h)
-        other = await h.client()
+        other, bystander = await leased(h)
         key, line = leader_key(h.name()), line_key(h.name())
         await holder.create(key, b"v", lease)
         await holder.enqueue(line, b"mine", lease)
-        await holder.enqueue(line, b"theirs", bystander)
+        await other.enqueue(line, b"theirs", bystander)
         await holder.revoke(lease)
         await h.shows(other, key, None)
         assert await listed(holder, line) == [b"theirs"]
