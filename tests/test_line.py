@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing, suppress
-from typing import Any, cast
 
 import pytest
 
@@ -27,7 +26,7 @@ class Observer:
         self._task = asyncio.create_task(self._look(session, election))
 
     async def _look(self, session: Session, election: str) -> None:
-        async with aclosing(cast("Any", session.observe_line(election))) as lines:
+        async with aclosing(session.observe_line(election)) as lines:
             async for line in lines:
                 self.seen.append(line)
 

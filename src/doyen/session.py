@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import os
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
@@ -233,7 +233,7 @@ class Session:
         """Who leads now, by a read of the store; None while vacant."""
         return await self._errand(lambda presence: presence.leader(election))
 
-    def observe(self, election: str) -> AsyncIterator[Leader | None]:
+    def observe(self, election: str) -> AsyncGenerator[Leader | None, None]:
         """Who leads now, then every change; None while vacant.
 
         async for leader in session.observe("billing"):
@@ -241,7 +241,7 @@ class Session:
         """
         return self._follow(lambda presence, deliver: presence.observe(election, deliver))
 
-    def observe_line(self, election: str) -> AsyncIterator[Line]:
+    def observe_line(self, election: str) -> AsyncGenerator[Line, None]:
         """Who leads and who stands in line now, then every change.
 
         async for line in session.observe_line("billing"):
@@ -251,7 +251,7 @@ class Session:
 
     async def _follow(
         self, observe: Callable[[Presence, Callable[[T], None]], Coroutine[Any, Any, None]]
-    ) -> AsyncIterator[T]:
+    ) -> AsyncGenerator[T, None]:
         presence = self._opened
         presence.check_open()
         loop = asyncio.get_running_loop()

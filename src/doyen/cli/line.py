@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -80,10 +80,8 @@ _Show = Callable[[Line], None]
 
 
 async def _once(url: str, election: str) -> Line:
-    async with connect(url) as session:
-        async for line in session.observe_line(election):
-            return line
-    raise AssertionError("an observer is told at least once")
+    async with connect(url) as session, aclosing(session.observe_line(election)) as lines:
+        return await anext(lines)
 
 
 async def _watch(url: str, election: str, screen: AbstractContextManager[_Show]) -> None:

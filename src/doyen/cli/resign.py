@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import sys
 from contextlib import aclosing
-from typing import Any, cast
 
 from doyen.blocking import connect_blocking
 from doyen.cli._manual import manual
@@ -107,11 +106,11 @@ async def _successor(session: Session, gone: Leader) -> Leader | None:
     try:
         async with (
             asyncio.timeout(FOLLOWED_WITHIN_S),
-            aclosing(cast("Any", session.observe(gone.election))) as leaders,
+            aclosing(session.observe(gone.election)) as leaders,
         ):
             async for leader in leaders:
                 if leader is not None and leader.token != gone.token:
-                    return cast("Leader", leader)
+                    return leader
     except TimeoutError:
         pass
     return None
