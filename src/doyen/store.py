@@ -236,6 +236,7 @@ Opener = Callable[[StoreURL, Context], Awaitable[Store]]
 _BUILT_IN = {
     "etcd": "doyen.stores.etcd",
     "memory": "doyen.stores.memory",
+    "mysql": "doyen.stores.sql.mysql",
     "postgresql": "doyen.stores.sql.postgresql",
     "sqlite": "doyen.stores.sqlite",
     "zookeeper": "doyen.stores.zookeeper",

@@ -9,6 +9,7 @@ engines share all of it, so they are one package:
     lookout     watches, and the leases that own what is watched
     postgresql  LISTEN and NOTIFY, schema, errors of PostgreSQL
     mysql       the same for MySQL and MariaDB, which are asked at short intervals
+    diagnosis   what a server's settings mean
 
 Invariants:
 

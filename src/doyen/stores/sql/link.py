@@ -150,8 +150,13 @@ class Link(ABC, Generic[C]):
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.wait({self._connecting})
-        if self._connection is not None:
-            self.drop(self._connection)
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await self.farewell(connection)
+
+    async def farewell(self, connection: C) -> None:
+        """End a connection in good order, if that can be done at once."""
+        self.hang_up(connection)
 
     def drop(self, connection: C) -> None:
         """Have nothing more to do with a connection."""

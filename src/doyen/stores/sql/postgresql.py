@@ -28,13 +28,15 @@ import asyncio
 import os
 import re
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from doyen.errors import ConfigError, StoreError, StoreUnavailable, StoreUnusable
+from doyen.model import Finding
 from doyen.store import Context, StoreURL, Watch
+from doyen.stores.sql.diagnosis import PostgreSQLFacts, findings_of_postgresql
 from doyen.stores.sql.link import Address, ConnectionLost, Given, Link, Row, TryAgain, WrongServer
 from doyen.stores.sql.store import (
     LAYOUT,
@@ -109,6 +111,13 @@ CREATE FUNCTION {schema}.tell() RETURNS trigger LANGUAGE plpgsql AS
 CREATE TRIGGER tell AFTER INSERT OR UPDATE OR DELETE ON {entries}
     FOR EACH ROW EXECUTE FUNCTION {schema}.tell();
 INSERT INTO {meta} VALUES (1, {layout}, 0);
+"""
+
+_FACTS = """
+SELECT current_setting('server_version'), current_setting('fsync'),
+    current_setting('full_page_writes'),
+    (SELECT count(*) FROM pg_stat_replication WHERE sync_state IN ('async', 'potential')),
+    (SELECT count(*) FROM pg_stat_activity WHERE application_name = 'doyen')
 """
 
 _ANOTHER_WAS_FIRST = (
@@ -486,6 +495,21 @@ class PostgreSQLStore(RelationalStore):
     def _links(self) -> Iterable[Link[Any]]:
         separate = self._ears is not None and self._ears is not self._pulse
         return (*super()._links(), *((self._ears,) if separate and self._ears else ()))
+
+    async def diagnose(self) -> Sequence[Finding]:
+        self._require_usable()
+        ((version, fsync, full, lagging, connections),) = await self._work.read(_FACTS, {})
+        facts = PostgreSQLFacts(
+            version=str(version),
+            pooled=self._found.pooled,
+            poll_s=self.capabilities.notice_s or None,
+            fsync=fsync == "on",
+            full_page_writes=full == "on",
+            timelines=self._found.timelines,
+            lagging_standbys=int(lagging),
+            connections=int(connections),
+        )
+        return list(findings_of_postgresql(facts))
 
     def _heard(self, path: str | None) -> None:
         if path is None:
