@@ -392,19 +392,19 @@ class WithoutSeal(Leases):
 class WithoutUnlink(Leases):
     """Broken: the verdict leaves no trace that an owner's late write could not undo."""
 
-    def _unlink(self, lease: str) -> bool:
-        return False
+    def _unlink(self, lease: str) -> None:
+        return
 
 
 class SealGoesFirst(Leases):
     """Broken: removes the seal before the lease."""
 
-    def _unlink(self, lease: str) -> bool:
+    def _unlink(self, lease: str) -> None:
         try:
             os.unlink(self._folder.file(lease, "seal"))
         except FileNotFoundError:
             pass
-        return super()._unlink(lease)
+        super()._unlink(lease)
 
 
 def _interleavings(calls: int, among: int) -> Iterator[tuple[str, ...]]:
