@@ -194,7 +194,7 @@ class Presence:
             post=self.runtime.post,
             stall_after_s=stall_after_s,
         )
-        heart.on_loss(self, lambda *_: self.runtime.post(lambda: self._give_back(heart)))
+        heart.on_loss(self, lambda _: self.runtime.post(lambda: self._give_back(heart)))
         self.spawn(heart.beat())
         return heart
 

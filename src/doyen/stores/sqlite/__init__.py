@@ -210,10 +210,7 @@ class SQLiteStore(Store):
             raise StoreUnusable(self._unusable)
 
     def _on_ended(self, lease: str, cause: Literal["died", "expired"]) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._emit, LeaseEnded(lease=lease, cause=cause))
-        except RuntimeError:
-            pass  # the loop was closed without closing the store
+        self._emit(LeaseEnded(lease=lease, cause=cause))
 
     def _sweep(self, tables: Transaction, undecided: set[str]) -> None:
         """Remove what is left of ended leases and of inboxes without a reader."""
