@@ -120,7 +120,11 @@ def believing(*errors: type[Exception]) -> Variant:
                     raise
                 return Creation(True, Entry(self._record_key, b"", 10**6, 0, self._heart.lease.id))
 
+        async def trust(self: Candidacy, term: Term) -> None:
+            """A leader that looks at its record would see through it at once."""
+
         patch.setattr(Candidacy, "_ask", believe)
+        patch.setattr(Candidacy, "_look", trust)
 
     return a_failed_create_believed
 
