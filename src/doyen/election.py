@@ -496,13 +496,13 @@ class Candidacy:
         self._changed()
         return term
 
-    def _heart_lost(self, heart: Heart, reason: str, ended_at: float) -> None:
+    def _heart_lost(self, heart: Heart, reason: str) -> None:
         """Any thread, the watchdog's above all: the body is told before anything else.
 
         Word of a heart that this candidacy no longer stands on may come late; it is dropped.
         """
         if self._term is not None and heart is self._heart:
-            self._term.lose(reason, ended_at)
+            self._term.lose(reason)
         self._presence.runtime.post(self._wake)
 
     def _changed(self) -> None:
