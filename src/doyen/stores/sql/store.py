@@ -25,7 +25,7 @@ from doyen.events import LeaseEnded
 from doyen.model import Entry, Lease, Version
 from doyen.store import Capabilities, Context, Creation, Store, StoreURL, Watch
 from doyen.stores.sql.link import Given, Link, Row
-from doyen.stores.sql.lookout import LeaseRow, Lookout, Survey
+from doyen.lookout import LeaseRow, Lookout, Survey
 
 __all__ = ["LAYOUT", "Dialect", "RelationalStore", "check_layout", "number_of", "token_floor"]
 
