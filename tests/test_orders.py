@@ -68,7 +68,7 @@ async def test_a_leader_that_is_told_to_resign_lets_the_next_one_lead(place: Pla
     ops = await place.open()
     assert (await ops.resign("e")).name == "a"
     await until(lambda: b.leads)
-    assert place.line() == ["b", "a"]
+    await until(lambda: place.line() == ["b", "a"])
     lost = place.seen(Lost)[0]
     assert isinstance(lost, Lost)
     assert "ordered it to let go" in lost.reason

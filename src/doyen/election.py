@@ -486,7 +486,7 @@ class Candidacy:
                 valid_until=heart.valid_until,
             )
         )
-        term.on_end(lambda: presence.runtime.post(self._term_over))
+        term.on_end(self._term_ended)
         if heart.lost_because is not None:
             term.lose(heart.lost_because)
         if self._mailbox is not None:
@@ -573,10 +573,15 @@ class Candidacy:
                 store.enqueue(line, self._claim(), self._heart.lease, rank=claim.rank + 1)
             )
 
-    def _term_over(self) -> None:
+    def _term_ended(self) -> None:
+        """Any thread. Of a term that its body has ended, `leave` takes care."""
+        if self._term is not None and self._term.state is TermState.LOST:
+            self._presence.runtime.post(self._term_lost)
+
+    def _term_lost(self) -> None:
         term, heart, asked = self._term, self._heart, self._asked
-        if term is None or heart is None or term.state is not TermState.LOST:
-            return
+        assert term is not None
+        assert heart is not None
         presence = self._presence
         ended_at = term.ended_at
         presence.telemetry.emit(
@@ -680,22 +685,24 @@ class Candidacy:
             record = await presence.call(store.get(self._record_key))
             if record is not None and self._is_mine(record):
                 self._record = record
-        if self._record is not None:
-            await presence.call(store.delete(self._record.key, if_version=self._record.version))
-            self._record = None
         if self._heir:
+            await self._delete(self._record)
+            self._record = None
             await self._see_heir_in()
-        if self._ticket is not None:
-            await presence.call(store.delete(self._ticket.key, if_version=self._ticket.version))
-            self._ticket = None
-        if self._place is not None:
-            await presence.call(store.delete(self._place.key, if_version=self._place.version))
-            self._place = None
+        # One after the other, but without waiting in between: a successor that comes to the record
+        # before it is gone waits for that.
+        await asyncio.gather(*map(self._delete, (self._record, self._ticket, self._place)))
+        self._record = self._ticket = self._place = None
         if self._doubtful and self._asked.recipe == "line":
             for ticket in await presence.call(store.list(self._line_key())):
                 if self._is_mine(ticket):
                     await presence.call(store.delete(ticket.key, if_version=ticket.version))
         await self._take_back()
+
+    async def _delete(self, entry: Entry | None) -> None:
+        if entry is not None:
+            store = self._presence.store
+            await self._presence.call(store.delete(entry.key, if_version=entry.version))
 
     async def _see_heir_in(self) -> None:
         """Keep the head of the line, by one's ticket, until the heir has the record, or has had

@@ -334,8 +334,9 @@ class Campaign:
     def _over(self) -> None:
         """Any thread. Never cancels from inside the task itself, which would leave a stray
         CancelledError behind the scope."""
-        with contextlib.suppress(RuntimeError):  # the body's loop has been closed
-            self._loop.call_soon_threadsafe(self._cancel_body)
+        if self._armed:
+            with contextlib.suppress(RuntimeError):  # the body's loop has been closed
+                self._loop.call_soon_threadsafe(self._cancel_body)
 
     def _cancel_body(self) -> None:
         if self._armed and not self._cancelled:
