@@ -145,6 +145,7 @@ class Candidacy:
         "_attempt",
         "_behind",
         "_called",
+        "_claimed",
         "_doubtful",
         "_heart",
         "_heir",
@@ -192,6 +193,9 @@ class Candidacy:
         self._ticket: Entry | None = None
         self._record: Entry | None = None
         self._doubtful = False
+        self._claimed = False
+        """A creation of the record was sent, and whether it failed is not known. It may have
+        landed, or land while we wait in line: then everyone waits for us."""
         self._woken = False
         self._called = ""
         """As candidate: the lease of an order that names it heir, so that its turn is now."""
@@ -233,9 +237,8 @@ class Candidacy:
             self._woken = False
             if heart.lost_because is not None:
                 raise LeaseGone(heart.lost_because)
-            if self._doubtful and self._watch is not None:
-                # A create whose answer was lost may have landed, or land while we wait in line:
-                # then everyone waits for us. The watch on the record is open and will tell.
+            if self._claimed:
+                await self._watch_record()
                 record = await presence.call(store.get(self._record_key))
                 if record is not None and self._is_mine(record):
                     return self._begin_term(heart, record)
@@ -246,13 +249,26 @@ class Candidacy:
             if ahead is not None:
                 await self._wait_behind(ahead, deadline)
                 continue
-            if self._watch is None:
-                self._watch = await presence.call(store.watch(self._record_key, self._changed))
+            self._claimed = True
             creation = await self._ask(store.create(self._record_key, self._claim(), heart.lease))
             if creation.won or self._is_mine(creation.entry):
                 return self._begin_term(heart, creation.entry)
+            self._claimed = False
+            if self._watch is None:
+                await self._watch_record()
+                continue
             until = await self._claim_priority(heart, creation.entry)
             await self._wait(creation.entry, deadline, until)
+
+    async def _watch_record(self) -> None:
+        """Be told of changes at the record and of orders, until the watches are dropped."""
+        presence = self._presence
+        if self._watch is None:
+            watch = await presence.call(presence.store.watch(self._record_key, self._changed))
+            if self._left:
+                watch.close()
+            else:
+                self._watch = watch
 
     async def _live_heart(self) -> Heart:
         stall_after_s = self._asked.stall_after_s
@@ -513,11 +529,16 @@ class Candidacy:
             self._presence.spawn(self._look(self._term))
 
     async def _look(self, term: Term) -> None:
-        """As leader: see whether the record still stands, and whether there is an order."""
+        """As leader: see whether the record still stands, and whether there is an order.
+
+        The record is watched from here on, and not before the term began, so that the body need
+        not wait for that.
+        """
         presence = self._presence
         while term.valid:
             self._woken = False
             try:
+                await self._watch_record()
                 record = await presence.call(presence.store.get(self._record_key))
                 order = await self._order_for(term)
                 if self._laid:
