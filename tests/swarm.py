@@ -46,13 +46,14 @@ class Oracle:
     - tokens increase;
     - no record goes while its term is valid; and nobody but its holder deletes it, or ends its
       lease, and that only after the body has ended;
-    - nobody deletes what another has laid, unless it is an order that has become void.
+    - nobody deletes what another has laid, unless it has become void.
     """
 
     def __init__(self) -> None:
         self._valid: list[Term] = []
         self._bodies: dict[tuple[str, int], Term] = {}
         self._last_token: defaultdict[str, int] = defaultdict(int)
+        self._orders: dict[str, Entry] = {}
         self.records: dict[tuple[str, int], Entry] = {}
         """Every record that was ever made, by election and token."""
         self.terms = 0
@@ -91,9 +92,13 @@ class Oracle:
     def created(self, entry: Entry) -> None:
         if is_record(entry.key):
             self.records[election_of(entry.key), entry.revision] = entry
+        elif entry.key.endswith("/order"):
+            self._orders[election_of(entry.key)] = entry
 
     def gone(self, entry: Entry) -> None:
         """Whatever the cause, be it the end of its lease."""
+        if entry.key.endswith("/order"):
+            self._orders.pop(election_of(entry.key))
         term = self._bodies.get((election_of(entry.key), entry.revision))
         if is_record(entry.key) and term is not None and term.valid:
             self.object(f"its record went while it was valid: {term}")
@@ -103,11 +108,20 @@ class Oracle:
         election = election_of(entry.key)
         if is_record(entry.key) and (election, entry.revision) in self._bodies:
             self.object(f"{entry.key} ({entry.revision}) was deleted while its body ran")
-        if not mine:
-            order = Order.decode(entry.value) if entry.key.endswith("/order") else None
-            latest = max((token for where, token in self.records if where == election), default=0)
-            if order is None or order.token >= latest:
-                self.object(f"{entry.key} ({entry.revision}) was deleted by somebody else")
+        if not mine and not self._is_void(entry):
+            self.object(f"{entry.key} ({entry.revision}) was deleted by somebody else")
+
+    def _is_void(self, entry: Entry) -> bool:
+        """An order for a term that is over, or mail of one whose order does not stand."""
+        election = election_of(entry.key)
+        if "/mail/" in entry.key:
+            order = self._orders.get(election)
+            return order is None or order.lease != entry.lease
+        if not entry.key.endswith("/order"):
+            return False
+        meant = Order.decode(entry.value)
+        assert meant is not None
+        return meant.token < max(token for where, token in self.records if where == election)
 
     def object(self, what: str) -> None:
         if self.violation is None:
