@@ -1,41 +1,67 @@
-"""The documents say what is true: their code runs, their figures, commands and links are right."""
+"""The documents say what is true: their code runs, their figures, commands and links are right.
+
+A block of Python is run on its own, unless it begins with the name of a file (`# worker.py`): then
+it is saved under that name, for the blocks after it, which use it. What readers do in terminals is
+told as a story in `test_docs_stories.py`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import doctest
+import inspect
 import re
+import shlex
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
+import doyen
+import reference
+import story
+from doyen.cli import parsers
+from doyen.clock import SystemClock
+from doyen.store import _BUILT_IN, Context, open_store
 from doyen.timing import Timing
+from story import Block
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 PATIENCE_S = 60.0
 
 
-def blocks(language: str) -> Iterator[tuple[str, str]]:
-    """The fenced blocks of a language in all documents, with where they stand."""
+def blocks(*languages: str) -> Iterator[Block]:
+    """The fenced blocks of these languages in all documents."""
     for path in DOCUMENTS:
-        text = path.read_text()
-        for found in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-            line = text.count("\n", 0, found.start()) + 1
-            yield f"{path.name}:{line}", found[1]
+        yield from (block for block in story.blocks(path) if block.language in languages)
 
 
-@pytest.mark.parametrize("code", [pytest.param(code, id=where) for where, code in blocks("python")])
-def test_code_in_the_documents_runs(code: str, tmp_path: Path) -> None:
-    program = tmp_path / "block.py"
-    program.write_text(code)
+def with_files() -> Iterator[tuple[Block, dict[str, str]]]:
+    """Blocks to be run on their own, with the files that their documents have had saved before."""
+    for path in DOCUMENTS:
+        files = {}
+        for block in story.blocks(path):
+            if block.file:
+                files[block.file] = block.text
+            elif block.language == "python":
+                yield block, {**files}
+
+
+@pytest.mark.parametrize(
+    ("block", "files"),
+    [pytest.param(block, files, id=block.where) for block, files in with_files()],
+)
+def test_code_in_the_documents_runs(block: Block, files: dict[str, str], tmp_path: Path) -> None:
+    for name, text in {**files, "block.py": block.text}.items():
+        (tmp_path / name).write_text(text)
     result = subprocess.run(
-        [sys.executable, "-W", "error", program.name],
+        [sys.executable, "-W", "error", "block.py"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -46,9 +72,11 @@ def test_code_in_the_documents_runs(code: str, tmp_path: Path) -> None:
 
 
 def test_there_is_code_in_the_documents() -> None:
-    assert {where.partition(":")[0] for where, _ in blocks("python")} >= {
+    assert {block.where.partition(":")[0] for block in blocks("python")} >= {
         "README.md",
         "guarantees.md",
+        "howto.md",
+        "tutorial.md",
     }
 
 
@@ -94,37 +122,82 @@ def test_the_table_of_times_is_that_of_the_defaults() -> None:
     )
 
 
-@cache
-def help_of(*command: str) -> str:
-    program = "from doyen.cli import main; raise SystemExit(main())"
-    result = subprocess.run(
-        [sys.executable, "-c", program, *command, "--help"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert result.returncode == 0, f"there is no such command: doyen {' '.join(command)}"
-    return result.stdout
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """What is typed after `doyen`, up to the end of the command."""
+    for block in blocks("sh", "crontab"):
+        for line in block.text.splitlines():
+            lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+            lexer.whitespace_split = True
+            words = iter(lexer)
+            if "doyen" in words:
+                yield block.where, [*takewhile(lambda word: word.strip("();<>|&"), words)]
 
 
-def commands() -> Iterator[tuple[str, str]]:
-    for where, text in blocks("sh"):
-        for line in text.splitlines():
-            found = re.search(r"\bdoyen (\w+)(.*?)(?: -- .*)?$", line.partition("#")[0])
-            if found:
-                yield where, f"{found[1]}{found[2]}"
-
-
-@pytest.mark.parametrize("command", [pytest.param(text, id=where) for where, text in commands()])
-def test_commands_in_the_documents_exist(command: str) -> None:
-    name, *rest = command.split()
-    known = help_of(name)
-    for option in rest:
-        if option.startswith("-"):
-            assert option.partition("=")[0] in re.findall(r"--?[\w-]+", known)
+@pytest.mark.parametrize("words", [pytest.param(words, id=where) for where, words in commands()])
+def test_commands_in_the_documents_are_accepted(words: list[str]) -> None:
+    parser, _ = parsers(words[0])
+    try:
+        parser.parse_args(words)
+    except SystemExit:
+        pytest.fail(f"doyen does not take {shlex.join(words)}")
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
-        assert (path.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", path.read_text()):
+        leads_to = path.parent / target if target else path
+        assert leads_to.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", leads_to.read_text(), re.MULTILINE)
+            assert anchor in {slug(heading) for heading in headings}, f"{target}#{anchor}"
+
+
+def slug(heading: str) -> str:
+    """What GitHub makes of a heading."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+REFERENCE = reference.REFERENCE.read_text()
+
+
+def test_the_reference_is_that_of_the_code() -> None:
+    assert reference.rewritten(REFERENCE) == REFERENCE, "run python tests/reference.py"
+    assert REFERENCE.count("<!-- from the code") == len(reference.PARTS)
+
+
+@pytest.mark.parametrize("name", doyen.__all__)
+def test_public_names_are_in_the_reference(name: str) -> None:
+    assert re.search(rf"\b{name}\b", REFERENCE)
+
+
+def test_both_sessions_have_the_same_methods() -> None:
+    """As the reference says."""
+    both = [
+        {
+            name: inspect.signature(value).parameters
+            for name, value in vars(kind).items()
+            if not name.startswith("_")
+        }
+        for kind in (doyen.Session, doyen.BlockingSession)
+    ]
+    assert both[0] == both[1]
+
+
+def test_environment_variables_are_in_the_reference() -> None:
+    used = {
+        name
+        for path in (ROOT / "src").rglob("*.py")
+        for name in re.findall(r"\bDOYEN_[A-Z]+", path.read_text())
+    }
+    assert {*re.findall(r"^\| `(DOYEN_\w+)`", REFERENCE, re.MULTILINE)} == used
+
+
+@pytest.mark.parametrize("scheme", sorted(_BUILT_IN))
+def test_options_of_stores_are_in_the_reference(scheme: str) -> None:
+    """All that a store knows, as it says itself, and no others."""
+    context = Context(SystemClock(), emit=lambda event: None)
+    with pytest.raises(doyen.ConfigError, match="it knows") as refused:
+        asyncio.run(open_store(f"{scheme}://h/p?nonsense=1", context))
+    known = {*re.findall(r"\w+", str(refused.value).partition("it knows ")[2])} - {"none"}
+    told = REFERENCE.partition(f"### `{scheme}`\n")[2].partition("\n#")[0]
+    assert {*re.findall(r"[?&](\w+)=", told)} == known
