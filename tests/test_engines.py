@@ -36,6 +36,7 @@ class Engine:
 
 
 ENGINES = {
+    "consul": Engine(lambda: servers.Consul(session_ttl_min="1s"), 1.0),
     "etcd": Engine(lambda: servers.Etcd(heartbeat_interval="20", election_timeout="200"), 2.0),
     "mysql": Engine(servers.MariaDB, 2.0),
     "postgresql": Engine(servers.Postgres, 2.0),

@@ -234,6 +234,7 @@ class StoreURL:
 Opener = Callable[[StoreURL, Context], Awaitable[Store]]
 
 _BUILT_IN = {
+    "consul": "doyen.stores.consul",
     "etcd": "doyen.stores.etcd",
     "memory": "doyen.stores.memory",
     "mysql": "doyen.stores.sql.mysql",

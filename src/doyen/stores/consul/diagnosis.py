@@ -1,0 +1,127 @@
+"""What `doyen doctor` says about Consul: versions, agents, and times that do not fit together.
+
+Pure: `findings` is a function of what was seen of each agent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from doyen.model import Finding
+
+__all__ = ["State", "findings", "seconds"]
+
+OLDEST = (1, 7)
+_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "µs": 1e-6, "us": 1e-6, "ns": 1e-9}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What an agent said of itself, or why it said nothing."""
+
+    agent: str
+    silent_because: str = ""
+    version: str = ""
+    datacentre: str = ""
+    server: bool = False
+    leader_lease_s: float = 0.0
+    """How long a server that was deposed may go on as leader, unaware."""
+
+    @classmethod
+    def of(cls, agent: str, told: Mapping[str, Any] | None) -> Self:
+        """From its answer to agent/self; None if it did not let us ask."""
+        if told is None:
+            return cls(agent=agent)
+        config, debug = told["Config"], told.get("DebugConfig", {})
+        lease = debug.get("ConsulRaftLeaderLeaseTimeout", "") if config.get("Server") else ""
+        return cls(
+            agent=agent,
+            version=config["Version"],
+            datacentre=config["Datacenter"],
+            server=bool(config.get("Server")),
+            leader_lease_s=seconds(lease) if lease else 0.0,
+        )
+
+
+def seconds(duration: str) -> float:
+    """A duration in Go's words.
+
+    >>> seconds("1m30.5s"), seconds("500ms")
+    (90.5, 0.5)
+    """
+    parts = re.findall(r"([0-9.]+)(h|ms|m|s|µs|us|ns)", duration)
+    return sum(float(number) * _UNITS[unit] for number, unit in parts)
+
+
+def findings(states: Sequence[State], ttl_min_s: float) -> list[Finding]:
+    """What the states of the agents mean, with the shortest ttl that they grant."""
+    return [*_agents(states), *_versions(states), *_times(states, ttl_min_s)]
+
+
+def _agents(states: Sequence[State]) -> Iterator[Finding]:
+    for state in states:
+        if state.silent_because:
+            yield Finding(
+                level="warning",
+                subject="agents",
+                text=state.silent_because,
+                remedy="bring the agent back, or take it out of the URL",
+            )
+    datacentres = sorted({state.datacentre for state in states if state.datacentre})
+    if len(datacentres) > 1:
+        yield Finding(
+            level="problem",
+            subject="agents",
+            text=f"the agents are of several datacentres, {', '.join(datacentres)}: each would"
+            " elect a leader",
+            remedy="name agents of one datacentre only",
+        )
+    if len(states) == 1:
+        yield Finding(
+            level="note",
+            subject="agents",
+            text=f"the URL names one agent, {states[0].agent}: without it nobody is reached",
+            remedy="name several, separated by commas, unless each machine asks its own agent",
+        )
+
+
+def _versions(states: Sequence[State]) -> Iterator[Finding]:
+    for state in states:
+        if state.version:
+            release = tuple(int(part) for part in re.findall(r"\d+", state.version)[:2])
+            old = release < OLDEST
+            yield Finding(
+                level="warning" if old else "ok",
+                subject="version",
+                text=f"Consul {state.version} at {state.agent}"
+                + (", on which doyen has not been tried" if old else ""),
+                remedy=f"update Consul to {'.'.join(map(str, OLDEST))} or later" if old else "",
+            )
+        elif not state.silent_because:
+            yield Finding(
+                level="note",
+                subject="version",
+                text=f"{state.agent} does not tell its version and datacentre to this ACL token",
+                remedy="grant agent:read to have them checked",
+            )
+
+
+def _times(states: Sequence[State], ttl_min_s: float) -> Iterator[Finding]:
+    lease_s = max((state.leader_lease_s for state in states), default=0.0)
+    if ttl_min_s < lease_s:
+        yield Finding(
+            level="warning",
+            subject="session_ttl_min",
+            text=f"sessions may be as short as {ttl_min_s:g} s, while a server that was deposed may"
+            f" answer renewals for {lease_s:g} s: a shorter ttl than that is not safe",
+            remedy=f"use a ttl of {lease_s:g} s or more, or lower performance.raft_multiplier",
+        )
+    yield Finding(
+        level="note",
+        subject="expiry",
+        text="Consul keeps a session up to twice its ttl after the last renewal; the worst case"
+        " counts that",
+    )

@@ -1,0 +1,223 @@
+"""Notification: few blocking queries, however many watches.
+
+A blocking query is a read of all keys that begin with a prefix, which an agent answers only once
+their index has passed the one that was named. Each holds a connection, and agents bound those. So
+watches share queries: a *cover* is one query and the watches under its prefix. While there are few
+scopes each has a cover of its own, and only who waits for a key is woken by it; beyond that, covers
+become those of whole elections, then of all elections.
+
+- A watch is told when what stands under its scope differs from what its cover last saw, or from
+  anything that this store has since shown to a caller: an entry that came, was read and went again
+  between two answers leaves no other trace.
+- After a failure, and when a watch has moved to another cover, it is told in any case.
+- The index rules of Consul: never below 1; begin anew if it goes backwards.
+
+Imports the agents.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+
+from doyen.errors import StoreError
+from doyen.stores.consul.agents import Agents, Answer, Wire
+
+__all__ = ["Watches"]
+
+log = logging.getLogger("doyen.consul")
+
+MOST_COVERS = 8
+WAIT_S = 10.0
+"""How long an agent may keep a query that has nothing to tell; it adds up to a sixteenth."""
+SILENCE_S = 5.0
+"""How much later than that an answer is given up: the link is dead."""
+PAUSE_S = 0.2
+
+
+class Watches:
+    """The watches of one store."""
+
+    def __init__(self, agents: Agents, prefix: str) -> None:
+        self._wire = Wire(agents)
+        self._depth = prefix.count("/") + 1
+        self._covers: dict[str, _Cover] = {}
+
+    async def watch(self, scope: str, notify: Callable[[], None]) -> _Watch:
+        watch = _Watch(self, scope, notify)
+        self._cover(watch)
+        try:
+            await watch.begun
+        except BaseException:
+            watch.close()
+            raise
+        return watch
+
+    def show(self, key: str, version: int) -> None:
+        """A caller is shown this version of an entry."""
+        for prefix, cover in self._covers.items():
+            if within(key, prefix):
+                cover.shown[key].add(version)
+
+    def forget(self, watch: _Watch) -> None:
+        for cover in list(self._covers.values()):
+            cover.watches.pop(watch, None)
+            if not cover.watches:
+                self._close(cover)
+
+    async def close(self) -> None:
+        covers = list(self._covers.values())
+        for cover in covers:
+            for watch in list(cover.watches):
+                watch.close()
+        await asyncio.gather(*(cover.task for cover in covers), return_exceptions=True)
+        await self._wire.close()
+
+    def _cover(self, watch: _Watch) -> None:
+        """Put a watch under a cover; where there would be too many, make them fewer and wider."""
+        found = next(
+            (each for each in self._covers.values() if within(watch.scope, each.prefix)), None
+        )
+        if found is None and len(self._covers) >= MOST_COVERS:
+            watches = [each for cover in self._covers.values() for each in cover.watches]
+            prefixes = wider([each.scope for each in (*watches, watch)], self._depth)
+            for cover in list(self._covers.values()):
+                if cover.prefix not in prefixes:
+                    self._close(cover)
+            for each in watches:
+                self._join(next(prefix for prefix in prefixes if within(each.scope, prefix)), each)
+            found = None
+            prefix = next(prefix for prefix in prefixes if within(watch.scope, prefix))
+        else:
+            prefix = watch.scope if found is None else found.prefix
+        self._join(prefix, watch)
+
+    def _join(self, prefix: str, watch: _Watch) -> None:
+        cover = self._covers.get(prefix)
+        if cover is None:
+            cover = self._covers[prefix] = _Cover(prefix, self._wire)
+        if watch not in cover.watches:
+            cover.join(watch)
+
+    def _close(self, cover: _Cover) -> None:
+        del self._covers[cover.prefix]
+        cover.task.cancel()
+
+
+class _Watch:
+    """A standing request to be told of changes at a scope or under it."""
+
+    def __init__(self, watches: Watches, scope: str, notify: Callable[[], None]) -> None:
+        self.scope = scope
+        self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._watches = watches
+        self._notify = notify
+        self._closed = False
+
+    def tell(self) -> None:
+        if not self._closed:
+            try:
+                self._notify()
+            except Exception:
+                log.exception("a listener failed on a change and was passed over")
+
+    def begin(self) -> None:
+        """Its cover sees; again, if it had begun before, and then what it missed is told."""
+        if self.begun.done():
+            self.tell()
+        else:
+            self.begun.set_result(None)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.begun.cancel()
+            self._watches.forget(self)
+
+
+class _Cover:
+    """One blocking query after another, and the watches that it serves."""
+
+    def __init__(self, prefix: str, wire: Wire) -> None:
+        self.prefix = prefix
+        self.watches: dict[_Watch, None] = {}
+        self.shown: defaultdict[str, set[int]] = defaultdict(set)
+        self._wire = wire
+        self._seen: dict[str, int] | None = None
+        """Each key's version as of the last answer; None before the first and after a failure."""
+        self.task = asyncio.get_running_loop().create_task(self._run())
+
+    def join(self, watch: _Watch) -> None:
+        self.watches[watch] = None
+        if self._seen is not None:
+            watch.begin()
+
+    async def _run(self) -> None:
+        index = 0
+        while True:
+            try:
+                answer = await self._ask(index)
+            except StoreError as error:
+                log.debug("watching is interrupted: %s", error)
+                index, self._seen = 0, None
+                for watch in [each for each in self.watches if not each.begun.done()]:
+                    watch.begun.set_exception(error)
+                await asyncio.sleep(PAUSE_S * random.uniform(0.5, 1.5))
+            else:
+                index = max(1, answer.index) if answer.index >= index else 0
+                self._take(answer)
+
+    async def _ask(self, index: int) -> Answer:
+        options: dict[str, object] = {"recurse": None}
+        if index:
+            options |= {"index": index, "wait": f"{WAIT_S:g}s"}
+        answer_s = (WAIT_S * 17 / 16 if index else 0) + SILENCE_S
+        path = f"kv/{self.prefix}"
+        return await self._wire.ask("GET", path, reads=True, answer_s=answer_s, **options)
+
+    def _take(self, answer: Answer) -> None:
+        raw = answer.json if answer.status == 200 else []
+        before, now = self._seen, {each["Key"]: each["ModifyIndex"] for each in raw}
+        self._seen, shown, self.shown = now, self.shown, defaultdict(set)
+        if before is None:
+            for watch in list(self.watches):
+                watch.begin()
+            return
+        changed = {key for key in (*now, *before) if now.get(key) != before.get(key)}
+        changed |= {key for key, versions in shown.items() if versions != {now.get(key)}}
+        touched = set(_paths(changed))
+        for watch in [each for each in self.watches if each.scope in touched]:
+            watch.tell()
+
+
+def within(key: str, scope: str) -> bool:
+    """Whether a key is the scope or lies under it."""
+    return key == scope or key.startswith(f"{scope}/")
+
+
+def wider(scopes: Iterable[str], depth: int) -> set[str]:
+    """The fewest and narrowest prefixes for these scopes: those of elections, or of all of them.
+
+    `depth` is the number of segments of the store's own prefix.
+
+    >>> sorted(wider(["doyen/elections/a/leader", "doyen/elections/b/line"], 1))
+    ['doyen/elections/a', 'doyen/elections/b']
+    """
+    scopes = list(scopes)
+    prefixes: set[str] = set()
+    for segments in (depth + 2, depth + 1):
+        prefixes = {"/".join(scope.split("/")[:segments]) for scope in scopes}
+        if len(prefixes) <= MOST_COVERS // 2:  # leave room, or the next watch would come here again
+            break
+    return prefixes
+
+
+def _paths(keys: Iterable[str]) -> Iterator[str]:
+    """The keys and all that they lie under."""
+    for key in keys:
+        segments = key.split("/")
+        for count in range(1, len(segments) + 1):
+            yield "/".join(segments[:count])
