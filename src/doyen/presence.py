@@ -31,6 +31,9 @@ __all__ = ["Presence", "Settings", "line_of"]
 T = TypeVar("T")
 log = logging.getLogger("doyen")
 
+CALLS_AT_ONCE = 128
+"""How many store calls of a session are under way at a time. Renewals are not among them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -77,6 +80,7 @@ class Presence:
         self._heart: Heart | None = None
         self._own_hearts: dict[Heart, None] = {}
         self._granting = asyncio.Lock()
+        self._turns = asyncio.Semaphore(CALLS_AT_ONCE)
         # In the order they came, not sets: one seed must give one run.
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._errands: dict[asyncio.Task[Any], None] = {}
@@ -125,7 +129,12 @@ class Presence:
         return cls(store, settings, timing, telemetry, runtime, audit, session_id=session_id)
 
     async def call(self, request: Awaitable[T]) -> T:
-        """One store call, bounded: shorter than the lease, and unknown if it did not answer."""
+        """One store call, bounded: shorter than the lease, and unknown if it did not answer.
+
+        Its time is counted from when its turn comes. Thousands of candidates that call at once
+        would otherwise wait for one another until all of them are late.
+        """
+        await self._turn(request)
         try:
             async with asyncio.timeout(self.timing.request_timeout_s):
                 return await request
@@ -133,6 +142,22 @@ class Presence:
             raise OutcomeUnknown(
                 f"the store did not answer within {self.timing.request_timeout_s:g} s"
             ) from error
+        finally:
+            self._turns.release()
+
+    async def _turn(self, request: Awaitable[Any]) -> None:
+        try:
+            async with asyncio.timeout(self.timing.ttl_s):
+                await self._turns.acquire()
+        except BaseException as error:
+            if isinstance(request, Coroutine):
+                request.close()
+            if isinstance(error, TimeoutError):
+                raise StoreUnavailable(
+                    f"{CALLS_AT_ONCE} calls wait for the store, and no turn came within"
+                    f" {self.timing.ttl_s:g} s"
+                ) from error
+            raise
 
     async def errand(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run what a caller waits for. Closing the session ends it, in `SessionClosed`."""

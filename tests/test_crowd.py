@@ -1,0 +1,87 @@
+"""Thousands of candidates on one session that all call the store at once."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from doyen.errors import OutcomeUnknown, StoreUnavailable
+from doyen.events import Unsure
+from doyen.presence import CALLS_AT_ONCE
+from doyen.testing import Faults
+from doyen.testing.faults import FaultyStore
+from support import TTL_S, Place, now, virtual
+
+
+class Queue(FaultyStore):
+    """A store that serves one call at a time, and renewals besides."""
+
+    calls = 0
+
+    async def _call(self, operation: str, *rest: Any) -> Any:
+        if operation != "renew":
+            Queue.calls += 1
+            async with self._counter:
+                await asyncio.sleep(0.002)
+        return await super()._call(operation, *rest)
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._counter = asyncio.Lock()
+
+
+@virtual
+async def test_a_crowd_does_not_make_itself_late(place: Place) -> None:
+    """What all of them ask takes longer than any call may; nobody asks twice all the same."""
+    Queue.calls = 0
+    session = await place.open(wrap=lambda store: Queue(store, Faults()))
+    leading = asyncio.Semaphore(0)
+    stop = asyncio.Event()
+
+    async def lead(number: int) -> None:
+        async with session.campaign(f"e{number}"):
+            leading.release()
+            await stop.wait()
+
+    crowd = 1500
+    assert crowd * 0.002 > TTL_S / 6 > CALLS_AT_ONCE * 0.002
+    campaigns = [asyncio.create_task(lead(number)) for number in range(crowd)]
+    for _ in campaigns:
+        await leading.acquire()
+    while_standing = Queue.calls
+    stop.set()
+    await asyncio.gather(*campaigns)
+    # A ticket, who is ahead, a watch, the record; as leader, a look at the record and the orders.
+    assert while_standing <= 6 * crowd + 1
+    assert not place.seen(Unsure)
+
+
+@virtual
+async def test_who_gets_no_turn_is_told_that_nothing_was_done(place: Place) -> None:
+    faults = Faults()
+    session = await place.open(faults)
+    faults.cut()
+    calls = [session.leader("e") for _ in range(20 * CALLS_AT_ONCE)]
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert {type(outcome) for outcome in outcomes} == {OutcomeUnknown, StoreUnavailable}
+    assert now() <= 2 * TTL_S
+    faults.heal()
+    assert await session.leader("e") is None
+
+
+@virtual
+async def test_one_who_waits_for_a_turn_can_be_cancelled(place: Place) -> None:
+    faults = Faults()
+    session = await place.open(faults)
+    faults.cut()
+    others = [asyncio.create_task(session.leader("e")) for _ in range(2 * CALLS_AT_ONCE)]
+    await asyncio.sleep(0.1)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await session.leader("e")
+    assert now() == 0.2
+    faults.heal()
+    await asyncio.gather(*others, return_exceptions=True)
+    assert await session.leader("e") is None
