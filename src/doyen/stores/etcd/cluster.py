@@ -19,6 +19,7 @@ Imports grpc, the messages and the error tree.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -170,6 +171,8 @@ class Connection:
             if tls is None
             else grpc.aio.secure_channel(member, tls, options=_OPTIONS)
         )
+        self.heard_at = -math.inf
+        """When the member last answered anything, on the loop's clock."""
         self._calls: dict[Method, Any] = {}
         self._greeting: asyncio.Task[None] | None = None
 
@@ -178,7 +181,10 @@ class Connection:
         if self._greeting is None:
             self._greeting = asyncio.get_running_loop().create_task(self._greet())
             self._greeting.add_done_callback(_seen)
-        await asyncio.shield(self._greeting)
+        if self._greeting.done():
+            self._greeting.result()
+        else:
+            await asyncio.shield(self._greeting)
 
     async def _greet(self) -> None:
         status = await self.status()
@@ -225,7 +231,9 @@ class Connection:
                 method.path, _serialise, method.answer.FromString
             )
         try:
-            return await call(request, metadata=metadata)
+            answer = await call(request, metadata=metadata)
+        except grpc.aio.UsageError as error:
+            raise StoreUnavailable(f"the connection to etcd at {self.member} is closed") from error
         except grpc.aio.AioRpcError as error:
             raise translate(error, self.member) from error
         except asyncio.CancelledError:
@@ -234,6 +242,8 @@ class Connection:
                 raise
             # gRPC cancels the calls of a channel that is closed, and this is how it says so.
             raise OutcomeUnknown(f"the connection to etcd at {self.member} was closed") from None
+        self.heard_at = asyncio.get_running_loop().time()
+        return answer
 
     def stream(self, method: Method, requests: AsyncIterator[Any]) -> Any:
         """A call with requests and answers without end."""
@@ -257,25 +267,28 @@ class Wire:
     async def connection(self) -> Connection:
         """A connection to a member that answers. Raises `StoreUnavailable` of the one
         whose turn it is, and it is the next one's turn then."""
-        if self._closed:
-            raise StoreUnusable("this store has been closed; open another")
-        if self._connection is None:
-            members = self._cluster.members
-            self._connection = Connection(self._cluster, members[self._turn % len(members)])
-        connection, began = self._connection, self._now()
-        try:
-            await connection.ready()
-        except asyncio.CancelledError:
-            self.unanswered(connection, began)
-            raise
-        except StoreError:
-            self.move_on(connection)
-            raise
-        return connection
+        while True:
+            if self._closed:
+                raise StoreUnusable("this store has been closed; open another")
+            if self._connection is None:
+                members = self._cluster.members
+                self._connection = Connection(self._cluster, members[self._turn % len(members)])
+            connection, began = self._connection, self._now()
+            try:
+                await connection.ready()
+            except asyncio.CancelledError:
+                self.unanswered(connection, began)
+                raise
+            except StoreError:
+                self.move_on(connection)
+                raise
+            if connection is self._connection:  # nobody has left it meanwhile
+                return connection
 
     def unanswered(self, connection: Connection, began: float) -> None:
-        """A call was cancelled: if it had waited, the next goes to another member."""
-        if self._now() - began >= UNANSWERED_S:
+        """A call was given up: if nothing has been heard since it began, the next goes to another
+        member."""
+        if connection.heard_at < began <= self._now() - UNANSWERED_S:
             self.move_on(connection)
 
     def move_on(self, connection: Connection) -> None:

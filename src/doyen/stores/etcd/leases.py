@@ -102,6 +102,7 @@ class _Stream:
                 lease, waiter = self._waiting.popleft()
                 if lease != answer.ID:
                     break
+                self.connection.heard_at = asyncio.get_running_loop().time()
                 if not waiter.done():
                     waiter.set_result(answer)
             self._fail(StoreUnavailable(f"etcd at {member} ended the stream of renewals"))
