@@ -40,6 +40,7 @@ ENGINES = {
     "etcd": Engine(lambda: servers.Etcd(heartbeat_interval="20", election_timeout="200"), 2.0),
     "mysql": Engine(servers.MariaDB, 2.0),
     "postgresql": Engine(servers.Postgres, 2.0),
+    "redis": Engine(servers.Redis, 2.0),
 }
 
 

@@ -239,6 +239,10 @@ _BUILT_IN = {
     "memory": "doyen.stores.memory",
     "mysql": "doyen.stores.sql.mysql",
     "postgresql": "doyen.stores.sql.postgresql",
+    "redis": "doyen.stores.redis",
+    "redis+sentinel": "doyen.stores.redis",
+    "rediss": "doyen.stores.redis",
+    "rediss+sentinel": "doyen.stores.redis",
     "sqlite": "doyen.stores.sqlite",
     "zookeeper": "doyen.stores.zookeeper",
 }
