@@ -78,22 +78,19 @@ class Watches:
 
     def _cover(self, watch: _Watch) -> None:
         """Put a watch under a cover; where there would be too many, make them fewer and wider."""
-        found = next(
-            (each for each in self._covers.values() if within(watch.scope, each.prefix)), None
-        )
-        if found is None and len(self._covers) >= MOST_COVERS:
-            watches = [each for cover in self._covers.values() for each in cover.watches]
-            prefixes = wider([each.scope for each in (*watches, watch)], self._depth)
-            for cover in list(self._covers.values()):
+        covers = list(self._covers.values())
+        prefixes = [cover.prefix for cover in covers if within(watch.scope, cover.prefix)]
+        if not prefixes and len(covers) < MOST_COVERS:
+            prefixes = [watch.scope]
+        moving = [watch]
+        if not prefixes:
+            moving += (each for cover in covers for each in cover.watches)
+            prefixes = wider([each.scope for each in moving], self._depth)
+            for cover in covers:
                 if cover.prefix not in prefixes:
                     self._close(cover)
-            for each in watches:
-                self._join(next(prefix for prefix in prefixes if within(each.scope, prefix)), each)
-            found = None
-            prefix = next(prefix for prefix in prefixes if within(watch.scope, prefix))
-        else:
-            prefix = watch.scope if found is None else found.prefix
-        self._join(prefix, watch)
+        for each in moving:
+            self._join(next(prefix for prefix in prefixes if within(each.scope, prefix)), each)
 
     def _join(self, prefix: str, watch: _Watch) -> None:
         cover = self._covers.get(prefix)
@@ -198,12 +195,12 @@ def within(key: str, scope: str) -> bool:
     return key == scope or key.startswith(f"{scope}/")
 
 
-def wider(scopes: Iterable[str], depth: int) -> set[str]:
+def wider(scopes: Iterable[str], depth: int) -> list[str]:
     """The fewest and narrowest prefixes for these scopes: those of elections, or of all of them.
 
     `depth` is the number of segments of the store's own prefix.
 
-    >>> sorted(wider(["doyen/elections/a/leader", "doyen/elections/b/line"], 1))
+    >>> wider(["doyen/elections/a/leader", "doyen/elections/b/line"], 1)
     ['doyen/elections/a', 'doyen/elections/b']
     """
     scopes = list(scopes)
@@ -212,7 +209,7 @@ def wider(scopes: Iterable[str], depth: int) -> set[str]:
         prefixes = {"/".join(scope.split("/")[:segments]) for scope in scopes}
         if len(prefixes) <= MOST_COVERS // 2:  # leave room, or the next watch would come here again
             break
-    return prefixes
+    return sorted(prefixes)
 
 
 def _paths(keys: Iterable[str]) -> Iterator[str]:

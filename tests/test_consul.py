@@ -1,0 +1,323 @@
+"""Consul in particular: its errors, its index rules, its sessions, and links that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+import servers
+from doyen.clock import SystemClock
+from doyen.errors import ConfigError, OutcomeUnknown, StoreError, StoreUnavailable, StoreUnusable
+from doyen.model import leader_key, line_key, order_key
+from doyen.store import Context, Store, open_store
+from doyen.stores.consul.agents import Agents, Answer
+from doyen.stores.consul.diagnosis import State, findings
+from doyen.stores.consul.watches import MOST_COVERS, Watches
+from servers import wire
+
+MASTER = "5f0ab5a0-0000-4000-8000-000000000001"
+UNKNOWN = "5f0ab5a0-0000-4000-8000-000000000002"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[servers.Consul]:
+    with servers.Consul(session_ttl_min="1s") as server:
+        yield server
+
+
+@asynccontextmanager
+async def opened(url: str) -> AsyncIterator[Store]:
+    store = await open_store(url, Context(SystemClock(), lambda event: None))
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def reached(event: asyncio.Event) -> None:
+    async with asyncio.timeout(20):
+        await event.wait()
+    event.clear()
+
+
+def refused(url: str, kind: type[Exception], match: str) -> None:
+    async def main() -> None:
+        async with opened(url):
+            pass
+
+    with pytest.raises(kind, match=match):
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("url", "match"),
+    [
+        ("consul://h/?lock_delay=3", "no option 'lock_delay'"),
+        ("consul://h/?tls=yes", "true or false"),
+        ("consul://h/?tls=false&ca=/x", "tls=false"),
+        ("consul://h/?ca=/nowhere/ca.pem", "cannot be used"),
+        ("consul://h/?cert=/x", "together"),
+        ("consul://me:secret@h/", "no users"),
+        ("consul://h/?token_file=/nowhere/token", "cannot be read"),
+        ("consul://h/?connect_timeout_s=soon", "is a number"),
+        ("consul://::1:8500/", "is not a host"),
+    ],
+)
+def test_a_url_that_cannot_work_is_refused(url: str, match: str) -> None:
+    refused(url, ConfigError, match)
+
+
+def test_errors_name_the_cause(server: servers.Consul) -> None:
+    nobody = servers.free_port()
+    refused(f"consul://127.0.0.1:{nobody}", StoreUnavailable, f"127.0.0.1:{nobody} cannot be reach")
+    refused(f"{server.url}?token_floor=1000000", StoreUnusable, "below token_floor=1000000")
+    with servers.Proxy(server) as link:
+        link.cut()
+        refused(f"{link.url}?connect_timeout_s=0.2", StoreUnavailable, "not answer within 0.2 s")
+
+
+def test_acl_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a token, and with one that is unknown, the error says so; it may come from the URL
+    or the environment."""
+    acl = {"enabled": True, "default_policy": "deny", "tokens": {"master": MASTER}}
+
+    class Guarded(servers.Consul):
+        def ping(self) -> None:
+            if json.loads(wire.http(self.port, "GET", "/v1/status/leader")[1]) == "":
+                raise ValueError("Consul has no leader")
+
+    async def leads(url: str) -> None:
+        async with opened(url) as store:
+            lease = await store.grant(10)
+            assert (await store.create(leader_key("e"), b"v", lease)).won
+            await store.renew(lease)
+            await store.revoke(lease)
+            await store.revoke(lease)
+            assert await store.get(leader_key("e")) is None
+
+    async def ready(url: str) -> None:
+        """The master token is made a moment after the leader."""
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    return await leads(url)
+                except StoreUnusable:
+                    await asyncio.sleep(0.05)
+
+    with Guarded(acl=acl, primary_datacenter="dc1") as server:
+        at = f"127.0.0.1:{server.port}"
+        asyncio.run(ready(f"consul://:{MASTER}@{at}"))
+        refused(f"consul://{at}", StoreUnusable, "key_prefix write on doyen's prefix")
+        refused(f"consul://:{UNKNOWN}@{at}", StoreUnusable, "does not know the ACL token")
+        monkeypatch.setenv("CONSUL_HTTP_TOKEN", MASTER)
+        asyncio.run(leads(f"consul://{at}"))
+
+
+def test_nothing_but_its_ttl_ends_a_session(server: servers.Consul) -> None:
+    """No check of a node's health, whose opinion cost a lock in consul#1290, and no lock-delay."""
+
+    async def main() -> None:
+        async with opened(server.url) as store:
+            lease = await store.grant(1.5)
+            (told,) = wire.http_json(server.port, "GET", f"/v1/session/info/{lease.id}")
+            assert (told["NodeChecks"], told["ServiceChecks"]) == ([], [])
+            assert (told["TTL"], told["Behavior"], told["LockDelay"]) == ("1500ms", "delete", 0)
+            key = leader_key("delay")
+            assert (await store.create(key, b"1", lease)).won
+            await store.revoke(lease)
+            assert (await store.create(key, b"2", await store.grant(5))).won
+
+    asyncio.run(main())
+
+
+def test_an_agent_that_fails_costs_nothing_but_a_turn(server: servers.Consul) -> None:
+    """consul#1290: with one of several agents down, the lease and the watches go on."""
+
+    async def main() -> None:
+        with servers.Proxy(server) as one, servers.Proxy(server) as two:
+            url = f"consul://127.0.0.1:{one.port},127.0.0.1:{two.port}"
+            async with opened(url) as store, opened(server.url) as other:
+                lease = await store.grant(30)
+                key, event = leader_key("turn"), asyncio.Event()
+                await store.watch(key, event.set)
+                one.refuse()
+                await renewed(lambda: store.renew(lease))
+                assert (await store.create(key, b"v", lease)).won
+                await reached(event)
+                two.refuse()
+                one.heal()
+                await renewed(lambda: store.renew(lease))
+                assert await other.delete(key)
+                await reached(event)
+                while await store.get(key) is not None:
+                    await reached(event)
+
+    async def renewed(renew: Callable[[], Awaitable[None]]) -> None:
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    return await renew()
+                except OutcomeUnknown:  # the connection was reset before anybody knew it
+                    continue
+
+    asyncio.run(main())
+
+
+def test_a_lost_answer_is_an_unknown_outcome(server: servers.Consul) -> None:
+    async def main() -> None:
+        with servers.Proxy(server) as link:
+            async with opened(link.url) as store:
+                lease = await store.grant(30)
+                key = leader_key("lost answer")
+                link.break_after(0, "down")
+                with pytest.raises(OutcomeUnknown):
+                    await store.create(key, b"mine", lease)
+                found = await store.get(key)
+                assert found is not None
+                assert found.lease == lease.id
+                link.refuse()
+                with pytest.raises(StoreUnavailable):
+                    await store.create(key, b"again", lease)
+                link.heal()
+                await store.revoke(lease)
+
+    asyncio.run(main())
+
+
+def test_watches_outlive_a_restart_of_the_server() -> None:
+    async def main() -> None:
+        with servers.Consul(session_ttl_min="1s") as server:
+            async with opened(server.url) as store, AsyncExitStack() as later:
+                key, event = order_key("restart"), asyncio.Event()
+                await store.watch(key, event.set)
+                await asyncio.to_thread(server.restart)
+                other = await later.enter_async_context(opened(server.url))
+                await other.put(key, b"news", if_version=None)
+                while await seen(store, key) != b"news":
+                    await reached(event)
+
+    async def seen(store: Store, key: str) -> bytes | None:
+        try:
+            entry = await store.get(key)
+        except StoreError:
+            return None
+        return None if entry is None else entry.value
+
+    asyncio.run(main())
+
+
+def test_many_watches_take_few_queries(server: servers.Consul) -> None:
+    """And each is told what concerns it, whatever cover it has moved under."""
+
+    async def main() -> None:
+        with servers.Proxy(server) as link:
+            async with opened(link.url) as store, opened(server.url) as other:
+                told = [asyncio.Event() for _ in range(60)]
+                for number, event in enumerate(told):
+                    await store.watch(leader_key(f"many{number}"), event.set)
+                await store.watch(line_key("many0"), told[0].set)
+                assert link.connections <= MOST_COVERS + 2
+                lease = await other.grant(30)
+                # What moved was told at once, or will be; only then is silence a statement.
+                await other.create(leader_key("many59"), b"v", lease)
+                await reached(told[59])
+                for event in told:
+                    event.clear()
+                await other.create(leader_key("many7"), b"v", lease)
+                await reached(told[7])
+                assert not any(event.is_set() for event in told)
+                await other.enqueue(line_key("many0"), b"t", lease)
+                await reached(told[0])
+                await other.revoke(lease)
+                for number in (0, 7, 59):
+                    await reached(told[number])
+
+    asyncio.run(main())
+
+
+class Script:
+    """Answers to blocking queries, handed out one by one."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, object]] = []
+        self._answers: asyncio.Queue[Answer] = asyncio.Queue()
+        self._again = asyncio.Event()
+
+    async def ask(self, method: str, path: str, **options: object) -> Answer:
+        self.asked.append(options)
+        self._again.set()
+        return await self._answers.get()
+
+    async def answer(self, index: int, **versions: int) -> None:
+        raw = [{"Key": f"d/e/{key}", "ModifyIndex": at} for key, at in versions.items()]
+        await reached(self._again)
+        self._answers.put_nowait(Answer(200 if raw else 404, index, json.dumps(raw)))
+        await self._again.wait()
+
+    async def close(self) -> None:
+        return
+
+
+def scripted() -> tuple[Script, Watches]:
+    script = Script()
+    watches = Watches(Agents(["h:1"], token="", tls=None, connect_timeout_s=1), "d")
+    watches._wire = script  # type: ignore[assignment]
+    return script, watches
+
+
+def test_what_was_shown_and_went_again_is_told() -> None:
+    """An entry that came, was read and went between two answers leaves no trace in them."""
+
+    async def main() -> None:
+        script, watches = scripted()
+        told: list[int] = []
+        opening = asyncio.ensure_future(watches.watch("d/e/leader", lambda: told.append(1)))
+        await script.answer(5)
+        await opening
+        watches.show("d/e/leader", 6)
+        await script.answer(7)
+        assert told == [1]
+        await script.answer(8, other=8)
+        assert told == [1]
+        await script.answer(9, leader=9)
+        assert told == [1, 1]
+        watches.show("d/e/leader", 9)
+        await script.answer(10, leader=9)
+        assert told == [1, 1]
+        await watches.close()
+
+    asyncio.run(main())
+
+
+def test_index_rules() -> None:
+    """Never an index of 0 in a query that should block; begin anew when it goes backwards."""
+
+    async def main() -> None:
+        script, watches = scripted()
+        opening = asyncio.ensure_future(watches.watch("d/e", lambda: None))
+        for index in (0, 40, 12, 12):
+            await script.answer(index)
+        await opening
+        assert [options.get("index") for options in script.asked] == [None, 1, 40, None, 12]
+        await watches.close()
+
+    asyncio.run(main())
+
+
+def test_diagnosis(server: servers.Consul) -> None:
+    async def main() -> None:
+        async with opened(server.url) as store:
+            assert store.capabilities.ttl_min_s == 1.0
+            found = await store.diagnose()
+            assert [each.level for each in found] == ["note", "ok", "note"]
+
+    asyncio.run(main())
+    told = {"Config": {"Version": "1.6.2", "Datacenter": "a", "Server": True}}
+    old = State.of("h1", {**told, "DebugConfig": {"ConsulRaftLeaderLeaseTimeout": "2.5s"}})
+    other = State(agent="h2", version="1.20.1", datacentre="b")
+    levels = [each.level for each in findings([old, other, State(agent="h3")], 1.0)]
+    assert levels == ["problem", "warning", "ok", "note", "warning", "note"]
