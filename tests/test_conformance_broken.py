@@ -323,6 +323,24 @@ class WatchesLate(MemoryStore):
         return watch
 
 
+@caught_by("what_came_and_went_is_told_to_who_saw_it")
+class ComparesNowAndThen(MemoryStore):
+    """Looks at intervals whether anything differs from the last time."""
+
+    async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
+        watch = await super().watch(scope, lambda: None)
+
+        def compare(before: Entry | None) -> None:
+            entry = self._server.get(scope)
+            if (before is None) != (entry is None):
+                notify()
+            if watch in self._watches:
+                self._loop.call_later(0.1, compare, entry)
+
+        compare(self._server.get(scope))
+        return watch
+
+
 @caught_by("a_closed_watch_is_silent")
 class TalksOn(MemoryStore):
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:

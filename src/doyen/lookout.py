@@ -13,9 +13,11 @@ nothing to say against what was seen.
 just after it is due, and oftener when it does not come. So the sighting of the last renewal is
 young when its holder falls silent, and at the end of the ttl nobody has to begin to observe.
 
-*Changes.* Where the engine notifies, `changed` is called. Where it does not, or not reliably, one
-counter is read at intervals while anything is watched, and only if it has moved are the scopes
-compared.
+*Changes.* Where the engine notifies, `changed` is called. Where it does not, the store is asked at
+intervals, while anything is watched, for the paths that have changed since the last time
+(`changes`). A store that cannot say which gives a counter; only if that has moved are the scopes
+compared. Then a thing made and undone between two looks goes unnoticed, though somebody may have
+read it meanwhile and wait for its end: good enough only beside notifications that are rarely lost.
 
 Everything runs on the store's loop. Imports events, the error tree and the standard library.
 """
@@ -24,13 +26,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from doyen.errors import StoreError
 
-__all__ = ["LeaseRow", "Lookout", "Survey", "Tables", "Verdict"]
+__all__ = ["Changes", "LeaseRow", "Lookout", "Survey", "Tables", "Verdict"]
 
 log = logging.getLogger("doyen")
 
@@ -73,6 +75,11 @@ class Verdict(NamedTuple):
     over: bool
     look_after_s: float
     remaining_s: float
+
+
+Changes = Callable[[int | None], Awaitable[tuple[int, Sequence[str] | None]]]
+"""Given a position, the present one and the paths that have changed in between; None instead of
+them if they are not known, or not any more."""
 
 
 class Tables(Protocol):
@@ -137,10 +144,19 @@ class _Watch:
 class Lookout:
     """The sightings, monitors and watches of one handle. With `poll_s`, changes are asked for."""
 
-    def __init__(self, tables: Tables, now: Callable[[], float], poll_s: float | None) -> None:
+    def __init__(
+        self,
+        tables: Tables,
+        now: Callable[[], float],
+        poll_s: float | None,
+        changes: Changes | None = None,
+    ) -> None:
         self._tables = tables
         self._now = now
         self._poll_s = poll_s
+        self._changes = changes
+        self._position: int | None = None
+        """Up to where changes have been asked for, while they are."""
         self._loop = asyncio.get_running_loop()
         self._incarnation = ""
         self._seen: dict[str, _Sighting] = {}
@@ -196,13 +212,23 @@ class Lookout:
         if self._poll_s is None:
             self._mark({name})
             return watch
-        try:  # what is to be told is what differs from now
-            self._take_over(await self._tables.survey([name]))
+        try:  # what is to be told is what comes after this
+            if self._changes is None:
+                self._take_over(await self._tables.survey([name]))
+            else:
+                await self._begin_to_ask(self._changes)
+                self._mark({name})
         except BaseException:
             watch.close()
             raise
         self._start("poll", self._poll)
         return watch
+
+    async def _begin_to_ask(self, changes: Changes) -> None:
+        if self._position is None:
+            position, _ = await changes(None)
+            if self._position is None:  # or another has begun meanwhile, from further back
+                self._position = position
 
     def leave(self, scope: _Scope) -> None:
         """Nobody here watches the scope any more."""
@@ -311,19 +337,35 @@ class Lookout:
 
     async def _poll(self) -> None:
         """Ask whether anything has changed, at intervals that leave the server most of its time."""
-        position, pause_s = -1, self._poll_s or 0.0
+        pause_s = self._poll_s or 0.0
         while self._scopes:
             await asyncio.sleep(pause_s)
             began = self._loop.time()
             try:
                 async with asyncio.timeout(_PATIENCE_S):
-                    latest = await self._tables.position()
-                    if latest != position:
-                        self._take_over(await self._tables.survey(sorted(self._scopes)))
-                        position = latest
+                    if self._changes is None:
+                        await self._compare()
+                    else:
+                        await self._ask(self._changes)
             except (StoreError, TimeoutError) as error:
                 log.debug("changes could not be asked for: %s", error)
             pause_s = max(self._poll_s or 0.0, 4 * (self._loop.time() - began))
+        self._position = None
+
+    async def _ask(self, changes: Changes) -> None:
+        position, paths = await changes(self._position)
+        if paths is not None:
+            for path in paths:
+                self.changed(path)
+        elif position != self._position:
+            self.all_changed()
+        self._position = position
+
+    async def _compare(self) -> None:
+        position = await self._tables.position()
+        if position != self._position:
+            self._take_over(await self._tables.survey(sorted(self._scopes)))
+            self._position = position
 
     def _take_over(self, surveys: dict[str, Survey]) -> None:
         for name, survey in surveys.items():
@@ -331,7 +373,11 @@ class Lookout:
             if scope is not None:
                 before = scope.survey
                 self._own(scope, survey)
-                if self._poll_s is not None and before not in (None, survey):
+                if (
+                    self._poll_s is not None
+                    and self._changes is None
+                    and before not in (None, survey)
+                ):
                     self._tell({name})
 
     def _own(self, scope: _Scope, survey: Survey) -> None:

@@ -15,6 +15,7 @@ from .etcd import Etcd, EtcdCluster
 from .fetch import Skipped, Unavailable
 from .mariadb import MariaDB
 from .nats import Nats
+from .pgbouncer import PgBouncer
 from .postgres import Postgres
 from .process import Server, ServerFailed, free_port, running
 from .proxy import Proxy
@@ -27,6 +28,7 @@ __all__ = [
     "EtcdCluster",
     "MariaDB",
     "Nats",
+    "PgBouncer",
     "Postgres",
     "Proxy",
     "Redis",

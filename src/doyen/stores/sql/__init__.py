@@ -6,7 +6,6 @@ engines share all of it, so they are one package:
 
     link        a connection: calls take turns, and one that is in doubt is dropped
     store       the tables, and what may be done with them
-    lookout     watches, and the leases that own what is watched
     postgresql  LISTEN and NOTIFY, schema, errors of PostgreSQL
     mysql       the same for MySQL and MariaDB, which are asked at short intervals
     diagnosis   what a server's settings mean

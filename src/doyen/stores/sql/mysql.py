@@ -6,9 +6,10 @@
     ?connect_timeout_s=3     when a host that does not answer is passed over
     ?tls=true&ca=…&cert=…&key=…   encrypted, the server's certificate verified
 
-These engines cannot tell their clients of changes, so they are asked: one row by its primary key
-every `poll_s`, on the connection for ordinary calls, only while something is watched; and never so
-often that the asking takes more than a fifth of the time. Locks by name could wake one waiter on
+These engines cannot tell their clients of changes, so they are asked: what has changed since the
+last time, which is one row by its primary key if nothing has, every `poll_s`, on the connection for
+ordinary calls, only while something is watched; and never so often that the asking takes more than
+a fifth of the time. Locks by name could wake one waiter on
 one connection each, and killing another's sleep can hit the wrong query: neither is used.
 
 Isolation is READ COMMITTED, stated for every transaction: what a statement reads after the counter
@@ -67,9 +68,11 @@ _TABLES = (
     "CREATE TABLE IF NOT EXISTS {entries} (path VARBINARY(1024) PRIMARY KEY,"
     " value LONGBLOB NOT NULL, revision BIGINT NOT NULL, version BIGINT NOT NULL,"
     " lease VARBINARY(40), KEY by_lease (lease)) ENGINE = InnoDB ROW_FORMAT = DYNAMIC",
+    "CREATE TABLE IF NOT EXISTS {changes} (position BIGINT, path VARBINARY(1024),"
+    " PRIMARY KEY (position, path)) ENGINE = InnoDB ROW_FORMAT = DYNAMIC",
     "CREATE TABLE IF NOT EXISTS {meta} (one TINYINT PRIMARY KEY, layout INT NOT NULL,"
-    " revision BIGINT NOT NULL) ENGINE = InnoDB",
-    "INSERT IGNORE INTO {meta} VALUES (1, {layout}, 0)",
+    " revision BIGINT NOT NULL, position BIGINT NOT NULL) ENGINE = InnoDB",
+    "INSERT IGNORE INTO {meta} VALUES (1, {layout}, 0, 0)",
 )
 _FACTS = "SELECT @@global.innodb_flush_log_at_trx_commit, @@global.log_bin, @@global.sync_binlog"
 
@@ -90,7 +93,7 @@ async def open_store(url: StoreURL, context: Context) -> MySQLStore:
         raise ConfigError(
             f"prefix is a name of at most 50 letters, digits and underscores, not {prefix!r}"
         )
-    names = {name: f"`{prefix}{name}`" for name in ("meta", "leases", "entries")}
+    names = {name: f"`{prefix}{name}`" for name in ("meta", "leases", "entries", "changes")}
     poll_s = number_of(url, "poll_s", _POLL_S, 0.005, 10)
     work = _MyLink(url)
     try:

@@ -100,17 +100,18 @@ _TIMELINE = "CAST(CAST('x' || LEFT(pg_walfile_name(pg_current_wal_lsn()), 8) AS 
 
 _SCHEMA = """
 CREATE TABLE {meta} (one smallint PRIMARY KEY CHECK (one = 1), layout integer NOT NULL,
-    revision bigint NOT NULL) WITH (fillfactor = 10);
+    revision bigint NOT NULL, position bigint NOT NULL) WITH (fillfactor = 10);
 CREATE TABLE {leases} (id text COLLATE "C" PRIMARY KEY, ttl_us bigint NOT NULL,
     counter bigint NOT NULL, renewed_us bigint NOT NULL) WITH (fillfactor = 50);
 CREATE TABLE {entries} (path text COLLATE "C" PRIMARY KEY, value bytea NOT NULL,
     revision bigint NOT NULL, version bigint NOT NULL, lease text COLLATE "C");
 CREATE INDEX entries_by_lease ON {entries} (lease) WHERE lease IS NOT NULL;
+CREATE TABLE {changes} (position bigint, path text COLLATE "C", PRIMARY KEY (position, path));
 CREATE FUNCTION {schema}.tell() RETURNS trigger LANGUAGE plpgsql AS
     $$ BEGIN PERFORM pg_notify('{channel}', COALESCE(NEW.path, OLD.path)); RETURN NULL; END $$;
 CREATE TRIGGER tell AFTER INSERT OR UPDATE OR DELETE ON {entries}
     FOR EACH ROW EXECUTE FUNCTION {schema}.tell();
-INSERT INTO {meta} VALUES (1, {layout}, 0);
+INSERT INTO {meta} VALUES (1, {layout}, 0, 0);
 """
 
 _FACTS = """
@@ -239,7 +240,7 @@ async def _make_tables(link: _PgLink, schema: str) -> None:
 
 
 def _names(schema: str) -> dict[str, str]:
-    tables = {name: f'"{schema}".{name}' for name in ("meta", "leases", "entries")}
+    tables = {name: f'"{schema}".{name}' for name in ("meta", "leases", "entries", "changes")}
     return {"schema": f'"{schema}"', **tables}
 
 
@@ -471,6 +472,7 @@ class PostgreSQLStore(RelationalStore):
             meta=names["meta"],
             leases=names["leases"],
             entries=names["entries"],
+            changes=names["changes"],
             clock=CLOCK,
             next_revision=revision,
             incarnation="CAST(pg_postmaster_start_time() AS text)",

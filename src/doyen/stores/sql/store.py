@@ -3,6 +3,7 @@
     meta     one row: the layout of the tables, and the counter that numbers all changes
     leases   id, ttl, renewal counter, and when that last changed by the database's clock
     entries  path (the primary key), value, revision, version, lease; tickets sort as their line
+    changes  which paths have changed of late, for those who cannot be notified
 
 A read that comes upon a lease that is over ends it and reads again, so no method returns what is
 void, and each end is one transaction of its own. A write is done in two steps only where the first
@@ -22,10 +23,10 @@ from typing import Any
 
 from doyen.errors import ConfigError, LeaseGone, StoreUnusable, TicketGone
 from doyen.events import LeaseEnded
+from doyen.lookout import LeaseRow, Lookout, Survey
 from doyen.model import Entry, Lease, Version
 from doyen.store import Capabilities, Context, Creation, Store, StoreURL, Watch
 from doyen.stores.sql.link import Given, Link, Row
-from doyen.lookout import LeaseRow, Lookout, Survey
 
 __all__ = ["LAYOUT", "Dialect", "RelationalStore", "check_layout", "number_of", "token_floor"]
 
@@ -34,6 +35,8 @@ _RANKS = 1 << 31
 _PATH_BYTES = 1024
 _SWEPT = 64
 """How many leases that look over are followed up when a store is opened."""
+_KEPT = 1000
+"""For how many positions it is known what has changed."""
 _AT_ONCE = 50
 """How many scopes are surveyed in one query."""
 
@@ -45,6 +48,7 @@ class Dialect:
     meta: str
     leases: str
     entries: str
+    changes: str
     clock: str
     """Microseconds of the database's clock."""
     next_revision: str
@@ -55,8 +59,12 @@ class Dialect:
 _LEASE = "l.ttl_us, l.counter, {clock} - l.renewed_us, {incarnation}"
 _ENTRY = f"e.path, e.value, e.revision, e.version, e.lease, {_LEASE}"
 _FROM = "FROM {entries} e LEFT JOIN {leases} l ON l.id = e.lease "
-_NUMBER = "UPDATE {meta} SET revision = {next_revision}; "
+_NUMBER = "UPDATE {meta} SET revision = {next_revision}, position = position + 1; "
+_LOG = "INSERT INTO {changes} (position, path) SELECT m.position, e.path FROM {meta} m, {entries} e"
+_PRUNE = f"DELETE FROM {{changes}} WHERE position < (SELECT position FROM {{meta}}) - {_KEPT}; "
+_MADE = f"{_LOG} WHERE e.path = %(path)s AND e.version = m.revision; {_PRUNE}"
 _IS_FREE = "NOT EXISTS (SELECT 1 FROM {entries} WHERE path = %(path)s)"
+_IS_GONE = "NOT EXISTS (SELECT 1 FROM {leases} WHERE id = %(lease)s)"
 _STANDING = (
     f"SELECT {_ENTRY}, m.revision, o.id FROM {{meta}} m"
     " LEFT JOIN {entries} e ON e.path = %(path)s LEFT JOIN {leases} l ON l.id = e.lease"
@@ -72,39 +80,42 @@ _STATEMENTS = {
     "renew": "UPDATE {leases} SET counter = counter + 1, renewed_us = {clock}"
     " WHERE id = %(lease)s;"
     f" SELECT l.id, {_LEASE} FROM {{leases}} l WHERE l.id = %(lease)s",
-    "revoke": f"{_NUMBER}DELETE FROM {{entries}} WHERE lease = %(lease)s;"
-    " DELETE FROM {leases} WHERE id = %(lease)s",
+    "revoke": f"{_NUMBER}{_LOG} WHERE e.lease = %(lease)s; {_PRUNE}"
+    "DELETE FROM {entries} WHERE lease = %(lease)s; DELETE FROM {leases} WHERE id = %(lease)s",
     # The lease goes first: a renewal that comes in between then waits, and finds nothing.
     "seal": f"{_NUMBER}"
     "SELECT id FROM {leases} WHERE id = %(lease)s AND counter = %(counter)s FOR UPDATE;"
     " DELETE FROM {leases} WHERE id = %(lease)s AND counter = %(counter)s;"
-    " DELETE FROM {entries} WHERE lease = %(lease)s"
-    " AND NOT EXISTS (SELECT 1 FROM {leases} WHERE id = %(lease)s)",
+    f" {_LOG} WHERE e.lease = %(lease)s AND {_IS_GONE}; {_PRUNE}"
+    f"DELETE FROM {{entries}} WHERE lease = %(lease)s AND {_IS_GONE}",
     "standing": _STANDING,
     "create": f"{_NUMBER}{_INTO}%(path)s, %(value)s, m.revision, m.revision, o.id"
-    f" FROM {{meta}} m, {{leases}} o WHERE o.id = %(lease)s AND {_IS_FREE};"
-    f" {_STANDING}",
+    f" FROM {{meta}} m, {{leases}} o WHERE o.id = %(lease)s AND {_IS_FREE}; {_MADE}{_STANDING}",
     "put": f"{_NUMBER}{_INTO}%(path)s, %(value)s, m.revision, m.revision, NULL"
-    f" FROM {{meta}} m WHERE {_IS_FREE};"
-    f" {_STANDING}",
+    f" FROM {{meta}} m WHERE {_IS_FREE}; {_MADE}{_STANDING}",
     "replace": f"{_NUMBER}UPDATE {{entries}} SET value = %(value)s, lease = NULL,"
     " version = (SELECT revision FROM {meta}) WHERE path = %(path)s AND version = %(version)s;"
-    f" {_STANDING}",
+    f" {_MADE}{_STANDING}",
     "delete": f"{_NUMBER}SELECT path FROM {{entries}} WHERE path = %(path)s;"
-    " DELETE FROM {entries} WHERE path = %(path)s",
+    f" {_LOG} WHERE e.path = %(path)s; {_PRUNE}"
+    "DELETE FROM {entries} WHERE path = %(path)s",
     "delete version": f"{_NUMBER}"
     "SELECT path FROM {entries} WHERE path = %(path)s AND version = %(version)s;"
-    " DELETE FROM {entries} WHERE path = %(path)s AND version = %(version)s",
+    f" {_LOG} WHERE e.path = %(path)s AND e.version = %(version)s; {_PRUNE}"
+    "DELETE FROM {entries} WHERE path = %(path)s AND version = %(version)s",
     "enqueue": f"{_NUMBER}{_INTO}{_TICKET}, %(value)s, m.revision, m.revision, o.id"
     " FROM {meta} m, {leases} o WHERE o.id = %(lease)s;"
-    f" SELECT {_ENTRY} FROM {{meta}} m JOIN {{entries}} e ON e.path = {_TICKET}"
+    f" {_LOG} WHERE e.path = {_TICKET}; {_PRUNE}"
+    f"SELECT {_ENTRY} FROM {{meta}} m JOIN {{entries}} e ON e.path = {_TICKET}"
     " JOIN {leases} l ON l.id = e.lease",
     "get": f"SELECT {_ENTRY} {_FROM}WHERE e.path = %(path)s",
     "list": f"SELECT {_ENTRY} {_FROM}WHERE {_UNDER} ORDER BY e.path",
     "head": f"SELECT {_ENTRY} {_FROM}WHERE {_UNDER} ORDER BY e.path LIMIT 1",
     "ahead": f"SELECT {_ENTRY} {_FROM}WHERE e.path > %(first)s AND e.path <= %(path)s"
     " ORDER BY e.path DESC LIMIT 2",
-    "position": "SELECT revision FROM {meta}",
+    "position": "SELECT position FROM {meta}",
+    "changes": "SELECT m.position, c.path FROM {meta} m"
+    " LEFT JOIN {changes} c ON c.position > %(since)s",
     "layout": "SELECT layout FROM {meta}",
     "raise": "UPDATE {meta} SET revision = GREATEST(revision, %(floor)s)",
     "stale": f"SELECT l.id, {_LEASE} FROM {{leases}} l"
@@ -112,9 +123,9 @@ _STATEMENTS = {
 }
 _LOOK = f"SELECT l.id, {_LEASE} FROM {{leases}} l WHERE l.id IN "
 _SURVEY = (
-    "SELECT {number}, e.lease, COUNT(*), MAX(e.version) FROM {entries} e"
-    " WHERE e.path = %(scope{number})s"
-    " OR (e.path > %(first{number})s AND e.path < %(last{number})s) GROUP BY e.lease"
+    "SELECT DISTINCT {number}, e.lease FROM {entries} e WHERE e.lease IS NOT NULL"
+    " AND (e.path = %(scope{number})s"
+    " OR (e.path > %(first{number})s AND e.path < %(last{number})s))"
 )
 
 
@@ -136,7 +147,7 @@ class RelationalStore(Store):
         self._work = work
         self._pulse = pulse
         self._own: set[str] = set()
-        self._lookout = Lookout(self, context.clock.now, poll_s)
+        self._lookout = Lookout(self, context.clock.now, poll_s, self.changes)
         self._unusable: str | None = None
         # Found dead by an observer whose sighting is a ttl old when it has just begun to look; a
         # candidate that has been waiting needs little more than the ttl.
@@ -286,8 +297,8 @@ class RelationalStore(Store):
             self._emit(LeaseEnded(lease=lease, cause="expired"))
 
     async def survey(self, scopes: Sequence[str]) -> dict[str, Survey]:
-        """What stands in each scope, and who owns it."""
-        surveys = {}
+        """Who owns something in each scope."""
+        owners: dict[str, set[str]] = {scope: set() for scope in scopes}
         for start in range(0, len(scopes), _AT_ONCE):
             some = scopes[start : start + _AT_ONCE]
             given: dict[str, str] = {}
@@ -296,16 +307,9 @@ class RelationalStore(Store):
                 parts.append(_SURVEY.format(number=number, **self._names))
                 given[f"scope{number}"] = scope
                 given |= {f"{name}{number}": bound for name, bound in _under(scope).items()}
-            standing: Sequence[set[tuple[str | None, int, int]]] = [set() for _ in some]
-            for number, lease, count, version in await self._work.read(
-                " UNION ALL ".join(parts), given
-            ):
-                owner = None if lease is None else _text(lease)
-                standing[int(number)].add((owner, int(count), int(version)))
-            for scope, found in zip(some, standing, strict=True):
-                owners = frozenset(owner for owner, _, _ in found if owner is not None)
-                surveys[scope] = Survey(frozenset(found), owners)
-        return surveys
+            for number, lease in await self._work.read(" UNION ALL ".join(parts), given):
+                owners[some[int(number)]].add(_text(lease))
+        return {scope: Survey(frozenset(), frozenset(found)) for scope, found in owners.items()}
 
     async def look(self, leases: Sequence[str]) -> Sequence[LeaseRow]:
         """These leases as they are now, the gone ones too."""
@@ -318,8 +322,18 @@ class RelationalStore(Store):
 
     async def position(self) -> int:
         """The number of the last change."""
-        ((revision,),) = await self._work.read(self._sql["position"], {})
-        return int(revision)
+        ((position,),) = await self._work.read(self._sql["position"], {})
+        return int(position)
+
+    async def changes(self, since: int | None) -> tuple[int, Sequence[str] | None]:
+        """The position, and what has changed since an earlier one if that is not too long ago."""
+        if since is None:
+            return await self.position(), None
+        rows = await self._work.read(self._sql["changes"], {"since": since})
+        position = int(rows[0][0])
+        if not 0 <= position - since <= _KEPT:
+            return position, None
+        return position, [_text(path) for _, path in rows if path is not None]
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
         self._require_usable()

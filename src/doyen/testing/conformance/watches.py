@@ -121,6 +121,24 @@ class Watches:
             await task
 
     @promise
+    async def test_what_came_and_went_is_told_to_who_saw_it(self, h: StoreHarness) -> None:
+        """Who saw something that was not there when the watch began is told when it is gone, even
+        though all is then as it was at first."""
+        writer, lease = await leased(h)
+        other = await h.client()
+        key = leader_key(h.name())
+        for _ in range(5):
+            changed = asyncio.Event()
+            watch = await other.watch(key, changed.set)
+            await writer.create(key, b"v", lease)
+            seen = await other.get(key)
+            await writer.delete(key)
+            while seen is not None:
+                await h.told(changed, "the end of what was seen meanwhile")
+                seen = await other.get(key)
+            watch.close()
+
+    @promise
     async def test_waiting_for_the_one_ahead_never_hangs(self, h: StoreHarness) -> None:
         """A line of waiters, each watching only the ticket ahead of it, empties in order."""
         waiters = [await leased(h) for _ in range(h.racers)]

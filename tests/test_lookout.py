@@ -1,5 +1,5 @@
-"""When a lease in a database may be taken for over, and how soon that is noticed: in virtual time,
-on tables that are a dictionary and a clock that is stepped at will."""
+"""When a lease that a server's clock keeps may be taken for over, and how soon that is noticed: in
+virtual time, on tables that are a dictionary and a clock that is stepped at will."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from doyen.clock import VirtualClock
 from doyen.errors import StoreUnavailable
-from doyen.stores.sql.lookout import LeaseRow, Lookout, Survey
+from doyen.lookout import LeaseRow, Lookout, Survey
 from doyen.testing import run_virtual
 
 TTL_S = 10.0
@@ -76,6 +76,10 @@ class Tables:
     def _work(self) -> None:
         if self.failing:
             raise StoreUnavailable("no")
+
+    async def changes(self, since: int | None) -> tuple[int, Sequence[str] | None]:
+        position = await self.position()
+        return position, ["e/leader"] if since == position - 1 else []
 
 
 def virtually(test: Callable[[Tables], Coroutine[Any, Any, None]]) -> None:
@@ -182,7 +186,7 @@ def test_who_waits_notices_an_end_at_once(seed: int, poll_s: float | None) -> No
     spread of two renewals; it costs one look per renewal."""
 
     async def test(tables: Tables) -> None:
-        lookout = tables.lookout = Lookout(tables, tables.clock.now, poll_s)
+        lookout = tables.lookout = Lookout(tables, tables.clock.now, poll_s, tables.changes)
         tables.polled = poll_s is not None
         told: list[float] = []
         await lookout.watch("e/leader", lambda: told.append(tables.clock.now()))

@@ -1,0 +1,293 @@
+"""What is particular to PostgreSQL: poolers, timelines, durability, and whom it lets in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+import servers
+from doyen.clock import SystemClock
+from doyen.errors import ConfigError, StoreUnavailable, StoreUnusable
+from doyen.model import leader_key
+from doyen.store import Context, Store, open_store
+from doyen.stores.sql.diagnosis import PostgreSQLFacts, findings_of_postgresql
+from relational import Place, run, until
+
+KEY = leader_key("e")
+CONTEXT = Context(SystemClock(), lambda event: None)
+
+
+@pytest.fixture
+def place(postgresql: servers.Postgres) -> Place:
+    return Place("postgresql", postgresql)
+
+
+@pytest.fixture(scope="module")
+def pooler(postgresql: servers.Postgres) -> Iterator[servers.PgBouncer]:
+    with servers.PgBouncer(postgresql) as server:
+        yield server
+
+
+async def lead_and_hand_over(stores: list[Store]) -> None:
+    """Everybody leads once, each told by its watch that it can."""
+    leases = [await store.grant(60) for store in stores]
+    for _ in range(3):
+        led: list[int] = []
+
+        async def stand(number: int, led: list[int] = led) -> None:
+            store, lease, free = stores[number], leases[number], asyncio.Event()
+            watch = await store.watch(KEY, free.set)
+            while not (creation := await store.create(KEY, b"v", lease)).won:
+                async with asyncio.timeout(10):
+                    await free.wait()
+                free.clear()
+            watch.close()
+            led.append(creation.entry.revision)
+            assert await store.delete(KEY, if_version=creation.entry.version)
+
+        await asyncio.gather(*map(stand, range(len(stores))))
+        assert led == sorted(set(led))
+        assert len(led) == len(stores)
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_transaction_pooler_may_stand_in_between(
+    place: Place, pooler: servers.PgBouncer, listens: bool
+) -> None:
+    """A lease row with an epoch is safe behind one, as advisory locks are not (skypilot#10347).
+    What cannot be had through it, notification, is had directly or by asking."""
+    url = f"{pooler.url}?{place.option}"
+    if listens:
+        url += f"&listen={place.server.url}"
+
+    async def main() -> None:
+        stores = [await open_store(url, CONTEXT) for _ in range(5)]
+        assert {store.capabilities.notice_s for store in stores} == {0.0 if listens else 0.05}
+        await lead_and_hand_over(stores)
+        found = [finding for finding in await stores[0].diagnose() if finding.level == "note"]
+        assert ["pooler" in finding.text for finding in found] == ([] if listens else [True])
+        for store in stores:
+            await store.close()
+
+    run(main)
+
+
+def test_listening_through_a_pooler_is_refused(place: Place, pooler: servers.PgBouncer) -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match=r"a pooler stands before .* notify=poll"):
+            await open_store(f"{pooler.url}?{place.option}&notify=listen", CONTEXT)
+
+    run(main)
+
+
+def test_a_standby_is_refused_and_tokens_grow_across_timelines() -> None:
+    """What takes over, or is restored to an instant, may lack the last tokens that were given."""
+
+    async def main() -> None:
+        with servers.Postgres() as server:
+            place = Place("postgresql", server)
+            async with place.stores() as (store,):
+                before = (await store.create(KEY, b"v", await store.grant(60))).entry.revision
+            server.stop()
+            (server.folder / "data/standby.signal").touch(mode=0o600)
+            await asyncio.to_thread(server.start)
+            with pytest.raises(StoreUnavailable, match="read-only"):
+                await place.open()
+            server.query("SELECT pg_promote()")
+            async with place.stores() as (store,):
+                after = (await store.create(leader_key("f"), b"v", await store.grant(60))).entry
+        assert before < 2**40 < after.revision < 2**41
+
+    run(main, 60)
+
+
+def test_what_was_confirmed_outlives_a_crash_whatever_the_role_prefers() -> None:
+    """With synchronous_commit off, a server forgets what it has confirmed in its last moments."""
+
+    async def main() -> None:
+        with servers.Postgres(synchronous_commit="off", wal_writer_delay="10s") as server:
+            place = Place("postgresql", server)
+            store = await place.open()
+            lease = await store.grant(600)
+            for number in range(3):
+                await store.create(leader_key(f"e{number}"), b"v", lease)
+            await store.delete(leader_key("e1"))
+            await asyncio.to_thread(server.restart)
+            await store.close()
+            async with place.stores() as (store,):
+                left = [
+                    await store.get(leader_key(f"e{number}")) is not None for number in range(3)
+                ]
+        assert left == [True, False, True]
+
+    run(main, 60)
+
+
+def test_a_stricter_isolation_by_default_changes_nothing() -> None:
+    async def main() -> None:
+        with servers.Postgres(default_transaction_isolation="serializable") as server:
+            place = Place("postgresql", server)
+            stores: list[Store] = [await place.open() for _ in range(5)]
+            await lead_and_hand_over(stores)
+            for store in stores:
+                await store.close()
+
+    run(main, 60)
+
+
+def test_what_somebody_deletes_by_hand_is_told(place: Place) -> None:
+    async def main() -> None:
+        async with place.stores() as (store,):
+            await store.create(KEY, b"v", await store.grant(60))
+            told = asyncio.Event()
+            await store.watch(KEY, told.set)
+
+            async def quiet() -> bool:
+                heard = told.is_set()
+                told.clear()
+                return not heard
+
+            await until(quiet)
+            place.server.query(f"DELETE FROM {place.tables['entries']}")
+            await told.wait()
+            assert await store.get(KEY) is None
+
+    run(main)
+
+
+def test_entries_without_their_lease_are_void(place: Place) -> None:
+    async def main() -> None:
+        async with place.stores() as (store,):
+            lease = await store.grant(60)
+            await store.create(KEY, b"v", lease)
+            place.server.query(f"DELETE FROM {place.tables['leases']}")
+            assert await store.get(KEY) is None
+            assert (await store.create(KEY, b"w", await store.grant(60))).won
+
+    run(main)
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[servers.Postgres]:
+    """A server that wants passwords of everybody but its administrator."""
+    with servers.Postgres() as server:
+        rules = "host all postgres all trust\nhost all all all scram-sha-256\n"
+        (server.folder / "data/pg_hba.conf").write_text(rules)
+        server.query("CREATE ROLE app LOGIN PASSWORD 'right'")
+        server.query("SELECT pg_reload_conf()")
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("app:wrong@HOST/postgres", "does not let us in: .*password.*check the URL's user"),
+        ("app@HOST/postgres", "does not let us in: .*no password supplied"),
+        ("stranger:x@HOST/postgres", "does not let us in: "),
+        ("postgres@HOST/nowhere", 'database "nowhere" does not exist; create it, or correct'),
+        ("app:right@HOST/postgres", "CREATE SCHEMA doyen AUTHORIZATION"),
+    ],
+)
+def test_whoever_is_not_let_in_is_told_why(
+    guarded: servers.Postgres, address: str, says: str
+) -> None:
+    async def main() -> None:
+        host = f"127.0.0.1:{guarded.port}"
+        with pytest.raises(StoreUnusable, match=says):
+            await open_store(f"postgresql://{address.replace('HOST', host)}", CONTEXT)
+
+    run(main)
+
+
+def test_a_role_needs_no_more_than_the_tables(guarded: servers.Postgres) -> None:
+    async def main() -> None:
+        place = Place("postgresql", guarded)
+        async with place.stores():
+            pass
+        schema = place.option.partition("=")[2]
+        url = f"postgresql://app:right@127.0.0.1:{guarded.port}/postgres?{place.option}"
+        with pytest.raises(StoreUnusable, match="permission denied"):
+            await open_store(url, CONTEXT)
+        for grant in (
+            f"USAGE ON SCHEMA {schema}",
+            f"SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {schema}",
+        ):
+            guarded.query(f"GRANT {grant} TO app")
+        stores = [await open_store(url, CONTEXT) for _ in range(2)]
+        await lead_and_hand_over(stores)
+        for store in stores:
+            await store.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("schema=a-b", "schema is a name"),
+        ("notify=never", "notify is listen or poll"),
+        ("listen=redis://x", "listen is a postgresql:// URL"),
+        ("notify=poll&listen=postgresql://x", "leave out one of the two"),
+        ("listen=postgresql://x?schema=y", "has no option 'schema'"),
+        ("tls=true&sslmode=require", "say the same thing"),
+    ],
+)
+def test_options_are_checked(postgresql: servers.Postgres, options: str, says: str) -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match=says):
+            await open_store(f"{postgresql.url}?{options}", CONTEXT)
+
+    run(main)
+
+
+def test_encryption_that_was_asked_for_is_not_done_without(place: Place) -> None:
+    async def main() -> None:
+        for options in ("tls=true", "sslmode=require"):
+            with pytest.raises(StoreUnavailable, match="does not support SSL"):
+                await place.open(options)
+
+    run(main)
+
+
+FINE = PostgreSQLFacts(
+    version="15.0",
+    pooled=False,
+    poll_s=None,
+    fsync=True,
+    full_page_writes=True,
+    timelines=True,
+    lagging_standbys=0,
+    connections=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"fsync": False}, "fsync is off"),
+        ({"full_page_writes": False}, "full_page_writes is off"),
+        ({"lagging_standbys": 1}, "a standby may lack the last commits"),
+        ({"lagging_standbys": 2, "timelines": False}, "tokens may be given twice"),
+    ],
+)
+def test_unsafe_settings_are_found(change: dict[str, int], says: str) -> None:
+    from dataclasses import replace
+
+    assert all(finding.level == "ok" for finding in findings_of_postgresql(FINE))
+    found = list(findings_of_postgresql(replace(FINE, **change)))  # type: ignore[arg-type]
+    warnings = [finding for finding in found if finding.level == "warning"]
+    assert len(warnings) == 1
+    assert says in warnings[0].text
+    assert warnings[0].remedy
+
+
+def test_the_server_is_diagnosed(place: Place) -> None:
+    async def main() -> None:
+        async with place.stores() as (store,):
+            found = {finding.text for finding in await store.diagnose()}
+        assert any("fsync is off" in text for text in found)
+        assert "changes are heard by LISTEN" in found
+
+    run(main)
