@@ -63,7 +63,7 @@ class ConsulStore(Store):
         ttl_min_s=TTL_MIN_S,
         ttl_step_s=0.001,
         expiry_factor=2.0,
-        notice_s=0.1,
+        notice_s=0.2,
     )
 
     def __init__(self, agents: Agents, *, prefix: str) -> None:

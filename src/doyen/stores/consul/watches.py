@@ -36,6 +36,9 @@ WAIT_S = 10.0
 SILENCE_S = 5.0
 """How much later than that an answer is given up: the link is dead."""
 PAUSE_S = 0.2
+NEIGHBOURS_S = 0.1
+"""The pause after an answer that concerned nobody. A query for what does not exist is answered at
+every change near by: without a pause, a crowd of candidates would ask anew at each."""
 
 
 class Watches:
@@ -165,7 +168,8 @@ class _Cover:
                 await asyncio.sleep(PAUSE_S * random.uniform(0.5, 1.5))
             else:
                 index = max(1, answer.index) if answer.index >= index else 0
-                self._take(answer)
+                if not self._take(answer):
+                    await asyncio.sleep(NEIGHBOURS_S * random.uniform(0.5, 1.5))
 
     async def _ask(self, index: int) -> Answer:
         options: dict[str, object] = {"recurse": None}
@@ -175,19 +179,22 @@ class _Cover:
         path = f"kv/{self.prefix}"
         return await self._wire.ask("GET", path, reads=True, answer_s=answer_s, **options)
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: Answer) -> bool:
+        """Tell whom it concerns; whether there was anybody."""
         raw = answer.json if answer.status == 200 else []
         before, now = self._seen, {each["Key"]: each["ModifyIndex"] for each in raw}
         self._seen, shown, self.shown = now, self.shown, defaultdict(set)
         if before is None:
             for watch in list(self.watches):
                 watch.begin()
-            return
+            return True
         changed = {key for key in (*now, *before) if now.get(key) != before.get(key)}
         changed |= {key for key, versions in shown.items() if versions != {now.get(key)}}
         touched = set(_paths(changed))
-        for watch in [each for each in self.watches if each.scope in touched]:
+        concerned = [watch for watch in self.watches if watch.scope in touched]
+        for watch in concerned:
             watch.tell()
+        return bool(concerned)
 
 
 def within(key: str, scope: str) -> bool:
