@@ -126,11 +126,11 @@ class Address:
         try:
             try:
                 server, replication = await wire.send(["INFO", "server"], ["INFO", "replication"])
-            except AuthenticationError as error:
-                raise _refused(wire.where, error) from error
             except NoPermissionError as error:
                 raise StoreUnusable(f"{wire.where}: {error}; doyen needs INFO") from error
             except (ResponseError, ConnectionLost) as error:
+                if isinstance(error.__cause__, AuthenticationError):
+                    raise _refused(wire.where, error) from error
                 raise StoreUnavailable(f"{wire.where}: {error}") from error
             wire.learn({**facts_in(server), **facts_in(replication)})
         except BaseException:
@@ -257,7 +257,8 @@ class Wire:
         return asyncio.get_running_loop().time() - since
 
     async def _read(self) -> None:
-        loop, cause = asyncio.get_running_loop(), "given up, because no answer came"
+        loop = asyncio.get_running_loop()
+        lost = ConnectionLost("given up, because no answer came")
         try:
             while True:
                 try:
@@ -276,12 +277,13 @@ class Wire:
                 else:
                     expected.set_result(answer)
         except (RedisError, OSError) as error:
-            cause = str(error)
+            lost = ConnectionLost(str(error))
+            lost.__cause__ = error
         finally:
             self.open = False
             for left in self._expected:
                 if not left.answer.done():
-                    left.answer.set_exception(ConnectionLost(cause))
+                    left.answer.set_exception(lost)
             await self.connection.disconnect(nowait=True)
 
 

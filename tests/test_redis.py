@@ -1,0 +1,589 @@
+"""What is Redis's own: its failover, its clock, hints that are lost, and what its errors mean."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+import doyen
+import servers
+from doyen.clock import SystemClock
+from doyen.errors import (
+    ConfigError,
+    LeadershipLost,
+    LeaseGone,
+    NotElected,
+    OutcomeUnknown,
+    StoreUnavailable,
+    StoreUnusable,
+)
+from doyen.model import leader_key, order_key
+from doyen.store import Context, Store, open_store
+from doyen.stores.redis.store import RedisStore
+from servers import wire
+
+TTL_S = 0.6
+PATIENCE_S = 10.0
+KEY = leader_key("e")
+
+
+@asynccontextmanager
+async def opened(url: str) -> AsyncIterator[RedisStore]:
+    store = await open_store(url, Context(SystemClock(), lambda event: None))
+    assert isinstance(store, RedisStore)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(main())
+
+
+async def until(what: str, reached: Callable[[], Awaitable[bool]]) -> None:
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not await reached():  # noqa: ASYNC110 - a server does not tell
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        pytest.fail(f"it did not come to pass that {what}")
+
+
+async def told(event: asyncio.Event, within_s: float = PATIENCE_S) -> None:
+    async with asyncio.timeout(within_s):
+        await event.wait()
+
+
+async def token(store: Store) -> int:
+    """Lead once, and let go."""
+    lease = await store.grant(60)
+    won, entry = await store.create(KEY, b"v", lease)
+    assert won
+    await store.revoke(lease)
+    return entry.revision
+
+
+class Heart:
+    """Keeps a lease alive, as a session would."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.renewals = 0
+
+    async def __aenter__(self) -> Heart:
+        self.lease = await self._store.grant(TTL_S)
+        self._task = asyncio.create_task(self._beat())
+        return self
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(TTL_S / 4)
+            await self._store.renew(self.lease)
+            self.renewals += 1
+
+    async def live(self, ttls: float) -> None:
+        """Let some time pass, failing as soon as the lease has ended."""
+        await asyncio.wait({self._task}, timeout=ttls * TTL_S)
+        if self._task.done():
+            self._task.result()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+
+class TestClock:
+    """Expiry is by the server's clock and by one's own."""
+
+    @pytest.mark.parametrize("step_s", [3600.0, -3600.0])
+    def test_a_stepped_clock_deposes_nobody(self, step_s: float) -> None:
+        async def main() -> None:
+            async with opened(server.url) as holder, opened(server.url) as other:
+                async with Heart(holder) as heart:
+                    await holder.create(KEY, b"alive", heart.lease)
+                    await other.watch(KEY, lambda: None)
+                    rival = await other.grant(60)
+                    await heart.live(0.5)
+                    server.step_clock(step_s)
+                    assert not (await other.create(KEY, b"rival", rival)).won
+                    await heart.live(3)
+                    assert not (await other.create(KEY, b"rival", rival)).won
+                    entry = await other.get(KEY)
+                    assert entry is not None
+                    assert entry.value == b"alive"
+
+                async def won() -> bool:
+                    return (await other.create(KEY, b"rival", rival)).won
+
+                server.step_clock(-2 * step_s)
+                await until("a lease that nobody renews ends, whatever the clock shows", won)
+                with pytest.raises(LeaseGone):
+                    await holder.renew(heart.lease)
+
+        with servers.Redis(own_clock=True) as server:
+            run(main)
+
+    def test_one_who_has_just_come_waits_a_whole_ttl(self) -> None:
+        """The server's clock says that the lease is long over: that is hearsay."""
+
+        async def main() -> None:
+            async with opened(server.url) as holder, opened(server.url) as other:
+                lease = await holder.grant(TTL_S)
+                await holder.create(KEY, b"quiet", lease)
+                server.step_clock(3600)
+                began = SystemClock().now()
+                mine = await other.grant(60)
+
+                async def won() -> bool:
+                    return (await other.create(KEY, b"mine", mine)).won
+
+                await until("it is over", won)
+                assert SystemClock().now() - began >= TTL_S
+
+        with servers.Redis(own_clock=True) as server:
+            run(main)
+
+
+class TestSeal:
+    """The end of a lease is decided in the script that compares its counter."""
+
+    def test_a_renewal_in_between_prevails(self, redis: servers.Redis) -> None:
+        async def main() -> None:
+            async with opened(redis.url) as holder, opened(redis.url) as other:
+                lease = await holder.grant(60)
+                key = leader_key("seal")
+                await holder.create(key, b"v", lease)
+                (seen,) = await other.look([lease.id])
+                await holder.renew(lease)
+                await other.seal(lease.id, seen.counter)
+                assert await other.get(key) is not None
+                (seen,) = await other.look([lease.id])
+                await other.seal(lease.id, seen.counter)
+                assert await holder.get(key) is None
+                with pytest.raises(LeaseGone):
+                    await holder.renew(lease)
+
+        run(main)
+
+    def test_a_renewal_asks_whose_lease_it_is(self, redis: servers.Redis) -> None:
+        """redbeat#127: the lock was extended by one who no longer had it."""
+
+        async def main() -> None:
+            async with opened(redis.url) as old, opened(redis.url) as new:
+                key = leader_key("owner")
+                lease = await old.grant(60)
+                await old.create(key, b"old", lease)
+                (seen,) = await new.look([lease.id])
+                await new.seal(lease.id, seen.counter)
+                mine = await new.grant(60)
+                assert (await new.create(key, b"new", mine)).won
+                with pytest.raises(LeaseGone):
+                    await old.renew(lease)
+                assert not await old.delete(key, if_version=-1)
+                await old.revoke(lease)
+                entry = await old.get(key)
+                assert entry is not None
+                assert entry.lease == mine.id
+
+        run(main)
+
+
+class TestFailover:
+    """A replica that lacks the last writes becomes the master."""
+
+    def promoted(self, behind_s: float) -> tuple[list[int], int]:
+        """Tokens of a master, the last of which its replica never saw; and one of the replica."""
+        tokens: list[int] = []
+
+        async def before() -> None:
+            async with opened(master.url) as store:
+                tokens.append(await token(store))
+                await until("the replica has it", self.in_step(master.port, replica.port))
+                replica.freeze()
+                tokens.extend([await token(store) for _ in range(5)])
+
+        async def after() -> None:
+            async with opened(replica.url) as store:
+                tokens.append(await token(store))
+
+        with Master() as master, servers.RedisReplica(master, own_clock=True) as replica:
+            replica.step_clock(-behind_s)
+            run(before)
+            master.kill()
+            replica.thaw()
+            wire.redis_command(replica.port, "REPLICAOF", "NO", "ONE")
+            run(after)
+        return tokens[:-1], tokens[-1]
+
+    def in_step(self, master: int, replica: int) -> Callable[[], Awaitable[bool]]:
+        async def reached() -> bool:
+            here, there = (
+                wire.redis_command(port, "HGET", "{doyen}:meta", "revision")
+                for port in (master, replica)
+            )
+            return here == there
+
+        return reached
+
+    @pytest.mark.parametrize("behind_s", [0.0, 600.0])
+    def test_tokens_grow_though_the_last_are_lost(self, behind_s: float) -> None:
+        """Also if the new master's clock is behind the old one's."""
+        given, new = self.promoted(behind_s)
+        assert given == sorted(set(given))
+        assert new > given[-1]
+
+    def test_a_sentinel_names_the_new_master(self) -> None:
+        """The old one does not even say that it is gone."""
+
+        async def main() -> None:
+            async with opened(f"{sentinel.url}?connect_timeout_s=1") as store:
+                first = await token(store)
+                changed = asyncio.Event()
+                await store.watch(KEY, changed.set)
+                lease = await store.grant(60)
+                await until("the replica has it", self.in_step(master.port, replica.port))
+                await asyncio.to_thread(master.freeze)
+                changed.clear()
+
+                async def lives_on() -> bool:
+                    try:
+                        async with asyncio.timeout(0.5):
+                            await store.renew(lease)
+                    except (StoreUnavailable, OutcomeUnknown, TimeoutError):
+                        return False
+                    return True
+
+                await until("the lease is renewed with the new master", lives_on)
+                second = await token(store)
+                assert second > first
+                await told(changed)
+
+        with (
+            Master() as master,
+            servers.RedisReplica(master) as replica,
+            servers.RedisSentinel(master) as sentinel,
+        ):
+            run(main)
+
+    def test_a_write_waits_for_replicas_if_asked(self) -> None:
+        async def main() -> None:
+            async with opened(f"{master.url}?replicas=1") as store:
+                await token(store)
+                replica.freeze()
+                with pytest.raises(OutcomeUnknown, match="of 1 replicas, 0"):
+                    await store.grant(60)
+                replica.thaw()
+
+        with Master() as master, servers.RedisReplica(master) as replica:
+            run(main)
+
+    def test_a_replica_is_passed_over(self) -> None:
+        async def main() -> None:
+            with pytest.raises(StoreUnavailable, match="is a replica of"):
+                async with opened(replica.url):
+                    pass
+            both = f"redis://127.0.0.1:{replica.port},127.0.0.1:{master.port}"
+            async with opened(both) as store:
+                assert await token(store)
+                levels = {each.subject: each.level for each in await store.diagnose()}
+                assert levels["replication"] == "warning"
+
+        with Master() as master, servers.RedisReplica(master) as replica:
+            run(main)
+
+
+class TestHints:
+    """Publication is a hint: what it misses is told all the same."""
+
+    def test_what_happened_while_nobody_listened_is_told(self, redis: servers.Redis) -> None:
+        async def main() -> None:
+            async with opened(redis.url) as store:
+                changed = asyncio.Event()
+                await store.watch(order_key("hints"), changed.set)
+                await asyncio.sleep(0.05)
+                changed.clear()
+                wire.redis_command(redis.port, "CLIENT", "KILL", "TYPE", "pubsub")
+                await told(changed)
+
+        run(main)
+
+    def test_a_hint_that_never_came_is_made_up_for(
+        self, redis: servers.Redis, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def main() -> None:
+            url = f"{redis.url}?poll_s=0.1"
+            async with opened(url) as store, opened(redis.url) as other:
+                changed = asyncio.Event()
+                await store.watch(order_key("deaf"), changed.set)
+                monkeypatch.setattr(store._listener, "_changed", lambda scope: None)
+                await other.put(order_key("deaf"), b"v", if_version=None)
+                await told(changed)
+                assert await other.delete(order_key("deaf"))
+
+        run(main)
+
+    def test_a_restart_is_survived_by_leases_and_watches(self) -> None:
+        async def main() -> None:
+            async with opened(server.url) as store, opened(server.url) as other:
+                lease = await store.grant(60)
+                await store.create(KEY, b"v", lease)
+                changed = asyncio.Event()
+                await other.watch(KEY, changed.set)
+                await asyncio.to_thread(server.restart)
+                await told(changed)
+                await store.renew(lease)
+                await asyncio.sleep(0.05)
+                changed.clear()
+                assert await store.delete(KEY)
+                await told(changed)
+                wire.redis_command(server.port, "SCRIPT", "FLUSH")
+                assert (await store.create(KEY, b"v", lease)).won
+
+        with servers.Redis() as server:
+            run(main)
+
+    def test_watches_share_a_connection(self, redis: servers.Redis) -> None:
+        async def main() -> None:
+            before = connections()
+            async with opened(redis.url) as store:
+                watches = [await store.watch(order_key(str(n)), print) for n in range(50)]
+                await store.renew(await store.grant(60))
+                assert connections() - before == 3
+                for watch in watches:
+                    watch.close()
+
+                async def left() -> bool:
+                    said = wire.redis_command(redis.port, "INFO", "stats") or b""
+                    return b"pubsub_channels:0" in said
+
+                await until("nothing is subscribed to any more", left)
+
+        def connections() -> int:
+            said = wire.redis_command(redis.port, "INFO", "clients") or b""
+            (line,) = [each for each in said.splitlines() if each.startswith(b"connected_clients")]
+            return int(line.split(b":")[1])
+
+        run(main)
+
+
+class TestElections:
+    """Incidents of others, through the public API."""
+
+    def test_who_was_not_elected_does_not_enter(self, redis: servers.Redis) -> None:
+        """redis-py#621: `with lock:` was entered without the lock."""
+
+        async def main() -> None:
+            async with (
+                doyen.connect(redis.url, ttl_s=2) as one,
+                doyen.connect(redis.url, ttl_s=2) as two,
+                one.campaign("621", name="one"),
+            ):
+                with pytest.raises(NotElected):
+                    async with two.campaign("621", name="two", wait_s=0.1):
+                        pytest.fail("entered without being elected")
+
+        run(main)
+
+    def test_a_failure_to_acquire_is_no_success(self, redis: servers.Redis) -> None:
+        """redbeat#208: an exception in acquire was taken for success."""
+
+        async def main() -> None:
+            with servers.Proxy(redis) as link:
+                async with opened(link.url) as store, opened(redis.url) as other:
+                    lease = await store.grant(60)
+                    link.break_after(0, "down")
+                    with pytest.raises(OutcomeUnknown):
+                        await store.create(leader_key("208"), b"mine", lease)
+                    found = await other.get(leader_key("208"))
+                    assert found is not None
+                    assert found.lease == lease.id
+                    link.refuse()
+                    with pytest.raises((StoreUnavailable, OutcomeUnknown)):
+                        await store.create(leader_key("208b"), b"mine", lease)
+                    with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{link.port}"):
+                        await store.create(leader_key("208b"), b"mine", lease)
+                    assert await other.get(leader_key("208b")) is None
+                    link.heal()
+                    await store.revoke(lease)
+
+        run(main)
+
+    def test_a_failed_renewal_is_tried_again(self, redis: servers.Redis) -> None:
+        """redisson#775: one failed renewal, and none was ever scheduled again."""
+
+        async def main() -> None:
+            with servers.Proxy(redis) as link:
+                async with (
+                    doyen.connect(link.url, ttl_s=1.5) as session,
+                    session.campaign("775", name="one") as term,
+                ):
+                    for _ in range(3):
+                        await asyncio.to_thread(link.reset)
+                        left_s = [term.remaining_s]
+
+                        async def renewed(left_s: list[float] = left_s) -> bool:
+                            term.check()
+                            left_s.append(term.remaining_s)
+                            return left_s[-1] > left_s[-2]
+
+                        await until("the lease is renewed", renewed)
+
+        run(main)
+
+    def test_a_leader_is_told_that_renewal_fails(self, redis: servers.Redis) -> None:
+        """redisson#4698: the work went on, and nobody told it."""
+
+        async def main() -> None:
+            with servers.Proxy(redis) as link:
+                async with doyen.connect(link.url, ttl_s=1) as session:
+                    with pytest.raises(LeadershipLost):
+                        async with session.campaign("4698", name="one"):
+                            await asyncio.to_thread(link.cut)
+                            await told(asyncio.Event())
+                    await asyncio.to_thread(link.heal)
+
+        run(main)
+
+
+class TestOpening:
+    """What cannot work is refused, and the error says why."""
+
+    @pytest.mark.parametrize(
+        ("rest", "words"),
+        [
+            ("?colour=red", "no option 'colour'"),
+            ("/zero", "a number, not 'zero'"),
+            ("?prefix={a}", "without braces"),
+            ("?poll_s=never", "poll_s is a number"),
+            ("?token_floor=-1", "token_floor is a number"),
+            ("?tls=perhaps", "tls is true or false"),
+            ("?ca=/nowhere", "go with rediss://"),
+            ("?tls=true&cert=/nowhere", "cert and key go together"),
+        ],
+    )
+    def test_of_a_url_that_makes_no_sense(self, rest: str, words: str) -> None:
+        async def main() -> None:
+            with pytest.raises(ConfigError, match=words):
+                await open_store(f"redis://localhost{rest}", Context(SystemClock(), print))
+            with pytest.raises(ConfigError, match="needs the master's name"):
+                await open_store("redis+sentinel://localhost", Context(SystemClock(), print))
+
+        run(main)
+
+    def test_of_a_server_that_is_not_there(self) -> None:
+        async def main() -> None:
+            port = servers.free_port()
+            with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{port}.*refused|Connect call"):
+                async with opened(f"redis://127.0.0.1:{port}"):
+                    pass
+
+        run(main)
+
+    def test_of_a_server_that_does_not_answer(self, redis: servers.Redis) -> None:
+        async def main() -> None:
+            with servers.Proxy(redis) as link:
+                link.cut()
+                with pytest.raises(StoreUnavailable, match=r"does not answer within 0\.3 s"):
+                    async with opened(f"{link.url}?connect_timeout_s=0.3"):
+                        pass
+
+        run(main)
+
+    def test_of_a_database_that_is_not_there(self, redis: servers.Redis) -> None:
+        async def main() -> None:
+            with pytest.raises(StoreUnusable, match="database 999"):
+                async with opened(f"{redis.url}/999"):
+                    pass
+
+        run(main)
+
+    def test_of_one_who_may_not(self) -> None:
+        async def main() -> None:
+            where = f"127.0.0.1:{server.port}"
+            for who in ("", ":wrong@", "nobody:secret@"):
+                with pytest.raises(StoreUnusable, match="refuses us"):
+                    async with opened(f"redis://{who}{where}"):
+                        pass
+            async with opened(f"redis://:secret@{where}") as store:
+                await store._work.ask(
+                    "ACL",
+                    "SETUSER",
+                    "reader",
+                    "on",
+                    ">r",
+                    "~*",
+                    "+@read",
+                    "+info",
+                    "+eval",
+                    "+evalsha",
+                )
+                enough = "~{doyen}:* &{doyen}:* +@all -@dangerous +info"
+                await store._work.ask("ACL", "SETUSER", "doyen", "on", ">d", *enough.split())
+            with pytest.raises(StoreUnusable, match="doyen's user needs"):
+                async with opened(f"redis://reader:r@{where}"):
+                    pass
+            async with opened(f"redis://doyen:d@{where}") as store:
+                await store.watch(KEY, lambda: None)
+                assert await token(store)
+                assert await store.diagnose()
+
+        with Guarded(requirepass="secret") as server:
+            run(main)
+
+    def test_of_a_place_made_by_a_newer_doyen(self, redis: servers.Redis) -> None:
+        async def main() -> None:
+            wire.redis_command(redis.port, "HSET", "{newer}:meta", "layout", "2")
+            with pytest.raises(StoreUnusable, match="newer doyen"):
+                async with opened(f"{redis.url}?prefix=newer"):
+                    pass
+
+        run(main)
+
+    def test_prefixes_and_floors(self, redis: servers.Redis) -> None:
+        async def main() -> None:
+            floor = 1 << 52
+            async with opened(f"{redis.url}?prefix=high&token_floor={floor}") as high:
+                assert await token(high) > floor
+                lease = await high.grant(60)
+                assert (await high.create(KEY, b"v", lease)).won
+                async with opened(redis.url) as usual:
+                    assert await usual.get(KEY) is None
+                await high.revoke(lease)
+
+        run(main)
+
+
+class Master(servers.Redis):
+    """A server that does not wait for more replicas than the one that asks."""
+
+    def __init__(self) -> None:
+        super().__init__(repl_diskless_sync_delay="0")
+
+
+class Guarded(servers.Redis):
+    """A server that wants to know who asks."""
+
+    def ping(self) -> None:
+        try:
+            wire.redis_command(self.port, "PING")
+        except ValueError as refusal:
+            if "NOAUTH" not in str(refusal):
+                raise
+
+
+def test_the_doctor_tells_what_is_unsafe() -> None:
+    async def main() -> None:
+        async with opened(server.url) as store:
+            found = {each.subject: each for each in await store.diagnose()}
+            assert found["redis"].level == "ok"
+            assert found["memory"].level == "problem"
+            assert "allkeys-lru" in found["memory"].text
+            assert found["durability"].level == "warning"
+
+    with servers.Redis(appendonly="no", maxmemory_policy="allkeys-lru") as server:
+        run(main)
