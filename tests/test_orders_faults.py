@@ -11,15 +11,13 @@ import pytest
 
 from doyen import OrderFailed
 from doyen.errors import StoreError
-from doyen.model import Order, leader_key, mail_key, order_key, ready_key
+from doyen.model import Claim, Order, leader_key, line_key, mail_key, order_key, ready_key
 from doyen.testing.faults import Faults, Late, Stray, Unanswered
 from support import TTL_S, Place, now, presence_of, soon, until, virtual
 from test_orders import Candidate, holders, lined_up, stop_all
 
 
 def attempt_of(place: Place, name: str) -> str:
-    from doyen.model import Claim, line_key
-
     claims = [Claim.decode(ticket.value) for ticket in place.server.list(line_key("e"))]
     return next(claim.attempt for claim in claims if claim.name == name)
 
@@ -239,3 +237,29 @@ async def test_word_to_be_ready_is_taken_back_although_its_answer_was_lost(place
     await until(lambda: place.server.get(mail_key("e", attempt_of(place, "b"))) is None)
     await until(lambda: place.server.get(ready) is None)
     await stop_all(a, b)
+
+
+@virtual
+async def test_a_record_that_came_late_is_known_to_one_who_no_longer_is_first(place: Place) -> None:
+    """Its creation was sent at the head of the line, refused at the second try, and landed when
+    somebody of a higher rank had come before. Everyone would wait for one who does not know."""
+    faults, late = Faults(), Faults()
+    (a,) = await lined_up(place, "a")
+    b = Candidate(await place.open(faults), "b")
+    await until(lambda: len(place.line()) == 2)
+    await asyncio.sleep(0.1)
+    faults.next("create", Stray(after_s=5.0))
+    racer = Candidate(await place.open(), "r", recipe="race")
+    await asyncio.sleep(0.1)
+    await a.stop()
+    await until(lambda: racer.leads)
+    await asyncio.sleep(2.0)
+    high = Candidate(await place.open(late), "high", priority=9)
+    await until(lambda: place.line() == ["high", "b"])
+    await asyncio.sleep(0.1)
+    late.cut()
+    await asyncio.sleep(2.0)
+    await racer.stop()
+    await until(lambda: b.leads, within_s=3)
+    late.heal()
+    await stop_all(b, high)

@@ -428,15 +428,15 @@ def test_one_seed_gives_one_run() -> None:
 
 def obeyed_without_waiting_for_the_body(patch: pytest.MonkeyPatch) -> None:
     """The record goes with the order, whatever the body is doing."""
-    over = Candidacy._term_over
+    lost = Candidacy._term_lost
 
     def at_once(self: Candidacy) -> None:
-        over(self)
+        lost(self)
         store, record = self._presence.store, self._record
         if record is not None and self._term is not None and "ordered it" in self._term.reason:
             self._presence.spawn(store.delete(record.key, if_version=record.version))
 
-    patch.setattr(Candidacy, "_term_over", at_once)
+    patch.setattr(Candidacy, "_term_lost", at_once)
 
 
 def heir_enters_without_the_record(patch: pytest.MonkeyPatch) -> None:

@@ -183,7 +183,7 @@ class Candidacy:
         self._seen: tuple[int, float] | None = None
         """The leader that this candidate would preempt, and since when it has known it."""
         self._heir = ""
-        """As leader: the attempt that an order has it hand over to."""
+        """As leader that hands over: the key of the heir's word, which lives as the heir does."""
         self._place: Entry | None = None
         """As leader with an heir: a ticket at the head of the line, if its own is not there."""
         self._begin_attempt()
@@ -249,11 +249,11 @@ class Candidacy:
             if ahead is not None:
                 await self._wait_behind(ahead, deadline)
                 continue
-            self._claimed = True
+            claimed, self._claimed = self._claimed, True
             creation = await self._ask(store.create(self._record_key, self._claim(), heart.lease))
             if creation.won or self._is_mine(creation.entry):
                 return self._begin_term(heart, creation.entry)
-            self._claimed = False
+            self._claimed = claimed
             if self._watch is None:
                 await self._watch_record()
                 continue
@@ -551,7 +551,7 @@ class Candidacy:
             if record is None or record.revision != term.token:
                 term.lose("its record was removed from the store by somebody else")
             elif order is not None:
-                self._heir = order.heir
+                self._heir = self._word_of(order)
                 term.lose(f"{order.by!r} ordered it to let go")
             elif not self._woken:
                 break
@@ -569,14 +569,21 @@ class Candidacy:
         order = Order.decode(entry.value)
         if order is None or order.token != term.token:
             return None
-        if order.rank is not None:  # of the heir itself, on its own lease: that is its word
+        if order.rank is not None:
             return order if order.rank > asked.priority else None
         if order.heir:
-            key = ready_key(asked.election, order.heir, asked.kind)
-            ready = await presence.call(store.get(key))
+            ready = await presence.call(store.get(self._word_of(order)))
             if ready is None or ready.value != (entry.lease or "").encode():
                 return None
         return order
+
+    def _word_of(self, order: Order) -> str:
+        """Where the heir that an order names says, on its own lease, that it is ready: in the order
+        itself, if it has given it. Empty if the order names none."""
+        asked = self._asked
+        if order.rank is not None:
+            return order_key(asked.election, asked.kind)
+        return ready_key(asked.election, order.heir, asked.kind) if order.heir else ""
 
     async def _keep_the_head(self, heir: str) -> None:
         """Before letting go in favour of an heir: see that nobody else is at the head of the line.
@@ -726,16 +733,18 @@ class Candidacy:
             await self._presence.call(store.delete(entry.key, if_version=entry.version))
 
     async def _see_heir_in(self) -> None:
-        """Keep the head of the line, by one's ticket, until the heir has the record, or has had
-        its chance."""
-        presence = self._presence
+        """Keep the head of the line until the heir has the record, or has had its chance, or is
+        gone."""
+        presence, store = self._presence, self._presence.store
         until = asyncio.get_running_loop().time() + presence.timing.request_timeout_s
-        while True:
+        while self._heir:
             self._woken = False
-            record = await presence.call(presence.store.get(self._record_key))
-            if record is not None or not await self._sleep(until):
+            if (
+                await presence.call(store.get(self._record_key)) is not None
+                or await presence.call(store.get(self._heir)) is None
+                or not await self._sleep(until)
+            ):
                 self._heir = ""
-                return
 
 
 def _is_void(order: Entry, token: int) -> bool:
