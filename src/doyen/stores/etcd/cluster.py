@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -245,13 +245,54 @@ class Connection:
         self.heard_at = asyncio.get_running_loop().time()
         return answer
 
-    def stream(self, method: Method, requests: AsyncIterator[Any]) -> Any:
+    def stream(self, method: Method) -> Stream:
         """A call with requests and answers without end."""
         call = self.channel.stream_stream(method.path, _serialise, method.answer.FromString)
-        return call(requests, metadata=self._cluster.metadata())
+        return Stream(self, lambda requests: call(requests, metadata=self._cluster.metadata()))
 
     async def close(self, grace_s: float | None = None) -> None:
         await self.channel.close(grace_s)
+
+
+class Stream:
+    """Requests one way, answers the other, until either side ends it."""
+
+    def __init__(self, connection: Connection, call: Callable[[AsyncIterator[Any]], Any]) -> None:
+        self._connection = connection
+        self._requests: asyncio.Queue[Any] = asyncio.Queue()
+        self._call = call(self._outgoing())
+
+    def send(self, request: Any) -> None:
+        self._requests.put_nowait(request)
+
+    async def read(self) -> Any:
+        """The next answer. Raises `StoreUnavailable` when there will be none."""
+        member = self._connection.member
+        try:
+            answer = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            failure = translate(error, member)
+            raise (
+                failure if isinstance(failure, StaleToken) else StoreUnavailable(str(failure))
+            ) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            answer = grpc.aio.EOF
+        if answer is grpc.aio.EOF:
+            raise StoreUnavailable(f"etcd at {member} has ended the stream")
+        self._connection.heard_at = asyncio.get_running_loop().time()
+        return answer
+
+    def end(self) -> None:
+        """Idempotent."""
+        self._requests.put_nowait(None)
+        self._call.cancel()
+
+    async def _outgoing(self) -> AsyncIterator[Any]:
+        while (request := await self._requests.get()) is not None:
+            yield request
 
 
 class Wire:

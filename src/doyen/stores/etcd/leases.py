@@ -17,14 +17,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc.aio
-
-from doyen.errors import LeaseGone, StoreUnavailable
+from doyen.errors import LeaseGone, StoreError, StoreUnavailable
 from doyen.stores.etcd import rpc
-from doyen.stores.etcd.cluster import Cluster, Connection, Wire, translate
+from doyen.stores.etcd.cluster import Cluster, Connection, Wire
 
 __all__ = ["Leases"]
 
@@ -74,46 +71,34 @@ class _Stream:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.ended = False
-        self._requests: asyncio.Queue[Any] = asyncio.Queue()
+        self._stream = connection.stream(rpc.KEEP_ALIVE)
         self._waiting: deque[tuple[int, asyncio.Future[Any]]] = deque()
-        self._call = connection.stream(rpc.KEEP_ALIVE, self._outgoing())
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
     async def renew(self, lease: int) -> Any:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((lease, answer))
-        self._requests.put_nowait(rpc.LeaseKeepAliveRequest(ID=lease))
+        self._stream.send(rpc.LeaseKeepAliveRequest(ID=lease))
         return await answer
 
-    def end(self) -> None:
-        """End the stream; renewals that wait for an answer have failed."""
-        self._fail(StoreUnavailable("the stream of renewals was ended"))
-        self._call.cancel()
-        self._reading.cancel()
-
-    async def _outgoing(self) -> AsyncIterator[Any]:
-        while True:
-            yield await self._requests.get()
+    def end(self, why: str = "the stream of renewals was ended") -> None:
+        """End the stream; renewals that wait for an answer have failed. Idempotent."""
+        if not self.ended:
+            self.ended = True
+            self._stream.end()
+            self._reading.cancel()
+            for _, waiter in self._waiting:
+                if not waiter.done():
+                    waiter.set_exception(StoreUnavailable(why))
 
     async def _read(self) -> None:
-        member = self.connection.member
         try:
-            async for answer in self._call:
+            while True:
+                answer = await self._stream.read()
                 lease, waiter = self._waiting.popleft()
                 if lease != answer.ID:
-                    break
-                self.connection.heard_at = asyncio.get_running_loop().time()
+                    raise StoreUnavailable("etcd answered another renewal than was sent")
                 if not waiter.done():
                     waiter.set_result(answer)
-            self._fail(StoreUnavailable(f"etcd at {member} ended the stream of renewals"))
-        except grpc.aio.AioRpcError as error:
-            self._fail(StoreUnavailable(f"a renewal failed: {translate(error, member)}"))
-        finally:
-            self._fail(StoreUnavailable(f"the connection to etcd at {member} was closed"))
-
-    def _fail(self, failure: StoreUnavailable) -> None:
-        self.ended = True
-        while self._waiting:
-            _, waiter = self._waiting.popleft()
-            if not waiter.done():
-                waiter.set_exception(failure)
+        except StoreError as error:
+            self.end(f"a renewal failed: {error}")

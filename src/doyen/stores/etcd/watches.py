@@ -17,14 +17,12 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any, NoReturn
-
-import grpc.aio
 
 from doyen.errors import StoreError, StoreUnavailable
 from doyen.stores.etcd import rpc
-from doyen.stores.etcd.cluster import Cluster, Connection, StaleToken, Wire, refusal, translate
+from doyen.stores.etcd.cluster import Cluster, Connection, StaleToken, Wire, refusal
 
 __all__ = ["Watches"]
 
@@ -97,8 +95,6 @@ class Watches:
             if not self._cluster.credentials.user:
                 raise
             await self._cluster.authenticate(connection, stale=token)
-        except grpc.aio.AioRpcError as error:
-            raise StoreUnavailable(str(translate(error, connection.member))) from error
         finally:
             self._stream = None
             stream.end()
@@ -144,23 +140,22 @@ class _Stream:
 
     def __init__(self, connection: Connection) -> None:
         self._member = connection.member
-        self._requests: asyncio.Queue[Any] = asyncio.Queue()
+        self._stream = connection.stream(rpc.WATCH)
         self._creating: deque[_Watch] = deque()
         self._ids: dict[_Watch, int] = {}
         self._watches: dict[int, _Watch] = {}
-        self._call = connection.stream(rpc.WATCH, self._outgoing())
 
     def create(self, watch: _Watch) -> None:
         self._creating.append(watch)
         # All that begins with the scope and a slash, the scope itself, and little besides.
         wanted = {"key": watch.scope, "range_end": watch.scope + b"0", "fragment": True}
-        self._requests.put_nowait(rpc.WatchRequest(create_request=wanted))
+        self._stream.send(rpc.WatchRequest(create_request=wanted))
 
     def cancel(self, watch: _Watch) -> None:
         number = self._ids.pop(watch, None)
         if number is not None:
             del self._watches[number]
-            self._requests.put_nowait(rpc.WatchRequest(cancel_request={"watch_id": number}))
+            self._stream.send(rpc.WatchRequest(cancel_request={"watch_id": number}))
 
     async def read(self) -> NoReturn:
         """Take what comes until the stream ends, which raises."""
@@ -168,28 +163,22 @@ class _Stream:
         asked = False
         try:
             while True:
-                reading = reading or asyncio.create_task(self._call.read())
+                reading = reading or asyncio.create_task(self._stream.read())
                 done, _ = await asyncio.wait({reading}, timeout=PULSE_S)
                 if done:
                     answer, reading, asked = reading.result(), None, False
-                    if answer is grpc.aio.EOF:
-                        raise StoreUnavailable(f"etcd at {self._member} ended the watch stream")
                     self._take(answer)
                 elif asked:
                     raise StoreUnavailable(f"etcd at {self._member} is silent")
                 elif self._ids or self._creating:
-                    self._requests.put_nowait(rpc.WatchRequest(progress_request={}))
+                    self._stream.send(rpc.WatchRequest(progress_request={}))
                     asked = True
         finally:
             if reading is not None:
                 reading.cancel()
 
     def end(self) -> None:
-        self._call.cancel()
-
-    async def _outgoing(self) -> AsyncIterator[Any]:
-        while True:
-            yield await self._requests.get()
+        self._stream.end()
 
     def _take(self, answer: Any) -> None:
         if answer.created:
