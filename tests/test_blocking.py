@@ -20,6 +20,7 @@ import doyen
 from doyen import (
     AlreadyCampaigning,
     BlockingSession,
+    ConfigError,
     LeadershipLost,
     NotElected,
     SessionClosed,
@@ -379,3 +380,56 @@ def test_interrupted_while_leading_resigns(script: str, tmp_path: Path, start: S
     _, errors = process.communicate(timeout=10)
     assert process.returncode == -signal.SIGINT, errors
     assert errors.rstrip().endswith("KeyboardInterrupt")
+
+
+# What would run when the term is over.
+
+
+def test_while_leader_refuses_generators(url: str) -> None:
+    decorate = doyen.while_leader("e", store=url)
+
+    def generator(term: Term) -> Any:
+        yield term.valid
+
+    async def async_generator(term: Term) -> Any:
+        yield term.valid
+
+    for function in (generator, async_generator):
+        with pytest.raises(ConfigError, match="would run when the term is over"):
+            decorate(function)
+
+
+def test_while_leader_refuses_a_result_that_has_yet_to_run(url: str) -> None:
+    async def work(term: Term) -> bool:
+        return term.valid
+
+    def promise(term: Term) -> object:
+        return work(term)
+
+    with pytest.raises(ConfigError, match="decorate the `async def` itself"):
+        doyen.while_leader("e", store=url)(promise)()
+
+
+def test_while_leader_on_a_method_wraps_it_bound(url: str) -> None:
+    decorate = doyen.while_leader("e", store=url)
+
+    class Worker:
+        def work(self, term: Term, factor: int) -> int:
+            return factor * term.valid
+
+    with pytest.raises(ConfigError, match=r"wrap the bound method instead"):
+        decorate(Worker.work)  # type: ignore[arg-type]
+    doubled: int = decorate(Worker().work)(2)
+    assert doubled == 2
+
+
+def test_a_campaign_of_a_closed_session_leaves_other_sessions_alone(url: str) -> None:
+    with doyen.connect_blocking(url) as closed:
+        before = closed.campaign("e")
+    for campaign in (before, closed.campaign("e")):
+        with pytest.raises(SessionClosed, match="connect again"), campaign:
+            pass
+    with doyen.connect_blocking(url) as session:
+        with pytest.raises(SessionClosed, match="connect again"), closed.campaign("e"):
+            pass
+        assert ThreadRuntime._shared is presence_of(session).runtime

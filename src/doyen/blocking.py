@@ -11,12 +11,12 @@ import functools
 import inspect
 import os
 import queue
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from types import TracebackType
-from typing import Any, TypeVar, Unpack, cast
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator
+from types import FunctionType, TracebackType
+from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, cast
 
 from doyen.election import Options, Stand, default_name
-from doyen.errors import AlreadyCampaigning, SessionClosed
+from doyen.errors import AlreadyCampaigning, ConfigError, SessionClosed
 from doyen.events import Sink
 from doyen.model import Candidate, Leader, Line
 from doyen.orders import order_resign, order_transfer
@@ -27,6 +27,7 @@ from doyen.term import Term, TermState
 
 __all__ = ["BlockingCampaign", "BlockingSession", "connect_blocking", "while_leader"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -121,17 +122,17 @@ class BlockingSession:
         presence.check_open()
         return self._do(presence.errand(lambda: work(presence)))
 
-    def observe(self, election: str) -> Iterator[Leader | None]:
+    def observe(self, election: str) -> Generator[Leader | None, None, None]:
         """Who leads now, then every change; None while vacant."""
         return self._follow(lambda presence, deliver: presence.observe(election, deliver))
 
-    def observe_line(self, election: str) -> Iterator[Line]:
+    def observe_line(self, election: str) -> Generator[Line, None, None]:
         """Who leads and who stands in line now, then every change."""
         return self._follow(lambda presence, deliver: presence.observe_line(election, deliver))
 
     def _follow(
         self, observe: Callable[[Presence, Callable[[T], None]], Coroutine[Any, Any, None]]
-    ) -> Iterator[T]:
+    ) -> Generator[T, None, None]:
         presence = self._opened
         presence.check_open()
         seen: queue.SimpleQueue[T | BaseException] = queue.SimpleQueue()
@@ -169,6 +170,7 @@ class BlockingCampaign:
     def __enter__(self) -> Term:
         if self._entered:
             raise AlreadyCampaigning("a campaign is entered once; make another")
+        self._presence.check_open()
         self._entered = True
         self._runtime.retain()
         try:
@@ -245,7 +247,7 @@ def connect_blocking(
 
 def while_leader(
     election: str, *, store: str, ttl_s: float | None = None, **options: Unpack[Options]
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+) -> Callable[[Callable[Concatenate[Term, P], T]], Callable[P, T]]:
     """Run a function, ordinary or async, only as leader; again after each loss.
 
         @doyen.while_leader("billing", store="sqlite:///var/lib/app/doyen.db")
@@ -255,31 +257,63 @@ def while_leader(
 
         main()
 
-    The function's first argument is its term. Calling it waits for election. If the term is lost
+    The function's first argument is its term, so a method is wrapped once it is bound; a generator,
+    whose body would run when the term is over, is refused. Calling it waits for election. If the
+    term is lost
     the function is run again in the next one; once it returns with its term still valid, the
     leader resigns and the result is returned. An error of its own is raised. Further options are
     those of `campaign`.
     """
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: Callable[Concatenate[Term, P], T]) -> Callable[P, T]:
+        _refuse_unfit(function)
         if inspect.iscoroutinefunction(function):
-            return _async_while_leader(function, election, store, ttl_s, options)
+            run_async = _async_while_leader(function, election, store, ttl_s, options)
+            return cast("Callable[P, T]", run_async)
 
         @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
             with connect_blocking(store, ttl_s=ttl_s) as session:
                 while True:
                     campaign = session.campaign(election, **options)
                     campaign._again_after_loss = True
-                    result = None
+                    result: T | None = None
                     with campaign as term:
                         result = function(term, *args, **kwargs)
+                        _refuse_unfinished(result)
                     if term.state is TermState.ENDED:
-                        return result
+                        return cast("T", result)
 
         return run
 
     return decorate
+
+
+def _refuse_unfit(function: Callable[..., Any]) -> None:
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(
+            f"while_leader cannot run {function.__name__!r}, a generator: its body would run when"
+            " the term is over; use session.campaign inside it"
+        )
+    if isinstance(function, FunctionType) and function.__code__.co_varnames[:1] in (
+        ("self",),
+        ("cls",),
+    ):
+        raise ConfigError(
+            f"while_leader hands the term to the first argument, which of {function.__name__!r} is"
+            f" {function.__code__.co_varnames[0]!r}: wrap the bound method instead,"
+            f" while_leader(…)(self.{function.__name__})"
+        )
+
+
+def _refuse_unfinished(result: object) -> None:
+    if isinstance(result, Coroutine | Generator | AsyncGenerator):
+        if isinstance(result, Coroutine):
+            result.close()
+        raise ConfigError(
+            f"what while_leader ran returned a {type(result).__name__} whose work would be done"
+            " when the term is over: decorate the `async def` itself"
+        )
 
 
 def _async_while_leader(

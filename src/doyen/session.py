@@ -294,6 +294,7 @@ class Campaign:
     async def __aenter__(self) -> Term:
         if self._entered:
             raise AlreadyCampaigning("a campaign is entered once; make another")
+        self._presence.check_open()
         self._entered = True
         runtime = self._presence.runtime
         runtime.retain()
