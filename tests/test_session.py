@@ -7,6 +7,7 @@ In virtual time, but for processes that must really end; doyen's own threads are
 from __future__ import annotations
 
 import asyncio
+import math
 import subprocess
 import sys
 from typing import Any
@@ -579,6 +580,11 @@ def test_what_cannot_work_is_refused(url: str, settings: dict[str, Any], message
     assert ThreadRuntime._shared is None
 
 
+deep: dict[str, Any] = {}
+for _ in range(100_000):
+    deep = {"in": deep}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -586,6 +592,11 @@ def test_what_cannot_work_is_refused(url: str, settings: dict[str, Any], message
         ({"recipe": "lottery"}, "recipe is 'line' or 'race', not 'lottery'"),
         ({"on_overrun": "explode"}, "on_overrun is 'report' or 'exit'"),
         ({"meta": {"socket": object()}}, "meta must be something JSON can carry"),
+        ({"meta": {"load": math.nan}}, "meta must be something JSON can carry"),
+        (
+            {"meta": deep},
+            "meta must be something JSON can carry",
+        ),
     ],
 )
 @virtual
@@ -596,7 +607,8 @@ async def test_a_campaign_that_cannot_work_is_refused(
     with pytest.raises(ConfigError, match=message):
         async with session.campaign("e", **options):
             pass
-    for election in ("", "x" * 201, "a\nb"):
+    elections: list[Any] = ["", "x" * 201, "é" * 101, "a\nb", "\udcff", 5, None]
+    for election in elections:
         with pytest.raises(ConfigError, match="election"):
             async with session.campaign(election):
                 pass

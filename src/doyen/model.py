@@ -138,7 +138,7 @@ class Claim:
             return _encode(
                 {"name": self.name, "attempt": self.attempt, "meta": self.meta, "rank": self.rank}
             )
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"meta must be something JSON can carry: {error}") from error
 
     @classmethod
@@ -192,7 +192,7 @@ class Order:
 
 
 def _encode(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":"), default=_mapping).encode()
+    return json.dumps(value, separators=(",", ":"), default=_mapping, allow_nan=False).encode()
 
 
 def _mapping(value: object) -> object:
@@ -201,11 +201,15 @@ def _mapping(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is not JSON serialisable")
 
 
-def _path(name: str, kind: Kind) -> str:
-    if not name or len(name.encode()) > 200:
+def _path(name: object, kind: Kind) -> str:
+    if not isinstance(name, str) or not name:
         raise ConfigError(f"the name of an election is a string of 1 to 200 bytes, not {name!r}")
-    if not name.isprintable():
+    if not name.isprintable():  # which also keeps out what UTF-8 cannot carry
         raise ConfigError(f"the name of an election has only printable characters, not {name!r}")
+    if (size := len(name.encode())) > 200:
+        raise ConfigError(
+            f"the name of an election is a string of 1 to 200 bytes, not of {size}: {name[:20]!r}…"
+        )
     return f"{kind}/{quote(name, safe='')}"
 
 
