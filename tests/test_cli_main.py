@@ -174,6 +174,36 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (141, b"")
 
 
+def test_an_output_that_cannot_be_written_is_a_line_and_a_code() -> None:
+    command = python("sys.exit(main(['help']))")
+    with open("/dev/full", "wb") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=60)
+    said = b"doyen: the system refused: [Errno 28] No space left on device\n"
+    assert (result.returncode, result.stderr) == (71, said)
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_change_no_code(tmp_path: Path, closed: str) -> None:
+    url = f"sqlite:{tmp_path}/d.db"
+    writes = "echo said; echo complained >&2; read line; exit 3"
+    code = f"sys.exit(main(['run', 'e', '--store', {url!r}, '--', 'sh', '-c', {writes!r}]))"
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *python(code)]
+    result = subprocess.run(shell, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+    assert result.returncode == 3
+    assert result.stdout == (b"" if ">&- " in f"{closed} ".replace("2>&-", "") else b"said\n")
+    assert result.stderr == (b"" if "2>&-" in closed else b"complained\n")
+
+
+def test_an_empty_option_is_not_the_default(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["leader", "--store", "", "e"]) == 2
+    assert "--store is empty" in capsys.readouterr().err
+    url = f"sqlite:{tmp_path}/d.db"
+    assert cli.main(["run", "e", "--store", url, "--name", "", "--", "true"]) == 2
+    assert "--name is empty" in capsys.readouterr().err
+
+
 def store(*arguments: str) -> str:
     parser = argparse.ArgumentParser()
     _output.add_store_option(parser)

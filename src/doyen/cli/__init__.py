@@ -9,6 +9,7 @@ What a command needs beyond the standard library it imports itself, when it runs
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -53,6 +54,7 @@ exit codes:
        doctor found a problem, verify or up found a violation
   2    wrong usage or configuration; nothing was done
   69   the store cannot be used or reached
+  71   the system refused something, such as to write standard output
   75   not elected in time, or leadership lost: trying again may help
   130  interrupted (128 + the signal's number)
   `doyen run` otherwise returns the code of the command it ran.
@@ -83,6 +85,7 @@ _CODES: list[tuple[type[DoyenError], Exit]] = [
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Help and wrong usage end in `SystemExit`."""
     arguments = sys.argv[1:] if argv is None else list(argv)
+    _open_standard_streams()
     try:
         # Options of `doyen` itself take no values, so the first word is the command.
         name = next((word for word in arguments if not word.startswith("-")), None)
@@ -104,9 +107,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
     except BrokenPipeError:
-        # The reader has gone. Python would complain once more while flushing at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if os.environ.get("DOYEN_DEBUG") == "1":
+            traceback.print_exc()
+        print(f"doyen: the system refused: {error}", file=sys.stderr)
+        _discard_output()
+        return Exit.SYSTEM
+
+
+def _open_standard_streams() -> None:
+    """A closed one's number would go to the next file that is opened: to a lease's, perhaps, into
+    which the command would then print."""
+    for descriptor, stream in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, stream) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != descriptor:
+                os.dup2(null, descriptor)
+                os.close(null)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, stream, os.fdopen(descriptor, "w" if descriptor else "r", closefd=False))
+
+
+def _discard_output() -> None:
+    """Python would complain once more while flushing at exit."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _load(name: str) -> ModuleType:

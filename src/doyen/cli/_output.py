@@ -50,6 +50,7 @@ class Exit(IntEnum):
     NO = 1
     USAGE = 2
     UNAVAILABLE = 69
+    SYSTEM = 71
     TRY_AGAIN = 75
     INTERRUPTED = 130
 
@@ -230,8 +231,11 @@ def add_store_option(parser: argparse.ArgumentParser) -> None:
 def store_url(args: argparse.Namespace) -> str:
     """The store that the command line, the environment, or else the default names.
 
-    The folder of the default is made if need be; of any other it is the user's to make.
+    An empty option is a variable that somebody forgot to set, and must not elect a leader in a
+    store where nobody else is. The default's folder is made for this user alone.
     """
+    if args.store == "":
+        raise ConfigError("--store is empty: name a store, or leave the option out")
     named = args.store or os.environ.get("DOYEN_STORE")
     if named:
         return str(named)

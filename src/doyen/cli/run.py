@@ -21,7 +21,7 @@ from types import TracebackType
 import doyen
 from doyen.cli._manual import manual
 from doyen.cli._output import add_store_option, seconds, store_url
-from doyen.errors import LeadershipLost
+from doyen.errors import ConfigError, LeadershipLost
 from doyen.events import Elected, Lost, Record, Resigned, Unsure, Waiting
 from doyen.supervise import Supervisor
 
@@ -127,6 +127,8 @@ class _Run:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
+        if args.name == "":
+            raise ConfigError("--name is empty: say who this is, or leave the option out")
         self._name = args.name or f"{socket.gethostname()}-{os.getpid()}"
         self._supervisor = Supervisor(
             args.command, environ={"DOYEN_NAME": self._name, "DOYEN_ELECTION": args.election}
