@@ -15,9 +15,11 @@ import asyncio
 import os
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 from doyen.clock import Clock, SystemClock
 from doyen.heart import Heart
@@ -26,6 +28,8 @@ __all__ = ["InlineRuntime", "Runtime", "ThreadRuntime"]
 
 T = TypeVar("T")
 
+ADMITTED = 64
+"""How many new pieces of work begin in one turn of doyen's loop."""
 SLICE_S = 0.1
 """How long after waking from suspend a deadline may go unnoticed by the watchdog."""
 
@@ -116,6 +120,79 @@ class InlineRuntime:
         pass  # the loop is the caller's
 
 
+Tell = Callable[[asyncio.Task[Any]], None]
+"""Called on doyen's loop with the task of some work, once it is done."""
+
+
+class _Work:
+    """A coroutine on its way to doyen's loop."""
+
+    __slots__ = ("_cancelled", "_coroutine", "_task", "_tell")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], tell: Tell) -> None:
+        self._coroutine = coroutine
+        self._tell = tell
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelled = False
+
+    def begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._task = loop.create_task(self._coroutine)
+        self._task.add_done_callback(self._tell)
+        if self._cancelled:
+            self._task.cancel()
+
+    def cancel(self) -> None:
+        """On doyen's loop."""
+        self._cancelled = True
+        if self._task is not None:
+            self._task.cancel()
+
+
+class _Answer(Generic[T]):
+    """The outcome of work, on its way back to the loop that asked for it."""
+
+    __slots__ = ("_loop", "future")
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[T] = self._loop.create_future()
+
+    def tell(self, task: asyncio.Task[T]) -> None:
+        _take_note(task)
+        try:
+            self._loop.call_soon_threadsafe(self._settle, task)
+        except RuntimeError:
+            pass  # that loop has been closed, and nobody waits there
+
+    def _settle(self, task: asyncio.Task[T]) -> None:
+        if self.future.done():
+            return
+        if task.cancelled():
+            self.future.cancel()
+        elif (error := task.exception()) is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(task.result())
+
+
+def _settle(future: Future[T], task: asyncio.Task[T]) -> None:
+    _take_note(task)
+    if task.cancelled():
+        future.cancel()
+    if future.set_running_or_notify_cancel():
+        error = task.exception()
+        if error is None:
+            future.set_result(task.result())
+        else:
+            future.set_exception(error)
+
+
+def _take_note(task: asyncio.Task[Any]) -> None:
+    """An error that nobody waits for is not worth a complaint of asyncio's."""
+    if not task.cancelled():
+        task.exception()
+
+
 class ThreadRuntime:
     """The process's doyen thread and watchdog, shared by all its sessions.
 
@@ -132,6 +209,8 @@ class ThreadRuntime:
         self.pid = os.getpid()
         self._users = 0
         self._loop = asyncio.new_event_loop()
+        self._intake: deque[_Work] = deque()
+        self._intake_lock = threading.Lock()
         self._hearts: set[Heart] = set()
         self._changed = threading.Condition()
         self._stopped = False
@@ -177,17 +256,53 @@ class ThreadRuntime:
         cls._shared_lock = threading.Lock()
 
     async def do(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(self.submit(work))
+        answer = _Answer[T]()
+        handed_in = self._hand_in(work, answer.tell)
+        try:
+            return await answer.future
+        except asyncio.CancelledError:
+            self.post(handed_in.cancel)
+            raise
 
     async def finish(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.shield(asyncio.wrap_future(self.submit(work)))
+        answer = _Answer[T]()
+        self._hand_in(work, answer.tell)
+        return await answer.future
 
     def start(self, work: Coroutine[Any, Any, Any]) -> None:
-        self.submit(work)
+        self._hand_in(work, _take_note)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run `work` on doyen's loop; the future is any thread's."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        future: Future[T] = Future()
+        handed_in = self._hand_in(work, partial(_settle, future))
+
+        def given_up(future: Future[T]) -> None:
+            if future.cancelled():
+                self.post(handed_in.cancel)
+
+        future.add_done_callback(given_up)
+        return future
+
+    def _hand_in(self, work: Coroutine[Any, Any, Any], tell: Tell) -> _Work:
+        handed_in = _Work(work, tell)
+        with self._intake_lock:
+            self._intake.append(handed_in)
+            first = len(self._intake) == 1
+        if first:
+            self._loop.call_soon_threadsafe(self._admit)
+        return handed_in
+
+    def _admit(self) -> None:
+        """Begin what was handed in, a little in each turn of the loop: however much comes at once,
+        renewals need not wait for it."""
+        for _ in range(ADMITTED):
+            self._intake[0].begin(self._loop)
+            with self._intake_lock:
+                self._intake.popleft()
+                if not self._intake:
+                    return
+        self._loop.call_soon(self._admit)
 
     def do_blocking(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on doyen's loop and block for its result; an interrupt cancels it."""
