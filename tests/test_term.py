@@ -39,7 +39,6 @@ def heart_and_term(clock: VirtualClock) -> tuple[Heart, Term]:
         token=7,
         heart=heart,
         clock=clock,
-        proof=lambda: (),
     )
     return heart, term
 

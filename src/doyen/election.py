@@ -147,6 +147,7 @@ class Candidacy:
         "_called",
         "_claimed",
         "_doubtful",
+        "_entering",
         "_heart",
         "_heir",
         "_laid",
@@ -174,6 +175,7 @@ class Candidacy:
         self._heart: Heart | None = None
         self._term: Term | None = None
         self._left = False
+        self._entering = False
         self._looking = False
         self._behind = ""
         self._trouble: StoreError | None = None
@@ -208,6 +210,7 @@ class Candidacy:
         wait_s = self._asked.wait_s
         deadline = None if wait_s is None else asyncio.get_running_loop().time() + wait_s
         try:
+            await self._enter(deadline)
             while True:
                 try:
                     return await self._stand(deadline)
@@ -225,10 +228,35 @@ class Candidacy:
         except BaseException:
             self._let_go_in_background()
             raise
+        finally:
+            self._step_aside()
+
+    async def _enter(self, deadline: float | None) -> None:
+        """Take turns with the session's other candidates until elected or waiting: thousands that
+        come at once would only be in one another's way."""
+        await self._in_time(self._presence.entrance.acquire(), deadline)
+        self._entering = True
+
+    async def _in_time(self, work: Awaitable[T], deadline: float | None) -> T:
+        """Wait for one's turn, and for as long as a request may take after the deadline: to try
+        once takes that."""
+        if deadline is not None:
+            deadline += self._presence.timing.request_timeout_s
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await work
+        except TimeoutError:
+            self._trouble = self._trouble or StoreUnavailable("the store is slow to answer others")
+            raise await self._not_elected() from None
+
+    def _step_aside(self) -> None:
+        if self._entering:
+            self._entering = False
+            self._presence.entrance.release()
 
     async def _stand(self, deadline: float | None) -> Term:
         presence, store = self._presence, self._presence.store
-        heart = await self._live_heart()
+        heart = await self._in_time(self._live_heart(), deadline)
         if heart is not self._heart:
             self._adopt(heart)
         if self._asked.recipe == "line" and self._ticket is None:
@@ -366,6 +394,7 @@ class Candidacy:
         """Sleep until woken; False if the time came first."""
         if self._woken:
             return True
+        self._step_aside()
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout_at(None if until == math.inf else until):
@@ -383,6 +412,7 @@ class Candidacy:
 
     async def _pause(self, deadline: float | None) -> None:
         """Before a failed request is tried again."""
+        self._step_aside()
         loop = asyncio.get_running_loop()
         pause = self._presence.retry_pause()
         if deadline is not None:
@@ -488,7 +518,6 @@ class Candidacy:
             token=record.revision,
             heart=heart,
             clock=presence.clock,
-            proof=lambda: presence.store.proof(heart.lease),
         )
         self._term = term
         heart.work_goes_on()
@@ -693,7 +722,8 @@ class Candidacy:
         try:
             while heart.lost_because is None:
                 try:
-                    await self._remove_traces()
+                    async with presence.entrance:
+                        await self._remove_traces()
                 except (StoreUnavailable, OutcomeUnknown):
                     await asyncio.sleep(presence.retry_pause())
                     continue

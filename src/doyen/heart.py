@@ -123,6 +123,10 @@ class Heart:
         """Have `listener` called with the new deadline after each renewal, on doyen's loop."""
         self._renewal_listeners.append(listener)
 
+    def proof(self) -> tuple[int, ...]:
+        """Descriptors that prove the lease's holder alive; see `Store.proof`."""
+        return self._store.proof(self.lease)
+
     async def beat(self) -> None:
         """Renew until the lease is lost. Runs as a task of its own on doyen's loop."""
         due = self._next_renewal()

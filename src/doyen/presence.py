@@ -33,6 +33,8 @@ log = logging.getLogger("doyen")
 
 CALLS_AT_ONCE = 128
 """How many store calls of a session are under way at a time. Renewals are not among them."""
+ENTERING = 64
+"""How many candidates of a session take their places, or leave them, at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,7 @@ class Presence:
         self._own_hearts: dict[Heart, None] = {}
         self._granting = asyncio.Lock()
         self._turns = asyncio.Semaphore(CALLS_AT_ONCE)
+        self.entrance = asyncio.Semaphore(ENTERING)
         # In the order they came, not sets: one seed must give one run.
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._errands: dict[asyncio.Task[Any], None] = {}

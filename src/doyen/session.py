@@ -283,6 +283,20 @@ class Session:
 class Campaign:
     """A scope entered when elected. Made by `Session.campaign`."""
 
+    __slots__ = (
+        "_again_after_loss",
+        "_armed",
+        "_cancelled",
+        "_cancelling_before",
+        "_candidacy",
+        "_entered",
+        "_loop",
+        "_presence",
+        "_stand",
+        "_task",
+        "_term",
+    )
+
     def __init__(self, presence: Presence, stand: Stand) -> None:
         self._presence = presence
         self._stand = stand

@@ -66,7 +66,6 @@ class Term:
         "_hold",
         "_listeners",
         "_now",
-        "_proof",
         "_state",
         "election",
         "ended_at",
@@ -85,7 +84,6 @@ class Term:
         token: int,
         heart: Heart,
         clock: Clock,
-        proof: Callable[[], tuple[int, ...]],
     ) -> None:
         self.election = election
         self.name = name
@@ -94,7 +92,6 @@ class Term:
         self._heart = heart
         self._hold: Heart | _Ended = heart
         self._now = clock.now
-        self._proof = proof
         self._state: TermState | None = None
         self.reason = ""
         """Why it is over; empty until then."""
@@ -195,7 +192,7 @@ class Term:
 
         Empty on stores without proof of death. For supervisors; see `doyen.supervise`.
         """
-        return self._proof()
+        return self._heart.proof()
 
     def loss(self) -> LeadershipLost:
         """The exception that tells of this term's end."""
