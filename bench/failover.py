@@ -44,8 +44,7 @@ while True:
     at = time.clock_gettime(time.CLOCK_BOOTTIME)
     os.close(file)
     say("resigned", at)
-    if not sys.stdin.readline():  # else it might overtake the one who waits
-        break
+    sys.stdin.readline()
 """
 
 
@@ -58,7 +57,6 @@ class Contest:
     def __init__(self, crew: Crew, kind: str) -> None:
         self._crew = crew
         self._kind = kind
-        self._is_flock = kind.startswith("flock")
         self._count = 0
         self.gaps_ms: list[float] = []
         self._holder = self._join()
@@ -69,7 +67,7 @@ class Contest:
     def _join(self) -> str:
         self._count += 1
         who = f"{self._kind}-{self._count}"
-        if self._is_flock:
+        if self._kind.startswith("flock"):
             modules = SAME_SIZE if self._kind == "flock" else []
             path = str(self._crew.folder / f"{self._kind}.lock")
             return self._crew.start_command(who, ["-c", FLOCK, who, path, *modules])
@@ -92,8 +90,7 @@ class Contest:
         settle()
         self._crew.tell(self._holder, "resign")
         self._entered(self._crew.wait("resigned", self._holder)["at"])
-        if self._is_flock:
-            self._crew.tell(self._holder, "again")
+        self._crew.tell(self._holder, "stand again")
         self._holder, self._waiter = self._waiter, self._holder
         self._crew.wait("waiting", self._waiter)
 
@@ -138,7 +135,10 @@ def crash(*, trials: int = 40) -> list[Figure]:
 
 
 def handover(*, trials: int = 60) -> list[Figure]:
-    """From the end of the old leader's body to the beginning of the new one's."""
+    """From the end of the old leader's body to the beginning of the new one's.
+
+    Whoever resigned stands again only after that: a holder of a flock could overtake the waiter.
+    """
     with contests("flock", "candidate", "async-candidate") as turns:
         for _ in range(trials):
             for contest in turns:

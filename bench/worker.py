@@ -48,7 +48,7 @@ class Reporter:
 
 
 def candidate(who: str, url: str, events: list[str], **connect: Any) -> None:
-    """Lead until told `resign`, then stand again; ordinary code."""
+    """Lead until told to resign, and stand again when told to; ordinary code."""
     reporter = Reporter(who, events)
     with doyen.connect_blocking(url, on_event=reporter.sink, **connect) as session:
         while True:
@@ -59,6 +59,7 @@ def candidate(who: str, url: str, events: list[str], **connect: Any) -> None:
                     return
                 at = now()
             reporter.say("resigned", at=at)
+            sys.stdin.readline()
 
 
 def async_candidate(who: str, url: str, events: list[str], **connect: Any) -> None:
@@ -77,6 +78,7 @@ def async_candidate(who: str, url: str, events: list[str], **connect: Any) -> No
                         return
                     at = now()
                 reporter.say("resigned", at=at)
+                await told.get()
 
     asyncio.run(main())
 
