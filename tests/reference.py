@@ -163,14 +163,15 @@ def events_table() -> str:
 def stores() -> str:
     """What each adapter says of its URL, before it says how it works."""
 
-    def part(scheme: str, where: str) -> str:
+    def part(where: str) -> str:
         told = (ast.get_docstring(module(where)) or "").split("\n\n")
         headline = " ".join(told[0].split())
         urls = told[1] if len(told) > 1 and told[1].startswith("    ") else ""
         block = f"\n\n```text\n{textwrap.dedent(urls)}\n```" if urls else ""
-        return f"### `{scheme}`\n\n{headline}{block}"
+        schemes = (scheme for scheme in sorted(_BUILT_IN) if _BUILT_IN[scheme] == where)
+        return f"### {', '.join(f'`{scheme}`' for scheme in schemes)}\n\n{headline}{block}"
 
-    return "\n\n".join(part(*each) for each in sorted(_BUILT_IN.items()))
+    return "\n\n".join(map(part, dict.fromkeys(_BUILT_IN[name] for name in sorted(_BUILT_IN))))
 
 
 def commands() -> str:

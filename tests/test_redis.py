@@ -465,6 +465,7 @@ class TestOpening:
             ("?token_floor=-1", "token_floor is a number"),
             ("?tls=perhaps", "tls is true or false"),
             ("?ca=/nowhere", "go with rediss://"),
+            ("?sentinel_user=me", "go with redis.sentinel://"),
             ("?tls=true&cert=/nowhere", "cert and key go together"),
         ],
     )

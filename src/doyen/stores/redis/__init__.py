@@ -1,9 +1,8 @@
 """`redis://user:password@h1:p1,h2:p2/0`: Redis 6 and later, and Valkey.
 
-    redis://h1,h2,h3/0                       the one that is the master, of those named
-    redis+sentinel://h1,h2,h3/mymaster/0     the master that the sentinels name
-    rediss://…, rediss+sentinel://…          the same over TLS
-
+    redis://h1,h2,h3/0                     the one that is the master, of those named
+    redis+sentinel://h1,h2,h3/mymaster/0   the master that the sentinels name
+    rediss://… rediss+sentinel://…         the same over TLS
     ?prefix=doyen            everything lies under {doyen}:
     ?token_floor=N           raise the revision counter to N, after a move or a restore
     ?replicas=N              a write counts only if N replicas have it; otherwise it is in doubt
@@ -58,8 +57,9 @@ _OPTIONS = (
     "ca",
     "cert",
     "key",
+    "sentinel_user",
+    "sentinel_password",
 )
-_SENTINEL_OPTIONS = ("sentinel_user", "sentinel_password")
 
 
 async def open_store(url: StoreURL, context: Context) -> RedisStore:
@@ -73,7 +73,9 @@ async def open_store(url: StoreURL, context: Context) -> RedisStore:
             f'redis:// needs redis-py ({missing}): pip install "doyen[redis]"'
         ) from missing
     sentinel = url.parts.scheme.endswith("+sentinel")
-    url.refuse_unknown(*_OPTIONS, *(_SENTINEL_OPTIONS if sentinel else ()))
+    url.refuse_unknown(*_OPTIONS)
+    if not sentinel and any(name.startswith("sentinel_") for name in url.options):
+        raise ConfigError("sentinel_user and sentinel_password go with redis+sentinel://")
     prefix = url.options.get("prefix", "doyen")
     if not re.fullmatch(r"[^{}\s]+", prefix):
         raise ConfigError(f"prefix is a name without braces and spaces, not {prefix!r}")
