@@ -19,11 +19,12 @@ import os
 import re
 import sqlite3
 import stat
+import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from doyen.errors import ConfigError, StaleToken
 
@@ -66,8 +67,11 @@ class SQLGuard:
     token commits last. The row is locked from the check to the commit, so do it early, keep the
     transaction short, and let `StaleToken` roll it back.
 
-    SQLite for now, through `sqlite3`. There every writer waits for every other, so a process
-    paused inside its transaction holds the others up until it goes on or dies.
+    Works with connections of sqlite3, of psycopg and psycopg2 (PostgreSQL), and of PyMySQL,
+    mysqlclient and mysql.connector (MySQL, MariaDB); `create_async` and `check_async` with those of
+    psycopg, asyncmy and aiomysql. In SQLite every writer waits for every other, so a process paused
+    inside its transaction holds the others up until it goes on or dies; elsewhere only writers of
+    the same resource wait.
     """
 
     def __init__(self, table: str = "doyen_fence") -> None:
@@ -75,47 +79,171 @@ class SQLGuard:
             raise ConfigError(f"a table's name has letters, digits and underscores, not {table!r}")
         self._table = table
 
-    def create(self, connection: sqlite3.Connection) -> None:
-        """Create the table if it is not there. Like any statement, it takes effect on commit."""
-        _sqlite(connection).execute(
-            f"CREATE TABLE IF NOT EXISTS {self._table}"
-            " (resource VARCHAR(200) PRIMARY KEY NOT NULL, token BIGINT NOT NULL)"
-        )
+    def create(self, connection: Any) -> None:
+        """Create the table if it is not there. Takes effect on commit; in MySQL at once."""
+        _drive(connection, self._creation(_engine_of(connection, asynchronous=False)))
 
-    def check(self, connection: sqlite3.Connection, resource: str, token: int | HasToken) -> None:
+    def check(self, connection: Any, resource: str, token: int | HasToken) -> None:
         """Raise `StaleToken` if `resource` has seen a later token; else remember this one.
 
         The open transaction is the guard: outside one, `ConfigError` is raised.
         """
-        number = _token_of(token)
-        cursor = _sqlite(connection)
-        cursor.execute(
-            f"INSERT INTO {self._table} (resource, token) VALUES (?, ?)"
-            " ON CONFLICT (resource) DO UPDATE SET token = excluded.token"
-            f" WHERE {self._table}.token <= excluded.token",
-            (resource, number),
+        engine = _engine_of(connection, asynchronous=False)
+        _drive(connection, self._checking(engine, connection, resource, _token_of(token)))
+
+    async def create_async(self, connection: Any) -> None:
+        """As `create`, on an asynchronous connection."""
+        await _drive_async(connection, self._creation(_engine_of(connection, asynchronous=True)))
+
+    async def check_async(self, connection: Any, resource: str, token: int | HasToken) -> None:
+        """As `check`, on an asynchronous connection."""
+        engine = _engine_of(connection, asynchronous=True)
+        steps = self._checking(engine, connection, resource, _token_of(token))
+        await _drive_async(connection, steps)
+
+    def _creation(self, engine: _Engine) -> _Steps:
+        yield (
+            f"CREATE TABLE IF NOT EXISTS {self._table}"
+            f" (resource {engine.text} PRIMARY KEY NOT NULL, token BIGINT NOT NULL)"
+            f"{engine.table_options}",
+            (),
         )
-        # Asked afterwards, since in sqlite3's default mode the statement itself begins one.
-        if not connection.in_transaction:
+
+    def _checking(self, engine: _Engine, connection: Any, resource: str, number: int) -> _Steps:
+        mark = engine.mark
+        yield (
+            f"INSERT INTO {self._table} (resource, token) VALUES ({mark}, {mark})"
+            f" {engine.on_conflict} token = {engine.greatest}({self._table}.token, {mark})",
+            (resource, number, number),
+        )
+        # Asked afterwards, since in many clients' default mode the statement itself begins one.
+        if engine.asks_whether_open:
+            is_open = yield (engine.asks_whether_open, ())
+        else:
+            is_open = _in_transaction(connection)
+        if not is_open:
             raise ConfigError(
                 "the token was checked outside a transaction, where it protects nothing:"
-                " this connection is in autocommit mode, so execute BEGIN IMMEDIATE before the"
+                f" this connection is in autocommit mode, so execute {engine.begin} before the"
                 " check, and COMMIT after the writes"
             )
-        if cursor.rowcount < 1:
-            cursor.execute(f"SELECT token FROM {self._table} WHERE resource = ?", (resource,))
-            raise _stale(resource, number, cursor.fetchone()[0])
-
-
-def _sqlite(connection: sqlite3.Connection) -> sqlite3.Cursor:
-    if not isinstance(connection, sqlite3.Connection):
-        raise ConfigError(
-            f"SQLGuard works with a sqlite3.Connection, not a {type(connection).__name__};"
-            " other databases are not covered yet"
+        seen = yield (
+            f"SELECT token FROM {self._table} WHERE resource = {mark}{engine.locking}",
+            (resource,),
         )
-    cursor = connection.cursor()
-    cursor.row_factory = None  # the caller's may return anything
+        if seen > number:
+            raise _stale(resource, number, seen)
+
+
+_Steps = Generator[tuple[str, tuple[object, ...]], Any, None]
+"""Statements to execute; each is answered with the one value that it yields, if any."""
+
+
+class _Engine(NamedTuple):
+    """How a database wants to be asked."""
+
+    mark: str = "%s"
+    text: str = "VARCHAR(200)"
+    table_options: str = ""
+    on_conflict: str = "ON CONFLICT (resource) DO UPDATE SET"
+    greatest: str = "GREATEST"
+    locking: str = ""
+    begin: str = "BEGIN"
+    asks_whether_open: str = ""
+
+
+_SQLITE = _Engine(mark="?", greatest="MAX", begin="BEGIN IMMEDIATE")
+_POSTGRESQL = _Engine(asks_whether_open="SELECT txid_current_if_assigned() IS NOT NULL")
+_MYSQL = _Engine(
+    text="VARBINARY(800)",  # text would be compared without regard to case
+    table_options=" ENGINE = InnoDB",
+    on_conflict="ON DUPLICATE KEY UPDATE",
+    locking=" FOR UPDATE",  # not as of the transaction's beginning, but as it is
+)
+_ENGINES = {
+    "sqlite3": _SQLITE,
+    "psycopg": _POSTGRESQL,
+    "psycopg2": _POSTGRESQL,
+    "pymysql": _MYSQL,
+    "MySQLdb": _MYSQL,
+    "mysql": _MYSQL,
+    "asyncmy": _MYSQL,
+    "aiomysql": _MYSQL,
+}
+_IN_TRANSACTION = 1
+
+
+_ASYNCHRONOUS = {"psycopg.AsyncConnection", "asyncmy.Connection", "aiomysql.Connection"}
+
+
+def _engine_of(connection: object, *, asynchronous: bool) -> _Engine:
+    for kind in type(connection).__mro__:
+        client = kind.__module__.partition(".")[0]
+        engine = _ENGINES.get(client)
+        if engine is None:
+            continue
+        if asynchronous and f"{client}.{kind.__name__}" not in _ASYNCHRONOUS:
+            raise ConfigError("this connection is not asynchronous: use create and check")
+        if not asynchronous and f"{client}.{kind.__name__}" in _ASYNCHRONOUS:
+            raise ConfigError("this connection is asynchronous: use create_async and check_async")
+        return engine
+    raise ConfigError(
+        "SQLGuard works with connections of sqlite3, psycopg, psycopg2, PyMySQL, mysqlclient,"
+        f" mysql.connector, asyncmy and aiomysql, not with a {type(connection).__name__}"
+    )
+
+
+def _in_transaction(connection: Any) -> bool:
+    """Whether a transaction is open, as the client of SQLite or MySQL knows it."""
+    if hasattr(connection, "in_transaction"):
+        return bool(connection.in_transaction)
+    if hasattr(connection, "get_transaction_status"):
+        return bool(connection.get_transaction_status())
+    if hasattr(connection, "server_status"):
+        return bool(connection.server_status & _IN_TRANSACTION)
+    return not connection.get_autocommit()
+
+
+def _drive(connection: Any, steps: _Steps) -> None:
+    cursor = _plain(connection.cursor())
+    try:
+        value = None
+        while True:
+            cursor.execute(*steps.send(value))
+            value = None if cursor.description is None else _only(cursor.fetchone())
+    except StopIteration:
+        return
+    finally:
+        cursor.close()
+
+
+async def _drive_async(connection: Any, steps: _Steps) -> None:
+    cursor = _plain(connection.cursor())
+    try:
+        value = None
+        while True:
+            try:
+                statement = steps.send(value)
+            except StopIteration:
+                return
+            await cursor.execute(*statement)
+            value = None if cursor.description is None else _only(await cursor.fetchone())
+    finally:
+        await cursor.close()
+
+
+def _plain(cursor: Any) -> Any:
+    """Without the caller's row factory, which may return anything."""
+    if isinstance(cursor, sqlite3.Cursor):
+        cursor.row_factory = None
+    elif type(cursor).__module__.partition(".")[0] == "psycopg":
+        cursor.row_factory = sys.modules["psycopg.rows"].tuple_row
     return cursor
+
+
+def _only(row: Any) -> Any:
+    (value,) = row.values() if isinstance(row, Mapping) else row
+    return value
 
 
 def _stale(resource: str, token: int, seen: int) -> StaleToken:
