@@ -299,6 +299,41 @@ class TestFailover:
             run(main)
 
 
+class TestCluster:
+    """All of doyen is one slot, on one of the servers."""
+
+    def test_a_redirection_is_followed(self) -> None:
+        async def main() -> None:
+            wire.redis_command(owner.port, "CLUSTER", "ADDSLOTSRANGE", "0", "16383")
+            there = ("127.0.0.1", str(other.port), other.bus)
+            wire.redis_command(owner.port, "CLUSTER", "MEET", *there)
+
+            async def known() -> bool:
+                said = wire.redis_command(other.port, "CLUSTER", "INFO") or b""
+                return b"cluster_state:ok" in said and b"cluster_slots_ok:16384" in said
+
+            await until("both know who has which slot", known)
+            async with opened(other.url) as store, opened(owner.url) as direct:
+                changed = asyncio.Event()
+                await store.watch(KEY, changed.set)
+                first = await token(direct)
+                await told(changed)
+                assert await token(store) > first
+                levels = {each.subject: each.level for each in await store.diagnose()}
+                assert levels["cluster"] == "warning"
+
+        with Node() as owner, Node() as other:
+            run(main)
+
+
+class Node(servers.Redis):
+    """A server of a cluster."""
+
+    def __init__(self) -> None:
+        self.bus = str(servers.free_port())
+        super().__init__(cluster_enabled="yes", cluster_port=self.bus)
+
+
 class TestHints:
     """Publication is a hint: what it misses is told all the same."""
 
@@ -464,9 +499,10 @@ class TestOpening:
             ("?poll_s=never", "poll_s is a number"),
             ("?token_floor=-1", "token_floor is a number"),
             ("?tls=perhaps", "tls is true or false"),
-            ("?ca=/nowhere", "go with rediss://"),
+            (f"?ca={__file__}", "go with rediss://"),
+            ("?tls=true&ca=/nowhere", "/nowhere cannot be read"),
             ("?sentinel_user=me", "go with redis.sentinel://"),
-            ("?tls=true&cert=/nowhere", "cert and key go together"),
+            (f"?tls=true&cert={__file__}", "cert and key go together"),
         ],
     )
     def test_of_a_url_that_makes_no_sense(self, rest: str, words: str) -> None:

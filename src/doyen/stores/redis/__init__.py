@@ -34,6 +34,7 @@ Only the address is handled here, so that the client library is imported when it
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -133,11 +134,14 @@ def _hosts(where: str, default_port: int) -> Iterator[tuple[str, int]]:
         yield unquote(name.strip("[]")) or "localhost", int(port)
 
 
-def _tls(url: StoreURL) -> dict[str, str] | None:
+def _tls(url: StoreURL) -> dict[str, str | bool] | None:
     """What redis-py is to encrypt with; None: nothing."""
     value = url.options.get("tls", "true" if url.parts.scheme.startswith("rediss") else "")
     names = {"ssl_ca_certs": "ca", "ssl_certfile": "cert", "ssl_keyfile": "key"}
     files = {name: url.options[option] for name, option in names.items() if option in url.options}
+    for file in files.values():
+        if not os.access(file, os.R_OK):
+            raise ConfigError(f"{file} cannot be read: ca, cert and key are files")
     if value not in ("", "true", "false"):
         raise ConfigError(f"tls is true or false, not {value!r}")
     if value == "false" and url.parts.scheme.startswith("rediss"):
@@ -148,7 +152,7 @@ def _tls(url: StoreURL) -> dict[str, str] | None:
         return None
     if ("cert" in url.options) != ("key" in url.options):
         raise ConfigError("cert and key go together: a certificate and its key")
-    return files
+    return {"ssl_check_hostname": True, **files}
 
 
 def _number(url: StoreURL, name: str, default: float, low: float, high: float) -> float:

@@ -165,6 +165,10 @@ class Address:
             if isinstance(error, RedisError | OSError):
                 if "invalid DB index" in str(error) or "out of range" in str(error):
                     raise StoreUnusable(f"{where} has no database {database}") from error
+                if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                    raise StoreUnusable(
+                        f"{where}: {error} Name the authority that vouches for it: ca=FILE"
+                    ) from error
                 raise StoreUnavailable(f"{where}: {error}") from error
             raise
         return Wire(connection, where)
