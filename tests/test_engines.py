@@ -39,6 +39,7 @@ ENGINES = {
     "consul": Engine(lambda: servers.Consul(session_ttl_min="1s"), 1.0),
     "etcd": Engine(lambda: servers.Etcd(heartbeat_interval="20", election_timeout="200"), 2.0),
     "mysql": Engine(servers.MariaDB, 2.0),
+    "nats": Engine(servers.Nats, 2.0),
     "postgresql": Engine(servers.Postgres, 2.0),
     "redis": Engine(servers.Redis, 2.0),
 }

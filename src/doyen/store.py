@@ -238,6 +238,7 @@ _BUILT_IN = {
     "etcd": "doyen.stores.etcd",
     "memory": "doyen.stores.memory",
     "mysql": "doyen.stores.sql.mysql",
+    "nats": "doyen.stores.nats",
     "postgresql": "doyen.stores.sql.postgresql",
     "redis": "doyen.stores.redis",
     "redis+sentinel": "doyen.stores.redis",
