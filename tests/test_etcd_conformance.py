@@ -28,8 +28,7 @@ class Harness(StoreHarness):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Etcd]:
-    # Short elections, for the shortest lease that etcd grants: one second.
-    with Etcd(heartbeat_interval="20", election_timeout="200") as server:
+    with Etcd() as server:
         yield server
 
 

@@ -21,6 +21,7 @@ The client library is grpcio, the extra `etcd`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +37,11 @@ __all__ = ["open_store"]
 
 PORT = 2379
 
+# Before grpc is imported: its own support for forks crashes one child in five while calls are
+# under way. Without it a child is safe as long as it leaves gRPC alone, and `refuse_after_fork`
+# sees to that.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 
 async def open_store(url: StoreURL, context: Context) -> EtcdStore:
     """Open the store at `url`: one member answers, and the keys can be read."""
@@ -44,17 +50,18 @@ async def open_store(url: StoreURL, context: Context) -> EtcdStore:
     try:
         import grpc
 
-        from doyen.stores.etcd.cluster import Cluster, Credentials
+        from doyen.stores.etcd.cluster import Cluster, Credentials, refuse_after_fork
         from doyen.stores.etcd.store import EtcdStore
     except ImportError as error:
         raise ConfigError(f'etcd:// needs grpcio ({error}): pip install "doyen[etcd]"') from error
 
+    refuse_after_fork()
     who, _, hosts = url.parts.netloc.rpartition("@")
     user, _, password = who.partition(":")
     files = {name: _file(url, name) for name in ("ca", "cert", "key")}
     tls = None
     if _tls(url):
-        if bool(files["cert"]) != bool(files["key"]):
+        if (files["cert"] is None) != (files["key"] is None):
             raise ConfigError("etcd:// needs cert= and key= together: a certificate and its key")
         tls = grpc.ssl_channel_credentials(files["ca"], files["key"], files["cert"])
     store = EtcdStore(

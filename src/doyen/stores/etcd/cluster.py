@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,7 @@ import grpc.aio
 from grpc import StatusCode
 
 from doyen.errors import (
+    ConfigError,
     LeaseGone,
     OutcomeUnknown,
     StoreError,
@@ -39,7 +41,15 @@ from doyen.stores.etcd import rpc
 from doyen.stores.etcd.diagnosis import State
 from doyen.stores.etcd.rpc import Method
 
-__all__ = ["Cluster", "Connection", "Credentials", "StaleToken", "Wire", "refusal", "translate"]
+__all__ = [
+    "Cluster",
+    "Connection",
+    "Credentials",
+    "StaleToken",
+    "Wire",
+    "refusal",
+    "refuse_after_fork",
+]
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -67,6 +77,8 @@ _NOT_DONE = (
     "etcdserver: not capable",
     "etcdserver: rpc not supported for learner",
     "failed to connect to all addresses",
+    "errors resolving",
+    "DNS resolution failed",
 )
 _IN_DOUBT = {
     StatusCode.UNAVAILABLE,
@@ -76,6 +88,25 @@ _IN_DOUBT = {
     StatusCode.ABORTED,
     StatusCode.DEADLINE_EXCEEDED,
 }
+
+
+_grpc_runs_in: int | None = None
+
+
+def refuse_after_fork() -> None:
+    """Raise in a process that was forked from one in which this module has used gRPC.
+
+    gRPC's threads are not there, its descriptors are the parent's: using it here crashes this
+    process, or takes the parent's answers.
+    """
+    global _grpc_runs_in
+    _grpc_runs_in = _grpc_runs_in or os.getpid()
+    if _grpc_runs_in != os.getpid():
+        raise ConfigError(
+            f"etcd:// cannot be used in a process forked from one that uses it (process"
+            f" {_grpc_runs_in}), because gRPC cannot: start this process anew instead"
+            " (multiprocessing's 'spawn'), or fork before connecting"
+        )
 
 
 class StaleToken(StoreUnusable):

@@ -1,0 +1,481 @@
+"""What is particular to etcd: its URL, its errors, failover among members, renewal, watches."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import doyen
+from doyen.clock import SystemClock
+from doyen.errors import (
+    ConfigError,
+    LeaseGone,
+    OutcomeUnknown,
+    StoreError,
+    StoreUnavailable,
+    StoreUnusable,
+)
+from doyen.model import leader_key, line_key
+from doyen.store import Context, open_store
+from doyen.stores.etcd import rpc, watches
+from doyen.stores.etcd.cluster import Cluster, Credentials
+from doyen.stores.etcd.leases import Leases
+from doyen.stores.etcd.store import EtcdStore
+from servers import Etcd, Proxy, free_port
+from servers.wire import http, http_json
+
+RPC = Path(rpc.__file__).parent
+PATIENCE_S = 20.0
+KEY = leader_key("e")
+
+
+@asynccontextmanager
+async def opened(url: str) -> AsyncIterator[EtcdStore]:
+    store = await open_store(url, Context(SystemClock(), lambda event: None))
+    assert isinstance(store, EtcdStore)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def on(url: str, body: Callable[[EtcdStore], Awaitable[None]]) -> None:
+    """Run a test's body on a store that is closed in the end."""
+
+    async def main() -> None:
+        async with opened(url) as store, asyncio.timeout(PATIENCE_S):
+            await body(store)
+
+    asyncio.run(main())
+
+
+async def bounded(call: Awaitable[Any], seconds: float = 0.3) -> Any:
+    """A call as a session makes it: given up after a while."""
+    async with asyncio.timeout(seconds):
+        return await call
+
+
+async def eventually(attempt: Callable[[], Awaitable[Any]]) -> Any:
+    """Try as a session would, until it succeeds."""
+    while True:
+        try:
+            return await bounded(attempt())
+        except (TimeoutError, StoreUnavailable, OutcomeUnknown):
+            await asyncio.sleep(0.02)
+
+
+def url_error(url: str) -> str:
+    with pytest.raises((StoreError, ConfigError)) as caught:
+        on(url, lambda store: asyncio.sleep(0))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+# What is in the tree
+
+
+def test_the_messages_are_compiled_from_the_proto(tmp_path: Path) -> None:
+    compiled = tmp_path / "rpc.binpb"
+    arguments = [f"-I{RPC}", f"--descriptor_set_out={compiled}", "rpc.proto"]
+    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *arguments], check=True)
+    assert compiled.read_bytes() == (RPC / "rpc.binpb").read_bytes(), "run `make rpc`"
+
+
+def test_a_missing_client_library_names_the_extra() -> None:
+    code = (
+        "import sys; sys.modules['grpc'] = None\n"
+        "import doyen\n"
+        "try: doyen.connect_blocking('etcd://localhost').__enter__()\n"
+        "except doyen.ConfigError as error: print(error)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 'pip install "doyen[etcd]"' in said.stdout
+
+
+# URLs and opening
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("etcd://h?color=red", "no option 'color'"),
+        ("etcd://h1,,h2", "'' is not a host"),
+        ("etcd://::1", "is not a host"),
+        ("etcd://h?tls=maybe", "tls= is true or false"),
+        ("etcd://h?tls=false&ca=x", "cannot be read"),
+        ("etcd://h?cert=/dev/null", "cert= and key= together"),
+        ("etcd://h?tls=false&ca=/dev/null", "tls=false goes with none"),
+        ("etcd://h?token_floor=high", "token_floor= is a number"),
+        ("etcd://h?connect_timeout_s=-1", "out of range"),
+    ],
+)
+def test_a_url_that_cannot_work_is_refused(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        on(url, lambda store: asyncio.sleep(0))
+
+
+def test_members_that_cannot_be_reached_are_named() -> None:
+    port, began = free_port(), time.monotonic()
+    said = url_error(f"etcd://127.0.0.1:{port},127.0.0.1:{port + 1}")
+    assert time.monotonic() - began < 3
+    assert said.startswith("StoreUnavailable")
+    assert f"127.0.0.1:{port}: " in said
+    assert f"127.0.0.1:{port + 1}: " in said
+    assert "refused" in said
+
+
+def test_a_member_that_does_not_answer_is_given_up(etcd: Etcd) -> None:
+    with Proxy(etcd) as link:
+        link.half_open()
+        said = url_error(f"{link.url}?connect_timeout_s=0.3")
+    assert said.startswith("StoreUnavailable")
+    assert "does not answer within 0.3 s" in said
+
+
+def test_one_dead_member_is_passed_over(etcd: Etcd) -> None:
+    async def body(store: EtcdStore) -> None:
+        assert await store.get(KEY) is None
+
+    on(f"etcd://127.0.0.1:{free_port()},{etcd.address}", body)
+
+
+def test_prefixes_are_worlds_of_their_own(etcd: Etcd) -> None:
+    async def main() -> None:
+        async with opened(f"{etcd.url}/one") as one, opened(f"{etcd.url}/two/") as two:
+            await one.put("k", b"1", if_version=None)
+            assert await two.get("k") is None
+            assert await two.list("k") == []
+            await one.delete("k")
+
+    asyncio.run(main())
+
+
+def test_a_cluster_below_the_token_floor_is_refused(etcd: Etcd) -> None:
+    assert "below token_floor=1000000" in url_error(f"{etcd.url}?token_floor=1000000")
+    on(f"{etcd.url}?token_floor=1", lambda store: asyncio.sleep(0))
+
+
+def test_ttls_are_granted_in_whole_seconds(etcd: Etcd) -> None:
+    async def body(store: EtcdStore) -> None:
+        assert (await store.grant(1.2)).ttl_s == 2.0
+
+    on(etcd.url, body)
+
+
+# What must never be believed
+
+
+def test_two_clusters_behind_one_url_are_refused(etcd: Etcd) -> None:
+    async def main() -> None:
+        with Etcd() as other:
+            async with opened(f"{other.url},{etcd.address}") as store:
+                other.kill()
+                with pytest.raises(StoreUnusable, match="belongs to another cluster"):
+                    await eventually(lambda: store.get(KEY))
+
+    asyncio.run(main())
+
+
+def test_a_cluster_that_has_gone_back_is_refused() -> None:
+    async def main() -> None:
+        with Etcd() as server:
+            async with opened(server.url) as store:
+                lease = await store.grant(60)
+                for _ in range(3):
+                    await store.enqueue(line_key("e"), b"t", lease)
+                server.kill()
+                shutil.rmtree(server.folder / "data")
+                server.start()
+                with pytest.raises(StoreUnusable, match="gone back from revision"):
+                    await eventually(lambda: store.grant(60))
+                with pytest.raises(StoreUnavailable, match="gone back from revision"):
+                    await store.get(KEY)
+
+    asyncio.run(main())
+
+
+def test_a_write_whose_answer_is_lost_is_in_doubt_and_found(etcd: Etcd) -> None:
+    async def main(link: Proxy) -> None:
+        async with opened(link.url) as store, opened(etcd.url) as other:
+            lease = await store.grant(60)
+            link.break_after(0, "down")
+            with pytest.raises(OutcomeUnknown):
+                await store.create(KEY, b"mine", lease)
+            found = await other.get(KEY)
+            assert found is not None
+            assert (found.value, found.lease) == (b"mine", lease.id)
+            again = await eventually(lambda: store.create(KEY, b"mine", lease))
+            assert not again.won
+            assert again.entry.revision == found.revision
+            await store.revoke(lease)
+
+    with Proxy(etcd) as link:
+        asyncio.run(main(link))
+
+
+def test_what_was_never_sent_is_not_in_doubt() -> None:
+    async def main() -> None:
+        with Etcd() as server:
+            async with opened(server.url) as store:
+                lease = await store.grant(60)
+                server.kill()
+                with pytest.raises(StoreError):  # the one that finds out
+                    await store.create(KEY, b"v", lease)
+                with pytest.raises(StoreUnavailable, match="refused"):
+                    await store.create(KEY, b"v", lease)
+
+    asyncio.run(main())
+
+
+# Renewal
+
+
+class FakeStream:
+    """A keepalive stream whose answers come when the test says so."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self.answers: asyncio.Queue[Any] = asyncio.Queue()
+
+    def send(self, request: Any) -> None:
+        self.sent.append(request.ID)
+
+    async def read(self) -> Any:
+        return await self.answers.get()
+
+    def end(self) -> None:
+        pass
+
+
+class FakeWire:
+    """One member, whose raft term does not change."""
+
+    member = "m"
+
+    def __init__(self) -> None:
+        self.streams: list[FakeStream] = []
+
+    async def connection(self) -> FakeWire:
+        return self
+
+    def stream(self, method: rpc.Method) -> FakeStream:
+        self.streams.append(FakeStream())
+        return self.streams[-1]
+
+    async def call(self, *_: Any, **__: Any) -> Any:
+        return rpc.RANGE.answer()
+
+    def unanswered(self, *_: Any) -> None:
+        pass
+
+
+def test_a_late_answer_is_not_taken_for_that_of_the_next_renewal() -> None:
+    """Or the time of the lease would be counted from a later instant than etcd's."""
+
+    async def turns() -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        wire = FakeWire()
+        leases = Leases(Cluster(["m"], Credentials(), connect_timeout_s=1), b"witness")
+        leases._wire = wire  # type: ignore[assignment]
+        first = asyncio.create_task(leases.renew(7))
+        await turns()
+        first.cancel()
+        await turns()
+        second = asyncio.create_task(leases.renew(7))
+        await turns()
+        answer = rpc.KEEP_ALIVE.answer(ID=7, TTL=60)
+        wire.streams[0].answers.put_nowait(answer)
+        await turns()
+        assert not second.done()
+        assert [stream.sent for stream in wire.streams] == [[7], [7]]
+        wire.streams[1].answers.put_nowait(answer)
+        await second
+        assert leases._stream is not None
+        leases._stream.end()
+
+    asyncio.run(main())
+
+
+def test_a_renewal_by_a_leader_since_deposed_does_not_count(
+    etcd: Etcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(store: EtcdStore) -> None:
+        lease = await store.grant(60)
+        await store.renew(lease)
+        heart: Any = store._leases
+        read = heart._wire.call
+
+        async def read_later(*given: Any, **more: Any) -> Any:
+            answer = await read(*given, **more)
+            answer.header.raft_term += 1
+            return answer
+
+        monkeypatch.setattr(heart._wire, "call", read_later)
+        with pytest.raises(StoreUnavailable, match="changed its leader"):
+            await store.renew(lease)
+
+    on(etcd.url, body)
+
+
+def test_an_ended_lease_is_told_by_its_renewal(etcd: Etcd) -> None:
+    async def main() -> None:
+        async with opened(etcd.url) as store, opened(etcd.url) as operator:
+            lease, kept = await store.grant(60), await store.grant(60)
+            await operator.revoke(lease)
+            with pytest.raises(LeaseGone):
+                await store.renew(lease)
+            await store.renew(kept)
+
+    asyncio.run(main())
+
+
+# Watches
+
+
+def test_a_watch_outlives_a_restart_and_a_compaction() -> None:
+    async def main() -> None:
+        with Etcd() as server:
+            async with opened(server.url) as store, opened(server.url) as writer:
+                told = asyncio.Event()
+                await store.watch(KEY, told.set)
+                server.kill()
+                server.start()
+                written = await eventually(lambda: writer.put(KEY, b"1", if_version=None))
+                assert written is not None
+                compaction = {"revision": str(written.revision), "physical": True}
+                http_json(server.port, "POST", "/v3/kv/compaction", compaction)
+                async with asyncio.timeout(PATIENCE_S):
+                    await told.wait()
+                assert await eventually(lambda: store.get(KEY)) is not None
+                told.clear()
+                await writer.delete(KEY)
+                async with asyncio.timeout(PATIENCE_S):
+                    await told.wait()
+
+    asyncio.run(main())
+
+
+def test_a_watch_that_etcd_cancels_begins_anew_and_is_told(etcd: Etcd) -> None:
+    """As after a compaction that a watch has fallen behind."""
+
+    async def body(store: EtcdStore) -> None:
+        told = asyncio.Event()
+        await store.watch(KEY, told.set)
+        stream: Any = store._watches._stream
+        (number,) = stream._watches
+        stream._stream.send(rpc.WatchRequest(cancel_request={"watch_id": number}))
+        await told.wait()
+        told.clear()
+        await store.put(KEY, b"v", if_version=None)
+        await told.wait()
+        await store.delete(KEY)
+
+    on(etcd.url, body)
+
+
+@pytest.mark.parametrize("fault", ["cut", "half_open"])
+def test_a_silent_watch_stream_is_replaced(
+    etcd: Etcd, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watches, "PULSE_S", 0.1)
+
+    async def main(link: Proxy) -> None:
+        async with opened(f"{link.url},{etcd.address}") as store, opened(etcd.url) as writer:
+            told = asyncio.Event()
+            await store.watch(KEY, told.set)
+            getattr(link, fault)()
+            await writer.put(KEY, b"v", if_version=None)
+            async with asyncio.timeout(PATIENCE_S):
+                await told.wait()
+            await writer.delete(KEY)
+
+    with Proxy(etcd) as link:
+        asyncio.run(main(link))
+
+
+def test_watches_share_one_stream_and_close_on_the_server(etcd: Etcd) -> None:
+    async def body(store: EtcdStore) -> None:
+        before = watchers(etcd)
+        each = [await store.watch(f"k{number}", lambda: None) for number in range(50)]
+        assert watchers(etcd) == (before[0] + 1, before[1] + 50)
+        for watch in each:
+            watch.close()
+        await eventually(lambda: _require(lambda: watchers(etcd)[1] == before[1]))
+
+    on(etcd.url, body)
+
+
+async def _require(condition: Callable[[], bool]) -> None:
+    if not condition():
+        raise StoreUnavailable("not yet")
+
+
+def watchers(server: Etcd) -> tuple[float, float]:
+    """How many watch streams etcd serves, and how many watches on them."""
+    streams, watches = (
+        metric(server, f"etcd_debugging_mvcc_{name}_total") for name in ("watch_stream", "watcher")
+    )
+    return streams, watches
+
+
+def metric(server: Etcd, name: str) -> float:
+    _, text = http(server.port, "GET", "/metrics")
+    return sum(
+        float(value) for value in re.findall(rf"(?m)^{name}(?:{{.*}})? (\S+)$", text.decode())
+    )
+
+
+# Failover among members, with a silent one
+
+
+def test_a_member_that_falls_silent_is_left(etcd: Etcd) -> None:
+    async def main(link: Proxy) -> None:
+        async with opened(f"{link.url},{etcd.address}") as store:
+            lease = await store.grant(60)
+            await store.renew(lease)
+            link.cut()
+            calls: list[Callable[[], Awaitable[Any]]] = [
+                lambda: store.get(KEY),
+                lambda: store.renew(lease),
+            ]
+            for call in calls:
+                with pytest.raises(TimeoutError):
+                    await bounded(call(), 0.2)
+                await bounded(call(), 2)
+
+    with Proxy(etcd) as link:
+        asyncio.run(main(link))
+
+
+# Forks
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_forked_child_is_refused_and_the_parent_goes_on(etcd: Etcd) -> None:
+    with doyen.connect_blocking(etcd.url, ttl_s=2) as session, session.campaign("fork") as term:
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(20)
+            try:
+                assert not term.valid
+                with pytest.raises(ConfigError, match="forked from one"):
+                    doyen.connect_blocking(etcd.url).__enter__()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert term.valid
