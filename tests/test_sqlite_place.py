@@ -188,7 +188,7 @@ def test_two_who_create_the_store_at_once_meet_in_it(
         ),
         (_foreign, "database of another application: choose a path of its own"),
         (_newer, f"newer doyen \\(schema {SCHEMA_VERSION + 1}.*upgrade doyen"),
-        (lambda path: path.mkdir(), "cannot be opened for writing"),
+        (lambda path: path.mkdir(), "is a folder: name a file"),
         (
             lambda path: path.with_name("x.db.sessions").touch(),
             "x.db.sessions cannot be used .not a folder",

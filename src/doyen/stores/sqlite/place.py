@@ -88,6 +88,8 @@ class Folder:
 
 def make_folders(path: str) -> None:
     """Create the folders that lead to `path`."""
+    if os.path.isdir(path):
+        raise StoreUnusable(f"{path} is a folder: name a file for the store, in it or elsewhere")
     folder = os.path.dirname(path)
     try:
         os.makedirs(folder, exist_ok=True)
