@@ -204,6 +204,11 @@ def test_an_empty_option_is_not_the_default(
     assert "--name is empty" in capsys.readouterr().err
 
 
+def test_run_refuses_a_store_where_it_would_be_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "e", "--store", "memory://", "--", "true"]) == 2
+    assert "every `doyen run` would lead" in capsys.readouterr().err
+
+
 def store(*arguments: str) -> str:
     parser = argparse.ArgumentParser()
     _output.add_store_option(parser)

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 
 from doyen.audit import verify
+from doyen.cli.run import _in_words
+from doyen.events import Overrun, Record
 from stamps import PYTHON, Stamps, alive, until
 
 if not sys.platform.startswith("linux"):
@@ -309,3 +311,10 @@ def test_a_meek_command_of_a_killed_doyen_is_followed_at_once(bench: Bench) -> N
     leader.kill()
     until(lambda: second.begun, "the second leads")
     assert not alive(first.pid)
+
+
+def test_every_event_that_is_told_is_told_in_words() -> None:
+    event = Overrun(election="e", name="a", token=7, lease="l")
+    words = _in_words(Record(event, at=1.0, wall=1.0, session="s", pid=1))
+    assert words is not None
+    assert "(token 7) was dealt with later than the stop budget" in words

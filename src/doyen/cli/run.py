@@ -22,7 +22,7 @@ import doyen
 from doyen.cli._manual import manual
 from doyen.cli._output import add_store_option, seconds, store_url
 from doyen.errors import ConfigError, LeadershipLost
-from doyen.events import Elected, Lost, Record, Resigned, Unsure, Waiting
+from doyen.events import Elected, Lost, Overrun, Record, Resigned, Unsure, Waiting
 from doyen.supervise import Supervisor
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
@@ -129,6 +129,11 @@ class _Run:
         self._args = args
         if args.name == "":
             raise ConfigError("--name is empty: say who this is, or leave the option out")
+        if store_url(args).startswith("memory:"):
+            raise ConfigError(
+                "a memory:// store is within one process, so every `doyen run` would lead:"
+                " name a store that others can reach"
+            )
         self._name = args.name or f"{socket.gethostname()}-{os.getpid()}"
         self._supervisor = Supervisor(
             args.command, environ={"DOYEN_NAME": self._name, "DOYEN_ELECTION": args.election}
@@ -277,6 +282,12 @@ def _in_words(record: Record) -> str | None:
             return f"no longer leading {election!r}: {reason}"
         case Resigned(election=election):
             return f"resigned from {election!r}"
+        case Overrun(election=election, token=token):
+            return (
+                f"the end of the term in {election!r} (token {token}) was dealt with later than the"
+                " stop budget allows, as by a process that was frozen; its guard, unless frozen as"
+                " well, ended the command in time"
+            )
         case event if event.level >= logging.ERROR:
             return str(event)
     return None
