@@ -61,6 +61,7 @@ async def open_store(url: StoreURL, context: Context) -> NatsStore:
         options |= {"token": unquote(user)}
     if not all(hosts.split(",")):
         raise ConfigError("nats:// needs a host: nats://h1,h2:4222/bucket")
+    replicas, floor = (int(_number(url, name, 0)) for name in ("replicas", "token_floor"))
     store = NatsStore(
         Address(
             hosts=tuple(hosts.split(",")),
@@ -71,9 +72,7 @@ async def open_store(url: StoreURL, context: Context) -> NatsStore:
         bucket=bucket,
     )
     try:
-        await store.open(
-            replicas=int(_number(url, "replicas", 1)), floor=int(_number(url, "token_floor", 0))
-        )
+        await store.open(replicas=replicas, floor=floor)
     except BaseException:
         await store.close()
         raise

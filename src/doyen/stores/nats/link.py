@@ -13,7 +13,7 @@ import asyncio
 import json
 import re
 from base64 import b64decode
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -67,6 +67,8 @@ class Link:
         self._address = address
         self._on_reconnect = on_reconnect
         self._trouble: Exception | None = None
+        self._under_way: set[asyncio.Future[Msg]] = set()
+        self._opened = False
         self.client = Client()
 
     async def open(self) -> None:
@@ -75,6 +77,10 @@ class Link:
 
         async def failed(error: Exception) -> None:
             self._trouble = error
+
+        async def lost() -> None:
+            for request in list(self._under_way):
+                request.cancel()
 
         async def again() -> None:
             if self._on_reconnect is not None:
@@ -86,6 +92,7 @@ class Link:
                 await self.client.connect(
                     [f"nats://{host}" for host in self._address.hosts],
                     error_cb=failed,
+                    disconnected_cb=lost,
                     reconnected_cb=again,
                     connect_timeout=max(1, round(timeout_s)),
                     max_reconnect_attempts=-1,
@@ -104,6 +111,7 @@ class Link:
             raise StoreUnavailable(f"NATS at {where} cannot be reached: {reason}") from error
         except (OSError, nats.errors.Error) as error:
             raise StoreUnavailable(f"NATS at {where} cannot be reached: {error}") from error
+        self._opened = True
         version = str(self.client.connected_server_version)
         release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
         if release < OLDEST:
@@ -147,23 +155,31 @@ class Link:
         return Message(int(found["seq"]), headers, b64decode(found.get("data", "")))
 
     async def close(self) -> None:
-        if not self.client.is_closed:
+        if self._opened and not self.client.is_closed:
             await self.client.close()
 
     async def _send(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> Msg:
         if not self.client.is_connected:
             raise StoreUnavailable("there is no connection to NATS at the moment")
+        request: asyncio.Future[Msg] = asyncio.ensure_future(
+            self.client.request(subject, body, timeout=ANSWER_S, headers=headers)
+        )
+        self._under_way.add(request)
         try:
-            answer: Awaitable[Msg] = self.client.request(
-                subject, body, timeout=ANSWER_S, headers=headers
-            )
-            return await answer
+            return await request
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise OutcomeUnknown("the connection to NATS was lost") from None
         except nats.errors.NoRespondersError as error:
             raise StoreUnavailable(
                 "JetStream does not answer: it is disabled, or has no leader at the moment"
             ) from error
         except (nats.errors.Error, OSError) as error:
             raise OutcomeUnknown(f"NATS did not answer: {error}") from error
+        finally:
+            self._under_way.discard(request)
 
     def _checked(self, message: Msg) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(message.data)

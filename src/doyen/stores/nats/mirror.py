@@ -18,7 +18,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -54,16 +54,11 @@ def subject_of(bucket: str, kind: str, key: str) -> str:
 class _View:
     """What the bucket holds."""
 
-    def __init__(self) -> None:
-        self.entries: dict[str, Entry] = {}
-        self.leases: dict[str, float] = {}
-        self.bound: defaultdict[str, set[str]] = defaultdict(set)
-        self.graves: dict[str, int] = {}
-
-    entries: dict[str, Entry]
-    leases: dict[str, float]
-    bound: defaultdict[str, set[str]]
-    graves: dict[str, int]
+    entries: dict[str, Entry] = field(default_factory=dict)
+    leases: dict[str, float] = field(default_factory=dict)
+    bound: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """The keys of what is bound to each lease."""
+    graves: dict[str, int] = field(default_factory=dict)
     """The last sequence of keys at which nothing stands."""
 
 
