@@ -123,6 +123,14 @@ class Contest:
             assert not failed(), f"{failed()} ended by themselves; heard {heard}"
             assert condition(), f"{what}; heard {heard}"
 
+    def listen(self, seconds: float) -> None:
+        """Let time pass; fail at once if a candidate ends by itself."""
+        until = now() + seconds
+        while (left := until - now()) > 0:
+            with self._heard:
+                self._heard.wait(left)
+            self.wait("", lambda: True)
+
     def leader(self, after: int = 0) -> tuple[Candidate, dict[str, Any]]:
         """The last to have been elected, once there is one with a token above `after`."""
         self.wait(

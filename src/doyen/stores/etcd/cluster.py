@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,6 +130,8 @@ class Cluster:
         self, members: Sequence[str], credentials: Credentials, *, connect_timeout_s: float
     ) -> None:
         self.members = members
+        self.first = random.randrange(len(members))
+        """Where this client begins: not all at the member that the URL names first."""
         self.credentials = credentials
         self.connect_timeout_s = connect_timeout_s
         self.revision = 0
@@ -331,7 +334,7 @@ class Wire:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._turn = 0
+        self._turn = cluster.first
         self._connection: Connection | None = None
         self._left: dict[Connection, asyncio.Task[None]] = {}
         self._closed = False

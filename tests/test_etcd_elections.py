@@ -1,0 +1,316 @@
+"""Elections on etcd: what happened to others there, what they cost, and etcd's own leader lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import doyen
+from contest import Contest, now
+from doyen.fencing import GuardedFile
+from doyen.model import leader_key
+from doyen.stores.etcd.diagnosis import State, findings
+from servers import Etcd, EtcdCluster
+from servers.wire import http, http_json
+from support import gather_leaders, heart_of, lead_until_told, until
+
+PATIENCE_S = 20.0
+
+
+def revoke(server: Etcd, lease: str) -> None:
+    """As an operator would, or etcd by mistake."""
+    http_json(server.port, "POST", "/v3/lease/revoke", {"ID": str(int(lease, 16))})
+
+
+@asynccontextmanager
+async def sessions(
+    server: Etcd, count: int, ttl_s: float = 5
+) -> AsyncIterator[list[doyen.Session]]:
+    async with asyncio.timeout(PATIENCE_S):
+        opened = [doyen.connect(server.url, ttl_s=ttl_s) for _ in range(count)]
+        try:
+            for session in opened:
+                await session.__aenter__()
+            yield opened
+        finally:
+            for session in opened:
+                await session.__aexit__(None, None, None)
+
+
+# Incidents
+
+
+def test_nobody_leads_by_a_lease_that_ended_while_it_waited(etcd: Etcd) -> None:
+    """etcd#11456: a lock was granted to one whose lease had expired while it stood in line."""
+
+    async def main() -> None:
+        async with sessions(etcd, 2) as (first, second):
+            stop, stopped = asyncio.Event(), asyncio.Event()
+            leading = asyncio.create_task(lead_until_told(first, stop, "11456", name="first"))
+            await until(lambda: heart_is_up(first))
+            waiting = asyncio.create_task(lead_until_told(second, stopped, "11456", name="second"))
+            await in_line(second, "11456", 2)
+            ended = heart_of(second).lease.id
+            revoke(etcd, ended)
+            stop.set()
+            await leading
+            async for leader in second.observe("11456"):
+                if leader is not None and leader.name == "second":
+                    break
+            record = await record_of(second, "11456")
+            assert record.lease == heart_of(second).lease.id != ended
+            stopped.set()
+            term = await waiting
+            assert term.token == record.revision
+
+    asyncio.run(main())
+
+
+def test_a_lease_revoked_under_a_leader_ends_its_term_and_its_token(
+    etcd: Etcd, tmp_path: Path
+) -> None:
+    """etcd#15247: after a stall of its own leader, etcd revoked leases that were alive. The holder
+    learns of it from its record; what it writes until then is refused by the token."""
+
+    async def main() -> None:
+        async with sessions(etcd, 2) as (first, second):
+            resource = GuardedFile(tmp_path / "resource")
+            stop = asyncio.Event()
+            with pytest.raises(doyen.LeadershipLost):
+                async with first.campaign("15247", name="first") as old:
+                    heir = asyncio.create_task(lead_until_told(second, stop, "15247"))
+                    await in_line(second, "15247", 2)
+                    resource.write(old, b"old")
+                    revoke(etcd, heart_of(first).lease.id)
+                    await asyncio.sleep(PATIENCE_S)
+            await until(lambda: not old.valid)
+            stop.set()
+            new = await heir
+            assert new.token > old.token
+            resource.write(new, b"new")
+            with pytest.raises(doyen.StaleToken):
+                resource.write(old, b"old")
+
+    asyncio.run(main())
+
+
+def test_an_observer_is_shown_nobody_but_leaders(etcd: Etcd) -> None:
+    """etcd#18163: an observer was told of a candidate that waited."""
+
+    async def main() -> None:
+        async with sessions(etcd, 3) as (first, second, observer):
+            seen: list[str | None] = []
+            watching = asyncio.create_task(gather_leaders(observer, seen))
+            await until(lambda: seen == [None])
+            for number in range(5):
+                leader, waiter = (first, second) if number % 2 else (second, first)
+                stop, stopped = asyncio.Event(), asyncio.Event()
+                leading = asyncio.create_task(
+                    lead_until_told(leader, stop, "e", name=f"leader {number}")
+                )
+                await until(lambda number=number: seen[-1] == f"leader {number}")  # type: ignore[misc]
+                waiting = asyncio.create_task(
+                    lead_until_told(waiter, stopped, "e", name=f"waiter {number}", priority=9)
+                )
+                await in_line(observer, "e", 2)
+                waiting.cancel()
+                await asyncio.wait({waiting})
+                stop.set()
+                await leading
+                await until(lambda: seen[-1] is None)
+            watching.cancel()
+            assert not [name for name in seen if name and name.startswith("waiter")]
+
+    asyncio.run(main())
+
+
+def heart_is_up(session: doyen.Session) -> bool:
+    presence: Any = session._presence
+    return presence._heart is not None
+
+
+async def in_line(session: doyen.Session, election: str, count: int) -> None:
+    while len(await session.line(election)) < count:  # noqa: ASYNC110 - it is others who arrive
+        await asyncio.sleep(0.02)
+
+
+async def record_of(session: doyen.Session, election: str) -> Any:
+    presence: Any = session._presence
+    return await presence.runtime.do(presence.store.get(leader_key(election)))
+
+
+# What an election costs
+
+
+def calls(server: Etcd, *methods: str) -> int:
+    """How many calls have been made to etcd; if not told otherwise, of those an election makes."""
+    _, text = http(server.port, "GET", "/metrics")
+    names = "|".join(methods or ("Put", "Range", "Txn", "DeleteRange"))
+    made = rf'(?m)^grpc_server_started_total{{.*grpc_method="(?:{names})".*}} (\S+)$'
+    return round(sum(map(float, re.findall(made, text.decode()))))
+
+
+@pytest.mark.parametrize("crowd", [3, 60])
+def test_a_handover_costs_the_same_however_many_wait(etcd: Etcd, crowd: int) -> None:
+    async def main() -> None:
+        async with sessions(etcd, 2, ttl_s=60) as pair:
+            election = f"crowd-{crowd}"
+            order: list[int] = []
+            stops = [asyncio.Event() for _ in range(crowd)]
+
+            async def stand(number: int) -> None:
+                async with pair[number % 2].campaign(election, name=str(number)):
+                    order.append(number)
+                    await stops[number].wait()
+
+            standing = [asyncio.create_task(stand(number)) for number in range(crowd)]
+            await in_line(pair[0], election, crowd)
+            spent = [await quiet(etcd)]
+            for handovers in (1, 2):
+                await until(lambda handovers=handovers: len(order) == handovers)  # type: ignore[misc]
+                stops[order[-1]].set()
+                await until(lambda handovers=handovers: len(order) > handovers)  # type: ignore[misc]
+                spent.append(await quiet(etcd))
+            # The record and the ticket deleted; who is ahead; the record created, then read, and
+            # whether there is an order. The next in line may look once more.
+            assert all(after - before <= 8 for before, after in pairwise(spent))
+            for task in standing:
+                task.cancel()
+            await asyncio.wait(standing)
+
+    asyncio.run(main())
+
+
+async def quiet(server: Etcd) -> int:
+    """The number of calls, once it no longer changes."""
+    seen = -1
+    while seen != (seen := calls(server)):  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    return seen
+
+
+def test_many_elections_are_kept_by_one_stream_of_renewals(etcd: Etcd) -> None:
+    async def main() -> None:
+        async with sessions(etcd, 1, ttl_s=2) as (session,):
+            before = calls(etcd, "LeaseKeepAlive"), calls(etcd, "Watch"), calls(etcd, "LeaseGrant")
+            stop = asyncio.Event()
+            leading = [
+                asyncio.create_task(lead_until_told(session, stop, f"many-{number}"))
+                for number in range(200)
+            ]
+            await until(lambda: heart_is_up(session))
+            renewals: list[float] = []
+            heart_of(session).on_renewal(renewals.append)
+            await until(lambda: len(renewals) >= 3)
+            after = calls(etcd, "LeaseKeepAlive"), calls(etcd, "Watch"), calls(etcd, "LeaseGrant")
+            assert [now - then for then, now in zip(before, after, strict=True)] == [1, 1, 1]
+            stop.set()
+            assert len({term.token for term in await asyncio.gather(*leading)}) == 200
+
+    asyncio.run(main())
+
+
+# etcd's own leader is lost while an election runs
+
+
+@dataclass(frozen=True)
+class At:
+    """Where a contest is held."""
+
+    url: str
+    port: int = 0
+
+
+@pytest.fixture
+def cluster() -> Iterator[EtcdCluster]:
+    with EtcdCluster() as cluster:
+        yield cluster
+
+
+def kill(member: Etcd) -> Callable[[], None]:
+    member.kill()
+    return member.restart
+
+
+def freeze(member: Etcd) -> Callable[[], None]:
+    member.freeze()
+    return member.thaw
+
+
+@pytest.mark.parametrize("lose", [freeze, pytest.param(kill, marks=pytest.mark.chaos)])
+def test_an_election_outlives_the_loss_of_etcds_own_leader(
+    cluster: EtcdCluster, tmp_path: Path, lose: Callable[[Etcd], Callable[[], None]]
+) -> None:
+    """etcd#14641: a campaign hung for as long as etcd's leader was paused."""
+    with Contest(At(cluster.url), tmp_path, ttl_s=5) as contest:
+        leader, term = contest.leader()
+        restore = lose(cluster.leader())
+        newcomer, since = contest.add(), now()
+        contest.wait("the newcomer hangs", lambda: contest.said(newcomer, "waiting"))
+        contest.wait(
+            "no renewal since",
+            lambda: [each for each in contest.said(leader, "renewed") if each["at"] > since],
+        )
+        restore()
+        assert contest.leader() == (leader, term)
+        report = contest.report()
+    assert not report.violations, report.violations[0].story
+
+
+def is_sound(cluster: EtcdCluster) -> bool:
+    """Whether this version of etcd leaves live leases alone."""
+    version = http_json(cluster.members[0].port, "GET", "/version")["etcdserver"]
+    levels = {finding.level for finding in findings([State(member="m", version=version)])}
+    return not levels & {"warning", "problem"}
+
+
+@pytest.mark.chaos
+def test_leases_outlive_a_long_stall_of_etcds_own_leader(
+    cluster: EtcdCluster, tmp_path: Path
+) -> None:
+    """etcd#15247, where it happened. A version that revokes live leases leaves the token, which
+    still tells the leaders apart."""
+    with Contest(At(cluster.url), tmp_path, ttl_s=3) as contest:
+        for _ in range(3):
+            contest.leader()
+            stalled = cluster.leader()
+            stalled.freeze()
+            contest.listen(6)
+            stalled.thaw()
+            contest.listen(3)
+        tokens = [event["token"] for _, event in contest.elected]
+        report = contest.report()
+    assert tokens == sorted(set(tokens))
+    if is_sound(cluster):
+        assert not report.violations, report.violations[0].story
+
+
+@pytest.mark.chaos
+def test_chaos_in_the_cluster_and_among_candidates(cluster: EtcdCluster, tmp_path: Path) -> None:
+    chance = random.Random(1)
+    with Contest(At(cluster.url), tmp_path, ttl_s=3, size=4) as contest:
+        for _ in range(20):
+            victim = chance.choice([cluster.leader(), *cluster.members])
+            restore = chance.choice((kill, freeze))(victim)
+            leader, term = contest.leader()
+            dies = chance.random() < 0.5
+            if dies:
+                leader.kill()
+                contest.add()
+            contest.listen(chance.uniform(0.2, 4))
+            restore()
+            if dies:
+                contest.leader(after=term["token"])
+        report = contest.report()
+    if is_sound(cluster):
+        assert not report.violations, report.violations[0].story
+    assert report.terms >= 3
