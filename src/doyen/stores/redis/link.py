@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,6 @@ from redis.exceptions import (
     AuthenticationError,
     ClusterDownError,
     ConnectionError,  # noqa: A004 - redis-py's, which is not the standard library's
-    MovedError,
     NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
@@ -50,6 +50,7 @@ _SILENT_S = 0.25
 _REDIRECTIONS = 3
 _DIGESTS = {name: hashlib.sha1(text.encode()).hexdigest() for name, text in SCRIPTS.items()}
 
+_MOVED = re.compile(r"(MOVED )?\d+ (?P<host>\S*):(?P<port>\d+)")
 _PASSING = (OutOfMemoryError, ClusterDownError, TryAgainError, AskError)
 _PASSING_WORDS = ("BUSY", "MISCONF", "NOREPLICAS", "OOM", "LOADING", "MASTERDOWN")
 
@@ -163,15 +164,16 @@ class Address:
             if isinstance(error, ResponseError):
                 raise StoreUnusable(f"{where}: {error} (database {database})") from error
             if isinstance(error, RedisError | OSError):
-                if "invalid DB index" in str(error) or "out of range" in str(error):
+                cause = _cause(error)
+                if "invalid DB index" in cause or "out of range" in cause:
                     raise StoreUnusable(f"{where} has no database {database}") from error
-                if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                if "CERTIFICATE_VERIFY_FAILED" in cause:
                     raise StoreUnusable(
-                        f"{where}: {error} Name the authority that vouches for it: ca=FILE"
+                        f"{where}: {cause}. Name the authority that vouches for it: ca=FILE"
                     ) from error
-                raise StoreUnavailable(f"{where}: {error}") from error
+                raise StoreUnavailable(f"{where}: {cause}") from error
             raise
-        return Wire(connection, where)
+        return Wire(connection, where, host)
 
 
 @dataclass(slots=True)
@@ -186,6 +188,7 @@ class Wire:
 
     connection: Connection
     where: str
+    host: str
     run: str = ""
     """What tells one life of a server from another."""
     incarnation: str = ""
@@ -361,11 +364,12 @@ class Link:
                 return await wire.send(command, *(() if wait is None else (wait,))), wire
             except NoScriptError:
                 known = False
-            except MovedError as error:
-                self._address.moved = (error.host, error.port)
-                wire.drop()
             except ResponseError as error:
-                raise self._meaning(error, wire) from error
+                moved = _MOVED.fullmatch(str(error))
+                if moved is None:
+                    raise self._meaning(error, wire) from error
+                self._address.moved = (moved["host"] or wire.host, int(moved["port"]))
+                wire.drop()
         raise StoreUnavailable(f"{self.where} did not take a script, nor say who does")
 
     def _meaning(self, error: ResponseError, wire: Wire) -> Exception:
@@ -396,6 +400,14 @@ def facts_in(info: bytes) -> dict[str, str]:
     """The answer of INFO as a table."""
     lines = info.decode(errors="replace").splitlines()
     return dict(line.split(":", 1) for line in lines if ":" in line and not line.startswith("#"))
+
+
+def _cause(error: BaseException) -> str:
+    """What the system said, if it was the system: redis-py's own words vary."""
+    at: BaseException | None = error
+    while at is not None and not isinstance(at, OSError):
+        at = at.__cause__ or at.__context__
+    return str(at or error)
 
 
 def _refused(where: str, error: Exception) -> StoreUnusable:
