@@ -11,9 +11,9 @@ import pytest
 
 from doyen import OrderFailed
 from doyen.errors import StoreError
-from doyen.model import Claim, Order, leader_key, line_key, mail_key, order_key, ready_key
+from doyen.model import Claim, Order, leader_key, line_key, order_key, ready_key
 from doyen.testing.faults import Faults, Late, Stray, Unanswered
-from support import TTL_S, Place, now, presence_of, soon, until, virtual
+from support import TTL_S, Place, now, presence_of, until, virtual
 from test_orders import Candidate, holders, lined_up, stop_all
 
 
@@ -222,21 +222,23 @@ async def test_readiness_for_an_earlier_order_does_not_count(place: Place) -> No
 
 @virtual
 async def test_word_to_be_ready_is_taken_back_although_its_answer_was_lost(place: Place) -> None:
-    (a,) = await lined_up(place, "a")
-    faults = Faults()
-    b = Candidate(await place.open(faults), "b", slow_s=5)
+    deaf, faults = Faults(), Faults()
+    a = Candidate(await place.open(deaf), "a")
+    await until(lambda: a.leads)
+    b = Candidate(await place.open(faults), "b")
     await until(lambda: len(place.line()) == 2)
     await asyncio.sleep(0.1)
-    a.slow_s = 3.0
+    deaf.cut()
     ops = await place.open()
     faults.next("create", Unanswered())
     ready = ready_key("e", attempt_of(place, "b"))
-    told = asyncio.create_task(ops.transfer("e", to="b", wait_s=0.1))
-    await until(lambda: place.server.get(ready))
-    soon(0.0, told.cancel)
-    await until(lambda: place.server.get(mail_key("e", attempt_of(place, "b"))) is None)
-    await until(lambda: place.server.get(ready) is None)
-    await stop_all(a, b)
+    with pytest.raises(OrderFailed, match="has been told and has not let go"):
+        await ops.transfer("e", to="b", wait_s=0.1)
+    assert place.server.get(ready)
+    deaf.heal()
+    await until(lambda: place.server.get(ready) is None, within_s=3)
+    assert a.leads
+    await stop_all(b, a)
 
 
 @virtual
