@@ -498,7 +498,7 @@ def test_a_link_that_goes_dead_without_a_word_is_noticed(
 ) -> None:
     monkeypatch.setattr(lookout, "_PATIENCE_S", 0.3)
     monkeypatch.setattr(postgresql, "_PATIENCE_S", 0.3)
-    monkeypatch.setattr(postgresql, "_PING_AFTER_S", 0.2)
+    monkeypatch.setattr(postgresql, "_PING_PULSE_AFTER_S", 0.2)
 
     async def main() -> None:
         with servers.Proxy(place.server) as link:

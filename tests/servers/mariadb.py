@@ -45,7 +45,7 @@ class MariaDB(Server):
         (self.folder / "init.sql").write_text(
             f"CREATE DATABASE IF NOT EXISTS {DATABASE};\n"
             f"CREATE USER IF NOT EXISTS {USER}@'%' IDENTIFIED BY '{PASSWORD}';\n"
-            f"GRANT ALL ON *.* TO {USER}@'%';\n"
+            f"GRANT ALL ON *.* TO {USER}@'%' WITH GRANT OPTION;\n"
         )
         with self.log.open("ab") as log, (self.folder / "bootstrap.sql").open("rb") as script:
             if self.spawn([*self._basics(), "--bootstrap"], log, stdin=script).wait() != 0:

@@ -166,8 +166,7 @@ class Link(ABC, Generic[C]):
 
     async def connected(self) -> C:
         """The connection; a new one if there is none."""
-        if self._closed:
-            raise StoreUnusable("this store has been closed; open another")
+        self._require_open()
         if self._connection is not None:
             if self.usable(self._connection):
                 return self._connection
@@ -175,7 +174,15 @@ class Link(ABC, Generic[C]):
         if self._connecting is None:
             self._connecting = self._loop.create_task(self.connect())
             self._connecting.add_done_callback(self._arrived)
-        return await asyncio.shield(self._connecting)
+        connecting = self._connecting
+        await asyncio.wait({connecting})
+        if connecting.cancelled():
+            self._require_open()
+        return connecting.result()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StoreUnusable("this store has been closed; open another")
 
     def _arrived(self, connecting: asyncio.Task[C]) -> None:
         self._connecting = None

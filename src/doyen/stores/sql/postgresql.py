@@ -65,6 +65,8 @@ _LOCK_TIMEOUT_MS = 700
 """Below the request timeout of a session with the default ttl, so that its user hears the cause."""
 _POLL_S = 0.05
 _PING_AFTER_S = 2.0
+_PING_PULSE_AFTER_S = 10.0
+"""Longer where it might delay a renewal: there, leases that are renewed so rarely have the time."""
 _PATIENCE_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _CREATIONS = 5
@@ -425,17 +427,17 @@ class _PgLink(Link[_Connection]):
         except psycopg.Error:
             self.drop(connection)
 
-    async def listen(self) -> None:
+    async def listen(self, ping_after_s: float) -> None:
         """Keep the connection up, and see that it is alive, until cancelled."""
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
-                async with asyncio.timeout(_PING_AFTER_S):
+                async with asyncio.timeout(ping_after_s):
                     await self._lost.wait()
             except TimeoutError:
                 pass
             self._lost.clear()
-            if self._connection and self._loop.time() - self._used_at < _PING_AFTER_S:
+            if self._connection and self._loop.time() - self._used_at < ping_after_s:
                 continue
             try:
                 async with asyncio.timeout(_PATIENCE_S):
@@ -486,7 +488,9 @@ class PostgreSQLStore(RelationalStore):
         if self._ears is not None:
             await self._ears.connected()
             if self._listening is None:
-                self._listening = asyncio.get_running_loop().create_task(self._ears.listen())
+                ping_s = _PING_PULSE_AFTER_S if self._ears is self._pulse else _PING_AFTER_S
+                listening = self._ears.listen(ping_s)
+                self._listening = asyncio.get_running_loop().create_task(listening)
         return await super().watch(scope, notify)
 
     async def close(self) -> None:

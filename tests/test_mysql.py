@@ -1,0 +1,167 @@
+"""What is particular to MySQL and MariaDB: whom they let in, and what their settings mean."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+import servers
+from doyen.clock import SystemClock
+from doyen.errors import ConfigError, StoreUnavailable, StoreUnusable
+from doyen.model import leader_key
+from doyen.store import Context, open_store
+from doyen.stores.sql.diagnosis import MySQLFacts, findings_of_mysql
+from relational import Place, now, run
+
+KEY = leader_key("e")
+CONTEXT = Context(SystemClock(), lambda event: None)
+
+
+@pytest.fixture
+def place(mysql: servers.MariaDB) -> Place:
+    return Place("mysql", mysql)
+
+
+def test_tokens_are_never_below_the_servers_microseconds(place: Place) -> None:
+    """So they grow even if a replica takes over that lacks the last ones."""
+
+    async def main() -> None:
+        async with place.stores() as (store,):
+            before = place.number("SELECT UNIX_TIMESTAMP() * 1000000")
+            token = (await store.create(KEY, b"v", await store.grant(60))).entry.revision
+            assert token > before
+            place.server.query(f"UPDATE {place.tables['meta']} SET revision = 5000000000000000")
+            again = (await store.create(leader_key("f"), b"v", await store.grant(60))).entry
+            assert again.revision == 5 * 10**15 + 1
+
+    run(main)
+
+
+def test_changes_are_told_as_often_as_they_are_asked_for(place: Place) -> None:
+    async def main() -> None:
+        async with place.stores(2, "poll_s=0.5") as (writer, watching):
+            assert watching.capabilities.notice_s == 0.5
+            told = asyncio.Event()
+            await watching.watch(KEY, told.set)
+            await writer.put(KEY, b"v", if_version=None)
+            began = now()
+            await told.wait()
+            assert now() - began < 2
+
+    run(main)
+
+
+def test_who_has_not_asked_for_long_takes_everything_for_changed(place: Place) -> None:
+    async def main() -> None:
+        async with place.stores() as (store,):
+            position, paths = await store.changes(None)
+            assert paths is None
+            await store.put(KEY, b"v", if_version=None)
+            assert await store.changes(position) == (position + 1, [KEY])
+            assert await store.changes(position + 1) == (position + 1, [])
+            place.server.query(f"UPDATE {place.tables['meta']} SET position = position + 5000")
+            await store.delete(KEY)
+            assert await store.changes(position) == (position + 5002, None)
+            assert await store.changes(position + 9999) == (position + 5002, None)
+            kept = place.number(f"SELECT COUNT(*) FROM {place.tables['changes']}")
+            assert kept == 1, "what is too long ago is dropped"
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("doyen:wrong@HOST/doyen", "does not let us in: .*check the URL's user, password"),
+        ("stranger:x@HOST/doyen", "does not let us in: "),
+        ("doyen:doyen@HOST/nowhere", "does not let us in: .*nowhere"),
+        ("poor:doyen@HOST/doyen", "needs SELECT, INSERT, UPDATE and DELETE"),
+    ],
+)
+def test_whoever_is_not_let_in_is_told_why(mysql: servers.MariaDB, address: str, says: str) -> None:
+    mysql.query("CREATE USER IF NOT EXISTS poor@'%' IDENTIFIED BY 'doyen'")
+    mysql.query("CREATE TABLE IF NOT EXISTS doyen.rich (x int)")
+    mysql.query("GRANT SELECT ON doyen.rich TO poor@'%'")
+
+    async def main() -> None:
+        url = f"mysql://{address.replace('HOST', f'127.0.0.1:{mysql.port}')}?prefix=poor_"
+        with pytest.raises(StoreUnusable, match=says):
+            await open_store(url, CONTEXT)
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("mysql://u@h", "needs a database"),
+        ("mysql://u@h/d?prefix=a-b", "prefix is a name"),
+        ("mysql://u@h/d?schema=x", "has no option 'schema'"),
+        ("mysql://u@h/d?tls=true&ca=/nowhere.pem", "certificates could not be loaded"),
+    ],
+)
+def test_options_are_checked(url: str, says: str) -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match=says):
+            await open_store(url, CONTEXT)
+
+    run(main)
+
+
+def test_a_server_that_is_or_becomes_read_only_is_left_alone() -> None:
+    async def main() -> None:
+        with servers.MariaDB() as server:
+            place = Place("mysql", server)
+            server.query("CREATE USER app@'%' IDENTIFIED BY 'app'")
+            server.query("GRANT SELECT, INSERT, UPDATE, DELETE, CREATE ON doyen.* TO app@'%'")
+            url = place.url().replace("doyen:doyen@", "app:app@")
+            store = await open_store(url, CONTEXT)
+            lease = await store.grant(60)
+            server.query("SET GLOBAL read_only = 1")
+            for says in ("can no longer be written to", "read-only: a replica"):
+                with pytest.raises(StoreUnavailable, match=says):
+                    await store.delete(KEY)
+            server.query("SET GLOBAL read_only = 0")
+            await store.renew(lease)
+            await store.close()
+
+    run(main, 60)
+
+
+FINE = MySQLFacts(
+    version="MariaDB 10.11",
+    poll_s=0.05,
+    flush_log=1,
+    logs_binary=True,
+    sync_binary_log=1,
+    galera=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"flush_log": 2}, "innodb_flush_log_at_trx_commit is 2"),
+        ({"sync_binary_log": 0}, "sync_binlog is 0"),
+        ({"galera": True}, "Galera"),
+    ],
+)
+def test_unsafe_settings_are_found(change: dict[str, int], says: str) -> None:
+    assert all(finding.level == "ok" for finding in findings_of_mysql(FINE))
+    found = list(findings_of_mysql(replace(FINE, **change)))  # type: ignore[arg-type]
+    odd = [finding for finding in found if finding.level != "ok"]
+    assert len(odd) == 1
+    assert says in odd[0].text
+    assert odd[0].remedy
+
+
+def test_the_server_is_diagnosed(place: Place) -> None:
+    async def main() -> None:
+        async with place.stores() as (store,):
+            found = [finding.text for finding in await store.diagnose()]
+        assert found[0].startswith("MariaDB 1")
+        assert any("innodb_flush_log_at_trx_commit is 2" in text for text in found)
+
+    run(main)
