@@ -38,15 +38,15 @@ asyncio.run(leader_election.main(*sys.argv[1:]))
 class Servers:
     """Some servers on one store, and what they say, in order."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, store: str = "sqlite:election.db") -> None:
+        self._folder, self._store = folder, store
         self._processes: dict[str, subprocess.Popen[str]] = {}
         self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self.said: list[tuple[str, str]] = []
 
     def start(self, name: str, *program: str) -> None:
         process = subprocess.Popen(
-            [sys.executable, "-W", "error", *program, name, "sqlite:election.db"],
+            [sys.executable, "-W", "error", *program, name, self._store],
             cwd=self._folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
