@@ -1,0 +1,80 @@
+"""What etcd says about itself to `doyen doctor`: versions with known defects, members, alarms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from doyen.model import Finding
+from doyen.stores.etcd.diagnosis import State, findings
+from doyen.stores.etcd.store import EtcdStore
+from servers import Etcd, free_port
+from test_etcd import on
+
+GOOD = State(member="h:2379", version="3.6.12")
+THREE = [replace(GOOD, member=f"h{number}:2379") for number in range(3)]
+
+
+def worries(*states: State) -> list[Finding]:
+    return [finding for finding in findings(states) if finding.level != "ok"]
+
+
+def test_a_good_cluster_gives_no_cause_for_worry() -> None:
+    assert worries(*THREE) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "issues"),
+    [
+        ("3.4.30", ["etcd#14370", "etcd#15247", "etcd#20418"]),
+        ("3.5.1", ["etcd#13766", "etcd#14370", "etcd#15247", "etcd#20418"]),
+        ("3.5.12", ["etcd#15247", "etcd#20418"]),
+        ("3.5.13", ["etcd#20418"]),
+        ("3.5.28", []),
+        ("3.6.8", ["etcd#20418"]),
+        ("3.6.9", []),
+        ("3.7.0-rc.0", []),
+    ],
+)
+def test_known_defects_are_told_by_version(version: str, issues: list[str]) -> None:
+    found = worries(*THREE[:2], replace(THREE[2], version=version))
+    assert [issue for finding in found for issue in issues if issue in finding.text] == issues
+    assert len(found) == len(issues)
+    assert all("h2:2379" in finding.text and finding.remedy for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "words"),
+    [
+        ({"silent_because": "etcd at h2:2379: refused", "version": ""}, "warning", "refused"),
+        ({"learner": True}, "warning", "is a learner"),
+        ({"has_leader": False}, "problem", "knows no leader"),
+        ({"alarms": ("NOSPACE",)}, "problem", "NOSPACE"),
+    ],
+)
+def test_members_in_trouble_are_named(change: dict[str, object], level: str, words: str) -> None:
+    (finding,) = worries(*THREE[:2], replace(THREE[2], **change))  # type: ignore[arg-type]
+    assert finding.level == level
+    assert words in finding.text
+    assert "h2:2379" in finding.text
+    assert finding.remedy
+
+
+def test_a_single_member_is_worth_a_note() -> None:
+    (finding,) = worries(GOOD)
+    assert finding.level == "note"
+
+
+def test_a_real_cluster_is_asked_member_by_member(etcd: Etcd) -> None:
+    absent = f"127.0.0.1:{free_port()}"
+
+    async def body(store: EtcdStore) -> None:
+        found = await store.diagnose()
+        assert any(
+            etcd.address in finding.text for finding in found if finding.subject == "version"
+        )
+        (silent,) = [finding for finding in found if finding.level == "warning"]
+        assert absent in silent.text
+
+    on(f"{etcd.url},{absent}", body)
