@@ -48,10 +48,9 @@ def listed(paths: Iterable[str], prefix: str) -> list[str]:
     """The keys that a walk finds in a tree of these znodes."""
     tree: dict[str, set[str]] = {}
     for path in paths:
-        while path:
-            parent, _, name = path.rpartition("/")
-            tree.setdefault(parent or "/", set()).add(name)
-            path = parent
+        names = path.split("/")[1:]
+        for depth, name in enumerate(names):
+            tree.setdefault("/" + "/".join(names[:depth]), set()).add(name)
 
     async def children(path: str) -> Sequence[str]:
         return sorted(tree.get(path, ()))

@@ -14,7 +14,7 @@ Imports the wire, the layout and the errors.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from kazoo.exceptions import NoNodeError
@@ -71,15 +71,15 @@ class Lookout:
 
     async def children(self, path: str) -> Sequence[str]:
         """The names in a znode, watched; none while there is no such znode, which is watched."""
-        while True:
-            if (_DATA, path) in self._set and await self._ask(_DATA, path, "exists") is None:
+        if (_CHILDREN, path) not in self._set:
+            # Both at once: mostly there is none, and this spares a wait.
+            there = self._ask(_DATA, path, "exists")
+            inside = self._ask(_CHILDREN, path, "get_children")
+            if (await asyncio.gather(there, _or_none(inside)))[1] is None:
                 return []
-            try:
-                names: Sequence[str] = await self._ask(_CHILDREN, path, "get_children")
-            except NoNodeError:
-                await self._ask(_DATA, path, "exists")
-            else:
-                return names
+            self._unset(_DATA, path)
+        names: Sequence[str] | None = await _or_none(self._ask(_CHILDREN, path, "get_children"))
+        return names or []
 
     async def exists(self, path: str) -> None:
         """Watch one znode, whether or not it is there."""
@@ -100,13 +100,18 @@ class Lookout:
     def _happened(self, event: Any) -> None:
         """kazoo's thread."""
         if event.type in _SPENT:
-            self.wire.post(lambda: self._spent(event.path, _SPENT[event.type]))
+            self.wire.post(lambda: self._spent(event.type, event.path))
 
-    def _spent(self, path: str, kinds: tuple[int, ...]) -> None:
-        for kind in kinds:
+    def _spent(self, event: str, path: str) -> None:
+        for kind in _SPENT[event]:
             self._set.pop((kind, path), None)
+        # A ticket's name is not used again, so of one that is gone there is nothing more to tell.
+        final = event == EventType.DELETED and is_ticket(path.rpartition("/")[2])
         for watch in list(self._waiting.get(path, ())):
-            watch.stir()
+            if final:
+                watch.tell()
+            else:
+                watch.stir()
 
     def wait_for(self, path: str, watch: ScopeWatch) -> None:
         self._waiting.setdefault(path, {})[watch] = None
@@ -117,10 +122,13 @@ class Lookout:
         if not waiting:
             self._waiting.pop(path, None)
             for kind in (_CHILDREN, _DATA):
-                asked = self._set.get((kind, path))
-                if asked is not None and asked.done():
-                    del self._set[kind, path]
-                    self.wire.unwatch(path, kind)
+                self._unset(kind, path)
+
+    def _unset(self, kind: int, path: str) -> None:
+        asked = self._set.get((kind, path))
+        if asked is not None and asked.done():
+            del self._set[kind, path]
+            self.wire.unwatch(path, kind)
 
     def drop(self, watch: ScopeWatch) -> None:
         self._watches.pop(watch, None)
@@ -150,6 +158,10 @@ class ScopeWatch:
         if self._task is None and not self._closed:
             self._task = asyncio.get_running_loop().create_task(self._follow())
 
+    def tell(self) -> None:
+        if not self._closed:
+            self._notify()
+
     async def _follow(self) -> None:
         try:
             while self._stirred and not self._closed:
@@ -163,8 +175,7 @@ class ScopeWatch:
                     continue
                 except StoreError:
                     pass  # whoever looks meets the same
-                if not self._closed:
-                    self._notify()
+                self.tell()
         finally:
             self._task = None
 
@@ -181,8 +192,9 @@ class ScopeWatch:
             self._note(path, seen)
             await lookout.exists(path)
 
-        await exists(layout.leaf(self._scope))
-        leaves = await layout.walk(self._scope, children)
+        _, leaves = await asyncio.gather(
+            exists(layout.leaf(self._scope)), layout.walk(self._scope, children)
+        )
         # A ticket is never written again: its coming and going is told by the znode it lies in.
         paths = [each.path for each in leaves if not is_ticket(each.path.rpartition("/")[2])]
         await asyncio.gather(*map(exists, paths))
@@ -198,3 +210,11 @@ class ScopeWatch:
     def _leave(self, paths: set[str]) -> None:
         for path in paths:
             self._lookout.leave(path, self)
+
+
+async def _or_none(asked: Awaitable[Any]) -> Any:
+    """The answer, or None if there is no such znode."""
+    try:
+        return await asked
+    except NoNodeError:
+        return None

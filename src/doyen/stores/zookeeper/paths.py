@@ -131,7 +131,7 @@ class Layout:
         rooms, leaves = self._rooms(prefix), list[Leaf]()
         for room in rooms:
             inside, further = self._sort_out(room, await children(room.path or "/"))
-            leaves += inside
+            leaves += [leaf for leaf in inside if leaf.key != prefix]
             rooms += further
         return leaves
 
@@ -185,8 +185,8 @@ class Layout:
         for name in sorted({*names} - {*tickets}) if room.zone != "line" else ():
             key = f"{room.key}/{_decode(name.strip(':'))}"
             if name == ":":
-                continue  # the key that the room itself is under
-            if name.endswith(":"):
+                leaves.append(Leaf(room.key, f"{room.path}/:"))
+            elif name.endswith(":"):
                 rooms.append(further(name, key, "inner"))
             elif room.zone == "inner" or name == "leader" or name.startswith(":"):
                 leaves.append(Leaf(key, f"{room.path}/{name}"))

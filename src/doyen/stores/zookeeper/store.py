@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from kazoo.exceptions import BadVersionError, NodeExistsError, NoNodeError
 from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
@@ -42,6 +42,16 @@ _LAST_TICKET = 2**31 - 2**20
 _CLOSED_WITHIN_S = 3.0
 
 
+class _Same(NamedTuple):
+    """What makes sure that an entry is the one that was seen."""
+
+    check: tuple[str, str, int]
+    """The first step of every transaction that changes it."""
+    version: int
+    bound: bool
+    """To a lease."""
+
+
 class ZooKeeperStore(Store):
     """One client of a ZooKeeper ensemble."""
 
@@ -63,6 +73,8 @@ class ZooKeeperStore(Store):
         self._acl = CREATOR_ALL_ACL if private else OPEN_ACL_UNSAFE
         self._floor = token_floor
         self._leases: dict[str, Wire] = {}
+        self._made: dict[str, tuple[Version, _Same]] = {}
+        """What we have created under a lease: it need not be read again to be deleted."""
         self._lookout = Lookout(self._layout)
         self._own = self._lookout.wire = Wire(
             address,
@@ -149,43 +161,41 @@ class ZooKeeperStore(Store):
         if if_version is None:
             revision = await self._create(self._own, path, value, ephemeral=False)
             return None if revision is None else self._entry(key, value, revision, 0, None)
-        while True:
-            stat, same = await self._unchanged(path, if_version)
-            if stat is None:
-                return None
-            room, _ = _split(path)
+        while (same := await self._same(path, if_version)) is not None:
             try:
-                if stat.ephemeralOwner:
+                if same.bound:
                     # What is bound to a session stays so: another znode must take its place.
                     *_, written = await self._own.transact(
-                        same,
-                        ("delete", path, stat.version),
+                        same.check,
+                        ("delete", path, same.version),
                         ("create", path, value, self._acl),
-                        ("set_data", room, b""),
+                        ("set_data", _split(path)[0], b""),
                     )
                     return self._entry(key, value, written.mzxid, 0, None)
-                _, written = await self._own.transact(same, ("set_data", path, value, stat.version))
+                _, written = await self._own.transact(
+                    same.check, ("set_data", path, value, same.version)
+                )
                 return self._entry(key, value, written.czxid, written.version, None)
             except (BadVersionError, NoNodeError):
                 continue
+        return None
 
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
         self._require_usable()
         path = self._layout.leaf(key)
-        while True:
+        if if_version is None or is_ticket(_split(path)[1]):
             try:
-                if if_version is None or is_ticket(_split(path)[1]):
-                    await self._own.send("delete", path)
-                    return True
-                stat, same = await self._unchanged(path, if_version)
-                if stat is None:
-                    return False
-                await self._own.transact(same, ("delete", path, stat.version))
-                return True
+                await self._own.send("delete", path)
             except NoNodeError:
                 return False
-            except BadVersionError:
+            return True
+        while (same := await self._same(path, if_version)) is not None:
+            try:
+                await self._own.transact(same.check, ("delete", path, same.version))
+            except (BadVersionError, NoNodeError):
                 continue
+            return True
+        return False
 
     async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
         room = self._layout.line(line)
@@ -292,6 +302,9 @@ class ZooKeeperStore(Store):
             except NoNodeError:
                 await self._make_room(wire, room)
             else:
+                if ephemeral:
+                    same = _Same(("check", room, written.version), 0, True)
+                    self._made[path] = ((written.mzxid, 0), same)
                 return int(written.mzxid)
 
     async def _plant(
@@ -322,15 +335,17 @@ class ZooKeeperStore(Store):
             await self._make_room(wire, _split(path)[0])
             await self._make_room(wire, path)
 
-    async def _unchanged(self, path: str, version: Version) -> tuple[Any, tuple[Any, ...]]:
-        """The stat of what stands there, if it has that version, and the step of a transaction
-        which sees to it that it is the same entry still."""
+    async def _same(self, path: str, version: Version) -> _Same | None:
+        """What has to hold for a change to meet the entry of that version, if it stands there."""
+        made = self._made.pop(path, None)
+        if made is not None and made[0] == version:
+            return made[1]  # as we made it; if it has changed since, we are asked again
         room, _ = _split(path)
         # The room first: what is created after this read is created after the entry was seen.
         _, around, stat = await self._synced(("exists", room), ("exists", path))
         if around is None or stat is None or (stat.czxid, stat.version) != version:
-            return None, ()
-        return stat, ("check", room, around.version)
+            return None
+        return _Same(("check", room, around.version), stat.version, bool(stat.ephemeralOwner))
 
     async def _synced(self, *requests: tuple[str, str]) -> Sequence[Any]:
         """The answers to these reads, made after a sync, the sync's own first."""

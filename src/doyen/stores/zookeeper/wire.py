@@ -58,7 +58,7 @@ from kazoo.exceptions import (
 from kazoo.handlers.threading import SequentialThreadingHandler
 from kazoo.protocol.connection import ConnectionHandler
 from kazoo.protocol.serialization import int_struct, write_string
-from kazoo.protocol.states import KazooState
+from kazoo.protocol.states import KazooState, KeeperState
 from kazoo.retry import KazooRetry
 
 from doyen.clock import Clock
@@ -352,8 +352,7 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
         self._server = f"{hostname or address[0]}:{address[1]}"
         if self._avoided.get(self._server, 0.0) > wire.address.clock.now():
             raise ConnectionRefusedError("it did not answer a moment ago")
-        wait_s = min(wire.address.connect_timeout_s, max(0.2, 1.5 * wire.patience_s))
-        made = socket.create_connection(address, wait_s)
+        made = socket.create_connection(address, self._wait_s)
         try:
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if wire.address.tls is not None:
@@ -371,7 +370,10 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
         _: list[Any],
         timeout_s: float | None = None,
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """As kazoo's own, but what TLS has read ahead counts as readable."""
+        """As kazoo's own, but what TLS has read ahead counts as readable, and nobody waits for long
+        in the middle of a message or of a handshake: kazoo would for as long as the session."""
+        if len(readers) + len(writers) == 1:
+            timeout_s = min(timeout_s or math.inf, self._wait_s)
         ahead = [each for each in readers if isinstance(each, ssl.SSLSocket) and each.pending()]
         if ahead:
             return ahead, [], []
@@ -385,6 +387,13 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
             [each for each in writers if each.fileno() in ready],
             [],
         )
+
+    @property
+    def _wait_s(self) -> float:
+        """How long a server may take for what it should do at once. One that has just been started
+        may take a connection and never answer on it."""
+        wait_s = min(2.0, max(0.2, 1.5 * self._wire.patience_s))
+        return min(wait_s, self._wire.address.connect_timeout_s)
 
     def break_off(self) -> None:
         """End the connection from our side, and try another server first. The loop's thread."""
@@ -425,7 +434,12 @@ class _Connection(ConnectionHandler):  # type: ignore[misc]
     error: Exception | None = None
 
     def _connect(self, host: str, address: str, port: int) -> tuple[float, float]:
-        handler = self.wire._handler
+        handler, client = self.wire._handler, self.client
+        # What was asked while there was no connection fails now, instead of being done who knows
+        # when.
+        client._notify_pending(KeeperState.CONNECTING)
+        if client._stopped.is_set():
+            raise ConnectionDropped("it is being ended")
         try:
             read_timeout_ms, connect_timeout_ms = super()._connect(host, address, port)
         except SASLException as error:
@@ -436,7 +450,7 @@ class _Connection(ConnectionHandler):  # type: ignore[misc]
             if isinstance(error, AuthFailedError):
                 self.error = error
             raise
-        session, _ = self.client.client_id
+        session, _ = client.client_id
         # kazoo keeps two thirds of what was granted.
         self.wire.connected(session, round(read_timeout_ms * 1.5) / 1000)
         handler.succeeded()

@@ -1,0 +1,452 @@
+"""ZooKeeper as a store: its tree, its options, who is let in, and what it says when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kazoo.client import KazooClient
+
+import doyen
+import servers
+from doyen.clock import SystemClock
+from doyen.errors import ConfigError, LeaseGone, StoreError, StoreUnavailable, StoreUnusable
+from doyen.model import leader_key, line_key, mail_key, order_key
+from doyen.store import Context, open_store
+from doyen.stores.zookeeper import store as module
+from doyen.stores.zookeeper.diagnosis import State, findings
+from doyen.stores.zookeeper.store import ZooKeeperStore
+from servers import wire
+from servers.fetch import obtain
+from servers.zookeeper import JAVA
+
+TTL_S = 2.0
+
+
+@asynccontextmanager
+async def opened(url: str) -> AsyncIterator[ZooKeeperStore]:
+    store = await open_store(url, Context(SystemClock(), lambda event: None))
+    assert isinstance(store, ZooKeeperStore)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@contextmanager
+def other_eyes(server: servers.ZooKeeper) -> Iterator[Any]:
+    """A client of kazoo's own, to see what is there."""
+    client = KazooClient(server.address)
+    client.start()
+    try:
+        yield client
+    finally:
+        client.stop()
+        client.close()
+
+
+@pytest.fixture
+def chroot() -> str:
+    return f"/test-{uuid.uuid4().hex[:8]}"
+
+
+def test_an_operator_finds_the_recipe(zookeeper: servers.ZooKeeper, chroot: str) -> None:
+    """Tickets are ephemeral sequential znodes under the election's path, the record is an ephemeral
+    znode beside them, and the token is the number of the transaction that created it."""
+
+    async def main(client: Any) -> None:
+        async with (
+            doyen.connect(zookeeper.url + chroot, ttl_s=TTL_S) as session,
+            session.campaign("/app/leader_election", name="server1") as term,
+        ):
+            place = f"{chroot}/app/leader_election"
+            assert sorted(client.get_children(place)) == ["guid_0000000000", "leader"]
+            record, ticket = client.get(f"{place}/leader"), client.get(f"{place}/guid_0000000000")
+            assert b"server1" in record[0]
+            assert record[1].czxid == term.token
+            assert record[1].ephemeralOwner == ticket[1].ephemeralOwner != 0
+            async with session.campaign("race", recipe="race"):
+                assert client.get_children(f"{chroot}/elections/race") == ["leader"]
+        assert client.get_children(place) == []
+
+    with other_eyes(zookeeper) as client:
+        asyncio.run(main(client))
+
+
+def test_tokens_begin_above_the_floor(zookeeper: servers.ZooKeeper, chroot: str) -> None:
+    async def main() -> None:
+        url = zookeeper.url + chroot
+        async with opened(url) as plain, opened(f"{url}?token_floor=1000000000000") as raised:
+            lease = await plain.grant(TTL_S)
+            entry = (await plain.create(leader_key("e"), b"", lease)).entry
+            seen = await raised.get(leader_key("e"))
+            assert seen is not None
+            assert seen.revision == entry.revision + 10**12
+            assert await raised.delete(seen.key, if_version=seen.version)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("operation", ["delete", "put"])
+def test_a_change_that_comes_late_misses_the_successor(
+    zookeeper: servers.ZooKeeper, chroot: str, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record goes and another takes its place between the look and the change. Both have
+    ZooKeeper's version 0, so the version by itself would let the change through."""
+
+    async def main() -> None:
+        url = zookeeper.url + chroot
+        async with opened(url) as ours, opened(url) as theirs:
+            key = leader_key("e")
+            lease = await theirs.grant(TTL_S)
+            old = (await theirs.create(key, b"old", lease)).entry
+            look = ours._same
+
+            async def look_and_linger(*args: Any) -> Any:
+                seen = await look(*args)
+                monkeypatch.setattr(ours, "_same", look)
+                assert await theirs.delete(key)
+                assert (await theirs.create(key, b"new", lease)).won
+                return seen
+
+            monkeypatch.setattr(ours, "_same", look_and_linger)
+            if operation == "delete":
+                assert not await ours.delete(key, if_version=old.version)
+            else:
+                assert await ours.put(key, b"ours", if_version=old.version) is None
+            standing = await ours.get(key)
+            assert standing is not None
+            assert standing.value == b"new"
+
+    asyncio.run(main())
+
+
+def test_a_leader_whose_record_was_removed_does_not_remove_the_next(
+    zookeeper: servers.ZooKeeper, chroot: str
+) -> None:
+    """What the holder remembers of its record's making does not let it delete another's."""
+
+    async def main() -> None:
+        url = zookeeper.url + chroot
+        async with opened(url) as a, opened(url) as b:
+            key = leader_key("e")
+            mine = (await a.create(key, b"a", await a.grant(TTL_S))).entry
+            assert await b.delete(key)
+            assert (await b.create(key, b"b", await b.grant(TTL_S))).won
+            assert not await a.delete(key, if_version=mine.version)
+            standing = await a.get(key)
+            assert standing is not None
+            assert standing.value == b"b"
+
+    asyncio.run(main())
+
+
+def test_what_was_bound_to_a_lease_can_be_made_to_stay(
+    zookeeper: servers.ZooKeeper, chroot: str
+) -> None:
+    async def main() -> None:
+        async with opened(zookeeper.url + chroot) as store:
+            lease = await store.grant(TTL_S)
+            bound = (await store.create(order_key("e"), b"1", lease)).entry
+            kept = await store.put(bound.key, b"2", if_version=bound.version)
+            assert kept is not None
+            assert kept.lease is None
+            assert kept.revision > bound.revision
+            await store.revoke(lease)
+            found = await store.get(bound.key)
+            assert found == kept
+
+    asyncio.run(main())
+
+
+def test_watches_that_nobody_waits_for_are_taken_back(chroot: str) -> None:
+    """Each candidate watches for mail that never comes; a server must not remember that for as long
+    as the connection lasts."""
+
+    async def main(server: servers.ZooKeeper) -> None:
+        async with opened(server.url + chroot) as store:
+            before = watches(server)
+            for number in range(20):
+                (await store.watch(mail_key("e", str(number)), lambda: None)).close()
+            kept = await store.watch(leader_key("e"), lambda: None)
+            assert watches(server) > before
+            kept.close()
+            await store.get(leader_key("e"))  # comes after what was taken back
+            assert watches(server) == before
+
+    def watches(server: servers.ZooKeeper) -> int:
+        answer = wire.zookeeper_word(server.port, b"mntr")
+        return int(answer.partition("zk_watch_count\t")[2].split()[0])
+
+    with servers.ZooKeeper() as server:
+        asyncio.run(main(server))
+
+
+def test_numbers_for_tickets_run_out_aloud(
+    zookeeper: servers.ZooKeeper, chroot: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZooKeeper's counter has 31 bits, and then gives out the same number again."""
+    monkeypatch.setattr(module, "_LAST_TICKET", 2)
+
+    async def main() -> None:
+        async with opened(zookeeper.url + chroot) as store:
+            lease = await store.grant(TTL_S)
+            for _ in range(2):
+                await store.enqueue(line_key("e"), b"", lease)
+            with pytest.raises(StoreUnusable, match="delete that znode"):
+                await store.enqueue(line_key("e"), b"", lease)
+            assert len(await store.list(line_key("e"))) == 2
+
+    asyncio.run(main())
+
+
+def test_an_operator_ends_a_lease_by_deleting_its_znode(
+    zookeeper: servers.ZooKeeper, chroot: str
+) -> None:
+    async def main(client: Any) -> None:
+        async with opened(zookeeper.url + chroot) as store:
+            lease = await store.grant(TTL_S)
+            await store.create(leader_key("e"), b"", lease)
+            client.delete(f"{chroot}/doyen/leases/{lease.id}")
+            with pytest.raises(LeaseGone, match="removed"):
+                await store.renew(lease)
+            with pytest.raises(LeaseGone):
+                await store.renew(lease)
+            assert await store.get(leader_key("e")) is None
+
+    with other_eyes(zookeeper) as client:
+        asyncio.run(main(client))
+
+
+def test_what_zookeeper_cannot_grant_is_refused(zookeeper: servers.ZooKeeper, chroot: str) -> None:
+    async def main() -> None:
+        async with opened(zookeeper.url + chroot) as store:
+            with pytest.raises(ConfigError, match=r"grants, 40 s.*maxSessionTimeout"):
+                await store.grant(41.0)
+            lease = await store.grant(TTL_S)
+            with pytest.raises(ConfigError, match="1000001 bytes"):
+                await store.create(leader_key("e"), bytes(1_000_001), lease)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("rest", "says"),
+    [
+        ("?session=5", "has no option 'session'"),
+        ("?tls=yes", "tls= is true or false"),
+        ("?tls=false&ca=x.pem", "tls=false does not go with ca="),
+        ("?cert=x.pem", "cert= and key= go together"),
+        ("?ca=nowhere.pem", "No such file"),
+        ("?acl=creator", "acl=creator needs a user"),
+        ("?acl=mine", "acl= is creator or open"),
+        ("?sasl=PLAIN", "sasl= is DIGEST-MD5 or GSSAPI"),
+        ("?sasl=DIGEST-MD5", "needs a user"),
+        ("?service=zk", "of use with sasl= only"),
+        ("?connect_timeout_s=soon", "is a number"),
+        ("?token_floor=-1", "out of range"),
+        ("/a//b", "is not a path"),
+        ("/a/../b", "is not a path"),
+        ("/zookeeper/x", "ZooKeeper's own use"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(rest: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        asyncio.run(_open(f"zookeeper://127.0.0.1:1{rest}"))
+
+
+@pytest.mark.parametrize("hosts", ["", "h1,,h2", "::1"])
+def test_what_is_not_a_host_is_refused(hosts: str) -> None:
+    with pytest.raises(ConfigError, match="is not a host"):
+        asyncio.run(_open(f"zookeeper://{hosts}/x"))
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kazoo.client", None)
+    for name in ("store", "wire"):
+        monkeypatch.delitem(sys.modules, f"doyen.stores.zookeeper.{name}")
+    with pytest.raises(ConfigError, match=r'pip install "doyen\[zookeeper\]"'):
+        asyncio.run(_open("zookeeper://127.0.0.1:1"))
+
+
+def test_missing_sasl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "puresasl", None)
+    with pytest.raises(ConfigError, match=r'pip install "kazoo\[sasl\]"'):
+        asyncio.run(_open("zookeeper://127.0.0.1:1?sasl=GSSAPI"))
+
+
+def test_servers_that_cannot_be_reached_are_named_with_their_reasons() -> None:
+    one, other = servers.free_port(), servers.free_port()
+    began = time.monotonic()
+    with pytest.raises(StoreUnavailable) as failure:
+        asyncio.run(_open(f"zookeeper://127.0.0.1:{one},127.0.0.1:{other}?connect_timeout_s=0.5"))
+    assert time.monotonic() - began < 5
+    assert f"127.0.0.1:{one}: " in str(failure.value)
+    assert f"127.0.0.1:{other}: " in str(failure.value)
+    assert "refused" in str(failure.value)
+
+
+def test_another_kind_of_server_is_not_taken_for_a_zookeeper() -> None:
+    async def main() -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(1)
+            writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{port}: "):
+                await _open(f"zookeeper://127.0.0.1:{port}?connect_timeout_s=0.5")
+
+    asyncio.run(main())
+
+
+def test_users_are_kept_apart(zookeeper: servers.ZooKeeper, chroot: str) -> None:
+    """By digest: who comes with another password, or none, may not touch what we made."""
+
+    async def main() -> None:
+        ours = zookeeper.url.replace("//", "//doyen:p%40ss%3Aword@") + chroot
+        async with opened(ours) as store, opened(ours) as same:
+            lease = await store.grant(TTL_S)
+            assert (await store.create(leader_key("e"), b"", lease)).won
+            assert await same.get(leader_key("e")) is not None
+        for url in (ours.replace("word@", "wrong@"), zookeeper.url + chroot):
+            with pytest.raises(StoreUnusable, match="Check user and password"):
+                await _open(url)
+        async with opened(zookeeper.url.replace("//", "//a:b@") + chroot + "2?acl=open") as store:
+            await store.put(order_key("e"), b"", if_version=None)
+        async with opened(zookeeper.url + chroot + "2") as anybody:
+            assert await anybody.get(order_key("e")) is not None
+
+    asyncio.run(main())
+
+
+class SaslZooKeeper(servers.ZooKeeper):
+    """A server that only speaks to those it knows."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            authProvider_1="org.apache.zookeeper.server.auth.SASLAuthenticationProvider",
+            sessionRequireClientSASLAuth="true",
+        )
+
+    def prepare(self) -> None:
+        super().prepare()
+        (self.folder / "jaas.conf").write_text(
+            "Server { org.apache.zookeeper.server.auth.DigestLoginModule required"
+            ' user_doyen="secret"; };'
+        )
+
+    def environment(self) -> dict[str, str]:
+        option = f"-Djava.security.auth.login.config={self.folder}/jaas.conf"
+        return {**super().environment(), "JAVA_TOOL_OPTIONS": option}
+
+
+def test_sasl_lets_in_whom_the_server_knows(chroot: str) -> None:
+    async def main(server: servers.ZooKeeper) -> None:
+        url = server.url.replace("//", "//doyen:secret@") + chroot
+        async with opened(f"{url}?sasl=DIGEST-MD5") as store:
+            lease = await store.grant(TTL_S)
+            assert (await store.create(leader_key("e"), b"", lease)).won
+        with pytest.raises(StoreError) as failure:
+            await _open(f"{url.replace('secret', 'wrong')}?sasl=DIGEST-MD5&connect_timeout_s=1")
+        assert "who we say we are" in str(failure.value)
+        with pytest.raises(StoreUnusable, match="who we say we are"):
+            await _open(server.url)
+
+    with SaslZooKeeper() as server:
+        asyncio.run(main(server))
+
+
+class TlsZooKeeper(servers.ZooKeeper):
+    """A server that speaks TLS, with a certificate of its own making, and wants none of ours."""
+
+    port_count = 4
+
+    def __init__(self) -> None:
+        super().__init__(
+            serverCnxnFactory="org.apache.zookeeper.server.NettyServerCnxnFactory",
+            ssl_clientAuth="none",
+        )
+
+    def prepare(self) -> None:
+        store = str(self.folder / "key.p12")
+        keytool = str(obtain(JAVA).path.parent / "keytool")
+        key = ("-storepass", "secret", "-alias", "zk", "-keystore", store)
+        make = ("-genkeypair", "-keyalg", "EC", "-dname", "CN=zk", "-ext", "san=ip:127.0.0.1")
+        for arguments in (make, ("-exportcert", "-rfc", "-file", str(self.ca))):
+            command = [keytool, *arguments, *key]
+            subprocess.run(command, check=True, capture_output=True, timeout=60)
+        self.options |= {
+            "secureClientPort": str(self.ports[3]),
+            "ssl_keyStore_location": store,
+            "ssl_keyStore_password": "secret",
+            "ssl_trustStore_location": str(self.ca),
+        }
+        super().prepare()
+
+    @property
+    def ca(self) -> Path:
+        return self.folder / "ca.pem"
+
+    @property
+    def tls(self) -> str:
+        return f"zookeeper://127.0.0.1:{self.ports[3]}"
+
+
+def test_tls_with_a_certificate_of_ones_own(chroot: str) -> None:
+    async def main(server: TlsZooKeeper) -> None:
+        async with opened(f"{server.tls}{chroot}?ca={server.ca}") as store:
+            lease = await store.grant(TTL_S)
+            told = asyncio.Event()
+            await store.watch(leader_key("e"), told.set)
+            await asyncio.gather(*(store.get(leader_key(str(each))) for each in range(200)))
+            assert (await store.create(leader_key("e"), bytes(50_000), lease)).won
+            await asyncio.wait_for(told.wait(), 10)
+            assert (await store.diagnose())[0].level == "ok"
+        with pytest.raises(StoreUnavailable, match="certificate verify failed"):
+            await _open(f"{server.tls}?tls=true&connect_timeout_s=0.4")
+        with pytest.raises(StoreUnavailable):
+            await _open(f"{server.url}?ca={server.ca}&connect_timeout_s=0.4")
+
+    with TlsZooKeeper() as server:
+        asyncio.run(main(server))
+
+
+def test_the_store_diagnoses_itself(zookeeper: servers.ZooKeeper, chroot: str) -> None:
+    async def main() -> None:
+        async with opened(zookeeper.url + chroot) as store:
+            found = {(each.level, each.subject) for each in await store.diagnose()}
+        assert found == {("ok", "version"), ("note", "servers"), ("ok", "sessions")}
+
+    asyncio.run(main())
+
+
+def test_what_states_of_servers_mean() -> None:
+    def levels(*states: State) -> set[tuple[str, str]]:
+        return {(each.level, each.subject) for each in findings(states)}
+
+    good = [State(server=f"h{each}", version="3.9.5", mode="follower") for each in range(3)]
+    assert levels(*good) == {("ok", "version")}
+    assert ("warning", "version") in levels(State(server="h", version="3.8.0", mode="leader"))
+    assert ("problem", "version") in levels(State(server="h", version="3.9.3", mode="leader"))
+    alone = State(server="h", version="3.8.0", mode="standalone")
+    assert levels(alone) == {("ok", "version"), ("note", "servers")}
+    assert ("problem", "servers") in levels(*good, alone)
+    assert ("warning", "servers") in levels(*good, State(server="h", silent_because="refused"))
+    assert ("note", "servers") in levels(*good, State(server="h"))
+    short = (("tickTime", "2000"), ("minSessionTimeout", "1000"))
+    assert ("warning", "sessions") in levels(*good, State(server="h", settings=short))
+
+
+async def _open(url: str) -> None:
+    async with opened(url):
+        pass

@@ -1,0 +1,443 @@
+"""ZooKeeper in trouble: links that break, servers that die or fall silent, sessions that are lost.
+
+With the incidents of other libraries on ZooKeeper, each as a test of the rule it broke.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kazoo.protocol.states import KazooState
+
+import doyen
+import servers
+from contest import Candidate, Contest
+from doyen.clock import SystemClock
+from doyen.errors import LeaseGone, OutcomeUnknown, StoreUnavailable
+from doyen.events import Record, Waiting
+from doyen.model import Claim, Lease, leader_key, line_key, order_key
+from doyen.presence import Presence
+from doyen.stores.zookeeper.wire import Wire
+from doyen.timing import Timing
+from test_zookeeper import TTL_S, opened
+
+# From 3.12 on Python warns of forks in a process with threads, which is what is on trial here.
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+
+WITHIN_S = 15.0
+now = SystemClock().now
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[servers.ZooKeeper]:
+    with servers.ZooKeeper() as server:
+        yield server
+
+
+@pytest.fixture
+def link(server: servers.ZooKeeper) -> Iterator[servers.Proxy]:
+    with servers.Proxy(server) as link:
+        yield link
+
+
+@pytest.fixture
+def election(request: pytest.FixtureRequest) -> str:
+    return f"{request.node.name}-{os.urandom(3).hex()}"
+
+
+async def eventually(reached: Callable[[], Any], what: str) -> Any:
+    """Try until something other than None or False comes of it; a store's errors are waited out."""
+    deadline = time.monotonic() + WITHIN_S
+    while True:
+        try:
+            if (result := await reached()) not in (None, False):
+                return result
+        except (StoreUnavailable, OutcomeUnknown):
+            pass
+        assert time.monotonic() < deadline, f"not in time: {what}"
+        await asyncio.sleep(0.02)
+
+
+def test_an_answer_that_never_came_may_have_been_a_victory(
+    link: servers.Proxy, election: str
+) -> None:
+    """The link breaks after the request and before its answer: nobody claims to know, the record is
+    found under our own lease, and the session goes on."""
+
+    async def main() -> None:
+        async with opened(link.url) as store:
+            lease = await store.grant(10.0)
+            await store.enqueue(line_key(election), b"", lease)
+            broken = link.break_after(0, "down")
+            with pytest.raises(OutcomeUnknown):
+                await store.create(leader_key(election), b"mine", lease)
+            assert broken.is_set()
+            found = await eventually(lambda: store.get(leader_key(election)), "it is found")
+            assert (found.value, found.lease) == (b"mine", lease.id)
+            await eventually(lambda: renewed(store, lease), "the session goes on")
+            assert not (await store.create(leader_key(election), b"again", lease)).won
+
+    asyncio.run(main())
+
+
+async def renewed(store: Any, lease: Lease) -> bool:
+    await store.renew(lease)
+    return True
+
+
+def test_a_request_that_was_not_made_is_not_in_doubt(link: servers.Proxy, election: str) -> None:
+    async def main() -> None:
+        async with opened(link.url) as store:
+            lease = await store.grant(10.0)
+            link.refuse()
+            await eventually(lambda: unavailable(store, lease), "the connection is seen to be gone")
+            with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{link.port}: .*refused"):
+                await store.create(leader_key(election), b"", lease)
+            link.heal()
+            await eventually(lambda: renewed(store, lease), "the session goes on")
+            assert (await store.create(leader_key(election), b"", lease)).won
+
+    async def unavailable(store: Any, lease: Lease) -> bool:
+        try:
+            await store.renew(lease)
+        except StoreUnavailable as error:
+            return "refused" in str(error)
+        return False
+
+    asyncio.run(main())
+
+
+def test_watches_outlive_their_connection(
+    server: servers.ZooKeeper, link: servers.Proxy, election: str
+) -> None:
+    """After a reconnect everybody is told, and what happens then is told as before."""
+
+    async def main() -> None:
+        async with opened(link.url) as watching, opened(server.url) as writing:
+            told = [asyncio.Event() for _ in range(3)]
+            keys = [leader_key(election), order_key(election), line_key(election)]
+            for key, event in zip(keys, told, strict=True):
+                await watching.watch(key, event.set)
+            for trouble in (link.reset, link.half_open):
+                trouble()
+                link.heal()
+                for event in told:
+                    await asyncio.wait_for(event.wait(), WITHIN_S)
+                    event.clear()
+            lease = await writing.grant(10.0)
+            await writing.create(keys[0], b"", lease)
+            await writing.put(keys[1], b"", if_version=None)
+            await writing.enqueue(keys[2], b"", lease)
+            for event in told:
+                await asyncio.wait_for(event.wait(), WITHIN_S)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("known", ["by our own account", "by ZooKeeper's word"])
+def test_a_lost_session_is_not_replaced(
+    server: servers.ZooKeeper, election: str, known: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kazoo connects anew when a session has expired, with another one: a lease must not."""
+    sessions: dict[Wire, set[int]] = {}
+    connected = Wire.connected
+
+    def note(wire: Wire, session: int, granted_s: float) -> None:
+        sessions.setdefault(wire, set()).add(session)
+        connected(wire, session, granted_s)
+
+    monkeypatch.setattr(Wire, "connected", note)
+
+    def wait_for_kazoo(wire: Wire) -> None:
+        """Until it is refused a connection, or has made one; with the loop held up, so that it is
+        left to itself."""
+        refused: list[str] = []
+        create = wire._handler.create_connection
+
+        def note_refusal(*args: Any, **options: Any) -> Any:
+            try:
+                return create(*args, **options)
+            except ConnectionRefusedError as error:
+                refused.append(str(error))
+                raise
+
+        monkeypatch.setattr(wire._handler, "create_connection", note_refusal)
+        deadline = time.monotonic() + WITHIN_S
+        while not refused and len(sessions[wire]) == 1:
+            assert time.monotonic() < deadline, "kazoo did not try again"
+            time.sleep(0.005)
+
+    async def main() -> None:
+        # With a second server to turn to, kazoo does so at once.
+        async with opened(f"{server.url},{server.address}") as store:
+            lease = await store.grant(0.6)
+            await store.create(leader_key(election), b"old", lease)
+            wire = store._leases[lease.id]
+            if known == "by ZooKeeper's word":
+                wire.until = math.inf
+            wait_for_kazoo(wire)
+            with pytest.raises(LeaseGone):
+                await eventually(lambda: never(store.renew(lease)), "the loss is known")
+            with pytest.raises(LeaseGone):
+                await store.create(leader_key(election), b"new", lease)
+            await wire.end("")
+            assert len(sessions[wire]) == 1
+            assert await store.get(leader_key(election)) is None
+
+    asyncio.run(main())
+
+
+async def never(call: Any) -> bool:
+    await call
+    return False
+
+
+def test_a_watch_is_set_again_before_anybody_is_told(
+    server: servers.ZooKeeper, election: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is told acts through another connection, and may be quicker than the watch."""
+
+    async def main() -> None:
+        async with opened(server.url) as watching, opened(server.url) as writing:
+            told, setting, let = asyncio.Event(), asyncio.Event(), asyncio.Event()
+            await watching.watch(leader_key(election), told.set)
+            exists = watching._lookout.exists
+
+            async def slowly(path: str) -> None:
+                setting.set()
+                await let.wait()
+                await exists(path)
+
+            monkeypatch.setattr(watching._lookout, "exists", slowly)
+            await writing.create(leader_key(election), b"", await writing.grant(10.0))
+            await asyncio.wait_for(setting.wait(), WITHIN_S)
+            assert not told.is_set()
+            let.set()
+            await asyncio.wait_for(told.wait(), WITHIN_S)
+
+    asyncio.run(main())
+
+
+def test_a_server_that_comes_back_finds_its_sessions(election: str) -> None:
+    """Killed and restarted within the ttl: leases, entries and watches go on."""
+
+    async def main(server: servers.ZooKeeper) -> None:
+        async with opened(server.url) as store:
+            lease = await store.grant(20.0)
+            entry = (await store.create(leader_key(election), b"", lease)).entry
+            told = asyncio.Event()
+            await store.watch(leader_key(election), told.set)
+            await asyncio.to_thread(server.restart)
+            await eventually(lambda: renewed(store, lease), "the lease lives on")
+            await asyncio.wait_for(told.wait(), WITHIN_S)
+            assert await store.get(leader_key(election)) == entry
+            told.clear()
+            assert await store.delete(entry.key, if_version=entry.version)
+            await asyncio.wait_for(told.wait(), WITHIN_S)
+
+    with servers.ZooKeeper() as server:
+        asyncio.run(main(server))
+
+
+@pytest.mark.parametrize("trouble", ["the server dies", "the link is silent"])
+def test_a_leader_is_told_without_the_server(trouble: str, election: str) -> None:
+    """kazoo#89: no word of loss when the server dies. helix#691: the leader went on until it was
+    connected again. Here its own clock ends the term, before the session can have expired."""
+
+    async def main(server: servers.ZooKeeper, link: servers.Proxy) -> None:
+        async with (
+            doyen.connect(link.url, ttl_s=1.2) as session,
+            session.campaign(election) as term,
+        ):
+            began = now()
+            await asyncio.to_thread(server.kill if trouble == "the server dies" else link.cut)
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(asyncio.Event().wait(), WITHIN_S)
+            assert not term.valid
+            assert now() - began < 1.2
+            asyncio.current_task().uncancel()  # type: ignore[union-attr]
+
+    with (
+        servers.ZooKeeper() as server,
+        servers.Proxy(server) as link,
+        pytest.raises(doyen.LeadershipLost),
+    ):
+        asyncio.run(main(server, link))
+
+
+@pytest.mark.parametrize("recipe", ["line", "race"])
+def test_the_znode_of_another_session_is_not_ours(
+    server: servers.ZooKeeper, election: str, recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """curator#1211: what the last session had left was taken for one's own. Here a record says in
+    every word that it is ours, and the session that ZooKeeper has it down to is another."""
+    monkeypatch.setattr(Presence, "next_attempt", lambda self: "the-same-1")
+
+    async def main() -> None:
+        async with (
+            opened(server.url) as last,
+            doyen.connect(server.url, ttl_s=TTL_S) as session,
+        ):
+            lease = await last.grant(10.0)
+            ours = Claim("same", "the-same-1").encode()
+            left = await last.create(leader_key(election), ours, lease)
+            with pytest.raises(doyen.NotElected, match="'same' leads"):
+                async with session.campaign(election, name="same", recipe=recipe, wait_s=0.3):
+                    pytest.fail("elected by what another session left")
+            assert await last.get(leader_key(election)) == left.entry
+            await last.revoke(lease)
+            async with session.campaign(election, name="same", recipe=recipe) as term:
+                assert term.token > left.entry.revision
+
+    asyncio.run(main())
+
+
+def test_a_word_from_an_old_session_changes_nothing(
+    server: servers.ZooKeeper, election: str
+) -> None:
+    """curator#1018: a callback of an earlier session, late, replaced the state of the live one."""
+
+    async def main() -> None:
+        async with opened(server.url) as store:
+            old = await store.grant(0.6)
+            wire = store._leases[old.id]
+            await store.revoke(old)
+            new = await store.grant(10.0)
+            record = await store.create(leader_key(election), b"", new)
+            wire.state_changed(KazooState.CONNECTED)
+            wire.state_changed(KazooState.SUSPENDED)
+            wire.state_changed(KazooState.LOST)
+            wire._went_up()
+            wire._went_down()
+            await store.renew(new)
+            assert await store.get(leader_key(election)) == record.entry
+            with pytest.raises(LeaseGone):
+                await store.renew(old)
+
+    asyncio.run(main())
+
+
+def test_a_child_does_not_speak_for_its_parent(server: servers.ZooKeeper, election: str) -> None:
+    """After a fork the child lets go of the connections, and the parent's sessions go on."""
+
+    async def main() -> None:
+        async with opened(server.url) as store:
+            lease = await store.grant(10.0)
+            await store.create(leader_key(election), b"", lease)
+            child = os.fork()
+            if child == 0:
+                store.forked()
+                os._exit(0)
+            os.waitpid(child, 0)
+            await store.renew(lease)
+            assert await store.get(leader_key(election)) is not None
+
+    asyncio.run(main())
+
+
+def test_failover_costs_the_same_however_many_wait(election: str) -> None:
+    """Each candidate watches the one before it: one wakes when the leader goes, others sleep."""
+
+    async def main(server: servers.ZooKeeper, size: int) -> int:
+        name, loop = f"{election}-{size}", asyncio.get_running_loop()
+        waiting: set[str] = set()
+        all_wait, first, second, leave = (asyncio.Event() for _ in range(4))
+
+        def note(record: Record) -> None:
+            if isinstance(record.event, Waiting):
+                waiting.add(record.event.name)
+                if len(waiting) == size:
+                    loop.call_soon_threadsafe(all_wait.set)
+
+        async def stand(session: doyen.Session, place: int) -> None:
+            async with session.campaign(name, name=str(place)):
+                (second if first.is_set() else first).set()
+                await leave.wait()
+
+        async with doyen.connect(server.url, ttl_s=30.0, on_event=note) as session:
+            tasks = [asyncio.create_task(stand(session, 0))]
+            await asyncio.wait_for(first.wait(), WITHIN_S)
+            tasks += [asyncio.create_task(stand(session, 1 + place)) for place in range(size)]
+            await asyncio.wait_for(all_wait.wait(), WITHIN_S)
+            before = packets(server)
+            leave.set()
+            await asyncio.wait_for(second.wait(), WITHIN_S)
+            spent = packets(server) - before
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return spent
+
+    with servers.ZooKeeper() as server:
+        few, many = (asyncio.run(main(server, size)) for size in (3, 60))
+    # A few of either are pings and renewals; were everybody to look, it would be 60 and more.
+    assert abs(many - few) <= 20, f"{few} packets with 3 waiting, {many} with 60"
+
+
+def packets(server: servers.ZooKeeper) -> int:
+    answer = servers.wire.zookeeper_word(server.port, b"mntr")
+    return int(answer.partition("zk_packets_received\t")[2].split()[0])
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("fault", ["kill", "freeze", "freeze a follower", "roll"])
+def test_an_election_outlives_the_ensembles_own(fault: str, tmp_path: Path) -> None:
+    """Three servers, whose own leader is killed or frozen while candidates stand. Then the leader
+    of ours is killed too, and there is another in time."""
+    ttl_s = 2.0
+    worst_s = Timing(ttl_s=ttl_s, renewals_lag=True).worst_failover_s(expiry_factor=1.75)
+    with (
+        servers.ZooKeeperEnsemble() as ensemble,
+        Contest(Place(ensemble.url), tmp_path, ttl_s=ttl_s) as contest,
+    ):
+        contest.leader()
+        members = {
+            "kill": [ensemble.leader()],
+            "freeze": [ensemble.leader()],
+            "freeze a follower": ensemble.followers()[:1],
+            "roll": ensemble.members,
+        }[fault]
+        for member in members:
+            if "freeze" in fault:
+                member.freeze()
+                settle(contest, now() + 3 * ttl_s)
+                member.thaw()
+            else:
+                member.kill()
+                settle(contest, now() + ttl_s)
+                member.restart()
+        settle(contest, now() + ttl_s)
+        took_s = contest.failover_s(Candidate.kill)
+        report = contest.report()
+    assert took_s <= worst_s + 0.2
+    assert not report.violations, report.violations[0].story
+    assert report.terms >= 2
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a contest is held; there are no links to it."""
+
+    url: str
+    port: int = 0
+
+
+def settle(contest: Contest, instant: float) -> None:
+    """Let the election run until then, and on until somebody leads."""
+
+    def leads() -> bool:
+        if not any(event["at"] >= instant for _, event in contest.events):
+            return False
+        leader, term = contest.elected[-1]
+        lost = [event["token"] for event in contest.said(leader, "lost")]
+        return term["token"] not in lost
+
+    contest.wait("nobody leads", leads)
