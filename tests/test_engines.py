@@ -42,6 +42,7 @@ ENGINES = {
     "nats": Engine(servers.Nats, 2.0),
     "postgresql": Engine(servers.Postgres, 2.0),
     "redis": Engine(servers.Redis, 2.0),
+    "zookeeper": Engine(servers.ZooKeeper, 2.0),
 }
 
 
