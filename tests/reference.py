@@ -20,7 +20,7 @@ from pathlib import Path
 
 from doyen import errors, events
 from doyen.cli import COMMANDS, MANUAL, parsers
-from doyen.election import Stand
+from doyen.stand import Stand
 from doyen.store import _BUILT_IN
 
 ROOT = Path(__file__).parents[1]
@@ -125,13 +125,13 @@ def table(*heads: str, rows: Iterator[tuple[str, ...]]) -> str:
 
 
 def options() -> str:
-    node = definition("doyen.election", "Options")
+    node = definition("doyen.stand", "Options")
     assert isinstance(node, ast.ClassDef)
     defaults = {each.name: each.default for each in fields(Stand)}
     own = {"name": "host and process id", "meta": "`{}`"}
     kinds = {
         ast.unparse(each.targets[0]): ast.unparse(each.value).removeprefix("Literal")
-        for each in module("doyen.election").body
+        for each in module("doyen.stand").body
         if isinstance(each, ast.Assign) and ast.unparse(each.value).startswith("Literal")
     }
 

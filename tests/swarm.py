@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 
 from doyen import Session, Term
 from doyen.clock import Clock, VirtualClock
-from doyen.election import Recipe
 from doyen.events import Elected, Record
 from doyen.model import Entry, Lease, Order, Version
 from doyen.presence import Settings
 from doyen.runtime import InlineRuntime
+from doyen.stand import Recipe
 from doyen.store import Context
 from doyen.stores.memory import MemoryServer, MemoryStore
 from doyen.testing.faults import Faults, FaultyStore, Odds

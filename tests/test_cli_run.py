@@ -313,6 +313,19 @@ def test_a_meek_command_of_a_killed_doyen_is_followed_at_once(bench: Bench) -> N
     assert not alive(first.pid)
 
 
+def test_the_one_of_higher_priority_takes_over_if_it_may(bench: Bench) -> None:
+    """The leader's command has ended before the next one begins, and its `doyen` stands again."""
+    low, high = bench.stay("low"), bench.stay("high")
+    first = bench.lead(low.command)
+    until(lambda: low.begun, "the first leads")
+    old = low.pid
+    bench.lead(high.command, "--priority", "5", "--preempt", "--cooldown", "0")
+    until(lambda: high.begun, "the second leads")
+    assert high.token > low.token
+    assert not alive(old)
+    assert first.poll() is None
+
+
 def test_every_event_that_is_told_is_told_in_words() -> None:
     event = Overrun(election="e", name="a", token=7, lease="l")
     words = _in_words(Record(event, at=1.0, wall=1.0, session="s", pid=1))

@@ -30,6 +30,7 @@ PUBLIC = [
     "DoyenError",
     "Leader",
     "LeadershipLost",
+    "Line",
     "NotElected",
     "OrderFailed",
     "Session",

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from doyen import LeadershipLost, OrderFailed, Session, Term
+from doyen import LeadershipLost, NotElected, OrderFailed, Session, Term
 from doyen.errors import ConfigError
-from doyen.events import Elected, Lost, Overrun
+from doyen.events import Elected, Hindered, Lost, Overrun
 from doyen.model import leader_key, order_key
-from doyen.testing.faults import Faults
+from doyen.testing.faults import Faults, Refused
 from support import TTL_S, VALID_S, Place, now, until, virtual
 
 
@@ -374,6 +374,27 @@ async def test_a_lock_excludes_and_has_a_token(place: Place) -> None:
 
 
 @virtual
+async def test_a_lock_is_called_a_lock(place: Place) -> None:
+    a, b = await place.open(), await place.open()
+    with pytest.raises(LeadershipLost, match="no longer has the lock 'm'"):
+        async with a.lock("m") as term:
+            with pytest.raises(NotElected, match="'b' did not get the lock 'm' in time"):
+                await b.lock("m", name="b", wait_s=0).__aenter__()
+            term.lose("of a reason")
+
+
+@virtual
+async def test_a_candidate_that_cannot_use_its_store_says_so_once(place: Place) -> None:
+    faults = Faults()
+    session = await place.open(faults)
+    faults.next("enqueue", Refused(), Refused(), Refused())
+    async with session.campaign("e", name="a"):
+        (hindered,) = place.seen(Hindered)
+        assert isinstance(hindered, Hindered)
+        assert "refused" in hindered.error
+
+
+@virtual
 async def test_a_lock_holder_that_is_cut_off_loses_it(place: Place) -> None:
     faults = Faults()
     a, b = await place.open(faults), await place.open()
@@ -394,8 +415,14 @@ async def test_options_that_make_no_sense_are_refused(place: Place) -> None:
     session = await place.open()
     for options, message in [
         ({"preempt": True, "recipe": "race"}, "a race knows no priority"),
-        ({"stall_after_s": 0}, "stall_after_s must be positive"),
-        ({"cooldown_s": -1}, "cooldown_s must not be negative"),
+        ({"stall_after_s": 0}, "stall_after_s is 0.001 s or more, not 0"),
+        ({"stall_after_s": float("nan")}, "stall_after_s is 0.001 s or more, not nan"),
+        ({"cooldown_s": -1}, "cooldown_s is 0 s or more, not -1"),
+        ({"wait_s": "1"}, "wait_s is 0 s or more, not '1'"),
+        ({"priority": 1.5}, "priority is a whole number of 32 bits, not 1.5"),
+        ({"priority": "1"}, "priority is a whole number"),
+        ({"meta": [1]}, "meta maps names to values"),
+        ({"meta": None}, "meta maps names to values"),
     ]:
         with pytest.raises(ConfigError, match=message):
             session.campaign("e", **options)  # type: ignore[arg-type]

@@ -19,11 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from doyen import Leader, LeadershipLost, OrderFailed, Session, SessionClosed, StoreError, Term
-from doyen.election import Candidacy, Options
+from doyen.election import Candidacy
 from doyen.events import Lost, Record
 from doyen.heart import Heart
 from doyen.model import Claim, Entry, Order, leader_key, line_key, order_key
 from doyen.presence import Presence
+from doyen.stand import Options
 from doyen.store import Creation
 from swarm import TTL_S, Oracle, Process, World, election_of, is_record
 

@@ -16,7 +16,6 @@ import pytest
 
 import doyen
 from doyen import ConfigError, Leader, LeadershipLost, NotElected, SessionClosed, Term, TermState
-from doyen.election import Recipe
 from doyen.events import (
     Elected,
     Granted,
@@ -30,6 +29,7 @@ from doyen.events import (
 )
 from doyen.model import Lease
 from doyen.runtime import ThreadRuntime
+from doyen.stand import Recipe
 from doyen.store import Store
 from doyen.testing.faults import Faults, FaultyStore, Late, Refused, Stray
 from support import (
@@ -588,7 +588,7 @@ for _ in range(100_000):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"wait_s": -1}, "wait_s must not be negative"),
+        ({"wait_s": -1}, "wait_s is 0 s or more, not -1"),
         ({"recipe": "lottery"}, "recipe is 'line' or 'race', not 'lottery'"),
         ({"on_overrun": "explode"}, "on_overrun is 'report' or 'exit'"),
         ({"meta": {"socket": object()}}, "meta must be something JSON can carry"),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         StoreUnavailable,
         StoreUnusable,
     )
-    from doyen.model import Candidate, Leader
+    from doyen.model import Candidate, Leader, Line
     from doyen.session import Session, connect
     from doyen.term import Term, TermState
 
@@ -40,6 +40,7 @@ __all__ = [
     "DoyenError",
     "Leader",
     "LeadershipLost",
+    "Line",
     "NotElected",
     "OrderFailed",
     "Session",

@@ -15,7 +15,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Gene
 from types import FunctionType, TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, cast
 
-from doyen.election import Options, Stand, default_name
 from doyen.errors import AlreadyCampaigning, ConfigError, SessionClosed
 from doyen.events import Sink
 from doyen.model import Candidate, Leader, Line
@@ -23,6 +22,7 @@ from doyen.orders import order_resign, order_transfer
 from doyen.presence import Presence, Settings
 from doyen.runtime import ThreadRuntime
 from doyen.session import candidacy, connect, drop, hold, settings_for, settle_loss, track
+from doyen.stand import Options, Stand, default_name
 from doyen.term import Term, TermState
 
 __all__ = ["BlockingCampaign", "BlockingSession", "connect_blocking", "while_leader"]
@@ -81,12 +81,13 @@ class BlockingSession:
         """
         return BlockingCampaign(self._opened, self._runtime, Stand(election=election, **options))
 
-    def campaigns(self, election: str, **options: Unpack[Options]) -> Iterator[BlockingCampaign]:
+    def campaigns(
+        self, election: str, **options: Unpack[Options]
+    ) -> Iterator[RepeatedBlockingCampaign]:
         """Campaign again after each loss, until the loop is left."""
         while True:
-            campaign = self.campaign(election, **options)
-            campaign._again_after_loss = True
-            yield campaign
+            stand = Stand(election=election, **options)
+            yield RepeatedBlockingCampaign(self._opened, self._runtime, stand)
 
     def lock(self, lock: str, /, **options: Unpack[Options]) -> BlockingCampaign:
         """Mutual exclusion without a leader: a scope with a token, as for a campaign."""
@@ -157,14 +158,13 @@ class BlockingSession:
             watching.cancel()
 
 
-class BlockingCampaign:
-    """A scope entered when elected. Made by `BlockingSession.campaign`."""
+class _Scope:
+    """Leadership as a scope."""
 
     def __init__(self, presence: Presence, runtime: ThreadRuntime, stand: Stand) -> None:
         self._presence = presence
         self._runtime = runtime
         self._stand = stand
-        self._again_after_loss = False
         self._entered = False
 
     def __enter__(self) -> Term:
@@ -195,12 +195,7 @@ class BlockingCampaign:
                 return term
             runtime.finish_blocking(standing.leave())
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def _leave(self, error: BaseException | None, *, again: bool) -> bool:
         term = self._term
         drop(term)
         if self._runtime.pid != os.getpid():
@@ -214,7 +209,32 @@ class BlockingCampaign:
             self._runtime.release()
         if kept or not isinstance(error, Exception | None):
             return False
-        return settle_loss(term, error, again=self._again_after_loss)
+        return settle_loss(term, error, again=again)
+
+
+class BlockingCampaign(_Scope):
+    """A scope entered when elected. Made by `BlockingSession.campaign`; leaving it raises
+    `LeadershipLost` if the term was lost."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._leave(error, again=False)
+
+
+class RepeatedBlockingCampaign(_Scope):
+    """One round of `BlockingSession.campaigns`; a loss ends the body and nothing else."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        return self._leave(error, again=True)
 
 
 def connect_blocking(
@@ -274,15 +294,14 @@ def while_leader(
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> T:
             with connect_blocking(store, ttl_s=ttl_s) as session:
-                while True:
-                    campaign = session.campaign(election, **options)
-                    campaign._again_after_loss = True
+                for campaign in session.campaigns(election, **options):
                     result: T | None = None
                     with campaign as term:
                         result = function(term, *args, **kwargs)
                         _refuse_unfinished(result)
                     if term.state is TermState.ENDED:
                         return cast("T", result)
+                raise AssertionError("campaigns never end")
 
         return run
 
@@ -326,13 +345,12 @@ def _async_while_leader(
     @functools.wraps(function)
     async def run(*args: Any, **kwargs: Any) -> T:
         async with connect(store, ttl_s=ttl_s) as session:
-            while True:
-                campaign = session.campaign(election, **options)
-                campaign._again_after_loss = True
+            async for campaign in session.campaigns(election, **options):
                 result: T | None = None
                 async with campaign as term:
                     result = await function(term, *args, **kwargs)
                 if term.state is TermState.ENDED:
                     return cast("T", result)
+            raise AssertionError("campaigns never end")
 
     return run

@@ -28,14 +28,11 @@ import asyncio
 import contextlib
 import math
 import os
-import socket
 from collections.abc import Awaitable
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, TypedDict, TypeVar
+from typing import TypeVar
 
 from doyen.errors import (
-    ConfigError,
     LeaseGone,
     NotElected,
     OutcomeUnknown,
@@ -43,13 +40,11 @@ from doyen.errors import (
     StoreUnavailable,
     TicketGone,
 )
-from doyen.events import Elected, Lost, Overrun, Resigned, Waiting
+from doyen.events import Elected, Hindered, Lost, Overrun, Resigned, Waiting
 from doyen.heart import Heart
 from doyen.model import (
     Claim,
     Entry,
-    Kind,
-    Meta,
     Order,
     leader_key,
     line_key,
@@ -58,83 +53,15 @@ from doyen.model import (
     ready_key,
 )
 from doyen.presence import Presence
+from doyen.stand import Stand
 from doyen.store import Watch
 from doyen.term import Term, TermState
 
-__all__ = ["Candidacy", "Options", "Stand", "default_name"]
+__all__ = ["Candidacy"]
 
 T = TypeVar("T")
 
-Recipe = Literal["line", "race"]
-OnOverrun = Literal["report", "exit"]
-
 OVERRUN_EXIT_CODE = 70
-
-
-def default_name() -> str:
-    """Who this process is, if nobody says."""
-    return f"{socket.gethostname()}-{os.getpid()}"
-
-
-class Options(TypedDict, total=False):
-    """What a campaign may ask for."""
-
-    name: str
-    """Who stands; shown to others. Default: host name and process id."""
-    meta: Meta
-    """What others are told about the candidate, and about the leader."""
-    wait_s: float | None
-    """Bounds the waiting only, and raises `NotElected`. None waits for ever."""
-    priority: int
-    """Candidates of higher priority stand further ahead."""
-    preempt: bool
-    """Do not wait for a leader of lower priority to end: order it to hand over."""
-    cooldown_s: float
-    """With `preempt`: leave a leader alone until this candidate has known it for so long."""
-    recipe: Recipe
-    """"line" (fair, one candidate wakes per change) or "race" (everyone tries)."""
-    stall_after_s: float | None
-    """Lose the term if its work does not call `term.beat()` at least so often."""
-    on_overrun: OnOverrun
-    """What follows if a body has not ended within its stop budget after a loss: "report" emits
-    an event, "exit" ends the process."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stand:
-    """What a campaign asks for, checked and completed; see `Options`."""
-
-    election: str
-    kind: Kind = "elections"
-    name: str = ""
-    meta: Meta = field(default_factory=dict)
-    wait_s: float | None = None
-    priority: int = 0
-    preempt: bool = False
-    cooldown_s: float = 60.0
-    recipe: Recipe = "line"
-    stall_after_s: float | None = None
-    on_overrun: OnOverrun = "report"
-
-    def __post_init__(self) -> None:
-        leader_key(self.election, self.kind)
-        object.__setattr__(self, "name", self.name or default_name())
-        object.__setattr__(self, "meta", dict(self.meta))
-        Claim(self.name, "", self.meta).encode()
-        if self.recipe not in ("line", "race"):
-            raise ConfigError(f"recipe is 'line' or 'race', not {self.recipe!r}")
-        if self.on_overrun not in ("report", "exit"):
-            raise ConfigError(f"on_overrun is 'report' or 'exit', not {self.on_overrun!r}")
-        if self.wait_s is not None and self.wait_s < 0:
-            raise ConfigError(
-                f"wait_s must not be negative, not {self.wait_s:g}; None waits for ever"
-            )
-        if self.stall_after_s is not None and self.stall_after_s <= 0:
-            raise ConfigError(f"stall_after_s must be positive, not {self.stall_after_s:g}")
-        if self.cooldown_s < 0:
-            raise ConfigError(f"cooldown_s must not be negative, not {self.cooldown_s:g}")
-        if self.preempt and self.recipe == "race":
-            raise ConfigError("preempt=True goes with recipe='line': a race knows no priority")
 
 
 class Candidacy:
@@ -223,13 +150,21 @@ class Candidacy:
                     self._trouble = error
                     self._ticket = None
                 except (StoreUnavailable, OutcomeUnknown) as error:
-                    self._trouble = error
+                    self._hindered(error)
                     await self._pause(deadline)
         except BaseException:
             self._let_go_in_background()
             raise
         finally:
             self._step_aside()
+
+    def _hindered(self, error: StoreError) -> None:
+        """Say what is in the way, once for each thing that is."""
+        if str(error) != str(self._trouble):
+            self._presence.telemetry.emit(
+                Hindered(election=self._asked.election, name=self._asked.name, error=str(error))
+            )
+        self._trouble = error
 
     async def _enter(self, deadline: float | None) -> None:
         """Take turns with the session's other candidates until elected or waiting: thousands that
@@ -429,6 +364,8 @@ class Candidacy:
             with contextlib.suppress(StoreError):
                 leader = await self._presence.leader(asked.election, asked.kind)
                 because = f"{leader.name!r} leads" if leader else because
+        if asked.kind == "locks":
+            return NotElected(f"{asked.name!r} did not get the lock {asked.election!r} in time")
         return NotElected(
             f"{asked.name!r} was not elected to {asked.election!r} in time: {because}"
         )
@@ -513,6 +450,7 @@ class Candidacy:
             raise LeaseGone("the lease ran out while the record was being created")
         term = Term(
             election=asked.election,
+            kind=asked.kind,
             name=asked.name,
             meta=asked.meta,
             token=record.revision,
@@ -568,8 +506,9 @@ class Candidacy:
             self._woken = False
             try:
                 await self._watch_record()
-                record = await presence.call(presence.store.get(self._record_key))
-                order = await self._order_for(term)
+                record, order = await asyncio.gather(
+                    presence.call(presence.store.get(self._record_key)), self._order_for(term)
+                )
                 if self._laid:
                     await self._take_back()
                 if order is not None and order.heir and order.rank is None:

@@ -20,6 +20,7 @@ __all__ = [
     "Elected",
     "Event",
     "Granted",
+    "Hindered",
     "LeaseEnded",
     "LeaseLost",
     "Lost",
@@ -104,6 +105,16 @@ class Waiting(Event):
     election: str
     name: str
     behind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hindered(Event):
+    """A candidate cannot do what it needs to at the store, and keeps trying."""
+
+    level: ClassVar[int] = logging.WARNING
+    election: str
+    name: str
+    error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

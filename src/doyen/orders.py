@@ -36,6 +36,7 @@ from doyen.model import (
     ready_key,
 )
 from doyen.presence import Presence
+from doyen.store import Watch
 
 __all__ = ["order_resign", "order_transfer"]
 
@@ -74,9 +75,11 @@ async def order_transfer(
     presence: Presence, election: str, *, to: str, by: str, wait_s: float
 ) -> Leader:
     """Have the leader hand over to the candidate named `to`, and return it, once it leads."""
-    record = await _record(presence, election)
+    record, tickets = await asyncio.gather(
+        _record(presence, election), presence.call(presence.store.list(line_key(election)))
+    )
     old = _leader(election, record)
-    heir = await _heir(presence, election, to, record)
+    heir = _heir(election, to, record, tickets)
     async with _given(presence, election, Order(old.token, by, heir), wait_s) as look_again:
         while True:
             standing = await presence.call(presence.store.get(record.key))
@@ -133,16 +136,30 @@ class _Patience:
 async def _given(
     presence: Presence, election: str, order: Order, wait_s: float
 ) -> AsyncIterator[_Patience]:
-    """Lay an order, and mail for its heir; both go in the end, with the lease they are bound to."""
-    heart = await presence.own_heart()
+    """Lay an order, and mail for its heir; both go in the end, with the lease they are bound to.
+
+    The watch need only be there before the first look, and mail means nothing without its order:
+    all is asked for at once.
+    """
+    store, heart = presence.store, await presence.own_heart()
     patience = _Patience(presence, heart, wait_s)
-    watch = None
+    watch: Watch | None = None
+
+    async def watch_record() -> None:
+        nonlocal watch
+        watch = await presence.call(store.watch(leader_key(election), patience.changed.set))
+
+    async def call_heir() -> bool:
+        if not order.heir:
+            return True
+        mail = mail_key(election, order.heir)
+        return (await presence.call(store.create(mail, order.encode(), heart.lease))).won
+
     try:
-        watch = await presence.call(
-            presence.store.watch(leader_key(election), patience.changed.set)
+        _, called, _ = await asyncio.gather(
+            _lay(presence, order_key(election), order, heart), call_heir(), watch_record()
         )
-        await _lay(presence, order_key(election), order, heart)
-        if order.heir:
+        if not called:
             # Mail that stands there is of a giver whose order no longer does: ours is there.
             await _lay(presence, mail_key(election, order.heir), order, heart, over_any=True)
         yield patience
@@ -182,10 +199,9 @@ def _leader(election: str, record: Entry) -> Leader:
     return Leader(election, claim.name, record.revision, claim.meta)
 
 
-async def _heir(presence: Presence, election: str, to: str, record: Entry) -> str:
+def _heir(election: str, to: str, record: Entry, tickets: list[Entry]) -> str:
     """The attempt of the one candidate in line who is named `to`."""
     leading = Claim.decode(record.value)
-    tickets = await presence.call(presence.store.list(line_key(election)))
     claims = [Claim.decode(ticket.value) for ticket in tickets]
     # By attempt: a request that arrived late may have left a candidate with two tickets.
     waiting = {claim.attempt: claim for claim in claims if claim.attempt != leading.attempt}

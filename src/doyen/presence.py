@@ -111,7 +111,7 @@ class Presence:
 
             audit = AuditLog(settings.audit)
         telemetry = Telemetry(
-            runtime.clock, session_id, (*settings.sinks, audit) if audit else settings.sinks
+            runtime.clock, session_id, (audit, *settings.sinks) if audit else settings.sinks
         )
         try:
             if store is None:

@@ -17,13 +17,14 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
-from doyen.election import Candidacy, Options, Stand, default_name
+from doyen.election import Candidacy
 from doyen.errors import AlreadyCampaigning, LeadershipLost, SessionClosed, StaleToken
 from doyen.events import Sink
 from doyen.model import Candidate, Kind, Leader, Line
 from doyen.orders import order_resign, order_transfer
 from doyen.presence import Presence, Settings
 from doyen.runtime import Runtime, ThreadRuntime
+from doyen.stand import Options, Stand, default_name
 from doyen.store import Store
 from doyen.term import Term, TermState
 from doyen.term import forked as term_forked
@@ -164,11 +165,13 @@ class Session:
 
         On loss the body is cancelled and `LeadershipLost` raised. Options: `name`, `meta`,
         `wait_s`, `priority`, `preempt`, `cooldown_s`, `recipe`, `stall_after_s`, `on_overrun`;
-        each is explained at `doyen.election.Options`.
+        each is explained at `doyen.stand.Options`.
         """
         return Campaign(self._opened, Stand(election=election, **options))
 
-    async def campaigns(self, election: str, **options: Unpack[Options]) -> AsyncIterator[Campaign]:
+    async def campaigns(
+        self, election: str, **options: Unpack[Options]
+    ) -> AsyncIterator[RepeatedCampaign]:
         """Campaign again after each loss, until the loop is left. Takes what `campaign` takes.
 
             async for campaign in session.campaigns("billing", name="server1"):
@@ -179,9 +182,7 @@ class Session:
         is raised. `break` and `return` leave the loop, lost or not: look at `term.valid` first.
         """
         while True:
-            campaign = self.campaign(election, **options)
-            campaign._again_after_loss = True
-            yield campaign
+            yield RepeatedCampaign(self._opened, Stand(election=election, **options))
 
     def lock(self, lock: str, /, **options: Unpack[Options]) -> Campaign:
         """Mutual exclusion without a leader: a scope with a token, as for a campaign.
@@ -280,11 +281,10 @@ class Session:
             watching.cancel()
 
 
-class Campaign:
-    """A scope entered when elected. Made by `Session.campaign`."""
+class _Scope:
+    """Leadership as a cancel scope."""
 
     __slots__ = (
-        "_again_after_loss",
         "_armed",
         "_cancelled",
         "_cancelling_before",
@@ -300,7 +300,6 @@ class Campaign:
     def __init__(self, presence: Presence, stand: Stand) -> None:
         self._presence = presence
         self._stand = stand
-        self._again_after_loss = False
         self._entered = False
         self._armed = False
         self._cancelled = False
@@ -358,12 +357,7 @@ class Campaign:
             self._cancelled = True
             self._task.cancel()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    async def _leave(self, error: BaseException | None, *, again: bool) -> bool:
         self._armed = False
         term = self._term
         drop(term)
@@ -383,7 +377,35 @@ class Campaign:
             passes = not isinstance(error, Exception | None)
         if kept or passes:
             return False
-        return settle_loss(term, error, again=self._again_after_loss)
+        return settle_loss(term, error, again=again)
+
+
+class Campaign(_Scope):
+    """A scope entered when elected. Made by `Session.campaign`; a loss ends in `LeadershipLost`."""
+
+    __slots__ = ()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._leave(error, again=False)
+
+
+class RepeatedCampaign(_Scope):
+    """One round of `Session.campaigns`; a loss ends the body and nothing else."""
+
+    __slots__ = ()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        return await self._leave(error, again=True)
 
 
 def settle_loss(term: Term, error: BaseException | None, *, again: bool) -> bool:

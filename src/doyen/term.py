@@ -17,7 +17,7 @@ from typing import Final
 from doyen.clock import Clock
 from doyen.errors import LeadershipLost
 from doyen.heart import NEVER, Heart
-from doyen.model import Meta
+from doyen.model import Kind, Meta
 
 __all__ = ["Term", "TermState"]
 
@@ -67,6 +67,7 @@ class Term:
         "_listeners",
         "_now",
         "_state",
+        "_what",
         "election",
         "ended_at",
         "meta",
@@ -79,6 +80,7 @@ class Term:
         self,
         *,
         election: str,
+        kind: Kind = "elections",
         name: str,
         meta: Meta,
         token: int,
@@ -86,6 +88,7 @@ class Term:
         clock: Clock,
     ) -> None:
         self.election = election
+        self._what = f"leads {election!r}" if kind == "elections" else f"has the lock {election!r}"
         self.name = name
         self.meta = meta
         self.token = token
@@ -140,7 +143,7 @@ class Term:
             raise self.loss()
         if remaining < for_s:
             raise LeadershipLost(
-                f"{self.name!r} leads {self.election!r} for {remaining:.3f} s more for certain,"
+                f"{self.name!r} {self._what} for {remaining:.3f} s more for certain,"
                 f" less than the {for_s:g} s asked for"
             )
 
@@ -198,7 +201,7 @@ class Term:
         """The exception that tells of this term's end."""
         reason = self.reason or "its deadline has passed"
         return LeadershipLost(
-            f"{self.name!r} no longer leads {self.election!r} (token {self.token}): {reason}"
+            f"{self.name!r} no longer {self._what} (token {self.token}): {reason}"
         )
 
     def on_end(self, listener: Callable[[], None]) -> None:

@@ -22,7 +22,7 @@ import doyen
 from doyen.cli._manual import manual
 from doyen.cli._output import add_store_option, seconds, store_url
 from doyen.errors import ConfigError, LeadershipLost
-from doyen.events import Elected, Lost, Overrun, Record, Resigned, Unsure, Waiting
+from doyen.events import Elected, Hindered, Lost, Overrun, Record, Resigned, Unsure, Waiting
 from doyen.supervise import Supervisor
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
@@ -76,6 +76,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="who this is (default: host name and process id)")
     parser.add_argument(
         "--priority", type=int, default=0, help="higher stands further ahead in line (default: 0)"
+    )
+    parser.add_argument(
+        "--preempt",
+        action="store_true",
+        help="have a leader of lower priority hand over, instead of waiting for its end",
+    )
+    parser.add_argument(
+        "--cooldown",
+        type=seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="with --preempt: how long a leader is left alone (default: 60)",
     )
     parser.add_argument(
         "--ttl",
@@ -170,7 +182,12 @@ class _Run:
         while True:
             try:
                 async with session.campaign(
-                    args.election, name=self._name, priority=args.priority, wait_s=args.wait
+                    args.election,
+                    name=self._name,
+                    priority=args.priority,
+                    preempt=args.preempt,
+                    cooldown_s=args.cooldown,
+                    wait_s=args.wait,
                 ) as term:
                     self._code = await self._lead(term)
             except LeadershipLost:
@@ -274,6 +291,8 @@ def _in_words(record: Record) -> str | None:
     match record.event:
         case Waiting(election=election, behind=behind):
             return f"waiting to lead {election!r}, behind {behind!r}"
+        case Hindered(election=election, error=error):
+            return f"cannot stand for {election!r} yet, and tries again: {error}"
         case Elected(election=election, token=token):
             return f"leading {election!r}, token {token}"
         case Unsure(remaining_s=remaining_s, error=error):

@@ -31,6 +31,10 @@ from doyen.stores.etcd.watches import Watches
 
 __all__ = ["EtcdStore"]
 
+SETTLE_S = 0.02
+"""For the last word on calls that closing has cancelled. gRPC hands it to the loop of the call; if
+that is closed by then, whichever loop uses gRPC next logs an error."""
+
 _RANKS = 2**63
 _TICKET = re.compile(r"(.*/\d{20})-[0-9a-f]{32}-\d+")
 
@@ -193,6 +197,7 @@ class EtcdStore(Store):
             await self._watches.close()
             await self._leases.close()
             await self._wire.close()
+            await asyncio.sleep(SETTLE_S)
 
     async def _call(self, method: rpc.Method, request: Any) -> Any:
         self._require_usable()
