@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from doyen.errors import (
 )
 from doyen.model import leader_key, line_key
 from doyen.store import Context, open_store
-from doyen.stores.etcd import rpc, watches
+from doyen.stores.etcd import cluster, rpc, watches
 from doyen.stores.etcd.cluster import Cluster, Credentials
 from doyen.stores.etcd.leases import Leases
 from doyen.stores.etcd.store import EtcdStore
@@ -74,6 +75,12 @@ async def eventually(attempt: Callable[[], Awaitable[Any]]) -> Any:
             return await bounded(attempt())
         except (TimeoutError, StoreUnavailable, OutcomeUnknown):
             await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients begin at the member that the URL names first."""
+    monkeypatch.setattr(cluster, "random", SimpleNamespace(randrange=lambda count: 0))
 
 
 def url_error(url: str) -> str:
@@ -143,6 +150,7 @@ def test_a_member_that_does_not_answer_is_given_up(etcd: Etcd) -> None:
     assert "does not answer within 0.3 s" in said
 
 
+@pytest.mark.usefixtures("in_order")
 def test_one_dead_member_is_passed_over(etcd: Etcd) -> None:
     async def body(store: EtcdStore) -> None:
         assert await store.get(KEY) is None
@@ -176,6 +184,7 @@ def test_ttls_are_granted_in_whole_seconds(etcd: Etcd) -> None:
 # What must never be believed
 
 
+@pytest.mark.usefixtures("in_order")
 def test_two_clusters_behind_one_url_are_refused(etcd: Etcd) -> None:
     async def main() -> None:
         with Etcd() as other:
@@ -343,6 +352,19 @@ def test_an_ended_lease_is_told_by_its_renewal(etcd: Etcd) -> None:
     asyncio.run(main())
 
 
+def test_many_leases_are_renewed_on_one_stream(etcd: Etcd) -> None:
+    async def main() -> None:
+        async with opened(etcd.url) as store, opened(etcd.url) as operator:
+            leases = [await store.grant(60) for _ in range(10)]
+            for lease in leases[::2]:
+                await operator.revoke(lease)
+            renewals = (store.renew(lease) for lease in leases)
+            outcomes = await asyncio.gather(*renewals, return_exceptions=True)
+            assert [type(outcome) for outcome in outcomes] == [LeaseGone, type(None)] * 5
+
+    asyncio.run(main())
+
+
 # Watches
 
 
@@ -387,6 +409,7 @@ def test_a_watch_that_etcd_cancels_begins_anew_and_is_told(etcd: Etcd) -> None:
     on(etcd.url, body)
 
 
+@pytest.mark.usefixtures("in_order")
 @pytest.mark.parametrize("fault", ["cut", "half_open"])
 def test_a_silent_watch_stream_is_replaced(
     etcd: Etcd, fault: str, monkeypatch: pytest.MonkeyPatch
@@ -442,6 +465,7 @@ def metric(server: Etcd, name: str) -> float:
 # Failover among members, with a silent one
 
 
+@pytest.mark.usefixtures("in_order")
 def test_a_member_that_falls_silent_is_left(etcd: Etcd) -> None:
     async def main(link: Proxy) -> None:
         async with opened(f"{link.url},{etcd.address}") as store:
