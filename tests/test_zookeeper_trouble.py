@@ -226,6 +226,33 @@ def test_a_watch_is_set_again_before_anybody_is_told(
     asyncio.run(main())
 
 
+def test_a_lease_that_is_given_back_in_an_outage_ends_with_it(election: str) -> None:
+    """A server that was away takes every session for alive: the old one is closed as soon as it is
+    back, so that a successor does not wait for its time."""
+
+    async def main(server: servers.ZooKeeper) -> None:
+        async with opened(server.url) as store:
+            lease = await store.grant(30.0)
+            await store.create(leader_key(election), b"old", lease)
+            await asyncio.to_thread(server.kill)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await store.revoke(lease)
+            began = now()
+            await asyncio.to_thread(server.start)
+
+            async def gone() -> bool:
+                return await store.get(leader_key(election)) is None
+
+            await eventually(gone, "the record is gone")
+            assert now() - began < 30.0
+            with pytest.raises(LeaseGone):
+                await store.renew(lease)
+
+    with servers.ZooKeeper() as server:
+        asyncio.run(main(server))
+
+
 def test_a_server_that_comes_back_finds_its_sessions(election: str) -> None:
     """Killed and restarted within the ttl: leases, entries and watches go on."""
 

@@ -122,7 +122,7 @@ class ZooKeeperStore(Store):
         try:
             await answer
         except NoNodeError as error:
-            wire.end("its znode was removed")
+            wire.lost_because = "its znode was removed"  # and it is not renewed any more
             raise LeaseGone(f"the znode of lease {lease.id} was removed by somebody") from error
 
     async def revoke(self, lease: Lease) -> None:
@@ -130,7 +130,7 @@ class ZooKeeperStore(Store):
         wire = self._leases.get(lease.id)
         if wire is None:
             return
-        await asyncio.shield(wire.end("it was revoked"))
+        await asyncio.shield(wire.end("it was revoked", patiently=True))
         _, left = await self._synced(("exists", self._layout.lease(lease.id)))
         if left is not None:
             raise StoreUnavailable(
@@ -285,7 +285,8 @@ class ZooKeeperStore(Store):
         if wire is None:
             raise LeaseGone(f"the lease {lease.id} has ended")
         if reason := wire.over():
-            await asyncio.shield(wire.end(reason))
+            if wire.ended is not None:
+                await asyncio.shield(wire.ended)
             raise LeaseGone(f"the lease {lease.id} has ended: {reason}")
         return wire
 

@@ -118,7 +118,12 @@ class Wire:
         self._loop = asyncio.get_running_loop()
         self._on_up, self._on_down = on_up, on_down
         self._opened: asyncio.Future[None] = self._loop.create_future()
-        self._ending: asyncio.Future[None] | None = None
+        self.ended: asyncio.Future[None] | None = None
+        self._expired = False
+        """By ZooKeeper's own word."""
+        self._closing = False
+        """Over for us, and to be closed once there is a connection."""
+        self._stopping = False
         self._sent: deque[float] = deque()
         self._heard_at = -math.inf
         self._alarm: asyncio.TimerHandle | None = None
@@ -187,21 +192,34 @@ class Wire:
         if self.up and not self._sent and self._now() - self._heard_at >= idle_s:
             self.send("exists", "/")
 
-    def end(self, reason: str) -> asyncio.Future[None]:
+    def end(self, reason: str, *, patiently: bool = False) -> asyncio.Future[None]:
         """End the session: nothing more is done in it. The future tells when the server has been
-        told, or cannot be."""
+        told, or cannot be. With patience, a server that is away is told when it comes back: what
+        the session holds goes then, and not only when its time is over."""
         self.lost_because = self.lost_because or reason
-        if self._ending is None:
-            self._ending = ending = self._loop.create_future()
+        self.ended = self.ended or self._loop.create_future()
+        if patiently and not self.up and not self._expired and not self._stopping:
+            self._closing = True
+        else:
+            self._stop(self.ended)
+        return self.ended
 
-            def stop() -> None:
-                with contextlib.suppress(Exception):  # a connection that is gone is what we want
-                    self._client.stop()
-                    self._client.close()
-                self.post(partial(ending.set_result, None))
+    def _stop(self, ended: asyncio.Future[None]) -> None:
+        if self._stopping:
+            return
+        self._stopping = True
 
-            threading.Thread(target=stop, name="doyen-zookeeper-end", daemon=True).start()
-        return self._ending
+        def stop() -> None:
+            with contextlib.suppress(Exception):  # a connection that is gone is what we want
+                self._client.stop()
+                self._client.close()
+            self.post(partial(ended.set_result, None))
+
+        threading.Thread(target=stop, name="doyen-zookeeper-end", daemon=True).start()
+
+    def may_connect(self) -> str | None:
+        """Why not, if not. kazoo's thread."""
+        return None if self._closing else self.over()
 
     def forked(self) -> None:
         """In the child of a fork: the connection is the parent's."""
@@ -225,8 +243,9 @@ class Wire:
 
     def state_changed(self, state: str) -> None:
         """kazoo's thread, before it does anything more."""
-        if state == KazooState.LOST and self.lease and self.lost_because is None:
-            self.lost_because = "ZooKeeper has expired it"
+        if state == KazooState.LOST and self.lease and not self._stopping:
+            self._expired, self._closing = True, False
+            self.lost_because = self.lost_because or "ZooKeeper has expired it"
         if state != KazooState.CONNECTED:
             self.post(self._went_down)
 
@@ -240,7 +259,10 @@ class Wire:
         self.post(tell)
 
     def _went_up(self) -> None:
-        if self.lost_because is None:
+        if self._closing:
+            self.up = True
+            self.end("")
+        elif self.lost_because is None:
             self.up, self._heard_at = True, self._now()
             if not self._opened.done():
                 self._opened.set_result(None)
@@ -250,8 +272,8 @@ class Wire:
         if self.up:
             self.up = False
             self._on_down()
-        if self.lost_because is not None:
-            self.end(self.lost_because)
+        if self._expired:
+            self.end("")
 
     def _promise(self, result: Any, *, writes: bool) -> asyncio.Future[Any]:
         answer: asyncio.Future[Any] = self._loop.create_future()
@@ -347,7 +369,7 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
         self, address: tuple[str, int], hostname: str | None = None, **_: object
     ) -> socket.socket:
         wire = self._wire
-        if reason := wire.over():
+        if reason := wire.may_connect():
             raise ConnectionRefusedError(reason)
         self._server = f"{hostname or address[0]}:{address[1]}"
         if self._avoided.get(self._server, 0.0) > wire.address.clock.now():
