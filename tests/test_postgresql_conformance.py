@@ -11,7 +11,7 @@ from doyen.testing import StoreConformance, StoreHarness
 
 
 class Harness(StoreHarness):
-    ttl_s = 0.5
+    ttl_s = 0.4
 
     def __init__(self, url: str) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ from doyen.stores.sql import postgresql
 from doyen.stores.sql.store import RelationalStore
 from relational import Place, now, run, until
 
-TTL_S = 0.5
+TTL_S = 0.4
 KEY = leader_key("e")
 LINE = line_key("e")
 
