@@ -46,6 +46,7 @@ __all__ = [
     "Cluster",
     "Connection",
     "Credentials",
+    "Denied",
     "StaleToken",
     "Wire",
     "refusal",
@@ -112,6 +113,10 @@ def refuse_after_fork() -> None:
 
 class StaleToken(StoreUnusable):
     """We are not known, or not any more."""
+
+
+class Denied(StoreUnusable):
+    """We are known, and may not do this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -454,7 +459,7 @@ def refusal(said: str, member: str) -> StoreError:
     if says("too many requests"):
         return StoreUnavailable(f"etcd at {member}: {said}")
     if says("permission denied"):
-        return StoreUnusable(
+        return Denied(
             f"etcd at {member} does not permit this: grant the user read and write access to"
             " every key that begins with the URL's path and a slash"
         )

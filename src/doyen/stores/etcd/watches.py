@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from typing import Any, NoReturn
 
 from doyen.errors import StoreError, StoreUnavailable
 from doyen.stores.etcd import rpc
-from doyen.stores.etcd.cluster import Cluster, Connection, StaleToken, Wire, refusal
+from doyen.stores.etcd.cluster import Cluster, Connection, Denied, StaleToken, Wire, refusal
 
 __all__ = ["Watches"]
 
@@ -30,6 +31,9 @@ PULSE_S = 2.0
 """How long a stream may be silent before it is asked, and how long the answer may take."""
 PAUSE_S = 0.2
 """Between two attempts to have a stream, give or take a half."""
+
+FRESH_S = 10.0
+"""A token that was got within this time is not the reason why a watch is denied."""
 
 log = logging.getLogger("doyen")
 
@@ -43,6 +47,8 @@ class Watches:
         self._all: dict[_Watch, None] = {}
         self._stream: _Stream | None = None
         self._running: asyncio.Task[None] | None = None
+        self._known_until = -math.inf
+        """Until then, our token was got so lately that it cannot be stale."""
 
     async def watch(self, scope: bytes, notify: Callable[[], None]) -> _Watch:
         """Have `notify` called; returns when the watch has begun."""
@@ -91,10 +97,14 @@ class Watches:
         token = self._cluster.token
         try:
             await stream.read()
-        except StaleToken:
-            if not self._cluster.credentials.user:
+        except (StaleToken, Denied) as error:
+            # For a watch, etcd before 3.5.6 says "denied" when it means that the token is stale.
+            now = asyncio.get_running_loop().time()
+            denied = isinstance(error, Denied) and now < self._known_until
+            if denied or not self._cluster.credentials.user:
                 raise
             await self._cluster.authenticate(connection, stale=token)
+            self._known_until = now + FRESH_S
         finally:
             self._stream = None
             stream.end()
