@@ -10,11 +10,24 @@ A server that cannot be had fails its tests in one line that says how to provide
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Generator, Iterator
 
 import pytest
 
 import servers
+
+
+def pytest_configure() -> None:
+    """Whoever starts us in the background may have us ignore interrupts and hang-ups, and what we
+    ignore the processes we start ignore too. Those that are to be interrupted must not."""
+    for ignored, usual in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+        (signal.SIGQUIT, signal.SIG_DFL),
+    ):
+        if signal.getsignal(ignored) is signal.SIG_IGN:
+            signal.signal(ignored, usual)
 
 
 @pytest.fixture(scope="session")
