@@ -108,6 +108,14 @@ class _Held:
         status = os.fstat(fd)
         self.identity = (status.st_dev, status.st_ino)
 
+    def stands(self) -> bool:
+        """Whether the descriptor is still that of our file, and nobody has unlinked it."""
+        try:
+            status = os.fstat(self.fd)
+        except OSError:
+            return False
+        return status.st_nlink > 0 and (status.st_dev, status.st_ino) == self.identity
+
 
 class Leases:
     """The leases in one store's folder, as one handle holds and judges them."""
@@ -229,6 +237,11 @@ class Leases:
 
     def judge(self, lease: str) -> Verdict:
         """Whether a lease has ended; if it is over and nobody has said so, say so."""
+        held = self._held.get(lease)
+        if held is not None and held.stands():
+            left_s = held.record.expires_at - self._now()
+            if left_s > 0:
+                return Verdict(False, left_s, left_s)
         try:
             fd = os.open(self._folder.file(lease, "lease"), os.O_RDONLY)
         except FileNotFoundError:
