@@ -149,6 +149,9 @@ class Presence:
             self._turns.release()
 
     async def _turn(self, request: Awaitable[Any]) -> None:
+        if not self._turns.locked():
+            await self._turns.acquire()  # at once
+            return
         try:
             async with asyncio.timeout(self.timing.ttl_s):
                 await self._turns.acquire()
