@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from kazoo.exceptions import NoNodeError
+from kazoo.protocol.serialization import Exists, GetChildren
 from kazoo.protocol.states import EventType
 
 from doyen.errors import StoreError, StoreUnavailable
@@ -73,23 +74,24 @@ class Lookout:
         """The names in a znode, watched; none while there is no such znode, which is watched."""
         if (_CHILDREN, path) not in self._set:
             # Both at once: mostly there is none, and this spares a wait.
-            there = self._ask(_DATA, path, "exists")
-            inside = self._ask(_CHILDREN, path, "get_children")
+            there = self._ask(_DATA, path)
+            inside = self._ask(_CHILDREN, path)
             if (await asyncio.gather(there, _or_none(inside)))[1] is None:
                 return []
             self._unset(_DATA, path)
-        names: Sequence[str] | None = await _or_none(self._ask(_CHILDREN, path, "get_children"))
+        names: Sequence[str] | None = await _or_none(self._ask(_CHILDREN, path))
         return names or []
 
     async def exists(self, path: str) -> None:
         """Watch one znode, whether or not it is there."""
-        await self._ask(_DATA, path, "exists")
+        await self._ask(_DATA, path)
 
-    async def _ask(self, kind: int, path: str, method: str) -> Any:
+    async def _ask(self, kind: int, path: str) -> Any:
         # Noted as set when the request is made: the event may be told before its answer is seen.
         asked = self._set.get((kind, path))
         if asked is None:
-            asked = self._set[kind, path] = self.wire.send(method, path, watch=self._happened)
+            read = GetChildren if kind == _CHILDREN else Exists
+            asked = self._set[kind, path] = self.wire.send(read(path, self._happened))
         try:
             return await asyncio.shield(asked)
         except (NoNodeError, StoreError):

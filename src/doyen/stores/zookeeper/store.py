@@ -21,6 +21,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kazoo.exceptions import BadVersionError, NodeExistsError, NoNodeError
+from kazoo.protocol.serialization import (
+    CheckVersion,
+    Create,
+    Create2,
+    Delete,
+    Exists,
+    GetChildren,
+    GetData,
+    SetData,
+    Sync,
+)
 from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 
 from doyen.errors import ConfigError, LeaseGone, StoreUnavailable, StoreUnusable, TicketGone
@@ -33,6 +44,8 @@ from doyen.stores.zookeeper.wire import Address, Wire
 
 __all__ = ["ZooKeeperStore"]
 
+_EPHEMERAL, _SEQUENCE = 1, 2
+"""Flags of a creation."""
 _SESSION_S = 6.0
 """Of the store's own session, on which nothing stands."""
 _LARGEST = 1_000_000
@@ -45,7 +58,7 @@ _CLOSED_WITHIN_S = 3.0
 class _Same(NamedTuple):
     """What makes sure that an entry is the one that was seen."""
 
-    check: tuple[str, str, int]
+    check: CheckVersion
     """The first step of every transaction that changes it."""
     version: int
     bound: bool
@@ -90,7 +103,7 @@ class ZooKeeperStore(Store):
         await self._own.open()
         if self._layout.root:
             await self._make_room(self._own, self._layout.root)
-        await self._own.send("get_children", self._layout.root or "/")
+        await self._own.send(GetChildren(self._layout.root or "/", None))
 
     async def grant(self, ttl_s: float) -> Lease:
         self._require_usable()
@@ -115,7 +128,7 @@ class ZooKeeperStore(Store):
 
     async def renew(self, lease: Lease) -> None:
         wire = await self._wire_of(lease)
-        answer = wire.send("set", self._layout.lease(lease.id), b"")
+        answer = wire.send(SetData(self._layout.lease(lease.id), b"", -1))
         wire.until = self._address.clock.now() + wire.granted_s
         # While nobody is told anything, nobody would notice that nobody can be.
         self._own.probe(wire.granted_s / 3)
@@ -131,7 +144,7 @@ class ZooKeeperStore(Store):
         if wire is None:
             return
         await asyncio.shield(wire.end("it was revoked", patiently=True))
-        _, left = await self._synced(("exists", self._layout.lease(lease.id)))
+        _, left = await self._synced(Exists(self._layout.lease(lease.id), None))
         if left is not None:
             raise StoreUnavailable(
                 f"ZooKeeper could not be told to end the session {lease.id}: it ends by itself"
@@ -149,7 +162,7 @@ class ZooKeeperStore(Store):
                 if revision is not None:
                     return Creation(True, self._entry(key, value, revision, 0, lease.id))
                 try:
-                    standing = await wire.send("get", path)
+                    standing = await wire.send(GetData(path, None))
                 except NoNodeError:
                     continue
                 return Creation(False, self._found(key, standing))
@@ -167,13 +180,13 @@ class ZooKeeperStore(Store):
                     # What is bound to a session stays so: another znode must take its place.
                     *_, written = await self._own.transact(
                         same.check,
-                        ("delete", path, same.version),
-                        ("create", path, value, self._acl),
-                        ("set_data", _split(path)[0], b""),
+                        Delete(path, same.version),
+                        Create(path, value, self._acl, 0),
+                        SetData(_split(path)[0], b"", -1),
                     )
                     return self._entry(key, value, written.mzxid, 0, None)
                 _, written = await self._own.transact(
-                    same.check, ("set_data", path, value, same.version)
+                    same.check, SetData(path, value, same.version)
                 )
                 return self._entry(key, value, written.czxid, written.version, None)
             except (BadVersionError, NoNodeError):
@@ -185,13 +198,13 @@ class ZooKeeperStore(Store):
         path = self._layout.leaf(key)
         if if_version is None or is_ticket(_split(path)[1]):
             try:
-                await self._own.send("delete", path)
+                await self._own.send(Delete(path, -1))
             except NoNodeError:
                 return False
             return True
         while (same := await self._same(path, if_version)) is not None:
             try:
-                await self._own.transact(same.check, ("delete", path, same.version))
+                await self._own.transact(same.check, Delete(path, same.version))
             except (BadVersionError, NoNodeError):
                 continue
             return True
@@ -206,7 +219,7 @@ class ZooKeeperStore(Store):
             path, stat = await self._plant(wire, stem, value, sequence=True)
         name = _split(path)[1]
         if not is_ticket(name) or int(name[-10:]) >= _LAST_TICKET:
-            await wire.send("delete", path)
+            await wire.send(Delete(path, -1))
             raise StoreUnusable(
                 f"ZooKeeper has numbered all the tickets it can in {room}: with nobody in line,"
                 " delete that znode, and the numbers begin anew"
@@ -230,14 +243,14 @@ class ZooKeeperStore(Store):
     async def get(self, key: str) -> Entry | None:
         self._require_usable()
         try:
-            _, found = await self._synced(("get", self._layout.leaf(key)))
+            _, found = await self._synced(GetData(self._layout.leaf(key), None))
         except NoNodeError:
             return None
         return self._found(key, found)
 
     async def list(self, prefix: str) -> list[Entry]:
         self._require_usable()
-        self._own.send("sync", "/")
+        self._own.send(Sync("/"))
         leaves = await self._layout.walk(prefix, self._children)
         entries = await asyncio.gather(*(self._get(leaf.key) for leaf in leaves))
         return [entry for entry in entries if entry is not None]
@@ -296,7 +309,8 @@ class ZooKeeperStore(Store):
         while True:
             try:
                 _, written = await wire.transact(
-                    ("create", path, value, self._acl, ephemeral), ("set_data", room, b"")
+                    Create(path, value, self._acl, _EPHEMERAL if ephemeral else 0),
+                    SetData(room, b"", -1),
                 )
             except NodeExistsError:
                 return None
@@ -304,7 +318,7 @@ class ZooKeeperStore(Store):
                 await self._make_room(wire, room)
             else:
                 if ephemeral:
-                    same = _Same(("check", room, written.version), 0, True)
+                    same = _Same(CheckVersion(room, written.version), 0, True)
                     self._made[path] = ((written.mzxid, 0), same)
                 return int(written.mzxid)
 
@@ -312,24 +326,17 @@ class ZooKeeperStore(Store):
         self, wire: Wire, path: str, value: bytes = b"", *, sequence: bool = False
     ) -> Any:
         """Create an ephemeral znode that needs no guarding; its path and its stat."""
+        flags = _EPHEMERAL | _SEQUENCE if sequence else _EPHEMERAL
         while True:
             try:
-                return await wire.send(
-                    "create",
-                    path,
-                    value,
-                    acl=self._acl,
-                    ephemeral=True,
-                    sequence=sequence,
-                    include_data=True,
-                )
+                return await wire.send(Create2(path, value, self._acl, flags))
             except NoNodeError:
                 await self._make_room(wire, _split(path)[0])
 
     async def _make_room(self, wire: Wire, path: str) -> None:
         """Create a persistent znode, and what it lies in, unless they are there."""
         try:
-            await wire.send("create", path, b"", acl=self._acl)
+            await wire.send(Create(path, b"", self._acl, 0))
         except NodeExistsError:
             pass
         except NoNodeError:
@@ -343,27 +350,27 @@ class ZooKeeperStore(Store):
             return made[1]  # as we made it; if it has changed since, we are asked again
         room, _ = _split(path)
         # The room first: what is created after this read is created after the entry was seen.
-        _, around, stat = await self._synced(("exists", room), ("exists", path))
+        _, around, stat = await self._synced(Exists(room, None), Exists(path, None))
         if around is None or stat is None or (stat.czxid, stat.version) != version:
             return None
-        return _Same(("check", room, around.version), stat.version, bool(stat.ephemeralOwner))
+        return _Same(CheckVersion(room, around.version), stat.version, bool(stat.ephemeralOwner))
 
-    async def _synced(self, *requests: tuple[str, str]) -> Sequence[Any]:
+    async def _synced(self, *requests: Any) -> Sequence[Any]:
         """The answers to these reads, made after a sync, the sync's own first."""
-        answers = [self._own.send(*request) for request in (("sync", "/"), *requests)]
+        answers = [self._own.send(request) for request in (Sync("/"), *requests)]
         return [await answer for answer in answers]
 
     async def _line(self, line: str) -> Sequence[str]:
         """The names of the tickets, in order."""
         try:
-            _, names = await self._synced(("get_children", self._layout.line(line)))
+            _, names = await self._synced(GetChildren(self._layout.line(line), None))
         except NoNodeError:
             return []
         return in_line(names)
 
     async def _children(self, path: str) -> Sequence[str]:
         try:
-            names: Sequence[str] = await self._own.send("get_children", path)
+            names: Sequence[str] = await self._own.send(GetChildren(path, None))
         except NoNodeError:
             return []
         return names
@@ -371,7 +378,7 @@ class ZooKeeperStore(Store):
     async def _get(self, key: str) -> Entry | None:
         """As `get`, with no sync of its own."""
         try:
-            return self._found(key, await self._own.send("get", self._layout.leaf(key)))
+            return self._found(key, await self._own.send(GetData(self._layout.leaf(key), None)))
         except NoNodeError:
             return None
 

@@ -13,6 +13,8 @@ What kazoo leaves open is closed by the two classes that it is run with:
 - A server that has fallen silent is left for another one, by breaking off the connection. kazoo
   notices by its pings alone, and puts those off for as long as there are requests to send.
 - What the server grants (the length of the session) is known, and checked at every reconnect.
+- Requests that wait are sent together, what has arrived is read together, and the loop is woken
+  once for all of it; kazoo takes a system call or three, and a change of threads, for each.
 
 Imports kazoo; the errors and the clock.
 """
@@ -27,6 +29,7 @@ import os
 import select
 import socket
 import ssl
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -57,7 +60,15 @@ from kazoo.exceptions import (
 )
 from kazoo.handlers.threading import SequentialThreadingHandler
 from kazoo.protocol.connection import ConnectionHandler
-from kazoo.protocol.serialization import int_struct, write_string
+from kazoo.protocol.serialization import (
+    Exists,
+    GetChildren,
+    GetData,
+    Sync,
+    Transaction,
+    int_struct,
+    write_string,
+)
 from kazoo.protocol.states import KazooState, KeeperState
 from kazoo.retry import KazooRetry
 
@@ -70,7 +81,11 @@ log = logging.getLogger("doyen")
 
 _ANSWERS = (NoNodeError, NodeExistsError, BadVersionError)
 """What a server may rightly say; those who ask decide what it means."""
+_READS = (Exists, GetChildren, GetData, Sync)
 _NOT_DONE = (ConnectionClosedError, NotReadOnlyCallError, SessionMovedError, ThrottledOpError)
+
+_HEAD = struct.Struct("!iii")
+_CHUNK = 65536
 
 IN_FLIGHT = 64
 """So many requests at most are under way ahead of a renewal on the same connection."""
@@ -124,6 +139,8 @@ class Wire:
         self._closing = False
         """Over for us, and to be closed once there is a connection."""
         self._stopping = False
+        self._inbox: deque[Callable[[], object]] = deque()
+        self._woken = False
         self._sent: deque[float] = deque()
         self._heard_at = -math.inf
         self._alarm: asyncio.TimerHandle | None = None
@@ -142,38 +159,41 @@ class Wire:
                 f" {self._handler.troubles()}"
             ) from error
 
-    def send(self, method: str, *args: Any, **options: Any) -> asyncio.Future[Any]:
+    def send(self, request: Any) -> asyncio.Future[Any]:
         """Make a request now, in order with all others on this wire; its answer is the future's.
 
         An answer of the server's that is a matter of course (no such node, it exists already,
         another version) is raised as kazoo's own exception.
         """
         self.require_up()
-        result = getattr(self._client, f"{method}_async")(*args, **options)
-        return self._promise(result, writes=method in ("create", "set", "delete"))
+        answer = _Answer(self, writes=not isinstance(request, _READS))
+        self._sent.append(self._now())
+        if self._alarm is None:
+            self._alarm = self._loop.call_later(self.patience_s, self._listen)
+        self._client._call(request, answer)
+        return answer.future
 
-    async def transact(self, *steps: tuple[Any, ...]) -> list[Any]:
-        """Several requests as one: all or none. Raises the answer of the step that failed."""
-        self.require_up()
-        transaction = self._client.transaction()
-        for method, *args in steps:
-            getattr(transaction, method)(*args)
-        results: list[Any] = await self._promise(transaction.commit_async(), writes=True)
+    async def transact(self, *requests: Any) -> list[Any]:
+        """Several requests as one: all or none. Raises the answer of the one that failed."""
+        results: list[Any] = await self.send(Transaction(requests))
         for result in results:
             if isinstance(result, Exception) and not isinstance(
                 result, RolledBackError | RuntimeInconsistency
             ):
-                raise self._meaning(result, writes=True)
+                raise self.meaning(result, writes=True)
         return results
+
+    def settled(self) -> None:
+        """A request has its answer, of whatever kind."""
+        self._sent.popleft()
+        self._heard_at = self._now()
 
     def unwatch(self, path: str, kind: int) -> None:
         """Have the server forget a watch that nobody waits for any more."""
         if self.up:
             watchers = self._client._data_watchers if kind == 2 else self._client._child_watchers
             watchers.pop(path, None)
-            result = self._client.handler.async_result()
-            self._client._call(_RemoveWatches(path, kind), result)
-            self._promise(result, writes=False)
+            self.send(_RemoveWatches(path, kind))
 
     def require_up(self) -> None:
         if reason := self.over():
@@ -190,7 +210,7 @@ class Wire:
     def probe(self, idle_s: float) -> None:
         """If nothing has been heard for a while, ask something, so that silence is noticed."""
         if self.up and not self._sent and self._now() - self._heard_at >= idle_s:
-            self.send("exists", "/")
+            self.send(Exists("/", None))
 
     def end(self, reason: str, *, patiently: bool = False) -> asyncio.Future[None]:
         """End the session: nothing more is done in it. The future tells when the server has been
@@ -227,9 +247,18 @@ class Wire:
         self._handler.close()
 
     def post(self, call: Callable[[], object]) -> None:
-        """Have something called on the loop. Any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop was closed without closing the store
-            self._loop.call_soon_threadsafe(call)
+        """Have something called on the loop, in order. Any thread."""
+        self._inbox.append(call)
+        if not self._woken:
+            self._woken = True
+            with contextlib.suppress(RuntimeError):  # the loop was closed without closing the store
+                self._loop.call_soon_threadsafe(self._attend)
+
+    def _attend(self) -> None:
+        # Cleared first: who comes after this wakes the loop again, who came before is seen below.
+        self._woken = False
+        while self._inbox:
+            self._inbox.popleft()()
 
     def connected(self, session: int, granted_s: float) -> None:
         """A connection has been made. Raises if the session is not the one it was. kazoo's
@@ -254,7 +283,7 @@ class Wire:
 
         def tell() -> None:
             if not self._opened.done() and error is not None:
-                self._opened.set_exception(self._meaning(error, writes=False))
+                self._opened.set_exception(self.meaning(error, writes=False))
 
         self.post(tell)
 
@@ -275,27 +304,6 @@ class Wire:
         if self._expired:
             self.end("")
 
-    def _promise(self, result: Any, *, writes: bool) -> asyncio.Future[Any]:
-        answer: asyncio.Future[Any] = self._loop.create_future()
-        # Of several that were asked at once the first to fail speaks for all.
-        answer.add_done_callback(lambda each: each.cancelled() or each.exception())
-
-        def settle() -> None:
-            self._sent.popleft()
-            self._heard_at = self._now()
-            if answer.done():
-                return
-            if result.exception is None:
-                answer.set_result(result.value)
-            else:
-                answer.set_exception(self._meaning(result.exception, writes))
-
-        self._sent.append(self._now())
-        if self._alarm is None:
-            self._alarm = self._loop.call_later(self.patience_s, self._listen)
-        result.rawlink(lambda _: self.post(settle))
-        return answer
-
     def _listen(self) -> None:
         """Break off a connection whose server has been asked and says nothing at all."""
         self._alarm = None
@@ -306,7 +314,7 @@ class Wire:
             wait_s = max(self.patience_s - silent_s, self.patience_s / 4)
             self._alarm = self._loop.call_later(wait_s, self._listen)
 
-    def _meaning(self, error: Exception, writes: bool) -> Exception:
+    def meaning(self, error: Exception, writes: bool) -> Exception:
         """kazoo's errors, in ours."""
         if isinstance(error, _ANSWERS):
             answer: Exception = error
@@ -345,12 +353,52 @@ class Wire:
         return self.address.clock.now()
 
 
+class _Answer:
+    """What kazoo hands an answer to: from its thread to the loop."""
+
+    __slots__ = ("_error", "_value", "_wire", "_writes", "future")
+
+    def __init__(self, wire: Wire, *, writes: bool) -> None:
+        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        # Of several that were asked at once the first to fail speaks for all.
+        self.future.add_done_callback(_look)
+        self._wire = wire
+        self._writes = writes
+        self._value: Any = None
+        self._error: Exception | None = None
+
+    def set(self, value: Any) -> None:
+        self._value = value
+        self._wire.post(self._settle)
+
+    def set_exception(self, error: Exception) -> None:
+        if self._error is None:  # of a client that is being closed kazoo says so twice
+            self._error = error
+            self._wire.post(self._settle)
+
+    def _settle(self) -> None:
+        self._wire.settled()
+        if self.future.done():
+            return
+        if self._error is None:
+            self.future.set_result(self._value)
+        else:
+            self.future.set_exception(self._wire.meaning(self._error, self._writes))
+
+
+def _look(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()
+
+
 class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
     """kazoo's view of threads and sockets: callbacks at once, and connections as we allow."""
 
     def __init__(self, wire: Wire) -> None:
         super().__init__()
         self._wire = wire
+        self.ahead = bytearray()
+        """What has been read from the connection and not been taken yet."""
         self._socket: socket.socket | None = None
         self._server = ""
         self._avoided: dict[str, float] = {}
@@ -383,6 +431,7 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
             made.close()
             raise
         self._socket = made
+        self.ahead.clear()
         return made
 
     def select(
@@ -392,13 +441,16 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
         _: list[Any],
         timeout_s: float | None = None,
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """As kazoo's own, but what TLS has read ahead counts as readable, and nobody waits for long
-        in the middle of a message or of a handshake: kazoo would for as long as the session."""
-        if len(readers) + len(writers) == 1:
+        """As kazoo's own, but what was read ahead counts as readable, and nobody waits for long in
+        the middle of a message or of a handshake: kazoo would for as long as the session."""
+        between_messages = len(readers) == 2
+        for each in readers:
+            if isinstance(each, ssl.SSLSocket) and each.pending():
+                return [each], [], []
+            if between_messages and each is self._socket and self.ahead:
+                return [each], [], []
+        if not between_messages:
             timeout_s = min(timeout_s or math.inf, self._wait_s)
-        ahead = [each for each in readers if isinstance(each, ssl.SSLSocket) and each.pending()]
-        if ahead:
-            return ahead, [], []
         poll = select.poll()
         for wanted, mask in ((readers, select.POLLIN), (writers, select.POLLOUT)):
             for each in wanted:
@@ -454,6 +506,7 @@ class _Connection(ConnectionHandler):  # type: ignore[misc]
 
     wire: Wire
     error: Exception | None = None
+    _xid: int
 
     def _connect(self, host: str, address: str, port: int) -> tuple[float, float]:
         handler, client = self.wire._handler, self.client
@@ -477,6 +530,36 @@ class _Connection(ConnectionHandler):  # type: ignore[misc]
         self.wire.connected(session, round(read_timeout_ms * 1.5) / 1000)
         handler.succeeded()
         return read_timeout_ms, connect_timeout_ms
+
+    def _send_request(self, read_timeout: float, connect_timeout: float) -> None:
+        """Send all that waits."""
+        self._read_sock.recv(4096)
+        queue, pending, batch = self.client._queue, self.client._pending, bytearray()
+        while queue:
+            request, result = queue.popleft()
+            self._xid = self._xid % (2**31 - 1) + 1
+            body = request.serialize()
+            batch += _HEAD.pack(len(body) + 8, self._xid, request.type) + body
+            pending.append((request, result, self._xid))
+        if batch:
+            self._write(batch, connect_timeout)
+
+    def _read(self, length: int, timeout: float) -> bytes:
+        ahead: bytearray = self.handler.ahead
+        with self._socket_error_handling():
+            while len(ahead) < length:
+                try:
+                    chunk = self._socket.recv(_CHUNK)
+                except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                    if not self.handler.select([self._socket], [], [], timeout)[0]:
+                        raise self.handler.timeout_exception("it does not answer") from None
+                    continue
+                if not chunk:
+                    raise ConnectionDropped("the server has closed the connection")
+                ahead += chunk
+        message = bytes(ahead[:length])
+        del ahead[:length]
+        return message
 
     def _send_ping(self, connect_timeout: float) -> None:
         if not self.wire.lease:
