@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import sys
 import time
@@ -93,6 +94,26 @@ def test_tokens_begin_above_the_floor(zookeeper: servers.ZooKeeper, chroot: str)
             assert await raised.delete(seen.key, if_version=seen.version)
 
     asyncio.run(main())
+
+
+def test_an_ensemble_that_counts_from_the_beginning_is_refused(chroot: str) -> None:
+    """Emptied under those who are connected, it would give out lower tokens than before."""
+
+    async def main(server: servers.ZooKeeper) -> None:
+        async with opened(server.url + chroot) as store:
+            for number in range(20):
+                await store.put(order_key(str(number)), b"", if_version=None)
+            server.kill()
+            shutil.rmtree(server.folder / "data" / "version-2")
+            await asyncio.to_thread(server.start)
+            lease = await store.grant(TTL_S)
+            with pytest.raises(StoreUnusable, match="Set token_floor"):
+                await store.create(leader_key("e"), b"", lease)
+        async with opened(server.url + chroot) as other:
+            assert await other.get(leader_key("e")) is None
+
+    with servers.ZooKeeper() as server:
+        asyncio.run(main(server))
 
 
 @pytest.mark.parametrize("operation", ["delete", "put"])

@@ -96,6 +96,8 @@ class ZooKeeperStore(Store):
             on_up=self._lookout.went_up,
             on_down=self._lookout.went_down,
         )
+        self._highest = 0
+        """The last transaction that we know of. They are never counted downwards."""
         self._unusable: str | None = None
 
     async def open(self) -> None:
@@ -307,6 +309,7 @@ class ZooKeeperStore(Store):
         """Create an entry's znode; the number of the transaction, or None if one is there."""
         room, _ = _split(path)
         while True:
+            before = self._highest
             try:
                 _, written = await wire.transact(
                     Create(path, value, self._acl, _EPHEMERAL if ephemeral else 0),
@@ -317,6 +320,15 @@ class ZooKeeperStore(Store):
             except NoNodeError:
                 await self._make_room(wire, room)
             else:
+                if written.mzxid <= before:
+                    await wire.send(Delete(path, -1))
+                    raise StoreUnusable(
+                        f"this ZooKeeper is at transaction {written.mzxid} and was at"
+                        f" {before} before: it was emptied or restored, and its tokens"
+                        " would be lower than those already given out. Set token_floor to the"
+                        " highest of those, for all candidates, and connect again"
+                    )
+                self._highest = max(self._highest, written.mzxid)
                 if ephemeral:
                     same = _Same(CheckVersion(room, written.version), 0, True)
                     self._made[path] = ((written.mzxid, 0), same)
@@ -384,6 +396,7 @@ class ZooKeeperStore(Store):
 
     def _found(self, key: str, found: tuple[bytes | None, Any]) -> Entry:
         value, stat = found
+        self._highest = max(self._highest, stat.mzxid)
         owner = stat.ephemeralOwner
         lease = f"0x{owner % 2**64:x}" if owner else None
         return self._entry(key, value or b"", stat.czxid, stat.version, lease)
