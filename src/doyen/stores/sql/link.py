@@ -105,7 +105,8 @@ class Link(ABC, Generic[C]):
         """A message that carries out these statements in one transaction, durably when answered.
 
         With `early`, others may see it before it is durable, if the engine can do that in order:
-        whatever builds on it is then durable only if it is.
+        whatever builds on it is then durable only if it is. Nobody waits for the disk in the turn
+        of another then. Not for records: who finds its own there must be able to count on it.
         """
 
     @abstractmethod

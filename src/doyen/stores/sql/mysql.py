@@ -107,6 +107,7 @@ async def open_store(url: StoreURL, context: Context) -> MySQLStore:
         clock=CLOCK,
         next_revision=f"GREATEST(revision + 1, {CLOCK})",
         incarnation="CONCAT(@@hostname, ':', @@port, '/', @@server_id)",
+        logs=True,
     )
     store = MySQLStore(dialect, context, work=work, pulse=_MyLink(url), poll_s=poll_s)
     store.version = version

@@ -39,6 +39,7 @@ from doyen.store import Context, StoreURL, Watch
 from doyen.stores.sql.diagnosis import PostgreSQLFacts, findings_of_postgresql
 from doyen.stores.sql.link import Address, ConnectionLost, Given, Link, Row, TryAgain, WrongServer
 from doyen.stores.sql.store import (
+    KEPT,
     LAYOUT,
     Dialect,
     RelationalStore,
@@ -109,8 +110,15 @@ CREATE TABLE {entries} (path text COLLATE "C" PRIMARY KEY, value bytea NOT NULL,
     revision bigint NOT NULL, version bigint NOT NULL, lease text COLLATE "C");
 CREATE INDEX entries_by_lease ON {entries} (lease) WHERE lease IS NOT NULL;
 CREATE TABLE {changes} (position bigint, path text COLLATE "C", PRIMARY KEY (position, path));
-CREATE FUNCTION {schema}.tell() RETURNS trigger LANGUAGE plpgsql AS
-    $$ BEGIN PERFORM pg_notify('{channel}', COALESCE(NEW.path, OLD.path)); RETURN NULL; END $$;
+CREATE FUNCTION {schema}.tell() RETURNS trigger LANGUAGE plpgsql AS $$
+    DECLARE changed text := COALESCE(NEW.path, OLD.path); latest bigint;
+    BEGIN
+        PERFORM pg_notify('{channel}', changed);
+        SELECT position INTO latest FROM {meta};
+        INSERT INTO {changes} VALUES (latest, changed) ON CONFLICT DO NOTHING;
+        IF latest % 100 = 0 THEN DELETE FROM {changes} WHERE position < latest - {kept}; END IF;
+        RETURN NULL;
+    END $$;
 CREATE TRIGGER tell AFTER INSERT OR UPDATE OR DELETE ON {entries}
     FOR EACH ROW EXECUTE FUNCTION {schema}.tell();
 INSERT INTO {meta} VALUES (1, {layout}, 0, 0);
@@ -229,7 +237,7 @@ async def _make_tables(link: _PgLink, schema: str) -> None:
             return check_layout(layout, f"the schema {schema} at {link.where}")
         script = f"CREATE SCHEMA {names['schema']};{_SCHEMA}" if no_schema else _SCHEMA
         try:
-            await link.write(script.format(**names, channel=schema, layout=LAYOUT), {})
+            await link.write(script.format(**names, channel=schema, layout=LAYOUT, kept=KEPT), {})
         except StoreUnusable as error:
             if isinstance(error.__cause__, errors.InsufficientPrivilege):
                 raise StoreUnusable(
@@ -478,6 +486,7 @@ class PostgreSQLStore(RelationalStore):
             clock=CLOCK,
             next_revision=revision,
             incarnation="CAST(pg_postmaster_start_time() AS text)",
+            logs=False,
         )
         super().__init__(
             dialect, context, work=work, pulse=pulse, poll_s=asked.poll_s if polls else None

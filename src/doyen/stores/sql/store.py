@@ -28,14 +28,22 @@ from doyen.model import Entry, Lease, Version
 from doyen.store import Capabilities, Context, Creation, Store, StoreURL, Watch
 from doyen.stores.sql.link import Given, Link, Row
 
-__all__ = ["LAYOUT", "Dialect", "RelationalStore", "check_layout", "number_of", "token_floor"]
+__all__ = [
+    "KEPT",
+    "LAYOUT",
+    "Dialect",
+    "RelationalStore",
+    "check_layout",
+    "number_of",
+    "token_floor",
+]
 
 LAYOUT = 1
 _RANKS = 1 << 31
 _PATH_BYTES = 1024
 _SWEPT = 64
 """How many leases that look over are followed up when a store is opened."""
-_KEPT = 1000
+KEPT = 1000
 """For how many positions it is known what has changed."""
 _AT_ONCE = 50
 """How many scopes are surveyed in one query."""
@@ -54,15 +62,14 @@ class Dialect:
     next_revision: str
     incarnation: str
     """Differs if a server may have lost what an earlier one confirmed."""
+    logs: bool
+    """Whether changes are to be logged by the statements; else the tables do it by themselves."""
 
 
 _LEASE = "l.ttl_us, l.counter, {clock} - l.renewed_us, {incarnation}"
 _ENTRY = f"e.path, e.value, e.revision, e.version, e.lease, {_LEASE}"
 _FROM = "FROM {entries} e LEFT JOIN {leases} l ON l.id = e.lease "
 _NUMBER = "UPDATE {meta} SET revision = {next_revision}, position = position + 1; "
-_LOG = "INSERT INTO {changes} (position, path) SELECT m.position, e.path FROM {meta} m, {entries} e"
-_PRUNE = f"DELETE FROM {{changes}} WHERE position < (SELECT position FROM {{meta}}) - {_KEPT}; "
-_MADE = f"{_LOG} WHERE e.path = %(path)s AND e.version = m.revision; {_PRUNE}"
 _IS_FREE = "NOT EXISTS (SELECT 1 FROM {entries} WHERE path = %(path)s)"
 _IS_GONE = "NOT EXISTS (SELECT 1 FROM {leases} WHERE id = %(lease)s)"
 _STANDING = (
@@ -73,60 +80,73 @@ _STANDING = (
 _INTO = "INSERT INTO {entries} (path, value, revision, version, lease) SELECT "
 _TICKET = "CONCAT(%(line)s, LPAD(CONCAT(m.revision), 20, '0'))"
 _UNDER = "e.path > %(first)s AND e.path < %(last)s"
-
-_STATEMENTS = {
-    "grant": "INSERT INTO {leases} (id, ttl_us, counter, renewed_us)"
-    " VALUES (%(lease)s, %(ttl_us)s, 0, {clock})",
-    "renew": "UPDATE {leases} SET counter = counter + 1, renewed_us = {clock}"
-    " WHERE id = %(lease)s;"
-    f" SELECT l.id, {_LEASE} FROM {{leases}} l WHERE l.id = %(lease)s",
-    "revoke": f"{_NUMBER}{_LOG} WHERE e.lease = %(lease)s; {_PRUNE}"
-    "DELETE FROM {entries} WHERE lease = %(lease)s; DELETE FROM {leases} WHERE id = %(lease)s",
-    # The lease goes first: a renewal that comes in between then waits, and finds nothing.
-    "seal": f"{_NUMBER}"
-    "SELECT id FROM {leases} WHERE id = %(lease)s AND counter = %(counter)s FOR UPDATE;"
-    " DELETE FROM {leases} WHERE id = %(lease)s AND counter = %(counter)s;"
-    f" {_LOG} WHERE e.lease = %(lease)s AND {_IS_GONE}; {_PRUNE}"
-    f"DELETE FROM {{entries}} WHERE lease = %(lease)s AND {_IS_GONE}",
-    "standing": _STANDING,
-    "create": f"{_NUMBER}{_INTO}%(path)s, %(value)s, m.revision, m.revision, o.id"
-    f" FROM {{meta}} m, {{leases}} o WHERE o.id = %(lease)s AND {_IS_FREE}; {_MADE}{_STANDING}",
-    "put": f"{_NUMBER}{_INTO}%(path)s, %(value)s, m.revision, m.revision, NULL"
-    f" FROM {{meta}} m WHERE {_IS_FREE}; {_MADE}{_STANDING}",
-    "replace": f"{_NUMBER}UPDATE {{entries}} SET value = %(value)s, lease = NULL,"
-    " version = (SELECT revision FROM {meta}) WHERE path = %(path)s AND version = %(version)s;"
-    f" {_MADE}{_STANDING}",
-    "delete": f"{_NUMBER}SELECT path FROM {{entries}} WHERE path = %(path)s;"
-    f" {_LOG} WHERE e.path = %(path)s; {_PRUNE}"
-    "DELETE FROM {entries} WHERE path = %(path)s",
-    "delete version": f"{_NUMBER}"
-    "SELECT path FROM {entries} WHERE path = %(path)s AND version = %(version)s;"
-    f" {_LOG} WHERE e.path = %(path)s AND e.version = %(version)s; {_PRUNE}"
-    "DELETE FROM {entries} WHERE path = %(path)s AND version = %(version)s",
-    "enqueue": f"{_NUMBER}{_INTO}{_TICKET}, %(value)s, m.revision, m.revision, o.id"
-    " FROM {meta} m, {leases} o WHERE o.id = %(lease)s;"
-    f" {_LOG} WHERE e.path = {_TICKET}; {_PRUNE}"
-    f"SELECT {_ENTRY} FROM {{meta}} m JOIN {{entries}} e ON e.path = {_TICKET}"
-    " JOIN {leases} l ON l.id = e.lease",
-    "get": f"SELECT {_ENTRY} {_FROM}WHERE e.path = %(path)s",
-    "list": f"SELECT {_ENTRY} {_FROM}WHERE {_UNDER} ORDER BY e.path",
-    "head": f"SELECT {_ENTRY} {_FROM}WHERE {_UNDER} ORDER BY e.path LIMIT 1",
-    "ahead": f"SELECT {_ENTRY} {_FROM}WHERE e.path > %(first)s AND e.path <= %(path)s"
-    " ORDER BY e.path DESC LIMIT 2",
-    "position": "SELECT position FROM {meta}",
-    "changes": "SELECT m.position, c.path FROM {meta} m"
-    " LEFT JOIN {changes} c ON c.position > %(since)s",
-    "layout": "SELECT layout FROM {meta}",
-    "raise": "UPDATE {meta} SET revision = GREATEST(revision, %(floor)s)",
-    "stale": f"SELECT l.id, {_LEASE} FROM {{leases}} l"
-    f" WHERE {{clock}} - l.renewed_us NOT BETWEEN 0 AND l.ttl_us LIMIT {_SWEPT}",
-}
 _LOOK = f"SELECT l.id, {_LEASE} FROM {{leases}} l WHERE l.id IN "
 _SURVEY = (
     "SELECT DISTINCT {number}, e.lease FROM {entries} e WHERE e.lease IS NOT NULL"
     " AND (e.path = %(scope{number})s"
     " OR (e.path > %(first{number})s AND e.path < %(last{number})s))"
 )
+
+
+def _statements(*, logs: bool) -> dict[str, str]:
+    """What is sent; with `logs`, together with the log of what it changes."""
+
+    def log(which: str) -> str:
+        if not logs:
+            return ""
+        return (
+            "INSERT INTO {changes} (position, path) SELECT m.position, e.path"
+            f" FROM {{meta}} m, {{entries}} e WHERE {which};"
+            f" DELETE FROM {{changes}} WHERE position < (SELECT position FROM {{meta}}) - {KEPT}; "
+        )
+
+    made = log("e.path = %(path)s AND e.version = m.revision")
+    return {
+        "grant": "INSERT INTO {leases} (id, ttl_us, counter, renewed_us)"
+        " VALUES (%(lease)s, %(ttl_us)s, 0, {clock})",
+        "renew": "UPDATE {leases} SET counter = counter + 1, renewed_us = {clock}"
+        " WHERE id = %(lease)s;"
+        f" SELECT l.id, {_LEASE} FROM {{leases}} l WHERE l.id = %(lease)s",
+        "revoke": f"{_NUMBER}{log('e.lease = %(lease)s')}"
+        "DELETE FROM {entries} WHERE lease = %(lease)s; DELETE FROM {leases} WHERE id = %(lease)s",
+        # The lease goes first: a renewal that comes in between then waits, and finds nothing.
+        "seal": f"{_NUMBER}"
+        "SELECT id FROM {leases} WHERE id = %(lease)s AND counter = %(counter)s FOR UPDATE;"
+        " DELETE FROM {leases} WHERE id = %(lease)s AND counter = %(counter)s;"
+        f" {log(f'e.lease = %(lease)s AND {_IS_GONE}')}"
+        f"DELETE FROM {{entries}} WHERE lease = %(lease)s AND {_IS_GONE}",
+        "standing": _STANDING,
+        "create": f"{_NUMBER}{_INTO}%(path)s, %(value)s, m.revision, m.revision, o.id"
+        f" FROM {{meta}} m, {{leases}} o WHERE o.id = %(lease)s AND {_IS_FREE}; {made}{_STANDING}",
+        "put": f"{_NUMBER}{_INTO}%(path)s, %(value)s, m.revision, m.revision, NULL"
+        f" FROM {{meta}} m WHERE {_IS_FREE}; {made}{_STANDING}",
+        "replace": f"{_NUMBER}UPDATE {{entries}} SET value = %(value)s, lease = NULL,"
+        " version = (SELECT revision FROM {meta}) WHERE path = %(path)s AND version = %(version)s;"
+        f" {made}{_STANDING}",
+        "delete": f"{_NUMBER}SELECT path FROM {{entries}} WHERE path = %(path)s;"
+        f" {log('e.path = %(path)s')}"
+        "DELETE FROM {entries} WHERE path = %(path)s",
+        "delete version": f"{_NUMBER}"
+        "SELECT path FROM {entries} WHERE path = %(path)s AND version = %(version)s;"
+        f" {log('e.path = %(path)s AND e.version = %(version)s')}"
+        "DELETE FROM {entries} WHERE path = %(path)s AND version = %(version)s",
+        "enqueue": f"{_NUMBER}{_INTO}{_TICKET}, %(value)s, m.revision, m.revision, o.id"
+        " FROM {meta} m, {leases} o WHERE o.id = %(lease)s;"
+        f" {log(f'e.path = {_TICKET}')}"
+        f"SELECT {_ENTRY} FROM {{meta}} m JOIN {{entries}} e ON e.path = {_TICKET}"
+        " JOIN {leases} l ON l.id = e.lease",
+        "get": f"SELECT {_ENTRY} {_FROM}WHERE e.path = %(path)s",
+        "list": f"SELECT {_ENTRY} {_FROM}WHERE {_UNDER} ORDER BY e.path",
+        "head": f"SELECT {_ENTRY} {_FROM}WHERE {_UNDER} ORDER BY e.path LIMIT 1",
+        "ahead": f"SELECT {_ENTRY} {_FROM}WHERE e.path > %(first)s AND e.path <= %(path)s"
+        " ORDER BY e.path DESC LIMIT 2",
+        "position": "SELECT position FROM {meta}",
+        "changes": "SELECT m.position, c.path FROM {meta} m"
+        " LEFT JOIN {changes} c ON c.position > %(since)s",
+        "raise": "UPDATE {meta} SET revision = GREATEST(revision, %(floor)s)",
+        "stale": f"SELECT l.id, {_LEASE} FROM {{leases}} l"
+        f" WHERE {{clock}} - l.renewed_us NOT BETWEEN 0 AND l.ttl_us LIMIT {_SWEPT}",
+    }
 
 
 class RelationalStore(Store):
@@ -143,7 +163,8 @@ class RelationalStore(Store):
     ) -> None:
         self._emit = context.emit
         self._names = asdict(dialect)
-        self._sql = {name: text.format_map(self._names) for name, text in _STATEMENTS.items()}
+        texts = _statements(logs=dialect.logs)
+        self._sql = {name: text.format_map(self._names) for name, text in texts.items()}
         self._work = work
         self._pulse = pulse
         self._own: set[str] = set()
@@ -239,7 +260,7 @@ class RelationalStore(Store):
             raise ConfigError(f"a rank is between {-_RANKS + 1} and {_RANKS - 1}, not {rank}")
         prefix = _checked(f"{line}/{_RANKS - rank:08x}-", spare=20)
         given = {"line": prefix, "value": value, "lease": lease.id}
-        rows = await self._work.write(self._sql["enqueue"], given)
+        rows = await self._work.write(self._sql["enqueue"], given, early=True)
         if not rows:
             raise _gone(lease.id)
         return self._judged(rows)[1][0]
@@ -331,7 +352,7 @@ class RelationalStore(Store):
             return await self.position(), None
         rows = await self._work.read(self._sql["changes"], {"since": since})
         position = int(rows[0][0])
-        if not 0 <= position - since <= _KEPT:
+        if not 0 <= position - since <= KEPT:
             return position, None
         return position, [_text(path) for _, path in rows if path is not None]
 
