@@ -255,13 +255,22 @@ class Presence:
     def _give_back(self, heart: Heart) -> None:
         """Revoke a lost lease once no body runs on it, so that a successor need not wait."""
         if heart.lost_because is not None and not heart.bodies and not self._closed:
-            self.spawn(self._revoke(heart))
+            self.spawn(self._revoke(heart, for_s=2 * heart.timing.ttl_s))
 
-    async def _revoke(self, heart: Heart) -> None:
-        try:
-            await self.call(self.store.revoke(heart.lease))
-        except StoreError as error:
-            log.debug("lease %s was left to expire: %s", heart.lease.id, error)
+    async def _revoke(self, heart: Heart, for_s: float = 0.0) -> None:
+        """End a lease. If it was lost because the store was, try until that is back: a store that
+        has been restarted may begin all leases anew, and everyone waits for what lies under it."""
+        give_up = self.clock.now() + for_s
+        while True:
+            try:
+                await self.call(self.store.revoke(heart.lease))
+                return
+            except StoreError as error:
+                passing = isinstance(error, StoreUnavailable | OutcomeUnknown)
+                if not passing or self.clock.now() >= give_up:
+                    log.debug("lease %s was left to expire: %s", heart.lease.id, error)
+                    return
+            await asyncio.sleep(self.retry_pause())
 
     async def leader(self, election: str, kind: Kind = "elections") -> Leader | None:
         """Who leads, by a read of the store."""
