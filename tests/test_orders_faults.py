@@ -52,8 +52,27 @@ async def test_transfer_past_candidates_of_a_higher_rank(place: Place) -> None:
 
 
 @virtual
-async def test_the_line_goes_on_past_the_place_kept_for_an_heir(place: Place) -> None:
-    """The heir dies when the leader, who was let in out of turn, has let go for it."""
+async def test_the_line_waits_for_an_heir_that_is_slow(place: Place) -> None:
+    """Who is first in line, and was so long before, makes way for a while."""
+    (a,) = await lined_up(place, "a", slow_s=0.5)
+    faults = Faults()
+    heir = Candidate(await place.open(faults), "heir", priority=-1)
+    await until(lambda: len(place.line()) == 2)
+    first = Candidate(await place.open(), "first", priority=1)
+    await until(lambda: place.line() == ["first", "a", "heir"])
+    ops = await place.open()
+    told = asyncio.create_task(ops.transfer("e", to="heir"))
+    await until(lambda: not a.leads)
+    faults.next("create", Late(before_s=0.9))
+    began = now()
+    assert (await told).name == "heir"
+    assert 1.3 < now() - began < 1.5
+    assert heir.leads
+    await stop_all(heir, first, a)
+
+
+@virtual
+async def test_the_line_goes_on_past_the_heir_of_one_let_in_out_of_turn(place: Place) -> None:
     a, b, c = await lined_up(place, "a", "b", "c", slow_s=0.2)
     ops = await place.open()
     await ops.transfer("e", to="c")

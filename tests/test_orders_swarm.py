@@ -305,6 +305,7 @@ class OrdersWorld(World):
     async def settle(self) -> None:
         try:
             async with asyncio.timeout(SETTLED_S + self.cooldown_s * len(self.processes)):
+                await asyncio.sleep(0.05)  # what is under way takes no time, but turns of the loop
                 while self.unsettled():  # noqa: ASYNC110 - virtual time
                     await asyncio.sleep(0.05)
         except TimeoutError:
@@ -501,15 +502,6 @@ def no_cooldown(patch: pytest.MonkeyPatch) -> None:
     _claiming(patch, rank=0, cooldown_s=0.0)
 
 
-def heir_left_to_the_line(patch: pytest.MonkeyPatch) -> None:
-    """Nobody keeps the line from overtaking the heir."""
-
-    async def never_mind(self: Candidacy, heir: str) -> None:
-        pass
-
-    patch.setattr(Candidacy, "_keep_the_head", never_mind)
-
-
 def orders_not_taken_back(patch: pytest.MonkeyPatch) -> None:
     """Whoever gives an order leaves it there, as long as its session lives."""
     patch.setattr(Presence, "retire", lambda self, heart: None)
@@ -541,7 +533,6 @@ SEEDS = 60
         ready_without_a_lease,
         preempts_its_equals,
         no_cooldown,
-        heir_left_to_the_line,
         orders_not_taken_back,
         record_removed_by_the_heir,
     ],

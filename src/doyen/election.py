@@ -16,8 +16,8 @@ Rules kept here:
 - The holder watches its record and takes its absence for loss.
 - Failing to win raises; nothing is ever entered unheld.
 - An order is obeyed, never enforced: the holder ends its own term, and its record goes when its
-  body has ended, not before. An heir is let in out of turn by the leader standing at the head of
-  the line, with a second ticket if need be, until the heir has the record or has had its chance.
+  body has ended, not before. An heir is let in out of turn by those whose turn it is: while an
+  order names it and it is ready, they leave the record to it, until it has had its chance.
 - A leader removes orders that were meant for a term before its own: they are void, and would be in
   the way of others.
 """
@@ -73,6 +73,7 @@ class Candidacy:
         "_behind",
         "_called",
         "_claimed",
+        "_deferred",
         "_doubtful",
         "_entering",
         "_heart",
@@ -81,7 +82,6 @@ class Candidacy:
         "_left",
         "_looking",
         "_mailbox",
-        "_place",
         "_presence",
         "_record",
         "_record_key",
@@ -113,8 +113,8 @@ class Candidacy:
         """The leader that this candidate would preempt, and since when it has known it."""
         self._heir = ""
         """As leader that hands over: the key of the heir's word, which lives as the heir does."""
-        self._place: Entry | None = None
-        """As leader with an heir: a ticket at the head of the line, if its own is not there."""
+        self._deferred: tuple[str, float] | None = None
+        """The order for whose heir this candidate makes way, and until when."""
         self._begin_attempt()
 
     def _begin_attempt(self) -> None:
@@ -206,12 +206,13 @@ class Candidacy:
                 if record is not None and self._is_mine(record):
                     return self._begin_term(heart, record)
             await self._read_mail(heart)
-            ahead = None
-            if self._ticket is not None and not self._called:
-                ahead = await presence.call(store.ahead(self._ticket))
-            if ahead is not None:
-                await self._wait_behind(ahead, deadline)
-                continue
+            if not self._called:
+                ahead, order = await asyncio.gather(self._ahead(), self._order())
+                if ahead is not None:
+                    await self._wait_behind(ahead, deadline)
+                    continue
+                if order is not None and await self._make_way(order, deadline):
+                    continue
             claimed, self._claimed = self._claimed, True
             creation = await self._ask(store.create(self._record_key, self._claim(), heart.lease))
             if creation.won or self._is_mine(creation.entry):
@@ -222,6 +223,42 @@ class Candidacy:
                 continue
             until = await self._claim_priority(heart, creation.entry)
             await self._wait(creation.entry, deadline, until)
+
+    async def _ahead(self) -> Entry | None:
+        if self._ticket is None:
+            return None
+        return await self._presence.call(self._presence.store.ahead(self._ticket))
+
+    async def _order(self) -> Entry | None:
+        return await self._get(order_key(self._asked.election, self._asked.kind))
+
+    async def _get(self, key: str) -> Entry | None:
+        return await self._presence.call(self._presence.store.get(key))
+
+    async def _make_way(self, entry: Entry, deadline: float | None) -> bool:
+        """At the head of the line, while an order names another as heir: wait for the leader to
+        let go without trying the record, and then for the heir to take it, as long as a request
+        may take. False if there is nobody to wait for."""
+        order = Order.decode(entry.value)
+        if order is None or not order.heir or order.rank is not None:
+            return False
+        await self._watch_record()
+        record, ready = await asyncio.gather(
+            self._get(self._record_key), self._get(self._ready_key(order.heir))
+        )
+        if record is not None:
+            if record.revision == order.token:
+                await self._wait(record, deadline)
+            return record.revision == order.token
+        if not _is_ready(ready, entry):
+            return False
+        now, lease = asyncio.get_running_loop().time(), entry.lease or ""
+        if self._deferred is None or self._deferred[0] != lease:
+            self._deferred = lease, now + self._presence.timing.request_timeout_s
+        until = self._deferred[1]
+        if now < until:
+            await self._sleep(min(until, _when(deadline)))
+        return now < until
 
     async def _watch_record(self) -> None:
         """Be told of changes at the record and of orders, until the watches are dropped."""
@@ -272,6 +309,9 @@ class Candidacy:
             raise
         self._doubtful = doubted
         return answer
+
+    def _ready_key(self, heir: str) -> str:
+        return ready_key(self._asked.election, heir, self._asked.kind)
 
     async def _take_ticket(self, heart: Heart) -> Entry:
         presence, line = self._presence, self._line_key()
@@ -380,7 +420,6 @@ class Candidacy:
             return
         asked = self._asked
         key = mail_key(asked.election, self._attempt, asked.kind)
-        ready = ready_key(asked.election, self._attempt, asked.kind)
         self._unread = False
         try:
             mail = await self._presence.call(self._presence.store.get(key))
@@ -388,13 +427,17 @@ class Candidacy:
             if not called or called != self._called:
                 self._called = ""
                 await self._take_back()
-            word = called.encode()
-            while word and (await self._lay(ready, word, heart)).value != word:
-                await self._take_back()  # our word on an earlier order, which came late
+            if called:
+                await asyncio.gather(self._watch_record(), self._say_ready(called.encode(), heart))
         except BaseException:
             self._unread = True
             raise
         self._called = called
+
+    async def _say_ready(self, word: bytes, heart: Heart) -> None:
+        key = self._ready_key(self._attempt)
+        while (await self._lay(key, word, heart)).value != word:
+            await self._take_back()  # our word on an earlier order, which came late
 
     async def _claim_priority(self, heart: Heart, leader: Entry) -> float | None:
         """At the head of the line behind a leader of lower rank: order it to let go, once it has
@@ -507,19 +550,18 @@ class Candidacy:
             try:
                 await self._watch_record()
                 record, order = await asyncio.gather(
-                    presence.call(presence.store.get(self._record_key)), self._order_for(term)
+                    self._get(self._record_key), self._order_for(term)
                 )
                 if self._laid:
                     await self._take_back()
-                if order is not None and order.heir and order.rank is None:
-                    await self._keep_the_head(order.heir)
             except StoreError:
                 await asyncio.sleep(presence.retry_pause())
                 continue
             if record is None or record.revision != term.token:
                 term.lose("its record was removed from the store by somebody else")
             elif order is not None:
-                self._heir = self._word_of(order)
+                if order.heir and order.rank is None:
+                    self._heir = self._ready_key(order.heir)
                 term.lose(f"{order.by!r} ordered it to let go")
             elif not self._woken:
                 break
@@ -528,7 +570,7 @@ class Candidacy:
     async def _order_for(self, term: Term) -> Order | None:
         """The order that this leader has to obey now, if any. One that is void is removed."""
         presence, store, asked = self._presence, self._presence.store, self._asked
-        entry = await presence.call(store.get(order_key(asked.election, asked.kind)))
+        entry = await self._order()
         if entry is None:
             return None
         if _is_void(entry, term.token):
@@ -537,37 +579,13 @@ class Candidacy:
         order = Order.decode(entry.value)
         if order is None or order.token != term.token:
             return None
-        if order.rank is not None:
+        if order.rank is not None:  # of the heir itself, on its own lease: it is ready
             return order if order.rank > asked.priority else None
         if order.heir:
-            ready = await presence.call(store.get(self._word_of(order)))
-            if ready is None or ready.value != (entry.lease or "").encode():
+            ready = await self._get(self._ready_key(order.heir))
+            if not _is_ready(ready, entry):
                 return None
         return order
-
-    def _word_of(self, order: Order) -> str:
-        """Where the heir that an order names says, on its own lease, that it is ready: in the order
-        itself, if it has given it. Empty if the order names none."""
-        asked = self._asked
-        if order.rank is not None:
-            return order_key(asked.election, asked.kind)
-        return ready_key(asked.election, order.heir, asked.kind) if order.heir else ""
-
-    async def _keep_the_head(self, heir: str) -> None:
-        """Before letting go in favour of an heir: see that nobody else is at the head of the line.
-
-        Those of a higher rank stand before this leader, and if it was itself let in out of turn
-        so do others. They wait behind a ticket that is put before theirs.
-        """
-        presence, store, line = self._presence, self._presence.store, self._line_key()
-        head = await presence.call(store.head(line))
-        if self._place is not None or head is None or self._heart is None:
-            return
-        claim = Claim.decode(head.value)
-        if claim.attempt not in (self._attempt, heir):
-            self._place = await self._ask(
-                store.enqueue(line, self._claim(), self._heart.lease, rank=claim.rank + 1)
-            )
 
     def _term_ended(self) -> None:
         """Any thread. Of a term that its body has ended, `leave` takes care."""
@@ -661,6 +679,7 @@ class Candidacy:
         try:
             while heart.lost_because is None:
                 try:
+                    await self._let_heir_in()
                     async with presence.entrance:
                         await self._remove_traces()
                 except (StoreUnavailable, OutcomeUnknown):
@@ -676,20 +695,29 @@ class Candidacy:
             self._drop_watches()
             presence.retire(heart)
 
+    async def _let_heir_in(self) -> None:
+        """After an order in favour of an heir: delete the record, and stay in line until the heir
+        has it, or has had its chance, or is gone. The line stays asleep meanwhile."""
+        if self._heir:
+            await self._delete(self._record)
+            self._record = None
+        until = asyncio.get_running_loop().time() + self._presence.timing.request_timeout_s
+        while self._heir:
+            self._woken = False
+            record, ready = await asyncio.gather(self._get(self._record_key), self._get(self._heir))
+            if record is not None or ready is None or not await self._sleep(until):
+                self._heir = ""
+
     async def _remove_traces(self) -> None:
         presence, store = self._presence, self._presence.store
         if self._record is None and self._doubtful:
             record = await presence.call(store.get(self._record_key))
             if record is not None and self._is_mine(record):
                 self._record = record
-        if self._heir:
-            await self._delete(self._record)
-            self._record = None
-            await self._see_heir_in()
         # One after the other, but without waiting in between: a successor that comes to the record
         # before it is gone waits for that.
-        await asyncio.gather(*map(self._delete, (self._record, self._ticket, self._place)))
-        self._record = self._ticket = self._place = None
+        await asyncio.gather(*map(self._delete, (self._record, self._ticket)))
+        self._record = self._ticket = None
         if self._doubtful and self._asked.recipe == "line":
             for ticket in await presence.call(store.list(self._line_key())):
                 if self._is_mine(ticket):
@@ -701,25 +729,16 @@ class Candidacy:
             store = self._presence.store
             await self._presence.call(store.delete(entry.key, if_version=entry.version))
 
-    async def _see_heir_in(self) -> None:
-        """Keep the head of the line until the heir has the record, or has had its chance, or is
-        gone."""
-        presence, store = self._presence, self._presence.store
-        until = asyncio.get_running_loop().time() + presence.timing.request_timeout_s
-        while self._heir:
-            self._woken = False
-            if (
-                await presence.call(store.get(self._record_key)) is not None
-                or await presence.call(store.get(self._heir)) is None
-                or not await self._sleep(until)
-            ):
-                self._heir = ""
-
 
 def _is_void(order: Entry, token: int) -> bool:
     """Whether what stands where orders are laid was meant for a term before this one."""
     meant = Order.decode(order.value)
     return meant is None or meant.token < token
+
+
+def _is_ready(word: Entry | None, order: Entry) -> bool:
+    """Whether an heir has said that it is ready for this very order."""
+    return word is not None and word.value == (order.lease or "").encode()
 
 
 def _when(instant: float | None) -> float:

@@ -6,9 +6,9 @@ phases, so that leadership never hangs between two:
 
     giver    lays the order, and mail for the heir
     heir     says that it is ready for this very order: it watches the record, its turn is next
-    leader   seeing both, stops its body, deletes the record, and stays at the head of the line
-             until the heir has the record or has had its chance
-    line     goes on in its order if the heir did not
+    leader   seeing both, stops its body and deletes the record
+    line     leaves the record to the heir as long as a request may take, and then goes on in its
+             order
 
 Whoever gives an order binds it to a lease that serves nothing else and ends with the order, so that
 nothing of it stays behind: not if the giver dies, and not if a request of its arrives late.
@@ -66,7 +66,7 @@ async def _remove(presence: Presence, election: str, record: Entry) -> None:
     store = presence.store
     await presence.call(store.delete(record.key, if_version=record.version))
     attempt = Claim.decode(record.value).attempt
-    for ticket in await presence.call(store.list(line_key(election))):
+    for ticket in await _tickets(presence, election):
         if Claim.decode(ticket.value).attempt == attempt:
             await presence.call(store.delete(ticket.key, if_version=ticket.version))
 
@@ -76,7 +76,7 @@ async def order_transfer(
 ) -> Leader:
     """Have the leader hand over to the candidate named `to`, and return it, once it leads."""
     record, tickets = await asyncio.gather(
-        _record(presence, election), presence.call(presence.store.list(line_key(election)))
+        _record(presence, election), _tickets(presence, election)
     )
     old = _leader(election, record)
     heir = _heir(election, to, record, tickets)
@@ -192,6 +192,10 @@ async def _record(presence: Presence, election: str) -> Entry:
     if record is None:
         raise OrderFailed(f"nobody leads {election!r}")
     return record
+
+
+async def _tickets(presence: Presence, election: str) -> list[Entry]:
+    return await presence.call(presence.store.list(line_key(election)))
 
 
 def _leader(election: str, record: Entry) -> Leader:
