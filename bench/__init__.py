@@ -14,7 +14,7 @@ boot-time clock themselves, at the very place that the figure speaks of.
     crew       processes under measurement, and what they report
     worker     what such a process does
     probes     counting store calls, and what the kernel knows about a process
-    failover, frozen, cost, scale, idle, soak    the benches
+    failover, transfer, loss, frozen, cost, scale, idle, soak    the benches
 
 Not part of the package; may import anything of doyen's.
 """

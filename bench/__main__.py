@@ -18,12 +18,16 @@ from bench.failover import crash, handover
 from bench.figures import Figure
 from bench.frozen import frozen
 from bench.idle import idle
+from bench.loss import loss
 from bench.scale import herd, many
 from bench.soak import soak
+from bench.transfer import transfer
 
 BENCHES: dict[str, Callable[..., list[Figure]]] = {
     "crash": crash,
     "handover": handover,
+    "transfer": transfer,
+    "loss": loss,
     "frozen": frozen,
     "valid": valid,
     "import": importing,
@@ -36,6 +40,8 @@ BENCHES: dict[str, Callable[..., list[Figure]]] = {
 QUICK: dict[str, dict[str, Any]] = {
     "crash": {"trials": 2},
     "handover": {"trials": 2},
+    "transfer": {"trials": 2, "candidates": 3},
+    "loss": {"trials": 1},
     "frozen": {"trials": 1, "ttl_s": 0.6, "observe_s": 0.1},
     "valid": {"rounds": 3, "calls": 1000},
     "import": {"trials": 1},

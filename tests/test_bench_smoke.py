@@ -13,6 +13,8 @@ ROOT = Path(__file__).parents[1]
 FIGURES = {
     "crash": 2,
     "handover": 2,
+    "transfer": 2,
+    "loss": 2,
     "frozen": 6,
     "valid": 1,
     "import": 2,
