@@ -62,6 +62,8 @@ __all__ = ["Candidacy"]
 T = TypeVar("T")
 
 OVERRUN_EXIT_CODE = 70
+LOOK_AFTER_S = 0.005
+"""When a leader first looks at its record, counted from its election."""
 
 
 class Candidacy:
@@ -519,7 +521,8 @@ class Candidacy:
             self._mailbox.close()
             self._mailbox = None
         # What happened to the record since it was created came before there was a term to tell.
-        self._changed()
+        # The body goes first, and does not share the processor with this.
+        asyncio.get_running_loop().call_later(LOOK_AFTER_S, self._changed)
         return term
 
     def _heart_lost(self, heart: Heart, reason: str) -> None:
