@@ -9,7 +9,7 @@ import asyncio
 
 import pytest
 
-from doyen import OrderFailed
+from doyen import NotElected, OrderFailed
 from doyen.errors import StoreError
 from doyen.model import Claim, Order, leader_key, line_key, order_key, ready_key
 from doyen.testing.faults import Faults, Late, Stray, Unanswered
@@ -69,6 +69,27 @@ async def test_the_line_waits_for_an_heir_that_is_slow(place: Place) -> None:
     assert 1.3 < now() - began < 1.5
     assert heir.leads
     await stop_all(heir, first, a)
+
+
+@virtual
+async def test_whoever_makes_way_still_gives_up_in_time(place: Place) -> None:
+    (a,) = await lined_up(place, "a", slow_s=0.5)
+    faults = Faults()
+    heir = Candidate(await place.open(faults), "heir")
+    await until(lambda: len(place.line()) == 2)
+    session, ops = await place.open(), await place.open()
+    waiting = asyncio.create_task(session.campaign("e", priority=1, wait_s=1.0).__aenter__())
+    await until(lambda: len(place.line()) == 3)
+    began = now()
+    told = asyncio.create_task(ops.transfer("e", to="heir"))
+    await until(lambda: not a.leads)
+    faults.next("create", Late(before_s=0.9))
+    with pytest.raises(NotElected, match="was not elected to 'e' in time"):
+        await waiting
+    assert now() - began == pytest.approx(1.0, abs=0.05)
+    assert place.holder() is None
+    assert (await told).name == "heir"
+    await stop_all(heir, a)
 
 
 @virtual

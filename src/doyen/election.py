@@ -258,9 +258,11 @@ class Candidacy:
         if self._deferred is None or self._deferred[0] != lease:
             self._deferred = lease, now + self._presence.timing.request_timeout_s
         until = self._deferred[1]
-        if now < until:
-            await self._sleep(min(until, _when(deadline)))
-        return now < until
+        if now >= until:
+            return False
+        if not await self._sleep(min(until, _when(deadline))) and _when(deadline) <= until:
+            raise await self._not_elected()
+        return True
 
     async def _watch_record(self) -> None:
         """Be told of changes at the record and of orders, until the watches are dropped."""
