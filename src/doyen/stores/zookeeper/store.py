@@ -2,8 +2,13 @@
 
 A lease is a session of its own, with its own connection: `renew` writes to a znode of the lease's,
 so that it counts only once a majority has it. Whatever is not bound to a lease, every read and
-every watch goes through the store's own connection. Reads are preceded by `sync` on that
-connection, so they show what had been acknowledged to anybody when they began.
+every watch goes through the store's own connection.
+
+A server answers reads by itself, from what it has got to, and ZooKeeper's `sync` does not quite
+mend that: the ensemble's leader does not wait for what it has itself confirmed through a follower,
+and one that was cut off does not know that it leads no more. So reads come after an empty
+transaction on the same connection, one for all that are made at the same time: whatever was
+acknowledged before it was sent is done before it is.
 
 A ZooKeeper version begins at 0 again when a znode is created anew, so by itself it does not tell
 one entry from its successor. Hence the rule that makes `if_version` atomic: *whoever creates an
@@ -30,11 +35,16 @@ from kazoo.protocol.serialization import (
     GetChildren,
     GetData,
     SetData,
-    Sync,
 )
 from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 
-from doyen.errors import ConfigError, LeaseGone, StoreUnavailable, StoreUnusable, TicketGone
+from doyen.errors import (
+    ConfigError,
+    LeaseGone,
+    StoreError,
+    StoreUnusable,
+    TicketGone,
+)
 from doyen.model import Entry, Finding, Lease, Version
 from doyen.store import Capabilities, Creation, Store, Watch
 from doyen.stores.zookeeper.diagnosis import findings, states
@@ -96,6 +106,8 @@ class ZooKeeperStore(Store):
             on_up=self._lookout.went_up,
             on_down=self._lookout.went_down,
         )
+        self._loop = asyncio.get_running_loop()
+        self._reads: list[tuple[tuple[Any, ...], asyncio.Future[Any]]] = []
         self._highest = 0
         """The last transaction that we know of. They are never counted downwards."""
         self._unusable: str | None = None
@@ -146,12 +158,6 @@ class ZooKeeperStore(Store):
         if wire is None:
             return
         await asyncio.shield(wire.end("it was revoked", patiently=True))
-        _, left = await self._synced(Exists(self._layout.lease(lease.id), None))
-        if left is not None:
-            raise StoreUnavailable(
-                f"ZooKeeper could not be told to end the session {lease.id}: it ends by itself"
-                f" within {lease.ttl_s:g} s"
-            )
         self._leases.pop(lease.id, None)
 
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
@@ -245,14 +251,14 @@ class ZooKeeperStore(Store):
     async def get(self, key: str) -> Entry | None:
         self._require_usable()
         try:
-            _, found = await self._synced(GetData(self._layout.leaf(key), None))
+            (found,) = await self._fresh(GetData(self._layout.leaf(key), None))
         except NoNodeError:
             return None
         return self._found(key, found)
 
     async def list(self, prefix: str) -> list[Entry]:
         self._require_usable()
-        self._own.send(Sync("/"))
+        await self._fresh()
         leaves = await self._layout.walk(prefix, self._children)
         entries = await asyncio.gather(*(self._get(leaf.key) for leaf in leaves))
         return [entry for entry in entries if entry is not None]
@@ -362,20 +368,35 @@ class ZooKeeperStore(Store):
             return made[1]  # as we made it; if it has changed since, we are asked again
         room, _ = _split(path)
         # The room first: what is created after this read is created after the entry was seen.
-        _, around, stat = await self._synced(Exists(room, None), Exists(path, None))
+        around, stat = await self._fresh(Exists(room, None), Exists(path, None))
         if around is None or stat is None or (stat.czxid, stat.version) != version:
             return None
         return _Same(CheckVersion(room, around.version), stat.version, bool(stat.ephemeralOwner))
 
-    async def _synced(self, *requests: Any) -> Sequence[Any]:
-        """The answers to these reads, made after a sync, the sync's own first."""
-        answers = [self._own.send(request) for request in (Sync("/"), *requests)]
-        return [await answer for answer in answers]
+    async def _fresh(self, *requests: Any) -> Sequence[Any]:
+        """The answers to these reads, made after a barrier."""
+        asked: asyncio.Future[Sequence[asyncio.Future[Any]]] = self._loop.create_future()
+        self._reads.append((requests, asked))
+        if len(self._reads) == 1:
+            self._loop.call_soon(self._send_reads)
+        return [await answer for answer in await asked][1:]
+
+    def _send_reads(self) -> None:
+        reads, self._reads = self._reads, []
+        try:
+            barrier = self._own.barrier(self._layout.root or "/")
+            for requests, asked in reads:
+                if not asked.done():
+                    asked.set_result([barrier, *map(self._own.send, requests)])
+        except StoreError as error:
+            for _, asked in reads:
+                if not asked.done():
+                    asked.set_exception(error)
 
     async def _line(self, line: str) -> Sequence[str]:
         """The names of the tickets, in order."""
         try:
-            _, names = await self._synced(GetChildren(self._layout.line(line), None))
+            (names,) = await self._fresh(GetChildren(self._layout.line(line), None))
         except NoNodeError:
             return []
         return in_line(names)
@@ -388,7 +409,7 @@ class ZooKeeperStore(Store):
         return names
 
     async def _get(self, key: str) -> Entry | None:
-        """As `get`, with no sync of its own."""
+        """As `get`, after another read."""
         try:
             return self._found(key, await self._own.send(GetData(self._layout.leaf(key), None)))
         except NoNodeError:

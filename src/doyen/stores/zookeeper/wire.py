@@ -61,10 +61,10 @@ from kazoo.exceptions import (
 from kazoo.handlers.threading import SequentialThreadingHandler
 from kazoo.protocol.connection import ConnectionHandler
 from kazoo.protocol.serialization import (
+    CheckVersion,
     Exists,
     GetChildren,
     GetData,
-    Sync,
     Transaction,
     int_struct,
     write_string,
@@ -81,7 +81,7 @@ log = logging.getLogger("doyen")
 
 _ANSWERS = (NoNodeError, NodeExistsError, BadVersionError)
 """What a server may rightly say; those who ask decide what it means."""
-_READS = (Exists, GetChildren, GetData, Sync)
+_READS = (Exists, GetChildren, GetData)
 _NOT_DONE = (ConnectionClosedError, NotReadOnlyCallError, SessionMovedError, ThrottledOpError)
 
 _HEAD = struct.Struct("!iii")
@@ -165,8 +165,18 @@ class Wire:
         An answer of the server's that is a matter of course (no such node, it exists already,
         another version) is raised as kazoo's own exception.
         """
+        return self._send(request, writes=not isinstance(request, _READS))
+
+    def barrier(self, path: str) -> asyncio.Future[Any]:
+        """An empty transaction: it is done after all that was acknowledged before it was sent."""
+        return self._send(Transaction([CheckVersion(path, -1)]), writes=False)
+
+    def _send(self, request: Any, *, writes: bool) -> asyncio.Future[Any]:
         self.require_up()
-        answer = _Answer(self, writes=not isinstance(request, _READS))
+        return self._request(request, writes=writes)
+
+    def _request(self, request: Any, *, writes: bool) -> asyncio.Future[Any]:
+        answer = _Answer(self, writes=writes)
         self._sent.append(self._now())
         if self._alarm is None:
             self._alarm = self._loop.call_later(self.patience_s, self._listen)
@@ -193,7 +203,7 @@ class Wire:
         if self.up:
             watchers = self._client._data_watchers if kind == 2 else self._client._child_watchers
             watchers.pop(path, None)
-            self.send(_RemoveWatches(path, kind))
+            self._send(_RemoveWatches(path, kind), writes=False)
 
     def require_up(self) -> None:
         if reason := self.over():
@@ -213,16 +223,27 @@ class Wire:
             self.send(Exists("/", None))
 
     def end(self, reason: str, *, patiently: bool = False) -> asyncio.Future[None]:
-        """End the session: nothing more is done in it. The future tells when the server has been
-        told, or cannot be. With patience, a server that is away is told when it comes back: what
-        the session holds goes then, and not only when its time is over."""
+        """End the session: nothing more is done in it. With patience the future tells that it has
+        ended for ZooKeeper too, however long that takes: a server that is away is told when it
+        comes back, and what the session holds goes then, not only when its time is over."""
         self.lost_because = self.lost_because or reason
         self.ended = self.ended or self._loop.create_future()
-        if patiently and not self.up and not self._expired and not self._stopping:
-            self._closing = True
-        else:
+        if not patiently or self._expired:
             self._stop(self.ended)
+        elif not self._closing and not self._stopping:
+            self._closing = True
+            if self.up:
+                self._close()
         return self.ended
+
+    def _close(self) -> None:
+        """Ask for the end. Without an answer, ask again when there is another connection."""
+        self._request(_CloseSession(), writes=True).add_done_callback(self._closed)
+
+    def _closed(self, answer: asyncio.Future[Any]) -> None:
+        if not answer.cancelled() and answer.exception() is None:
+            self._closing = False
+            self.end("")
 
     def _stop(self, ended: asyncio.Future[None]) -> None:
         if self._stopping:
@@ -288,14 +309,15 @@ class Wire:
         self.post(tell)
 
     def _went_up(self) -> None:
+        if self.lost_because is not None and not self._closing:
+            return
+        self.up, self._heard_at = True, self._now()
         if self._closing:
-            self.up = True
-            self.end("")
-        elif self.lost_because is None:
-            self.up, self._heard_at = True, self._now()
-            if not self._opened.done():
-                self._opened.set_result(None)
-            self._on_up()
+            self._close()
+            return
+        if not self._opened.done():
+            self._opened.set_result(None)
+        self._on_up()
 
     def _went_down(self) -> None:
         if self.up:
@@ -602,6 +624,19 @@ def _client(wire: Wire, timeout_s: float, handler: _Handler) -> Any:
     client._connection = connection
     client.add_listener(wire.state_changed)
     return client
+
+
+@dataclass(frozen=True, slots=True)
+class _CloseSession:
+    """As kazoo's own request, but with an answer."""
+
+    type = -11
+
+    def serialize(self) -> bytes:
+        return b""
+
+    def deserialize(self, _: bytes, __: int) -> bool:
+        return True
 
 
 @dataclass(frozen=True, slots=True)
