@@ -21,7 +21,6 @@ import json
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from urllib.parse import quote
 
 from doyen.errors import ConfigError
 
@@ -210,6 +209,8 @@ def _path(name: object, kind: Kind) -> str:
         raise ConfigError(
             f"the name of an election is a string of 1 to 200 bytes, not of {size}: {name[:20]!r}…"
         )
+    from urllib.parse import quote  # a tenth of what importing doyen would cost
+
     return f"{kind}/{quote(name, safe='')}"
 
 

@@ -29,14 +29,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import NamedTuple, Protocol
-from urllib.parse import SplitResult, parse_qsl, urlsplit
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from doyen.clock import Clock
 from doyen.errors import ConfigError
 from doyen.events import Event
 from doyen.model import Entry, Finding, Lease, Version
 from doyen.timing import DEFAULT_TTL_S
+
+if TYPE_CHECKING:
+    from urllib.parse import SplitResult
 
 __all__ = [
     "Capabilities",
@@ -213,6 +215,8 @@ class StoreURL:
 
     @classmethod
     def parse(cls, text: str) -> StoreURL:
+        from urllib.parse import parse_qsl, urlsplit  # as in `model`
+
         parts = urlsplit(text)
         if not parts.scheme:
             raise ConfigError(
