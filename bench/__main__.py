@@ -78,6 +78,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all but soak")
     parser.add_argument("--json", action="store_true", help="one JSON object, at the end")
+    parser.add_argument("--table", action="store_true", help="a Markdown table, for the documents")
     parser.add_argument("--quick", action="store_true", help="tiny runs: only to see them work")
     parser.add_argument("--trials", type=int, help="for crash, handover, frozen, import")
     parser.add_argument("--minutes", type=float, help="for soak")
@@ -93,6 +94,9 @@ def main() -> int:
             parser.error(f"no bench {name!r}; there are {', '.join(BENCHES)}")
     names = arguments.names or [name for name in BENCHES if name != "soak"]
     report: dict[str, Any] = {"machine": machine(), "figures": []}
+    if arguments.table:
+        print(", ".join(f"{name} {value}" for name, value in report["machine"].items()))
+        print("\n| figure | measured | limit | |\n|---|---|---|---|", flush=True)
     began = time.monotonic()
     missed = False
     for name in names:
@@ -100,7 +104,7 @@ def main() -> int:
             missed |= figure.met is False
             report["figures"].append({"bench": name, **figure.as_json()})
             if not arguments.json:
-                print(figure.line(), flush=True)
+                print(figure.row() if arguments.table else figure.line(), flush=True)
     report["took_s"] = round(time.monotonic() - began, 1)
     if arguments.json:
         print(json.dumps(report, indent=1))

@@ -36,10 +36,21 @@ class Figure:
 
     def line(self) -> str:
         verdict = {None: "", True: "met", False: "MISSED"}[self.met]
-        limit = "" if self.limit is None else f"≤ {self.limit:g}"
-        head = f"{self.name:<44} {self.value:>9.4g} {self.unit:<22} {limit:<8} {verdict:<7}"
-        details = "; ".join(f"{name} {_shown(value)}" for name, value in self.details.items())
-        return f"{head} {details}".rstrip()
+        head = f"{self.name:<44} {self.value:>9.4g} {self.unit:<22} {self._limit:<8} {verdict:<7}"
+        return f"{head} {self._details}".rstrip()
+
+    def row(self) -> str:
+        """A row of a Markdown table."""
+        limit = self._limit if self.met is not False else f"{self._limit}, **missed**"
+        return f"| {self.name} | {self.value:.3g} {self.unit} | {limit} | {self._details} |"
+
+    @property
+    def _limit(self) -> str:
+        return "" if self.limit is None else f"≤ {self.limit:g}"
+
+    @property
+    def _details(self) -> str:
+        return "; ".join(f"{name} {_shown(value)}" for name, value in self.details.items())
 
 
 def _shown(value: Any) -> str:
