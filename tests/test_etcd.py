@@ -30,7 +30,7 @@ from doyen.errors import (
 )
 from doyen.model import leader_key, line_key
 from doyen.store import Context, open_store
-from doyen.stores.etcd import cluster, rpc, watches
+from doyen.stores.etcd import cluster, reads, rpc, watches
 from doyen.stores.etcd.cluster import Cluster, Credentials
 from doyen.stores.etcd.leases import Leases
 from doyen.stores.etcd.store import EtcdStore
@@ -247,6 +247,45 @@ def test_what_was_never_sent_is_not_in_doubt() -> None:
     asyncio.run(main())
 
 
+# Reads that go together
+
+
+def test_reads_that_come_together_are_each_answered(etcd: Etcd) -> None:
+    async def body(store: EtcdStore) -> None:
+        lease = await store.grant(60)
+        keys = [leader_key(f"r{number}") for number in range(250)]
+        await asyncio.gather(*(store.create(key, key.encode(), lease) for key in keys[::2]))
+        made = 'grpc_server_handled_total{.*method="(?:Range|Txn)".*}'
+        before = metric(etcd, made)
+        found = await asyncio.gather(*map(store.get, keys))
+        assert metric(etcd, made) < before + 20
+        values = [entry and entry.value for entry in found]
+        assert values == [None if number % 2 else key.encode() for number, key in enumerate(keys)]
+        await store.revoke(lease)
+
+    on(etcd.url, body)
+
+
+def test_a_read_that_is_given_up_leaves_the_others(
+    etcd: Etcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reads, "AT_A_TIME", 1)
+
+    async def main(link: Proxy) -> None:
+        async with opened(link.url) as store:
+            first, *rest = [asyncio.create_task(store.get(f"k{number}")) for number in range(30)]
+            link.delay(0.1)
+            await first
+            for read in rest[::2]:
+                read.cancel()
+            outcomes = await asyncio.gather(*rest, return_exceptions=True)
+            assert outcomes[1::2] == [None] * 14
+            assert {type(outcome) for outcome in outcomes[::2]} == {asyncio.CancelledError}
+
+    with Proxy(etcd) as link:
+        asyncio.run(main(link))
+
+
 # Renewal
 
 
@@ -285,7 +324,7 @@ class FakeWire:
     async def call(self, *_: Any, **__: Any) -> Any:
         return rpc.RANGE.answer()
 
-    def unanswered(self, *_: Any) -> None:
+    def given_up(self, began: float) -> None:
         pass
 
 

@@ -12,6 +12,7 @@ the rank. The parts:
 
     rpc        the messages and methods, from rpc.proto
     cluster    members, connections, failover, tokens of users, what errors mean
+    reads      reads that come together go together
     leases     renewal, on a stream of its own
     watches    notification, on another
     store      the port: keys and transactions

@@ -210,6 +210,7 @@ class Connection:
             if tls is None
             else grpc.aio.secure_channel(member, tls, options=_OPTIONS)
         )
+        self.begun_at = asyncio.get_running_loop().time()
         self.heard_at = -math.inf
         """When the member last answered anything, on the loop's clock."""
         self._calls: dict[Method, Any] = {}
@@ -357,7 +358,7 @@ class Wire:
             try:
                 await connection.ready()
             except asyncio.CancelledError:
-                self.unanswered(connection, began)
+                self.given_up(began)
                 raise
             except StoreError:
                 self.move_on(connection)
@@ -365,10 +366,16 @@ class Wire:
             if connection is self._connection:  # nobody has left it meanwhile
                 return connection
 
-    def unanswered(self, connection: Connection, began: float) -> None:
+    def given_up(self, began: float) -> None:
         """A call was given up: if nothing has been heard since it began, the next goes to another
         member."""
-        if connection.heard_at < began <= self._now() - UNANSWERED_S:
+        connection, waited_s = self._connection, self._now() - began
+        if (
+            connection is not None
+            and connection.begun_at <= began
+            and connection.heard_at < began
+            and waited_s >= UNANSWERED_S
+        ):
             self.move_on(connection)
 
     def move_on(self, connection: Connection) -> None:
@@ -405,7 +412,7 @@ class Wire:
         try:
             answer = await connection.ask(method, request)
         except asyncio.CancelledError:
-            self.unanswered(connection, began)
+            self.given_up(began)
             raise
         except (StoreUnavailable, OutcomeUnknown):
             self.move_on(connection)

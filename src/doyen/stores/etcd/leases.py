@@ -47,7 +47,7 @@ class Leases:
             renewed = await stream.renew(lease)
         except asyncio.CancelledError:
             stream.end()
-            self._wire.unanswered(connection, began)
+            self._wire.given_up(began)
             raise
         except StoreUnavailable:
             self._wire.move_on(connection)

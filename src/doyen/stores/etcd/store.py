@@ -27,6 +27,7 @@ from doyen.stores.etcd import rpc
 from doyen.stores.etcd.cluster import Cluster, Wire
 from doyen.stores.etcd.diagnosis import findings
 from doyen.stores.etcd.leases import Leases
+from doyen.stores.etcd.reads import Reads
 from doyen.stores.etcd.watches import Watches
 
 __all__ = ["EtcdStore"]
@@ -55,6 +56,7 @@ class EtcdStore(Store):
         witness = self._prefix.encode()
         self._witness = rpc.RangeRequest(key=witness, count_only=True)
         self._wire = Wire(cluster)
+        self._reads = Reads(self._wire)
         self._leases = Leases(cluster, witness)
         self._watches = Watches(cluster)
         self._tickets = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count(1))
@@ -143,7 +145,8 @@ class EtcdStore(Store):
         line, _, name = own.rpartition(b"/")
         rank = name.partition(b"-")[0]
         while True:
-            answer = await self._read(
+            self._require_usable()
+            answer = await self._wire.call(
                 rpc.TXN,
                 rpc.TxnRequest(
                     compare=[_created(own, ticket.revision)],
@@ -152,6 +155,7 @@ class EtcdStore(Store):
                         {"request_range": _nearest(line, rank)},
                     ],
                 ),
+                reads=True,
             )
             if not answer.succeeded:
                 raise TicketGone(f"{ticket.key} is no longer in the line")
@@ -162,18 +166,18 @@ class EtcdStore(Store):
                 return None
             # The nearest rank above ours, and of its tickets the last.
             rank_above = higher[0].key.rpartition(b"/")[2].partition(b"-")[0]
-            found = await self._read(rpc.RANGE, _last(line, rank_above))
+            found = await self._range(_last(line, rank_above))
             if found.kvs:
                 return self._entry(found.kvs[0])
 
     async def get(self, key: str) -> Entry | None:
-        answer = await self._read(rpc.RANGE, rpc.RangeRequest(key=self._at(key)))
+        answer = await self._range(rpc.RangeRequest(key=self._at(key)))
         return self._entry(answer.kvs[0]) if answer.kvs else None
 
     async def list(self, prefix: str) -> list[Entry]:
         under = self._at(prefix)
         request = rpc.RangeRequest(key=under + b"/", range_end=under + b"0")
-        answer = await self._read(rpc.RANGE, request)
+        answer = await self._range(request)
         return sorted(map(self._entry, answer.kvs), key=_place)
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
@@ -203,9 +207,9 @@ class EtcdStore(Store):
         self._require_usable()
         return await self._wire.call(method, request)
 
-    async def _read(self, method: rpc.Method, request: Any) -> Any:
+    async def _range(self, request: Any) -> Any:
         self._require_usable()
-        return await self._wire.call(method, request, reads=True)
+        return await self._reads.range(request)
 
     def _require_usable(self) -> None:
         if self._unusable is not None:
