@@ -1,0 +1,337 @@
+"""What every consensus core takes in and gives out.
+
+A core is one server's part of a protocol: `handle(event, now)` changes its state and returns what
+has to be done about it. It is called with a clock that never runs backwards and never from two
+places at once.
+
+    Received, Elapsed, Persisted,    ┌──────┐   Persist, Send, Committed, RoleChanged,
+    Connected, Disconnected,    ───▶ │ core │ ───▶   Accepted, Refused, ReadReady, …
+    Proposed, ReadAsked, …           └──────┘
+
+**Durability order is part of the effects.** `Persist` carries a token; tokens count up. A `Send`
+whose `after` is a token may leave only when everything up to that token is on disk; the driver
+then sends it, and afterwards tells the core `Persisted(token)`. Whoever carries effects out keeps
+their order and may delay them, but never reorders them: what a core has said is then as good as
+said at the instant it was on disk, whatever the core has done since. Votes and acknowledgements
+always wait, a server's own vote included.
+
+**Time.** `next_deadline` is the instant at which the core wants to hear `Elapsed`; nothing ticks
+in between. `Elapsed` that comes early does nothing.
+
+**Peers** are names. Messages may be lost, repeated, reordered and late. `Disconnected` is a hint
+that the peer's process may have died, never a proof; no safety rests on it.
+
+**Entries** are opaque. A driver puts everything proposed in one turn of its loop into one entry,
+so that the cost of a core is per turn, not per command. The index of an entry is its place in the
+log, counted from 1; it is not stored in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import IntEnum, StrEnum
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+__all__ = [
+    "Accepted",
+    "ChangeAsked",
+    "Committed",
+    "Compacted",
+    "Connected",
+    "Core",
+    "Disconnected",
+    "Effect",
+    "Elapsed",
+    "Entry",
+    "Event",
+    "Install",
+    "Kind",
+    "Membership",
+    "Message",
+    "Persist",
+    "Persisted",
+    "Proposed",
+    "ReadAsked",
+    "ReadReady",
+    "ReadRefused",
+    "Received",
+    "Recovered",
+    "Refused",
+    "Role",
+    "RoleChanged",
+    "Send",
+    "SendSnapshot",
+    "Snapshot",
+    "SnapshotReceived",
+    "SnapshotSent",
+    "TransferAsked",
+    "TransferFailed",
+]
+
+
+class Role(StrEnum):
+    """What a server is doing. Nothing is served while it is looking."""
+
+    LOOKING = "looking"
+    FOLLOWING = "following"
+    LEADING = "leading"
+
+
+class Kind(IntEnum):
+    """What an entry holds."""
+
+    NOTHING = 0
+    """A leader's first entry: by committing it, it learns what is committed."""
+    COMMANDS = 1
+    MEMBERSHIP = 2
+    """An encoded `Membership`, in force as soon as it is in the log."""
+
+
+class Entry(Struct, frozen=True, array_like=True, gc=False):
+    """One place in the log."""
+
+    generation: int
+    kind: int
+    data: bytes
+
+
+class Membership(Struct, frozen=True, array_like=True):
+    """Who counts. Learners get everything and count for nothing."""
+
+    voters: tuple[str, ...]
+    learners: tuple[str, ...] = ()
+    addresses: Mapping[str, str] = {}
+    """Where to reach each, for those who join later. Meaningless to a core."""
+
+    @property
+    def majority(self) -> int:
+        return len(self.voters) // 2 + 1
+
+    @property
+    def everyone(self) -> tuple[str, ...]:
+        return self.voters + self.learners
+
+
+class Snapshot(Struct, frozen=True, array_like=True):
+    """What a snapshot stands for: every entry up to `index`, the last of that generation, and the
+    membership in force there."""
+
+    index: int
+    generation: int
+    membership: Membership
+
+
+class Message(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """What servers say to one another; each protocol has its own kinds, told apart by their
+    names. The sender is known from whence it came."""
+
+    generation: int
+
+
+class Recovered(Struct, frozen=True):
+    """What a server finds on its disk when it starts."""
+
+    state: Any = None
+    """The last `Persist.state`, a struct of the protocol's own; None at the very first start."""
+    snapshot: Snapshot | None = None
+    entries: Sequence[Entry] = ()
+    """Those that follow the snapshot (or begin at 1)."""
+
+
+# Events: what happens to a server.
+
+
+class Event(Struct, frozen=True, gc=False):
+    """Something that happened."""
+
+
+class Received(Event, frozen=True, gc=False):
+    """A message of a peer's."""
+
+    peer: str
+    message: Message
+
+
+class Elapsed(Event, frozen=True, gc=False):
+    """`next_deadline` has come."""
+
+
+class Persisted(Event, frozen=True, gc=False):
+    """Everything up to the `Persist` with this token is on disk."""
+
+    token: int
+
+
+class Connected(Event, frozen=True, gc=False):
+    """The peer can be reached (again)."""
+
+    peer: str
+
+
+class Disconnected(Event, frozen=True, gc=False):
+    """The connection to the peer has ended, by its end or a reset: its process may be dead. Never
+    given for mere silence."""
+
+    peer: str
+
+
+class Proposed(Event, frozen=True, gc=False):
+    """Append these to the log, one entry. Answered at once by `Accepted` or `Refused`."""
+
+    data: bytes
+
+
+class ReadAsked(Event, frozen=True, gc=False):
+    """Establish up to where one must have applied the log in order to read what is current.
+    Answered by `ReadReady` or `ReadRefused` with the same token, sooner or later."""
+
+    token: int
+
+
+class TransferAsked(Event, frozen=True, gc=False):
+    """Have `to` lead, or, if empty, whichever voter is furthest along."""
+
+    to: str = ""
+
+
+class ChangeAsked(Event, frozen=True, gc=False):
+    """Change the membership to this, which differs in one server from the one in force. Answered
+    at once by `Accepted` or `Refused`."""
+
+    membership: Membership
+
+
+class Compacted(Event, frozen=True, gc=False):
+    """A snapshot stands for everything up to its index; the log before may be forgotten."""
+
+    snapshot: Snapshot
+
+
+class SnapshotSent(Event, frozen=True, gc=False):
+    """The stream begun by `SendSnapshot` has ended: with `ok`, the peer has all of it on disk."""
+
+    peer: str
+    snapshot: Snapshot
+    ok: bool
+
+
+class SnapshotReceived(Event, frozen=True, gc=False):
+    """A leader's snapshot has arrived whole and is on disk. Answered by `Install`, or by nothing
+    if it is of no use any more."""
+
+    peer: str
+    generation: int
+    snapshot: Snapshot
+
+
+# Effects: what has to be done.
+
+
+class Effect(Struct, frozen=True, gc=False):
+    """Something that the driver has to carry out."""
+
+
+class Persist(Effect, frozen=True, gc=False):
+    """Write this to disk. `state`, if given, replaces the one before. `entries` stand at `first`
+    and after; unless `keep`, whatever stood beyond them is cut off."""
+
+    token: int
+    state: Any = None
+    first: int = 0
+    entries: Sequence[Entry] = ()
+    keep: bool = False
+
+
+class Send(Effect, frozen=True, gc=False):
+    """Tell a peer, once everything up to `after` is on disk (0: at once)."""
+
+    peer: str
+    message: Message
+    after: int = 0
+
+
+class Committed(Effect, frozen=True, gc=False):
+    """These entries, from index `first` on, will stand for ever: apply them. In order, no gaps,
+    each index once in the life of a core."""
+
+    first: int
+    entries: Sequence[Entry]
+
+
+class RoleChanged(Effect, frozen=True, gc=False):
+    """The role, the generation or the leader known is another now."""
+
+    role: Role
+    generation: int
+    leader: str | None
+
+
+class Accepted(Effect, frozen=True, gc=False):
+    """What was proposed stands in the log at `index`. It is carried out if an entry of this
+    generation is committed there, and never if one of another is."""
+
+    index: int
+    generation: int
+
+
+class Refused(Effect, frozen=True, gc=False):
+    """What was asked for cannot be done by this server now, and was not."""
+
+    reason: str
+
+
+class ReadReady(Effect, frozen=True, gc=False):
+    """Whoever has applied the log up to `index` sees every write that was acknowledged before the
+    read was asked for."""
+
+    token: int
+    index: int
+
+
+class ReadRefused(Effect, frozen=True, gc=False):
+    """The read cannot be answered here: ask whoever leads."""
+
+    token: int
+
+
+class TransferFailed(Effect, frozen=True, gc=False):
+    """Leadership stays here."""
+
+    reason: str
+
+
+class SendSnapshot(Effect, frozen=True, gc=False):
+    """Stream the latest snapshot to the peer, in this generation's name; tell `SnapshotSent`."""
+
+    peer: str
+    generation: int
+
+
+class Install(Effect, frozen=True, gc=False):
+    """Put the state machine and the log in the snapshot's place: nothing before it is needed, and
+    nothing beyond it is left. Then the entries of a later `Committed` follow."""
+
+    snapshot: Snapshot
+    token: int
+    """Counts as a `Persist`: sends may wait for it."""
+
+
+class Core(Protocol):
+    """One server's part of a protocol."""
+
+    id: str
+    role: Role
+    generation: int
+    leader: str | None
+    """Who leads in this generation, as far as this server knows."""
+    commit: int
+    """The index up to which entries are known to be committed."""
+    next_deadline: float
+    """When to tell `Elapsed`; infinite if never."""
+    membership: Membership
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take in one event, and say what has to be done about it, in order."""
+        ...

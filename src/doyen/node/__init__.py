@@ -1,0 +1,1 @@
+"""A node: one server of an embedded quorum."""

@@ -1,0 +1,117 @@
+"""What a node stands on: a journal, a transport, a state machine.
+
+A `Driver` (see `driver`) carries out what a consensus core says, over these three. A real node has
+files and sockets; the lab has its own, with faults. All of it lives on one event loop and is called
+from there only.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+from doyen.consensus.core import Install, Message, Persist, Recovered, Snapshot
+
+__all__ = ["Journal", "StateMachine", "Transport"]
+
+
+class StateMachine(ABC):
+    """What a quorum replicates: the same commands, in the same order, on every node.
+
+    `apply` must be a function of the machine's state and the command alone: no clock, no chance,
+    nothing of this process. Its result must be something msgpack can carry.
+    """
+
+    @abstractmethod
+    def apply(self, command: bytes) -> Any:
+        """Carry out one command that has been agreed on."""
+
+    @abstractmethod
+    def snapshot(self) -> Iterator[bytes]:
+        """The whole state as it is now, in pieces of moderate size.
+
+        Called between two commands and must return at once; the pieces are taken one by one
+        while further commands are applied, perhaps on another thread, and must not show those.
+        """
+
+    @abstractmethod
+    def restore(self, pieces: Iterable[bytes]) -> None:
+        """Put the state of a snapshot in the place of this one."""
+
+
+class Journal(Protocol):
+    """A node's memory: what was persisted is there again after a crash at any instant."""
+
+    recovered: Recovered
+    """What was found at opening."""
+
+    def start(
+        self, persisted: Callable[[int], None], failed: Callable[[BaseException], None]
+    ) -> None:
+        """Have `persisted(token)` called, on the loop, when everything up to it is on disk; tokens
+        may be skipped, never reordered. `failed` means that nothing is certain any more: the
+        process must end."""
+
+    def persist(self, effect: Persist) -> None:
+        """Queue a write. All that is queued while the disk is busy goes down in one piece."""
+
+    def full(self) -> bool:
+        """Whether the disk has no room for more proposals; what it has keeps standing."""
+
+    async def take_snapshot(self, snapshot: Snapshot, pieces: Iterator[bytes]) -> None:
+        """Write a snapshot of our own, durably, in small steps; then forget what it stands for in
+        the log, but for a tail that helps those who are a little behind."""
+
+    async def read_snapshot(self) -> tuple[Snapshot, AsyncIterator[bytes]]:
+        """The latest snapshot and its pieces, for a peer or for restoring from. It stays readable
+        until the iterator is closed, whatever is taken meanwhile."""
+
+    async def receive_snapshot(self, snapshot: Snapshot, pieces: AsyncIterator[bytes]) -> None:
+        """Store a snapshot that a leader streams, durably and beside what is in force. Only
+        `install` puts it in force."""
+
+    def install(self, effect: Install) -> None:
+        """Queue: the received snapshot is in force and the log is empty behind it."""
+
+    async def close(self) -> None:
+        """Write what is queued, and let go of the folder."""
+
+
+class Transport(Protocol):
+    """The links to the other nodes. Each is connected or not; messages go in order or not at all,
+    and whoever sends is never held up: what does not fit into a link's bounds is dropped."""
+
+    def start(
+        self,
+        received: Callable[[str, Message], None],
+        connected: Callable[[str], None],
+        disconnected: Callable[[str], None],
+        asked: Callable[[str, bytes, Callable[[bytes], None]], None],
+    ) -> None:
+        """Begin. `disconnected` is told for an end or a reset only, never for silence. `asked`
+        is called with a peer's question and with how to answer it."""
+
+    def reach(self, addresses: dict[str, str]) -> None:
+        """These are the peers now, and where they are; links to others are let go."""
+
+    def send(self, peer: str, message: Message) -> None:
+        """Queue a message. Everything queued in one turn of the loop goes out as one write."""
+
+    async def ask(self, peer: str, question: bytes) -> bytes:
+        """Put a question and wait for the answer. Raises `StoreUnavailable` if it has certainly
+        not been heard, `OutcomeUnknown` if the link ended before the answer came."""
+        ...
+
+    def send_snapshot(
+        self,
+        peer: str,
+        generation: int,
+        snapshot: Snapshot,
+        pieces: AsyncIterator[bytes],
+        done: Callable[[bool], None],
+    ) -> None:
+        """Stream a snapshot, slowly enough to leave room for everything else."""
+
+    async def close(self) -> None:
+        """Take leave of everybody."""
