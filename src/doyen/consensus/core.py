@@ -24,11 +24,15 @@ that the peer's process may have died, never a proof; no safety rests on it.
 **Entries** are opaque. A driver puts everything proposed in one turn of its loop into one entry,
 so that the cost of a core is per turn, not per command. The index of an entry is its place in the
 log, counted from 1; it is not stored in it.
+
+**Making one** is the same for every protocol: `Making`. A module of a protocol also exports
+`MESSAGES`, the union of its message types, and `STATE`, the type of its `Persist.state`, for those
+who write and read them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum, StrEnum
 from typing import Any, Protocol
 
@@ -48,6 +52,7 @@ __all__ = [
     "Event",
     "Install",
     "Kind",
+    "Making",
     "Membership",
     "Message",
     "Persist",
@@ -63,6 +68,7 @@ __all__ = [
     "RoleChanged",
     "Send",
     "SendSnapshot",
+    "Settings",
     "Snapshot",
     "SnapshotReceived",
     "SnapshotSent",
@@ -334,4 +340,32 @@ class Core(Protocol):
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event, and say what has to be done about it, in order."""
+        ...
+
+
+class Settings(Struct, frozen=True, kw_only=True):
+    """Times and bounds that every protocol has."""
+
+    election_timeout_s: float = 1.0
+    """Silence after which a leader is given up; drawn anew between this and half as much again."""
+    heartbeat_s: float = 0.1
+    message_bytes: int = 1 << 20
+    """How much of the log goes into one message, unless a single entry is larger."""
+
+
+class Making(Protocol):
+    """How a core is made: the class itself, as a rule."""
+
+    def __call__(
+        self,
+        id: str,  # noqa: A002  (the core's own word)
+        membership: Membership,
+        recovered: Recovered,
+        *,
+        settings: Settings,
+        jitter: Callable[[], float],
+        now: float,
+    ) -> Core:
+        """`membership` is the one to begin with; a later one on disk prevails. `jitter` gives
+        numbers in [0, 1)."""
         ...
