@@ -8,7 +8,7 @@ from there only.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 from doyen.consensus.core import Install, Message, Persist, Recovered, Snapshot
@@ -88,9 +88,13 @@ class Transport(Protocol):
         connected: Callable[[str], None],
         disconnected: Callable[[str], None],
         asked: Callable[[str, bytes, Callable[[bytes], None]], None],
+        streamed: Callable[[str, int, Snapshot, AsyncIterator[bytes]], Awaitable[None]],
     ) -> None:
         """Begin. `disconnected` is told for an end or a reset only, never for silence. `asked`
-        is called with a peer's question and with how to answer it."""
+        is called with a peer's question and with how to answer it. `streamed` is run for a
+        snapshot that a peer sends, with the generation and the pieces as they come: when it
+        returns, the peer is told that all of it is on disk; when it raises (as the pieces do if
+        the link ends), that it is not."""
 
     def reach(self, addresses: dict[str, str]) -> None:
         """These are the peers now, and where they are; links to others are let go."""
