@@ -115,7 +115,8 @@ class Transport(Protocol):
         pieces: AsyncIterator[bytes],
         done: Callable[[bool], None],
     ) -> None:
-        """Stream a snapshot, slowly enough to leave room for everything else."""
+        """Stream a snapshot, slowly enough to leave room for everything else. `done` is called
+        on the loop, exactly once: with True only if the peer has said that all of it is on disk."""
 
     async def close(self) -> None:
         """Take leave of everybody."""
