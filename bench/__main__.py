@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.cost import importing, valid
+from bench.engines import engines
 from bench.failover import crash, handover
 from bench.figures import Figure
 from bench.frozen import frozen
@@ -34,8 +35,10 @@ BENCHES: dict[str, Callable[..., list[Figure]]] = {
     "herd": herd,
     "many": many,
     "idle": idle,
+    "engines": engines,
     "soak": soak,
 }
+LONG = ("engines", "soak")
 
 QUICK: dict[str, dict[str, Any]] = {
     "crash": {"trials": 2},
@@ -48,6 +51,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "herd": {"processes": 2, "sessions": 4, "changes": 2},
     "many": {"elections": 50, "traced": 20, "settle_s": 0.1, "hold_s": 0.1},
     "idle": {"seconds": 0.5, "sessions": 2},
+    "engines": {"trials": 2, "crashes": 1, "only": "redis", "peers": False},
     "soak": {"minutes": 0.02},
 }
 """Enough to see that a bench works; the figures mean nothing then."""
@@ -69,18 +73,23 @@ def options(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         given["load"] = arguments.load
         if arguments.minutes is not None:
             given["minutes"] = arguments.minutes
-    elif arguments.trials is not None and "trials" in inspect.signature(BENCHES[name]).parameters:
+    if name == "engines" and arguments.only:
+        given["only"] = arguments.only
+    if arguments.trials is not None and "trials" in inspect.signature(BENCHES[name]).parameters:
         given["trials"] = arguments.trials
     return given
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all but soak")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="default: all but engines and soak"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object, at the end")
     parser.add_argument("--table", action="store_true", help="a Markdown table, for the documents")
     parser.add_argument("--quick", action="store_true", help="tiny runs: only to see them work")
     parser.add_argument("--trials", type=int, help="for crash, handover, frozen, import")
+    parser.add_argument("--only", help="for engines: names, with commas between")
     parser.add_argument("--minutes", type=float, help="for soak")
     parser.add_argument("--load", action="store_true", help="for soak: keep every core busy")
     parser.add_argument("--list", action="store_true", help="show what there is")
@@ -92,7 +101,7 @@ def main() -> int:
     for name in arguments.names:
         if name not in BENCHES:
             parser.error(f"no bench {name!r}; there are {', '.join(BENCHES)}")
-    names = arguments.names or [name for name in BENCHES if name != "soak"]
+    names = arguments.names or [name for name in BENCHES if name not in LONG]
     report: dict[str, Any] = {"machine": machine(), "figures": []}
     if arguments.table:
         print(", ".join(f"{name} {value}" for name, value in report["machine"].items()))

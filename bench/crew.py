@@ -48,11 +48,16 @@ class Crew:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for who in list(self._members):
-            self.kill(who)
+        self.dismiss()
         os.close(self._reading)
         os.close(self._writing)
         shutil.rmtree(self.folder)
+
+    def dismiss(self) -> None:
+        """End every member; what they have said is forgotten."""
+        for who in list(self._members):
+            self.kill(who)
+        self.take()
 
     @property
     def url(self) -> str:
@@ -63,9 +68,9 @@ class Crew:
         options = {"who": who, "url": self.url, **options}
         return self.start_command(who, ["-m", "bench.worker", role, json.dumps(options)])
 
-    def start_command(self, who: str, arguments: list[str]) -> str:
+    def start_command(self, who: str, arguments: list[str], python: str = sys.executable) -> str:
         self._members[who] = subprocess.Popen(
-            [sys.executable, *arguments],
+            [python, *arguments],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=self._writing,

@@ -66,7 +66,9 @@ class Contest:
 
     def _join(self) -> str:
         self._count += 1
-        who = f"{self._kind}-{self._count}"
+        return self._start(f"{self._kind}-{self._count}")
+
+    def _start(self, who: str) -> str:
         if self._kind.startswith("flock"):
             modules = SAME_SIZE if self._kind == "flock" else []
             path = str(self._crew.folder / f"{self._kind}.lock")

@@ -1,0 +1,184 @@
+"""How long an election is without a leader on every engine, beside what others make of it there.
+
+Three things are shown for each engine: doyen, other libraries in their own idiom at the same ttl,
+and the *floor*, the least that any handover on this engine consists of: one write that frees the
+record, its notice to whoever waits, one write that takes it. It is measured through doyen's own
+adapter, with no election around it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.crew import Crew, now
+from bench.failover import Contest, settle
+from bench.figures import Figure, spread
+from doyen.clock import SystemClock
+from doyen.store import Context, Store, open_store
+from doyen.timing import Timing
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+import servers
+
+__all__ = ["ENGINES", "engines"]
+
+HANDOVER_MS = 10.0
+SLACK_S = 0.2
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine under measurement."""
+
+    start: Callable[[], servers.Server]
+    ttl_s: float = 2.0
+    peers: tuple[str, ...] = ()
+
+
+ENGINES = {
+    "etcd": Engine(servers.Etcd, peers=("etcd3", "tooz-etcd")),
+    "zookeeper": Engine(servers.ZooKeeper, peers=("kazoo", "tooz-zookeeper")),
+    "postgresql": Engine(
+        lambda: servers.Postgres(fsync="on"), peers=("advisory", "tooz-postgresql")
+    ),
+    "mysql": Engine(servers.MariaDB),
+    "consul": Engine(lambda: servers.Consul(session_ttl_min="1s")),
+    "redis": Engine(servers.Redis, peers=("tooz-redis",)),
+    "nats": Engine(servers.Nats),
+}
+
+
+class OnEngine(Contest):
+    """One who holds and one who waits, on a running server."""
+
+    def __init__(self, crew: Crew, kind: str, server: servers.Server, ttl_s: float) -> None:
+        self._server, self._ttl_s = server, ttl_s
+        super().__init__(crew, kind)
+
+    def _start(self, who: str) -> str:
+        if self._kind == "doyen":
+            options = {"url": self._server.url, "events": ["waiting"], "ttl_s": self._ttl_s}
+            return self._crew.start(who, "async-candidate", **options)
+        from bench.peers import PEER, interpreter
+
+        command = [PEER, self._kind, who, str(self._server.port), str(self._ttl_s)]
+        return self._crew.start_command(who, command, interpreter(self._kind))
+
+
+async def floor_ms(url: str, trials: int) -> list[float]:
+    """Free, be told, take: on two connections, from the first call to the last answer."""
+    context = Context(SystemClock(), lambda event: None)
+    one, two = [await open_store(url, context) for _ in range(2)]
+    stores: tuple[Store, Store] = (one, two)
+    leases = [await store.grant(10.0) for store in stores]
+    took = []
+    entry = (await one.create("elections/floor/leader", b"", leases[0])).entry
+    for trial in range(trials):
+        holder, waiter = stores[trial % 2], stores[(trial + 1) % 2]
+        told = asyncio.Event()
+        watch = await waiter.watch(entry.key, told.set)
+        await asyncio.sleep(0.02)
+        told.clear()
+        began = now()
+        freeing = asyncio.ensure_future(holder.delete(entry.key, if_version=entry.version))
+        while True:
+            await told.wait()
+            told.clear()
+            creation = await waiter.create(entry.key, b"", leases[(trial + 1) % 2])
+            if creation.won:
+                break
+        took.append((now() - began) * 1e3)
+        entry = creation.entry
+        watch.close()
+        await freeing
+        for store, lease in zip(stores, leases, strict=True):
+            await store.renew(lease)
+    for store, lease in zip(stores, leases, strict=True):
+        await store.revoke(lease)
+        await store.close()
+    return took
+
+
+async def worst_s(url: str, ttl_s: float) -> float:
+    store = await open_store(url, Context(SystemClock(), lambda event: None))
+    lease = await store.grant(ttl_s)
+    await store.revoke(lease)
+    await store.close()
+    able = store.capabilities
+    timing = Timing(ttl_s=lease.ttl_s, renewals_lag=able.renewals_lag)
+    return timing.worst_failover_s(expiry_factor=able.expiry_factor, notice_s=able.notice_s)
+
+
+def engines(
+    *, trials: int = 40, crashes: int = 6, only: str = "", peers: bool = True
+) -> list[Figure]:
+    """Crash failover and handover on every engine, beside other libraries and the engine's floor.
+
+    `only`: these engines, with commas between.
+    """
+    figures = []
+    for name in only.split(",") if only else ENGINES:
+        engine = ENGINES[name]
+        with engine.start() as server:
+            kinds = ("doyen", *engine.peers) if peers else ("doyen",)
+            figures += measure(name, server, engine.ttl_s, kinds, trials, crashes)
+    return figures
+
+
+def measure(
+    name: str,
+    server: servers.Server,
+    ttl_s: float,
+    kinds: tuple[str, ...],
+    trials: int,
+    crashes: int,
+) -> list[Figure]:
+    """The figures of one engine."""
+    floor = asyncio.run(floor_ms(server.url, trials))
+    handed: dict[str, list[float]] = {}
+    crashed: dict[str, list[float]] = {}
+    with Crew() as crew:
+        for kind in kinds:
+            # Others poll, or never free a dead holder's lock: they are not asked as often.
+            with suppress(TimeoutError):
+                contest = OnEngine(crew, kind, server, ttl_s)
+                slow = kind != "doyen"
+                for _ in range(min(trials, 10) if slow else trials):
+                    settle()
+                    contest.handover()
+                handed[kind], contest.gaps_ms = contest.gaps_ms, []
+                for _ in range(min(crashes, 3) if slow else crashes):
+                    contest.crash()
+                crashed[kind] = contest.gaps_ms
+            crew.dismiss()
+    worst = asyncio.run(worst_s(server.url, ttl_s))
+    p50 = statistics.median
+    ours = max(crashed["doyen"]) / 1e3
+    others: dict[str, Any] = {kind: spread(gaps, 0) for kind, gaps in crashed.items()}
+    beside: dict[str, Any] = {kind: spread(gaps, 1) for kind, gaps in handed.items()}
+    return [
+        Figure(
+            name=f"{name}: crash failover",
+            value=ours,
+            unit="s, max",
+            limit=round(worst + SLACK_S, 3),
+            details={"ttl_s": ttl_s, **{f"{kind}_ms": each for kind, each in others.items()}},
+        ),
+        Figure(
+            name=f"{name}: handover",
+            value=p50(handed["doyen"]),
+            unit="ms, p50",
+            limit=max(HANDOVER_MS, round(2 * p50(floor), 1)),
+            details={
+                "floor_ms": spread(floor, 1),
+                **{f"{kind}_ms": each for kind, each in beside.items()},
+            },
+        ),
+    ]
