@@ -73,7 +73,7 @@ def options(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         given["load"] = arguments.load
         if arguments.minutes is not None:
             given["minutes"] = arguments.minutes
-    if name == "engines" and arguments.only:
+    if name in LONG and arguments.only:
         given["only"] = arguments.only
     if arguments.trials is not None and "trials" in inspect.signature(BENCHES[name]).parameters:
         given["trials"] = arguments.trials
@@ -89,7 +89,7 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="a Markdown table, for the documents")
     parser.add_argument("--quick", action="store_true", help="tiny runs: only to see them work")
     parser.add_argument("--trials", type=int, help="for crash, handover, frozen, import")
-    parser.add_argument("--only", help="for engines: names, with commas between")
+    parser.add_argument("--only", help="for engines, soak: names, with commas between")
     parser.add_argument("--minutes", type=float, help="for soak")
     parser.add_argument("--load", action="store_true", help="for soak: keep every core busy")
     parser.add_argument("--list", action="store_true", help="show what there is")

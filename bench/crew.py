@@ -22,7 +22,7 @@ from typing import Any
 
 from doyen.clock import SystemClock
 
-__all__ = ["Crew", "now"]
+__all__ = ["Crew", "Report", "now"]
 
 now = SystemClock().now
 ROOT = Path(__file__).parents[1]

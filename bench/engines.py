@@ -12,7 +12,6 @@ import asyncio
 import statistics
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,12 +143,12 @@ def measure(
     floor = asyncio.run(floor_ms(server.url, trials))
     handed: dict[str, list[float]] = {}
     crashed: dict[str, list[float]] = {}
+    stuck: list[str] = []
     with Crew() as crew:
         for kind in kinds:
-            # Others poll, or never free a dead holder's lock: they are not asked as often.
-            with suppress(TimeoutError):
-                contest = OnEngine(crew, kind, server, ttl_s)
-                slow = kind != "doyen"
+            contest = OnEngine(crew, kind, server, ttl_s)
+            slow = kind != "doyen"  # others poll: they are not asked as often
+            try:
                 for _ in range(min(trials, 10) if slow else trials):
                     settle()
                     contest.handover()
@@ -157,6 +156,10 @@ def measure(
                 for _ in range(min(crashes, 3) if slow else crashes):
                     contest.crash()
                 crashed[kind] = contest.gaps_ms
+            except TimeoutError:
+                if not slow:
+                    raise
+                stuck.append(kind)
             crew.dismiss()
     worst = asyncio.run(worst_s(server.url, ttl_s))
     p50 = statistics.median
@@ -179,6 +182,7 @@ def measure(
             details={
                 "floor_ms": spread(floor, 1),
                 **{f"{kind}_ms": each for kind, each in beside.items()},
+                **dict.fromkeys(stuck, "got stuck: nobody took over within a minute"),
             },
         ),
     ]

@@ -1,12 +1,17 @@
-"""An hour at the default ttl with every core busy: is leadership ever lost with nothing failing?"""
+"""An hour at the default ttl with every core busy: is leadership ever lost with nothing failing?
+
+On several engines at once, each with a server and an election of its own.
+"""
 
 from __future__ import annotations
 
 import os
 import time
 from collections import Counter
+from contextlib import ExitStack
 
-from bench.crew import Crew
+from bench.crew import Crew, Report
+from bench.engines import ENGINES
 from bench.figures import Figure
 
 __all__ = ["soak"]
@@ -23,41 +28,61 @@ WATCHED = ["elected", "granted", "leaseended", "leaselost", "lost", "overrun", "
 LOSSES = ("leaselost", "lost", "leaseended")
 
 
-def soak(*, minutes: float = 2.0, load: bool = False, candidates: int = 3) -> list[Figure]:
-    """One leader and some candidates; every loss, whoever reports it, is a spurious one."""
-    seen: Counter[str] = Counter()
-    valid_until: dict[str, float] = {}
-    slack_s = float("inf")
-    with Crew() as crew:
-        for number in range(candidates + 1):
-            crew.start(f"candidate-{number}", "candidate", events=WATCHED)
+class Watch:
+    """What the candidates of one engine have said."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+        self.slack_s = float("inf")
+        self._valid_until: dict[str, float] = {}
+
+    def hear(self, report: Report) -> None:
+        kind = report["kind"]
+        self.seen[kind] += 1
+        if kind in ("granted", "renewed"):
+            lease = report["lease"]
+            if lease in self._valid_until:
+                self.slack_s = min(self.slack_s, self._valid_until[lease] - report["at"])
+            self._valid_until[lease] = report["valid_until"]
+        elif kind in LOSSES:
+            print(report, flush=True)
+
+    @property
+    def losses(self) -> int:
+        return sum(self.seen[kind] for kind in LOSSES)
+
+
+def soak(
+    *, minutes: float = 2.0, load: bool = False, candidates: int = 3, only: str = "sqlite"
+) -> list[Figure]:
+    """A leader and some candidates on each engine; every loss, whoever reports it, is spurious."""
+    watches = {name: Watch() for name in only.split(",")}
+    with Crew() as crew, ExitStack() as stack:
+        for name in watches:
+            url = crew.url if name == "sqlite" else stack.enter_context(ENGINES[name].start()).url
+            for number in range(candidates + 1):
+                crew.start(f"{name}-{number}", "candidate", url=url, events=WATCHED)
+            crew.wait("entered")
         if load:
             for number in range(os.cpu_count() or 1):
                 crew.start_command(f"spinner-{number}", ["-I", "-S", "-c", SPIN])
-        crew.wait("entered")
         give_up = time.monotonic() + minutes * 60
         while (left_s := give_up - time.monotonic()) > 0:
             for report in crew.take(min(left_s, 5.0)):
-                seen[report["kind"]] += 1
-                lease = report.get("lease", "")
-                if report["kind"] in ("granted", "renewed"):
-                    if lease in valid_until:
-                        slack_s = min(slack_s, valid_until[lease] - report["at"])
-                    valid_until[lease] = report["valid_until"]
-                elif report["kind"] in LOSSES:
-                    print(report, flush=True)
+                watches[report["who"].partition("-")[0]].hear(report)
     return [
         Figure(
-            name=f"soak of {minutes:g} min, {'all cores loaded' if load else 'no load'}",
-            value=sum(seen[kind] for kind in LOSSES),
+            name=f"{name}: soak of {minutes:g} min, {'all cores loaded' if load else 'no load'}",
+            value=watch.losses,
             unit="spurious losses",
             limit=0,
             details={
-                "renewals": seen["renewed"],
-                "unsure": seen["unsure"],
-                "least_left_at_renewal_s": slack_s,
-                "terms": seen["elected"],
+                "renewals": watch.seen["renewed"],
+                "unsure": watch.seen["unsure"],
+                "least_left_at_renewal_s": watch.slack_s,
+                "terms": watch.seen["elected"],
                 "candidates": candidates + 1,
             },
         )
+        for name, watch in watches.items()
     ]

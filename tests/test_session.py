@@ -593,6 +593,7 @@ for _ in range(100_000):
         ({"on_overrun": "explode"}, "on_overrun is 'report' or 'exit'"),
         ({"meta": {"socket": object()}}, "meta must be something JSON can carry"),
         ({"meta": {"load": math.nan}}, "meta must be something JSON can carry"),
+        ({"meta": {"all": "x" * 70_000}}, "more than 65536: keep what is large elsewhere"),
         (
             {"meta": deep},
             "meta must be something JSON can carry",

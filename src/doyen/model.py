@@ -49,6 +49,9 @@ Version = Hashable
 
 Kind = Literal["elections", "locks"]
 
+CLAIM_BYTES = 64 * 1024
+"""What a candidate may say of itself at most: everybody in its line reads it, on any engine."""
+
 Meta = Mapping[str, Any]
 """What a candidate tells others about itself; anything JSON can carry."""
 
@@ -134,11 +137,17 @@ class Claim:
 
     def encode(self) -> bytes:
         try:
-            return _encode(
+            encoded = _encode(
                 {"name": self.name, "attempt": self.attempt, "meta": self.meta, "rank": self.rank}
             )
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"meta must be something JSON can carry: {error}") from error
+        if len(encoded) > CLAIM_BYTES:
+            raise ConfigError(
+                f"name and meta take {len(encoded)} bytes, more than {CLAIM_BYTES}: keep what is"
+                " large elsewhere, and put where it is into meta"
+            )
+        return encoded
 
     @classmethod
     def decode(cls, value: bytes) -> Claim:
