@@ -1,0 +1,400 @@
+"""The keyspace against the memory store as a model, and its snapshots at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from threading import Thread
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from doyen.clock import VirtualClock
+from doyen.errors import LeaseGone, TicketGone
+from doyen.model import Entry
+from doyen.quorum import keyspace as words
+from doyen.quorum.keyspace import (
+    Advance,
+    Begin,
+    Command,
+    Create,
+    Delete,
+    Done,
+    Enqueue,
+    Expire,
+    Gone,
+    Grant,
+    Granted,
+    Keyspace,
+    Malformed,
+    Put,
+    Record,
+    Refused,
+    Result,
+    Revoke,
+    Stands,
+    Ticketed,
+    Written,
+    decode_result,
+    encode,
+)
+from doyen.quorum.ordered import FULL, Ordered
+from doyen.stores.memory import MemoryServer
+
+KEYS = ["a", "a/b", "a0", "line/5", "line/5/deep"]
+LINES = ["line", "a/line", "a"]
+places = st.integers(0, 12)
+
+
+def do(keyspace: Keyspace, command: Command) -> Any:
+    return decode_result(keyspace.apply(encode(command)))
+
+
+class Same(RuleBasedStateMachine):
+    """The keyspace and the memory store do the same, but for how high they count; and a keyspace
+    restored from a snapshot does exactly what the one it was taken from does."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.model = MemoryServer(VirtualClock())
+        self.real = Keyspace()
+        self.twin = Keyspace()
+        self.leases: list[tuple[str, int]] = []
+        self.keys: dict[str, str] = {key: key for key in KEYS}
+        """By their keys in the model; tickets have others in ours."""
+        self.pairs: dict[int, int] = {0: 0}
+        """Numbers of the model, and what they are with us."""
+        self.old: list[tuple[Iterator[bytes], list[bytes]]] = []
+
+    def do(self, command: Command) -> Result:
+        result = do(self.real, command)
+        assert do(self.twin, command) == result
+        return result  # type: ignore[no-any-return]
+
+    def same(self, entry: Entry | None, record: Record | None) -> None:
+        assert (entry is None) == (record is None)
+        if entry is None or record is None:
+            return
+        self.keys.setdefault(entry.key, record.key)
+        assert self.keys[entry.key] == record.key
+        assert entry.value == record.value
+        leases = dict(self.leases)
+        assert (leases[entry.lease] if entry.lease else 0) == record.lease
+        assert isinstance(entry.version, int)
+        for theirs, ours in ((entry.revision, record.revision), (entry.version, record.version)):
+            assert self.pairs.setdefault(theirs, ours) == ours
+
+    def lease(self, place: int) -> tuple[str, int]:
+        return self.leases[place % len(self.leases)] if self.leases else ("none", 10**9)
+
+    def key(self, place: int) -> tuple[str, str]:
+        known = list(self.keys.items())
+        return known[place % len(known)]
+
+    @rule(ttl_s=st.floats(0.1, 100))
+    def grant(self, ttl_s: float) -> None:
+        granted = self.do(Grant(ttl_s))
+        assert isinstance(granted, Granted)
+        self.leases.append((self.model.grant(ttl_s).id, granted.lease))
+
+    @rule(place=places, expire=st.booleans())
+    def end(self, place: int, expire: bool) -> None:
+        theirs, ours = self.lease(place)
+        self.model.revoke(theirs)
+        command = Expire(self.real.era, (ours, 10**9)) if expire else Revoke(ours)
+        assert self.do(command) == Done()
+
+    @rule(era=st.integers(0, 5), place=places)
+    def change_leaders(self, era: int, place: int) -> None:
+        before = self.real.era
+        assert self.do(Begin(era)) == (Done() if era >= before else Refused())
+        assert self.do(Expire(self.real.era - 1, (self.lease(place)[1],))) == Refused()
+
+    @rule(place=places, at=places, value=st.binary(max_size=2))
+    def create(self, place: int, at: int, value: bytes) -> None:
+        (theirs, ours), (key, our_key) = self.lease(place), self.key(at)
+        result = self.do(Create(our_key, value, ours))
+        try:
+            won, entry = self.model.create(key, value, theirs)
+        except LeaseGone:
+            assert result == Gone()
+            return
+        assert isinstance(result, Written if won else Stands)
+        self.same(entry, self.real.get(our_key))
+        if isinstance(result, Stands):
+            assert result.record == self.real.get(our_key)
+
+    @rule(at=places, value=st.binary(max_size=2), stale=st.booleans())
+    def put(self, at: int, value: bytes, stale: bool) -> None:
+        key, our_key = self.key(at)
+        standing = self.model.get(key)
+        version = standing.version if standing and not stale else None
+        assert version is None or isinstance(version, int)
+        entry = self.model.put(key, value, version)
+        result = self.do(Put(our_key, value, self.pairs[version or 0]))
+        assert isinstance(result, Refused if entry is None else Written)
+        self.same(self.model.get(key), self.real.get(our_key))
+
+    @rule(at=places, value=st.binary(max_size=2))
+    def put_under(self, at: int, value: bytes) -> None:
+        key, our_key = self.key(at)
+        if key.count("/") < 4:
+            entry = self.model.put(f"{key}/s", value, None)
+            result = self.do(Put(f"{our_key}/s", value, 0))
+            assert isinstance(result, Refused if entry is None else Written)
+            self.same(self.model.get(f"{key}/s"), self.real.get(f"{our_key}/s"))
+
+    @rule(at=places, named=st.booleans(), off=st.sampled_from([0, 0, 1]))
+    def delete(self, at: int, named: bool, off: int) -> None:
+        key, our_key = self.key(at)
+        standing = self.model.get(key)
+        version = standing.version if standing and named else None
+        assert version is None or isinstance(version, int)
+        ours = self.pairs[version] + off if version else 0
+        if off and version:
+            assert self.do(Delete(our_key, ours)) == Refused()
+            return
+        deleted = self.model.delete(key, version)
+        assert self.do(Delete(our_key, ours)) == (Done() if deleted else Refused())
+
+    @rule(
+        place=places,
+        line=st.sampled_from(LINES),
+        value=st.binary(max_size=2),
+        rank=st.sampled_from([0, 0, 1, -1, 2**63 - 1, 1 - 2**63]),
+    )
+    def enqueue(self, place: int, line: str, value: bytes, rank: int) -> None:
+        theirs, ours = self.lease(place)
+        result = self.do(Enqueue(line, value, ours, rank))
+        try:
+            entry = self.model.enqueue(line, value, theirs, rank)
+        except LeaseGone:
+            assert result == Gone()
+            return
+        assert isinstance(result, Ticketed)
+        self.same(entry, self.real.get(result.key))
+
+    @rule(floor=st.integers(0, 300))
+    def advance(self, floor: int) -> None:
+        assert self.do(Advance(floor)) == Done()
+        assert self.real.revision >= floor
+
+    @rule(piece=st.binary(max_size=6))
+    def garbage(self, piece: bytes) -> None:
+        before = list(self.real.snapshot())
+        result = decode_result(self.real.apply(b"\xc1" + piece))
+        assert isinstance(result, Malformed)
+        assert list(self.real.snapshot()) == before
+
+    @rule()
+    def begin_a_snapshot(self) -> None:
+        self.old.append((self.real.snapshot(), list(self.real.snapshot())))
+
+    @rule()
+    def finish_a_snapshot(self) -> None:
+        if self.old:
+            lazy, eager = self.old.pop(0)
+            assert list(lazy) == eager
+
+    @invariant()
+    def reads_agree(self) -> None:
+        if not hasattr(self, "model"):
+            return
+        for prefix in ("a", "a/b", "line", "line/5", "a/line", "b"):
+            entries, records = self.model.list(prefix), self.real.list(prefix)
+            assert len(entries) == len(records)
+            for entry, record in zip(entries, records, strict=True):
+                self.same(entry, record)
+            self.same(self.model.head(prefix), self.real.head(prefix))
+        for key, our_key in self.keys.items():
+            found = self.real.get(our_key)
+            self.same(self.model.get(key), found)
+            try:
+                before = self.model.ahead(key)
+            except TicketGone:
+                assert found is None
+                continue
+            assert found is not None
+            self.same(before, self.real.ahead(found))
+
+    @invariant()
+    def numbers_keep_their_order(self) -> None:
+        if hasattr(self, "pairs"):
+            ours = [self.pairs[theirs] for theirs in sorted(self.pairs)]
+            assert ours == sorted(set(ours))
+
+    @invariant()
+    def a_restored_twin_is_the_same(self) -> None:
+        if hasattr(self, "real"):
+            pieces = list(self.real.snapshot())
+            assert list(self.twin.snapshot()) == pieces
+            self.twin = Keyspace()
+            self.twin.restore(iter(pieces))
+            assert list(self.twin.snapshot()) == pieces
+            assert list(self.twin.leases()) == list(self.real.leases())
+
+    def teardown(self) -> None:
+        for lazy, eager in getattr(self, "old", []):
+            assert list(lazy) == eager
+
+
+TestSame = Same.TestCase
+TestSame.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+
+
+def test_a_late_expiry_of_an_earlier_leader_ends_nothing() -> None:
+    keyspace = Keyspace()
+    do(keyspace, Begin(3))
+    lease = do(keyspace, Grant(1.0)).lease
+    do(keyspace, Create("k", b"v", lease))
+    do(keyspace, Begin(4))
+    assert do(keyspace, Expire(3, (lease,))) == Refused()
+    assert keyspace.get("k") is not None
+    assert do(keyspace, Expire(4, (lease,))) == Done()
+    assert keyspace.get("k") is None
+
+
+def test_a_floor_raises_tokens_and_never_lowers_them() -> None:
+    keyspace = Keyspace()
+    lease = do(keyspace, Grant(1.0)).lease
+    do(keyspace, Advance(1000))
+    do(keyspace, Advance(10))
+    assert do(keyspace, Create("k", b"", lease)).revision == 1001
+
+
+def test_a_rank_of_more_than_64_bits_is_refused() -> None:
+    keyspace = Keyspace()
+    lease = do(keyspace, Grant(1.0)).lease
+    assert isinstance(do(keyspace, Enqueue("l", b"", lease, 2**63)), Malformed)
+    assert keyspace.revision == lease
+
+
+def test_history_tells_what_changed_since() -> None:
+    keyspace = Keyspace()
+    do(keyspace, Put("a/b/c", b"", 0))
+    one = keyspace.revision
+    do(keyspace, Put("a/d", b"", 0))
+    assert keyspace.changed("a", one)
+    assert keyspace.changed("a/d", one)
+    assert not keyspace.changed("a/b", one)
+    assert not keyspace.changed("a/bb", 0)
+    assert keyspace.changed("a/b/c", 0)
+    changes = keyspace.changes(one)
+    assert changes is not None
+    assert list(changes) == ["a/d"]
+    two = keyspace.revision
+    do(keyspace, Delete("a/b/c", 0))
+    assert keyspace.changed("a/b", two)
+    assert not keyspace.changed("a/d", two)
+
+
+def test_what_history_has_forgotten_counts_as_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "HISTORY", 4)
+    keyspace = Keyspace()
+    do(keyspace, Put("old", b"", 0))
+    since = keyspace.revision
+    for number in range(4):
+        assert not keyspace.changed("quiet", since)
+        do(keyspace, Put(f"k/{number}", b"", 0))
+    assert not keyspace.changed("quiet", since)
+    do(keyspace, Put("k/4", b"", 0))
+    assert keyspace.changed("quiet", since)
+    assert keyspace.changes(since) is None
+    assert not keyspace.changed("quiet", keyspace.revision - 4)
+    assert keyspace.changed("k", keyspace.revision - 1)
+
+
+def test_a_restored_node_remembers_no_history() -> None:
+    keyspace, other = Keyspace(), Keyspace()
+    do(keyspace, Put("a", b"", 0))
+    do(keyspace, Put("b", b"", 0))
+    other.restore(keyspace.snapshot())
+    assert other.changed("a", 1)
+    assert not other.changed("a", 2)
+
+
+def test_what_is_no_snapshot_is_refused_and_changes_nothing() -> None:
+    keyspace = Keyspace()
+    do(keyspace, Put("a", b"", 0))
+    for pieces in ([], [b"\x93\x00\x63\x00\x00"], [b"nonsense"]):
+        with pytest.raises(ValueError):  # noqa: PT011
+            keyspace.restore(pieces)
+    assert keyspace.get("a") is not None
+
+
+def test_pieces_may_be_taken_on_another_thread_while_commands_go_on() -> None:
+    keyspace = Keyspace()
+    lease = do(keyspace, Grant(1.0)).lease
+    for number in range(20_000):
+        keyspace.apply(encode(Create(f"k/{number:06d}", b"old", lease)))
+    expected = [record.key for record in keyspace.list("k")]
+    pieces: list[bytes] = []
+    snapshot = keyspace.snapshot()
+    thread = Thread(target=lambda: pieces.extend(snapshot))
+    thread.start()
+    for number in range(0, 20_000, 3):
+        keyspace.apply(encode(Delete(f"k/{number:06d}", 0)))
+        keyspace.apply(encode(Put(f"n/{number:06d}", b"new", 0)))
+    thread.join()
+    other = Keyspace()
+    other.restore(pieces)
+    assert [record.key for record in other.list("k")] == expected
+    assert other.list("n") == []
+    assert len(pieces) > 2
+
+
+class Sorted(RuleBasedStateMachine):
+    """The sorted map against a dict, with blocks small enough to split and vanish."""
+
+    @initialize(items=st.dictionaries(st.integers(0, 999), st.integers(1, 9)))
+    def begin(self, items: dict[int, int]) -> None:
+        self.model = dict(items)
+        self.real: Ordered[int, int] = Ordered(sorted(items.items()))
+        self.pictures: list[tuple[Any, list[tuple[int, int]]]] = []
+
+    @rule(key=st.integers(0, 999), run=st.integers(1, 700), value=st.integers(1, 9))
+    def fill(self, key: int, run: int, value: int) -> None:
+        for each in range(key, key + run):
+            self.real.put(each, value)
+            self.model[each] = value
+
+    @rule(key=st.integers(0, 999), run=st.integers(1, 700))
+    def clear(self, key: int, run: int) -> None:
+        for each in range(key, key + run):
+            if each in self.model:
+                self.real.remove(each)
+                del self.model[each]
+            else:
+                with pytest.raises(KeyError):
+                    self.real.remove(each)
+
+    @rule()
+    def take(self) -> None:
+        self.pictures.append((self.real.picture(), sorted(self.model.items())))
+
+    @rule(key=st.integers(-1, 2000))
+    def look(self, key: int) -> None:
+        assert self.real.get(key) == self.model.get(key)
+        assert list(self.real.upward(key)) == sorted(
+            item for item in self.model.items() if item[0] >= key
+        )
+        below = [item for item in self.model.items() if item[0] < key]
+        assert self.real.below(key) == (max(below) if below else None)
+
+    @invariant()
+    def whole(self) -> None:
+        if hasattr(self, "real"):
+            assert len(self.real) == len(self.model)
+            assert all(0 < len(block.keys) <= FULL for block in self.real._blocks)
+            assert self.real._firsts == [block.keys[0] for block in self.real._blocks]
+
+    def teardown(self) -> None:
+        for picture, expected in getattr(self, "pictures", []):
+            shown = [item for block in picture for item in zip(*block, strict=True)]
+            assert shown == expected
+
+
+TestSorted = Sorted.TestCase
+TestSorted.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
