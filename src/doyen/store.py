@@ -32,7 +32,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from doyen.clock import Clock
-from doyen.errors import ConfigError
+from doyen.errors import ConfigError, StoreError
 from doyen.events import Event
 from doyen.model import Entry, Finding, Lease, Version
 from doyen.timing import DEFAULT_TTL_S
@@ -276,4 +276,33 @@ def _opener(scheme: str) -> Opener:
 async def open_store(url: str, context: Context) -> Store:
     """Open the store that `url` names, importing its adapter on the way."""
     parsed = StoreURL.parse(url)
-    return await _opener(parsed.parts.scheme)(parsed, context)
+    opener = _opener(parsed.parts.scheme)
+    try:
+        return await opener(parsed, context)
+    except StoreError as error:
+        if remedy := _tls_remedy(parsed, str(error).lower()):
+            raise type(error)(f"{error}; {remedy}") from error
+        raise
+
+
+_REFUSED = ("alert", "client certificate", "tsi_", "access denied")
+_HUNG_UP = ("reset by peer", "eof", "broken pipe", "closed the connection", "connection closed")
+
+
+def _tls_remedy(url: StoreURL, cause: str) -> str:
+    """What to do about a store that could not be opened for its certificate's sake, or for ours.
+
+    Libraries tell it in words of their own; a server that refuses a certificate often just hangs
+    up.
+    """
+    encrypted = bool({"tls", "ca", "cert"} & set(url.options)) or url.parts.scheme[-2:] == "ss"
+    if not encrypted or url.options.get("tls") == "false":
+        return ""
+    if "certificate verify failed" in cause or "certificate_verify_failed" in cause:
+        return "ca= names the file of the authority that signed the server's certificate"
+    if any(words in cause for words in (*_REFUSED, *_HUNG_UP)):
+        return (
+            "the server may want a certificate of ours, or another: cert= and key= name the files"
+            " of one that is signed by an authority it trusts"
+        )
+    return ""

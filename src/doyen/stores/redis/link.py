@@ -168,9 +168,7 @@ class Address:
                 if "invalid DB index" in cause or "out of range" in cause:
                     raise StoreUnusable(f"{where} has no database {database}") from error
                 if "CERTIFICATE_VERIFY_FAILED" in cause:
-                    raise StoreUnusable(
-                        f"{where}: {cause}. Name the authority that vouches for it: ca=FILE"
-                    ) from error
+                    raise StoreUnusable(f"{where}: {cause}") from error
                 raise StoreUnavailable(f"{where}: {cause}") from error
             raise
         return Wire(connection, where, host)

@@ -1,0 +1,250 @@
+"""Every engine over TLS with certificates on both sides, and what those are told who are refused.
+
+ZooKeeper keeps its certificates in Java's way: see test_zookeeper.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import ssl
+from collections.abc import Callable, Iterator
+from http.client import HTTPSConnection
+from pathlib import Path
+
+import pytest
+
+import servers
+from doyen.clock import SystemClock
+from doyen.errors import StoreError
+from doyen.model import leader_key
+from doyen.store import Context, Store, open_store
+from servers.certificates import Certificates
+from servers.mariadb import DATABASE, PASSWORD
+from servers.process import HOST
+
+KEY = leader_key("e")
+
+
+class SecuredEtcd(servers.Etcd):
+    def __init__(self, certificates: Certificates) -> None:
+        self._certificates = certificates
+        super().__init__(
+            cert_file=str(certificates.certificate("server")),
+            key_file=str(certificates.key("server")),
+            trusted_ca_file=str(certificates.certificate("ca")),
+            client_cert_auth="true",
+        )
+
+    @property
+    def tls(self) -> str:
+        return self.url
+
+    def command(self) -> list[str]:
+        here = self.address
+        return [part.replace(f"http://{here}", f"https://{here}") for part in super().command()]
+
+    def ping(self) -> None:
+        context = ssl.create_default_context(cafile=str(self._certificates.certificate("ca")))
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # our authority is a plain one
+        context.load_cert_chain(
+            self._certificates.certificate("client"), self._certificates.key("client")
+        )
+        link = HTTPSConnection(HOST, self.port, timeout=2, context=context)
+        try:
+            link.request("GET", "/health")
+            if link.getresponse().status != 200:
+                raise ValueError("etcd is not healthy")
+        finally:
+            link.close()
+
+
+class SecuredConsul(servers.Consul):
+    port_count = 4
+
+    def __init__(self, certificates: Certificates) -> None:
+        super().__init__(
+            cert_file=str(certificates.certificate("server")),
+            key_file=str(certificates.key("server")),
+            ca_file=str(certificates.certificate("ca")),
+            verify_incoming_https=True,
+        )
+
+    def prepare(self) -> None:
+        super().prepare()
+        file = self.folder / "consul.json"
+        settings = json.loads(file.read_text())
+        settings["ports"]["https"] = self.ports[3]
+        file.write_text(json.dumps(settings))
+
+    @property
+    def tls(self) -> str:
+        return f"consul://{HOST}:{self.ports[3]}"
+
+
+class SecuredMariaDB(servers.MariaDB):
+    def __init__(self, certificates: Certificates) -> None:
+        super().__init__(
+            ssl_cert=str(certificates.certificate("server")),
+            ssl_key=str(certificates.key("server")),
+            ssl_ca=str(certificates.certificate("ca")),
+        )
+
+    def prepare(self) -> None:
+        super().prepare()
+        with (self.folder / "init.sql").open("a") as script:
+            script.write(
+                f"CREATE USER IF NOT EXISTS strict@'%' IDENTIFIED BY '{PASSWORD}' REQUIRE X509;\n"
+                "GRANT ALL ON *.* TO strict@'%';\n"
+            )
+
+    @property
+    def tls(self) -> str:
+        return f"mysql://strict:{PASSWORD}@{HOST}:{self.port}/{DATABASE}"
+
+
+class SecuredNats(servers.Nats):
+    def __init__(self, certificates: Certificates) -> None:
+        super().__init__()
+        self._certificates = certificates
+
+    def prepare(self) -> None:
+        super().prepare()
+        file = self.folder / "nats.conf"
+        tls = {
+            "cert_file": str(self._certificates.certificate("server")),
+            "key_file": str(self._certificates.key("server")),
+            "ca_file": str(self._certificates.certificate("ca")),
+            "verify": True,
+        }
+        file.write_text(json.dumps({**json.loads(file.read_text()), "tls": tls}))
+
+    def ping(self) -> None:
+        if "Server is ready" not in self.log_tail(100):
+            raise ValueError("not ready")
+
+    @property
+    def tls(self) -> str:
+        return self.url
+
+
+class SecuredPostgres(servers.Postgres):
+    def __init__(self, certificates: Certificates) -> None:
+        super().__init__()
+        self._certificates = certificates
+
+    def prepare(self) -> None:
+        super().prepare()
+        data = self.folder / "data"
+        owner = data.stat()
+        for source in (
+            *(self._certificates.certificate(name) for name in ("server", "ca")),
+            self._certificates.key("server"),
+        ):
+            copy = Path(shutil.copy(source, data))
+            os.chown(copy, owner.st_uid, owner.st_gid)
+            copy.chmod(0o600)
+        self.options |= {
+            "ssl": "on",
+            "ssl_cert_file": "server.pem",
+            "ssl_key_file": "server.key",
+            "ssl_ca_file": "ca.pem",
+        }
+        (data / "pg_hba.conf").write_text(
+            "hostssl all all 127.0.0.1/32 trust clientcert=verify-ca\n"
+            "hostnossl all all 127.0.0.1/32 trust\n"
+        )
+
+    @property
+    def tls(self) -> str:
+        return self.url
+
+
+class SecuredRedis(servers.Redis):
+    port_count = 2
+
+    def __init__(self, certificates: Certificates) -> None:
+        super().__init__(
+            tls_cert_file=str(certificates.certificate("server")),
+            tls_key_file=str(certificates.key("server")),
+            tls_ca_cert_file=str(certificates.certificate("ca")),
+        )
+
+    def prepare(self) -> None:
+        self.options["tls_port"] = str(self.ports[1])
+
+    @property
+    def tls(self) -> str:
+        return f"redis://{HOST}:{self.ports[1]}"
+
+
+Secured = (
+    SecuredConsul | SecuredEtcd | SecuredMariaDB | SecuredNats | SecuredPostgres | SecuredRedis
+)
+ENGINES: dict[str, Callable[[Certificates], Secured]] = {
+    "consul": SecuredConsul,
+    "etcd": SecuredEtcd,
+    "mysql": SecuredMariaDB,
+    "nats": SecuredNats,
+    "postgresql": SecuredPostgres,
+    "redis": SecuredRedis,
+}
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def server(request: pytest.FixtureRequest, certificates: Certificates) -> Iterator[Secured]:
+    with ENGINES[request.param](certificates) as server:
+        yield server
+
+
+async def opened(url: str) -> Store:
+    return await open_store(url, Context(SystemClock(), lambda event: None))
+
+
+def test_with_certificates_on_both_sides(server: Secured, certificates: Certificates) -> None:
+    async def main() -> None:
+        store = await opened(f"{server.tls}?{certificates.options()}")
+        try:
+            lease = await store.grant(60)
+            await store.renew(lease)
+            told = asyncio.Event()
+            await store.watch(KEY, told.set)
+            assert (await store.create(KEY, b"v", lease)).won
+            async with asyncio.timeout(20):
+                await told.wait()
+            await store.revoke(lease)
+        finally:
+            await store.close()
+
+    asyncio.run(main())
+
+
+REFUSALS = {
+    "an authority that did not sign the server's": (
+        {"ca": "stranger"},
+        "(?i)certificate.*; ca= names",
+    ),
+    "no certificate of our own": ({"own": ""}, "certificate.*cert= and key="),
+    "a certificate of an authority unknown to it": (
+        {"own": "stranger"},
+        "certificate.*cert= and key=",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSALS)
+def test_who_is_refused_is_told_why(
+    server: Secured, certificates: Certificates, mistake: str
+) -> None:
+    options, says = REFUSALS[mistake]
+    url = f"{server.tls}?connect_timeout_s=2&{certificates.options(**options)}"
+    with pytest.raises(StoreError, match=says) as caught:
+        asyncio.run(opened(url))
+    assert server.tls.rpartition("@")[2].rpartition("//")[2].partition("/")[0] in str(caught.value)
