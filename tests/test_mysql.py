@@ -39,6 +39,21 @@ def test_tokens_are_never_below_the_servers_microseconds(place: Place) -> None:
     run(main)
 
 
+def test_to_open_it_a_second_time_says_nothing(
+    place: Place, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client library logs the server's notes, such as that a table is there already."""
+
+    async def main() -> None:
+        async with place.stores(2):
+            pass
+
+    run(main)
+    run(main)
+    assert capfd.readouterr().err == ""
+    assert not caplog.records
+
+
 def test_changes_are_told_as_often_as_they_are_asked_for(place: Place) -> None:
     async def main() -> None:
         async with place.stores(2, "poll_s=0.5") as (writer, watching):

@@ -20,11 +20,12 @@ since they would be directions in the path of a request; no quoted name can look
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 from base64 import b64decode, b64encode
 from builtins import list as list_
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from random import getrandbits
 from typing import Any
@@ -53,6 +54,7 @@ _DOTS = {".": "%2E", "..": "%2E%2E"}
 _UNDOTS = {coded: dots for dots, coded in _DOTS.items()}
 
 Operation = dict[str, object]
+Asked = list_[tuple[tuple[Operation, Operation], "asyncio.Future[bool]"]]
 
 
 class ConsulStore(Store):
@@ -72,6 +74,7 @@ class ConsulStore(Store):
         self._wire = Wire(agents)
         self._renewals = Wire(agents)
         self._watches = Watches(agents, prefix)
+        self._deletions = _Deletions(self._transact)
 
     async def open(self, token_floor: int) -> None:
         """See that we may read, and learn how short sessions may be."""
@@ -148,8 +151,7 @@ class ConsulStore(Store):
         condition: Operation = {"Verb": "get", "Key": path}
         if if_version is not None:
             condition = {"Verb": "check-index", "Key": path, "Index": if_version}
-        answer = await self._transact(condition, {"Verb": "delete", "Key": path})
-        return answer.status == 200
+        return await self._deletions.delete(condition, {"Verb": "delete", "Key": path})
 
     async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
         path = self._path(f"{line}/{rank}.{uuid4().hex}")
@@ -218,6 +220,48 @@ class ConsulStore(Store):
             version=raw["ModifyIndex"],
             lease=raw.get("Session"),
         )
+
+
+class _Deletions:
+    """Deletions asked for in one turn of the loop go as one transaction: who resigns deletes a
+    record and a ticket, and Consul's writes are slow. If one of them is refused, so is the whole,
+    and each is tried by itself."""
+
+    MOST = 32  # a transaction has 64 operations at most
+
+    def __init__(self, transact: Callable[..., Awaitable[Answer]]) -> None:
+        self._transact = transact
+        self._asked: Asked = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def delete(self, condition: Operation, deletion: Operation) -> bool:
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._asked.append(((condition, deletion), done))
+        if len(self._asked) == 1:
+            task = asyncio.create_task(self._send())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return await done
+
+    async def _send(self) -> None:
+        asked, self._asked = self._asked, []
+        together = [asked[at : at + self.MOST] for at in range(0, len(asked), self.MOST)]
+        await asyncio.gather(*map(self._carry_out, together))
+
+    async def _carry_out(self, asked: Asked) -> None:
+        try:
+            answer = await self._transact(*(each for pair, _ in asked for each in pair))
+        except StoreError as error:
+            for _, done in asked:
+                if not done.done():
+                    done.set_exception(error)
+            return
+        if answer.status == 200 or len(asked) == 1:
+            for _, done in asked:
+                if not done.done():
+                    done.set_result(answer.status == 200)
+        else:
+            await asyncio.gather(*(self._carry_out([each]) for each in asked))
 
 
 def _session(ttl_s: float) -> dict[str, object]:

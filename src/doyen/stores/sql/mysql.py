@@ -72,7 +72,7 @@ _TABLES = (
     " PRIMARY KEY (position, path)) ENGINE = InnoDB ROW_FORMAT = DYNAMIC",
     "CREATE TABLE IF NOT EXISTS {meta} (one TINYINT PRIMARY KEY, layout INT NOT NULL,"
     " revision BIGINT NOT NULL, position BIGINT NOT NULL) ENGINE = InnoDB",
-    "INSERT IGNORE INTO {meta} VALUES (1, {layout}, 0, 0)",
+    "INSERT INTO {meta} VALUES (1, {layout}, 0, 0) ON DUPLICATE KEY UPDATE one = 1",
 )
 _FACTS = "SELECT @@global.innodb_flush_log_at_trx_commit, @@global.log_bin, @@global.sync_binlog"
 
@@ -194,7 +194,8 @@ class _MyLink(Link[Connection]):
             binary_prefix=True,
             client_flag=MULTI_STATEMENTS,
             connect_timeout=round(self._timeout_s),
-            init_command=f"SET SESSION innodb_lock_wait_timeout = {_LOCK_TIMEOUT_S}",
+            # Notes are of no use here, and the client writes them to standard error.
+            init_command=f"SET SESSION innodb_lock_wait_timeout = {_LOCK_TIMEOUT_S}, sql_notes = 0",
             ssl=self._tls,
         )
         try:
