@@ -1,0 +1,595 @@
+"""The real `Transport`: links to the other nodes over TCP.
+
+    peers = Peers(me, security, decode=Decoder(RaftMessage).decode)
+    door = Door(me, security, peers=peers.admit, …)
+    peers.start(received, connected, disconnected, asked, streamed)
+    peers.reach({"n2": "10.0.0.2:7400", "n3": "10.0.0.3:7400"})
+
+**One connection per direction.** A node dials every peer and speaks on that connection: messages,
+questions, snapshots. What comes back on it are answers and credit only. What a peer has to say
+comes on the connection that the peer has dialled. So nobody has to agree on whose connection
+counts, and a link that works one way only is just that. `connected` and `disconnected` are about
+the connection that this node has dialled; a process that dies ends both.
+
+**A peer that comes back** is dialled at once when its own connection arrives; otherwise after a
+backoff of 10 ms to half a second.
+
+**Two processes with one id**: a peer that is connected already as another incarnation is pinged. If
+it answers, the newcomer is refused; if it does not, it is dead or unreachable, and let go of. A
+node refuses whoever claims to be itself.
+
+**Bounds**: what does not fit into a link's queue (`bound` bytes) is dropped and counted in
+`dropped`. A snapshot goes out in chunks, so many of them ahead of the other side's word
+(`WINDOW`), so that nothing waits behind more than that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import struct
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from itertools import count
+from struct import Struct as Layout
+
+from msgspec import MsgspecError, Struct
+from msgspec.msgpack import Decoder, Encoder
+
+from doyen.consensus.core import Message, Snapshot
+from doyen.errors import DoyenError, OutcomeUnknown, StoreUnavailable, StoreUnusable
+from doyen.quorum.link import BOUND, HANDSHAKE_S, KEEPALIVE_S, End, Link, Tally, dial
+from doyen.quorum.wire import FIRST_FREE, MAX_FRAME, Fault, FrameError, Identity, Refused, Security
+
+__all__ = ["Peers"]
+
+log = logging.getLogger("doyen")
+
+MESSAGE, QUESTION, ANSWER, STREAM, CHUNK, CREDIT, STORED = range(FIRST_FREE, FIRST_FREE + 7)
+
+SOONEST_S, LATEST_S = 0.01, 0.5
+PROBE_S = 1.0
+MAX_QUESTIONS = 1 << 16
+CHUNK_SIZE = 32 << 10
+WINDOW = 256 << 10
+MAX_PIECE = MAX_FRAME
+
+_NUMBER = Layout(">Q")
+_CHUNK = Layout(">QB")
+_CREDIT = Layout(">QI")
+MORE, WHOLE, LAST = 0, 1, 2
+"""What a chunk ends: nothing, a piece, or the stream."""
+
+
+class _Stream(Struct, frozen=True, array_like=True):
+    number: int
+    generation: int
+    snapshot: Snapshot
+
+
+_encode = Encoder().encode
+_stream = Decoder(_Stream)
+
+Received = Callable[[str, Message], None]
+Asked = Callable[[str, bytes, Callable[[bytes], None]], None]
+Streamed = Callable[[str, int, Snapshot, AsyncIterator[bytes]], Awaitable[None]]
+
+
+class Peers:
+    """Every link of this node's to another, and of others' to it."""
+
+    def __init__(
+        self,
+        me: Identity,
+        security: Security,
+        *,
+        decode: Callable[[bytes], Message],
+        tally: Tally | None = None,
+        jitter: Callable[[], float] = random.random,
+        bound: int = BOUND,
+        handshake_s: float = HANDSHAKE_S,
+        keepalive_s: float = KEEPALIVE_S,
+        probe_s: float = PROBE_S,
+    ) -> None:
+        self.me = me
+        self.security = security
+        self.tally = tally or Tally()
+        self.dropped: Counter[str] = Counter()
+        """Messages that did not fit into a peer's queue, or found no link, by peer."""
+        self._decode = decode
+        self._jitter = jitter
+        self._bound = bound
+        self._handshake_s = handshake_s
+        self._keepalive_s = keepalive_s
+        self._probe_s = probe_s
+        self._peers: dict[str, _Outgoing] = {}
+        self._links: dict[str, Link] = {}
+        self._callers: dict[str, _Incoming] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+        security.dialling  # noqa: B018 - files that cannot be used are found here
+
+    def start(
+        self,
+        received: Received,
+        connected: Callable[[str], None],
+        disconnected: Callable[[str], None],
+        asked: Asked,
+        streamed: Streamed,
+    ) -> None:
+        self._received = received
+        self._connected = connected
+        self._disconnected = disconnected
+        self._asked = asked
+        self._streamed = streamed
+
+    def reach(self, addresses: dict[str, str]) -> None:
+        for node, peer in list(self._peers.items()):
+            if addresses.get(node) != peer.address:
+                del self._peers[node]
+                peer.close()
+        for node, address in addresses.items():
+            if node != self.me.node and node not in self._peers:
+                self._peers[node] = _Outgoing(self, node, address)
+
+    def send(self, peer: str, message: Message) -> None:
+        link = self._links.get(peer)
+        if link is None or link.full or not self._fits(link, _encode(message)):
+            self.dropped[peer] += 1
+
+    def _fits(self, link: Link, data: bytes) -> bool:
+        if len(data) >= MAX_FRAME:
+            self.tally.note(Fault.TOO_LARGE, f"a message of {len(data)} bytes was not sent")
+            return False
+        return link.send(MESSAGE, data)
+
+    async def ask(self, peer: str, question: bytes) -> bytes:
+        outgoing = self._peers.get(peer)
+        if outgoing is None or outgoing.link is None:
+            raise StoreUnavailable(f"node {peer!r} is not connected")
+        return await outgoing.ask(outgoing.link, question)
+
+    def send_snapshot(
+        self,
+        peer: str,
+        generation: int,
+        snapshot: Snapshot,
+        pieces: AsyncIterator[bytes],
+        done: Callable[[bool], None],
+    ) -> None:
+        outgoing = self._peers.get(peer)
+        self._run(self._stream(outgoing, generation, snapshot, pieces, done))
+
+    async def close(self) -> None:
+        self._closed = True
+        links = [*self._links.values(), *(caller.link for caller in self._callers.values())]
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+        for link in links:
+            link.close()
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        for link in links:
+            await link.wait()
+
+    @property
+    def troubles(self) -> dict[str, str]:
+        """Why each peer that is not connected is not."""
+        return {node: peer.trouble for node, peer in self._peers.items() if peer.link is None}
+
+    # Who comes in.
+
+    def admit(self, link: Link) -> None:
+        """A peer has dialled us, and proved who it is."""
+        if self._closed:
+            link.abort()
+            return
+        self._run(self._let_in(link))
+
+    async def _let_in(self, link: Link) -> None:
+        them = link.them
+        if not await self._is_the_one(them):
+            text = f"another process is connected as node {them.node!r}: every node needs its own"
+            link.refuse(Fault.DUPLICATE, text)
+            return
+        before = self._callers.get(them.node)
+        if before is not None:
+            before.link.abort()
+        if link.closed:
+            return
+        caller = self._callers[them.node] = _Incoming(self, link)
+        link.welcome(caller.take, caller.ended)
+        peer = self._peers.get(them.node)
+        if peer is not None:
+            peer.hurry()
+
+    async def _is_the_one(self, them: Identity) -> bool:
+        """Whether no other live process is connected under this id."""
+        while rivals := [
+            link for link in self._linked(them.node) if link.them.incarnation != them.incarnation
+        ]:
+            for link in rivals:
+                if await link.alive(self._probe_s):
+                    return False
+                link.abort(End.SILENT)
+        return True
+
+    def _linked(self, node: str) -> list[Link]:
+        links = [self._links[node]] if node in self._links else []
+        if node in self._callers:
+            links.append(self._callers[node].link)
+        return [link for link in links if not link.ending]
+
+    def _run(self, work: Awaitable[None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        assert isinstance(task, asyncio.Task)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # Snapshots going out.
+
+    async def _stream(
+        self,
+        peer: _Outgoing | None,
+        generation: int,
+        snapshot: Snapshot,
+        pieces: AsyncIterator[bytes],
+        done: Callable[[bool], None],
+    ) -> None:
+        ok = False
+        try:
+            if peer is not None and peer.link is not None:
+                ok = await peer.stream(peer.link, generation, snapshot, pieces)
+        except Exception as error:
+            log.warning("snapshot not sent: %s", error, exc_info=not isinstance(error, DoyenError))
+        finally:
+            close = getattr(pieces, "aclose", None)
+            if close is not None:
+                await close()
+            if not self._closed:
+                done(ok)
+
+
+class _Outgoing:
+    """The connection that this node has dialled, or tries to."""
+
+    def __init__(self, peers: Peers, node: str, address: str) -> None:
+        self.node = node
+        self.address = address
+        self.link: Link | None = None
+        self.trouble = "not tried yet"
+        self._peers = peers
+        self._numbers = count(1)
+        self._questions: dict[int, tuple[asyncio.Future[bytes], int]] = {}
+        self._streams: dict[int, _Sending] = {}
+        self._hurry = asyncio.Event()
+        self._task = peers._run(self._keep())
+
+    def hurry(self) -> None:
+        """It is there: no need to wait."""
+        self._hurry.set()
+
+    def close(self) -> None:
+        self._task.cancel()
+        link, self.link = self.link, None
+        if link is not None:
+            self._let_go(link)
+            link.close()
+
+    async def _keep(self) -> None:
+        """Dial, again and again, until told not to."""
+        pause = SOONEST_S
+        while True:
+            self._hurry.clear()
+            try:
+                link = await self._dial()
+            except (DoyenError, OSError) as error:
+                self.trouble = str(error)
+                if isinstance(error, Refused):
+                    self._peers.tally.note(error.fault, f"node {self.node!r} not reached: {error}")
+            else:
+                pause = SOONEST_S
+                await link.wait()
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause * (0.5 + self._peers._jitter() / 2)):
+                    await self._hurry.wait()
+                    pause = SOONEST_S
+            pause = min(2 * pause, LATEST_S)
+
+    async def _dial(self) -> Link:
+        peers = self._peers
+        link = await dial(
+            self.address,
+            peers.me,
+            role="peer",
+            wanted=self.node,
+            security=peers.security,
+            on_frames=self._take,
+            on_end=self._ended,
+            tally=peers.tally,
+            handshake_s=peers._handshake_s,
+            keepalive_s=peers._keepalive_s,
+            bound=peers._bound,
+        )
+        try:
+            if not await peers._is_the_one(link.them):
+                raise Refused(
+                    Fault.DUPLICATE,
+                    f"another process is connected as node {self.node!r} than the one at "
+                    f"{self.address}: every node needs an id of its own",
+                )
+            if link.closed:
+                raise StoreUnavailable(f"{self.address} ended the connection")
+        except BaseException:
+            link.abort()
+            raise
+        self.link = peers._links[self.node] = link
+        peers._connected(self.node)
+        return link
+
+    def _ended(self, link: Link, end: End) -> None:
+        if link is not self.link:
+            return
+        self.link = None
+        self.trouble = f"{self.address}: {end.value}"
+        self._let_go(link)
+        if end is End.LEFT:
+            self._peers._disconnected(self.node)
+
+    def _let_go(self, link: Link) -> None:
+        if self._peers._links.get(self.node) is link:
+            del self._peers._links[self.node]
+        for future, place in self._questions.values():
+            if not future.done():
+                future.set_exception(
+                    OutcomeUnknown(f"the link to node {self.node!r} ended before its answer came")
+                    if place <= link.written
+                    else StoreUnavailable(f"the link to node {self.node!r} ended")
+                )
+        self._questions.clear()
+        for stream in self._streams.values():
+            stream.end(False)
+        self._streams.clear()
+
+    async def ask(self, link: Link, question: bytes) -> bytes:
+        if len(question) > MAX_FRAME - 64:
+            raise StoreUnusable(f"a question of {len(question)} bytes is too large to be put")
+        if len(self._questions) >= MAX_QUESTIONS:
+            raise StoreUnavailable(f"too many questions to node {self.node!r} are open")
+        number = next(self._numbers)
+        if not link.send(QUESTION, _NUMBER.pack(number), question):
+            raise StoreUnavailable(f"the link to node {self.node!r} is full")
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._questions[number] = (future, link.accepted)
+        try:
+            return await future
+        finally:
+            self._questions.pop(number, None)
+
+    async def stream(
+        self, link: Link, generation: int, snapshot: Snapshot, pieces: AsyncIterator[bytes]
+    ) -> bool:
+        """Whether the peer has all of it on disk."""
+        number = next(self._numbers)
+        sending = self._streams[number] = _Sending()
+        try:
+            head = _encode(_Stream(number, generation, snapshot))
+            if not link.send(STREAM, head):
+                return False
+            async for piece in pieces:
+                for chunk in _cut(piece):
+                    await sending.room(len(chunk))
+                    await link.drain()
+                    whole = WHOLE if chunk.end else MORE
+                    if not link.send(CHUNK, _CHUNK.pack(number, whole), chunk.data):
+                        return False
+            link.send(CHUNK, _CHUNK.pack(number, LAST))
+            return await sending.outcome
+        finally:
+            self._streams.pop(number, None)
+
+    def _take(self, link: Link, frames: Sequence[tuple[int, bytes]]) -> None:
+        questions = self._questions
+        try:
+            for kind, payload in frames:
+                if kind == ANSWER:
+                    (number,) = _NUMBER.unpack_from(payload)
+                    asked = questions.pop(number, None)
+                    if asked is not None and not asked[0].done():
+                        asked[0].set_result(payload[8:])
+                elif kind == CREDIT:
+                    number, size = _CREDIT.unpack(payload)
+                    if number in self._streams:
+                        self._streams[number].credit(size)
+                elif kind == STORED:
+                    number, ok = _CHUNK.unpack(payload)
+                    if number in self._streams:
+                        self._streams[number].end(bool(ok))
+                else:
+                    raise FrameError(Fault.OUT_OF_TURN, f"a frame of kind {kind} in answer")
+        except struct.error as error:
+            link.fault(Fault.MALFORMED, str(error))
+
+
+class _Chunk(Struct):
+    data: bytes
+    end: bool
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+def _cut(piece: bytes) -> list[_Chunk]:
+    if len(piece) > MAX_PIECE:
+        raise StoreUnusable(f"a piece of a snapshot of {len(piece)} bytes is too large")
+    last = max(len(piece) - 1, 0) // CHUNK_SIZE * CHUNK_SIZE
+    return [
+        _Chunk(piece[at : at + CHUNK_SIZE], at == last) for at in range(0, last + 1, CHUNK_SIZE)
+    ]
+
+
+class _Sending:
+    """A snapshot on its way out: how much of it may still go."""
+
+    def __init__(self) -> None:
+        self.outcome: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._left = WINDOW
+        self._more = asyncio.Event()
+
+    async def room(self, size: int) -> None:
+        while self._left < size and not self.outcome.done():
+            self._more.clear()
+            await self._more.wait()
+        if self.outcome.done():
+            raise StoreUnavailable("the peer takes no more of it")
+        self._left -= size
+
+    def credit(self, size: int) -> None:
+        self._left += size
+        self._more.set()
+
+    def end(self, ok: bool) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(ok)
+        self._more.set()
+
+
+class _Incoming:
+    """The connection that a peer has dialled."""
+
+    def __init__(self, peers: Peers, link: Link) -> None:
+        self.link = link
+        self._peers = peers
+        self._node = link.them.node
+        self._arriving: _Arriving | None = None
+
+    def take(self, link: Link, frames: Sequence[tuple[int, bytes]]) -> None:
+        peers, node = self._peers, self._node
+        decode, received = peers._decode, peers._received
+        for kind, payload in frames:
+            if kind == MESSAGE:
+                try:
+                    message = decode(payload)
+                except (MsgspecError, UnicodeDecodeError) as error:
+                    raise FrameError(Fault.MALFORMED, f"not a message: {error}") from None
+                received(node, message)
+            elif kind == QUESTION and len(payload) >= 8:
+                self._question(payload)
+            else:
+                self._snapshot(kind, payload)
+
+    def _question(self, payload: bytes) -> None:
+        number, link = payload[:8], self.link
+
+        def answer(data: bytes) -> None:
+            if not link.send(ANSWER, number, data) and not link.closed:
+                link.fault(Fault.OVERFLOW, "reads no answers")
+
+        self._peers._asked(self._node, payload[8:], answer)
+
+    def _snapshot(self, kind: int, payload: bytes) -> None:
+        try:
+            if kind == STREAM:
+                stream = _stream.decode(payload)
+                self._let_go("another snapshot follows")
+                self._arriving = _Arriving(self.link, stream.number)
+                self._peers._run(self._store(self._arriving, stream))
+            elif kind == CHUNK:
+                number, ends = _CHUNK.unpack_from(payload)
+                if self._arriving is not None and self._arriving.number == number:
+                    self._arriving.take(payload[_CHUNK.size :], ends)
+            else:
+                raise FrameError(Fault.OUT_OF_TURN, f"a frame of kind {kind} from a peer")
+        except (MsgspecError, UnicodeDecodeError, struct.error) as error:
+            raise FrameError(Fault.MALFORMED, str(error)) from None
+
+    async def _store(self, arriving: _Arriving, stream: _Stream) -> None:
+        ok = False
+        try:
+            pieces = arriving.pieces()
+            await self._peers._streamed(self._node, stream.generation, stream.snapshot, pieces)
+            ok = True
+        except Exception as error:
+            bug = not isinstance(error, DoyenError)
+            log.warning("snapshot of node %r not stored: %s", self._node, error, exc_info=bug)
+        finally:
+            if self._arriving is arriving:
+                self._arriving = None
+            self.link.send(STORED, _CHUNK.pack(arriving.number, ok))
+
+    def _let_go(self, why: str) -> None:
+        if self._arriving is not None:
+            self._arriving.end(why)
+            self._arriving = None
+
+    def ended(self, link: Link, end: End) -> None:
+        self._let_go(f"the link ended: {end.value}")
+        if self._peers._callers.get(self._node) is self:
+            del self._peers._callers[self._node]
+
+
+class _Arriving:
+    """A snapshot that comes in, chunk by chunk.
+
+    Credit for what has come is given when nothing whole waits to be taken, so that no more is
+    held here than one piece, whatever its size, and a window.
+    """
+
+    def __init__(self, link: Link, number: int) -> None:
+        self.number = number
+        self._link = link
+        self._part: list[bytes] = []
+        self._pieces: deque[bytes] = deque()
+        self._held = 0
+        self._owed = 0
+        self._whole = False
+        self._why = ""
+        self._more = asyncio.Event()
+
+    def take(self, data: bytes, ends: int) -> None:
+        self._held += len(data)
+        self._owed += len(data)
+        if self._held > MAX_PIECE + WINDOW:
+            raise FrameError(Fault.OVERFLOW, "sends more of a snapshot than it was asked for")
+        if ends == LAST:
+            self._whole = True
+            self._more.set()
+            return
+        self._part.append(data)
+        if ends == WHOLE:
+            self._pieces.append(b"".join(self._part))
+            self._part.clear()
+            self._more.set()
+        elif not self._pieces:
+            self._credit()
+
+    def _credit(self) -> None:
+        if self._owed:
+            self._link.send(CREDIT, _CREDIT.pack(self.number, self._owed))
+            self._owed = 0
+
+    def end(self, why: str) -> None:
+        self._why = why
+        self._more.set()
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        while True:
+            while self._pieces:
+                piece = self._pieces.popleft()
+                self._held -= len(piece)
+                if not self._pieces:
+                    self._credit()
+                yield piece
+            if self._why:
+                raise StoreUnavailable(f"it is not whole: {self._why}")
+            if self._whole:
+                return
+            self._more.clear()
+            await self._more.wait()

@@ -1,0 +1,523 @@
+"""What nodes and clients of a quorum say on a connection: frames, the handshake, who is let in.
+
+No sockets here: `link` carries it over asyncio, the tests over nothing at all.
+
+    Frames                bytes in, frames out: `feed(data) -> [(kind, payload), …]`
+    frame(kind, *parts)   one frame as bytes
+    Dialler, Listener     the two sides of the handshake, frame by frame
+    Security, TLS         a shared secret, certificates, both or neither; made from files
+    check_exposure(…)     refuses to listen beyond loopback with neither
+    parse_address(text)   "host:port" -> (host, port)
+
+**A frame** is a length (4 bytes, big-endian, of what follows), a kind (1 byte) and a payload, which
+is msgpack unless its owner says otherwise. Kinds below 16 are the wire's own; the rest belong to
+whoever owns the link. No frame is longer than `MAX_FRAME`, and none before the handshake is over
+than `MAX_GREETING`. The first byte of a connection is therefore 0, which no HTTP request begins
+with.
+
+**The handshake**: the dialler says `Hello` (the protocol versions that it speaks, whether it is a
+peer or a client, its cluster, its own id, whom it wants), the listener `Challenge` (the version
+chosen, who it is), the dialler `Proof`, the listener `Welcome`, or `Refusal` with the reason. With
+a shared secret both prove that they know it: HMAC-SHA256 over everything that was said in `Hello`
+and `Challenge`, both nonces included, under a label that differs for the two sides. What was heard
+on one connection is therefore worth nothing on another, nor sent back on the same. Without TLS,
+whoever can alter packets on the way can still take over a connection once it is made; a secret is
+for networks that one trusts, and TLS for the others.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from secrets import token_bytes
+from struct import Struct as Layout
+from typing import Annotated, Literal, TypeVar
+
+from msgspec import Meta, MsgspecError, Struct
+from msgspec.msgpack import Decoder, encode
+
+from doyen.errors import ConfigError, StoreError
+
+__all__ = [
+    "ANY",
+    "FIRST_FREE",
+    "MAX_FRAME",
+    "MAX_GREETING",
+    "NEWEST",
+    "OLDEST",
+    "TLS",
+    "Dialler",
+    "Fault",
+    "FrameError",
+    "Frames",
+    "Identity",
+    "Listener",
+    "Refused",
+    "Role",
+    "Security",
+    "Word",
+    "check_exposure",
+    "frame",
+    "parse_address",
+]
+
+OLDEST, NEWEST = 1, 1
+"""The versions of the protocol that are spoken here. Both sides take the newest they share."""
+
+MAX_FRAME = 8 << 20
+MAX_GREETING = 4096
+FIRST_FREE = 16
+ANY = ""
+"""As a cluster or a node that is wanted: whichever it is."""
+
+MIN_SECRET = 16
+Role = Literal["peer", "client"]
+
+_HEAD = Layout(">IB")
+HEAD_SIZE = _HEAD.size
+pack_head = _HEAD.pack
+_unpack_head = _HEAD.unpack_from
+
+
+class Word(IntEnum):
+    """The wire's own kinds of frame."""
+
+    HELLO = 1
+    CHALLENGE = 2
+    PROOF = 3
+    WELCOME = 4
+    REFUSAL = 5
+    PING = 6
+    PONG = 7
+
+
+class Fault(StrEnum):
+    """Why a connection was refused or closed; also the names under which this is counted."""
+
+    GARBAGE = "garbage"
+    TOO_LARGE = "too-large"
+    MALFORMED = "malformed"
+    OUT_OF_TURN = "out-of-turn"
+    VERSION = "version"
+    CLUSTER = "cluster"
+    NODE = "node"
+    DUPLICATE = "duplicate"
+    SECRET = "secret"
+    TLS = "tls"
+    CROWDED = "crowded"
+    DEADLINE = "deadline"
+    NOT_SERVING = "not-serving"
+    SILENT = "silent"
+    OVERFLOW = "overflow"
+
+
+class FrameError(Exception):
+    """What arrived is no frame of this protocol. The connection is of no use any more."""
+
+    def __init__(self, fault: Fault, text: str) -> None:
+        super().__init__(text)
+        self.fault = fault
+
+
+class Refused(StoreError):
+    """The two sides do not belong together, or one of them has no room."""
+
+    def __init__(self, fault: Fault, text: str) -> None:
+        super().__init__(text)
+        self.fault = fault
+
+    @property
+    def lasting(self) -> bool:
+        """Whether trying again is of no use until somebody changes a setting."""
+        return self.fault not in {Fault.CROWDED, Fault.DEADLINE, Fault.NOT_SERVING, Fault.DUPLICATE}
+
+
+def frame(kind: int, *parts: bytes) -> bytes:
+    """One frame, whatever its size."""
+    return b"".join((pack_head(1 + sum(map(len, parts)), kind), *parts))
+
+
+class Frames:
+    """Cuts what arrives into frames. Whatever is split, however it is split."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.control: list[tuple[int, bytes]] = []
+        """Frames of the wire's own kinds, in order, for its owner to take out."""
+        self._parts: list[bytes] = []
+        self._have = 0
+        self._need = 0
+
+    def feed(self, data: bytes, most: int = 1 << 30) -> Sequence[tuple[int, bytes]]:
+        """The frames that are whole now; at most so many, the rest with the next call. Raises
+        `FrameError` for a length that cannot be, as soon as it is seen."""
+        if self._parts:
+            self._parts.append(data)
+            self._have += len(data)
+            if self._have < self._need:
+                return ()
+            data = b"".join(self._parts)
+            self._parts.clear()
+        frames: list[tuple[int, bytes]] = []
+        at, end, need, limit = 0, len(data), 0, self.limit
+        while most and end - at >= HEAD_SIZE:
+            length, kind = _unpack_head(data, at)
+            if not 0 < length <= limit:
+                raise self._wrong(length)
+            stop = at + 4 + length
+            if stop > end:
+                need = 4 + length
+                break
+            (frames if kind >= FIRST_FREE else self.control).append((kind, data[at + 5 : stop]))
+            at = stop
+            most -= 1
+        if at < end:
+            self._parts.append(data[at:] if at else data)
+            self._have, self._need = end - at, need
+        return frames
+
+    def _wrong(self, length: int) -> FrameError:
+        if not length:
+            return FrameError(Fault.MALFORMED, "a frame of no length")
+        return FrameError(
+            Fault.TOO_LARGE, f"a frame of {length} bytes, where {self.limit} are allowed"
+        )
+
+
+Name = Annotated[str, Meta(max_length=200)]
+Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+
+class Identity(Struct, frozen=True, array_like=True):
+    """Who one is."""
+
+    cluster: Name
+    node: Name
+    incarnation: int
+    """Drawn when the process starts: tells a process from another that uses the same id."""
+
+
+class _Versions(Struct, frozen=True, array_like=True):
+    """What every version of `Hello` begins with."""
+
+    magic: Literal["doyen"]
+    oldest: int
+    newest: int
+
+
+class _Hello(Struct, frozen=True, array_like=True):
+    magic: Literal["doyen"]
+    oldest: int
+    newest: int
+    role: Role
+    me: Identity
+    wanted: Name
+    nonce: Nonce
+
+
+class _Challenge(Struct, frozen=True, array_like=True):
+    version: int
+    me: Identity
+    secret: bool
+    nonce: Nonce
+
+
+class _Refusal(Struct, frozen=True, array_like=True):
+    fault: str
+    text: Annotated[str, Meta(max_length=2000)]
+
+
+T = TypeVar("T")
+
+_versions = Decoder(_Versions)
+_hello = Decoder(_Hello)
+_challenge = Decoder(_Challenge)
+_refusal = Decoder(_Refusal)
+
+
+def _decode(decoder: Decoder[T], payload: bytes) -> T:
+    try:
+        return decoder.decode(payload)
+    except (MsgspecError, UnicodeDecodeError) as error:
+        raise FrameError(Fault.GARBAGE, f"not a greeting of this protocol: {error}") from None
+
+
+def _proof(secret: bytes | None, side: bytes, hello: bytes, challenge: bytes) -> bytes:
+    if secret is None:
+        return b""
+    said = sha256(hello).digest() + sha256(challenge).digest()
+    return hmac.digest(secret, side + said, "sha256")
+
+
+_DIALLER, _LISTENER = b"doyen dialler ", b"doyen listener "
+
+
+class Dialler:
+    """The side that opens the connection: `begin`, then `take` each frame until `done`."""
+
+    def __init__(
+        self, me: Identity, role: Role, wanted: str = ANY, secret: bytes | None = None
+    ) -> None:
+        self._me = me
+        self._wanted = wanted
+        self._secret = secret
+        self._hello = encode(_Hello("doyen", OLDEST, NEWEST, role, me, wanted, token_bytes(32)))
+        self._challenge = b""
+        self.them = Identity(ANY, ANY, 0)
+        self.version = 0
+        self.done = False
+
+    def begin(self) -> bytes:
+        return frame(Word.HELLO, self._hello)
+
+    def take(self, kind: int, payload: bytes) -> bytes:
+        """What to send in answer. Raises `Refused` or `FrameError`."""
+        if kind == Word.REFUSAL:
+            refusal = _decode(_refusal, payload)
+            fault = Fault(refusal.fault) if refusal.fault in list(Fault) else Fault.OUT_OF_TURN
+            raise Refused(fault, refusal.text)
+        if kind == Word.CHALLENGE and not self._challenge:
+            self._judge(_decode(_challenge, payload))
+            self._challenge = payload
+            return frame(Word.PROOF, self._sign(_DIALLER))
+        if kind == Word.WELCOME and self._challenge:
+            if not hmac.compare_digest(payload, self._sign(_LISTENER)):
+                raise Refused(Fault.SECRET, "the node does not know the secret that is set here")
+            self.done = True
+            return b""
+        raise FrameError(Fault.OUT_OF_TURN, f"a frame of kind {kind} in the handshake")
+
+    def _sign(self, side: bytes) -> bytes:
+        return _proof(self._secret, side, self._hello, self._challenge)
+
+    def _judge(self, theirs: _Challenge) -> None:
+        """Is it who we wanted? It may say so in error; the proof comes later."""
+        self.them, self.version = theirs.me, theirs.version
+        if not OLDEST <= theirs.version <= NEWEST:
+            raise FrameError(Fault.VERSION, f"version {theirs.version} of the protocol was chosen")
+        if self._me.cluster not in {ANY, theirs.me.cluster}:
+            raise Refused(Fault.CLUSTER, _other_cluster(theirs.me.cluster, self._me.cluster))
+        if self._wanted not in {ANY, theirs.me.node}:
+            raise Refused(Fault.NODE, _other_node(theirs.me.node, self._wanted))
+        if theirs.secret and self._secret is None:
+            raise Refused(Fault.SECRET, "the node wants a shared secret, and none is set here")
+        if self._secret is not None and not theirs.secret:
+            raise Refused(
+                Fault.SECRET,
+                "a shared secret is set here, and the node has none: set the same one there",
+            )
+
+
+class Listener:
+    """The side that was called: `take` each frame until `proved`, then `welcome` if there is room.
+
+    `Refused` raised by `take` is for the dialler to know: send `refusal(error)`.
+    """
+
+    def __init__(self, me: Identity, secret: bytes | None = None) -> None:
+        self._me = me
+        self._secret = secret
+        self._hello = b""
+        self._challenge = b""
+        self.them = Identity(ANY, ANY, 0)
+        self.role: Role = "client"
+        self.version = 0
+        self.proved = False
+
+    def take(self, kind: int, payload: bytes) -> bytes:
+        """What to send in answer. Raises `Refused` or `FrameError`."""
+        if kind == Word.HELLO and not self._hello:
+            self._judge(payload)
+            self._hello = payload
+            secret = self._secret is not None
+            self._challenge = encode(_Challenge(self.version, self._me, secret, token_bytes(32)))
+            return frame(Word.CHALLENGE, self._challenge)
+        if kind == Word.PROOF and self._hello and not self.proved:
+            if not hmac.compare_digest(payload, self._sign(_DIALLER)):
+                raise Refused(Fault.SECRET, "the shared secret is not the one that is set here")
+            self.proved = True
+            return b""
+        raise FrameError(Fault.OUT_OF_TURN, f"a frame of kind {kind} in the handshake")
+
+    def welcome(self) -> bytes:
+        return frame(Word.WELCOME, self._sign(_LISTENER))
+
+    def _sign(self, side: bytes) -> bytes:
+        return _proof(self._secret, side, self._hello, self._challenge)
+
+    def _judge(self, payload: bytes) -> None:
+        theirs = _decode(_versions, payload)
+        self.version = min(NEWEST, theirs.newest)
+        if self.version < max(OLDEST, theirs.oldest):
+            raise Refused(
+                Fault.VERSION,
+                f"node {self._me.node!r} speaks versions {OLDEST} to {NEWEST} of the protocol, "
+                f"the caller {theirs.oldest} to {theirs.newest}: upgrade the older one",
+            )
+        hello = _decode(_hello, payload)
+        self.them, self.role = hello.me, hello.role
+        if hello.me.cluster != self._me.cluster and (
+            hello.role == "peer" or hello.me.cluster != ANY
+        ):
+            raise Refused(Fault.CLUSTER, _other_cluster(self._me.cluster, hello.me.cluster))
+        if hello.wanted not in {ANY, self._me.node}:
+            raise Refused(Fault.NODE, _other_node(self._me.node, hello.wanted))
+        if hello.role == "peer" and not hello.me.node:
+            raise Refused(Fault.NODE, "a peer has to say its id")
+        if hello.role == "peer" and hello.me.node == self._me.node:
+            raise Refused(Fault.DUPLICATE, _same_id(self._me, hello.me))
+
+
+def refusal(error: Refused) -> bytes:
+    """The frame that tells the other side why."""
+    return frame(Word.REFUSAL, encode(_Refusal(error.fault.value, str(error)[:1000])))
+
+
+def _other_cluster(here: str, wanted: str) -> str:
+    return f"this node belongs to cluster {here!r}, not to {wanted!r}: check the addresses"
+
+
+def _other_node(here: str, wanted: str) -> str:
+    return f"this is node {here!r}, not {wanted!r}: check the addresses"
+
+
+def _same_id(me: Identity, them: Identity) -> str:
+    if them.incarnation == me.incarnation:
+        return f"node {me.node!r} has called itself: check the addresses of its peers"
+    return f"another process runs as node {me.node!r}: every node needs an id of its own"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TLS:
+    """Certificates, as PEM files. A node uses its own both when it listens and when it dials."""
+
+    certificate: str | Path | None = None
+    key: str | Path | None = None
+    authority: str | Path | None = None
+    """Who signs the others' certificates. Without it, a dialler trusts the system's authorities."""
+    mutual: bool = True
+    """Whether a listener lets in only who has a certificate of the authority."""
+
+    def for_listening(self) -> ssl.SSLContext:
+        if not self.certificate:
+            raise ConfigError("TLS needs a certificate and a key to listen with")
+        if self.mutual and not self.authority:
+            raise ConfigError(
+                "mutual TLS needs the authority that signs the others' certificates (or say "
+                "mutual=False to let in those who have none)"
+            )
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._load(context)
+        if self.mutual:
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def for_dialling(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        self._load(context)
+        if not self.authority:
+            context.load_default_certs()
+        return context
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        for path in (self.certificate, self.key, self.authority):
+            if path:
+                _readable(Path(path))
+        if self.authority:
+            try:
+                context.load_verify_locations(self.authority)
+            except (OSError, ssl.SSLError) as error:
+                raise ConfigError(
+                    f"no certificate of an authority in {self.authority}: {error}"
+                ) from error
+        if self.certificate:
+            try:
+                context.load_cert_chain(self.certificate, self.key, password=_no_password)
+            except (OSError, ssl.SSLError, ValueError) as error:
+                key = self.key or self.certificate
+                raise ConfigError(
+                    f"the certificate in {self.certificate} and the key in {key} do not go "
+                    f"together, or one of them is none: {error}"
+                ) from error
+
+
+def _readable(path: Path) -> None:
+    try:
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _no_password() -> bytes:
+    """Without this, OpenSSL asks at the terminal."""
+    raise ValueError("the key is encrypted; a node needs one that is not")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Security:
+    """How nodes and clients know one another. Whoever listens or dials looks at the context once
+    at its start, so that files which cannot be used are found then."""
+
+    secret: bytes | None = None
+    tls: TLS | None = None
+
+    def __post_init__(self) -> None:
+        if self.secret is not None and len(self.secret) < MIN_SECRET:
+            raise ConfigError(
+                f"the shared secret has {len(self.secret)} bytes; it needs {MIN_SECRET} or more, "
+                "since whoever listens in can try short ones at leisure "
+                "(python -c 'import secrets; print(secrets.token_hex(16))')"
+            )
+
+    @cached_property
+    def listening(self) -> ssl.SSLContext | None:
+        return self.tls.for_listening() if self.tls else None
+
+    @cached_property
+    def dialling(self) -> ssl.SSLContext | None:
+        return self.tls.for_dialling() if self.tls else None
+
+
+def check_exposure(host: str, security: Security, *, insecure: bool = False) -> None:
+    """Refuse to listen where strangers could speak as a node. TLS that asks nobody for a
+    certificate keeps nobody out."""
+    if insecure or security.secret is not None or _loopback(host):
+        return
+    one_way = security.tls is not None and not security.tls.mutual
+    if security.tls is not None and not one_way:
+        return
+    why = "TLS without clients' certificates keeps nobody out" if one_way else "anyone could join"
+    raise ConfigError(
+        f"listening on {host or 'every address'} with neither a shared secret nor mutual TLS: "
+        f"{why}. Set a secret or TLS, listen on 127.0.0.1, or say insecure"
+    )
+
+
+def _loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """`host:port`, `[v6]:port`; `:port` is every address of this machine."""
+    host, colon, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ConfigError(f"{text!r} is no address: write an IPv6 one as [::1]:port")
+    if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{text!r} is no address: it has to be host:port")
+    return host, int(port)
