@@ -1,0 +1,975 @@
+"""One Raft server: events in, effects out.
+
+What it rests on, and where each rule stands:
+
+- A server votes once per generation, on disk before anybody hears of it (`_save`, `after`). Its own
+  vote is no exception: a candidate asks for votes, and counts its own, only when that is written.
+  The log it advertises is then on disk too, since writes are in order.
+- A vote goes to whoever has at least as much log (`_up_to_date`): so a leader has everything that
+  was ever committed.
+- An entry is committed when a majority of voters has it on disk and it is of the leader's own
+  generation (`_commit_point`); what came before is committed with it. Hence the empty entry with
+  which every leader begins. The leader counts itself only for what its own disk holds.
+- A follower cuts its log only where it contradicts the leader's (`_merge`), never because a message
+  is short, and never below what is committed.
+- The membership in force is the latest in the log. It changes by one server at a time, only when
+  the last change is committed and so is an entry of this generation (`_change_refusal`): two
+  majorities that follow one another then always overlap.
+- A read is answered when a majority has answered a round that began after it was asked, and the
+  leader's first entry is committed (`_serve_reads`).
+
+And for getting anywhere at all:
+
+- Before a campaign comes a pre-vote, which changes nobody's generation (`_canvass`). Whoever hears
+  a leader ignores both (`_content`), unless that leader wants to be replaced. A leader that hears
+  no majority for an election timeout steps down.
+- Messages of an earlier generation are answered in one's own, never dropped: else a server that is
+  ahead of a leader could neither be reached by it nor depose it.
+- When the leader's connection ends, its followers forget it in the same generation and canvass
+  after a short random wait. A quorum has to agree, so one broken link deposes nobody.
+
+Rounds are numbers: every heartbeat begins a new one, every message to a follower carries the
+latest, every answer echoes it. An answer to a later round is one to all before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from enum import IntEnum
+from math import inf
+from typing import Any
+
+import msgspec
+
+from doyen.consensus.core import (
+    Accepted,
+    ChangeAsked,
+    Committed,
+    Compacted,
+    Connected,
+    Disconnected,
+    Effect,
+    Elapsed,
+    Entry,
+    Event,
+    Install,
+    Kind,
+    Membership,
+    Message,
+    Persist,
+    Persisted,
+    Proposed,
+    ReadAsked,
+    ReadReady,
+    ReadRefused,
+    Received,
+    Recovered,
+    Refused,
+    Role,
+    RoleChanged,
+    Send,
+    SendSnapshot,
+    Settings,
+    SnapshotReceived,
+    SnapshotSent,
+    TransferAsked,
+    TransferFailed,
+)
+from doyen.consensus.invariants import IllegalEvent, InvariantBroken
+from doyen.consensus.raft.log import Log, encode_membership
+from doyen.consensus.raft.messages import (
+    HASTE_S,
+    Append,
+    AppendReply,
+    Ballot,
+    Heartbeat,
+    HeartbeatReply,
+    PreVote,
+    PreVoteReply,
+    RaftSettings,
+    TimeoutNow,
+    Vote,
+    VoteReply,
+)
+from doyen.consensus.raft.progress import Pace, Progress
+
+__all__ = ["Raft"]
+
+LOOKING, FOLLOWING, LEADING = Role.LOOKING, Role.FOLLOWING, Role.LEADING
+
+
+class Campaign(IntEnum):
+    """What a looking server is doing about it."""
+
+    NONE = 0
+    CANVASSING = 1
+    STANDING = 2
+
+
+class Raft:
+    """A `Core`. See the module."""
+
+    def __init__(
+        self,
+        id: str,  # noqa: A002  (the core's own word)
+        membership: Membership,
+        recovered: Recovered,
+        *,
+        settings: Settings,
+        jitter: Callable[[], float],
+        now: float,
+    ) -> None:
+        ballot = (
+            Ballot(0, None, membership)
+            if recovered.state is None
+            else msgspec.convert(recovered.state, Ballot)
+        )
+        self.id = id
+        self.settings = _settings(settings)
+        self.log = Log(recovered, ballot.founders)
+        self.membership = self.log.membership
+        self.role = LOOKING
+        self.leader: str | None = None
+        self.generation = ballot.generation
+        self.vote = ballot.vote
+        self.commit = self.log.base
+        self._founders = ballot.founders
+        self._jitter = jitter
+        self._now = now
+        self._out: list[Effect] = []
+        self._announced: tuple[Role, int, str | None] = (LOOKING, self.generation, None)
+        self._token = self._written = 0
+        self._heard = -inf
+        self._haste = 0.0
+        self._patience = self._draw()
+        self._campaign = Campaign.NONE
+        self._votes: set[str] = set()
+        self._standing_token = 0
+        self._standing_by_transfer = False
+        self._peers: dict[str, Progress] = {}
+        self._opening = 0
+        self._round = 0
+        self._reads: deque[tuple[int, int, int]] = deque()
+        self._heir: str | None = None
+        self._beat_at = self._check_at = self._transfer_until = inf
+        self._made = Append(0, 0, 0, (), 0, 0)
+        self.next_deadline = now + self._patience if self._may_campaign() else inf
+        self._on: dict[type[Event], Callable[[Any], None]] = {
+            Received: self._received,
+            Elapsed: self._elapsed,
+            Persisted: self._persisted,
+            Connected: self._connected,
+            Disconnected: self._disconnected,
+            Proposed: self._proposed,
+            ReadAsked: self._read_asked,
+            TransferAsked: self._transfer_asked,
+            ChangeAsked: self._change_asked,
+            Compacted: self._compacted,
+            SnapshotSent: self._snapshot_sent,
+            SnapshotReceived: self._snapshot_received,
+        }
+        self._hear: dict[type[Message], Callable[[str, Any], None]] = {
+            PreVote: self._pre_vote,
+            PreVoteReply: self._pre_vote_reply,
+            Vote: self._vote_asked,
+            VoteReply: self._vote_reply,
+            Append: self._append,
+            AppendReply: self._append_reply,
+            Heartbeat: self._heartbeat,
+            HeartbeatReply: self._heartbeat_reply,
+            TimeoutNow: self._timeout_now,
+        }
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take in one event, and say what has to be done about it, in order."""
+        if now < self._now:
+            raise IllegalEvent(f"{self.id}: the clock went back from {self._now!r} to {now!r}")
+        on = self._on.get(type(event))
+        if on is None:
+            raise IllegalEvent(f"{self.id}: no such event: {event!r}")
+        self._now = now
+        out = self._out = []
+        on(event)
+        if (
+            self.role is not self._announced[0]
+            or self.generation != self._announced[1]
+            or self.leader != self._announced[2]
+        ):
+            # First of all, so that a leader knows it is none before it hears of what others did.
+            self._announced = (self.role, self.generation, self.leader)
+            out.insert(0, RoleChanged(*self._announced))
+        return out
+
+    def _received(self, event: Received) -> None:
+        hear = self._hear.get(type(event.message))
+        if hear is None:
+            raise IllegalEvent(f"{self.id}: not a message of Raft: {event.message!r}")
+        if event.peer == self.id:
+            raise IllegalEvent(f"{self.id}: a message from a server of the same name")
+        hear(event.peer, event.message)
+
+    def _elapsed(self, event: Elapsed) -> None:
+        if self._now < self.next_deadline:
+            return
+        if self.role is LEADING:
+            self._lead_on()
+        elif self._may_campaign():
+            self._canvass()
+        else:
+            self._look()
+
+    def _persisted(self, event: Persisted) -> None:
+        token = event.token
+        if not self._written <= token <= self._token:
+            raise IllegalEvent(
+                f"{self.id}: token {token} cannot be on disk now: {self._written} was, "
+                f"{self._token} is the last there is"
+            )
+        self._written = token
+        if self.log.persisted(token) and self.role is LEADING:
+            self._advance()
+        if self._campaign is Campaign.STANDING and token >= self._standing_token:
+            self._count(self.id)
+
+    # Writing.
+
+    def _save(self) -> None:
+        """Have generation and vote on disk."""
+        self._token += 1
+        ballot = Ballot(self.generation, self.vote, self._founders)
+        self._out.append(Persist(self._token, ballot, keep=True))
+
+    def _write(self, entries: tuple[Entry, ...]) -> None:
+        """Add to the end of the log."""
+        self._token += 1
+        log = self.log
+        self._out.append(Persist(self._token, None, log.last + 1, entries))
+        log.append(entries, self._token)
+        if log.membership is not self.membership:
+            self._reform()
+
+    def _reform(self) -> None:
+        """Another membership is in force."""
+        self.membership = self.log.membership
+        if self.role is LEADING:
+            # Those who leave are served until that is committed, so that they learn of it.
+            for peer in self.membership.everyone:
+                if peer != self.id and peer not in self._peers:
+                    self._peers[peer] = Progress(self.log.last + 1)
+
+    def _commit_to(self, index: int) -> None:
+        first = self.commit + 1
+        self.commit = index
+        self._out.append(Committed(first, self.log.between(first, index)))
+
+    # Looking and standing.
+
+    def _may_campaign(self) -> bool:
+        """Voters may; so may whoever is no voter any more only by a change that may yet be lost,
+        since until then it may be the only one with a log that others can follow."""
+        return self.id in self.membership.voters or (
+            self.log.membership_index > self.commit and self.id in self.log.membership_before.voters
+        )
+
+    def _draw(self) -> float:
+        """How long to wait before the next campaign."""
+        timeout = self.settings.election_timeout_s
+        if self._haste:
+            wait, self._haste = self._haste * (1 + self._jitter()) / 2, self._haste * 2
+            if self._haste > timeout:
+                self._haste = 0.0
+            return wait
+        return timeout * (1 + self._jitter() / 2)
+
+    def _look(self) -> None:
+        """Have no leader in this generation."""
+        if self.role is LEADING:
+            self._resign()
+        self.role = LOOKING
+        self.leader = None
+        self._campaign = Campaign.NONE
+        self._votes.clear()
+        self._wait()
+
+    def _wait(self) -> None:
+        self.next_deadline = self._now + self._draw() if self._may_campaign() else inf
+
+    def _hurry(self) -> None:
+        """Have no leader, and canvass soon; the more often in vain, the later."""
+        self._look()
+        self._haste = 2 * self.settings.haste_s
+        if self._may_campaign():
+            self.next_deadline = self._now + self.settings.haste_s * self._jitter()
+
+    def _adopt(self, generation: int) -> None:
+        """Somebody is in a later generation: so are we, with no vote and no leader."""
+        self.generation = generation
+        self.vote = None
+        self._save()
+        self._look()
+
+    def _canvass(self) -> None:
+        """Ask whether a campaign would succeed, before disturbing anybody with one."""
+        self._look()
+        self._campaign = Campaign.CANVASSING
+        for peer in self.membership.voters:
+            if peer != self.id:
+                self._solicit(peer)
+        self._count(self.id)
+
+    def _stand(self, *, transfer: bool) -> None:
+        """Begin a generation of our own, and ask for votes once our own is on disk."""
+        self._look()
+        self.generation += 1
+        self.vote = self.id
+        self._save()
+        self._campaign = Campaign.STANDING
+        self._standing_token = self._token
+        self._standing_by_transfer = transfer
+        for peer in self.membership.voters:
+            if peer != self.id:
+                self._solicit(peer)
+
+    def _solicit(self, peer: str) -> None:
+        last, generation = self.log.last, self.log.last_generation
+        if self._campaign is Campaign.CANVASSING:
+            self._out.append(Send(peer, PreVote(self.generation + 1, last, generation)))
+        elif self._campaign is Campaign.STANDING:
+            vote = Vote(self.generation, last, generation, self._standing_by_transfer)
+            self._out.append(Send(peer, vote, self._standing_token))
+
+    def _count(self, voter: str) -> None:
+        """Somebody is for us."""
+        self._votes.add(voter)
+        if self._elected():
+            if self._campaign is Campaign.CANVASSING:
+                self._stand(transfer=False)
+            else:
+                self._lead()
+
+    def _elected(self) -> bool:
+        votes = self._votes
+        return sum(voter in votes for voter in self.membership.voters) >= self.membership.majority
+
+    # Being asked for votes.
+
+    def _content(self) -> bool:
+        """Whether there is a leader to be heard: no reason then to want another."""
+        return self.role is LEADING or (
+            self.leader is not None and self._now - self._heard < self.settings.election_timeout_s
+        )
+
+    def _up_to_date(self, candidate: PreVote | Vote) -> bool:
+        log = self.log
+        return (candidate.last_generation, candidate.last_index) >= (log.last_generation, log.last)
+
+    def _free_for(self, peer: str) -> bool:
+        """Whether the vote of this generation can be the peer's."""
+        return self.vote == peer or (self.vote is None and self.leader is None)
+
+    def _pre_vote(self, peer: str, message: PreVote) -> None:
+        future = message.generation > self.generation
+        if future and self._content():
+            return
+        granted = (future or self._free_for(peer)) and self._up_to_date(message)
+        if message.generation < self.generation:
+            # Answered all the same: whoever asks has to learn that it is behind.
+            granted = False
+        generation = message.generation if granted else self.generation
+        self._out.append(Send(peer, PreVoteReply(generation, granted)))
+
+    def _vote_asked(self, peer: str, message: Vote) -> None:
+        if message.generation > self.generation:
+            if self._content() and not message.transfer:
+                return
+            self._adopt(message.generation)
+        if (
+            message.generation == self.generation
+            and self._free_for(peer)
+            and self._up_to_date(message)
+        ):
+            self._grant(peer)
+        else:
+            self._out.append(Send(peer, VoteReply(self.generation, False)))
+
+    def _grant(self, peer: str) -> None:
+        if self.vote is None:
+            self.vote = peer
+            self._save()
+        self._haste = 0.0
+        self._wait()
+        self._out.append(Send(peer, VoteReply(self.generation, True), self._token))
+
+    def _pre_vote_reply(self, peer: str, message: PreVoteReply) -> None:
+        if not message.granted:
+            if message.generation > self.generation:
+                self._adopt(message.generation)
+        elif self._campaign is Campaign.CANVASSING and message.generation == self.generation + 1:
+            self._count(peer)
+
+    def _vote_reply(self, peer: str, message: VoteReply) -> None:
+        if message.generation > self.generation:
+            self._adopt(message.generation)
+        elif (
+            message.granted
+            and message.generation == self.generation
+            and self._campaign is Campaign.STANDING
+        ):
+            self._count(peer)
+
+    def _timeout_now(self, peer: str, message: TimeoutNow) -> None:
+        if message.generation > self.generation:
+            self._adopt(message.generation)
+        if (
+            message.generation == self.generation
+            and self.role is not LEADING
+            and self._may_campaign()
+        ):
+            self._stand(transfer=True)
+
+    # Following.
+
+    def _follow(self, peer: str, generation: int) -> None:
+        """The peer leads in this generation, which is not below ours."""
+        if generation > self.generation:
+            self._adopt(generation)
+        if self.leader != peer:
+            if self.leader is not None:
+                raise InvariantBroken(
+                    f"{self.id}: {peer} and {self.leader} both lead generation {generation}"
+                )
+            self.role = FOLLOWING
+            self.leader = peer
+            self._campaign = Campaign.NONE
+            self._votes.clear()
+            self._haste = 0.0
+            self._patience = self._draw()
+        self._heard = self._now
+        self.next_deadline = self._now + self._patience
+
+    def _heartbeat(self, peer: str, message: Heartbeat) -> None:
+        if message.generation < self.generation:
+            self._out.append(Send(peer, HeartbeatReply(self.generation, 0)))
+            return
+        if message.generation == self.generation and self.leader == peer:
+            self._heard = self._now
+            self.next_deadline = self._now + self._patience
+        else:
+            self._follow(peer, message.generation)
+        if message.commit > self.commit:
+            if message.commit > self.log.last:
+                raise InvariantBroken(
+                    f"{self.id} acknowledged up to {message.commit} and has only {self.log.last}: "
+                    "its disk has lost what it had written"
+                )
+            self._commit_to(message.commit)
+        if message.round:
+            self._out.append(Send(peer, HeartbeatReply(self.generation, message.round)))
+
+    def _append(self, peer: str, message: Append) -> None:
+        if message.generation < self.generation:
+            self._out.append(Send(peer, AppendReply(self.generation, 0, rejected=True)))
+            return
+        self._follow(peer, message.generation)
+        log = self.log
+        previous = message.previous_index
+        if previous >= self.commit and log.generation_at(previous) != message.previous_generation:
+            hint = log.meeting_point(previous, message.previous_generation)
+            reply = AppendReply(
+                self.generation, previous, True, hint, log.generation_at(hint), message.round
+            )
+            self._out.append(Send(peer, reply))
+            return
+        matched = self._merge(previous, message.entries)
+        if message.commit > self.commit:
+            self._learn_commit(message.commit, matched)
+        # Whatever is committed here, the leader has: no need to find that out entry by entry.
+        reply = AppendReply(self.generation, max(matched, self.commit), round=message.round)
+        self._out.append(Send(peer, reply, self._token))
+
+    def _merge(self, previous: int, entries: tuple[Entry, ...]) -> int:
+        """Take in what follows `previous`, where the logs agree. Up to where they do then."""
+        log = self.log
+        matched = previous + len(entries)
+        if previous == log.last:
+            if entries:
+                self._write(entries)
+            return matched
+        for place, entry in enumerate(entries):
+            index = previous + 1 + place
+            if log.generation_at(index) == entry.generation or index <= log.base:
+                continue
+            if index <= self.commit:
+                raise InvariantBroken(
+                    f"{self.id}: entry {index} is committed in generation "
+                    f"{log.generation_at(index)}, and the leader has it in {entry.generation}"
+                )
+            if index <= log.last:
+                log.cut(index - 1)
+                self.membership = log.membership
+            self._write(entries[place:])
+            break
+        return matched
+
+    def _learn_commit(self, commit: int, matched: int) -> None:
+        """The leader has committed this much; beyond `matched`, our log may be another."""
+        if commit > matched:
+            commit = matched
+        if commit > self.commit:
+            self._commit_to(commit)
+
+    def _snapshot_received(self, event: SnapshotReceived) -> None:
+        if event.generation < self.generation:
+            return
+        self._follow(event.peer, event.generation)
+        snapshot = event.snapshot
+        if snapshot.index > self.commit:
+            if self.log.generation_at(snapshot.index) == snapshot.generation:
+                # Everything it stands for is in the log already, and so is what follows.
+                self._commit_to(snapshot.index)
+            else:
+                self._token += 1
+                self.log.replace(snapshot, self._token)
+                self.membership = self.log.membership
+                self.commit = snapshot.index
+                self._out.append(Install(snapshot, self._token))
+        reply = AppendReply(self.generation, self.commit)
+        self._out.append(Send(event.peer, reply, self._token))
+
+    def _compacted(self, event: Compacted) -> None:
+        index = event.snapshot.index
+        if index > self.commit:
+            raise IllegalEvent(
+                f"{self.id}: a snapshot up to {index}, but only {self.commit} is committed"
+            )
+        if index > self.log.base:
+            self.log.compact(index, self.settings.tail_entries, self.settings.tail_bytes)
+
+    # Leading.
+
+    def _lead(self) -> None:
+        """Elected. The empty entry is what commits all that is left of earlier generations."""
+        self.role = LEADING
+        self.leader = self.id
+        self._campaign = Campaign.NONE
+        self._votes.clear()
+        self._haste = 0.0
+        following = self.log.last + 1
+        self._peers = {
+            peer: Progress(following) for peer in self.membership.everyone if peer != self.id
+        }
+        self._opening = following
+        self._beat_at = self._now + self.settings.heartbeat_s
+        self._check_at = self._now + self.settings.election_timeout_s
+        self._arm()
+        self._add(Kind.NOTHING, b"")
+
+    def _resign(self) -> None:
+        """Lead no longer, in whatever way."""
+        self._out.extend(ReadRefused(token) for _, _, token in self._reads)
+        self._reads.clear()
+        self._peers = {}
+        self._heir = None
+        self._transfer_until = inf
+
+    def _arm(self) -> None:
+        self.next_deadline = min(self._beat_at, self._check_at, self._transfer_until)
+
+    def _lead_on(self) -> None:
+        """Some deadline of a leader's has come."""
+        now = self._now
+        if now >= self._check_at:
+            if not self._hears_majority():
+                self._look()
+                return
+            for progress in self._peers.values():
+                progress.active = False
+            self._check_at = now + self.settings.election_timeout_s
+        if now >= self._transfer_until:
+            self._keep_leading(f"{self._heir} did not take over in time")
+        if now >= self._beat_at:
+            self._beat_at = now + self.settings.heartbeat_s
+            self._begin_round(self._peers)
+        self._arm()
+
+    def _hears_majority(self) -> bool:
+        peers = self._peers
+        heard = sum(voter == self.id or peers[voter].active for voter in self.membership.voters)
+        return heard >= self.membership.majority
+
+    def _proposed(self, event: Proposed) -> None:
+        if self.role is not LEADING:
+            self._out.append(Refused("this server does not lead"))
+        elif self._heir is not None:
+            self._out.append(Refused(f"leadership is being handed over to {self._heir}"))
+        else:
+            self._out.append(Accepted(self.log.last + 1, self.generation))
+            self._add(Kind.COMMANDS, event.data)
+
+    def _add(self, kind: Kind, data: bytes) -> None:
+        """Add an entry; it goes to the peers while our own disk is still writing."""
+        self._write((Entry(self.generation, kind, data),))
+        for peer, progress in self._peers.items():
+            self._replicate(peer, progress)
+
+    def _replicate(self, peer: str, progress: Progress) -> None:
+        """Send all that may go now."""
+        log = self.log
+        while progress.next <= log.last and progress.may_send(self.settings):
+            if progress.next <= log.base:
+                progress.await_snapshot()
+                self._out.append(SendSnapshot(peer, self.generation))
+                return
+            message, size = self._message(progress.next)
+            last = message.previous_index + len(message.entries)
+            progress.sent(last, size)
+            self._tell(peer, progress, message, last)
+
+    def _message(self, following: int) -> tuple[Append, int]:
+        """The entries from here on, and their size; the same object for all who need the same."""
+        log = self.log
+        made = self._made
+        if (
+            following == log.last
+            and made.previous_index == following - 1
+            and made.commit == self.commit
+            and made.round == self._round
+            and made.generation == self.generation
+            and len(made.entries) == 1
+        ):
+            return made, len(made.entries[0].data)
+        entries, size = log.batch(
+            following, self.settings.message_entries, self.settings.message_bytes
+        )
+        previous = following - 1
+        self._made = made = Append(
+            self.generation,
+            previous,
+            log.generation_at(previous),
+            entries,
+            self.commit,
+            self._round,
+        )
+        return made, size
+
+    def _nudge(self, peer: str, progress: Progress) -> None:
+        """An append with nothing in it: if something before it was lost, the answer says so."""
+        previous = progress.next - 1
+        if progress.pace is not Pace.SNAPSHOT and previous >= self.log.base:
+            generation = self.log.generation_at(previous)
+            message = Append(self.generation, previous, generation, (), self.commit, self._round)
+            self._tell(peer, progress, message, previous)
+
+    def _tell(self, peer: str, progress: Progress, message: Append, last: int) -> None:
+        told = min(self.commit, last)
+        if told > progress.told:
+            progress.told = told
+        self._out.append(Send(peer, message))
+
+    def _append_reply(self, peer: str, message: AppendReply) -> None:
+        progress = self._answerer(peer, message)
+        if progress is None:
+            return
+        if message.round > progress.round:
+            self._answered(progress, message.round)
+        if message.rejected:
+            self._back_off(peer, progress, message)
+            return
+        if message.index > self.log.last:
+            raise InvariantBroken(
+                f"{peer} has {message.index} entries of {self.id}'s, which has {self.log.last}"
+            )
+        ahead = message.index > progress.match
+        progress.matched(message.index)
+        if progress.pace is Pace.PROBING or (
+            progress.pace is Pace.SNAPSHOT and progress.match >= self.log.base
+        ):
+            progress.stream()
+        if ahead:
+            if message.index > self.commit:
+                self._advance()
+                if self.role is not LEADING:
+                    return
+            self._hand_over(peer)
+        if progress.next <= self.log.last:
+            self._replicate(peer, progress)
+        if progress.told < self.commit:
+            self._tell_commit(peer, progress)
+
+    def _back_off(self, peer: str, progress: Progress, message: AppendReply) -> None:
+        """The peer lacks the entry before those it was sent: try where the logs may meet."""
+        if message.index <= progress.match or progress.pace is Pace.SNAPSHOT:
+            return
+        if progress.pace is Pace.PROBING and message.index != progress.next - 1:
+            return
+        meeting = self.log.meeting_point(message.hint_index, message.hint_generation)
+        progress.probe(min(message.index, meeting + 1))
+        self._replicate(peer, progress)
+
+    def _heartbeat_reply(self, peer: str, message: HeartbeatReply) -> None:
+        progress = self._answerer(peer, message)
+        if progress is None:
+            return
+        if message.round > progress.round:
+            self._answered(progress, message.round)
+        if progress.match < self.log.last:
+            # What was sent may have been lost: a probe may go again, and a stream is tested.
+            progress.paused = False
+            before = len(self._out)
+            self._replicate(peer, progress)
+            if len(self._out) == before:
+                self._nudge(peer, progress)
+        elif self._heir == peer:
+            self._hand_over(peer)
+
+    def _answerer(self, peer: str, message: Message) -> Progress | None:
+        """Who answers us as the leader of this generation, and is still of interest."""
+        if message.generation != self.generation or self.role is not LEADING:
+            if message.generation > self.generation:
+                self._adopt(message.generation)
+            return None
+        progress = self._peers.get(peer)
+        if progress is not None:
+            progress.active = True
+        return progress
+
+    def _connected(self, event: Connected) -> None:
+        progress = self._peers.get(event.peer)
+        if progress is not None:
+            if progress.pace is not Pace.SNAPSHOT:
+                probing = progress.pace is Pace.PROBING
+                progress.probe(progress.next if probing else progress.match + 1)
+                self._replicate(event.peer, progress)
+        elif self._campaign is not Campaign.NONE and event.peer in self.membership.voters:
+            self._solicit(event.peer)
+
+    def _disconnected(self, event: Disconnected) -> None:
+        peer = event.peer
+        progress = self._peers.get(peer)
+        if progress is not None:
+            progress.active = False
+            progress.probe(progress.match + 1, paused=True)
+            if self._heir == peer:
+                self._keep_leading(f"the connection to {peer} has ended")
+        elif peer in (self.leader, self.vote) and self.leader in (None, peer):
+            # Whoever leads us, or was going to, is perhaps dead.
+            self._hurry()
+
+    def _snapshot_sent(self, event: SnapshotSent) -> None:
+        progress = self._peers.get(event.peer)
+        if progress is None or progress.pace is not Pace.SNAPSHOT:
+            return
+        if event.ok:
+            # Only its own word will count as a match: it may yet decline to install it.
+            progress.probe(event.snapshot.index + 1)
+            self._replicate(event.peer, progress)
+        else:
+            progress.probe(progress.match + 1, paused=True)
+
+    # Committing.
+
+    def _advance(self) -> None:
+        """Commit what can be committed, and tell everybody."""
+        point = self._commit_point()
+        if point <= self.commit:
+            return
+        settled = self.commit < self.log.membership_index <= point
+        self._commit_to(point)
+        for peer, progress in self._peers.items():
+            self._tell_commit(peer, progress)
+        if self._reads:
+            self._serve_reads()
+        if settled:
+            self._settle()
+
+    def _commit_point(self) -> int:
+        """The index up to which a majority has everything on disk, if that ends in an entry of our
+        own; otherwise what is committed already."""
+        peers = self._peers
+        marks = [
+            self.log.durable if voter == self.id else peers[voter].match
+            for voter in self.membership.voters
+        ]
+        marks.sort()
+        point = marks[-self.membership.majority]
+        return point if self.log.generation_at(point) == self.generation else self.commit
+
+    def _tell_commit(self, peer: str, progress: Progress) -> None:
+        commit = min(self.commit, progress.match)
+        if commit > progress.told:
+            progress.told = commit
+            self._out.append(Send(peer, Heartbeat(self.generation, commit, 0)))
+
+    def _settle(self) -> None:
+        """The membership in force is committed: whoever has no part in it is let go."""
+        everyone = self.membership.everyone
+        for peer in [peer for peer in self._peers if peer not in everyone]:
+            del self._peers[peer]
+        if self.id not in self.membership.voters:
+            heir = self._furthest()
+            if heir is not None and self._peers[heir].match == self.log.last:
+                self._out.append(Send(heir, TimeoutNow(self.generation)))
+            self._look()
+
+    # Reading.
+
+    def _read_asked(self, event: ReadAsked) -> None:
+        if self.role is not LEADING:
+            self._out.append(ReadRefused(event.token))
+            return
+        idle = self._confirmed() >= self._round
+        # A round that is under way may have been answered before this read was asked.
+        self._reads.append((self._round + 1, max(self.commit, self._opening), event.token))
+        if idle:
+            self._begin_round(self.membership.voters)
+            self._serve_reads()
+
+    def _begin_round(self, peers: Iterable[str]) -> None:
+        self._round += 1
+        commit = self.commit
+        beat = Heartbeat(self.generation, commit, self._round)
+        for peer in peers:
+            progress = self._peers.get(peer)
+            if progress is None:
+                continue
+            if progress.match < commit:
+                mine = Heartbeat(self.generation, progress.match, self._round)
+                self._out.append(Send(peer, mine))
+            else:
+                self._out.append(Send(peer, beat))
+
+    def _answered(self, progress: Progress, round_: int) -> None:
+        progress.round = round_
+        if self._reads:
+            self._serve_reads()
+
+    def _confirmed(self) -> int:
+        """The latest round that a majority has answered."""
+        peers = self._peers
+        marks = [
+            self._round if voter == self.id else peers[voter].round
+            for voter in self.membership.voters
+        ]
+        marks.sort()
+        return marks[-self.membership.majority]
+
+    def _serve_reads(self) -> None:
+        """Answer the reads whose time has come, and begin the round that the next ones need."""
+        confirmed = self._confirmed()
+        reads = self._reads
+        if self.commit >= self._opening:
+            while reads and reads[0][0] <= confirmed:
+                _, index, token = reads.popleft()
+                self._out.append(ReadReady(token, index))
+        if reads and reads[-1][0] > self._round and confirmed >= self._round:
+            self._begin_round(self.membership.voters)
+
+    # Handing over.
+
+    def _transfer_asked(self, event: TransferAsked) -> None:
+        if self.role is not LEADING:
+            self._out.append(TransferFailed("this server does not lead"))
+            return
+        heir = event.to or self._furthest()
+        if heir == self._heir and heir is not None:
+            return
+        if self._heir is not None:
+            self._keep_leading(f"{heir} is to lead instead of {self._heir}")
+        if heir is None:
+            self._out.append(TransferFailed("no other voter is there to lead"))
+        elif heir == self.id:
+            self._out.append(TransferFailed("this server leads already"))
+        elif heir not in self.membership.voters:
+            self._out.append(TransferFailed(f"{heir} is not a voter"))
+        else:
+            self._heir = heir
+            self._transfer_until = self._now + self.settings.election_timeout_s
+            self._arm()
+            self._hand_over(heir)
+
+    def _furthest(self) -> str | None:
+        """The other voter that has most of the log, among those heard of."""
+        best: str | None = None
+        for voter in self.membership.voters:
+            progress = self._peers.get(voter)
+            if (
+                progress is not None
+                and progress.active
+                and (best is None or progress.match > self._peers[best].match)
+            ):
+                best = voter
+        return best
+
+    def _hand_over(self, peer: str) -> None:
+        """The heir may stand as soon as it has everything."""
+        if peer == self._heir and self._peers[peer].match == self.log.last:
+            self._out.append(Send(peer, TimeoutNow(self.generation)))
+
+    def _keep_leading(self, reason: str) -> None:
+        self._heir = None
+        self._transfer_until = inf
+        self._out.append(TransferFailed(reason))
+
+    # Changing the membership.
+
+    def _change_asked(self, event: ChangeAsked) -> None:
+        reason = self._change_refusal(event.membership)
+        if reason is not None:
+            self._out.append(Refused(reason))
+            return
+        self._out.append(Accepted(self.log.last + 1, self.generation))
+        self._add(Kind.MEMBERSHIP, encode_membership(event.membership))
+        # Fewer voters may need fewer acknowledgements.
+        self._advance()
+
+    def _change_refusal(self, wanted: Membership) -> str | None:
+        if self.role is not LEADING:
+            return "this server does not lead"
+        if self._heir is not None:
+            return f"leadership is being handed over to {self._heir}"
+        if not self._may_change():
+            return "the last change is not committed yet; ask again in a moment"
+        return _unlike(self.membership, wanted) or self._behind(wanted)
+
+    def _may_change(self) -> bool:
+        """Without an entry of this generation committed, a change left over from an earlier one
+        could still come to stand, with a majority that does not overlap ours."""
+        return self.log.membership_index <= self.commit and self.commit >= self._opening
+
+    def _behind(self, wanted: Membership) -> str | None:
+        """A learner becomes a voter when it has all but what is on its way."""
+        for peer in wanted.voters:
+            if peer in self.membership.learners:
+                progress = self._peers[peer]
+                missing = self.log.last - progress.match
+                if not progress.active or missing > self.settings.message_entries:
+                    return f"{peer} is {missing} entries behind; ask again when it has caught up"
+        return None
+
+
+def _settings(settings: Settings) -> RaftSettings:
+    if isinstance(settings, RaftSettings):
+        return settings
+    return RaftSettings(
+        election_timeout_s=settings.election_timeout_s,
+        heartbeat_s=settings.heartbeat_s,
+        message_bytes=settings.message_bytes,
+        haste_s=min(HASTE_S, settings.election_timeout_s),
+    )
+
+
+def _unlike(old: Membership, new: Membership) -> str | None:
+    """Why the one may not follow the other."""
+    if not new.voters:
+        return "there must be a voter"
+    if len(set(new.everyone)) != len(new.everyone):
+        return "a server is named twice"
+    before = {**dict.fromkeys(old.learners, "learner"), **dict.fromkeys(old.voters, "voter")}
+    after = {**dict.fromkeys(new.learners, "learner"), **dict.fromkeys(new.voters, "voter")}
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    if len(changed) > 1:
+        return f"only one server can change at a time, not {', '.join(changed)}"
+    if not changed and old.addresses == new.addresses:
+        return "that is the membership in force"
+    return None
