@@ -1,0 +1,866 @@
+"""What a journal's folder holds, and how it is read after a crash.
+
+    identity                     whose folder this is: cluster, node, protocol
+    lock                         held by the one process that writes here
+    log-0000000001, …            segments of the log
+    snapshot-<index>-<unique>    snapshots; the one in force is named by the log
+    reserve                      room set aside: freed when the disk is full, for votes
+
+Every file but the first two is a row of *frames*: magic, checksum, length, flags, number, payload.
+The first one, the head, says what the file is and holds its salt; the checksums of the others are
+taken with that salt, so that nothing but a frame of this very file passes for one, not even a copy
+of another journal among the data.
+
+A frame of the log is a *batch*: records that are written in one piece and synced before anything
+else is written. From this follows how a damaged log is read:
+
+- At most one batch, the last, was not yet on disk when the process ended. If it is damaged it has
+  been acknowledged to nobody: it is cut off.
+- Damage with a batch after it is damage to something acknowledged: the folder is refused. When
+  nothing is left to do after a sync, an empty *seal* is written behind the batch (and overwritten
+  by the next), so this holds for the last batch too.
+- The next segment exists before the batch that fills the last one up is written; that batch says
+  so, and a log that ends with it has lost a segment.
+
+The head of a segment holds all that earlier segments decide, apart from entries: the protocol's
+state, the snapshot in force, where the log ended. They can go as soon as the snapshot covers their
+entries. A snapshot is in force when the log says so: a file that no record names is litter.
+
+Nothing here knows of event loops or threads. `Disk` is the seam through which all files are
+touched. Imports the words of consensus, errors, msgspec.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import json
+import os
+import re
+import secrets
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from struct import Struct as Layout
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from doyen.consensus.core import Entry, Kind, Snapshot
+from doyen.errors import StoreUnusable
+
+__all__ = [
+    "FRAME_LIMIT",
+    "NO_ROOM",
+    "Disk",
+    "Findings",
+    "FrameReader",
+    "FrameWriter",
+    "Identity",
+    "Installed",
+    "Kept",
+    "Ledger",
+    "Log",
+    "Mark",
+    "Put",
+    "Record",
+    "Segment",
+    "SnapshotReader",
+    "SnapshotWriter",
+    "Stated",
+    "SyncFailed",
+    "Took",
+    "claim",
+    "read_identity",
+    "survey",
+    "write_identity",
+]
+
+FORMAT = 1
+FRAME_LIMIT = 64 << 20
+"""No frame is longer: a longer one in a file is damage."""
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+REMEDY = (
+    "Restore this node from its peers: remove it from the cluster, delete the folder and add it"
+    " again; or restore the cluster from a backup."
+)
+
+
+class SyncFailed(Exception):
+    """The disk could not say that what was written is there. Asking again proves nothing: the
+    kernel may have dropped the pages and call them clean."""
+
+
+class Disk:
+    """The files, as the operating system gives them."""
+
+    def make_folder(self, path: Path) -> None:
+        if not path.is_dir():
+            path.mkdir(parents=True)
+            self.sync_folder(path.parent)
+
+    def names(self, folder: Path) -> list[str]:
+        return sorted(os.listdir(folder))
+
+    def create(self, path: Path) -> int:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+
+    def open(self, path: Path, *, write: bool = False) -> int:
+        return os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def size(self, fd: int) -> int:
+        return os.fstat(fd).st_size
+
+    def read(self, fd: int, size: int, offset: int) -> bytes:
+        """Up to `size` bytes: fewer only at the end of the file."""
+        data = os.pread(fd, size, offset)
+        while data and len(data) < size:
+            more = os.pread(fd, size - len(data), offset + len(data))
+            if not more:
+                break
+            data += more
+        return data
+
+    def write(self, fd: int, data: bytes, offset: int) -> None:
+        done = os.pwrite(fd, data, offset)
+        while done < len(data):
+            done += os.pwrite(fd, memoryview(data)[done:], offset + done)
+
+    def cut(self, fd: int, size: int) -> None:
+        os.ftruncate(fd, size)
+
+    def sync(self, fd: int) -> None:
+        if hasattr(fcntl, "F_FULLFSYNC"):
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+        else:
+            os.fdatasync(fd)
+
+    def sync_folder(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, old: Path, new: Path) -> None:
+        os.rename(old, new)
+
+    def remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def allocate(self, fd: int, size: int) -> None:
+        os.posix_fallocate(fd, 0, size)
+
+    def lock(self, fd: int) -> bool:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def _sync(disk: Disk, fd: int, path: Path) -> None:
+    try:
+        disk.sync(fd)
+    except OSError as error:
+        raise SyncFailed(f"{path} could not be synced: {error}") from error
+
+
+def _sync_folder(disk: Disk, path: Path) -> None:
+    try:
+        disk.sync_folder(path)
+    except OSError as error:
+        raise SyncFailed(f"{path} could not be synced: {error}") from error
+
+
+def _read_all(disk: Disk, path: Path) -> bytes:
+    fd = disk.open(path)
+    try:
+        return disk.read(fd, disk.size(fd), 0)
+    finally:
+        disk.close(fd)
+
+
+def _damaged(path: Path, offset: int, what: str) -> StoreUnusable:
+    return StoreUnusable(f"{path} is damaged at byte {offset}: {what}. {REMEDY}")
+
+
+# Whose folder it is.
+
+
+class Identity(Struct, frozen=True):
+    """Whose memory this is. A node that votes from another's could vote twice."""
+
+    cluster: str
+    node: str
+    protocol: str
+    format: int = FORMAT
+
+
+def claim(disk: Disk, folder: Path) -> int:
+    """Lock the folder for this process; the lock goes with the descriptor."""
+    disk.make_folder(folder)
+    path = folder / "lock"
+    try:
+        fd = disk.open(path, write=True)
+    except FileNotFoundError:
+        fd = disk.create(path)
+    if not disk.lock(fd):
+        pid = disk.read(fd, 20, 0).decode(errors="replace").strip() or "unknown"
+        disk.close(fd)
+        raise StoreUnusable(
+            f"{folder} is in use by process {pid}: stop that one, or give this node a folder of"
+            " its own."
+        )
+    disk.cut(fd, 0)
+    disk.write(fd, b"%d\n" % os.getpid(), 0)
+    return fd
+
+
+def write_identity(disk: Disk, folder: Path, identity: Identity) -> None:
+    about = msgspec.to_builtins(identity)
+    about["checksum"] = zlib.crc32(msgspec.json.encode(identity))
+    _put_file(disk, folder / "identity", json.dumps(about, indent=1).encode() + b"\n")
+
+
+def read_identity(disk: Disk, folder: Path) -> Identity | None:
+    path = folder / "identity"
+    try:
+        data = _read_all(disk, path)
+    except FileNotFoundError:
+        return None
+    try:
+        about = json.loads(data)
+        checksum = about.pop("checksum")
+        identity = msgspec.convert(about, Identity)
+    except (ValueError, KeyError, AttributeError, msgspec.ValidationError):
+        raise _damaged(path, 0, "it does not say whose folder this is") from None
+    if checksum != zlib.crc32(msgspec.json.encode(identity)):
+        raise _damaged(path, 0, "its checksum is wrong")
+    return identity
+
+
+def check_identity(folder: Path, found: Identity, wanted: Identity) -> None:
+    if found.format > wanted.format:
+        raise StoreUnusable(
+            f"{folder} was written by a later doyen (format {found.format}, this one knows"
+            f" {wanted.format}): run that one."
+        )
+    for field in ("cluster", "node", "protocol"):
+        theirs, ours = getattr(found, field), getattr(wanted, field)
+        if theirs != ours:
+            raise StoreUnusable(
+                f"{folder} belongs to {field} {theirs!r}, and this is {field} {ours!r}: give this"
+                " node the folder it had before, or an empty one."
+            )
+
+
+def _put_file(disk: Disk, path: Path, data: bytes) -> None:
+    """Have a file with this content, whole or not at all."""
+    new = path.with_name(path.name + ".new")
+    fd = disk.create(new)
+    try:
+        disk.write(fd, data, 0)
+        _sync(disk, fd, new)
+    finally:
+        disk.close(fd)
+    disk.rename(new, path)
+    _sync_folder(disk, path.parent)
+
+
+# Frames.
+
+MAGIC = b"\xd0yn\x01"
+_FRAME = Layout("<4sIIIQ")
+_CHECKED = Layout("<IIQ")
+_SIZE = _FRAME.size
+_COVERED = 8
+"""What precedes the part that the checksum covers."""
+
+ORDINARY, HEAD, LAST, SEAL, END = range(5)
+
+
+def _frame(payload: bytes, flag: int, number: int, salt: int) -> bytes:
+    rest = _CHECKED.pack(len(payload), flag, number) + payload
+    return MAGIC + zlib.crc32(rest, salt).to_bytes(4, "little") + rest
+
+
+def _valid_at(data: bytes, offset: int, salt: int) -> tuple[int, int, int] | None:
+    """The (flag, number, end) of the frame that stands there, if one does."""
+    if offset + _SIZE > len(data):
+        return None
+    magic, checksum, length, flag, number = _FRAME.unpack_from(data, offset)
+    end = offset + _SIZE + length
+    if magic != MAGIC or length > FRAME_LIMIT or end > len(data):
+        return None
+    if zlib.crc32(memoryview(data)[offset + _COVERED : end], salt) != checksum:
+        return None
+    return flag, number, end
+
+
+def _valid_after(data: bytes, offset: int, salt: int) -> int | None:
+    """Where, from there on, the next frame of this file stands."""
+    while (offset := data.find(MAGIC, offset)) >= 0:
+        if _valid_at(data, offset, salt):
+            return offset
+        offset += 1
+    return None
+
+
+def _new_salt() -> int:
+    return secrets.randbits(32) | 1
+
+
+class FrameWriter:
+    """A new file of frames, written piece by piece: it has its name only when it is whole."""
+
+    def __init__(self, disk: Disk, path: Path, head: Any) -> None:
+        self.path = path
+        self.bytes = 0
+        self._new = path.with_name(path.name + ".new")
+        self._disk = disk
+        self._salt = _new_salt()
+        self._number = 0
+        self._fd = disk.create(self._new)
+        try:
+            payload = msgspec.msgpack.encode((self._salt, FORMAT, head))
+            self._write(_frame(payload, HEAD, 0, 0))
+        except BaseException:
+            self.abandon()
+            raise
+
+    def write(self, payload: bytes, flag: int = ORDINARY) -> None:
+        if len(payload) > FRAME_LIMIT:
+            raise ValueError(f"a piece of {len(payload)} bytes is too long; give smaller ones")
+        self._number += 1
+        self._write(_frame(payload, flag, self._number, self._salt))
+
+    def sync(self) -> None:
+        _sync(self._disk, self._fd, self._new)
+
+    def finish(self) -> None:
+        self.write(b"", END)
+        self.sync()
+        self._disk.close(self._fd)
+        self._fd = -1
+        self._disk.rename(self._new, self.path)
+        _sync_folder(self._disk, self.path.parent)
+
+    def abandon(self) -> None:
+        if self._fd >= 0:
+            self._disk.close(self._fd)
+            self._fd = -1
+            self._disk.remove(self._new)
+
+    def _write(self, frame: bytes) -> None:
+        self._disk.write(self._fd, frame, self.bytes)
+        self.bytes += len(frame)
+
+
+class FrameReader:
+    """A finished file of frames. Opening checks its head and its end, reading every frame."""
+
+    def __init__(self, disk: Disk, path: Path, head: Any) -> None:
+        self.path = path
+        self._disk = disk
+        try:
+            self._fd = disk.open(path)
+        except FileNotFoundError:
+            raise StoreUnusable(f"{path} is missing. {REMEDY}") from None
+        try:
+            self._read_head(head)
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_head(self, head: Any) -> None:
+        size = self._disk.size(self._fd)
+        start = self._disk.read(self._fd, 1 << 20, 0)
+        self.salt, self.head, self._offset = _read_head(self.path, start, head)
+        last = self._disk.read(self._fd, _SIZE, max(0, size - _SIZE))
+        end = _valid_at(last, 0, self.salt)
+        if end is None or end[0] != END:
+            raise _damaged(self.path, size, "its end is missing")
+        self.pieces = end[1] - 1
+        self.bytes = size
+        self._number = 0
+
+    def read(self) -> bytes | None:
+        """The next piece; None after the last."""
+        start = self._disk.read(self._fd, _SIZE, self._offset)
+        length = _FRAME.unpack(start)[2] if len(start) == _SIZE else FRAME_LIMIT + 1
+        frame = b""
+        if length <= FRAME_LIMIT:
+            frame = start + self._disk.read(self._fd, length, self._offset + _SIZE)
+        found = _valid_at(frame, 0, self.salt)
+        if found is None or found[1] != self._number + 1:
+            raise _damaged(self.path, self._offset, "a checksum is wrong")
+        if found[0] == END:
+            return None
+        self._number += 1
+        self._offset += len(frame)
+        return frame[_SIZE:]
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            self._disk.close(self._fd)
+            self._fd = -1
+
+
+def _read_head(path: Path, data: bytes, kind: Any) -> tuple[int, Any, int]:
+    """The salt and the head of a file, and where what follows begins."""
+    found = _valid_at(data, 0, 0)
+    if found is None or found[0] != HEAD:
+        raise _damaged(path, 0, "its head is not readable")
+    try:
+        salt, version, head = msgspec.msgpack.decode(
+            data[_SIZE : found[2]], type=tuple[int, int, msgspec.Raw]
+        )
+        if version > FORMAT:
+            raise StoreUnusable(
+                f"{path} was written by a later doyen (format {version}, this one knows {FORMAT}):"
+                " run that one."
+            )
+        return salt, msgspec.msgpack.decode(head, type=kind), found[2]
+    except msgspec.MsgspecError as error:
+        raise _damaged(path, 0, f"its head makes no sense ({error})") from None
+
+
+# Records: what the log says.
+
+
+class Kept(Struct, frozen=True, array_like=True):
+    """A snapshot, and the name of its file."""
+
+    snapshot: Snapshot
+    file: str
+
+
+class Put(Struct, frozen=True, array_like=True, tag=1, gc=False):
+    """Entries at `first` and after; unless `keep`, what stood beyond them is cut off."""
+
+    first: int
+    keep: bool
+    entries: Sequence[Entry]
+
+
+class Stated(Struct, frozen=True, array_like=True, tag=2, gc=False):
+    """The protocol's own state, encoded."""
+
+    state: bytes
+
+
+class Took(Struct, frozen=True, array_like=True, tag=3):
+    """A snapshot of our own is in force."""
+
+    kept: Kept
+
+
+class Installed(Struct, frozen=True, array_like=True, tag=4):
+    """A leader's snapshot is in force, and the log is empty behind it."""
+
+    kept: Kept
+
+
+Record = Put | Stated | Took | Installed
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[Record]).decode
+
+HOLE = Entry(0, Kind.NOTHING, b"")
+"""Stands where a protocol that fills its log out of order has put nothing yet."""
+
+
+class Mark:
+    """What the log amounts to, apart from its entries."""
+
+    __slots__ = ("end", "kept", "state")
+
+    def __init__(self, end: int = 0, state: bytes = b"", kept: Kept | None = None) -> None:
+        self.end = end
+        """The index of the last entry."""
+        self.state = state
+        self.kept = kept
+
+    @property
+    def base(self) -> int:
+        """The index up to which the snapshot stands for the log."""
+        return self.kept.snapshot.index if self.kept else 0
+
+    def advance(self, record: Record) -> None:
+        if isinstance(record, Put):
+            end = record.first + len(record.entries) - 1
+            if not record.keep and record.first > self.end + 1:
+                raise ValueError(f"entries at {record.first} after a log that ends at {self.end}")
+            self.end = max(end, self.end) if record.keep else end
+        elif isinstance(record, Stated):
+            self.state = record.state
+        else:
+            self.kept = record.kept
+            if isinstance(record, Installed):
+                self.end = record.kept.snapshot.index
+
+
+class Ledger(Mark):
+    """What the log amounts to. `entries` begin at `start`, which may lie before the snapshot's
+    end."""
+
+    __slots__ = ("entries", "start")
+
+    def __init__(self, end: int = 0, state: bytes = b"", kept: Kept | None = None) -> None:
+        super().__init__(end, state, kept)
+        self.start = end + 1
+        self.entries: list[Entry] = []
+
+    def advance(self, record: Record) -> None:
+        before = self.end
+        super().advance(record)
+        if isinstance(record, Put):
+            self._put(record, before)
+        elif isinstance(record, Installed):
+            self.start = self.end + 1
+            self.entries.clear()
+
+    def _put(self, put: Put, end: int) -> None:
+        entries = self.entries
+        if put.first == end + 1:
+            entries += put.entries
+            return
+        at = put.first - self.start
+        new: Sequence[Entry] = put.entries
+        if put.keep:
+            if at < 0:
+                new, at = new[-at:], 0
+            entries += [HOLE] * (at - len(entries))
+            entries[at : at + len(new)] = new
+        else:
+            if at < 0:
+                self.start, at = put.first, 0
+            entries[at:] = new
+
+    def following(self) -> list[Entry]:
+        """The entries that follow the snapshot."""
+        covered = self.base + 1 - self.start
+        return self.entries[covered:] if covered > 0 else self.entries
+
+
+# Segments.
+
+
+class SegmentHead(Struct, frozen=True, array_like=True):
+    """What a segment begins with: all that the ones before it decide, apart from entries."""
+
+    number: int
+    batch: int
+    """The number of its first batch."""
+    first: int
+    """The index after the last entry, at its beginning."""
+    state: bytes
+    kept: Kept | None
+
+
+class Segment(Struct, frozen=True):
+    """A segment as it was found."""
+
+    number: int
+    file: str
+    bytes: int
+    batches: int
+    end: int
+    """The index of the last entry, at its end."""
+
+
+class Findings(Struct):
+    """What a reading of the folder has shown."""
+
+    ledger: Ledger
+    segments: list[Segment]
+    salt: int = 0
+    """Of the last segment, as are the following."""
+    batch: int = 1
+    """The number of the next batch."""
+    offset: int = 0
+    """Where it goes."""
+    last: tuple[str, int, int] | None = None
+    """Where the last batch is: in which file, from, to. It may be the segment before."""
+    sealed: bool = False
+    torn: int = 0
+    """How many bytes of an unfinished batch follow."""
+    litter: list[str] = []
+    """Files that nothing refers to: left behind by a crash."""
+
+
+_SEGMENT = re.compile(r"log-(\d{10})")
+_OURS = re.compile(r"(log-\d{10}|snapshot-\d+-[0-9a-f]{8})(\.new)?|(identity|reserve)\.new")
+
+
+def _segment_name(number: int) -> str:
+    return f"log-{number:010d}"
+
+
+def survey(disk: Disk, folder: Path) -> Findings | None:
+    """Read everything, change nothing. None if no log was ever begun here."""
+    names = disk.names(folder)
+    numbers = sorted(int(found[1]) for name in names if (found := _SEGMENT.fullmatch(name)))
+    if not numbers:
+        return None
+    # Segments are removed oldest first, but a crash may keep an old one and not a later one.
+    first = next(n for n in range(numbers[-1], -1, -1) if n - 1 not in numbers)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        findings = _replay(disk, folder, range(first, numbers[-1] + 1))
+    finally:
+        if collecting:
+            gc.enable()
+    in_force = {segment.file for segment in findings.segments}
+    if findings.ledger.kept:
+        in_force.add(findings.ledger.kept.file)
+    findings.litter = [n for n in names if _OURS.fullmatch(n) and n not in in_force]
+    return findings
+
+
+def _replay(disk: Disk, folder: Path, numbers: Sequence[int]) -> Findings:
+    findings: Findings | None = None
+    for number in numbers:
+        path = folder / _segment_name(number)
+        data = _read_all(disk, path)
+        salt, head, start = _read_head(path, data, SegmentHead)
+        if head.number != number:
+            raise _damaged(path, 0, f"it is segment {head.number}, under the name of another")
+        if findings is None:
+            ledger = Ledger(head.first - 1, head.state, head.kept)
+            findings = Findings(ledger, [], batch=head.batch)
+        elif findings.offset >= 0:
+            # The last segment was not filled up. Then this one was made for a batch that was
+            # never finished, and nothing can be in it.
+            if number != numbers[-1] or _valid_after(data, start, salt) is not None:
+                before = folder / _segment_name(number - 1)
+                raise _damaged(before, findings.offset, "its last batch is missing")
+            break
+        elif (head.batch, head.first) != (findings.batch, findings.ledger.end + 1):
+            raise _damaged(path, 0, "it does not follow the segment before it")
+        findings.salt = salt
+        _replay_segment(findings, path, data, start, number)
+    assert findings is not None
+    if findings.offset < 0:
+        lost = folder / _segment_name(numbers[-1] + 1)
+        raise StoreUnusable(f"{lost} is missing. {REMEDY}")
+    ledger = findings.ledger
+    if ledger.start > ledger.base + 1:
+        raise StoreUnusable(
+            f"{folder / _segment_name(numbers[0] - 1)} is missing: the log begins at"
+            f" {ledger.start}, the snapshot ends at {ledger.base}. {REMEDY}"
+        )
+    return findings
+
+
+def _replay_segment(findings: Findings, path: Path, data: bytes, offset: int, number: int) -> None:
+    """Take in the batches of one segment; `findings.offset` is negative if it was filled up."""
+    ledger, salt, batch = findings.ledger, findings.salt, findings.batch
+    begun, flag = batch, ORDINARY
+    advance = ledger.advance
+    while flag == ORDINARY and (found := _valid_at(data, offset, salt)):
+        flag, this, end = found
+        if this != batch or flag not in (ORDINARY, LAST, SEAL):
+            flag = ORDINARY
+            break
+        if flag == SEAL:
+            break
+        try:
+            for record in _decode(memoryview(data)[offset + _SIZE : end]):
+                advance(record)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise _damaged(path, offset, f"its batch makes no sense ({error})") from None
+        findings.last = (path.name, offset, end)
+        offset, batch = end, batch + 1
+    findings.batch, findings.sealed = batch, flag == SEAL
+    findings.segments.append(Segment(number, path.name, len(data), batch - begun, ledger.end))
+    if flag == LAST:
+        findings.offset = -1
+        return
+    findings.offset = offset
+    rest = offset + _SIZE if flag == SEAL else offset
+    valid = _valid_after(data, rest, salt)
+    if valid is not None:
+        raise _damaged(path, offset, f"a batch is damaged, and an intact one follows at {valid}")
+    findings.torn = len(data[rest:].rstrip(b"\0"))
+
+
+class Log:
+    """The log of a folder, open for writing. What `append` has returned from is on disk."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        folder: Path,
+        findings: Findings | None,
+        *,
+        segment_bytes: int,
+        ahead_bytes: int,
+    ) -> None:
+        self._disk = disk
+        self._folder = folder
+        self._segment_bytes = segment_bytes
+        self._ahead_bytes = ahead_bytes
+        self._older: list[tuple[str, int]] = []
+        """Filled segments, oldest first: name and the index of the last entry at their end."""
+        self._litter: list[str] = []
+        if findings is None:
+            self._mark = Mark()
+            self._batch = 1
+            self._fd = -1
+            self._enter(1, *self._create(1, 1, self._mark))
+        else:
+            self._resume(findings)
+
+    def _resume(self, findings: Findings) -> None:
+        ledger = findings.ledger
+        self._mark = Mark(ledger.end, ledger.state, ledger.kept)
+        self._batch = findings.batch
+        *older, current = findings.segments
+        self._older = [(segment.file, segment.end) for segment in older]
+        self._number = current.number
+        self._salt = findings.salt
+        self._path = self._folder / current.file
+        self._offset = findings.offset
+        self._allocated = current.bytes
+        self._fd = self._disk.open(self._path, write=True)
+        if findings.torn:
+            self._disk.cut(self._fd, self._offset)
+            self._allocated = self._offset
+        _sync(self._disk, self._fd, self._path)
+        if findings.last and not findings.sealed:
+            self._write_again(*findings.last)
+        for name in findings.litter:
+            self._disk.remove(self._folder / name)
+        _sync_folder(self._disk, self._folder)
+
+    def _write_again(self, name: str, start: int, end: int) -> None:
+        """Make sure of a batch of which it is not known whether it was synced. After a failed sync
+        the kernel may hold it, call it clean, and never have written it."""
+        path = self._folder / name
+        fd = self._disk.open(path, write=True)
+        try:
+            self._disk.write(fd, self._disk.read(fd, end - start, start), start)
+            _sync(self._disk, fd, path)
+        finally:
+            self._disk.close(fd)
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Write one batch. If there is no room, nothing has happened, and it can be tried again;
+        after any other error nothing is certain."""
+        after = Mark(self._mark.end, self._mark.state, self._mark.kept)
+        replaced = []
+        for record in records:
+            if isinstance(record, Took | Installed) and after.kept:
+                replaced.append(after.kept.file)
+            after.advance(record)
+        payload = _encode(records)
+        if len(payload) > FRAME_LIMIT:
+            raise ValueError(f"a batch of {len(payload)} bytes is too long")
+        end = self._offset + _SIZE + len(payload)
+        following = None
+        if end > self._segment_bytes:
+            following = self._create(self._number + 1, self._batch + 1, after)
+        flag = LAST if following else ORDINARY
+        try:
+            self._write(_frame(payload, flag, self._batch, self._salt))
+        except OSError:
+            if following:
+                self._disk.close(following[0])
+            raise
+        _sync(self._disk, self._fd, self._path)
+        self._mark = after
+        self._batch += 1
+        self._offset = end
+        self._litter += replaced
+        if following:
+            self._older.append((self._path.name, after.end))
+            self._enter(self._number + 1, *following)
+
+    def seal(self) -> None:
+        """Show that the last batch was synced. Nothing depends on its getting to disk."""
+        self._disk.write(self._fd, _frame(b"", SEAL, self._batch, self._salt), self._offset)
+
+    def litter(self) -> list[Path]:
+        """What nothing refers to any more, for whoever removes it."""
+        while self._older and self._older[0][1] <= self._mark.base:
+            self._litter.append(self._older.pop(0)[0])
+        found = [self._folder / name for name in self._litter]
+        self._litter.clear()
+        return found
+
+    def close(self) -> None:
+        self._disk.close(self._fd)
+
+    def _write(self, frame: bytes) -> None:
+        self._disk.write(self._fd, frame, self._offset)
+        end = self._offset + len(frame)
+        if end > self._allocated:
+            # A sync that need not record a new length of the file is a good deal faster.
+            self._allocated = end
+            try:
+                self._disk.write(self._fd, bytes(self._ahead_bytes), end)
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+            else:
+                self._allocated += self._ahead_bytes
+
+    def _create(self, number: int, batch: int, mark: Mark) -> tuple[int, int, int]:
+        """Make a segment, durably: its descriptor, its salt, and where its first batch goes."""
+        path = self._folder / _segment_name(number)
+        new = path.with_name(path.name + ".new")
+        salt = _new_salt()
+        head = SegmentHead(number, batch, mark.end + 1, mark.state, mark.kept)
+        data = _frame(msgspec.msgpack.encode((salt, FORMAT, head)), HEAD, 0, 0)
+        fd = self._disk.create(new)
+        try:
+            self._disk.write(fd, data, 0)
+            _sync(self._disk, fd, new)
+            self._disk.rename(new, path)
+            _sync_folder(self._disk, self._folder)
+        except BaseException:
+            self._disk.close(fd)
+            raise
+        return fd, salt, len(data)
+
+    def _enter(self, number: int, fd: int, salt: int, offset: int) -> None:
+        if self._fd >= 0:
+            self._disk.close(self._fd)
+        self._number = number
+        self._path = self._folder / _segment_name(number)
+        self._fd, self._salt, self._offset = fd, salt, offset
+        self._allocated = offset
+
+
+# Snapshots.
+
+
+class SnapshotWriter(FrameWriter):
+    """A snapshot on its way to disk."""
+
+    def __init__(self, disk: Disk, folder: Path, snapshot: Snapshot) -> None:
+        name = f"snapshot-{snapshot.index}-{secrets.token_hex(4)}"
+        super().__init__(disk, folder / name, snapshot)
+        self.kept = Kept(snapshot, name)
+
+
+class SnapshotReader(FrameReader):
+    """A snapshot to be read."""
+
+    def __init__(self, disk: Disk, folder: Path, kept: Kept) -> None:
+        super().__init__(disk, folder / kept.file, Snapshot)
+        if self.head != kept.snapshot:
+            self.close()
+            raise _damaged(self.path, 0, "it is not the snapshot that the log names")
+
+    def __iter__(self) -> Iterator[bytes]:
+        while (piece := self.read()) is not None:
+            yield piece
