@@ -1,14 +1,18 @@
 """What went wrong elsewhere, each as a test here.
 
-The reference names the tracker and issue. Every scenario runs on the code as it is, and again on
+The reference names the tracker and issue; docs/incidents.md lists them all, with their tests here
+and on the stores where they happened. Every scenario runs on the code as it is, and again on
 variants with the rule broken that the incident broke: those must be caught. All in virtual time.
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import inspect
+import re
 from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +29,7 @@ from doyen import (
 from doyen.clock import VirtualClock
 from doyen.election import Candidacy
 from doyen.errors import LeaseGone, StoreUnavailable
-from doyen.events import Elected, Lost, Overrun
+from doyen.events import Elected, Event, Lost, Overrun, Waiting
 from doyen.heart import Heart
 from doyen.model import Claim, Entry, Leader, Lease, leader_key
 from doyen.presence import Presence
@@ -727,3 +731,66 @@ async def anext_twice(session: Session) -> None:
     leaders = session.observe("e")
     await anext(leaders)
     await anext(leaders)
+
+
+def ready_when_leading(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("test_incidents.READY", (Elected,))
+
+
+READY: tuple[type[Event], ...] = (Waiting, Elected)
+"""What tells that a candidate has started well."""
+
+
+@broken_by(ready_when_leading)
+async def test_a_rolling_update_does_not_wait_for_leadership(place: Place) -> None:
+    """argo-workflows#8283: a process was ready only when it led, the old one was to be stopped only
+    when the new one was ready. That one stands in line is known without a look at the store."""
+    replicas: list[asyncio.Task[None]] = []
+    for generation in range(6):
+        name = f"replica-{generation}"
+        session = await place.open()
+        replicas.append(in_background(hold_on(session, [], name=name)))
+
+        def ready(name: str = name) -> bool:
+            return any(
+                isinstance(event, Waiting | Elected) and event.name == name
+                for event in place.seen(*READY)
+            )
+
+        await until(ready)
+        if len(replicas) > 2:
+            replicas.pop(0).cancel()
+    await until(lambda: place.holder() == "replica-4")
+
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "incidents.md"
+
+
+def incidents() -> list[tuple[str, list[str]]]:
+    """The rows of the document: the trackers' issues, and the tests."""
+    rows = re.findall(r"(?m)^\| (\S+#\d.*?) \| .* \| (`test.*`) \|$", DOCUMENT.read_text())
+    return [(issues, re.findall(r"`(.*?)`", tests)) for issues, tests in rows]
+
+
+@pytest.mark.parametrize(("issues", "tests"), incidents())
+def test_the_tests_of_an_incident_exist(issues: str, tests: list[str]) -> None:
+    told = ""
+    for test in tests:
+        module, *path = test.split("::")
+        text = (Path(__file__).parent / f"{module}.py").read_text()
+        inside: list[ast.stmt] = ast.parse(text).body
+        for name in path:
+            named = [each for each in inside if getattr(each, "name", "") == name]
+            assert named, f"{test} is named in {DOCUMENT.name}, and there is none"
+            inside = getattr(named[0], "body", [])
+        told += text
+    for issue in issues.split(", "):
+        number = issue.rpartition("#")[2]
+        assert f"#{number}" in told, f"none of the tests mentions {issue}"
+
+
+def test_every_incident_of_these_tests_is_in_the_document() -> None:
+    listed = {issue for issues, _ in incidents() for issue in issues.split(", ")}
+    here = set(re.findall(r"[\w/-]+#\d+", Path(__file__).read_text()))
+    assert len(listed) >= 30
+    assert here <= listed
