@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,6 +31,14 @@ ELECTION = "contest"
 PATIENCE_S = 30.0
 GOOD = (None, 0, -signal.SIGKILL)
 now = SystemClock().now
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a contest is held; there are no links to it."""
+
+    url: str
+    port: int = 0
 
 
 class Candidate:
@@ -111,6 +120,12 @@ class Contest:
         self.candidates.append(candidate)
         return candidate
 
+    def join(self) -> Candidate:
+        """Add one, and wait until it stands."""
+        candidate = self.add()
+        self.wait("the newcomer does not stand", lambda: self.said(candidate, "granted"))
+        return candidate
+
     def wait(self, what: str, condition: Callable[[], object]) -> None:
         """Wait until it is so; fail at once if a candidate ends by itself."""
 
@@ -131,6 +146,19 @@ class Contest:
                 self._heard.wait(left)
             self.wait("", lambda: True)
 
+    def settle(self, seconds: float) -> None:
+        """Let that much time pass, and then more until somebody leads."""
+        instant = now() + seconds
+
+        def leads() -> bool:
+            if not any(event.get("at", 0.0) >= instant for _, event in self.events):
+                return False
+            leader, term = self.elected[-1]
+            lost = [event["token"] for event in self.said(leader, "lost")]
+            return leader.process.returncode is None and term["token"] not in lost
+
+        self.wait("nobody leads", leads)
+
     def leader(self, after: int = 0) -> tuple[Candidate, dict[str, Any]]:
         """The last to have been elected, once there is one with a token above `after`."""
         self.wait(
@@ -141,7 +169,7 @@ class Contest:
     def said(self, candidate: Candidate, kind: str) -> list[dict[str, Any]]:
         return [event for who, event in self.events if who is candidate and event["event"] == kind]
 
-    def failover_s(self, hurt: Callable[[Candidate], None]) -> float:
+    def failover_s(self, hurt: Callable[[Candidate], object]) -> float:
         """Do something to the leader; how long until another has been elected."""
         leader, term = self.leader()
         began = now()

@@ -7,7 +7,6 @@ import random
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 import doyen
-from contest import Contest, now
+from contest import Contest, Place, now
 from doyen.fencing import GuardedFile
 from doyen.model import leader_key
 from doyen.stores.etcd.diagnosis import State, findings
@@ -222,14 +221,6 @@ def test_many_elections_are_kept_by_one_stream_of_renewals(etcd: Etcd) -> None:
 # etcd's own leader is lost while an election runs
 
 
-@dataclass(frozen=True)
-class At:
-    """Where a contest is held."""
-
-    url: str
-    port: int = 0
-
-
 @pytest.fixture
 def cluster() -> Iterator[EtcdCluster]:
     with EtcdCluster() as cluster:
@@ -251,7 +242,7 @@ def test_an_election_outlives_the_loss_of_etcds_own_leader(
     cluster: EtcdCluster, tmp_path: Path, lose: Callable[[Etcd], Callable[[], None]]
 ) -> None:
     """etcd#14641: a campaign hung for as long as etcd's leader was paused."""
-    with Contest(At(cluster.url), tmp_path, ttl_s=5) as contest:
+    with Contest(Place(cluster.url), tmp_path, ttl_s=5) as contest:
         leader, term = contest.leader()
         restore = lose(cluster.leader())
         newcomer, since = contest.add(), now()
@@ -279,7 +270,7 @@ def test_leases_outlive_a_long_stall_of_etcds_own_leader(
 ) -> None:
     """etcd#15247, where it happened. A version that revokes live leases leaves the token, which
     still tells the leaders apart."""
-    with Contest(At(cluster.url), tmp_path, ttl_s=3) as contest:
+    with Contest(Place(cluster.url), tmp_path, ttl_s=3) as contest:
         for _ in range(3):
             contest.leader()
             stalled = cluster.leader()
@@ -297,7 +288,7 @@ def test_leases_outlive_a_long_stall_of_etcds_own_leader(
 @pytest.mark.chaos
 def test_chaos_in_the_cluster_and_among_candidates(cluster: EtcdCluster, tmp_path: Path) -> None:
     chance = random.Random(1)
-    with Contest(At(cluster.url), tmp_path, ttl_s=3, size=4) as contest:
+    with Contest(Place(cluster.url), tmp_path, ttl_s=3, size=4) as contest:
         for _ in range(20):
             victim = chance.choice([cluster.leader(), *cluster.members])
             restore = chance.choice((kill, freeze))(victim)

@@ -10,7 +10,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from kazoo.protocol.states import KazooState
 
 import doyen
 import servers
-from contest import Candidate, Contest
+from contest import Candidate, Contest, Place
 from doyen.clock import SystemClock
 from doyen.errors import LeaseGone, OutcomeUnknown, StoreUnavailable
 from doyen.events import Record, Waiting
@@ -435,36 +434,15 @@ def test_an_election_outlives_the_ensembles_own(fault: str, tmp_path: Path) -> N
         for member in members:
             if "freeze" in fault:
                 member.freeze()
-                settle(contest, now() + 3 * ttl_s)
+                contest.settle(3 * ttl_s)
                 member.thaw()
             else:
                 member.kill()
-                settle(contest, now() + ttl_s)
+                contest.settle(ttl_s)
                 member.restart()
-        settle(contest, now() + ttl_s)
+        contest.settle(ttl_s)
         took_s = contest.failover_s(Candidate.kill)
         report = contest.report()
     assert took_s <= worst_s + 0.2
     assert not report.violations, report.violations[0].story
     assert report.terms >= 2
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a contest is held; there are no links to it."""
-
-    url: str
-    port: int = 0
-
-
-def settle(contest: Contest, instant: float) -> None:
-    """Let the election run until then, and on until somebody leads."""
-
-    def leads() -> bool:
-        if not any(event["at"] >= instant for _, event in contest.events):
-            return False
-        leader, term = contest.elected[-1]
-        lost = [event["token"] for event in contest.said(leader, "lost")]
-        return term["token"] not in lost
-
-    contest.wait("nobody leads", leads)

@@ -10,7 +10,7 @@ between a client and a server and misbehaves on demand.
 
 from __future__ import annotations
 
-from .consul import Consul
+from .consul import Consul, ConsulCluster
 from .etcd import Etcd, EtcdCluster
 from .fetch import Skipped, Unavailable
 from .mariadb import MariaDB
@@ -24,6 +24,7 @@ from .zookeeper import ZooKeeper, ZooKeeperEnsemble
 
 __all__ = [
     "Consul",
+    "ConsulCluster",
     "Etcd",
     "EtcdCluster",
     "MariaDB",

@@ -1,4 +1,4 @@
-"""Consul."""
+"""Consul: one server agent, or several that hold one datacentre."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from base64 import b64decode
 from pathlib import Path
 
 from . import wire
+from .cluster import Cluster, Member
 from .fetch import Debian, Recipe, obtain
-from .process import HOST, Server
+from .process import HOST
 
 RECIPE = Recipe(
     engine="consul",
@@ -21,8 +22,8 @@ STRAY = Path("/tmp/consul-test")
 """Debian's build makes this empty folder whatever it is told."""
 
 
-class Consul(Server):
-    """One server agent. Options are keys of its configuration."""
+class Consul(Member):
+    """One server agent; by itself a datacentre of one. Options are keys of its configuration."""
 
     engine = "consul"
     port_count = 3
@@ -31,17 +32,25 @@ class Consul(Server):
         self._program = obtain(RECIPE)
         super().__init__()
         self.options = options
+        self.peers: list[Consul] = [self]
 
     @property
     def url(self) -> str:
-        return f"consul://{HOST}:{self.port}"
+        return f"consul://{self.address}"
+
+    @property
+    def address(self) -> str:
+        return f"{HOST}:{self.port}"
 
     def prepare(self) -> None:
-        http, server, serf = self.ports
+        http, server, serf, *_ = self.ports
         closed = dict.fromkeys(("https", "grpc", "dns", "serf_wan"), -1)
         settings = {
             "server": True,
-            "bootstrap_expect": 1,
+            "node_name": f"node-{http}",
+            "bootstrap_expect": len(self.peers),
+            "retry_join": [f"{HOST}:{peer.ports[2]}" for peer in self.peers if peer is not self],
+            "retry_interval": "1s",
             "bind_addr": HOST,
             "client_addr": HOST,
             "data_dir": str(self.folder / "data"),
@@ -59,8 +68,12 @@ class Consul(Server):
 
     def ping(self) -> None:
         """Ready when it leads itself and has a catalogue of nodes to bind sessions to."""
-        if not wire.http_json(self.port, "GET", "/v1/catalog/nodes"):
+        if len(wire.http_json(self.port, "GET", "/v1/catalog/nodes")) < len(self.peers):
             raise ValueError("Consul is not ready")
+
+    def leads(self) -> bool:
+        leader: str = wire.http_json(self.port, "GET", "/v1/status/leader")
+        return leader == f"{HOST}:{self.ports[1]}"
 
     def close(self) -> None:
         super().close()
@@ -76,3 +89,16 @@ class Consul(Server):
 
     def get(self, key: str) -> bytes | None:
         return b64decode(wire.http_json(self.port, "GET", f"/v1/kv/{key}")[0]["Value"])
+
+
+class ConsulCluster(Cluster[Consul]):
+    """Servers of one datacentre."""
+
+    def __init__(self, size: int = 3, **options: object) -> None:
+        super().__init__([Consul(**options) for _ in range(size)])
+        for member in self.members:
+            member.peers = self.members
+
+    @property
+    def url(self) -> str:
+        return "consul://" + ",".join(member.address for member in self.members)

@@ -1,0 +1,85 @@
+"""The engines that elections are put on trial on: how each is started, and what it promises."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import servers
+from doyen.clock import SystemClock
+from doyen.store import Context, open_store
+from doyen.timing import Timing
+
+SLACK_S = 0.2
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How an engine is put on trial."""
+
+    start: Callable[[], servers.Server]
+    ttl_s: float
+    slack_s: float = SLACK_S
+    """How much later than the worst case a successor may be, on a machine that does other work."""
+
+
+ENGINES = {
+    "consul": Engine(lambda: servers.Consul(session_ttl_min="1s"), 1.0),
+    "etcd": Engine(lambda: servers.Etcd(heartbeat_interval="20", election_timeout="200"), 2.0),
+    "mysql": Engine(servers.MariaDB, 2.0),
+    "nats": Engine(servers.Nats, 2.0),
+    "postgresql": Engine(servers.Postgres, 2.0),
+    "redis": Engine(servers.Redis, 2.0),
+    "zookeeper": Engine(servers.ZooKeeper, 2.0),
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An engine with its server running."""
+
+    engine: Engine
+    server: servers.Server
+    worst_s: float
+    """How long after the end of a leader there is another, at the latest, by the store's word."""
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    @property
+    def port(self) -> int:
+        return self.server.port
+
+    @property
+    def ttl_s(self) -> float:
+        return self.engine.ttl_s
+
+    @property
+    def bound_s(self) -> float:
+        return self.worst_s + self.engine.slack_s
+
+
+@contextmanager
+def on_trial(name: str) -> Iterator[Trial]:
+    """The engine of this name, with a server of its own."""
+    engine = ENGINES[name]
+    with engine.start() as server:
+        yield Trial(engine, server, worst_s(server.url, engine.ttl_s))
+
+
+def worst_s(url: str, ttl_s: float) -> float:
+    """The worst case of a failover, from what the store grants and declares."""
+
+    async def ask() -> float:
+        store = await open_store(url, Context(SystemClock(), lambda event: None))
+        lease = await store.grant(ttl_s)
+        await store.revoke(lease)
+        await store.close()
+        able = store.capabilities
+        timing = Timing(ttl_s=lease.ttl_s, renewals_lag=able.renewals_lag)
+        return timing.worst_failover_s(expiry_factor=able.expiry_factor, notice_s=able.notice_s)
+
+    return asyncio.run(ask())

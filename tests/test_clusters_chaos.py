@@ -1,0 +1,84 @@
+"""Elections on stores of three members, one of which is killed or frozen: its leader or another.
+
+consul#1290: one server of three was down, and the lock was lost. The candidate that leads keeps its
+term here, whichever member it is; when the leading candidate dies as well, with the member still
+away, another follows within the store's worst case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import servers
+from contest import Candidate, Contest, Place
+from engines import SLACK_S, worst_s
+from servers.cluster import Cluster
+
+pytestmark = pytest.mark.chaos
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Members of an engine, and a ttl that outlasts their own election."""
+
+    start: Callable[[], Cluster[Any]]
+    ttl_s: float
+
+
+KINDS = {
+    "consul": Kind(lambda: servers.ConsulCluster(session_ttl_min="1s"), 10.0),
+    "etcd": Kind(servers.EtcdCluster, 5.0),
+    "zookeeper": Kind(servers.ZooKeeperEnsemble, 8.0),
+}
+
+
+@pytest.fixture(scope="module", params=sorted(KINDS))
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.param]
+
+
+@pytest.fixture(scope="module")
+def cluster(kind: Kind) -> Iterator[Cluster[Any]]:
+    with kind.start() as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+@pytest.mark.parametrize("who", ["the leader", "a follower"])
+def test_one_of_three_is(
+    kind: Kind, cluster: Cluster[Any], who: str, how: str, tmp_path: Path
+) -> None:
+    bound_s = worst_s(cluster.url, kind.ttl_s) + SLACK_S
+    with Contest(Place(cluster.url), tmp_path, ttl_s=kind.ttl_s) as contest:
+        leading = contest.leader()
+        member = cluster.leader() if who == "the leader" else cluster.followers()[0]
+        member.kill() if how == "killed" else member.freeze()
+        contest.settle(1.5 * kind.ttl_s)
+        assert contest.leader() == leading, "the term did not outlive the member"
+        assert contest.failover_s(Candidate.kill) <= bound_s
+        member.start() if how == "killed" else member.thaw()
+        contest.settle(kind.ttl_s / 2)
+        report = contest.report()
+    assert not report.violations, report.violations[0].story
+    assert report.terms == 2
+
+
+def test_members_restart_one_after_another(
+    kind: Kind, cluster: Cluster[Any], tmp_path: Path
+) -> None:
+    """An upgrade: a new leader of the store with almost every step, and the same of ours."""
+    with Contest(Place(cluster.url), tmp_path, ttl_s=kind.ttl_s) as contest:
+        leading = contest.leader()
+        for member in cluster.members:
+            member.stop()
+            member.start()
+            contest.settle(kind.ttl_s / 2)
+        assert contest.leader() == leading
+        report = contest.report()
+    assert not report.violations, report.violations[0].story
+    assert report.terms == 1

@@ -1,0 +1,161 @@
+"""The long trials of elections on every engine: links that are slow, one-sided, half-open or break
+in the middle of a write; servers that restart or fall silent; clocks that are stepped.
+
+What is asserted is read from the candidates' audit logs: never two leaders at a time, tokens that
+increase, and a successor within the worst case that the store's own figures give. What only one
+engine has (members of its own, compaction) is in the tests of that engine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import servers
+from contest import Candidate, Contest
+from doyen.audit import Report
+from engines import ENGINES, Trial, on_trial, worst_s
+from servers import Proxy
+
+pytestmark = pytest.mark.chaos
+
+
+@pytest.fixture(scope="module", params=sorted(ENGINES))
+def trial(request: pytest.FixtureRequest) -> Iterator[Trial]:
+    with on_trial(request.param) as trial:
+        yield trial
+
+
+def link_of(candidate: Candidate) -> Proxy:
+    assert candidate.link is not None
+    return candidate.link
+
+
+def sound(report: Report, terms: int) -> None:
+    assert not report.violations, report.violations[0].story
+    assert report.terms >= terms
+
+
+DEADLY: dict[str, Callable[[Proxy, float], object]] = {
+    "slow": lambda link, ttl_s: link.delay(ttl_s),
+    "slow to answer": lambda link, ttl_s: link.delay(ttl_s, "down"),
+    "deaf": lambda link, ttl_s: link.cut("down"),
+    "dumb": lambda link, ttl_s: link.cut("up"),
+    "half-open": lambda link, ttl_s: link.half_open(),
+    "refused": lambda link, ttl_s: link.refuse(),
+}
+
+
+@pytest.mark.parametrize("fault", DEADLY)
+def test_another_leads_in_time_when_the_leaders_link_is(
+    trial: Trial, fault: str, tmp_path: Path
+) -> None:
+    with Contest(trial, tmp_path, ttl_s=trial.ttl_s, links=True) as contest:
+        old, _ = contest.leader()
+        took_s = contest.failover_s(lambda old: DEADLY[fault](link_of(old), trial.ttl_s))
+        link_of(old).heal()
+        contest.wait("the old leader never noticed", lambda: contest.said(old, "lost"))
+        report = contest.report()
+    # What the server hears late it counts from then: the lease may have lasted that much longer.
+    late_s = trial.ttl_s if "slow" in fault else 0.0
+    assert took_s <= trial.bound_s + late_s
+    sound(report, 2)
+
+
+HARMLESS: dict[str, Callable[[Proxy, float], object]] = {
+    "a little slow": lambda link, ttl_s: link.delay(ttl_s / 40),
+    "reset": lambda link, ttl_s: link.reset(),
+    "lost with an answer": lambda link, ttl_s: link.break_after(0, "down").wait(ttl_s),
+    "lost with a request": lambda link, ttl_s: link.break_after(3, "up").wait(ttl_s),
+}
+
+
+@pytest.mark.parametrize("fault", HARMLESS)
+def test_a_leader_outlives_a_link_that_is(trial: Trial, fault: str, tmp_path: Path) -> None:
+    with Contest(trial, tmp_path, ttl_s=trial.ttl_s, links=True) as contest:
+        leader, term = contest.leader()
+        for _ in range(4):
+            HARMLESS[fault](link_of(leader), trial.ttl_s)
+            contest.listen(trial.ttl_s)
+            assert contest.leader() == (leader, term)
+            assert not contest.said(leader, "lost")
+        report = contest.report()
+    sound(report, 1)
+
+
+def test_a_write_that_is_cut_in_the_middle(trial: Trial, tmp_path: Path) -> None:
+    """The links of all who wait break somewhere in what the leader's end has them send or hear."""
+    chance = random.Random(4)
+    with Contest(trial, tmp_path, ttl_s=trial.ttl_s, size=4, links=True) as contest:
+        hit = 0
+        for _ in range(16):
+            old, term = contest.leader()
+            broken = [
+                link_of(each).break_after(chance.randrange(600), chance.choice(("up", "down")))
+                for each in contest.candidates
+                if each.process.returncode is None and each is not old
+            ]
+            old.let_go()
+            contest.leader(after=term["token"])
+            contest.join()
+            hit += sum(each.is_set() for each in broken)
+        report = contest.report()
+    sound(report, 17)
+    assert hit >= 16
+
+
+def test_the_server_restarts_or_falls_silent(trial: Trial, tmp_path: Path) -> None:
+    """Killed and started on its data, stopped in good order, frozen for more than a ttl. Then the
+    leader is killed, and there is another in time.
+
+    PySyncObj#84, #202: what had been promised was forgotten in a restart. Here tokens grow on.
+    """
+    server = trial.server
+    with Contest(trial, tmp_path, ttl_s=trial.ttl_s) as contest:
+        for trouble in ("killed", "stopped", "frozen", "killed"):
+            contest.leader()
+            if trouble == "killed":
+                server.restart()
+            elif trouble == "stopped":
+                server.stop()
+                contest.listen(trial.ttl_s / 2)
+                server.start()
+            else:
+                server.freeze()
+                contest.listen(1.5 * trial.ttl_s)
+                server.thaw()
+            contest.settle(2 * trial.ttl_s)
+            assert contest.failover_s(Candidate.kill) <= trial.bound_s
+            contest.join()
+        report = contest.report()
+    sound(report, 5)
+
+
+@pytest.mark.parametrize("kind", [servers.Postgres, servers.MariaDB, servers.Redis])
+def test_stepping_the_servers_clock_deposes_nobody(
+    kind: type[servers.Postgres | servers.MariaDB | servers.Redis], tmp_path: Path
+) -> None:
+    """The server's own clock, an hour forward and two back, again and again. A leader that dies
+    with the clock stepped is followed in time all the same."""
+    ttl_s = 2.0
+    with kind(own_clock=True) as server, Contest(server, tmp_path, ttl_s=ttl_s) as contest:
+        bound_s = worst_s(server.url, ttl_s) + 0.2
+        leader, term = contest.leader()
+        for step_s in (3600, -7200, ttl_s / 2, -ttl_s / 2, 3600, -5, 5):
+            server.step_clock(step_s)
+            contest.listen(ttl_s)
+            assert contest.leader() == (leader, term), "the leader was deposed"
+            assert not contest.said(leader, "lost")
+        for step_s in (-3600, 3600):
+
+            def step_and_kill(old: Candidate, step_s: float = step_s) -> None:
+                server.step_clock(step_s)
+                old.kill()
+
+            assert contest.failover_s(step_and_kill) <= bound_s
+            contest.join()
+        report = contest.report()
+    sound(report, 3)
