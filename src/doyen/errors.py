@@ -6,6 +6,7 @@
     ├── NotElected             `wait_s` passed, or the campaign could not be entered
     │   └── AlreadyCampaigning this very scope leads the election already: waiting would deadlock
     ├── OrderFailed            a leader was not made to let go, or not in favour of the heir
+    ├── CommandFailed          a state machine raised an error of its own, on every node alike
     ├── LeadershipLost         the term ended before its body did
     ├── StaleToken             a fenced resource refused a write of an earlier term
     └── StoreError             the store, as its adapter translated it
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 __all__ = [
     "AlreadyCampaigning",
+    "CommandFailed",
     "ConfigError",
     "DoyenError",
     "LeadershipLost",
@@ -61,6 +63,10 @@ class AlreadyCampaigning(NotElected):
 
 class OrderFailed(DoyenError):
     """A leader was not made to let go in time, or not in favour of the heir that was named."""
+
+
+class CommandFailed(DoyenError):
+    """What was proposed was agreed on, and the state machine raised this, on every node alike."""
 
 
 class LeadershipLost(DoyenError):

@@ -1,0 +1,221 @@
+"""What is committed is applied, in order and a little at a time; now and then a snapshot of it is
+taken, and sometimes one of a leader's is put in its place.
+
+`Applied` owns the state machine and knows how far it has come. A backlog is applied in slices, one
+in each turn of the loop, so that nothing else waits for it. One snapshot is taken at a time, of the
+machine as it stands between two entries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
+from heapq import heappop, heappush
+from typing import Any, Protocol
+
+from msgspec import MsgspecError
+from msgspec.msgpack import Decoder
+
+from doyen.consensus.core import (
+    Committed,
+    Compacted,
+    Entry,
+    Event,
+    Install,
+    Kind,
+    Membership,
+    Snapshot,
+)
+from doyen.errors import StoreUnavailable
+from doyen.node.machine import Command, Machine, decode_batch
+from doyen.node.ports import Journal
+from doyen.node.proposals import Batch, Limits
+
+__all__ = ["Applied", "Owner"]
+
+log = logging.getLogger("doyen.node")
+
+_decode_membership = Decoder(Membership).decode
+
+
+class Owner(Protocol):
+    """What the driver does for this."""
+
+    def tell_core(self, event: Event) -> None: ...
+
+    def start_task(self, work: Coroutine[Any, Any, Any]) -> None: ...
+
+    def fail(self, error: BaseException) -> None: ...
+
+    def take_own(self, index: int, generation: int) -> Batch | None:
+        """The batch of ours that stands at `index`, if it is of that generation."""
+        ...
+
+    def settle(self, batch: Batch, results: list[Any]) -> None: ...
+
+    def entered(self, generation: int, index: int) -> None:
+        """An entry of a later generation than before is applied at `index`: nothing of an
+        earlier one follows."""
+        ...
+
+    def replaced(self, index: int) -> None:
+        """A snapshot stands for everything up to `index`; what was there went by unseen."""
+        ...
+
+    def moved_on(self, index: int) -> None:
+        """The machine has come to `index`."""
+        ...
+
+
+class Applied:
+    """A node's state machine, and how far it has come."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        journal: Journal,
+        membership: Membership,
+        limits: Limits,
+        owner: Owner,
+    ) -> None:
+        self.machine = machine
+        self._journal = journal
+        self._limits = limits
+        self._owner = owner
+        self._loop = asyncio.get_running_loop()
+        self._stand_at(journal.recovered.snapshot or Snapshot(0, 0, membership))
+        self._queue: deque[Entry | Install] = deque()
+        self._queued = self.index
+        self._paused = False
+        """While a snapshot is put in place."""
+        self._scheduled = False
+        self._waiting: list[tuple[int, int, Callable[[], None]]] = []
+        self._waits = 0
+        self._snapshotting = False
+
+    def _stand_at(self, snapshot: Snapshot) -> None:
+        self.index = self.snapshot = snapshot.index
+        self.generation = snapshot.generation
+        self._membership = snapshot.membership
+        self._entries = self._bytes = 0
+
+    async def restore(self) -> Snapshot:
+        """Put the journal's snapshot in the place of everything."""
+        snapshot, stream = await self._journal.read_snapshot()
+        self.machine.restore([piece async for piece in stream])
+        return snapshot
+
+    def when(self, index: int, call: Callable[[], None]) -> None:
+        """Call as soon as the machine has come to `index`, at once if it has."""
+        if self.index >= index:
+            call()
+        else:
+            self._waits += 1
+            heappush(self._waiting, (index, self._waits, call))
+
+    def commit(self, effect: Committed) -> None:
+        """These are next."""
+        if effect.first != self._queued + 1:
+            raise RuntimeError(f"entry {effect.first} is committed after {self._queued}")
+        self._queue.extend(effect.entries)
+        self._queued += len(effect.entries)
+
+    def install(self, effect: Install) -> None:
+        """A leader's snapshot is next, and stands for all that is queued."""
+        self._journal.install(effect)
+        self._queue.clear()
+        self._queue.append(effect)
+        self._queued = effect.snapshot.index
+
+    def go_on(self) -> None:
+        """Apply what is queued: some of it now, the rest in the next turns."""
+        if self._queue and not self._paused and not self._scheduled:
+            self._slice()
+
+    def _slice(self) -> None:
+        self._scheduled = False
+        queue, budget = self._queue, self._limits.apply_commands
+        try:
+            while queue and budget > 0:
+                item = queue.popleft()
+                if isinstance(item, Install):
+                    self._paused = True
+                    self._owner.start_task(self._put_in_place())
+                    return
+                budget -= self._apply(item)
+            self._moved_on()
+        except Exception as error:  # noqa: BLE001 - a defect: the machine's state is not known
+            self._owner.fail(error)
+            return
+        if queue:
+            self._scheduled = True
+            self._loop.call_soon(self._slice)
+
+    def _apply(self, entry: Entry) -> int:
+        owner = self._owner
+        self.index = index = self.index + 1
+        if entry.generation > self.generation:
+            self.generation = entry.generation
+            owner.entered(entry.generation, index)
+        batch = owner.take_own(index, entry.generation)
+        results: list[Any] = []
+        if entry.kind == Kind.COMMANDS:
+            commands = _commands(entry.data) if batch is None else batch.commands
+            results = self.machine.apply(index, commands)
+        elif entry.kind == Kind.MEMBERSHIP:
+            self._membership = _decode_membership(entry.data)
+        if batch is not None:
+            owner.settle(batch, results)
+        self._entries += 1
+        self._bytes += len(entry.data)
+        return len(results) + 1
+
+    def _moved_on(self) -> None:
+        waiting = self._waiting
+        while waiting and waiting[0][0] <= self.index:
+            heappop(waiting)[2]()
+        self._owner.moved_on(self.index)
+        limits = self._limits
+        if not self._snapshotting and (
+            self._entries >= limits.snapshot_entries or self._bytes >= limits.snapshot_bytes
+        ):
+            self._take_snapshot()
+
+    def _take_snapshot(self) -> None:
+        snapshot = Snapshot(self.index, self.generation, self._membership)
+        self._entries = self._bytes = 0
+        self._snapshotting = True
+        self._owner.start_task(self._write(snapshot, self.machine.snapshot()))
+
+    async def _write(self, snapshot: Snapshot, pieces: Iterator[bytes]) -> None:
+        try:
+            await self._journal.take_snapshot(snapshot, pieces)
+        except StoreUnavailable as error:
+            log.warning("no snapshot was taken: %s", error)
+            return
+        finally:
+            self._snapshotting = False
+        if snapshot.index > self.snapshot:
+            self.snapshot = snapshot.index
+            self._owner.tell_core(Compacted(snapshot))
+
+    async def _put_in_place(self) -> None:
+        snapshot = await self.restore()
+        self._stand_at(snapshot)
+        self._owner.replaced(snapshot.index)
+        self._owner.entered(snapshot.generation, snapshot.index)
+        self._paused = False
+        if self._queue:
+            self._slice()
+        else:
+            self._moved_on()
+
+
+def _commands(data: bytes) -> list[Command]:
+    """An entry's commands. What cannot be read is nothing, on every node alike."""
+    try:
+        return decode_batch(data)
+    except MsgspecError:
+        return []

@@ -1,0 +1,829 @@
+"""Carries out what a consensus core says, over a journal, a transport and a state machine.
+
+    peers, disk, timer ──▶ core ──▶ effects, in order:  journal, transport, machine
+    propose, barrier   ──▶
+
+One place where events reach the core, and none of its effects are carried out anywhere else. It
+waits, but knows no threads, files or sockets: a real node and the lab run the same code.
+
+- **Order.** Effects are carried out in the order they were given. Sends that wait for the disk
+  are held, in order, until it has said so; only then does the core hear `Persisted`.
+- **Batches.** Whatever is proposed in one turn of the loop becomes one entry, encoded once. A node
+  that follows sends its batch to the leader, which puts those very bytes into its log.
+- **Bounded turns.** What is committed is applied in slices, a little in each turn, so that
+  nothing waits for a long backlog, heartbeats least of all.
+- **Exactly once.** A proposal keeps its request id (see `machine`) until its outcome is known, so
+  it is simply proposed again whenever a leader was lost or a link broke. After `patience_s` the
+  proposer is told that the outcome is unknown, or that nothing was done.
+- **Reads.** `barrier` asks the core, or the leader's, up to where the log has to be applied; all
+  that ask in one turn are answered by one round.
+- A journal that fails ends the process (`abort`): nothing that it said is certain any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
+from math import inf
+from typing import Any, NamedTuple
+
+from msgspec import MsgspecError
+
+from doyen.clock import Clock
+from doyen.consensus.core import (
+    Accepted,
+    ChangeAsked,
+    Committed,
+    Connected,
+    Core,
+    Disconnected,
+    Elapsed,
+    Event,
+    Install,
+    Membership,
+    Message,
+    Persist,
+    Persisted,
+    Proposed,
+    ReadAsked,
+    ReadReady,
+    ReadRefused,
+    Received,
+    Refused,
+    Role,
+    RoleChanged,
+    Send,
+    SendSnapshot,
+    Snapshot,
+    SnapshotReceived,
+    SnapshotSent,
+    TransferAsked,
+    TransferFailed,
+)
+from doyen.errors import OrderFailed, OutcomeUnknown, SessionClosed, StoreUnavailable
+from doyen.node.applied import Applied
+from doyen.node.machine import Machine, decode_batch, encode_batch
+from doyen.node.membership import Order, changed
+from doyen.node.ports import Journal, Transport
+from doyen.node.proposals import (
+    Batch,
+    Limits,
+    Proposals,
+    Request,
+    Settle,
+    decode_results,
+    encode_results,
+)
+
+__all__ = ["Answer", "Driver", "Limits", "Status"]
+
+log = logging.getLogger("doyen.node")
+
+Answer = Callable[[bytes], None]
+Tell = Callable[..., None]
+"""`tell(status, payload=b"")`."""
+
+WAITING_OFFERS = 512
+"""Batches of peers that may wait for their turn at a leader."""
+RETRY_S = 0.02
+"""Pause before something is tried again, unless the leader changes sooner."""
+
+
+class Status(NamedTuple):
+    """How a node is doing."""
+
+    id: str
+    role: Role
+    generation: int
+    leader: str | None
+    commit: int
+    applied: int
+    snapshot: int
+    """The index up to which a snapshot stands for the log."""
+    pending: int
+    """Proposals whose outcome is not known yet."""
+    full: bool
+    """The disk has no room for more; nothing is accepted."""
+    membership: Membership
+
+
+# What nodes ask the leader, by the first byte, and how it answers.
+_PROPOSE, _READ, _SERVICE, _ORDER = b"P", b"R", b"Q", b"O"
+_DONE, _NOT_LEADING, _UNKNOWN, _REFUSED = 0, 1, 2, 3
+
+
+class Driver:
+    """One node's consensus, in motion. Lives on one loop and is called from there only."""
+
+    def __init__(
+        self,
+        core: Core,
+        journal: Journal,
+        transport: Transport,
+        machine: Machine,
+        clock: Clock,
+        *,
+        incarnation: str,
+        limits: Limits = Limits(),  # noqa: B008  (frozen)
+        abort: Callable[[BaseException], None],
+    ) -> None:
+        """`incarnation` tells this run of this node from every other. `abort` ends the process."""
+        self.core = core
+        self.id = core.id
+        self.machine = machine
+        self.limits = limits
+        self._journal = journal
+        self._transport = transport
+        self._now = clock.now
+        self._abort = abort
+        self._loop = asyncio.get_running_loop()
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._ended = False
+        self._stopping = False
+
+        self._events: deque[Event] = deque()
+        self._stepping = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = inf
+        self._durable = 0
+        self._held: deque[Send] = deque()
+        self._membership = core.membership
+
+        self._applied = Applied(machine, journal, core.membership, limits, self)
+        self._proposals = Proposals(core.id, incarnation, limits)
+        self._sweeper: asyncio.TimerHandle | None = None
+        # Batches of peers, with the bytes as they came.
+        self._offers: deque[tuple[bytes, Batch]] = deque()
+        self._offering: Batch | None = None
+        self._refusal = ""
+        # Entries of ours that are in the log, by index.
+        self._waiting: dict[int, Batch] = {}
+        self._flushing = False
+        self._retry: asyncio.TimerHandle | None = None
+        self._handing_over = False
+
+        self._readers: list[Callable[[int], None]] = []
+        self._rounds: dict[int, list[Callable[[int], None]]] = {}
+        self._round = 0
+        self._asking = False
+        # What peers have been asked, and have not answered yet.
+        self._asks: dict[asyncio.Task[bytes], str] = {}
+
+        self._on_role: list[Callable[[Role, int, str | None], None]] = []
+        self._on_applied: list[Callable[[int], None]] = []
+        self._on_question: Callable[[bytes, Answer], None] | None = None
+        self._transfers: list[asyncio.Future[None]] = []
+        self._role_changed: asyncio.Future[None] = self._loop.create_future()
+
+        self._carry_out: dict[type, Callable[[Any], None]] = {
+            Persist: journal.persist,
+            Send: self._send,
+            Committed: self._applied.commit,
+            RoleChanged: self._role_change,
+            Accepted: self._accept,
+            Refused: self._refuse,
+            ReadReady: self._read_ready,
+            ReadRefused: self._read_refused,
+            TransferFailed: self._transfer_failed,
+            SendSnapshot: self._send_snapshot,
+            Install: self._applied.install,
+        }
+
+    # Life.
+
+    async def start(self) -> None:
+        """Restore what a snapshot holds, and take part."""
+        if self._journal.recovered.snapshot is not None:
+            await self._applied.restore()
+        self._journal.start(self._persisted, self.fail)
+        self._transport.start(
+            self._received, self._connected, self._disconnected, self._asked, self._streamed
+        )
+        self._reach()
+        self._arm()
+
+    async def stop(self, handover_s: float = 5.0) -> None:
+        """Take leave: hand leadership over, see what is under way through, and close."""
+        if not self._ended:
+            self._stopping = True
+            try:
+                async with asyncio.timeout(handover_s):
+                    if self.role is Role.LEADING and len(self.core.membership.voters) > 1:
+                        await self.transfer()
+                    while self._proposals:
+                        await self._pause()
+            except (TimeoutError, OrderFailed) as error:
+                log.warning("node %s stops without handing over: %s", self.id, error)
+        self.crash()
+        await self._transport.close()
+        await self._journal.close()
+
+    def crash(self) -> None:
+        """End at once, and do nothing any more, as a process that is killed."""
+        self._ended = True
+        for timer in (self._timer, self._sweeper, self._retry):
+            if timer is not None:
+                timer.cancel()
+        for task in [*self._tasks]:
+            task.cancel()
+        self._proposals.refuse_all(f"node {self.id} has stopped")
+        self._readers.clear()
+        self._rounds.clear()
+        if not self._role_changed.done():
+            self._role_changed.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing is certain any more."""
+        if not self._ended:
+            log.critical("node %s cannot go on: %r", self.id, error, exc_info=error)
+            self.crash()
+            self._abort(error)
+
+    def start_task(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.pop(task, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
+
+    # What people may know.
+
+    @property
+    def role(self) -> Role:
+        return self.core.role
+
+    @property
+    def generation(self) -> int:
+        return self.core.generation
+
+    @property
+    def leader(self) -> str | None:
+        return self.core.leader
+
+    @property
+    def applied(self) -> int:
+        """The index that the machine has come to."""
+        return self._applied.index
+
+    @property
+    def membership(self) -> Membership:
+        return self.core.membership
+
+    def status(self) -> Status:
+        """How this node is doing."""
+        core = self.core
+        return Status(
+            self.id,
+            core.role,
+            core.generation,
+            core.leader,
+            core.commit,
+            self._applied.index,
+            self._applied.snapshot,
+            len(self._proposals),
+            self._journal.full(),
+            core.membership,
+        )
+
+    def on_role(self, callback: Callable[[Role, int, str | None], None]) -> None:
+        """Call with role, generation and leader at every change of one of them."""
+        self._on_role.append(callback)
+
+    def on_applied(self, callback: Callable[[int], None]) -> None:
+        """Call when the machine has moved on, with the index it has come to."""
+        self._on_applied.append(callback)
+
+    def on_question(self, handler: Callable[[bytes, Answer], None]) -> None:
+        """Have questions of `ask_leader` answered by this while this node leads."""
+        self._on_question = handler
+
+    # Events reach the core.
+
+    def tell_core(self, event: Event) -> None:
+        """The one place where the core is told something."""
+        if self._ended:
+            return
+        self._events.append(event)
+        if self._stepping:
+            return
+        self._stepping = True
+        core, carry_out, events = self.core, self._carry_out, self._events
+        try:
+            while events:
+                for effect in core.handle(events.popleft(), self._now()):
+                    carry_out[type(effect)](effect)
+        except Exception as error:  # noqa: BLE001 - a defect: half an event is no state to go on from
+            self.fail(error)
+            return
+        finally:
+            self._stepping = False
+        if core.next_deadline < self._timer_at:
+            self._arm()
+        if core.membership is not self._membership:
+            self._reach()
+        self._applied.go_on()
+
+    def _received(self, peer: str, message: Message) -> None:
+        self.tell_core(Received(peer, message))
+
+    def _connected(self, peer: str) -> None:
+        self.tell_core(Connected(peer))
+
+    def _disconnected(self, peer: str) -> None:
+        self.tell_core(Disconnected(peer))
+
+    def _persisted(self, token: int) -> None:
+        if self._ended:
+            return
+        self._durable = token
+        held = self._held
+        while held and held[0].after <= token:
+            send = held.popleft()
+            self._transport.send(send.peer, send.message)
+        self.tell_core(Persisted(token))
+
+    def _arm(self) -> None:
+        """Have the timer ring at the core's deadline. One that rings too early is left alone."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = self.core.next_deadline
+        if self._timer_at == inf:
+            self._timer = None
+            return
+        wait = max(self._timer_at - self._now(), 1e-6)
+        self._timer = self._loop.call_later(wait, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        self._timer_at = inf
+        if self._now() >= self.core.next_deadline:
+            self.tell_core(Elapsed())
+        if self._timer_at == inf and not self._ended:
+            self._arm()
+
+    def _reach(self) -> None:
+        self._membership = members = self.core.membership
+        addresses = members.addresses
+        self._transport.reach(
+            {peer: addresses.get(peer, "") for peer in members.everyone if peer != self.id}
+        )
+
+    # Effects.
+
+    def _send(self, effect: Send) -> None:
+        if effect.after > self._durable:
+            self._held.append(effect)
+        else:
+            self._transport.send(effect.peer, effect.message)
+
+    def _role_change(self, effect: RoleChanged) -> None:
+        self._handing_over = False
+        changed, self._role_changed = self._role_changed, self._loop.create_future()
+        changed.set_result(None)
+        if effect.leader not in (None, self.id):
+            self._settle_transfers(None)
+        for asking, leader in self._asks.items():
+            if leader != effect.leader:
+                asking.cancel()
+        self._flush_soon()
+        for callback in self._on_role:
+            callback(effect.role, effect.generation, effect.leader)
+
+    def _accept(self, effect: Accepted) -> None:
+        batch = self._offering
+        if batch is not None:
+            batch.generation = effect.generation
+            self._waiting[effect.index] = batch
+            self._offering = None
+
+    def _refuse(self, effect: Refused) -> None:
+        self._refusal = effect.reason
+
+    # What is committed is applied; see `applied`.
+
+    def when_applied(self, index: int, call: Callable[[], None]) -> None:
+        """Call as soon as the machine has come to `index`, at once if it has."""
+        self._applied.when(index, call)
+
+    def take_own(self, index: int, generation: int) -> Batch | None:
+        batch = self._waiting.pop(index, None)
+        if batch is not None and batch.generation != generation:
+            self._again(batch)
+            return None
+        return batch
+
+    def settle(self, batch: Batch, results: list[Any]) -> None:
+        if batch.answer is not None:
+            batch.answer(_DONE, encode_results(results))
+        else:
+            self._proposals.settle(batch, results)
+
+    def entered(self, generation: int, index: int) -> None:
+        self._again_if(lambda at, batch: at >= index and batch.generation < generation)
+
+    def replaced(self, index: int) -> None:
+        self._again_if(lambda at, _: at <= index)
+
+    def _again_if(self, lost: Callable[[int, Batch], bool]) -> None:
+        for at in [at for at, batch in self._waiting.items() if lost(at, batch)]:
+            self._again(self._waiting.pop(at))
+
+    def _again(self, batch: Batch) -> None:
+        """An entry of ours was not committed, or went by unseen: its proposals go round again,
+        under the same ids."""
+        _tell(batch, _UNKNOWN)
+        self._proposals.again(batch)
+        self._flush_soon()
+
+    def moved_on(self, index: int) -> None:
+        for callback in self._on_applied:
+            callback(index)
+        if self._offers or self._proposals.waiting:
+            self._flush_soon()
+
+    # Proposals.
+
+    async def propose(self, target: int, body: bytes, *, request: Request | None = None) -> Any:
+        """Have the state machine `target` carry out `body`, on every node; return its result.
+
+        `request` is the id of a client that keeps its own count. Raises `CommandFailed` with the
+        machine's own error; `StoreUnavailable` if it was certainly not carried out;
+        `OutcomeUnknown` if nobody could say within `patience_s`.
+        """
+        future: asyncio.Future[Any] = self._loop.create_future()
+
+        def settle(value: Any, error: BaseException | None) -> None:
+            if future.done():
+                return
+            if error is None:
+                future.set_result(value)
+            else:
+                future.set_exception(error)
+
+        self.submit(target, body, settle, request=request)
+        return await future
+
+    def submit(
+        self, target: int, body: bytes, settle: Settle, *, request: Request | None = None
+    ) -> None:
+        """`propose`, with the outcome told to `settle`."""
+        self._check_open()
+        deadline = self._now() + self.limits.patience_s
+        self._proposals.add(target, body, settle, request, deadline)
+        if self._sweeper is None:
+            self._sweeper = self._loop.call_later(self.limits.patience_s, self._sweep)
+        if not self._flushing:
+            self._flush_soon()
+
+    def _check_open(self) -> None:
+        if self._stopping or self._ended:
+            raise SessionClosed(f"node {self.id} is stopping; ask another")
+
+    def _sweep(self) -> None:
+        self._sweeper = None
+        now = self._now()
+        due = self._proposals.sweep(now, self._too_late())
+        if due is not None:
+            self._sweeper = self._loop.call_later(max(due - now, 1e-3), self._sweep)
+
+    def _too_late(self) -> str:
+        leader = f"leader: {self.leader}" if self.leader else "no leader is known"
+        return f"not confirmed after {self.limits.patience_s:g} s on node {self.id} ({leader})"
+
+    def _flush_soon(self) -> None:
+        if not self._flushing and not self._ended:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush_after_pause(self) -> None:
+        if self._retry is None and not self._ended:
+            self._retry = self._loop.call_later(RETRY_S, self._flush_retry)
+
+    def _flush_retry(self) -> None:
+        self._retry = None
+        self._flush_soon()
+
+    def _flush(self) -> None:
+        """Once per turn: everything that has gathered goes to the core, or to the leader."""
+        self._flushing = False
+        if self._ended:
+            return
+        if self._readers:
+            self._ask_round()
+        leader = self.core.leader
+        if self.core.role is Role.LEADING:
+            self._flush_to_core()
+        else:
+            while self._offers:
+                _tell(self._offers.popleft()[1], _NOT_LEADING)
+            if (
+                leader is not None
+                and (batch := self._proposals.gather(self._applied.index)) is not None
+            ):
+                self.start_task(self._forward(leader, batch))
+                self._flush_soon()
+
+    def _flush_to_core(self) -> None:
+        proposals, waiting, room = self._proposals, self._waiting, self.limits.pipeline
+        if (self._offers or proposals.waiting) and self._journal.full():
+            self._refuse_for_room()
+            return
+        while self._offers and len(waiting) < room:
+            data, batch = self._offers.popleft()
+            if self._offer(Proposed(data), batch) is not None:
+                _tell(batch, _NOT_LEADING)
+        if len(waiting) < room and (mine := proposals.gather(self._applied.index)) is not None:
+            if self._offer(Proposed(encode_batch(mine.commands)), mine) is not None:
+                proposals.again(mine)
+                self._flush_after_pause()
+            elif proposals.waiting:
+                self._flush_soon()
+
+    def _offer(self, event: Event, batch: Batch) -> str | None:
+        """Tell the core. Returns why it refused; otherwise `batch` waits for its entry."""
+        self._offering, self._refusal = batch, ""
+        batch.tried()
+        self.tell_core(event)
+        refused, self._offering = self._offering is not None, None
+        if not refused:
+            return None
+        batch.tried(-1)
+        return self._refusal or f"node {self.id} is not leading"
+
+    async def _forward(self, leader: str, batch: Batch) -> None:
+        """Have the leader propose a batch of ours."""
+        batch.tried()
+        answer = await self._put(leader, _PROPOSE + encode_batch(batch.commands))
+        status, payload = answer[0], answer[1:]
+        if status == _DONE:
+            self._proposals.settle(batch, decode_results(payload))
+            return
+        if status != _UNKNOWN:
+            batch.tried(-1)
+        if status == _REFUSED:
+            self._proposals.refuse(batch, payload.decode())
+            return
+        self._proposals.again(batch)
+        if self.core.leader == leader:
+            self._flush_after_pause()
+        else:
+            self._flush_soon()
+
+    def _refuse_for_room(self) -> None:
+        """The disk is full: say so, and let another lead who may have room."""
+        reason = f"the disk of node {self.id}, which leads, is full: make room there"
+        while self._offers:
+            _tell(self._offers.popleft()[1], _REFUSED, reason)
+        self._proposals.refuse_waiting(reason)
+        if not self._handing_over:
+            self._handing_over = True
+            log.error("%s; handing over", reason)
+            self.tell_core(TransferAsked())
+
+    # Reads.
+
+    async def barrier(self) -> None:
+        """When this returns, the machine of this very node shows every write that was acknowledged
+        before the call. Raises `StoreUnavailable` if no leader answered within `patience_s`."""
+        done: asyncio.Future[None] = self._loop.create_future()
+        self.when_current(lambda: None if done.done() else done.set_result(None))
+        try:
+            async with asyncio.timeout(self.limits.patience_s):
+                await done
+        except TimeoutError:
+            raise StoreUnavailable(f"the read was {self._too_late()}") from None
+
+    def when_current(self, call: Callable[[], None]) -> None:
+        """`barrier`, telling `call`. It may never be told."""
+        self._check_open()
+        self._readers.append(lambda index: self.when_applied(index, call))
+        self._flush_soon()
+
+    def _ask_round(self) -> None:
+        """One question for everyone who reads in this turn."""
+        if self.core.role is Role.LEADING:
+            self._round += 1
+            self._rounds[self._round], self._readers = self._readers, []
+            self.tell_core(ReadAsked(self._round))
+        elif self.core.leader is not None and not self._asking:
+            self._asking = True
+            readers, self._readers = self._readers, []
+            self.start_task(self._ask_index(self.core.leader, readers))
+
+    def _read_ready(self, effect: ReadReady) -> None:
+        for ready in self._rounds.pop(effect.token, ()):
+            ready(effect.index)
+
+    def _read_refused(self, effect: ReadRefused) -> None:
+        self._readers = self._rounds.pop(effect.token, []) + self._readers
+        self._flush_after_pause()
+
+    async def _ask_index(self, leader: str, readers: list[Callable[[int], None]]) -> None:
+        answer = await self._put(leader, _READ)
+        self._asking = False
+        if answer[0] == _DONE:
+            index = int.from_bytes(answer[1:])
+            for ready in readers:
+                ready(index)
+            if self._readers:
+                self._flush_soon()
+        else:
+            self._readers = readers + self._readers
+            self._flush_after_pause()
+
+    # Questions to whoever leads.
+
+    async def ask_leader(self, question: bytes) -> bytes:
+        """Put a question to the handler (`on_question`) of the node that leads, maybe this one.
+
+        Raises `StoreUnavailable` if it was certainly not heard, `OutcomeUnknown` if the link
+        broke before the answer came.
+        """
+        return await self._ask(_SERVICE + question)
+
+    async def _ask(self, question: bytes) -> bytes:
+        heard = False
+        try:
+            async with asyncio.timeout(self.limits.patience_s):
+                while not self._ended:
+                    leader = self.core.leader
+                    if leader is not None:
+                        heard = True
+                        answer = await self._put(leader, question)
+                        if answer[0] == _DONE:
+                            return answer[1:]
+                        if answer[0] == _REFUSED:
+                            raise OrderFailed(answer[1:].decode())
+                        if answer[0] == _UNKNOWN:
+                            raise OutcomeUnknown(f"{leader} was lost before it could answer")
+                        heard = False
+                    await self._pause()
+        except TimeoutError:
+            raise (OutcomeUnknown if heard else StoreUnavailable)(self._too_late()) from None
+        raise SessionClosed(f"node {self.id} has stopped")
+
+    async def _put(self, leader: str, question: bytes) -> bytes:
+        """A question and its answer; whatever goes wrong is an answer too."""
+        if leader != self.id:
+            asking = self._loop.create_task(self._transport.ask(leader, question))
+            self._asks[asking] = leader
+            try:
+                return await asking or bytes([_UNKNOWN])
+            except StoreUnavailable:
+                return bytes([_NOT_LEADING])
+            except OutcomeUnknown:
+                return bytes([_UNKNOWN])
+            except asyncio.CancelledError:
+                if not asking.cancelled():
+                    raise
+                return bytes([_UNKNOWN])  # another leads now, and this one may be silent for ever
+            finally:
+                del self._asks[asking]
+                asking.cancel()
+        future: asyncio.Future[bytes] = self._loop.create_future()
+
+        def answer(given: bytes) -> None:
+            if not future.done():
+                future.set_result(given)
+
+        self._asked(self.id, question, answer)
+        return await future
+
+    async def _pause(self) -> None:
+        """Until the role changes, or a moment."""
+        await asyncio.wait({self._role_changed}, timeout=RETRY_S)
+
+    def _asked(self, peer: str, question: bytes, answer: Answer) -> None:
+        """A peer asks whoever leads."""
+        if self._ended:
+            return
+
+        def tell(status: int, payload: bytes = b"") -> None:
+            answer(bytes([status]) + payload)
+
+        tag, body = question[:1], question[1:]
+        if self.core.role is not Role.LEADING:
+            tell(_NOT_LEADING)
+        elif tag == _PROPOSE:
+            self._asked_to_propose(body, tell)
+        elif tag == _READ:
+            self._readers.append(lambda index: tell(_DONE, index.to_bytes(8)))
+            self._flush_soon()
+        elif tag == _SERVICE and self._on_question is not None:
+            self._on_question(body, lambda given: tell(_DONE, given))
+        elif tag == _ORDER:
+            self.start_task(self._obey(body, tell))
+        else:
+            tell(_REFUSED, b"the leader does not know such a question")
+
+    def _asked_to_propose(self, data: bytes, tell: Tell) -> None:
+        try:
+            commands = decode_batch(data)
+        except MsgspecError:
+            tell(_REFUSED, b"that is not a batch of commands")
+            return
+        if len(self._offers) >= WAITING_OFFERS:
+            tell(_REFUSED, b"the leader has more proposals than it can take")
+            return
+        self._offers.append((data, Batch(commands, [], tell)))
+        self._flush_soon()
+
+    # Orders: who leads, and who belongs.
+
+    async def transfer(self, to: str = "") -> None:
+        """Have `to` lead, or whichever voter is furthest along; return when another leads.
+        Raises `OrderFailed` if leadership stays."""
+        await self._ask(_ORDER + Order("transfer", to).encoded())
+
+    async def add(self, node: str, address: str) -> None:
+        """Have `node` get everything and count for nothing, until it is promoted."""
+        await self._ask(_ORDER + Order("add", node, address).encoded())
+
+    async def promote(self, node: str) -> None:
+        """Let a learner count."""
+        await self._ask(_ORDER + Order("promote", node).encoded())
+
+    async def remove(self, node: str) -> None:
+        """Let `node` go."""
+        await self._ask(_ORDER + Order("remove", node).encoded())
+
+    async def _obey(self, body: bytes, tell: Tell) -> None:
+        try:
+            order = Order.decoded(body)
+            if order.what == "transfer":
+                await self._transfer_to(order.node)
+                tell(_DONE)
+            else:
+                self._change(order, tell)
+        except (MsgspecError, OrderFailed) as error:
+            tell(_REFUSED, str(error).encode())
+
+    async def _transfer_to(self, to: str) -> None:
+        if to == self.id:
+            return
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._transfers.append(done)
+        self._refusal = ""
+        self.tell_core(TransferAsked(to))
+        if self._refusal:
+            self._settle_transfers(self._refusal)
+        await done
+        if to and self.leader != to:
+            raise OrderFailed(f"{self.leader} leads now, not {to}")
+
+    def _transfer_failed(self, effect: TransferFailed) -> None:
+        self._handing_over = False
+        self._settle_transfers(effect.reason)
+        self._flush_soon()
+
+    def _settle_transfers(self, failure: str | None) -> None:
+        transfers, self._transfers = self._transfers, []
+        for done in transfers:
+            if not done.done():
+                if failure is None:
+                    done.set_result(None)
+                else:
+                    done.set_exception(OrderFailed(failure))
+
+    def _change(self, order: Order, tell: Tell) -> None:
+        """A change of membership; one that is in force already needs none."""
+        wanted = changed(self.core.membership, order)
+        if wanted == self.core.membership:
+            tell(_DONE)
+            return
+        reason = self._offer(ChangeAsked(wanted), Batch([], [], tell))
+        if reason is not None:
+            raise OrderFailed(reason)
+
+    # Snapshots.
+
+    def _send_snapshot(self, effect: SendSnapshot) -> None:
+        self.start_task(self._stream(effect.peer, effect.generation))
+
+    async def _stream(self, peer: str, generation: int) -> None:
+        snapshot, pieces = await self._journal.read_snapshot()
+        self._transport.send_snapshot(
+            peer,
+            generation,
+            snapshot,
+            pieces,
+            lambda ok: self.tell_core(SnapshotSent(peer, snapshot, ok)),
+        )
+
+    async def _streamed(
+        self, peer: str, generation: int, snapshot: Snapshot, pieces: AsyncIterator[bytes]
+    ) -> None:
+        """A leader sends a snapshot."""
+        await self._journal.receive_snapshot(snapshot, pieces)
+        self.tell_core(SnapshotReceived(peer, generation, snapshot))
+
+
+def _tell(batch: Batch, status: int, reason: str = "") -> None:
+    """Tell the peer that a batch came from, if it did."""
+    if batch.answer is not None:
+        batch.answer(status, reason.encode())

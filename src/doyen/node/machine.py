@@ -1,0 +1,286 @@
+"""What every node of a quorum does with what has been agreed on.
+
+An entry of the log is a batch of `Command`s. Each names who asks (`client`, `seq`), so that a
+command which is proposed twice, because nobody knew whether the first time counted, is carried out
+once: `Machine` keeps the result of everything whose answer may still be asked for. It hands the
+body to one of the state machines behind it:
+
+    0   the keyspace, which makes a quorum of nodes a Store
+    1   the user's own `StateMachine`
+
+Everything here is a function of the log: the same entries give the same results, the same table
+and the same snapshot on every node.
+
+- A client counts its commands from 1. `floor` says that it has had the answer to everything
+  below; those results are let go, and a command below it is refused.
+- A client that was idle for `FORGOTTEN_AFTER` entries is forgotten. A command of one that is not
+  known, yet has a history (`floor` > 1), is refused: its first attempt may have counted.
+- An exception in `apply` is a result like any other: every node gets the same, and the proposer
+  is told.
+
+Imports the words of consensus and msgspec; no clock, no chance, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from struct import Struct as Layout
+from typing import Any
+
+from msgspec import MsgspecError, Struct
+from msgspec.msgpack import Decoder, Encoder
+
+from doyen.errors import StoreUnusable
+from doyen.node.ports import StateMachine
+
+__all__ = ["KEYSPACE", "USER", "Command", "Failure", "Machine", "decode_batch", "encode_batch"]
+
+KEYSPACE = 0
+USER = 1
+
+FORGOTTEN_AFTER = 1 << 20
+"""Entries of the log after which an idle client is forgotten."""
+CLIENTS = 1 << 17
+"""How many clients are remembered; beyond, whoever was idle longest is forgotten."""
+RESULTS = 1 << 14
+"""How many results of one client are kept for it to ask again."""
+
+
+class Command(Struct, frozen=True, array_like=True, gc=False):
+    """One thing to do, and who asks for it, for the how manieth time."""
+
+    client: str
+    seq: int
+    floor: int
+    target: int
+    body: bytes
+
+
+class Failure(Struct, frozen=True, array_like=True, gc=False):
+    """Stands where a result would."""
+
+    reason: str
+    forgotten: bool = False
+    """Not carried out now, and nobody knows any more whether it once was."""
+
+
+_encode = Encoder().encode
+_decode_any: Decoder[Any] = Decoder()
+
+decode_batch: Callable[[bytes], list[Command]] = Decoder(list[Command]).decode
+
+
+def encode_batch(commands: Sequence[Command]) -> bytes:
+    """An entry's data."""
+    return _encode(commands)
+
+
+class _Client:
+    """What is remembered of a client."""
+
+    __slots__ = ("floor", "last", "results")
+
+    def __init__(self, floor: int, last: int, results: dict[int, Any]) -> None:
+        self.floor = floor
+        self.last = last
+        self.results = results
+
+    def settle_below(self, floor: int) -> None:
+        results = self.results
+        if floor - self.floor <= len(results):
+            for seq in range(self.floor, floor):
+                results.pop(seq, None)
+        else:
+            self.results = {seq: result for seq, result in results.items() if seq >= floor}
+        self.floor = floor
+
+
+class _Remembered(Struct, array_like=True):
+    """A client in a snapshot."""
+
+    name: str
+    floor: int
+    last: int
+    results: dict[int, Any]
+    failures: dict[int, Failure]
+
+
+class Machine:
+    """The state machines of a node, behind a memory of what has been done already."""
+
+    def __init__(self, targets: Mapping[int, StateMachine]) -> None:
+        self._targets = dict(targets)
+        self._applies = {number: target.apply for number, target in targets.items()}
+        # The one that was idle longest stands first.
+        self._clients: dict[str, _Client] = {}
+
+    def apply(self, index: int, commands: Sequence[Command]) -> list[Any]:
+        """Carry out the batch at `index` of the log: a result, or a `Failure`, for each."""
+        results: list[Any] = []
+        name, client = "", None
+        for command in commands:
+            if command.client != name or client is None:
+                name = command.client
+                client = self._client(name, index, command.floor)
+            if client is None:
+                results.append(
+                    Failure("its proposer was idle for so long that it was forgotten", True)
+                )
+                continue
+            if command.floor > client.floor:
+                client.settle_below(command.floor)
+            seq = command.seq
+            kept = client.results
+            if seq in kept:
+                results.append(kept[seq])
+            elif seq < client.floor:
+                results.append(Failure("its result was had before, and is not kept", True))
+            else:
+                result = self._carry_out(command)
+                kept[seq] = result
+                results.append(result)
+                if len(kept) > RESULTS:
+                    client.settle_below(next(iter(kept)) + 1)
+        self._forget(index)
+        return results
+
+    def _client(self, name: str, index: int, floor: int) -> _Client | None:
+        client = self._clients.pop(name, None)
+        if client is None:
+            if floor > 1:
+                return None
+            client = _Client(1, index, {})
+        client.last = index
+        self._clients[name] = client
+        return client
+
+    def _forget(self, index: int) -> None:
+        clients = self._clients
+        while clients:
+            name = next(iter(clients))
+            if len(clients) <= CLIENTS and index - clients[name].last < FORGOTTEN_AFTER:
+                return
+            del clients[name]
+
+    def _carry_out(self, command: Command) -> Any:
+        apply = self._applies.get(command.target)
+        if apply is None:
+            return Failure(
+                "this quorum has no state machine for it; give every node one, with machine="
+            )
+        try:
+            return _plain(apply(command.body))
+        except MemoryError:
+            raise  # this machine's trouble, not the command's: the node must end
+        except Exception as error:  # noqa: BLE001 - the same on every node, and the proposer's
+            return Failure(f"{type(error).__name__}: {error}")
+
+    def snapshot(self) -> Iterator[bytes]:
+        """Everything as it is now, in pieces; see `StateMachine.snapshot`."""
+        table = list(_pieces_of(self._clients))
+        parts = [(number, self._targets[number].snapshot()) for number in sorted(self._targets)]
+        return _framed([(_TABLE, iter(table)), *parts])
+
+    def restore(self, pieces: Iterable[bytes]) -> None:
+        """Put a snapshot in the place of everything."""
+        frames = _Frames(pieces)
+        self._clients.clear()
+        for piece in frames.of(_TABLE):
+            for each in _decode_remembered(piece):
+                results = each.results | each.failures
+                ordered = {seq: results[seq] for seq in sorted(results)}
+                self._clients[each.name] = _Client(each.floor, each.last, ordered)
+        for number in sorted(self._targets):
+            self._targets[number].restore(frames.of(number))
+            frames.skip(number)
+        if frames.next is not None:
+            raise StoreUnusable(
+                "the snapshot holds the data of a state machine that this node was not given:"
+                " start it with the same machine= as the others"
+            )
+
+
+_decode_remembered: Callable[[bytes], list[_Remembered]] = Decoder(list[_Remembered]).decode
+
+_PLAIN = (bytes, type(None), bool, str, float)
+
+
+def _plain(result: Any) -> Any:
+    """A result as msgpack carries it, apart from whatever the machine may change later."""
+    if type(result) in _PLAIN:
+        return result
+    if type(result) is int and -(1 << 63) <= result < 1 << 63:
+        return result
+    try:
+        return _decode_any.decode(_encode(result))
+    except (MsgspecError, TypeError, OverflowError, NotImplementedError) as error:
+        return Failure(f"carried out, but msgpack cannot carry its result: {error}")
+
+
+_TABLE = 255
+_FRAME = Layout(">BI")
+_CLIENTS_PER_PIECE = 256
+
+
+def _pieces_of(clients: Mapping[str, _Client]) -> Iterator[bytes]:
+    """The table, now."""
+    batch: list[_Remembered] = []
+    for name, client in clients.items():
+        results = client.results
+        failures = {seq: each for seq, each in results.items() if type(each) is Failure}
+        plain = {seq: each for seq, each in results.items() if seq not in failures}
+        batch.append(_Remembered(name, client.floor, client.last, plain, failures))
+        if len(batch) == _CLIENTS_PER_PIECE:
+            yield _encode(batch)
+            batch.clear()
+    yield _encode(batch)
+
+
+def _framed(parts: Sequence[tuple[int, Iterator[bytes]]]) -> Iterator[bytes]:
+    """Pieces, each saying whose it is and how long: they may be cut elsewhere on their way."""
+    for number, pieces in parts:
+        for piece in pieces:
+            yield _FRAME.pack(number, len(piece)) + piece
+
+
+class _Frames:
+    """Framed pieces, taken apart again."""
+
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        self._pieces = iter(pieces)
+        self._buffer = bytearray()
+        self.next: tuple[int, bytes] | None = None
+        self._advance()
+
+    def of(self, number: int) -> Iterator[bytes]:
+        """The pieces of one part."""
+        while self.next is not None and self.next[0] == number:
+            piece = self.next[1]
+            self._advance()
+            yield piece
+
+    def skip(self, number: int) -> None:
+        """Pass over what is left of a part."""
+        for _ in self.of(number):
+            pass
+
+    def _advance(self) -> None:
+        if not self._fill(_FRAME.size):
+            self.next = None
+            return
+        number, length = _FRAME.unpack_from(self._buffer)
+        end = _FRAME.size + length
+        if not self._fill(end):
+            raise StoreUnusable("the snapshot ends in the middle of a piece")
+        self.next = number, bytes(self._buffer[_FRAME.size : end])
+        del self._buffer[:end]
+
+    def _fill(self, size: int) -> bool:
+        while len(self._buffer) < size:
+            piece = next(self._pieces, None)
+            if piece is None:
+                if self._buffer:
+                    raise StoreUnusable("the snapshot ends in the middle of a piece")
+                return False
+            self._buffer += piece
+        return True

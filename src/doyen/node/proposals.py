@@ -1,0 +1,305 @@
+"""A node's proposals, from the moment they are made until their outcome is known.
+
+Each has a request id (see `machine`), which it keeps however often it is proposed, so a lost leader
+or a broken link is answered by proposing it again. `Proposals` numbers them, gathers what waits
+into batches within bounds, tells proposers the outcome, and lets those go whose time is over.
+
+Nothing here waits or sends; the driver says when.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from msgspec import Struct
+from msgspec.msgpack import Decoder, Encoder
+
+from doyen.errors import CommandFailed, ConfigError, OutcomeUnknown, StoreUnavailable
+from doyen.node.machine import FORGOTTEN_AFTER, Command, Failure
+
+__all__ = ["Batch", "Limits", "Proposals", "Request", "Settle", "decode_results", "encode_results"]
+
+Settle = Callable[[Any, BaseException | None], None]
+"""Told the result of a proposal, or what became of it. Called once, on the driver's loop."""
+Request = tuple[str, int, int]
+"""Who proposes, the how manieth time, and up to where it has its answers: client, seq, floor."""
+
+
+class Limits(Struct, frozen=True, kw_only=True):
+    """Bounds on what a driver does at a time."""
+
+    patience_s: float = 10.0
+    """How long a proposal or a read may take."""
+    batch_commands: int = 1024
+    batch_bytes: int = 1 << 20
+    command_bytes: int = 1 << 20
+    pending_commands: int = 16384
+    """Proposals under way at a time; more are refused."""
+    pending_bytes: int = 64 << 20
+    pipeline: int = 8
+    """Entries of our own that may be under way before what comes next is gathered up."""
+    apply_commands: int = 2048
+    """Commands that are applied in one turn of the loop, to the end of an entry."""
+    snapshot_entries: int = 100_000
+    snapshot_bytes: int = 64 << 20
+    """A snapshot is taken after this much of the log."""
+
+
+class _Identity:
+    """Under which name, and which numbers, proposals of this driver go."""
+
+    __slots__ = ("name", "open", "seq")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.seq = 0
+        # Numbers whose outcome is not known yet, the least first.
+        self.open: dict[int, None] = {}
+
+    @property
+    def floor(self) -> int:
+        return next(iter(self.open))
+
+
+class _Proposal:
+    """Something to be agreed on, until its outcome is known."""
+
+    __slots__ = (
+        "body",
+        "born",
+        "deadline",
+        "identity",
+        "request",
+        "seq",
+        "settle",
+        "target",
+        "tried",
+    )
+
+    identity: _Identity | None
+    seq: int
+    """Its number under its identity."""
+    request: Request | None
+    """The id of a client that keeps its own count, instead."""
+    born: int
+    """Where in the log we were when it was first proposed."""
+
+    def __init__(self, target: int, body: bytes, settle: Settle, deadline: float) -> None:
+        self.target = target
+        self.body = body
+        self.settle = settle
+        self.deadline = deadline
+        self.tried = 0
+
+
+class Batch:
+    """An entry of our own on its way: what it holds, and who is told when it is applied."""
+
+    __slots__ = ("answer", "commands", "generation", "proposals")
+
+    def __init__(
+        self,
+        commands: list[Command],
+        proposals: list[_Proposal],
+        answer: Callable[[int, bytes], None] | None = None,
+    ) -> None:
+        self.commands = commands
+        self.proposals = proposals
+        self.answer = answer
+        """How to tell a peer, if it came from one."""
+        self.generation = 0
+
+    def tried(self, times: int = 1) -> None:
+        """Its commands may be carried out; or (-1) they were not, for certain."""
+        for proposal in self.proposals:
+            proposal.tried += times
+
+
+class _Results(Struct, array_like=True):
+    values: list[Any]
+    failures: dict[int, Failure]
+
+
+_encode = Encoder().encode
+_decode = Decoder(_Results).decode
+
+
+def encode_results(results: list[Any]) -> bytes:
+    """A batch's results, for the node that it came from."""
+    failures = {at: each for at, each in enumerate(results) if type(each) is Failure}
+    if failures:
+        results = [None if type(each) is Failure else each for each in results]
+    return _encode(_Results(results, failures))
+
+
+def decode_results(data: bytes) -> list[Any]:
+    results = _decode(data)
+    for at, failure in results.failures.items():
+        results.values[at] = failure
+    return results.values
+
+
+class Proposals:
+    """Those of one node."""
+
+    def __init__(self, node: str, incarnation: str, limits: Limits) -> None:
+        self._node = node
+        self._name = f"{node}/{incarnation}"
+        self._identities = 0
+        self._limits = limits
+        self._identity = self._new_identity()
+        # All whose outcome is not known, the oldest first.
+        self._live: dict[_Proposal, None] = {}
+        self._live_bytes = 0
+        self._queue: deque[_Proposal] = deque()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something is there to be gathered."""
+        return bool(self._queue)
+
+    def add(
+        self, target: int, body: bytes, settle: Settle, request: Request | None, deadline: float
+    ) -> None:
+        """Take in one; refuse what is beyond the bounds."""
+        limits = self._limits
+        size = len(body)
+        if size > limits.command_bytes:
+            raise ConfigError(
+                f"a command has at most {limits.command_bytes} bytes, not {size}: keep large"
+                " data elsewhere and propose where it is"
+            )
+        if (
+            len(self._live) >= limits.pending_commands
+            or self._live_bytes + size > limits.pending_bytes
+        ):
+            raise StoreUnavailable(
+                f"{len(self._live)} proposals are under way on node {self._node} already; wait for"
+                " some of them"
+            )
+        proposal = _Proposal(target, body, settle, deadline)
+        proposal.request = request
+        if request is None:
+            self._identify(proposal)
+        else:
+            proposal.identity = None
+        self._live[proposal] = None
+        self._live_bytes += size
+        self._queue.append(proposal)
+
+    def _new_identity(self) -> _Identity:
+        self._identities += 1
+        return _Identity(f"{self._name}/{self._identities}")
+
+    def _identify(self, proposal: _Proposal) -> None:
+        proposal.identity = identity = self._identity
+        proposal.seq = identity.seq = seq = identity.seq + 1
+        identity.open[seq] = None
+
+    def gather(self, applied: int) -> Batch | None:
+        """A batch of what waits, within its bounds. `applied` is where in the log we are."""
+        limits = self._limits
+        live, queue = self._live, self._queue
+        room = limits.batch_bytes
+        commands: list[Command] = []
+        proposals: list[_Proposal] = []
+        known: _Identity | None = None
+        name, floor = "", 0
+        while queue and len(proposals) < limits.batch_commands and room > 0:
+            proposal = queue.popleft()
+            if proposal not in live:
+                continue
+            if not proposal.tried:
+                proposal.born = applied
+            elif applied - proposal.born > FORGOTTEN_AFTER // 2:
+                self._finish(proposal, None, OutcomeUnknown("it went round for too long"))
+                continue
+            body = proposal.body
+            identity = proposal.identity
+            if identity is not None:
+                if identity is not known:
+                    known, name, floor = identity, identity.name, identity.floor
+                command = Command(name, proposal.seq, floor, proposal.target, body)
+            else:
+                client, seq, lowest = proposal.request or ("", 0, 0)
+                command = Command(client, seq, lowest, proposal.target, body)
+            commands.append(command)
+            proposals.append(proposal)
+            room -= len(body)
+        return Batch(commands, proposals) if proposals else None
+
+    def again(self, batch: Batch) -> None:
+        """Have its proposals gathered again, before the others."""
+        self._queue.extendleft(reversed(batch.proposals))
+
+    def settle(self, batch: Batch, results: list[Any]) -> None:
+        """A batch has been carried out."""
+        finish = self._finish
+        for proposal, result in zip(batch.proposals, results, strict=True):
+            if type(result) is not Failure:
+                finish(proposal, result, None)
+            elif not result.forgotten:
+                finish(proposal, None, CommandFailed(result.reason))
+            else:
+                self._forgotten(proposal, result)
+
+    def _forgotten(self, proposal: _Proposal, failure: Failure) -> None:
+        """It was not carried out this time. If this was the only time, it may have a new id."""
+        identity = proposal.identity
+        if identity is None or proposal.tried > 1 or proposal not in self._live:
+            self._finish(proposal, None, OutcomeUnknown(failure.reason))
+            return
+        identity.open.pop(proposal.seq, None)
+        if identity is self._identity:
+            self._identity = self._new_identity()
+        proposal.tried = 0
+        self._identify(proposal)
+        self._queue.append(proposal)
+
+    def _finish(self, proposal: _Proposal, value: Any, error: BaseException | None) -> None:
+        live = self._live
+        if proposal not in live:
+            return
+        del live[proposal]
+        self._live_bytes -= len(proposal.body)
+        if proposal.identity is not None:
+            proposal.identity.open.pop(proposal.seq, None)
+        proposal.settle(value, error)
+
+    def refuse(self, batch: Batch, reason: str) -> None:
+        """The leader would not have it."""
+        for proposal in batch.proposals:
+            self._fail(proposal, reason)
+
+    def refuse_waiting(self, reason: str) -> None:
+        """Nothing of what waits can be proposed."""
+        queued = [*self._queue]
+        self._queue.clear()
+        for proposal in queued:
+            self._fail(proposal, reason)
+
+    def refuse_all(self, reason: str) -> None:
+        """Nobody is left to see any of them through."""
+        for proposal in [*self._live]:
+            self._fail(proposal, reason)
+
+    def sweep(self, now: float, reason: str) -> float | None:
+        """Let go of those whose time is over; tell when that of the next is. All have the same
+        patience, so the oldest come first."""
+        for proposal in [*self._live]:
+            if proposal.deadline > now:
+                return proposal.deadline
+            self._fail(proposal, reason)
+        return None
+
+    def _fail(self, proposal: _Proposal, reason: str) -> None:
+        if proposal.tried:
+            error: Exception = OutcomeUnknown(f"{reason}; it may have been carried out")
+        else:
+            error = StoreUnavailable(f"{reason}; it was not carried out")
+        self._finish(proposal, None, error)
