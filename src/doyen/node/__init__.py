@@ -1,1 +1,354 @@
-"""A node: one server of an embedded quorum."""
+"""`Node`: one server of an embedded quorum, in the user's own process.
+
+    async with doyen.Node("n1", peers={...}, data_dir="/var/lib/app") as node:
+        await node.propose(b"...")
+
+A node runs on a thread of its own, with its own loop, so that code which blocks the caller's loop
+cannot starve its heartbeats; `Node` is the bridge. What a caller proposes in one turn of its loop
+crosses over as one piece, and so do the answers.
+
+    ports        what a node stands on
+    driver       carries out what a consensus core says (with `applied`, `proposals`)
+    machine      commands, exactly once, and the state machines behind them
+    journal      memory in a folder (with `folder`)
+    peers, door  links to other nodes; who may come in
+    server       a real node, put together
+
+Importing this imports none of those: msgspec is asked for when a node is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from doyen.errors import ConfigError, SessionClosed
+from doyen.node.state import StateMachine
+
+if TYPE_CHECKING:
+    from doyen.node.driver import Status
+    from doyen.node.server import Options, Server
+    from doyen.quorum.wire import TLS
+
+__all__ = ["Node", "Standing", "StateMachine"]
+
+T = TypeVar("T")
+
+
+class Standing(NamedTuple):
+    """Where a node stands: what it does, in which generation, and who leads."""
+
+    role: str
+    generation: int
+    leader: str | None
+
+
+class Node:
+    """One server of an embedded quorum, running in this process.
+
+        async with doyen.Node("n1", peers=peers, data_dir="data/n1", machine=Counter()) as node:
+            print(node.role, node.leader)
+            total = await node.propose(b"add 1")
+
+    `peers` names every node's address, this one's included; all nodes are started with the same.
+    Entered when the node runs, which is before anyone leads. On leaving, leadership is handed over
+    first. The quorum agrees on what `machine` (see `StateMachine`) carries out.
+    """
+
+    def __init__(
+        self,
+        id: str,  # noqa: A002  (what everyone calls it)
+        *,
+        peers: Mapping[str, str],
+        data_dir: str | os.PathLike[str],
+        listen: str | None = None,
+        cluster: str = "doyen",
+        secret: str | None = None,
+        tls: TLS | None = None,
+        insecure: bool = False,
+        join: bool = False,
+        machine: StateMachine | None = None,
+        election_s: float = 1.0,
+        heartbeat_s: float = 0.1,
+        protocol: str = "raft",
+    ) -> None:
+        try:
+            from doyen.node.server import Options
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"a node needs {error.name}: install doyen[quorum] (pip install 'doyen[quorum]')"
+            ) from error
+        self._options: Options = Options(
+            id=id,
+            peers=dict(peers),
+            data_dir=data_dir,
+            listen=listen,
+            cluster=cluster,
+            secret=secret,
+            tls=tls,
+            insecure=insecure,
+            join=join,
+            election_s=election_s,
+            heartbeat_s=heartbeat_s,
+            protocol=protocol,
+        )
+        self._machine = machine
+        self._thread: _NodeThread | None = None
+        self._opened: Server | None = None
+
+    @property
+    def id(self) -> str:
+        """This node's name among its peers."""
+        return self._options.id
+
+    async def __aenter__(self) -> Node:
+        from doyen.node.server import Server
+
+        if self._thread is not None:
+            raise SessionClosed("a node is entered once; make another")
+        self._thread = _NodeThread(self.id)
+        try:
+            self._opened = await self._do(Server.open(self._options, self._machine))
+        except BaseException:
+            self._thread.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        server = self._running
+        thread = self._inside
+        self._opened = None
+        closing = asyncio.wrap_future(thread.submit(server.close()))
+        try:
+            await asyncio.shield(closing)
+        finally:
+            if not closing.done():
+                await asyncio.wait({closing})
+            thread.stop()
+
+    @property
+    def _running(self) -> Server:
+        if self._opened is None:
+            raise SessionClosed("the node is not running: enter it with `async with`")
+        return self._opened
+
+    @property
+    def _inside(self) -> _NodeThread:
+        if self._thread is None:
+            raise SessionClosed("the node is not running: enter it with `async with`")
+        if self._thread.pid != os.getpid():
+            raise SessionClosed("this node belongs to the parent process; a child has none")
+        return self._thread
+
+    async def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(self._inside.submit(work))
+
+    @property
+    def role(self) -> str:
+        """`looking`, `following` or `leading`."""
+        return str(self._running.driver.role)
+
+    @property
+    def generation(self) -> int:
+        """Counts the leaders that the quorum has had, and the attempts at one."""
+        return self._running.driver.generation
+
+    @property
+    def leader(self) -> str | None:
+        """Who leads in this generation, as far as this node knows."""
+        return self._running.driver.leader
+
+    def status(self) -> Status:
+        """How this node is doing."""
+        return self._running.driver.status()
+
+    async def observe(self) -> AsyncGenerator[Standing, None]:
+        """Where this node stands now, then every change.
+
+        async for standing in node.observe():
+            print(standing.role, standing.leader)
+        """
+        driver, loop = self._running.driver, asyncio.get_running_loop()
+        changes: asyncio.Queue[Standing] = asyncio.Queue()
+
+        def deliver(role: str, generation: int, leader: str | None) -> None:
+            standing = Standing(str(role), generation, leader)
+            self._inside.call(loop, changes.put_nowait, standing)
+
+        async def begin() -> None:
+            driver.on_role(deliver)
+            deliver(driver.role, driver.generation, driver.leader)
+
+        async def end() -> None:
+            driver.off_role(deliver)
+
+        await self._do(begin())
+        try:
+            while True:
+                yield await changes.get()
+        finally:
+            if self._opened is not None:
+                await self._do(end())
+
+    async def propose(self, command: bytes) -> Any:
+        """Have the state machine of every node carry out `command`; return its result.
+
+        Returns once a majority has it on disk and this quorum's leader has carried it out. May be
+        called on any node: it goes to whoever leads, and round again if a leader is lost, and is
+        carried out once. Raises `CommandFailed` with the machine's own error, `StoreUnavailable`
+        if it was certainly not carried out, `OutcomeUnknown` if nobody could say in time.
+        """
+        return await self._inside.desk(self._running.driver.submit).propose(command)
+
+    async def barrier(self) -> None:
+        """When this returns, the state machine of this node shows every command whose result
+        anyone had before the call: read it then, and what you read is current."""
+        await self._do(self._running.driver.barrier())
+
+    async def transfer(self, to: str = "") -> None:
+        """Have `to` lead, or whichever node is furthest along; return when it does."""
+        await self._do(self._running.driver.transfer(to))
+
+    async def add(self, node: str, address: str) -> None:
+        """Add a node, which gets everything and counts for nothing until it is promoted."""
+        await self._do(self._running.driver.add(node, address))
+
+    async def promote(self, node: str) -> None:
+        """Let a node that was added count."""
+        await self._do(self._running.driver.promote(node))
+
+    async def remove(self, node: str) -> None:
+        """Take a node out of the quorum."""
+        await self._do(self._running.driver.remove(node))
+
+
+class _NodeThread:
+    """A thread with a loop of its own."""
+
+    def __init__(self, node: str) -> None:
+        self.pid = os.getpid()
+        self.loop = _new_loop()
+        self._desks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Desk] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._thread = threading.Thread(target=self._run, name=f"doyen-{node}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        leftover = asyncio.all_tasks(self.loop)
+        for task in leftover:
+            task.cancel()
+        if leftover:
+            self.loop.run_until_complete(asyncio.wait(leftover))
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.close()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+
+    def desk(self, submit: Submit) -> _Desk:
+        """Where the calling loop hands its proposals in."""
+        loop = asyncio.get_running_loop()
+        desk = self._desks.get(loop)
+        if desk is None:
+            desk = self._desks[loop] = _Desk(loop, self.loop, submit)
+        return desk
+
+    @staticmethod
+    def call(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *given: object) -> None:
+        try:
+            loop.call_soon_threadsafe(call, *given)
+        except RuntimeError:
+            pass  # that loop has been closed, and nobody waits there
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        from uvloop import new_event_loop
+    except ModuleNotFoundError:
+        return asyncio.new_event_loop()
+    return new_event_loop()
+
+
+Submit = Callable[[int, bytes, Callable[[Any, BaseException | None], None]], None]
+
+
+class _Desk:
+    """Proposals of one loop, on their way to the node's and back: one crossing per turn, each
+    way, however many there are. `propose` and `_give_out` run on the caller's loop, the rest on
+    the node's."""
+
+    def __init__(
+        self, home: asyncio.AbstractEventLoop, node: asyncio.AbstractEventLoop, submit: Submit
+    ) -> None:
+        self._home = weakref.ref(home)
+        self._node = node
+        self._submit = submit
+        self._inbox: list[tuple[bytes, asyncio.Future[Any]]] = []
+        self._outbox: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = []
+
+    def propose(self, command: bytes) -> asyncio.Future[Any]:
+        home = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = home.create_future()
+        inbox = self._inbox
+        inbox.append((command, future))
+        if len(inbox) == 1:
+            home.call_soon(self._hand_in)
+        return future
+
+    def _hand_in(self) -> None:
+        inbox, self._inbox = self._inbox, []
+        try:
+            self._node.call_soon_threadsafe(self._take_in, inbox)
+        except RuntimeError:
+            for _, future in inbox:
+                if not future.done():
+                    future.set_exception(SessionClosed("the node has stopped"))
+
+    def _take_in(self, inbox: list[tuple[bytes, asyncio.Future[Any]]]) -> None:
+        for command, future in inbox:
+            settle = partial(self._settled, future)
+            try:
+                self._submit(_USER, command, settle)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is the proposer's
+                settle(None, error)
+
+    def _settled(
+        self, future: asyncio.Future[Any], value: Any, error: BaseException | None
+    ) -> None:
+        outbox = self._outbox
+        outbox.append((future, value, error))
+        if len(outbox) == 1:
+            self._node.call_soon(self._hand_out)
+
+    def _hand_out(self) -> None:
+        outbox, self._outbox = self._outbox, []
+        home = self._home()
+        if home is not None:
+            _NodeThread.call(home, _give_out, outbox)
+
+
+def _give_out(outbox: list[tuple[asyncio.Future[Any], Any, BaseException | None]]) -> None:
+    for future, value, error in outbox:
+        if future.done():
+            continue
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(error)
+
+
+_USER = 1
+"""The user's state machine, as `machine` numbers it."""

@@ -294,6 +294,10 @@ class Driver:
         """Call with role, generation and leader at every change of one of them."""
         self._on_role.append(callback)
 
+    def off_role(self, callback: Callable[[Role, int, str | None], None]) -> None:
+        """No longer call this."""
+        self._on_role = [each for each in self._on_role if each is not callback]
+
     def on_applied(self, callback: Callable[[int], None]) -> None:
         """Call when the machine has moved on, with the index it has come to."""
         self._on_applied.append(callback)

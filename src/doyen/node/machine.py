@@ -25,13 +25,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from struct import Struct as Layout
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec import MsgspecError, Struct
 from msgspec.msgpack import Decoder, Encoder
 
 from doyen.errors import StoreUnusable
-from doyen.node.ports import StateMachine
 
 __all__ = ["KEYSPACE", "USER", "Command", "Failure", "Machine", "decode_batch", "encode_batch"]
 
@@ -54,6 +53,16 @@ class Command(Struct, frozen=True, array_like=True, gc=False):
     floor: int
     target: int
     body: bytes
+
+
+class Target(Protocol):
+    """A `StateMachine`, by its shape."""
+
+    def apply(self, command: bytes, /) -> Any: ...
+
+    def snapshot(self) -> Iterator[bytes]: ...
+
+    def restore(self, pieces: Iterable[bytes], /) -> None: ...
 
 
 class Failure(Struct, frozen=True, array_like=True, gc=False):
@@ -108,7 +117,7 @@ class _Remembered(Struct, array_like=True):
 class Machine:
     """The state machines of a node, behind a memory of what has been done already."""
 
-    def __init__(self, targets: Mapping[int, StateMachine]) -> None:
+    def __init__(self, targets: Mapping[int, Target]) -> None:
         self._targets = dict(targets)
         self._applies = {number: target.apply for number, target in targets.items()}
         # The one that was idle longest stands first.

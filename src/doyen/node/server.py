@@ -1,0 +1,216 @@
+"""A real node, put together: a core on a journal in a folder and on links over TCP.
+
+`Options` says what a node is to be; `Server.open` starts it on the running loop. `doyen.Node` runs
+one on a thread of its own, `doyen serve` in a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from msgspec.msgpack import Decoder
+
+from doyen.clock import SystemClock
+from doyen.consensus.core import Making, Membership, Role, Settings
+from doyen.errors import ConfigError
+from doyen.node.door import Door, Page
+from doyen.node.driver import Driver, Limits
+from doyen.node.journal import FileJournal
+from doyen.node.journal import Identity as Owner
+from doyen.node.machine import KEYSPACE, USER, Machine
+from doyen.node.peers import Peers
+from doyen.node.state import StateMachine
+from doyen.quorum.keyspace import Keyspace
+from doyen.quorum.link import Tally
+from doyen.quorum.wire import TLS, Identity, Security, parse_address
+
+__all__ = ["PROTOCOLS", "Options", "Server"]
+
+log = logging.getLogger("doyen.node")
+
+PROTOCOLS = {
+    "raft": ("doyen.consensus.raft", "Raft"),
+    "zab": ("doyen.consensus.zab", "Zab"),
+    "viewstamped": ("doyen.consensus.viewstamped", "Viewstamped"),
+    "paxos": ("doyen.consensus.paxos", "Paxos"),
+    "smallest-id": ("doyen.consensus.smallest_id", "SmallestId"),
+}
+"""Where each protocol lives. Raft has everything; the others elect, replicate and restart."""
+
+CANNOT_GO_ON = 70
+"""The exit code of a process whose node had to end it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a node is to be. Checked as a whole when made."""
+
+    id: str
+    peers: Mapping[str, str]
+    """Every node's address, `host:port`, this one's included."""
+    data_dir: str | os.PathLike[str]
+    listen: str | None = None
+    """Where to listen, if not at this node's own address."""
+    cluster: str = "doyen"
+    """Nodes of one name talk to one another, and to nobody else."""
+    secret: str | None = None
+    tls: TLS | None = None
+    insecure: bool = False
+    """Listen beyond this machine with neither secret nor TLS."""
+    join: bool = False
+    """This node is new to a quorum that exists: it waits until it is added there."""
+    election_s: float = 1.0
+    heartbeat_s: float = 0.1
+    protocol: str = "raft"
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if self.id not in self.peers:
+            raise ConfigError(
+                f"node {self.id!r} is not among its peers {sorted(self.peers)}: name its own"
+                " address too"
+            )
+        for address in (*self.peers.values(), self.listen):
+            if address is not None:
+                parse_address(address)
+        if len({*self.peers.values()}) != len(self.peers):
+            raise ConfigError(f"two nodes have one address: {dict(self.peers)}")
+        if self.join and len(self.peers) == 1:
+            raise ConfigError("a node that joins needs the addresses of those it joins")
+        if self.protocol not in PROTOCOLS:
+            raise ConfigError(
+                f"there is no protocol {self.protocol!r}; there are {', '.join(PROTOCOLS)}"
+            )
+        if not 0 < 2 * self.heartbeat_s <= self.election_s:
+            raise ConfigError(
+                f"heartbeat_s={self.heartbeat_s:g} must be positive and at most half of"
+                f" election_s={self.election_s:g}, or a healthy leader would be taken for dead"
+            )
+
+    @property
+    def membership(self) -> Membership:
+        """Who counts when the quorum is founded; what is on disk prevails."""
+        others = tuple(sorted(peer for peer in self.peers if peer != self.id))
+        if self.join:
+            return Membership(others, (self.id,), dict(self.peers))
+        return Membership(tuple(sorted(self.peers)), (), dict(self.peers))
+
+    @property
+    def security(self) -> Security:
+        return Security(secret=self.secret.encode() if self.secret else None, tls=self.tls)
+
+
+def _end_process(error: BaseException) -> None:
+    """The journal can no longer be believed, so this process must not say another word."""
+    log.critical("ending the process: %s", error)
+    logging.shutdown()
+    os._exit(CANNOT_GO_ON)
+
+
+class Server:
+    """A node on the running loop. Made by `open`."""
+
+    def __init__(self, driver: Driver, door: Door, keyspace: Keyspace, port: int) -> None:
+        self.driver = driver
+        self.keyspace = keyspace
+        self.port = port
+        self._door = door
+
+    @classmethod
+    async def open(
+        cls,
+        options: Options,
+        machine: StateMachine | None = None,
+        *,
+        abort: Callable[[BaseException], None] = _end_process,
+    ) -> Server:
+        """Read the folder, listen, and take part."""
+        where, name = PROTOCOLS[options.protocol]
+        protocol = import_module(where)
+        making: Making = getattr(protocol, name)
+        clock = SystemClock()
+        chance = random.SystemRandom()
+        me = Identity(options.cluster, options.id, chance.getrandbits(63))
+        security = options.security
+        tally = Tally()
+        peers = Peers(me, security, decode=Decoder(protocol.MESSAGES).decode, tally=tally)
+        owner = Owner(options.cluster, options.id, options.protocol)
+        journal = await asyncio.to_thread(
+            FileJournal, Path(options.data_dir), owner, protocol.STATE
+        )
+        try:
+            core = making(
+                options.id,
+                options.membership,
+                journal.recovered,
+                settings=Settings(
+                    election_timeout_s=options.election_s, heartbeat_s=options.heartbeat_s
+                ),
+                jitter=random.random,
+                now=clock.now(),
+            )
+            keyspace = Keyspace()
+            targets: dict[int, Any] = {KEYSPACE: keyspace}
+            if machine is not None:
+                targets[USER] = machine
+            driver = Driver(
+                core,
+                journal,
+                peers,
+                Machine(targets),
+                clock,
+                incarnation=f"{me.incarnation:x}",
+                limits=options.limits,
+                abort=abort,
+            )
+            door = Door(
+                me,
+                security,
+                peers=peers.admit,
+                clients=lambda link: None,
+                pages=_pages(driver),
+                insecure=options.insecure,
+                tally=tally,
+            )
+            await driver.start()
+            port = await door.listen(*parse_address(options.listen or options.peers[options.id]))
+        except BaseException:
+            await peers.close()
+            await journal.close()
+            raise
+        # What exists by now will stay: the collector need not look at it again, and its pauses
+        # are what makes a healthy leader look dead.
+        gc.collect()
+        gc.freeze()
+        return cls(driver, door, keyspace, port)
+
+    async def close(self) -> None:
+        """Hand leadership over, and stop."""
+        await self.driver.stop()
+        await self._door.close()
+
+
+def _pages(driver: Driver) -> dict[str, Page]:
+    """What a node tells anyone who asks over HTTP."""
+
+    def text(status: int, words: str) -> tuple[int, str, bytes]:
+        return status, "text/plain", f"{words}\n".encode()
+
+    def ready() -> tuple[int, str, bytes]:
+        known = driver.leader is not None
+        return text(200 if known else 503, "ready" if known else "no leader is known")
+
+    def leader() -> tuple[int, str, bytes]:
+        leads = driver.role is Role.LEADING
+        return text(200 if leads else 503, driver.leader or "")
+
+    return {"/healthz": lambda: text(200, "ok"), "/readyz": ready, "/leader": leader}
