@@ -1,0 +1,110 @@
+"""What must hold of a world, looked at after every event.
+
+The checkers see everything at once, which no server can. What holds of any cluster of cores is
+`consensus.invariants`' to say: election safety, one vote each, log matching, leader completeness,
+state machine safety, and what each core knows of itself. What only a world can know is said here:
+
+- what is committed is on the disks of a majority by the time the first server says so;
+- a snapshot stands for exactly what was applied up to its index;
+- no core raises.
+
+They are incremental: an event in which nothing is written costs next to nothing.
+
+Imports the words of consensus, its invariants, and the load.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from doyen.consensus.core import Entry, Kind, Snapshot
+from doyen.consensus.invariants import Cluster
+from doyen.lab.load import Machine
+
+if TYPE_CHECKING:
+    from doyen.lab.host import Host
+    from doyen.lab.world import World
+
+__all__ = ["Broken", "Checkers", "Violation"]
+
+
+class Violation(Struct, frozen=True):
+    """What did not hold, and when."""
+
+    kind: str
+    at: float
+    text: str
+
+
+class Broken(Exception):
+    """The checkers' word: the run ends here."""
+
+    def __init__(self, violation: Violation) -> None:
+        super().__init__(f"{violation.kind} at {violation.at:.3f} s: {violation.text}")
+        self.violation = violation
+
+
+class Checkers:
+    """The world as seen from above."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.cluster = Cluster(
+            ballots=world.protocol.ballots,
+            vote_in=world.protocol.vote_in,
+        )
+        self.log = self.cluster.committed
+        """What has been agreed on: the entry at index i stands at i - 1."""
+        self.positions: dict[tuple[int, int], int] = {}
+        """Where each request was first carried out, as counted by those that were."""
+        self._machine = Machine(self.positions)
+        self.digests = [0]
+        """Of everything applied up to an index."""
+        self.counts = [0]
+        """How many requests were carried out up to an index."""
+
+    def object(self, kind: str, text: str) -> None:
+        raise Broken(Violation(kind, round(self._world.now, 6), text))
+
+    def agreed(self, host: Host) -> None:
+        """More is committed than before."""
+        log = self.log
+        for index in range(len(self.digests), len(log) + 1):
+            self._agree(host, index, log[index - 1])
+        self._world.checked = len(log)
+
+    def _agree(self, host: Host, index: int, entry: Entry) -> None:
+        world = self._world
+        if entry.kind == Kind.COMMANDS:
+            self._machine.apply(entry.data)
+        self.digests.append(self._machine.digest)
+        self.counts.append(len(self.positions))
+        assert host.core is not None
+        membership = host.core.membership
+        holders = 0
+        for name in membership.voters:
+            holder = world.hosts.get(name)
+            if holder is not None and world.protocol.holds(holder.disk, index, entry):
+                holders += 1
+        if holders < membership.majority:
+            self.object(
+                "durability",
+                f"{host.id} commits {describe(entry)} at index {index}, which is on {holders} of"
+                f" {len(membership.voters)} disks",
+            )
+
+    def restored(self, host: Host, snapshot: Snapshot, digest: int) -> None:
+        """A server puts a snapshot in the place of its state."""
+        if snapshot.index >= len(self.digests) or self.digests[snapshot.index] != digest:
+            self.object(
+                "applied",
+                f"{host.id} installs a snapshot of index {snapshot.index}"
+                " that is not what was applied up to there",
+            )
+
+
+def describe(entry: Entry) -> str:
+    what = ("nothing", "commands", "a membership")[entry.kind]
+    return f"{what} of generation {entry.generation}"

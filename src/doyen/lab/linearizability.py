@@ -1,0 +1,118 @@
+"""Whether what clients saw could have come from one register per key, one request at a time.
+
+Two ways to tell. The log is a *witness*: it names an order, and in that order every answer must be
+right and nobody may stand before a request that had ended when it began. That is cheap and, where
+it says yes, final. Where it says no there may still be another order: then a search per key
+(Wing and Gong's, with Lowe's memory of states seen) decides.
+
+Every request swaps or reads: a write's answer is the value it replaced, so writes tell on one
+another too. Values written are unique within a history.
+
+Imports the standard library only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from math import inf
+
+__all__ = ["Operation", "linearizable", "witnessed"]
+
+
+class Operation:
+    """One request of a client's, from its first sending to its answer."""
+
+    __slots__ = ("began", "client", "ended", "key", "position", "result", "seq", "value")
+
+    def __init__(self, client: int, seq: int, key: int, value: int | None, began: int) -> None:
+        self.client = client
+        self.seq = seq
+        self.key = key
+        self.value = value
+        """What it writes; None if it reads."""
+        self.began = began
+        self.ended: float = inf
+        """Infinite if it was never answered: it may have been carried out, or may yet be."""
+        self.result: int | None = None
+        """What stood there before."""
+        self.position: float = inf
+        """Its place in the log, where known: a read stands right behind what had been applied."""
+
+    def __repr__(self) -> str:
+        what = f"reads k{self.key}" if self.value is None else f"sets k{self.key} to {self.value}"
+        answer = f", answered {self.result}" if self.ended < inf else ", unanswered"
+        return f"client {self.client} {what}{answer}"
+
+
+def witnessed(history: Iterable[Operation]) -> Operation | None:
+    """The first request that the log's order does not explain, or None if it explains all."""
+    values: dict[int, int | None] = {}
+    known = [op for op in history if op.position < inf]
+    known.sort(key=lambda op: (op.position, op.value is None, op.began))
+    latest_began = -1
+    for op in known:
+        if op.ended < latest_began:
+            return op
+        latest_began = max(latest_began, op.began)
+        if op.ended < inf and op.result != values.get(op.key):
+            return op
+        if op.value is not None:
+            values[op.key] = op.value
+    return None
+
+
+def linearizable(history: Iterable[Operation]) -> list[Operation] | None:
+    """None if some order explains the history, else the requests of a key that none explains."""
+    by_key: defaultdict[int, list[Operation]] = defaultdict(list)
+    for op in history:
+        if op.ended < inf or op.value is not None:
+            by_key[op.key].append(op)
+    for key in sorted(by_key):
+        if not _explained(by_key[key]):
+            return by_key[key]
+    return None
+
+
+def _explained(ops: Sequence[Operation]) -> bool:
+    """Depth first: take any request that began before every remaining one had ended, if the
+    register then gives its answer; remember sets already tried with the same value."""
+    order = sorted(ops, key=lambda op: op.began)
+    done = 0
+    needed = sum(1 << at for at, op in enumerate(order) if op.ended < inf)
+    value: int | None = None
+    tried = {(done, value)}
+    trail: list[tuple[int, int | None, int]] = []
+    at = _next(order, done, -1, value)
+    while done & needed != needed:
+        if at is None:
+            if not trail:
+                return False
+            done, value, at = trail.pop()
+            at = _next(order, done, at, value)
+            continue
+        op = order[at]
+        after = done | 1 << at
+        left = value if op.value is None else op.value
+        if (after, left) in tried:
+            at = _next(order, done, at, value)
+            continue
+        tried.add((after, left))
+        trail.append((done, value, at))
+        done, value = after, left
+        at = _next(order, done, -1, value)
+    return True
+
+
+def _next(order: Sequence[Operation], done: int, after: int, value: int | None) -> int | None:
+    """The next request, behind `after`, that may come first of those that remain."""
+    bound = inf
+    for at, op in enumerate(order):
+        if done >> at & 1:
+            continue
+        if op.began > bound:
+            return None
+        bound = min(bound, op.ended)
+        if at > after and (op.ended == inf or op.result == value):
+            return at
+    return None

@@ -1,0 +1,169 @@
+"""A run, as data: who takes part, what the weather is like, what goes wrong and when.
+
+A plan is drawn from a seed, swarm-style: each seed switches some kinds of fault off altogether and
+draws others often, so that between them the seeds go where no single mixture would. What comes out
+is a list of decisions that can be written down, taken apart and run again; the same plan always
+gives the same run.
+
+Chance is forked: `stream(seed, purpose)` gives every purpose a stream of its own, so that one more
+draw here changes nothing there.
+
+Imports msgspec and the standard library's pure parts.
+"""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+from msgspec import Struct
+
+__all__ = ["KINDS", "LEADER", "Fault", "Plan", "Weather", "draw", "stream"]
+
+LEADER = "leader"
+"""Stands, in a fault, for whoever leads when it happens."""
+
+NETWORK = ("partition", "oneway", "bridge", "reset", "slow", "loss", "duplicate", "reorder")
+PROCESS = ("crash", "power", "pause")
+DISK = ("stall", "full", "fsync", "rot")
+CLOCK = ("rate", "jump")
+ORDERS = ("transfer", "compact", "churn")
+KINDS = NETWORK + PROCESS + DISK + CLOCK + ORDERS
+"""Every kind of fault. Those of the last group are orders rather than faults, given to cores that
+know them."""
+
+
+class Fault(Struct, frozen=True, omit_defaults=True):
+    """One decision: what happens to whom, when, and for how long."""
+
+    kind: str
+    at: float
+    for_s: float = 0.0
+    nodes: tuple[str, ...] = ()
+    amount: float = 0.0
+    """What it means depends on the kind: seconds, a probability, a rate, effects until a crash."""
+
+
+class Weather(Struct, frozen=True):
+    """What links and disks are like when nothing is wrong with them."""
+
+    latency_s: float = 0.001
+    """The median, one way."""
+    spread: float = 0.3
+    """Of the logarithm."""
+    fsync_s: float = 0.002
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """A whole run. Everything but the code that runs is in here."""
+
+    protocol: str
+    nodes: int
+    seed: int
+    for_s: float
+    """How long there is trouble. Then everything is healed, and somebody must lead."""
+    clients: int = 3
+    pause_s: float = 0.1
+    """How long a client thinks between two requests, on average."""
+    keys: int = 4
+    weather: Weather = Weather()
+    compact_every: int = 200
+    """Entries between two snapshots, where the protocol has them."""
+    faults: tuple[Fault, ...] = ()
+    noise: int = 0
+    """Draws the same decisions' chance anew: latencies, what a crash leaves of a write."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"n{number}" for number in range(1, self.nodes + 1))
+
+    def but(self, **changes: object) -> Plan:
+        """The same plan, with some of it changed."""
+        return msgspec.structs.replace(self, **changes)
+
+
+def stream(seed: int, purpose: str) -> random.Random:
+    """A stream of chance of its own for this purpose."""
+    return random.Random(f"{seed}/{purpose}")
+
+
+def draw(
+    protocol: str,
+    nodes: int,
+    seed: int,
+    *,
+    kinds: tuple[str, ...] = KINDS,
+    for_s: float = 20.0,
+    clients: int = 3,
+) -> Plan:
+    """What this seed has in store."""
+    rng = stream(seed, "plan")
+    plan = Plan(
+        protocol=protocol,
+        nodes=nodes,
+        seed=seed,
+        for_s=for_s,
+        clients=clients,
+        pause_s=rng.choice([0.02, 0.1, 0.5]),
+        keys=rng.choice([1, 3, 8]),
+        weather=Weather(
+            latency_s=rng.choice([0.0003, 0.001, 0.005, 0.03]),
+            spread=rng.choice([0.1, 0.4, 0.8]),
+            fsync_s=rng.choice([0.0005, 0.003, 0.02]),
+        ),
+        compact_every=rng.choice([10, 50, 400]),
+    )
+    share = rng.choice([0.15, 0.3, 0.6, 1.0])
+    chosen = [kind for kind in kinds if rng.random() < share]
+    if not chosen and kinds:
+        chosen = [rng.choice(kinds)]
+    weights = [rng.choice([1, 1, 3, 9]) for _ in chosen]
+    gap_s = rng.choice([0.2, 0.5, 1.0, 2.0])
+    length_s = rng.choice([0.3, 1.5, 4.0])
+    faults = []
+    at = rng.expovariate(1 / gap_s)
+    while chosen and at < for_s:
+        kind = rng.choices(chosen, weights)[0]
+        faults.append(_decide(rng, kind, plan.names, at, rng.expovariate(1 / length_s)))
+        at += rng.expovariate(1 / gap_s)
+    return plan.but(faults=tuple(faults))
+
+
+def _decide(
+    rng: random.Random, kind: str, names: tuple[str, ...], at: float, for_s: float
+) -> Fault:
+    """One fault of this kind."""
+    at, for_s = round(at, 4), round(for_s, 4)
+    one = (LEADER if rng.random() < 0.4 else rng.choice(names),)
+    shuffled = tuple(rng.sample(names, len(names)))
+    some = shuffled[: rng.randint(1, max(1, len(names) - 1))]
+    pair = (*one, rng.choice(names))
+    match kind:
+        case "partition":
+            return Fault(kind, at, for_s, one if rng.random() < 0.4 else some)
+        case "oneway":
+            return Fault(kind, at, for_s, pair if rng.random() < 0.5 else (*one, *names))
+        case "bridge":
+            return Fault(kind, at, for_s, shuffled[: 1 + len(names) // 2])
+        case "reset":
+            return Fault(kind, at, 0.0, pair)
+        case "slow":
+            return Fault(kind, at, for_s, pair, rng.choice([0.05, 0.3, 1.0]))
+        case "loss" | "duplicate" | "reorder":
+            return Fault(kind, at, for_s, (), rng.choice([0.02, 0.1, 0.4]))
+        case "crash" | "power":
+            return Fault(kind, at, for_s, one, rng.choice([0, 1, 1, 2, 3, 5, 8]))
+        case "fsync" | "rot":
+            return Fault(kind, at, for_s, one)
+        case "stall":
+            return Fault(kind, at, for_s, one, rng.choice([0.05, 0.3, 1.5]))
+        case "rate":
+            return Fault(kind, at, for_s, one, rng.choice([0.5, 0.9, 1.1, 2.0]))
+        case "jump":
+            return Fault(kind, at, 0.0, one, rng.choice([0.2, 1.0, 5.0]))
+        case "transfer":
+            return Fault(kind, at, 0.0, (rng.choice(names),) if rng.random() < 0.7 else ())
+        case "churn":
+            return Fault(kind, at, 0.0, (rng.choice(names),), float(rng.random() < 0.5))
+        case _:
+            return Fault(kind, at, for_s, one)

@@ -1,0 +1,93 @@
+"""The protocols that the lab knows, and what each can do.
+
+Imports the cores, each when it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, cast
+
+from doyen.consensus.core import Entry, Making, Send, Settings
+from doyen.errors import ConfigError
+from doyen.lab.disk import Disk
+
+__all__ = ["PROTOCOLS", "Protocol", "known"]
+
+
+class Protocol:
+    """A protocol as the lab sees it."""
+
+    def __init__(
+        self,
+        name: str,
+        make: Making,
+        *,
+        snapshots: bool = False,
+        membership: bool = False,
+        ballots: bool = False,
+        make_disk: Callable[[], Disk] = Disk,
+        vote_in: Callable[[Send], tuple[int, str | None] | None] | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        self.name = name
+        self.make = make
+        self.snapshots = snapshots
+        self.membership = membership
+        self.ballots = ballots
+        """Whether the same value may be chosen again under a later generation."""
+        self.make_disk = make_disk
+        self.vote_in = vote_in
+        """Tells, of a message that binds its sender to a candidate, the generation and whom."""
+        self.settings = settings or Settings()
+
+    def but(self, **changes: Any) -> Protocol:
+        """The same, with some of it changed: how tests put a broken core or disk in."""
+        return Protocol(**{**vars(self), **changes})
+
+    def holds(self, disk: Disk, index: int, entry: Entry) -> bool:
+        """Whether the disk has this entry for good."""
+        if not self.ballots:
+            return disk.has(index, entry)
+        at = index - disk.base - 1
+        if at < 0:
+            return True
+        if at >= len(disk.entries):
+            return False
+        there = disk.entries[at]
+        return there.kind == entry.kind and there.data == entry.data
+
+
+def _vote_in(send: Send) -> tuple[int, str | None] | None:
+    """Raft's and the smallest id's: who asks for votes has given its own."""
+    message = send.message
+    match type(message).__name__:
+        case "Vote" if not hasattr(message, "granted"):
+            return message.generation, None
+        case "Stand":
+            return message.generation, None
+        case "VoteReply" | "Vote" if getattr(message, "granted", False):
+            return message.generation, send.peer
+    return None
+
+
+_RAFT = {"snapshots": True, "membership": True, "vote_in": _vote_in}
+_WHERE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "raft": ("doyen.consensus.raft", "Raft", _RAFT),
+    "zab": ("doyen.consensus.zab", "Zab", {}),
+    "viewstamped": ("doyen.consensus.viewstamped", "Viewstamped", {}),
+    "paxos": ("doyen.consensus.paxos", "Paxos", {"ballots": True}),
+    "smallest-id": ("doyen.consensus.smallest_id", "SmallestId", {"vote_in": _vote_in}),
+}
+
+PROTOCOLS = tuple(_WHERE)
+
+
+def known(name: str) -> Protocol:
+    """The protocol of that name."""
+    if name not in _WHERE:
+        raise ConfigError(f"no protocol {name!r}; there are {', '.join(PROTOCOLS)}")
+    module, core, options = _WHERE[name]
+    make = cast("Making", getattr(import_module(module), core))
+    return Protocol(name, make, **options)
