@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from doyen.consensus.core import Entry, Kind, Membership, Recovered, Snapshot
+from doyen.consensus.invariants import InvariantBroken
 
 __all__ = ["Log", "encode_membership"]
 
@@ -50,7 +51,11 @@ class Log:
         self._pending: deque[tuple[int, int]] = deque()
         """Writes not known to be on disk: their token, and the index up to which they will
         vouch for what is here."""
-        self.append(recovered.entries, token=0)
+        entries = recovered.entries
+        if entries and entries[0].generation < self.base_generation:
+            # Left from before the snapshot: whatever was to replace them never reached the disk.
+            entries = ()
+        self.append(entries, token=0)
         self._pending.clear()
         self.durable = self.last
 
@@ -166,3 +171,17 @@ class Log:
         self._memberships = [(snapshot.index, snapshot.membership)]
         self._disown(0)
         self._pending.append((token, snapshot.index))
+
+    def check(self, name: str) -> None:
+        """Raise if this is no log."""
+        generations = [self.base_generation, *map(_generation_of, self.entries)]
+        if (
+            self.last != self.base + len(self.entries)
+            or self.last_generation != generations[-1]
+            or self.durable > self.last
+            or generations != sorted(generations)
+        ):
+            raise InvariantBroken(
+                f"{name}: a log from {self.base} to {self.last}, of generation "
+                f"{self.last_generation}, on disk up to {self.durable}, holds {generations}"
+            )

@@ -75,6 +75,8 @@ class Progress:
         """The peer has everything up to `index` on disk."""
         if index > self.match:
             self.match = index
+            if self.next <= index:
+                self.next = index + 1
         flying = self._flying
         while flying and flying[0][0] <= index:
             self._flying_bytes -= flying.popleft()[1]

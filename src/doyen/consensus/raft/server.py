@@ -71,6 +71,7 @@ from doyen.consensus.core import (
     Send,
     SendSnapshot,
     Settings,
+    Snapshot,
     SnapshotReceived,
     SnapshotSent,
     TransferAsked,
@@ -200,6 +201,28 @@ class Raft:
             self._announced = (self.role, self.generation, self.leader)
             out.insert(0, RoleChanged(*self._announced))
         return out
+
+    def check(self) -> None:
+        """What must hold at any instant, beyond what must of every core."""
+        log, name = self.log, self.id
+        log.check(name)
+        if not log.base <= self.commit <= log.last:
+            raise InvariantBroken(f"{name}: commit {self.commit} in {log.base} to {log.last}")
+        if self.membership is not log.membership:
+            raise InvariantBroken(f"{name}: another membership is in force than the log's latest")
+        if log.last_generation > self.generation:
+            raise InvariantBroken(f"{name}: an entry of a generation not begun")
+        if self.role is not LEADING:
+            if self._peers or self._reads or self._heir is not None:
+                raise InvariantBroken(f"{name} does not lead and keeps what leaders keep")
+            return
+        if self._campaign is not Campaign.NONE:
+            raise InvariantBroken(f"{name} leads and campaigns")
+        for peer, progress in self._peers.items():
+            if not progress.match < progress.next <= log.last + 1 or progress.match > log.last:
+                raise InvariantBroken(
+                    f"{name}: {peer} has {progress.match}, next {progress.next}, of {log.last}"
+                )
 
     def _received(self, event: Received) -> None:
         hear = self._hear.get(type(event.message))
@@ -524,18 +547,23 @@ class Raft:
             return
         self._follow(event.peer, event.generation)
         snapshot = event.snapshot
-        if snapshot.index > self.commit:
-            if self.log.generation_at(snapshot.index) == snapshot.generation:
-                # Everything it stands for is in the log already, and so is what follows.
-                self._commit_to(snapshot.index)
-            else:
-                self._token += 1
-                self.log.replace(snapshot, self._token)
-                self.membership = self.log.membership
-                self.commit = snapshot.index
-                self._out.append(Install(snapshot, self._token))
+        if self._wants(snapshot):
+            self._token += 1
+            self.log.replace(snapshot, self._token)
+            self.membership = self.log.membership
+            self.commit = snapshot.index
+            self._out.append(Install(snapshot, self._token))
+        elif snapshot.index > self.commit:
+            self._commit_to(snapshot.index)
         reply = AppendReply(self.generation, self.commit)
         self._out.append(Send(event.peer, reply, self._token))
+
+    def _wants(self, snapshot: Snapshot) -> bool:
+        """Unless everything it stands for is in the log already, with what follows."""
+        return (
+            snapshot.index > self.commit
+            and self.log.generation_at(snapshot.index) != snapshot.generation
+        )
 
     def _compacted(self, event: Compacted) -> None:
         index = event.snapshot.index
