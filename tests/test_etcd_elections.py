@@ -305,3 +305,40 @@ def test_chaos_in_the_cluster_and_among_candidates(cluster: EtcdCluster, tmp_pat
     if is_sound(cluster):
         assert not report.violations, report.violations[0].story
     assert report.terms >= 3
+
+
+@pytest.mark.chaos
+def test_compaction_under_watchers(tmp_path: Path) -> None:
+    """Those who wait are away while the leader goes, and when they are back etcd has forgotten what
+    happened in between: nobody waits for what it will not be told again."""
+    with Etcd() as server, Contest(server, tmp_path, ttl_s=5, links=True) as contest:
+        for _ in range(8):
+            leader, term = contest.leader()
+            links = [
+                each.link
+                for each in contest.candidates
+                if each.process.returncode is None and each is not leader and each.link is not None
+            ]
+            for link in links:
+                link.refuse()
+            leader.let_go()
+            contest.wait("the leader stays", lambda leader=leader: contest.said(leader, "ended"))  # type: ignore[misc]
+            for number in range(3):
+                server.put(f"elsewhere-{number}", b"")
+            compact(server)
+            back_at = now()
+            for link in links:
+                link.heal()
+            _, new = contest.leader(after=term["token"])
+            assert new["at"] - back_at < 2.5, "it was waited for the lease"
+            contest.join()
+        report = contest.report()
+    assert not report.violations, report.violations[0].story
+    assert report.terms == 9
+
+
+def compact(server: Etcd) -> None:
+    """Have etcd forget all that has been."""
+    status = http_json(server.port, "POST", "/v3/maintenance/status", {})
+    revision = status["header"]["revision"]
+    http_json(server.port, "POST", "/v3/kv/compaction", {"revision": revision, "physical": True})
