@@ -27,7 +27,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from doyen.quorum.ordered import Ordered
+from doyen.quorum.ordered import Block, Ordered
 
 __all__ = [
     "Advance",
@@ -125,7 +125,7 @@ class Enqueue(Command, frozen=True, gc=False, tag=6):
 
 
 class Begin(Command, frozen=True, gc=False, tag=7):
-    """A leader begins its era. → Done, or Refused if there has been a later one"""
+    """A leader begins its era, which is later than every other. → Done or Refused"""
 
     era: int
 
@@ -222,7 +222,8 @@ class _Head(Struct, frozen=True, array_like=True, tag=0):
 class _Leases(Struct, frozen=True, array_like=True, tag=1):
     """A piece of leases, in order."""
 
-    leases: list[tuple[int, float]]
+    leases: list[int]
+    ttls: list[float]
 
 
 class _Records(Struct, frozen=True, array_like=True, tag=2):
@@ -253,7 +254,7 @@ class Keyspace:
         self.revision = 0
         """The number of the last change."""
         self.era = 0
-        """The generation of the last leader to begin one."""
+        """The last one that a leader began."""
         self._records: Ordered[str, Record] = Ordered()
         self._leases: Ordered[int, _Held] = Ordered()
         self._history: deque[tuple[int, str]] = deque()
@@ -349,19 +350,17 @@ class Keyspace:
         head = _decode_piece(next(unread, b""))
         if not isinstance(head, _Head) or head.format != FORMAT:
             raise ValueError(f"not a snapshot of a keyspace of format {FORMAT}")
-        leases: list[tuple[int, _Held]] = []
-        records: list[Record] = []
+        leases: Ordered[int, _Held] = Ordered()
+        records: Ordered[str, Record] = Ordered()
         for piece in map(_decode_piece, unread):
             if isinstance(piece, _Leases):
-                leases += ((lease, _Held(ttl_s, {})) for lease, ttl_s in piece.leases)
+                leases.append(piece.leases, [_Held(ttl_s, {}) for ttl_s in piece.ttls])
             elif isinstance(piece, _Records):
-                records += piece.records
-        held = dict(leases)
-        for record in records:
-            if record.lease:
-                held[record.lease].keys[record.key] = None
-        self._leases = Ordered(leases)
-        self._records = Ordered((record.key, record) for record in records)
+                records.append([record.key for record in piece.records], piece.records)
+                for record in piece.records:
+                    if record.lease and (held := leases.get(record.lease)) is not None:
+                        held.keys[record.key] = None
+        self._leases, self._records = leases, records
         self.revision = self._horizon = head.counter
         self.era = head.era
         self._history.clear()
@@ -423,7 +422,7 @@ class Keyspace:
         return encode(Ticketed(key, revision))
 
     def _begin(self, command: Begin) -> bytes:
-        if command.era < self.era:
+        if command.era <= self.era:
             return _REFUSED
         self.era = command.era
         return _DONE
@@ -501,18 +500,15 @@ class Keyspace:
 
 
 def _pieces(
-    head: _Head,
-    leases: list[tuple[list[int], list[_Held]]],
-    records: list[tuple[list[str], list[Record]]],
+    head: _Head, leases: list[Block[int, _Held]], records: list[Block[str, Record]]
 ) -> Iterator[bytes]:
     yield encode(head)
-    for numbers, helds in leases:
-        ttls = ((number, held.ttl_s) for number, held in zip(numbers, helds, strict=True))
-        yield encode(_Leases(list(ttls)))
+    for held in leases:
+        yield encode(_Leases(held.keys, [each.ttl_s for each in held.values]))
     piece: list[Record] = []
     size = 0
-    for _, block in records:
-        for record in block:
+    for block in records:
+        for record in block.values:
             piece.append(record)
             size += len(record.key) + len(record.value) + 16
             if size >= PIECE:

@@ -11,10 +11,10 @@ epoch before the map's belongs to a picture and is never changed. Pure; imports 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["Ordered"]
+__all__ = ["Block", "Ordered"]
 
 FULL = 512
 """A block that grows beyond this is split."""
@@ -23,7 +23,9 @@ K = TypeVar("K", int, str)
 V = TypeVar("V")
 
 
-class _Block(Generic[K, V]):
+class Block(Generic[K, V]):
+    """Some keys, in order, and what stands at them."""
+
     __slots__ = ("epoch", "keys", "values")
 
     def __init__(self, keys: list[K], values: list[V], epoch: int) -> None:
@@ -39,32 +41,24 @@ class Ordered(Generic[K, V]):
     >>> ordered.put("b", 2); ordered.put("a", 1)
     >>> picture = ordered.picture()
     >>> ordered.remove("a")
-    >>> [keys for keys, _ in picture], list(ordered.upward(""))
+    >>> [block.keys for block in picture], list(ordered.upward(""))
     ([['a', 'b']], [('b', 2)])
     """
 
     __slots__ = ("_blocks", "_epoch", "_firsts", "_size")
 
-    def __init__(self, items: Iterable[tuple[K, V]] = ()) -> None:
-        """`items` come in the order of their keys, no key twice."""
+    def __init__(self) -> None:
         self._epoch = 0
-        self._blocks: list[_Block[K, V]] = []
+        self._blocks: list[Block[K, V]] = []
         self._firsts: list[K] = []
         self._size = 0
-        keys: list[K] = []
-        values: list[V] = []
-        for key, value in items:
-            if len(keys) == FULL // 2:
-                self._close(keys, values)
-                keys, values = [], []
-            keys.append(key)
-            values.append(value)
-        if keys:
-            self._close(keys, values)
 
-    def _close(self, keys: list[K], values: list[V]) -> None:
-        self._blocks.append(_Block(keys, values, self._epoch))
-        self._firsts.append(keys[0])
+    def append(self, keys: list[K], values: list[V]) -> None:
+        """Take these in, as they are; they stand in order, behind everything there is."""
+        for at in range(0, len(keys), FULL // 2):
+            upto = at + FULL // 2
+            self._blocks.append(Block(keys[at:upto], values[at:upto], self._epoch))
+            self._firsts.append(keys[at])
         self._size += len(keys)
 
     def __len__(self) -> int:
@@ -84,7 +78,7 @@ class Ordered(Generic[K, V]):
     def put(self, key: K, value: V) -> None:
         """Have `value` stand at `key`."""
         if not self._blocks:
-            self._close([key], [value])
+            self.append([key], [value])
             return
         index = max(bisect_right(self._firsts, key) - 1, 0)
         block = self._own(index)
@@ -137,24 +131,24 @@ class Ordered(Generic[K, V]):
         at = bisect_left(block.keys, key) - 1
         return block.keys[at], block.values[at]
 
-    def picture(self) -> list[tuple[list[K], list[V]]]:
-        """The map as it is now, in blocks of keys and values that never change."""
+    def picture(self) -> list[Block[K, V]]:
+        """The map as it is now, in blocks that never change."""
         self._epoch += 1
-        return [(block.keys, block.values) for block in self._blocks]
+        return self._blocks.copy()
 
-    def _own(self, index: int) -> _Block[K, V]:
+    def _own(self, index: int) -> Block[K, V]:
         """The block, as one that no picture shows."""
         block = self._blocks[index]
         if block.epoch != self._epoch:
-            block = _Block(block.keys.copy(), block.values.copy(), self._epoch)
+            block = Block(block.keys.copy(), block.values.copy(), self._epoch)
             self._blocks[index] = block
         return block
 
-    def _split(self, index: int, block: _Block[K, V]) -> None:
+    def _split(self, index: int, block: Block[K, V]) -> None:
         # Keys that count up, as tickets and leases do, leave full blocks behind.
         ascending = index == len(self._blocks) - 1
         half = FULL - FULL // 8 if ascending else FULL // 2
-        upper = _Block(block.keys[half:], block.values[half:], self._epoch)
+        upper = Block(block.keys[half:], block.values[half:], self._epoch)
         del block.keys[half:]
         del block.values[half:]
         self._blocks.insert(index + 1, upper)
