@@ -181,13 +181,11 @@ class Visitor(asyncio.Protocol):
         self._link: Link | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
+        self._early: list[bytes] = []
         self._request = b""
         self._over = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if self._transport is not None:  # the same once more, over TLS
-            self._transport = transport
-            return
         self._transport = transport
         if not self._door.enter(self):
             self._transport.abort()
@@ -219,14 +217,16 @@ class Visitor(asyncio.Protocol):
         else:
             if secured is None:
                 self._end()
-            else:
-                self._transport = secured
+                return
+            self._transport, self._task = secured, None
+            if self._early:
+                self.data_received(b"".join(self._early))
 
     def data_received(self, data: bytes) -> None:
         if self._over:
             return
-        if self._link is not None:
-            self._link.data_received(data)
+        if self._task is not None:
+            self._early.append(data)  # TLS is there, and its transport not yet in our hands
         elif self._request or data[:1].isalpha():
             self._read_request(data)
         elif data[0] == 0 and not self._http_only:

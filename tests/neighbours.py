@@ -1,0 +1,191 @@
+"""Nodes without a driver: a door, its peers, and a record of what they were told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.msgpack import Decoder
+
+from doyen.consensus.core import Membership, Message, Snapshot
+from doyen.node.door import Door
+from doyen.node.peers import Peers
+from doyen.quorum.link import End, Link, Tally, dial
+from doyen.quorum.wire import Identity, Role, Security
+
+HOST = "127.0.0.1"
+SECRET = b"a secret long enough"
+OPEN = Security()
+SOMEBODY = Identity("", "", 5)
+SNAPSHOT = Snapshot(7, 3, Membership(("n1", "n2")))
+
+
+class Beat(Message, frozen=True, array_like=True, tag=True, gc=False):
+    count: int
+    data: bytes = b""
+
+
+class Word(Message, frozen=True, array_like=True, tag=True, gc=False):
+    text: str
+
+
+def run(work: Coroutine[Any, Any, None], within_s: float = 30.0) -> None:
+    """On a loop that complains of nothing."""
+
+    async def watched() -> None:
+        complaints: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, told: complaints.append(told))
+        async with asyncio.timeout(within_s):
+            await work
+        assert not complaints
+
+    asyncio.run(watched())
+
+
+def _bug() -> tuple[int, str, bytes]:
+    raise LookupError("a bug")
+
+
+class Neighbour:
+    """A node that others can reach. `events` is what its transport has told, in order."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        cluster: str = "c",
+        incarnation: int = 0,
+        security: Security = OPEN,
+        door: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.me = Identity(cluster, name, incarnation or hash(name))
+        self.tally = Tally()
+        decode = Decoder(Beat | Word).decode
+        self.peers = Peers(self.me, security, decode=decode, tally=self.tally, **settings)
+        self.clients: list[Link] = []
+        self.frames: list[tuple[int, bytes]] = []
+        self.ends: list[End] = []
+        self.door = Door(
+            self.me,
+            security,
+            peers=self.peers.admit,
+            clients=self._welcome,
+            pages={"/healthz": lambda: (200, "text/plain", b"fine\n"), "/bug": _bug},
+            tally=self.tally,
+            **(door or {}),
+        )
+        self.port = 0
+        self.events: list[tuple[Any, ...]] = []
+        self.streams: list[tuple[str, int, Snapshot, list[bytes]]] = []
+        self.answer: Callable[[bytes, Callable[[bytes], None]], None]
+        self.answer = lambda question, answer: answer(b"re: " + question)
+        self.slowly: Callable[[], Coroutine[Any, Any, Any]] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"{HOST}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        return f"doyen://{self.address}"
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return dict(self.tally.counts)
+
+    def _welcome(self, link: Link) -> None:
+        self.clients.append(link)
+        link.welcome(
+            lambda _, frames: self.frames.extend(frames), lambda _, end: self.ends.append(end)
+        )
+
+    async def open(self, port: int = 0) -> Neighbour:
+        self.port = await self.door.listen(HOST, port)
+        self.peers.start(
+            lambda peer, message: self.events.append(("received", peer, message)),
+            lambda peer: self.events.append(("connected", peer)),
+            lambda peer: self.events.append(("disconnected", peer)),
+            lambda peer, question, answer: self.answer(question, answer),
+            self._store,
+        )
+        return self
+
+    async def _store(
+        self, peer: str, generation: int, snapshot: Snapshot, pieces: AsyncIterator[bytes]
+    ) -> None:
+        got: list[bytes] = []
+        self.streams.append((peer, generation, snapshot, got))
+        async for piece in pieces:
+            if self.slowly is not None:
+                await self.slowly()
+            got.append(piece)
+
+    def know(self, *others: Neighbour) -> None:
+        self.peers.reach({other.me.node: other.address for other in others})
+
+    def heard(self) -> list[Message]:
+        return [event[2] for event in self.events if event[0] == "received"]
+
+    def links(self) -> list[tuple[Any, ...]]:
+        return [event for event in self.events if event[0] != "received"]
+
+    async def close(self) -> None:
+        await self.door.close()
+        await self.peers.close()
+
+    def die(self) -> None:
+        """As a process does: every connection ends, nobody is told why."""
+        for server in self.door._servers:
+            server.close()
+        for link in [*self.peers._links.values(), *(c.link for c in self.peers._callers.values())]:
+            link.abort()
+        for link in self.clients:
+            link.abort()
+        self.peers.reach({})
+
+
+class Street:
+    """Neighbours that are gone when it is left."""
+
+    def __init__(self) -> None:
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Street:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def add(self, name: str, port: int = 0, **settings: Any) -> Neighbour:
+        neighbour = Neighbour(name, **settings)
+        self._stack.push_async_callback(neighbour.close)
+        return await neighbour.open(port)
+
+
+@dataclass
+class Caller:
+    """A client's side of a link."""
+
+    link: Link
+    frames: list[tuple[int, bytes]]
+    ends: list[End]
+
+
+async def call(
+    address: str, me: Identity = SOMEBODY, role: Role = "client", **settings: Any
+) -> Caller:
+    frames: list[tuple[int, bytes]] = []
+    ends: list[End] = []
+
+    def take(_: Link, some: Sequence[tuple[int, bytes]]) -> None:
+        frames.extend(some)
+
+    settings = {"security": OPEN, **settings}
+    link = await dial(
+        address, me, role=role, on_frames=take, on_end=lambda _, end: ends.append(end), **settings
+    )
+    return Caller(link, frames, ends)

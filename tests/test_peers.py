@@ -1,0 +1,454 @@
+"""The transport between nodes, over real sockets: restarts, doubles, bounds, snapshots."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable
+from doyen.node.peers import CHUNK_SIZE, MAX_PIECE, WINDOW
+from doyen.quorum.wire import MAX_FRAME, TLS, Security
+from neighbours import HOST, OPEN, SECRET, SNAPSHOT, Beat, Neighbour, Street, Word, call, run
+from servers import Proxy
+from servers.certificates import Certificates
+from support import until
+
+
+async def two(street: Street, security: Security = OPEN) -> tuple[Neighbour, Neighbour]:
+    """Two nodes, linked both ways."""
+    one, other = [await street.add(name, security=security) for name in ("n1", "n2")]
+    one.know(one, other)
+    other.know(one, other)
+    await until(lambda: one.links() and other.links())
+    return one, other
+
+
+def test_messages_arrive_in_order_and_as_they_were() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            one, other = await two(street)
+            assert one.links() == [("connected", "n2")]
+            sent = [Beat(number, number, b"\x00\xff") for number in range(1000)]
+            for message in sent:
+                one.peers.send("n2", message)
+            other.peers.send("n1", Word(1, "hello"))
+            await until(lambda: len(other.heard()) == len(sent) and one.heard())
+            assert other.heard() == sent
+            assert one.events[-1] == ("received", "n2", Word(1, "hello"))
+            assert not one.peers.dropped
+
+    run(body())
+
+
+@pytest.mark.parametrize("secured", ["secret", "tls"])
+def test_nodes_that_know_one_another(
+    secured: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    if secured == "tls":
+        files = Certificates(tmp_path_factory.mktemp("tls"))
+        certificate, key = files.certificate("server"), files.key("server")
+        tls = TLS(certificate=certificate, key=key, authority=files.certificate("ca"))
+        security = Security(tls=tls)
+    else:
+        security = Security(secret=SECRET)
+
+    async def body() -> None:
+        async with Street() as street:
+            one, other = await two(street, security)
+            assert await one.peers.ask("n2", b"?") == b"re: ?"
+            other.die()
+            await until(lambda: ("disconnected", "n2") in one.events)
+
+    run(body())
+
+
+def test_questions_are_answered_each_by_its_own_answer() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            one, other = await two(street)
+            held: list[tuple[bytes, object]] = []
+            other.answer = lambda question, answer: held.append((question, answer))
+            asked = [asyncio.create_task(one.peers.ask("n2", b"%d" % n)) for n in range(100)]
+            await until(lambda: len(held) == 100)
+            asked[7].cancel()
+            for question, answer in reversed(held):
+                assert callable(answer)
+                answer(question * 2)
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            assert isinstance(answers.pop(7), asyncio.CancelledError)
+            assert answers == [b"%d%d" % (n, n) for n in range(100) if n != 7]
+
+    run(body())
+
+
+def test_a_question_that_was_not_heard_and_one_that_may_have_been() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            one, other = await two(street)
+            with pytest.raises(StoreUnavailable, match="'n3' is not connected"):
+                await one.peers.ask("n3", b"?")
+            with pytest.raises(StoreUnusable, match="too large"):
+                await one.peers.ask("n2", bytes(MAX_FRAME))
+            heard: list[bytes] = []
+            other.answer = lambda question, answer: heard.append(question)
+            sent = asyncio.create_task(one.peers.ask("n2", b"heard"))
+            await until(lambda: heard)
+            unsent = asyncio.create_task(one.peers.ask("n2", b"not heard"))
+            await asyncio.sleep(0)  # queued, and what is queued goes out in the next turn
+            one.peers._links["n2"].abort()
+            assert [type(await failure(task)) for task in (sent, unsent)] == [
+                OutcomeUnknown,
+                StoreUnavailable,
+            ]
+            assert heard == [b"heard"]
+            with pytest.raises(StoreUnavailable, match="not connected"):
+                await one.peers.ask("n2", b"?")
+
+    run(body())
+
+
+async def failure(task: asyncio.Task[bytes]) -> BaseException | None:
+    await asyncio.wait([task])
+    return task.exception()
+
+
+def test_a_peer_that_dies_is_noticed_and_found_again_when_it_is_back() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            one, other = await two(street)
+            loop = asyncio.get_running_loop()
+            died = loop.time()
+            other.die()
+            await until(lambda: ("disconnected", "n2") in one.events)
+            assert loop.time() - died < 1
+            await until(lambda: "refused" in one.peers.troubles.get("n2", ""))
+            again = await street.add("n2", port=other.port, incarnation=99)
+            again.know(one)
+            await until(lambda: one.links()[-1] == ("connected", "n2"))
+            one.peers.send("n2", Word(2, "welcome back"))
+            await until(again.heard)
+            assert [event[0] for event in one.links()] == ["connected", "disconnected", "connected"]
+            assert one.counts == {}
+
+    run(body())
+
+
+def test_a_peer_that_is_back_is_dialled_at_once_when_it_calls() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            one = await street.add("n1", jitter=lambda: 1e6)  # waits for ever between attempts
+            other = Neighbour("n2")
+            other.port = await free()
+            one.know(other)
+            await until(lambda: "refused" in one.peers.troubles["n2"])
+            other = await street.add("n2", port=other.port)
+            other.know(one)
+            await until(lambda: one.links() == [("connected", "n2")])
+
+    run(body())
+
+
+async def free() -> int:
+    server = await asyncio.start_server(lambda *_: None, HOST, 0)
+    port: int = server.sockets[0].getsockname()[1]
+    server.close()
+    await server.wait_closed()
+    return port
+
+
+def test_silence_is_not_told_as_an_end() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            one = await street.add("n1", keepalive_s=0.02)
+            other = await street.add("n2")
+            with Proxy(other) as proxy:
+                one.peers.reach({"n2": f"{HOST}:{proxy.port}"})
+                await until(one.links)
+                asked = asyncio.create_task(one.peers.ask("n2", b"?"))
+                other.answer = lambda question, answer: None
+                proxy.half_open()
+                assert isinstance(await failure(asked), OutcomeUnknown)
+                assert one.links() == [("connected", "n2")]
+                assert "nothing was heard" in one.peers.troubles["n2"]
+                proxy.heal()
+                await until(lambda: len(one.links()) == 2)
+                assert one.links() == [("connected", "n2")] * 2
+                assert one.counts["silent"] == 1
+
+    run(body())
+
+
+def test_a_second_process_with_the_id_of_a_peer_is_refused() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            one, other = await two(street)
+            double = await street.add("n2", incarnation=99)
+            double.know(one)
+            await until(lambda: "another process" in double.peers.troubles["n1"])
+            assert double.counts["duplicate"] >= 1
+            assert await one.peers.ask("n2", b"?") == b"re: ?"
+            assert one.links() == [("connected", "n2")]
+            assert one.counts["duplicate"] >= 1
+            other.die()
+            await until(lambda: ("connected", "n1") in double.events)
+
+    run(body())
+
+
+def test_a_second_process_at_the_address_of_a_peer_is_not_taken_for_it() -> None:
+    """The peer itself is connected, and speaks: whoever answers at its address is another."""
+
+    async def body() -> None:
+        async with Street() as street:
+            one, other = await two(street)
+            double = await street.add("n2", incarnation=99)
+            one.know(double)
+            await until(lambda: "every node needs an id" in one.peers.troubles["n2"])
+            assert [event[0] for event in one.links()] == ["connected"]
+            assert other.peers._links["n1"].open
+
+    run(body())
+
+
+def test_a_double_of_a_peer_that_answers_no_more_takes_its_place() -> None:
+    """A machine that lost its power says no farewell."""
+
+    async def body() -> None:
+        async with Street() as street:
+            one = await street.add("n1", probe_s=0.05)
+            other = await street.add("n2")
+            with Proxy(one) as proxy:
+                other.peers.reach({"n1": f"{HOST}:{proxy.port}"})
+                await until(other.links)
+                proxy.cut()
+                again = await street.add("n2", incarnation=99)
+                again.know(one)
+                await until(again.links)
+                again.peers.send("n1", Word(1, "here I am"))
+                await until(one.heard)
+                assert one.counts == {}
+
+    run(body())
+
+
+def test_a_node_is_not_its_own_peer() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            one = await street.add("n1")
+            one.peers.reach({"n2": one.address})
+            await until(lambda: "this is node 'n1', not 'n2'" in one.peers.troubles["n2"])
+            double = await street.add("n1", incarnation=99)
+            double.peers.reach({"n2": one.address})
+            await until(lambda: "this is node 'n1'" in double.peers.troubles["n2"])
+            assert not one.links()
+
+    run(body())
+
+
+def test_a_node_of_another_cluster_is_refused() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            one = await street.add("n1")
+            stray = await street.add("n2", cluster="d")
+            stray.know(one)
+            await until(lambda: "belongs to cluster 'c'" in stray.peers.troubles["n1"])
+            assert one.counts["cluster"] >= 1
+            assert not one.peers._callers
+
+    run(body())
+
+
+def test_a_peer_that_moves_and_one_that_leaves() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            one, other = await two(street)
+            asked = asyncio.create_task(one.peers.ask("n2", b"?"))
+            other.answer = lambda question, answer: None
+            await asyncio.sleep(0)
+            one.peers.reach({})
+            assert isinstance(await failure(asked), OutcomeUnknown | StoreUnavailable)
+            one.peers.send("n2", Word(1, "anyone?"))
+            assert one.peers.dropped == {"n2": 1}
+            other.die()
+            moved = await street.add("n2", incarnation=99)
+            one.know(moved)
+            await until(lambda: len(one.links()) == 2)
+            one.know(moved)  # nothing changes
+            one.peers.send("n2", Word(1, "at your new place"))
+            await until(moved.heard)
+            assert one.links() == [("connected", "n2")] * 2  # those let go are not told of
+
+    run(body())
+
+
+def test_a_peer_that_does_not_read_costs_its_messages_and_no_memory() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            one = await street.add("n1", bound=1 << 20)
+            other = await street.add("n2")
+            third = await street.add("n3")
+            one.know(other, third)
+            await until(lambda: len(one.links()) == 2)
+            await until(lambda: other.peers._callers)
+            other.peers._callers["n1"].link.pause()
+            data = bytes(10_000)
+            for count in range(2000):
+                one.peers.send("n2", Beat(1, count, data))
+                if count % 50 == 0:
+                    await asyncio.sleep(0)
+            link = one.peers._links["n2"]
+            assert one.peers.dropped["n2"] > 500
+            assert link.queued < (1 << 20) + 20_000
+            with pytest.raises(StoreUnavailable, match="is full"):
+                await one.peers.ask("n2", b"?")
+            assert await one.peers.ask("n3", b"?") == b"re: ?"
+            other.peers._callers["n1"].link.resume()
+            arrived = 2000 - one.peers.dropped["n2"]
+            await until(lambda: len(other.heard()) == arrived)
+            counts = [message.count for message in other.heard() if isinstance(message, Beat)]
+            assert counts == sorted(counts)
+
+    run(body())
+
+
+def test_a_message_too_large_is_dropped_and_said() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            one, other = await two(street)
+            one.peers.send("n2", Beat(1, 1, bytes(MAX_FRAME)))
+            one.peers.send("n2", Beat(1, 2))
+            await until(other.heard)
+            assert other.heard() == [Beat(1, 2)]
+            assert one.counts == {"too-large": 1}
+
+    run(body())
+
+
+async def pieces_of(*pieces: bytes) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece
+
+
+def test_a_snapshot_arrives_piece_by_piece_as_it_was() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            one, other = await two(street)
+            pieces = [b"", b"a", bytes(CHUNK_SIZE), bytes(CHUNK_SIZE + 1), b"", bytes(WINDOW * 3)]
+            pieces += [bytes(MAX_PIECE), b"z" * 100] + [b"%d" % n for n in range(3000)]
+            done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+            one.peers.send_snapshot("n2", 5, SNAPSHOT, pieces_of(*pieces), done.set_result)
+            assert await done
+            assert other.streams == [("n1", 5, SNAPSHOT, pieces)]
+
+    run(body())
+
+
+def test_heartbeats_pass_a_snapshot_on_its_way() -> None:
+    """Whoever stores it is slow: what is under way stays within the window, and nothing that is
+    sent meanwhile waits for the rest."""
+
+    async def body() -> None:
+        async with Street() as street:
+            one, other = await two(street)
+            gate = asyncio.Event()
+            other.slowly = gate.wait
+            taken = 0
+
+            async def pieces() -> AsyncIterator[bytes]:
+                nonlocal taken
+                for _ in range(200):
+                    taken += 1
+                    yield bytes(50_000)
+
+            done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+            one.peers.send_snapshot("n2", 5, SNAPSHOT, pieces(), done.set_result)
+            await until(lambda: other.streams)
+            for count in range(50):
+                one.peers.send("n2", Beat(1, count))
+                assert await one.peers.ask("n2", b"?") == b"re: ?"
+                assert len(other.heard()) == count + 1
+            assert taken * 50_000 <= 2 * WINDOW + 100_000
+            assert not done.done()
+            gate.set()
+            assert await done
+            assert sum(map(len, other.streams[0][3])) == 200 * 50_000
+
+    run(body())
+
+
+@pytest.mark.parametrize("how", ["link ends", "cannot be stored", "cannot be read", "too large"])
+def test_a_snapshot_that_fails_is_told_once(how: str) -> None:
+    async def body() -> None:
+        async with Street() as street:
+            one, other = await two(street)
+            closed = asyncio.Event()
+
+            async def pieces() -> AsyncIterator[bytes]:
+                try:
+                    yield bytes(100_000)
+                    if how == "cannot be read":
+                        raise OSError("the disk is broken")
+                    yield bytes(MAX_PIECE + 1 if how == "too large" else 1_000_000)
+                    yield bytes(1_000_000)
+                finally:
+                    closed.set()
+
+            async def slowly() -> None:
+                if how == "cannot be stored":
+                    raise OSError("no space")
+                await asyncio.Event().wait()
+
+            other.slowly = slowly
+            done: list[bool] = []
+            one.peers.send_snapshot("n2", 5, SNAPSHOT, pieces(), done.append)
+            await until(lambda: other.streams)
+            if how == "link ends":
+                one.peers._links["n2"].abort()
+            await until(lambda: done)
+            await closed.wait()
+            assert done == [False]
+
+    run(body())
+
+
+def test_a_snapshot_for_nobody() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            one = await street.add("n1")
+            done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+            one.peers.send_snapshot("n9", 5, SNAPSHOT, pieces_of(b"x"), done.set_result)
+            assert not await done
+
+    run(body())
+
+
+def test_whoever_stores_a_snapshot_learns_that_the_link_has_ended() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            one, other = await two(street)
+
+            async def pieces() -> AsyncIterator[bytes]:
+                yield b"x"
+                await asyncio.Event().wait()
+
+            one.peers.send_snapshot("n2", 5, SNAPSHOT, pieces(), lambda ok: None)
+            await until(lambda: other.streams and other.streams[0][3])
+            one.die()
+            await until(lambda: not other.peers._callers)
+            await until(lambda: len(other.peers._tasks) == 1)  # the one that dials
+
+    run(body())
+
+
+def test_closing_takes_leave_of_everybody() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            one, other = await two(street)
+            caller = await call(one.address)
+            await one.close()
+            await until(lambda: ("disconnected", "n1") in other.events and caller.ends)
+            assert ("disconnected", "n2") not in one.events
+
+    run(body())

@@ -1,0 +1,351 @@
+"""The wire with no sockets: frames however they are cut, the handshake, secrets, settings."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from doyen.errors import ConfigError
+from doyen.quorum import wire
+from doyen.quorum.wire import (
+    ANY,
+    FIRST_FREE,
+    MAX_GREETING,
+    TLS,
+    Dialler,
+    Fault,
+    FrameError,
+    Frames,
+    Identity,
+    Listener,
+    Refused,
+    Security,
+    Word,
+    check_exposure,
+    frame,
+    parse_address,
+)
+from servers.certificates import Certificates
+
+SECRET = b"a secret long enough"
+N1, N2 = Identity("c", "n1", 11), Identity("c", "n2", 22)
+
+some_frames = st.lists(st.tuples(st.integers(FIRST_FREE, 255), st.binary(max_size=40)), max_size=6)
+
+
+@given(frames=some_frames, cuts=st.lists(st.integers(0, 300)), most=st.integers(1, 3))
+def test_frames_come_out_as_they_went_in_however_they_are_cut(
+    frames: list[tuple[int, bytes]], cuts: list[int], most: int
+) -> None:
+    data = b"".join(frame(*each) for each in frames)
+    places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    in_bulk, one_by_one = Frames(100), Frames(100)
+    all_at_once: list[tuple[int, bytes]] = []
+    a_few: list[tuple[int, bytes]] = []
+    for start, stop in pairwise(places):
+        all_at_once.extend(in_bulk.feed(data[start:stop]))
+        a_few.extend(one_by_one.feed(data[start:stop], most))
+    while more := one_by_one.feed(b"", most):
+        a_few.extend(more)
+    assert all_at_once == a_few == frames
+
+
+@given(frames=some_frames)
+def test_frames_that_come_byte_by_byte(frames: list[tuple[int, bytes]]) -> None:
+    reader = Frames(100)
+    got: list[tuple[int, bytes]] = []
+    for byte in b"".join(frame(*each) for each in frames):
+        got.extend(reader.feed(bytes([byte])))
+    assert got == frames
+
+
+@given(data=st.binary(max_size=200), cut=st.integers(0, 200))
+def test_no_bytes_do_anything_but_frames_or_an_error(data: bytes, cut: int) -> None:
+    reader = Frames(64)
+    with suppress(FrameError):
+        for part in (data[:cut], data[cut:]):
+            assert all(len(payload) < 64 for _, payload in reader.feed(part))
+
+
+@pytest.mark.parametrize(
+    ("length", "fault"), [(0, "malformed"), (101, "too-large"), (2**32 - 1, "too-large")]
+)
+def test_a_length_that_cannot_be_is_refused_before_anything_is_held(
+    length: int, fault: str
+) -> None:
+    with pytest.raises(FrameError) as caught:
+        Frames(100).feed(length.to_bytes(4, "big") + b"\x20")
+    assert caught.value.fault == fault
+
+
+def test_the_wires_own_frames_are_kept_apart() -> None:
+    reader = Frames(100)
+    assert reader.feed(frame(Word.PING) + frame(20, b"x")) == [(20, b"x")]
+    assert reader.control == [(Word.PING, b"")]
+
+
+def shake(dialler: Dialler, listener: Listener) -> tuple[bytes, ...]:
+    """The whole handshake; gives what was said, in turn."""
+    said = [dialler.begin()]
+    while said[-1]:
+        side: Dialler | Listener = listener if len(said) % 2 else dialler
+        said.append(side.take(*only(said[-1])))
+    if listener.proved:
+        said[-1] = listener.welcome()
+        dialler.take(*only(said[-1]))
+    return tuple(said)
+
+
+def only(data: bytes) -> tuple[int, bytes]:
+    reader = Frames(MAX_GREETING)
+    assert not reader.feed(data)
+    (found,) = reader.control
+    return found
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+@pytest.mark.parametrize("role", ["peer", "client"])
+def test_those_who_belong_together_are_told_who_the_other_is(role: Any, secret: Any) -> None:
+    dialler, listener = Dialler(N1, role, "n2", secret), Listener(N2, secret)
+    shake(dialler, listener)
+    assert (dialler.done, listener.proved) == (True, True)
+    assert (dialler.them, listener.them, listener.role) == (N2, N1, role)
+    assert dialler.version == listener.version == wire.NEWEST
+
+
+def test_a_client_may_come_without_knowing_where_it_is() -> None:
+    dialler = Dialler(Identity(ANY, "me", 1), "client")
+    shake(dialler, Listener(N2))
+    assert dialler.them == N2
+
+
+@pytest.mark.parametrize(
+    ("dialler", "listener", "fault", "text"),
+    [
+        (Dialler(N1, "peer", "n3"), Listener(N2), "node", "this is node 'n2', not 'n3'"),
+        (
+            Dialler(Identity("d", "n1", 1), "peer", "n2"),
+            Listener(N2),
+            "cluster",
+            "belongs to cluster 'c', not to 'd'",
+        ),
+        (Dialler(Identity(ANY, "n1", 1), "peer"), Listener(N2), "cluster", "not to ''"),
+        (Dialler(Identity("d", "x", 1), "client"), Listener(N2), "cluster", "not to 'd'"),
+        (Dialler(Identity("c", "", 1), "peer"), Listener(N2), "node", "has to say its id"),
+        (Dialler(Identity("c", "n2", 1), "peer"), Listener(N2), "duplicate", "another process"),
+        (Dialler(N2, "peer", "n2"), Listener(N2), "duplicate", "has called itself"),
+        (Dialler(N1, "peer"), Listener(N2, SECRET), "secret", "none is set here"),
+        (Dialler(N1, "peer", ANY, SECRET), Listener(N2), "secret", "the node has none"),
+        (
+            Dialler(N1, "peer", ANY, SECRET + b"?"),
+            Listener(N2, SECRET),
+            "secret",
+            "not the one that is set here",
+        ),
+    ],
+)
+def test_those_who_do_not_are_told_why(
+    dialler: Dialler, listener: Listener, fault: str, text: str
+) -> None:
+    with pytest.raises(Refused, match=text) as caught:
+        shake(dialler, listener)
+    assert caught.value.fault == fault
+    assert not dialler.done
+
+
+@pytest.mark.parametrize(
+    ("theirs", "chosen"),
+    [((1, 1), 1), ((1, 9), 2), ((2, 2), 2), ((3, 9), None), ((0, 0), None), ((-5, 99), 2)],
+)
+def test_the_newest_version_that_both_speak(
+    theirs: tuple[int, int], chosen: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "NEWEST", 2)
+    hello = ["doyen", *theirs, "client", ["c", "x", 1], "", bytes(32), "of a later version"]
+    listener = Listener(N2)
+    if chosen is not None:
+        listener.take(Word.HELLO, msgspec.msgpack.encode(hello))
+        assert listener.version == chosen
+        return
+    with pytest.raises(Refused, match="upgrade the older one") as caught:
+        listener.take(Word.HELLO, msgspec.msgpack.encode([*hello[:3], "as it may be then"]))
+    assert caught.value.fault == Fault.VERSION
+
+
+def test_a_listener_cannot_choose_a_version_that_was_not_offered() -> None:
+    dialler = Dialler(N1, "peer")
+    challenge = [9, ["c", "n2", 22], False, bytes(32)]
+    with pytest.raises(FrameError, match="version 9"):
+        dialler.take(Word.CHALLENGE, msgspec.msgpack.encode(challenge))
+
+
+def test_a_refusal_is_told_to_the_dialler() -> None:
+    dialler = Dialler(N1, "client")
+    with pytest.raises(Refused, match="no leader") as caught:
+        dialler.take(*only(wire.refusal(Refused(Fault.NOT_SERVING, "no leader"))))
+    assert caught.value.fault is Fault.NOT_SERVING
+    assert not caught.value.lasting
+    assert Refused(Fault.SECRET, "").lasting
+
+
+def test_what_was_heard_is_worth_nothing_on_another_connection() -> None:
+    """Replay: the whole of a dialler's side, once more."""
+    dialler, listener = Dialler(N1, "peer", "n2", SECRET), Listener(N2, SECRET)
+    hello, _, proof, _ = shake(dialler, listener)
+    again = Listener(N2, SECRET)
+    again.take(*only(hello))
+    with pytest.raises(Refused):
+        again.take(*only(proof))
+    assert not again.proved
+
+
+def test_a_listeners_answers_are_worth_nothing_to_another_dialler() -> None:
+    dialler, listener = Dialler(N1, "peer", "n2", SECRET), Listener(N2, SECRET)
+    _, challenge, _, welcome = shake(dialler, listener)
+    again = Dialler(N1, "peer", "n2", SECRET)
+    again.take(*only(challenge))
+    with pytest.raises(Refused, match="does not know the secret"):
+        again.take(*only(welcome))
+
+
+def test_a_dialler_is_not_fooled_by_its_own_words() -> None:
+    """Reflection: whoever listens knows no secret, and sends everything back."""
+    dialler = Dialler(N1, "peer", ANY, SECRET)
+    with pytest.raises(FrameError) as caught:
+        dialler.take(*only(dialler.begin()))
+    assert caught.value.fault is Fault.OUT_OF_TURN
+
+    challenge = [1, ["c", "n2", 22], True, bytes(32)]
+    proof = dialler.take(Word.CHALLENGE, msgspec.msgpack.encode(challenge))
+    with pytest.raises(Refused):
+        dialler.take(Word.WELCOME, only(proof)[1])
+    assert not dialler.done
+
+
+def test_a_listener_that_wants_the_proof_made_for_another_is_not_helped() -> None:
+    """The proof covers the challenge: in front of another node it is void."""
+    dialler, real = Dialler(N1, "peer", ANY, SECRET), Listener(N2, SECRET)
+    real.take(*only(dialler.begin()))
+    fake = Listener(Identity("c", "n3", 3), SECRET + b"?")
+    proof = dialler.take(*only(fake.take(*only(dialler.begin()))))
+    with pytest.raises(Refused):
+        real.take(*only(proof))
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+@pytest.mark.parametrize("kind", [0, *Word, FIRST_FREE - 1])
+def test_every_frame_out_of_turn_is_refused(kind: int, secret: bytes | None) -> None:
+    """Every state of both sides with every kind of frame: never past the handshake."""
+    for steps in range(3):
+        dialler, listener = Dialler(N1, "peer", "n2", secret), Listener(N2, secret)
+        said = [dialler.begin()]
+        for step in range(steps):
+            side: Dialler | Listener = dialler if step % 2 else listener
+            said.append(side.take(*only(said[-1])))
+        for one in (dialler, listener):
+            if one is listener and steps == 0 and kind == Word.HELLO:
+                continue
+            with pytest.raises((FrameError, Refused)):
+                one.take(kind, b"\x93\x01\x02")
+            if secret is not None:
+                assert not dialler.done
+                assert not listener.proved
+
+
+@given(payload=st.binary(max_size=100))
+def test_no_greeting_does_anything_but_fit_or_fail(payload: bytes) -> None:
+    for side, kind in (
+        (Dialler(N1, "peer"), Word.CHALLENGE),
+        (Dialler(N1, "peer"), Word.REFUSAL),
+        (Listener(N2), Word.HELLO),
+    ):
+        with pytest.raises((FrameError, Refused)):
+            side.take(kind, payload)
+
+
+def test_names_in_a_greeting_are_bounded() -> None:
+    with pytest.raises(FrameError, match="length"):
+        Listener(N2).take(*only(Dialler(Identity("c", "n" * 300, 1), "client").begin()))
+
+
+@pytest.mark.parametrize(
+    ("host", "security", "fits"),
+    [
+        ("127.0.0.1", Security(), True),
+        ("127.8.8.8", Security(), True),
+        ("::1", Security(), True),
+        ("localhost", Security(), True),
+        ("0.0.0.0", Security(), False),
+        ("", Security(), False),
+        ("::", Security(), False),
+        ("10.1.2.3", Security(), False),
+        ("n1.example", Security(), False),
+        ("10.1.2.3", Security(secret=SECRET), True),
+        ("10.1.2.3", Security(tls=TLS(certificate="c", key="k", authority="a")), True),
+        ("10.1.2.3", Security(tls=TLS(certificate="c", key="k", mutual=False)), False),
+    ],
+)
+def test_beyond_loopback_strangers_are_kept_out(host: str, security: Security, fits: bool) -> None:
+    check_exposure(host, security, insecure=True)
+    if fits:
+        check_exposure(host, security)
+    else:
+        with pytest.raises(ConfigError, match="or say insecure"):
+            check_exposure(host, security)
+
+
+def test_a_short_secret_is_none() -> None:
+    with pytest.raises(ConfigError, match="16 or more"):
+        Security(secret=b"guess me")
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+def test_errors_of_tls_name_the_file(certificates: Certificates, tmp_path: Path) -> None:
+    certificate, key = certificates.certificate("server"), certificates.key("server")
+    empty = tmp_path / "empty.pem"
+    empty.touch()
+    for tls, text in (
+        (TLS(), "needs a certificate"),
+        (TLS(certificate=certificate, key=key), "needs the authority"),
+        (TLS(certificate=tmp_path / "none.pem", mutual=False), "none.pem: No such file"),
+        (TLS(certificate=certificate, key=empty, mutual=False), "empty.pem do not go together"),
+        (
+            TLS(certificate=certificate, key=certificates.key("client"), mutual=False),
+            "client.key do not go together",
+        ),
+        (TLS(certificate=certificate, key=key, authority=empty), "authority in .*empty.pem"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            tls.for_listening()
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.pem"):
+        TLS(authority=tmp_path / "none.pem").for_dialling()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("h:1", ("h", 1)),
+        ("127.0.0.1:7400", ("127.0.0.1", 7400)),
+        ("[::1]:7400", ("::1", 7400)),
+        (":7400", ("", 7400)),
+    ],
+)
+def test_addresses(text: str, found: tuple[str, int]) -> None:
+    assert parse_address(text) == found
+
+
+@pytest.mark.parametrize("text", ["h", "h:", "h:x", "h:70000", "::1:7400", "", "h:-1", "h:²"])
+def test_what_is_no_address(text: str) -> None:
+    with pytest.raises(ConfigError, match="no address"):
+        parse_address(text)

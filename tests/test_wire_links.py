@@ -1,0 +1,408 @@
+"""Links over real sockets: the door, TLS, flow control, silence, and pages over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from typing import Any
+
+import pytest
+
+from doyen.errors import ConfigError, StoreUnavailable
+from doyen.node.door import Door
+from doyen.quorum.link import HIGH_WATER, End
+from doyen.quorum.wire import MAX_FRAME, TLS, Fault, Identity, Refused, Security
+from neighbours import HOST, OPEN, SECRET, Street, call, run
+from servers import Proxy
+from servers.certificates import Certificates
+from support import until
+
+
+def test_frames_go_both_ways_and_many_at_a_time() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            node = await street.add("n1")
+            caller = await call(node.address)
+            assert caller.link.them == node.me
+            sent = [(20 + number % 3, b"%d" % number) for number in range(10_000)]
+            for each in sent:
+                assert caller.link.send(*each)
+            await until(lambda: len(node.frames) == len(sent))
+            assert node.frames == sent
+            node.clients[0].send(30, b"head", b"body")
+            await until(lambda: caller.frames)
+            assert caller.frames == [(30, b"headbody")]
+            caller.link.close()
+            await until(lambda: node.ends and caller.ends)
+            assert (node.ends, caller.ends) == ([End.LEFT], [End.CLOSED])
+            assert not caller.link.send(20, b"")
+
+    run(body())
+
+
+def test_what_is_sent_in_one_turn_is_one_write() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            node = await street.add("n1")
+            caller = await call(node.address)
+            writes: list[bytes] = []
+            caller.link._transport = _Spy(caller.link._transport, writes)
+            for _ in range(100):
+                caller.link.send(20, b"x")
+            await until(lambda: len(node.frames) == 100)
+            assert len(writes) == 1
+            caller.link.abort()
+
+    run(body())
+
+
+class _Spy:
+    def __init__(self, transport: Any, writes: list[bytes]) -> None:
+        self._transport = transport
+        self._writes = writes
+
+    def write(self, data: bytes) -> None:
+        self._writes.append(data)
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+def test_what_was_sent_goes_before_the_end() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            node = await street.add("n1")
+            caller = await call(node.address)
+            for _ in range(50):
+                caller.link.send(20, bytes(100_000))
+            caller.link.close()
+            await until(lambda: node.ends)
+            assert len(node.frames) == 50
+
+    run(body())
+
+
+def test_the_largest_frame_passes_and_a_larger_one_is_not_sent() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            node = await street.add("n1")
+            caller = await call(node.address)
+            with pytest.raises(ValueError, match="are allowed"):
+                caller.link.send(20, bytes(MAX_FRAME))
+            caller.link.send(20, bytes(MAX_FRAME - 1))
+            await until(lambda: node.frames)
+            assert len(node.frames[0][1]) == MAX_FRAME - 1
+            caller.link.abort()
+
+    run(body())
+
+
+def test_a_link_whose_other_side_does_not_read_is_full_in_the_end() -> None:
+    """And can be waited for, and goes on when it is read again, with nothing lost between."""
+
+    async def body() -> None:
+        async with Street() as street:
+            node = await street.add("n1")
+            caller = await call(node.address, bound=1 << 20)
+            await until(lambda: node.clients)
+            node.clients[0].pause()
+            sent = 0
+            while caller.link.send(20, bytes(10_000)):
+                sent += 1
+                await asyncio.sleep(0)
+            assert caller.link.full
+            assert caller.link.queued < (1 << 20) + 20_000
+            waiting = asyncio.create_task(caller.link.drain())
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            node.clients[0].resume()
+            await waiting
+            assert caller.link.queued <= HIGH_WATER
+            await until(lambda: len(node.frames) == sent)
+            caller.link.abort()
+
+    run(body())
+
+
+def test_whoever_waits_for_room_is_told_of_the_end() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            node = await street.add("n1")
+            caller = await call(node.address, bound=1 << 20)
+            await until(lambda: node.clients)
+            node.clients[0].pause()
+            await until(lambda: not caller.link.send(20, bytes(500_000)))
+            waiting = asyncio.create_task(caller.link.drain())
+            await asyncio.sleep(0)
+            node.clients[0].abort()
+            await waiting
+            await caller.link.wait()
+            assert caller.ends == [End.LEFT]
+
+    run(body())
+
+
+def test_silence_is_not_an_end_and_is_noticed() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            node = await street.add("n1", door={"keepalive_s": 0.02})
+            with Proxy(node) as proxy:
+                caller = await call(f"{HOST}:{proxy.port}", keepalive_s=0.02)
+                pings: list[bytes] = []
+                caller.link._transport = _Spy(caller.link._transport, pings)
+                await until(lambda: len(pings) > 10)
+                assert caller.link.open
+                assert node.clients[0].open
+                proxy.cut()
+                await until(lambda: caller.ends and node.ends)
+                assert (caller.ends, node.ends) == ([End.SILENT], [End.SILENT])
+                assert node.counts == {"silent": 1}
+
+    run(body())
+
+
+def test_a_reset_is_an_end() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            node = await street.add("n1")
+            with Proxy(node) as proxy:
+                caller = await call(f"{HOST}:{proxy.port}")
+                proxy.reset()
+                await until(lambda: caller.ends and node.ends)
+                assert (caller.ends, node.ends) == ([End.LEFT], [End.LEFT])
+
+    run(body())
+
+
+def test_whoever_is_asked_whether_it_lives() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            node = await street.add("n1")
+            with Proxy(node) as proxy:
+                caller = await call(f"{HOST}:{proxy.port}")
+                assert await caller.link.alive(10)
+                proxy.cut()
+                assert not await caller.link.alive(0.05)
+                caller.link.abort()
+                assert not await caller.link.alive(10)
+
+    run(body())
+
+
+def test_nobody_there_and_nobody_answering() -> None:
+    async def body() -> None:
+        with socket.create_server((HOST, 0)) as mute:
+            address = f"{HOST}:{mute.getsockname()[1]}"
+            with pytest.raises(StoreUnavailable, match=r"has not answered within 0\.05 s"):
+                await call(address, handshake_s=0.05)
+        with pytest.raises(StoreUnavailable, match=f"cannot reach {address}: Connection refused"):
+            await call(address)
+        with pytest.raises(StoreUnavailable, match="cannot reach"):
+            await call("no.such.host.invalid:1")
+
+    run(body())
+
+
+def test_a_dialler_that_is_cancelled_leaves_nothing_behind() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            node = await street.add("n1", security=Security(secret=SECRET))
+            with Proxy(node) as proxy:
+                proxy.cut("down")
+                dialling = asyncio.create_task(call(f"{HOST}:{proxy.port}"))
+                await until(lambda: node.door.strangers)
+                dialling.cancel()
+                await asyncio.wait([dialling])
+                assert dialling.cancelled()
+                await until(lambda: not node.door.strangers)
+
+    run(body())
+
+
+@pytest.mark.parametrize("fault", [Fault.CROWDED, Fault.NOT_SERVING])
+def test_a_client_that_is_not_wanted_is_told_why(fault: Fault) -> None:
+    async def body() -> None:
+        async with Street() as street:
+            limit = {"max_clients": 1 if fault is Fault.CROWDED else 10}
+            node = await street.add("n1", door=limit)
+            first = await call(node.address)
+            if fault is Fault.NOT_SERVING:
+                node.door._clients = lambda link: link.refuse(fault, "no leader is known")
+            with pytest.raises(Refused, match=r"1 clients are here|no leader is known") as caught:
+                await call(node.address)
+            assert caught.value.fault is fault
+            first.link.close()
+            await until(lambda: not node.door.clients)
+
+    run(body())
+
+
+def test_listening_beyond_loopback_is_refused_without_a_secret() -> None:
+    async def body() -> None:
+        options: dict[str, Any] = {"peers": lambda _: None, "clients": lambda _: None, "pages": {}}
+        door = Door(Identity("c", "n1", 1), OPEN, **options)
+        with pytest.raises(ConfigError, match="neither a shared secret nor mutual TLS"):
+            await door.listen("0.0.0.0", 0)
+        door = Door(Identity("c", "n1", 1), Security(secret=SECRET), **options)
+        port = await door.listen("0.0.0.0", 0)
+        with pytest.raises(ConfigError, match=f"port {port}: Address already in use"):
+            await door.listen("0.0.0.0", port)
+        with pytest.raises(ConfigError, match="cannot listen on 'no"):
+            await door.listen("no.such.host.invalid", 0)
+        await door.close()
+
+    run(body())
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+def tls(certificates: Certificates, own: str | None, ca: str = "ca", **settings: Any) -> Security:
+    files = (certificates.certificate(own), certificates.key(own)) if own else (None, None)
+    authority = certificates.certificate(ca)
+    return Security(tls=TLS(certificate=files[0], key=files[1], authority=authority, **settings))
+
+
+def test_tls_on_both_sides(certificates: Certificates) -> None:
+    async def body() -> None:
+        async with Street() as street:
+            node = await street.add("n1", security=tls(certificates, "server"))
+            caller = await call(node.address, security=tls(certificates, "client"))
+            for _ in range(10):
+                caller.link.send(20, bytes(1_000_000))
+            await until(lambda: len(node.frames) == 10)
+            node.clients[0].send(21, b"x")
+            await until(lambda: caller.frames)
+            caller.link.abort()
+            await until(lambda: node.ends)
+            assert node.ends == [End.LEFT]
+            assert node.counts == {}
+
+    run(body())
+
+
+@pytest.mark.parametrize("own", [None, "stranger"])
+def test_tls_without_a_certificate_that_is_known(certificates: Certificates, own: Any) -> None:
+    async def body() -> None:
+        async with Street() as street:
+            node = await street.add("n1", security=tls(certificates, "server"))
+            with pytest.raises((Refused, StoreUnavailable)):
+                await call(node.address, security=tls(certificates, own))
+            await until(lambda: not node.door.strangers)
+            assert node.counts == {"tls": 1}
+
+    run(body())
+
+
+def test_tls_of_an_authority_that_is_not_known(certificates: Certificates) -> None:
+    async def body() -> None:
+        async with Street() as street:
+            node = await street.add("n1", security=tls(certificates, "server"))
+            with pytest.raises(Refused, match=r"TLS failed: .*certificate verify failed") as caught:
+                await call(node.address, security=tls(certificates, "client", ca="stranger"))
+            assert caught.value.lasting
+
+    run(body())
+
+
+def test_tls_one_way_with_a_secret(certificates: Certificates) -> None:
+    async def body() -> None:
+        async with Street() as street:
+            there = tls(certificates, "server", mutual=False).tls
+            node = await street.add("n1", security=Security(tls=there, secret=SECRET))
+            here = tls(certificates, None).tls
+            caller = await call(node.address, security=Security(tls=here, secret=SECRET))
+            assert caller.link.open
+            caller.link.abort()
+            with pytest.raises(Refused, match="not the one that is set here"):
+                await call(node.address, security=Security(tls=here, secret=SECRET + b"?"))
+
+    run(body())
+
+
+def test_tls_on_one_side_only(certificates: Certificates, caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        async with Street() as street:
+            plain = await street.add("n1")
+            with pytest.raises((Refused, StoreUnavailable)):
+                await call(plain.address, security=tls(certificates, "client"))
+            assert plain.counts == {"tls": 1}
+            assert "spoke TLS, which this port does not" in caplog.text
+            secured = await street.add("n2", security=tls(certificates, "server"))
+            with pytest.raises(StoreUnavailable, match="ended the connection before it was made"):
+                await call(secured.address)
+            await until(lambda: secured.counts == {"tls": 1})
+
+    caplog.set_level(logging.WARNING)
+    run(body())
+
+
+async def http(port: int, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection(HOST, port)
+    try:
+        writer.write(request)
+        return await reader.read()
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status", "end"),
+    [
+        (b"GET /healthz HTTP/1.1", b"200 OK", b"\r\n\r\nfine\n"),
+        (b"GET /healthz?verbose HTTP/1.0", b"200 OK", b"\r\n\r\nfine\n"),
+        (b"HEAD /healthz HTTP/1.1", b"200 OK", b"\r\n\r\n"),
+        (b"GET /nothing HTTP/1.1", b"404 Not Found", b"no such page\n"),
+        (b"POST /healthz HTTP/1.1", b"405 Method Not Allowed", b"GET only\n"),
+        (b"GET /healthz", b"400 Bad Request", b"not a request\n"),
+        (b"GET /bug HTTP/1.1", b"500 Internal Server Error", b"could not say\n"),
+        (b"GET /" + b"x" * 9000, b"431 Request Header Fields Too Large", b"too much\n"),
+    ],
+)
+def test_pages(request_line: bytes, status: bytes, end: bytes) -> None:
+    async def body() -> None:
+        async with Street() as street:
+            node = await street.add("n1")
+            said = await http(node.port, request_line + b"\r\nHost: n1\r\n\r\n")
+            assert said.startswith(b"HTTP/1.1 " + status + b"\r\n")
+            assert said.endswith(end)
+            await until(lambda: not node.door.strangers)
+
+    run(body())
+
+
+def test_a_request_that_comes_byte_by_byte() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            node = await street.add("n1")
+            reader, writer = await asyncio.open_connection(HOST, node.port)
+            for byte in b"GET /healthz HTTP/1.1\r\nHost: n1\r\n\r\n":
+                writer.write(bytes([byte]))
+                await writer.drain()
+                await asyncio.sleep(0)
+            assert (await reader.read()).endswith(b"fine\n")
+            writer.close()
+
+    run(body())
+
+
+def test_pages_over_tls_and_on_a_port_of_their_own(certificates: Certificates) -> None:
+    async def body() -> None:
+        async with Street() as street:
+            node = await street.add("n1", security=tls(certificates, "server"))
+            context = tls(certificates, "client").dialling
+            reader, writer = await asyncio.open_connection(HOST, node.port, ssl=context)
+            writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
+            assert (await reader.read()).endswith(b"fine\n")
+            writer.close()
+            pages = await node.door.listen(HOST, 0, http_only=True)
+            assert (await http(pages, b"GET /healthz HTTP/1.1\r\n\r\n")).endswith(b"fine\n")
+            with pytest.raises(StoreUnavailable):
+                await call(f"{HOST}:{pages}")
+
+    run(body())
