@@ -1,0 +1,407 @@
+"""What the smaller protocols have in common: a log, a disk, peers, and the work of a leader.
+
+`Server` is the frame of a core that elects, replicates and restarts, and no more: no snapshots, no
+change of membership, no transfer. It knows nothing of elections. A protocol adds the messages, who
+may lead, and when a follower's log agrees with the leader's; `Server` keeps the following for it.
+
+- **The disk.** `_persist` numbers what is written; `_stable` is the index up to which *this* log is
+  on disk. Whatever is cut off and written anew is not stable until the new writing is, however late
+  the word of the old one comes.
+- **The leader's stream.** Per peer: up to where it has the leader's log on disk (`match`), and what
+  goes next. `match` may only be raised by an answer given in the leader's own generation.
+- **Commitment.** What a majority has on disk, the leader itself included only when its own disk has
+  it, and never before the leader's first entry, with which it ends whatever earlier leaders left.
+- **Reads.** A read waits for a majority to answer a round that began after it was asked, and for
+  the leader's first entry to be committed.
+- **The quorum check.** A leader that has not heard from a majority for an election timeout is none.
+
+Imports `core` and the errors.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Any
+
+from doyen.consensus.core import (
+    Accepted,
+    ChangeAsked,
+    Committed,
+    Compacted,
+    Connected,
+    Disconnected,
+    Effect,
+    Elapsed,
+    Entry,
+    Event,
+    Kind,
+    Membership,
+    Message,
+    Persist,
+    Persisted,
+    Proposed,
+    ReadAsked,
+    ReadReady,
+    ReadRefused,
+    Received,
+    Recovered,
+    Refused,
+    Role,
+    RoleChanged,
+    Send,
+    Settings,
+    SnapshotReceived,
+    SnapshotSent,
+    TransferAsked,
+    TransferFailed,
+)
+from doyen.errors import ConfigError
+
+__all__ = ["Peer", "Server"]
+
+WINDOW = 1024
+"""How many entries may be on their way to a peer before it has answered for the first of them."""
+
+
+class Peer:
+    """What a leader knows of another server."""
+
+    __slots__ = ("heard", "match", "name", "next", "round")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.match = 0
+        self.next = 1
+        self.heard = -inf
+        self.round = 0
+
+
+class Server:
+    """The frame of a small protocol's core. See the module."""
+
+    def __init__(
+        self,
+        id: str,  # noqa: A002
+        membership: Membership,
+        recovered: Recovered,
+        *,
+        settings: Settings,
+        jitter: Callable[[], float],
+        now: float,
+    ) -> None:
+        _check(id, membership, recovered)
+        self.id = id
+        self.membership = membership
+        self.role = Role.LOOKING
+        self.generation = 0
+        self.leader: str | None = None
+        self.commit = 0
+        self.next_deadline = now
+        self.log: list[Entry] = list(recovered.entries)
+        self._settings = settings
+        self._jitter = jitter
+        self._now = now
+        self._majority = membership.majority
+        self._peers = {name: Peer(name) for name in membership.voters if name != id}
+        self._gone: set[str] = set()
+        self._effects: list[Effect] = []
+        self._token = 0
+        self._durable = 0
+        self._stable = len(self.log)
+        self._writing: deque[tuple[int, int]] = deque()
+        self._floor = 0
+        self._round = 0
+        self._reads: deque[tuple[int, int, int]] = deque()
+        self._announced: tuple[Role, int, str | None] = (Role.LOOKING, 0, None)
+        self._hear: dict[type[Message], Callable[[Peer, Any], None]] = {}
+        self._on: dict[type[Event], Callable[[Any], None]] = {
+            Received: self._received,
+            Elapsed: self._elapsed,
+            Persisted: self._persisted,
+            Proposed: self._proposed,
+            ReadAsked: self._read_asked,
+            Connected: self._connected,
+            Disconnected: self._disconnected,
+            TransferAsked: self._transfer_asked,
+            ChangeAsked: self._change_asked,
+            Compacted: self._nothing,
+            SnapshotSent: self._nothing,
+            SnapshotReceived: self._nothing,
+        }
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take in one event, and say what has to be done about it, in order."""
+        self._now = now
+        self._on[type(event)](event)
+        effects = self._effects
+        self._effects = []
+        return effects
+
+    # What a protocol fills in.
+
+    def _due(self) -> None:
+        """The deadline has come, and this server does not lead."""
+        raise NotImplementedError
+
+    def _carry(self, peer: Peer, first: int, entries: tuple[Entry, ...]) -> Message:
+        """The message that brings a follower these entries (or none: a heartbeat), what is
+        committed, and the round."""
+        raise NotImplementedError
+
+    def _look(self) -> None:
+        """Have no leader, and look for one."""
+        raise NotImplementedError
+
+    def _written(self) -> None:
+        """More is on disk, and this server does not lead."""
+
+    def _lost_sight(self, peer: Peer) -> None:
+        """The connection to the peer has ended."""
+        if peer.name == self.leader:
+            self._look()
+
+    # Events.
+
+    def _received(self, event: Received) -> None:
+        peer = self._peers.get(event.peer)
+        hear = self._hear.get(type(event.message))
+        # A stranger has no voice, and least of all one who calls itself by our own name.
+        if peer is not None and hear is not None:
+            hear(peer, event.message)
+
+    def _elapsed(self, event: Elapsed) -> None:
+        if self._now < self.next_deadline:
+            return
+        if self.role is Role.LEADING:
+            self._beat()
+        else:
+            self._due()
+
+    def _persisted(self, event: Persisted) -> None:
+        writing = self._writing
+        stable = self._stable
+        while writing and writing[0][0] <= event.token:
+            stable = writing.popleft()[1]
+        self._durable = event.token
+        if stable != self._stable:
+            self._stable = stable
+            if self.role is Role.LEADING:
+                self._decide()
+        self._written()
+
+    def _connected(self, event: Connected) -> None:
+        self._gone.discard(event.peer)
+
+    def _disconnected(self, event: Disconnected) -> None:
+        peer = self._peers.get(event.peer)
+        if peer is not None:
+            self._gone.add(event.peer)
+            self._lost_sight(peer)
+
+    def _proposed(self, event: Proposed) -> None:
+        if self.role is not Role.LEADING:
+            self._effects.append(Refused("this server does not lead"))
+            return
+        self._append(Entry(self.generation, Kind.COMMANDS, event.data))
+        self._effects.append(Accepted(len(self.log), self.generation))
+
+    def _transfer_asked(self, event: TransferAsked) -> None:
+        self._effects.append(TransferFailed("this protocol cannot hand leadership over"))
+
+    def _change_asked(self, event: ChangeAsked) -> None:
+        self._effects.append(Refused("this protocol's membership is fixed"))
+
+    def _nothing(self, event: Event) -> None:
+        pass
+
+    # Saying and writing.
+
+    def _send(self, peer: Peer, message: Message, after: int = 0) -> None:
+        self._effects.append(Send(peer.name, message, after))
+
+    def _tell_all(self, message: Message, after: int = 0) -> None:
+        for peer in self._peers.values():
+            self._send(peer, message, after)
+
+    def _persist(
+        self,
+        state: Any = None,
+        first: int = 0,
+        entries: Sequence[Entry] = (),
+        keep: bool = False,
+    ) -> int:
+        """Write, and return the token to wait for."""
+        self._token += 1
+        self._effects.append(Persist(self._token, state, first, entries, keep))
+        self._writing.append((self._token, len(self.log)))
+        return self._token
+
+    def _cut(self, length: int) -> None:
+        """Keep the log up to here. Nothing beyond counts as written any more, whatever the disk
+        has yet to say of it."""
+        if length < self.commit:
+            raise RuntimeError(f"{self.id}: committed entries would be cut off at {length}")
+        del self.log[length:]
+        self._stable = min(self._stable, length)
+        self._writing = deque((token, min(last, length)) for token, last in self._writing)
+
+    def _last(self) -> tuple[int, int]:
+        """Generation and index of the last entry: how far the log goes, in this order."""
+        return (self.log[-1].generation, len(self.log)) if self.log else (0, 0)
+
+    def _commit_to(self, index: int) -> None:
+        if index > self.commit:
+            first = self.commit + 1
+            self.commit = index
+            self._effects.append(Committed(first, tuple(self.log[first - 1 : index])))
+
+    def _turn(self, role: Role, leader: str | None) -> None:
+        """Be this now, and say so if it is new."""
+        if self.role is Role.LEADING and role is not Role.LEADING:
+            self._effects.extend(ReadRefused(token) for token, _, _ in self._reads)
+            self._reads.clear()
+        self.role, self.leader = role, leader
+        now = (role, self.generation, leader)
+        if now != self._announced:
+            self._announced = now
+            self._effects.append(RoleChanged(*now))
+
+    def _draw(self) -> float:
+        """An election timeout."""
+        return self._settings.election_timeout_s * (1 + self._jitter() / 2)
+
+    # Leading.
+
+    def _lead(self, first: int | None = None) -> None:
+        """Lead in this generation. `first` is where the followers' logs may begin to differ from
+        this one; nobody is known to have anything yet."""
+        for peer in self._peers.values():
+            peer.match = 0
+            peer.next = len(self.log) + 1 if first is None else first
+            peer.heard = self._now
+            peer.round = 0
+        self._round = 0
+        self._floor = len(self.log) + 1
+        self._turn(Role.LEADING, self.id)
+        self.next_deadline = self._now + self._settings.heartbeat_s
+        self._append(Entry(self.generation, Kind.NOTHING, b""))
+
+    def _append(self, entry: Entry) -> None:
+        """Add to the leader's log: to the peers first, and to the disk meanwhile."""
+        self.log.append(entry)
+        for peer in self._peers.values():
+            self._stream(peer)
+        self._persist(first=len(self.log), entries=(entry,))
+
+    def _stream(self, peer: Peer) -> None:
+        """Send the peer what it has not been sent, as far as the window allows."""
+        log = self.log
+        end = min(len(log), peer.match + WINDOW)
+        while peer.next <= end:
+            first = peer.next
+            size = 0
+            last = first - 1
+            while last < end and (size == 0 or size < self._settings.message_bytes):
+                size += len(log[last].data) + 16
+                last += 1
+            peer.next = last + 1
+            self._send(peer, self._carry(peer, first, tuple(log[first - 1 : last])))
+
+    def _beat(self) -> None:
+        """A heartbeat is due; so is the question whether anybody is there to hear it."""
+        since = self._now - self._settings.election_timeout_s
+        heard = 1
+        for peer in self._peers.values():
+            heard += peer.heard > since
+        if heard < self._majority:
+            self._look()
+            return
+        self.next_deadline = self._now + self._settings.heartbeat_s
+        self._begin_round()
+        if not self._peers:
+            self._confirm()
+
+    def _begin_round(self) -> None:
+        self._round += 1
+        for peer in self._peers.values():
+            self._send(peer, self._carry(peer, peer.next, ()))
+
+    def _answered(self, peer: Peer, match: int, round_: int) -> None:
+        """A follower has answered in this generation: it has the log up to `match` on disk."""
+        peer.heard = self._now
+        if round_ > peer.round:
+            peer.round = round_
+            if self._reads:
+                self._confirm()
+        if match > peer.match:
+            peer.match = match
+            if peer.next <= match:
+                peer.next = match + 1
+            if match > self.commit:
+                self._decide()
+        if peer.next <= len(self.log):
+            self._stream(peer)
+
+    def _missing(self, peer: Peer, last: int, round_: int) -> None:
+        """A follower lacks what comes after `last`."""
+        if last + 1 < peer.next:
+            peer.next = max(last, peer.match) + 1
+        self._answered(peer, 0, round_)
+
+    def _decide(self) -> None:
+        """Commit what a majority has on disk."""
+        matches = [peer.match for peer in self._peers.values()]
+        matches.append(self._stable)
+        matches.sort()
+        index = matches[-self._majority]
+        if index > self.commit and index >= self._floor:
+            self._commit_to(index)
+            for peer in self._peers.values():
+                self._send(peer, self._carry(peer, peer.next, ()))
+            if self._reads:
+                self._confirm()
+
+    # Reading.
+
+    def _read_asked(self, event: ReadAsked) -> None:
+        if self.role is not Role.LEADING:
+            self._effects.append(ReadRefused(event.token))
+            return
+        begin = not self._peers or self._round == self._confirmed()
+        # A round that is under way may have been answered before this read was asked.
+        self._reads.append((event.token, max(self.commit, self._floor), self._round + 1))
+        if begin:
+            self._begin_round()
+            self._confirm()
+
+    def _confirmed(self) -> int:
+        """The latest round that a majority has answered."""
+        rounds = [peer.round for peer in self._peers.values()]
+        rounds.append(self._round)
+        rounds.sort()
+        return rounds[-self._majority]
+
+    def _confirm(self) -> None:
+        """Answer the reads whose time has come; the others' round begins as soon as it may."""
+        confirmed = self._confirmed()
+        reads = self._reads
+        while reads and reads[0][2] <= confirmed and reads[0][1] <= self.commit:
+            token, index, _ = reads.popleft()
+            self._effects.append(ReadReady(token, index))
+        if reads and reads[-1][2] > self._round == confirmed:
+            self._begin_round()
+
+
+def _check(id: str, membership: Membership, recovered: Recovered) -> None:  # noqa: A002
+    voters = membership.voters
+    if len(set(voters)) != len(voters):
+        twice = sorted({name for name in voters if voters.count(name) > 1})
+        raise ConfigError(f"two servers share an id: {', '.join(twice)}; give each its own")
+    if id not in voters:
+        raise ConfigError(f"{id!r} is not among the voters ({', '.join(voters)}); add it to them")
+    if membership.learners:
+        raise ConfigError("this protocol has no learners: make them voters, or use raft")
+    if recovered.snapshot is not None:
+        raise ConfigError("this protocol cannot start from a snapshot: use raft with this folder")
