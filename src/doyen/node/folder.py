@@ -654,8 +654,9 @@ def _replay(disk: Disk, folder: Path, numbers: Sequence[int]) -> Findings:
     ledger = findings.ledger
     if ledger.start > ledger.base + 1:
         raise StoreUnusable(
-            f"{folder / _segment_name(numbers[0] - 1)} is missing: the log begins at"
-            f" {ledger.start}, the snapshot ends at {ledger.base}. {REMEDY}"
+            f"{folder / _segment_name(numbers[0])} begins at entry {ledger.start}, and the last"
+            f" snapshot named by the log ends at {ledger.base}: {_segment_name(numbers[0] - 1)} is"
+            f" missing, or the end of {_segment_name(numbers[-1])}. {REMEDY}"
         )
     return findings
 

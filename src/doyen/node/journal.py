@@ -263,6 +263,7 @@ class FileJournal:
         try:
             while writes := self._next():
                 self._write(writes)
+            self._seal()
         except BaseException as error:  # noqa: BLE001 - whatever it is, nothing is certain now
             self._tell(self._failed, error)
 
@@ -287,9 +288,12 @@ class FileJournal:
                 self._queue.put(None)
         return writes
 
-    def _wait(self) -> _Write | None:
+    def _seal(self) -> None:
         with suppress(OSError):
             self._log.seal()
+
+    def _wait(self) -> _Write | None:
+        self._seal()
         while self._full:
             with suppress(queue.Empty):
                 return self._queue.get(timeout=RETRY_S)
