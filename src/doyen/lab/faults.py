@@ -120,15 +120,17 @@ def _rough(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
 
 
 def _crash(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
-    """At once, or after so many more effects have been carried out."""
+    """At once, or after so many more effects have been carried out; or so many after it has next
+    written what it must not forget about an election."""
     host = hosts[0]
     if host.core is None or host.fuse >= 0:
         return None
     host.downs += 1
     host.fuse = int(fault.amount)
-    host.fuse_told = fault.kind == "crash"
+    host.fuse_waits = fault.kind == "ballot"
+    host.fuse_told = fault.kind != "power"
     host.fuse_down_s = fault.for_s
-    if host.fuse == 0:
+    if host.fuse == 0 and not host.fuse_waits:
         world.blow(host)
     return None
 
@@ -293,6 +295,7 @@ _KINDS: dict[str, Callable[[World, Fault, list[Host]], Undo | None]] = {
     "reorder": _rough,
     "crash": _crash,
     "power": _crash,
+    "ballot": _crash,
     "pause": _pause,
     "stall": _stall,
     "full": _full,

@@ -85,6 +85,8 @@ class Host:
         self.backlog: list[tuple[Callable[[Any], object], Any]] = []
         self.fuse = -1
         """How many more effects are carried out before it is killed; negative: no fuse."""
+        self.fuse_waits = False
+        """The fuse burns only from the next writing of the core's state on."""
         self.fuse_told = True
         self.fuse_down_s = 0.0
         self.downs = 0
@@ -269,12 +271,20 @@ class Host:
     def _carry_out(self, effects: Sequence[Effect]) -> None:
         doing = self._doing
         for effect in effects:
-            if self.fuse >= 0:
-                if self.fuse == 0:
-                    self.world.blow(self)
-                    return
-                self.fuse -= 1
+            if self.fuse >= 0 and self._burns(effect):
+                return
             doing[type(effect)](effect)
+
+    def _burns(self, effect: Effect) -> bool:
+        """Whether the fuse burns down before this effect."""
+        if self.fuse_waits:
+            self.fuse_waits = not (type(effect) is Persist and effect.state is not None)
+            return False
+        if self.fuse == 0:
+            self.world.blow(self)
+            return True
+        self.fuse -= 1
+        return False
 
     def _send(self, effect: Send) -> None:
         if effect.after > self._durable:
@@ -321,11 +331,8 @@ class Host:
             if ready:
                 self._held = [send for send in held if send.after > token]
                 for send in ready:
-                    if self.fuse >= 0:
-                        if self.fuse == 0:
-                            self.world.blow(self)
-                            return
-                        self.fuse -= 1
+                    if self.fuse >= 0 and self._burns(send):
+                        return
                     self._send(send)
         self._syncing = 0
         if self.disk.queue:

@@ -24,7 +24,7 @@ LEADER = "leader"
 """Stands, in a fault, for whoever leads when it happens."""
 
 NETWORK = ("partition", "oneway", "bridge", "reset", "slow", "loss", "duplicate", "reorder")
-PROCESS = ("crash", "power", "pause")
+PROCESS = ("crash", "power", "ballot", "pause")
 DISK = ("stall", "full", "fsync", "rot")
 CLOCK = ("rate", "jump")
 ORDERS = ("transfer", "compact", "churn")
@@ -67,6 +67,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     """How long a client thinks between two requests, on average."""
     keys: int = 4
     weather: Weather = Weather()
+    election_timeout_s: float = 1.0
+    heartbeat_s: float = 0.1
     compact_every: int = 200
     """Entries between two snapshots, where the protocol has them."""
     faults: tuple[Fault, ...] = ()
@@ -112,6 +114,7 @@ def draw(
             fsync_s=rng.choice([0.0005, 0.003, 0.02]),
         ),
         compact_every=rng.choice([10, 50, 400]),
+        heartbeat_s=rng.choice([0.1, 0.2, 0.4]),
     )
     share = rng.choice([0.15, 0.3, 0.6, 1.0])
     chosen = [kind for kind in kinds if rng.random() < share]
@@ -134,6 +137,8 @@ def _decide(
 ) -> Fault:
     """One fault of this kind."""
     at, for_s = round(at, 4), round(for_s, 4)
+    if kind in ("crash", "power", "fsync") and rng.random() < 0.4:
+        for_s = rng.choice([0.002, 0.02, 0.1])
     one = (LEADER if rng.random() < 0.4 else rng.choice(names),)
     shuffled = tuple(rng.sample(names, len(names)))
     some = shuffled[: rng.randint(1, max(1, len(names) - 1))]
@@ -153,6 +158,9 @@ def _decide(
             return Fault(kind, at, for_s, (), rng.choice([0.02, 0.1, 0.4]))
         case "crash" | "power":
             return Fault(kind, at, for_s, one, rng.choice([0, 1, 1, 2, 3, 5, 8]))
+        case "ballot":
+            down_s = rng.choice([0.002, 0.02, 0.2])
+            return Fault(kind, at, down_s, one, rng.choice([0, 1, 1, 2, 3]))
         case "fsync" | "rot":
             return Fault(kind, at, for_s, one)
         case "stall":

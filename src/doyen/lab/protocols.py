@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, cast
 
-from doyen.consensus.core import Entry, Making, Send, Settings
+from doyen.consensus.core import Entry, Making, Send
 from doyen.errors import ConfigError
 from doyen.lab.disk import Disk
 
@@ -29,7 +29,6 @@ class Protocol:
         ballots: bool = False,
         make_disk: Callable[[], Disk] = Disk,
         vote_in: Callable[[Send], tuple[int, str | None] | None] | None = None,
-        settings: Settings | None = None,
     ) -> None:
         self.name = name
         self.make = make
@@ -40,7 +39,6 @@ class Protocol:
         self.make_disk = make_disk
         self.vote_in = vote_in
         """Tells, of a message that binds its sender to a candidate, the generation and whom."""
-        self.settings = settings or Settings()
 
     def but(self, **changes: Any) -> Protocol:
         """The same, with some of it changed: how tests put a broken core or disk in."""

@@ -37,6 +37,7 @@ from doyen.consensus.core import (
     Recovered,
     Role,
     RoleChanged,
+    Settings,
 )
 from doyen.consensus.invariants import InvariantBroken
 from doyen.lab.checkers import Broken, Checkers, Violation
@@ -105,6 +106,9 @@ class World:
         self._stamp = 0
         self.fsync_s = plan.weather.fsync_s
         self.membership = Membership(plan.names)
+        self._settings = Settings(
+            election_timeout_s=plan.election_timeout_s, heartbeat_s=plan.heartbeat_s
+        )
         self.network = Network(self, plan.weather, self.noise)
         self.checkers = Checkers(self)
         self.checked = 0
@@ -153,7 +157,7 @@ class World:
         now: float,
     ) -> Core:
         return self.protocol.make(
-            name, membership, recovered, settings=self.protocol.settings, jitter=jitter, now=now
+            name, membership, recovered, settings=self._settings, jitter=jitter, now=now
         )
 
     def add_host(self, name: str) -> Host:

@@ -1,0 +1,321 @@
+"""Running worlds: one, many, side by side, and again.
+
+    run        one plan, drawn from a seed
+    hunt       seed after seed, on every core of the machine, until something breaks
+    compare    protocols side by side on the same faults
+    save, replay   a run as a file, and the file as a run
+
+Results are data. Who shows them to people, and how, is somebody else's business.
+
+Imports the rest of the lab; processes and the monotonic clock from the standard library.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from pathlib import Path
+from statistics import median
+
+import msgspec
+from msgspec import Struct
+
+from doyen.consensus.core import Making, Message
+from doyen.errors import ConfigError
+from doyen.lab.plan import KINDS, Plan, draw
+from doyen.lab.protocols import Protocol, known
+from doyen.lab.shrink import shrink
+from doyen.lab.story import tell
+from doyen.lab.world import Outcome, World
+
+__all__ = [
+    "Comparison",
+    "Found",
+    "Hunt",
+    "Progress",
+    "Record",
+    "compare",
+    "hunt",
+    "hunt_mutant",
+    "kinds_of",
+    "replay",
+    "run",
+    "save",
+]
+
+FOR_S = 20.0
+_BATCH = 8
+
+
+def kinds_of(faults: str | Iterable[str]) -> tuple[str, ...]:
+    """The kinds of fault that a person has named: `all`, `none`, or some of them."""
+    names = faults.split(",") if isinstance(faults, str) else list(faults)
+    if names == ["all"]:
+        return KINDS
+    if names in (["none"], [""], []):
+        return ()
+    for name in names:
+        if name not in KINDS:
+            raise ConfigError(f"no fault {name!r}; there are all, none, {', '.join(KINDS)}")
+    return tuple(kind for kind in KINDS if kind in names)
+
+
+def run(
+    protocol: str = "raft",
+    nodes: int = 5,
+    seed: int = 0,
+    faults: str | Iterable[str] = "all",
+    for_s: float = FOR_S,
+    *,
+    clients: int = 3,
+    measure: bool = False,
+) -> Outcome:
+    """One run: what the seed has in store, for so long in virtual time.
+
+    >>> run("raft", nodes=3, seed=1, faults="none", for_s=5).ok
+    True
+    """
+    if nodes < 1:
+        raise ConfigError(f"a cluster needs at least one node, not {nodes}")
+    plan = draw(protocol, nodes, seed, kinds=kinds_of(faults), for_s=for_s, clients=clients)
+    return _run(plan, known(protocol), measure=measure)
+
+
+def _run(plan: Plan, protocol: Protocol, *, measure: bool = False) -> Outcome:
+    world = World(plan, protocol)
+    if measure:
+        encode = msgspec.msgpack.Encoder().encode
+        figures = world.statistics
+
+        def count(message: Message) -> None:
+            figures.bytes += len(encode(message))
+
+        world.measure = count
+    return world.run()
+
+
+# Files.
+
+
+class Record(Struct, kw_only=True):
+    """A run, as a file."""
+
+    plan: Plan
+    trace_hash: str
+    violations: list[str]
+    story: list[str]
+
+
+def save(path: Path, outcome: Outcome, story: Sequence[str] = ()) -> None:
+    """Write down a run, so that it can be run again."""
+    told = [f"{violation.kind}: {violation.text}" for violation in outcome.violations]
+    record = Record(
+        plan=outcome.plan,
+        trace_hash=outcome.trace_hash,
+        violations=told,
+        story=list(story),
+    )
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+
+
+def replay(path: Path, protocol: Protocol | None = None) -> tuple[Outcome, list[str], bool]:
+    """Run what was written down. What comes of it, its story, and whether it is the same run."""
+    try:
+        record = msgspec.json.decode(path.read_bytes(), type=Record)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} is not a run that the lab has written: {error}") from error
+    outcome, story = tell(record.plan, protocol)
+    return outcome, story, outcome.trace_hash == record.trace_hash
+
+
+# Hunting.
+
+
+class Found(Struct, kw_only=True):
+    """Something that broke: the seed that led to it, and the smallest run that shows it."""
+
+    protocol: str
+    seed: int
+    outcome: Outcome
+    story: list[str]
+
+
+class Progress(Struct, kw_only=True):
+    """How far a hunt has come."""
+
+    seeds: int = 0
+    events: int = 0
+    virtual_s: float = 0.0
+    elapsed_s: float = 0.0
+    found: int = 0
+
+
+class Hunt(Struct, kw_only=True):
+    """What a hunt has come to."""
+
+    progress: Progress
+    found: list[Found]
+
+
+def nodes_for(seed: int) -> int:
+    """Mostly the sizes people run, now and then another."""
+    return (3, 5, 3, 5, 3, 4, 3, 5, 7, 2)[seed % 10]
+
+
+def _hunt_some(
+    name: str, seeds: Sequence[int], kinds: tuple[str, ...], for_s: float
+) -> tuple[Progress, list[Found]]:
+    """A batch, in a process of its own."""
+    protocol = known(name)
+    progress = Progress()
+    found = []
+    for seed in seeds:
+        plan = draw(name, nodes_for(seed), seed, kinds=kinds, for_s=for_s)
+        outcome = _run(plan, protocol)
+        progress.seeds += 1
+        progress.events += outcome.events
+        progress.virtual_s += outcome.statistics.virtual_s
+        if not outcome.ok:
+            found.append(_reduce(plan, protocol))
+    return progress, found
+
+
+def _reduce(plan: Plan, protocol: Protocol, tries: int = 300) -> Found:
+    smallest, _ = shrink(lambda each: _run(each, protocol), plan, tries=tries)
+    outcome, story = tell(smallest, protocol)
+    return Found(protocol=protocol.name, seed=plan.seed, outcome=outcome, story=story)
+
+
+def hunt(
+    protocols: Sequence[str] = ("raft",),
+    seeds: Iterable[int] | None = None,
+    *,
+    jobs: int = 1,
+    limit_s: float = 60.0,
+    faults: str | Iterable[str] = "all",
+    for_s: float = FOR_S,
+    progress: Callable[[Progress], object] = lambda progress: None,
+    stop_at: int = 3,
+) -> Hunt:
+    """Try seed after seed until the time is up, the seeds are, or enough has been found."""
+    kinds = kinds_of(faults)
+    began = time.monotonic()
+    total = Progress()
+    found: list[Found] = []
+    batches = _batches(protocols, seeds)
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        running: set[Future[tuple[Progress, list[Found]]]] = set()
+        exhausted = False
+        while running or not exhausted:
+            late = time.monotonic() - began >= limit_s or len(found) >= stop_at
+            exhausted = exhausted or late
+            while not exhausted and len(running) < 2 * jobs:
+                batch = next(batches, None)
+                if batch is None:
+                    exhausted = True
+                else:
+                    running.add(pool.submit(_hunt_some, *batch, kinds, for_s))
+            done, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
+            for each in done:
+                some, more = each.result()
+                total.seeds += some.seeds
+                total.events += some.events
+                total.virtual_s += some.virtual_s
+                found += more
+            total.elapsed_s = time.monotonic() - began
+            total.found = len(found)
+            progress(total)
+    return Hunt(progress=total, found=found)
+
+
+def _batches(
+    protocols: Sequence[str], seeds: Iterable[int] | None
+) -> Iterator[tuple[str, list[int]]]:
+    numbers = iter(range(1 << 62) if seeds is None else seeds)
+    while batch := [seed for seed, _ in zip(numbers, range(_BATCH), strict=False)]:
+        for protocol in protocols:
+            yield protocol, batch
+
+
+def hunt_mutant(
+    variant: Protocol | Making,
+    limit_s: float = 60.0,
+    *,
+    protocol: str = "raft",
+    faults: str | Iterable[str] = "all",
+    for_s: float = FOR_S,
+    first: int = 0,
+) -> tuple[int, Outcome] | None:
+    """The first seed that shows what is wrong with a core (or a disk), and what came of it."""
+    if not isinstance(variant, Protocol):
+        variant = known(protocol).but(make=variant)
+    kinds = kinds_of(faults)
+    until = time.monotonic() + limit_s
+    seed = first
+    while time.monotonic() < until:
+        plan = draw(variant.name, nodes_for(seed), seed, kinds=kinds, for_s=for_s)
+        outcome = _run(plan, variant)
+        if not outcome.ok:
+            return seed, outcome
+        seed += 1
+    return None
+
+
+# Side by side.
+
+
+class Comparison(Struct, kw_only=True):
+    """One protocol, over all the seeds: medians, or sums where it says so."""
+
+    protocol: str
+    nodes: int
+    runs: int
+    first_leader_s: float
+    healed_s: float
+    leaders: float
+    messages_per_s: float
+    bytes_per_s: float
+    messages_per_write: float
+    available_share: float
+    writes: int
+    """Sum."""
+    violations: int
+    """Sum; a write lost would be one."""
+
+
+def compare(
+    protocols: Sequence[str],
+    *,
+    nodes: int = 5,
+    seeds: Iterable[int] = range(10),
+    faults: str | Iterable[str] = "all",
+    for_s: float = FOR_S,
+) -> list[Comparison]:
+    """The same faults at the same times, to each protocol in turn."""
+    chosen = [kind for kind in kinds_of(faults) if kind not in ("transfer", "compact", "churn")]
+    rows = []
+    numbers = list(seeds)
+    for protocol in protocols:
+        outcomes = [
+            run(protocol, nodes, seed, chosen or "none", for_s, measure=True) for seed in numbers
+        ]
+        figures = [outcome.statistics for outcome in outcomes]
+        rows.append(
+            Comparison(
+                protocol=protocol,
+                nodes=nodes,
+                runs=len(outcomes),
+                first_leader_s=median(each.first_leader_s or for_s for each in figures),
+                healed_s=median(each.healed_s or for_s for each in figures),
+                leaders=median(each.leaders for each in figures),
+                messages_per_s=median(each.messages / each.virtual_s for each in figures),
+                bytes_per_s=median(each.bytes / each.virtual_s for each in figures),
+                messages_per_write=median(each.messages / max(1, each.writes) for each in figures),
+                available_share=median(each.available_share for each in figures),
+                writes=sum(each.writes for each in figures),
+                violations=sum(len(outcome.violations) for outcome in outcomes),
+            )
+        )
+    return rows

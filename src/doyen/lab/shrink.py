@@ -1,0 +1,116 @@
+"""Making a failing run small: fewer faults, shorter ones, fewer clients, fewer servers, less time.
+
+Decisions are dropped by delta debugging, in halves and then in ever smaller parts, for as long as
+something of the same kind still goes wrong. A smaller plan has other latencies and other draws at
+its crashes, so each is tried with a few of them (`Plan.noise`) before it counts as harmless.
+
+Imports the plan; how to run one is handed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from doyen.lab.plan import LEADER, Fault, Plan
+from doyen.lab.world import Outcome
+
+__all__ = ["shrink"]
+
+Run = Callable[[Plan], Outcome]
+
+NOISES = 3
+
+
+class _Search:
+    def __init__(self, run: Run, plan: Plan, first: Outcome, tries: int) -> None:
+        self.run = run
+        self.plan = plan
+        self.outcome = first
+        self.kinds = {violation.kind for violation in first.violations}
+        self.tries = tries
+
+    def take(self, plan: Plan) -> bool:
+        """Go on from this plan, if it fails as well."""
+        for noise in dict.fromkeys([self.plan.noise, *range(NOISES)]):
+            if self.tries <= 0:
+                return False
+            self.tries -= 1
+            tried = plan.but(noise=noise)
+            outcome = self.run(tried)
+            if any(violation.kind in self.kinds for violation in outcome.violations):
+                self.plan, self.outcome = tried, outcome
+                return True
+        return False
+
+
+def shrink(run: Run, plan: Plan, *, tries: int = 600) -> tuple[Plan, Outcome]:
+    """A plan as small as can be found that fails in the same way, and what comes of it."""
+    first = run(plan)
+    if first.ok:
+        raise ValueError("this plan does not fail: there is nothing to shrink")
+    search = _Search(run, plan, first, tries)
+    size = None
+    while size != _size(search.plan) and search.tries > 0:
+        size = _size(search.plan)
+        _end_sooner(search)
+        _drop_faults(search)
+        for smaller in _simpler(search.plan):
+            search.take(smaller)
+        _shorten(search)
+    return search.plan, search.outcome
+
+
+def _size(plan: Plan) -> tuple[int, int, int, float]:
+    return plan.nodes, len(plan.faults), plan.clients, plan.for_s
+
+
+def _end_sooner(search: _Search) -> None:
+    """Nothing is needed after it went wrong."""
+    at = search.outcome.violations[0].at
+    if at + 0.1 < search.plan.for_s:
+        for_s = round(at + 0.05, 3)
+        kept = tuple(fault for fault in search.plan.faults if fault.at < for_s)
+        search.take(search.plan.but(for_s=for_s, faults=kept))
+
+
+def _drop_faults(search: _Search) -> None:
+    part = max(1, len(search.plan.faults) // 2)
+    while search.plan.faults:
+        dropped = False
+        at = 0
+        while at < len(search.plan.faults):
+            faults = search.plan.faults
+            if search.take(search.plan.but(faults=faults[:at] + faults[at + part :])):
+                dropped = True
+            else:
+                at += part
+        if part == 1 and not dropped:
+            return
+        part = max(1, part // 2)
+
+
+def _simpler(plan: Plan) -> Iterator[Plan]:
+    for clients in range(plan.clients):
+        yield plan.but(clients=clients)
+    mentioned = {name for fault in plan.faults for name in fault.nodes} - {LEADER}
+    for nodes in range(3, plan.nodes):
+        smaller = plan.but(nodes=nodes)
+        if mentioned <= set(smaller.names):
+            yield smaller
+
+
+def _shorten(search: _Search) -> None:
+    for at in range(len(search.plan.faults)):
+        for shorter in _shorter(search.plan.faults[at]):
+            faults: Sequence[Fault] = search.plan.faults
+            search.take(search.plan.but(faults=(*faults[:at], shorter, *faults[at + 1 :])))
+
+
+def _shorter(fault: Fault) -> Iterator[Fault]:
+    if fault.for_s > 0.1:
+        yield msgspec.structs.replace(fault, for_s=round(fault.for_s / 4, 3))
+        yield msgspec.structs.replace(fault, for_s=round(fault.for_s / 2, 3))
+    if len(fault.nodes) > 2:
+        yield msgspec.structs.replace(fault, nodes=fault.nodes[:2])

@@ -1,0 +1,66 @@
+"""A run, told: who was cut off, who voted for whom, who believed what.
+
+Only what people need: what befell the servers, elections (the votes of each in one line), who led
+and who followed, and at the end what did not hold. Heartbeats and entries go unmentioned.
+
+Imports the world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from doyen.consensus.core import Effect, Event, Send
+from doyen.lab.host import Host
+from doyen.lab.plan import Plan
+from doyen.lab.protocols import Protocol
+from doyen.lab.world import Outcome, World
+
+__all__ = ["tell"]
+
+
+class _Teller:
+    def __init__(self) -> None:
+        self.lines: list[tuple[float, str, str]] = []
+        self._said: set[tuple[str, str, int]] = set()
+
+    def befell(self, at: float, who: str, what: str) -> None:
+        last = self.lines[-1] if self.lines else (0.0, "", "")
+        if last[2] == what and at - last[0] < 0.5 and who and what.startswith("follows"):
+            self.lines[-1] = (last[0], f"{last[1]} and {who}", what)
+        else:
+            self.lines.append((at, who, what))
+
+    def heard(self, host: Host, event: Event, effects: Sequence[Effect]) -> None:
+        vote_in = host.world.protocol.vote_in
+        if vote_in is None:
+            return
+        for effect in effects:
+            if type(effect) is Send:
+                vote = vote_in(effect)
+                if vote is not None:
+                    self._voted(host, *vote)
+
+    def _voted(self, host: Host, generation: int, candidate: str | None) -> None:
+        key = (host.id, candidate or host.id, generation)
+        if key in self._said:
+            return
+        self._said.add(key)
+        if candidate is None:
+            self.befell(host.world.now, host.id, f"asks for votes in generation {generation}")
+        else:
+            self.befell(
+                host.world.now, host.id, f"votes for {candidate} in generation {generation}"
+            )
+
+
+def tell(plan: Plan, protocol: Protocol | None = None) -> tuple[Outcome, list[str]]:
+    """Run the plan, and tell what happened, a line each."""
+    world = World(plan, protocol)
+    teller = _Teller()
+    world.chronicle = teller.befell
+    world.listener = teller.heard
+    outcome = world.run()
+    lines = [f"{at:8.3f} s  {who} {what}".rstrip() for at, who, what in teller.lines]
+    lines += [f"{each.at:8.3f} s  {each.kind}: {each.text}" for each in outcome.violations]
+    return outcome, lines
