@@ -226,6 +226,12 @@ PARTS: dict[str, Callable[[], str]] = {
     ),
     "errors": errors_tree,
     "events": events_table,
+    "node": lambda: stubs(
+        ("doyen.node", "Node"),
+        ("doyen.node.state", "StateMachine"),
+        ("doyen.node", "Standing"),
+        ("doyen.node.driver", "Status"),
+    ),
     "fencing": lambda: stubs(("doyen.fencing", "SQLGuard"), ("doyen.fencing", "GuardedFile")),
     "stores": stores,
     "commands": commands,

@@ -26,16 +26,20 @@ PUBLIC = [
     "AlreadyCampaigning",
     "BlockingSession",
     "Candidate",
+    "CommandFailed",
     "ConfigError",
     "DoyenError",
     "Leader",
     "LeadershipLost",
     "Line",
+    "Node",
     "NotElected",
     "OrderFailed",
+    "OutcomeUnknown",
     "Session",
     "SessionClosed",
     "StaleToken",
+    "StateMachine",
     "StoreError",
     "StoreUnavailable",
     "StoreUnusable",
@@ -167,8 +171,8 @@ def test_importing_doyen_is_light() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     loaded = set(result.stdout.split())
-    heavy = {"hypothesis", "pytest", "rich", "sqlite3", "_sqlite3", "ctypes"}
-    lazy = {"audit", "cli", "fencing", "stores", "supervise", "testing"}
+    heavy = {"hypothesis", "msgspec", "pytest", "rich", "sqlite3", "_sqlite3", "ctypes", "uvloop"}
+    lazy = {"audit", "cli", "consensus", "fencing", "quorum", "stores", "supervise", "testing"}
     assert not loaded & (heavy | {f"doyen.{name}" for name in lazy})
 
 

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from doyen.blocking import BlockingSession, connect_blocking, while_leader
     from doyen.errors import (
         AlreadyCampaigning,
+        CommandFailed,
         ConfigError,
         DoyenError,
         LeadershipLost,
         NotElected,
         OrderFailed,
+        OutcomeUnknown,
         SessionClosed,
         StaleToken,
         StoreError,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
         StoreUnusable,
     )
     from doyen.model import Candidate, Leader, Line
+    from doyen.node import Node, StateMachine
     from doyen.session import Session, connect
     from doyen.term import Term, TermState
 
@@ -36,16 +39,20 @@ __all__ = [
     "AlreadyCampaigning",
     "BlockingSession",
     "Candidate",
+    "CommandFailed",
     "ConfigError",
     "DoyenError",
     "Leader",
     "LeadershipLost",
     "Line",
+    "Node",
     "NotElected",
     "OrderFailed",
+    "OutcomeUnknown",
     "Session",
     "SessionClosed",
     "StaleToken",
+    "StateMachine",
     "StoreError",
     "StoreUnavailable",
     "StoreUnusable",
@@ -56,7 +63,7 @@ __all__ = [
     "while_leader",
 ]
 
-_HOMES = ("blocking", "session", "term", "model", "errors")
+_HOMES = ("blocking", "session", "term", "model", "errors", "node")
 
 
 def __getattr__(name: str) -> object:

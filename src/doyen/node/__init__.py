@@ -142,7 +142,7 @@ class Node:
     def _inside(self) -> _NodeThread:
         if self._thread is None:
             raise SessionClosed("the node is not running: enter it with `async with`")
-        if self._thread.pid != os.getpid():
+        if self._thread.forked:
             raise SessionClosed("this node belongs to the parent process; a child has none")
         return self._thread
 
@@ -232,13 +232,15 @@ class _NodeThread:
     """A thread with a loop of its own."""
 
     def __init__(self, node: str) -> None:
-        self.pid = os.getpid()
+        self.forked = False
         self.loop = _new_loop()
+        self._desk: tuple[asyncio.AbstractEventLoop, _Desk] | None = None
         self._desks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Desk] = (
             weakref.WeakKeyDictionary()
         )
         self._thread = threading.Thread(target=self._run, name=f"doyen-{node}", daemon=True)
         self._thread.start()
+        _track(self)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -261,9 +263,12 @@ class _NodeThread:
     def desk(self, submit: Submit) -> _Desk:
         """Where the calling loop hands its proposals in."""
         loop = asyncio.get_running_loop()
+        if self._desk is not None and self._desk[0] is loop:
+            return self._desk[1]
         desk = self._desks.get(loop)
         if desk is None:
             desk = self._desks[loop] = _Desk(loop, self.loop, submit)
+        self._desk = loop, desk
         return desk
 
     @staticmethod
@@ -272,6 +277,24 @@ class _NodeThread:
             loop.call_soon_threadsafe(call, *given)
         except RuntimeError:
             pass  # that loop has been closed, and nobody waits there
+
+
+_threads: weakref.WeakSet[_NodeThread] = weakref.WeakSet()
+_fork_hook_installed = False
+
+
+def _track(thread: _NodeThread) -> None:
+    """Have a thread's absence noticed in forked children."""
+    global _fork_hook_installed
+    if not _fork_hook_installed:
+        _fork_hook_installed = True
+        os.register_at_fork(after_in_child=_after_fork_in_child)
+    _threads.add(thread)
+
+
+def _after_fork_in_child() -> None:
+    for thread in _threads:
+        thread.forked = True
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

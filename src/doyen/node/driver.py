@@ -26,6 +26,8 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
+from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
@@ -34,7 +36,6 @@ from msgspec import MsgspecError
 from doyen.clock import Clock
 from doyen.consensus.core import (
     Accepted,
-    ChangeAsked,
     Committed,
     Connected,
     Core,
@@ -65,7 +66,7 @@ from doyen.consensus.core import (
 from doyen.errors import OrderFailed, OutcomeUnknown, SessionClosed, StoreUnavailable
 from doyen.node.applied import Applied
 from doyen.node.machine import Machine, decode_batch, encode_batch
-from doyen.node.membership import Order, changed
+from doyen.node.orders import Orders
 from doyen.node.ports import Journal, Transport
 from doyen.node.proposals import (
     Batch,
@@ -174,7 +175,9 @@ class Driver:
         self._on_role: list[Callable[[Role, int, str | None], None]] = []
         self._on_applied: list[Callable[[int], None]] = []
         self._on_question: Callable[[bytes, Answer], None] | None = None
-        self._transfers: list[asyncio.Future[None]] = []
+        self._orders = orders = Orders(self, lambda order: self._ask(_ORDER + order))
+        self.transfer, self.add = orders.transfer, orders.add
+        self.promote, self.remove = orders.promote, orders.remove
         self._role_changed: asyncio.Future[None] = self._loop.create_future()
 
         self._carry_out: dict[type, Callable[[Any], None]] = {
@@ -210,12 +213,14 @@ class Driver:
             self._stopping = True
             try:
                 async with asyncio.timeout(handover_s):
-                    if self.role is Role.LEADING and len(self.core.membership.voters) > 1:
-                        await self.transfer()
+                    while self.role is Role.LEADING and len(self.core.membership.voters) > 1:
+                        with suppress(OrderFailed, OutcomeUnknown, StoreUnavailable):
+                            await self.transfer()
+                        await self._pause()
                     while self._proposals:
                         await self._pause()
-            except (TimeoutError, OrderFailed) as error:
-                log.warning("node %s stops without handing over: %s", self.id, error)
+            except TimeoutError:
+                log.warning("node %s stops without having handed over", self.id)
         self.crash()
         await self._transport.close()
         await self._journal.close()
@@ -390,7 +395,7 @@ class Driver:
         changed, self._role_changed = self._role_changed, self._loop.create_future()
         changed.set_result(None)
         if effect.leader not in (None, self.id):
-            self._settle_transfers(None)
+            self._orders.transferred()
         for asking, leader in self._asks.items():
             if leader != effect.leader:
                 asking.cancel()
@@ -406,7 +411,14 @@ class Driver:
             self._offering = None
 
     def _refuse(self, effect: Refused) -> None:
+        if self._offering is None:
+            self._orders.transferred(effect.reason)
         self._refusal = effect.reason
+
+    def _transfer_failed(self, effect: TransferFailed) -> None:
+        self._handing_over = False
+        self._orders.transferred(effect.reason)
+        self._flush_soon()
 
     # What is committed is applied; see `applied`.
 
@@ -539,16 +551,16 @@ class Driver:
             return
         while self._offers and len(waiting) < room:
             data, batch = self._offers.popleft()
-            if self._offer(Proposed(data), batch) is not None:
+            if self.offer(Proposed(data), batch) is not None:
                 _tell(batch, _NOT_LEADING)
         if len(waiting) < room and (mine := proposals.gather(self._applied.index)) is not None:
-            if self._offer(Proposed(encode_batch(mine.commands)), mine) is not None:
+            if self.offer(Proposed(encode_batch(mine.commands)), mine) is not None:
                 proposals.again(mine)
                 self._flush_after_pause()
             elif proposals.waiting:
                 self._flush_soon()
 
-    def _offer(self, event: Event, batch: Batch) -> str | None:
+    def offer(self, event: Event, batch: Batch) -> str | None:
         """Tell the core. Returns why it refused; otherwise `batch` waits for its entry."""
         self._offering, self._refusal = batch, ""
         batch.tried()
@@ -721,7 +733,9 @@ class Driver:
         elif tag == _SERVICE and self._on_question is not None:
             self._on_question(body, lambda given: tell(_DONE, given))
         elif tag == _ORDER:
-            self.start_task(self._obey(body, tell))
+            done, batch = partial(tell, _DONE), Batch([], [], tell)
+            refuse = lambda reason: tell(_REFUSED, reason.encode())  # noqa: E731
+            self.start_task(self._orders.obey(body, done, refuse, batch))
         else:
             tell(_REFUSED, b"the leader does not know such a question")
 
@@ -736,73 +750,6 @@ class Driver:
             return
         self._offers.append((data, Batch(commands, [], tell)))
         self._flush_soon()
-
-    # Orders: who leads, and who belongs.
-
-    async def transfer(self, to: str = "") -> None:
-        """Have `to` lead, or whichever voter is furthest along; return when another leads.
-        Raises `OrderFailed` if leadership stays."""
-        await self._ask(_ORDER + Order("transfer", to).encoded())
-
-    async def add(self, node: str, address: str) -> None:
-        """Have `node` get everything and count for nothing, until it is promoted."""
-        await self._ask(_ORDER + Order("add", node, address).encoded())
-
-    async def promote(self, node: str) -> None:
-        """Let a learner count."""
-        await self._ask(_ORDER + Order("promote", node).encoded())
-
-    async def remove(self, node: str) -> None:
-        """Let `node` go."""
-        await self._ask(_ORDER + Order("remove", node).encoded())
-
-    async def _obey(self, body: bytes, tell: Tell) -> None:
-        try:
-            order = Order.decoded(body)
-            if order.what == "transfer":
-                await self._transfer_to(order.node)
-                tell(_DONE)
-            else:
-                self._change(order, tell)
-        except (MsgspecError, OrderFailed) as error:
-            tell(_REFUSED, str(error).encode())
-
-    async def _transfer_to(self, to: str) -> None:
-        if to == self.id:
-            return
-        done: asyncio.Future[None] = self._loop.create_future()
-        self._transfers.append(done)
-        self._refusal = ""
-        self.tell_core(TransferAsked(to))
-        if self._refusal:
-            self._settle_transfers(self._refusal)
-        await done
-        if to and self.leader != to:
-            raise OrderFailed(f"{self.leader} leads now, not {to}")
-
-    def _transfer_failed(self, effect: TransferFailed) -> None:
-        self._handing_over = False
-        self._settle_transfers(effect.reason)
-        self._flush_soon()
-
-    def _settle_transfers(self, failure: str | None) -> None:
-        transfers, self._transfers = self._transfers, []
-        for done in transfers:
-            if not done.done():
-                if failure is None:
-                    done.set_result(None)
-                else:
-                    done.set_exception(OrderFailed(failure))
-
-    def _change(self, order: Order, tell: Tell) -> None:
-        """A change of membership; one that is in force already needs none."""
-        wanted = changed(self.core.membership, order)
-        if wanted == self.core.membership:
-            tell(_DONE)
-            return
-        reason = self._offer(ChangeAsked(wanted), Batch([], [], tell))
-        if reason is not None:
-            raise OrderFailed(reason)
 
     # Snapshots.
 

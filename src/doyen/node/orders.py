@@ -1,0 +1,147 @@
+"""Orders that change who leads a quorum and who belongs to it.
+
+They may be given on any node, and are carried out by whichever leads. An order that is in force
+already needs nothing, so giving one again is harmless.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from msgspec import MsgspecError, Struct
+from msgspec.msgpack import Decoder, Encoder
+
+from doyen.consensus.core import ChangeAsked, Core, Event, Membership, TransferAsked
+from doyen.errors import OrderFailed
+from doyen.node.proposals import Batch
+
+__all__ = ["Order", "Orders", "changed"]
+
+_encode = Encoder().encode
+
+
+class Order(Struct, frozen=True, array_like=True):
+    """`transfer`, `add`, `promote` or `remove`, and which node it is about."""
+
+    what: str
+    node: str
+    address: str = ""
+
+    def encoded(self) -> bytes:
+        return _encode(self)
+
+    @classmethod
+    def decoded(cls, data: bytes) -> Order:
+        return _decode(data)
+
+
+_decode = Decoder(Order).decode
+
+
+def changed(members: Membership, order: Order) -> Membership:
+    """The membership that an order leads to; the same, if there is nothing to do."""
+    node = order.node
+    voters, learners = list(members.voters), list(members.learners)
+    addresses = dict(members.addresses)
+    match order.what:
+        case "add" if node not in members.everyone:
+            learners.append(node)
+            addresses[node] = order.address
+        case "add":
+            addresses[node] = order.address or addresses.get(node, "")
+        case "promote" if node in learners:
+            learners.remove(node)
+            voters.append(node)
+        case "promote" if node not in voters:
+            raise OrderFailed(f"{node} does not belong to the quorum: add it first")
+        case "remove" if node in members.everyone:
+            (voters if node in voters else learners).remove(node)
+            addresses.pop(node, None)
+    if order.what not in ("add", "promote", "remove"):
+        raise OrderFailed(f"there is no order {order.what!r}")
+    if not voters:
+        raise OrderFailed(f"{node} is the last voter: without it there is no quorum")
+    return Membership(tuple(voters), tuple(learners), addresses)
+
+
+class Owner(Protocol):
+    """What the driver does for this."""
+
+    core: Core
+
+    def tell_core(self, event: Event) -> None: ...
+
+    def offer(self, event: Event, batch: Batch) -> str | None:
+        """Have the core add something to the log; `batch` is told when it is applied. Returns
+        why it was refused."""
+        ...
+
+
+class Orders:
+    """Those of one node: given by it, and, while it leads, carried out."""
+
+    def __init__(self, owner: Owner, ask: Callable[[bytes], Awaitable[bytes]]) -> None:
+        """`ask` puts an order to whichever node leads."""
+        self._owner = owner
+        self._ask = ask
+        self._transfers: list[asyncio.Future[None]] = []
+
+    async def transfer(self, to: str = "") -> None:
+        """Have `to` lead, or whichever voter is furthest along; return when another leads.
+        Raises `OrderFailed` if leadership stays."""
+        await self._ask(Order("transfer", to).encoded())
+
+    async def add(self, node: str, address: str) -> None:
+        """Have `node` get everything and count for nothing, until it is promoted."""
+        await self._ask(Order("add", node, address).encoded())
+
+    async def promote(self, node: str) -> None:
+        """Let a learner count."""
+        await self._ask(Order("promote", node).encoded())
+
+    async def remove(self, node: str) -> None:
+        """Let `node` go."""
+        await self._ask(Order("remove", node).encoded())
+
+    async def obey(
+        self, body: bytes, done: Callable[[], None], refuse: Callable[[str], None], batch: Batch
+    ) -> None:
+        """Carry out an order that was put to this node, which leads. One that has to be agreed on
+        is answered through `batch`."""
+        try:
+            order = Order.decoded(body)
+            if order.what == "transfer":
+                await self._transfer(order.node)
+            elif (wanted := changed(members := self._owner.core.membership, order)) != members:
+                reason = self._owner.offer(ChangeAsked(wanted), batch)
+                if reason is not None:
+                    refuse(reason)
+                return
+        except (MsgspecError, OrderFailed) as error:
+            refuse(str(error))
+        else:
+            done()
+
+    async def _transfer(self, to: str) -> None:
+        core = self._owner.core
+        if to == core.id:
+            return
+        settled = asyncio.get_running_loop().create_future()
+        self._transfers.append(settled)
+        self._owner.tell_core(TransferAsked(to))
+        await settled
+        if to and core.leader != to:
+            raise OrderFailed(f"{core.leader} leads now, not {to}")
+
+    def transferred(self, failure: str | None = None) -> None:
+        """Leadership has gone to another, or stays."""
+        transfers, self._transfers = self._transfers, []
+        for settled in transfers:
+            if settled.done():
+                continue
+            if failure is None:
+                settled.set_result(None)
+            else:
+                settled.set_exception(OrderFailed(failure))
