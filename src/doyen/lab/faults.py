@@ -122,16 +122,16 @@ def _rough(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
 def _crash(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
     """At once, or after so many more effects have been carried out; or so many after it has next
     written what it must not forget about an election."""
-    host = hosts[0]
-    if host.core is None or host.fuse >= 0:
-        return None
-    host.downs += 1
-    host.fuse = int(fault.amount)
-    host.fuse_waits = fault.kind == "ballot"
-    host.fuse_told = fault.kind != "power"
-    host.fuse_down_s = fault.for_s
-    if host.fuse == 0 and not host.fuse_waits:
-        world.blow(host)
+    for host in hosts:
+        if host.core is None or host.fuse >= 0:
+            continue
+        host.downs += 1
+        host.fuse = int(fault.amount)
+        host.fuse_waits = fault.kind == "ballot"
+        host.fuse_told = fault.kind != "power"
+        host.fuse_down_s = fault.for_s
+        if host.fuse == 0 and not host.fuse_waits:
+            world.blow(host)
     return None
 
 

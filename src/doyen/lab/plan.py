@@ -109,7 +109,7 @@ def draw(
         pause_s=rng.choice([0.02, 0.1, 0.5]),
         keys=rng.choice([1, 3, 8]),
         weather=Weather(
-            latency_s=rng.choice([0.0003, 0.001, 0.005, 0.03]),
+            latency_s=rng.choice([0.0003, 0.002, 0.01, 0.03, 0.1]),
             spread=rng.choice([0.1, 0.4, 0.8]),
             fsync_s=rng.choice([0.0005, 0.003, 0.02]),
         ),
@@ -128,6 +128,9 @@ def draw(
     while chosen and at < for_s:
         kind = rng.choices(chosen, weights)[0]
         faults.append(_decide(rng, kind, plan.names, at, rng.expovariate(1 / length_s)))
+        if kind == "ballot" and rng.random() < 0.7:
+            # Without an election nobody votes.
+            faults.append(Fault("crash", round(at + 0.01, 4), rng.choice([0.01, 1.0]), (LEADER,)))
         at += rng.expovariate(1 / gap_s)
     return plan.but(faults=tuple(faults))
 
@@ -160,7 +163,7 @@ def _decide(
             return Fault(kind, at, for_s, one, rng.choice([0, 1, 1, 2, 3, 5, 8]))
         case "ballot":
             down_s = rng.choice([0.002, 0.02, 0.2])
-            return Fault(kind, at, down_s, one, rng.choice([0, 1, 1, 2, 3]))
+            return Fault(kind, at, down_s, some, rng.choice([0, 1, 1, 2, 3]))
         case "fsync" | "rot":
             return Fault(kind, at, for_s, one)
         case "stall":
