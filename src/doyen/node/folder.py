@@ -41,6 +41,7 @@ import re
 import secrets
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from struct import Struct as Layout
 from typing import Any
@@ -52,8 +53,10 @@ from doyen.consensus.core import Entry, Kind, Snapshot
 from doyen.errors import StoreUnusable
 
 __all__ = [
+    "AHEAD_BYTES",
     "FRAME_LIMIT",
     "NO_ROOM",
+    "SEGMENT_BYTES",
     "Disk",
     "Findings",
     "FrameReader",
@@ -72,6 +75,7 @@ __all__ = [
     "Stated",
     "SyncFailed",
     "Took",
+    "check_identity",
     "claim",
     "read_identity",
     "survey",
@@ -81,6 +85,9 @@ __all__ = [
 FORMAT = 1
 FRAME_LIMIT = 64 << 20
 """No frame is longer: a longer one in a file is damage."""
+SEGMENT_BYTES = 64 << 20
+AHEAD_BYTES = 1 << 20
+"""How much of a segment is filled with zeros ahead of what is written."""
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 REMEDY = (
     "Restore this node from its peers: remove it from the cluster, delete the folder and add it"
@@ -88,7 +95,7 @@ REMEDY = (
 )
 
 
-class SyncFailed(Exception):
+class SyncFailed(StoreUnusable):
     """The disk could not say that what was written is there. Asking again proves nothing: the
     kernel may have dropped the pages and call them clean."""
 
@@ -186,8 +193,8 @@ def _read_all(disk: Disk, path: Path) -> bytes:
         disk.close(fd)
 
 
-def _damaged(path: Path, offset: int, what: str) -> StoreUnusable:
-    return StoreUnusable(f"{path} is damaged at byte {offset}: {what}. {REMEDY}")
+def _damaged(path: Path, offset: int, what: str, remedy: str = REMEDY) -> StoreUnusable:
+    return StoreUnusable(f"{path} is damaged at byte {offset}: {what}. {remedy}")
 
 
 # Whose folder it is.
@@ -217,8 +224,8 @@ def claim(disk: Disk, folder: Path) -> int:
             f"{folder} is in use by process {pid}: stop that one, or give this node a folder of"
             " its own."
         )
-    disk.cut(fd, 0)
-    disk.write(fd, b"%d\n" % os.getpid(), 0)
+    with suppress(OSError):  # For people to read; a full disk must not keep us from opening.
+        disk.write(fd, b"%-19d\n" % os.getpid(), 0)
     return fd
 
 
@@ -365,13 +372,14 @@ class FrameWriter:
 class FrameReader:
     """A finished file of frames. Opening checks its head and its end, reading every frame."""
 
-    def __init__(self, disk: Disk, path: Path, head: Any) -> None:
+    def __init__(self, disk: Disk, path: Path, head: Any, remedy: str = REMEDY) -> None:
         self.path = path
         self._disk = disk
+        self._remedy = remedy
         try:
             self._fd = disk.open(path)
         except FileNotFoundError:
-            raise StoreUnusable(f"{path} is missing. {REMEDY}") from None
+            raise StoreUnusable(f"{path} is missing. {remedy}") from None
         try:
             self._read_head(head)
         except BaseException:
@@ -381,11 +389,11 @@ class FrameReader:
     def _read_head(self, head: Any) -> None:
         size = self._disk.size(self._fd)
         start = self._disk.read(self._fd, 1 << 20, 0)
-        self.salt, self.head, self._offset = _read_head(self.path, start, head)
+        self.salt, self.head, self._offset = _read_head(self.path, start, head, self._remedy)
         last = self._disk.read(self._fd, _SIZE, max(0, size - _SIZE))
         end = _valid_at(last, 0, self.salt)
         if end is None or end[0] != END:
-            raise _damaged(self.path, size, "its end is missing")
+            raise _damaged(self.path, size, "its end is missing", self._remedy)
         self.pieces = end[1] - 1
         self.bytes = size
         self._number = 0
@@ -399,7 +407,7 @@ class FrameReader:
             frame = start + self._disk.read(self._fd, length, self._offset + _SIZE)
         found = _valid_at(frame, 0, self.salt)
         if found is None or found[1] != self._number + 1:
-            raise _damaged(self.path, self._offset, "a checksum is wrong")
+            raise _damaged(self.path, self._offset, "a checksum is wrong", self._remedy)
         if found[0] == END:
             return None
         self._number += 1
@@ -412,11 +420,11 @@ class FrameReader:
             self._fd = -1
 
 
-def _read_head(path: Path, data: bytes, kind: Any) -> tuple[int, Any, int]:
+def _read_head(path: Path, data: bytes, kind: Any, remedy: str = REMEDY) -> tuple[int, Any, int]:
     """The salt and the head of a file, and where what follows begins."""
     found = _valid_at(data, 0, 0)
     if found is None or found[0] != HEAD:
-        raise _damaged(path, 0, "its head is not readable")
+        raise _damaged(path, 0, "its head is not readable", remedy)
     try:
         salt, version, head = msgspec.msgpack.decode(
             data[_SIZE : found[2]], type=tuple[int, int, msgspec.Raw]
@@ -428,7 +436,7 @@ def _read_head(path: Path, data: bytes, kind: Any) -> tuple[int, Any, int]:
             )
         return salt, msgspec.msgpack.decode(head, type=kind), found[2]
     except msgspec.MsgspecError as error:
-        raise _damaged(path, 0, f"its head makes no sense ({error})") from None
+        raise _damaged(path, 0, f"its head makes no sense ({error})", remedy) from None
 
 
 # Records: what the log says.
@@ -702,8 +710,8 @@ class Log:
         folder: Path,
         findings: Findings | None,
         *,
-        segment_bytes: int,
-        ahead_bytes: int,
+        segment_bytes: int = SEGMENT_BYTES,
+        ahead_bytes: int = AHEAD_BYTES,
     ) -> None:
         self._disk = disk
         self._folder = folder

@@ -34,7 +34,9 @@ import msgspec
 from doyen.consensus.core import Install, Persist, Recovered, Snapshot
 from doyen.errors import StoreUnavailable, StoreUnusable
 from doyen.node.folder import (
+    AHEAD_BYTES,
     NO_ROOM,
+    SEGMENT_BYTES,
     Disk,
     Findings,
     Identity,
@@ -59,8 +61,6 @@ from doyen.node.folder import (
 
 __all__ = ["FileJournal", "Identity", "MemoryJournal"]
 
-SEGMENT_BYTES = 64 << 20
-AHEAD_BYTES = 1 << 20
 RESERVE_BYTES = 16 << 20
 BATCH_BYTES = 4 << 20
 """About as much as goes down in one piece. Whatever is longer goes down in several."""
@@ -99,20 +99,12 @@ class FileJournal:
     ) -> None:
         """`state` is the type of the protocol's own state."""
         self._folder = folder
-        self._disk = disk = disk or Disk()
-        self._lock = claim(disk, folder)
+        self._disk = disk or Disk()
+        self._reserve_bytes = reserve_bytes
         try:
-            findings = self._examine(identity)
-            ledger = findings.ledger if findings else Ledger()
-            self.recovered = _recovered(ledger, state)
-            self._log = self._open_log(findings, segment_bytes, ahead_bytes)
-            if findings is None or read_identity(disk, folder) is None:
-                write_identity(disk, folder, identity)
-            self._reserve_bytes = reserve_bytes
-            self._full = not self._set_aside()
-        except BaseException:
-            disk.close(self._lock)
-            raise
+            ledger = self._open(identity, state, segment_bytes, ahead_bytes)
+        except OSError as error:
+            raise StoreUnusable(f"{folder} cannot be used as it is: {error}") from error
         self._mark = Mark(ledger.end, b"", ledger.kept)
         """What the log will amount to when all that is queued is written."""
         self._received: Kept | None = None
@@ -121,7 +113,26 @@ class FileJournal:
         self._writer: threading.Thread | None = None
         self._aside = ThreadPoolExecutor(1, "doyen-snapshot")
 
-    def _examine(self, identity: Identity) -> Findings | None:
+    def _open(self, identity: Identity, state: Any, segment_bytes: int, ahead_bytes: int) -> Ledger:
+        disk, folder = self._disk, self._folder
+        self._lock = claim(disk, folder)
+        try:
+            known, findings = self._examine(identity)
+            ledger = findings.ledger if findings else Ledger()
+            self.recovered = _recovered(ledger, state)
+            self._log = Log(
+                disk, folder, findings, segment_bytes=segment_bytes, ahead_bytes=ahead_bytes
+            )
+            if not known:
+                write_identity(disk, folder, identity)
+            self._full = not self._set_aside()
+        except BaseException:
+            disk.close(self._lock)
+            raise
+        return ledger
+
+    def _examine(self, identity: Identity) -> tuple[bool, Findings | None]:
+        """Whether the folder is known to be ours, and what is in it."""
         found = read_identity(self._disk, self._folder)
         if found:
             check_identity(self._folder, found, identity)
@@ -139,16 +150,7 @@ class FileJournal:
             )
         if findings and findings.ledger.kept:
             SnapshotReader(self._disk, self._folder, findings.ledger.kept).close()
-        return findings
-
-    def _open_log(self, findings: Findings | None, segment_bytes: int, ahead_bytes: int) -> Log:
-        return Log(
-            self._disk,
-            self._folder,
-            findings,
-            segment_bytes=segment_bytes,
-            ahead_bytes=ahead_bytes,
-        )
+        return found is not None, findings
 
     def start(
         self, persisted: Callable[[int], None], failed: Callable[[BaseException], None]
@@ -191,7 +193,7 @@ class FileJournal:
             return
         took = Took(kept)
         self._mark.advance(took)
-        done = self._loop.create_future()
+        done = asyncio.get_running_loop().create_future()
         self._queue.put(_Write([took], 0, 0, done))
         await done
 
@@ -261,8 +263,8 @@ class FileJournal:
 
     def _run(self) -> None:
         try:
-            while writes := self._next():
-                self._write(writes)
+            while (writes := self._next()) and self._write(writes):
+                pass
             self._seal()
         except BaseException as error:  # noqa: BLE001 - whatever it is, nothing is certain now
             self._tell(self._failed, error)
@@ -300,21 +302,14 @@ class FileJournal:
             self._full = not self._set_aside()
         return self._queue.get()
 
-    def _write(self, writes: list[_Write]) -> None:
-        records = [record for write in writes for record in write.records]
-        if records and not self._append(records):
-            return
-        token = max(write.token for write in writes)
-        self._tell(self._report, token, [write.done for write in writes if write.done])
-        if litter := self._log.litter():
-            self._remove(litter)
-
-    def _append(self, records: list[Record]) -> bool:
-        """Have this on disk, however long it takes; not, if the journal is closed before there is
-        room."""
+    def _write(self, writes: list[_Write]) -> bool:
+        """Have this on disk, however long it takes. False if the journal was closed before there
+        was room: then nothing may follow."""
         while True:
+            if self._full and len(writes) > 1:  # What fits goes down, instead of nothing.
+                return all(self._write([write]) for write in writes)
             try:
-                self._log.append(records)
+                self._append(writes)
                 return True
             except OSError as error:
                 if error.errno not in NO_ROOM:
@@ -324,6 +319,14 @@ class FileJournal:
                 self._disk.remove(self._folder / "reserve")
             elif self._closing.wait(RETRY_S):
                 return False
+
+    def _append(self, writes: list[_Write]) -> None:
+        if records := [record for write in writes for record in write.records]:
+            self._log.append(records)
+        token = max(write.token for write in writes)
+        self._tell(self._report, token, [write.done for write in writes if write.done])
+        if litter := self._log.litter():
+            self._remove(litter)
 
     def _set_aside(self) -> bool:
         """Put the reserve in place, if there is room for it."""
