@@ -20,6 +20,7 @@ Imports `core` and the errors.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import inf
@@ -59,7 +60,17 @@ from doyen.consensus.core import (
 )
 from doyen.errors import ConfigError
 
-__all__ = ["Peer", "Server"]
+__all__ = ["Peer", "Server", "order"]
+
+
+def order(name: str) -> tuple[tuple[int, int, str], ...]:
+    """The order of ids: numbers within names as numbers, so that n2 comes before n10."""
+    return tuple(
+        (0, int(part), "") if part.isdecimal() else (1, 0, part)
+        for part in re.split(r"([0-9]+)", name)
+        if part
+    )
+
 
 WINDOW = 1024
 """How many entries may be on their way to a peer before it has answered for the first of them."""
@@ -68,7 +79,7 @@ WINDOW = 1024
 class Peer:
     """What a leader knows of another server."""
 
-    __slots__ = ("heard", "match", "name", "next", "round")
+    __slots__ = ("heard", "match", "name", "next", "round", "synced")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -76,6 +87,8 @@ class Peer:
         self.next = 1
         self.heard = -inf
         self.round = 0
+        self.synced = True
+        """Whether its log is a beginning of the leader's, so that it may be sent the rest."""
 
 
 class Server:
@@ -251,6 +264,39 @@ class Server:
         """Generation and index of the last entry: how far the log goes, in this order."""
         return (self.log[-1].generation, len(self.log)) if self.log else (0, 0)
 
+    def _generation_at(self, index: int) -> int:
+        return self.log[index - 1].generation if index else 0
+
+    def _agreed(self, index: int, generation: int) -> int:
+        """`index`, if an entry of this generation stands there, and so the same log up to it; else
+        an earlier one at which it may be worth trying."""
+        log = self.log
+        if index > len(log):
+            return len(log)
+        if index <= self.commit or log[index - 1].generation == generation:
+            return index
+        wrong = log[index - 1].generation
+        while index > self.commit and log[index - 1].generation == wrong:
+            index -= 1
+        return index
+
+    def _take(self, previous: int, entries: Sequence[Entry]) -> None:
+        """Have these after `previous`. What stands there already stays, and what is behind it too:
+        the message may be an old one. Only a contradiction cuts the log."""
+        log = self.log
+        place = previous
+        for entry in entries:
+            if place >= len(log) or log[place].generation != entry.generation:
+                break
+            place += 1
+        new = entries[place - previous :]
+        if not new:
+            return
+        if place < len(log):
+            self._cut(place)
+        log.extend(new)
+        self._persist(first=place + 1, entries=new)
+
     def _commit_to(self, index: int) -> None:
         if index > self.commit:
             first = self.commit + 1
@@ -274,19 +320,23 @@ class Server:
 
     # Leading.
 
-    def _lead(self, first: int | None = None) -> None:
-        """Lead in this generation. `first` is where the followers' logs may begin to differ from
-        this one; nobody is known to have anything yet."""
+    def _lead(self) -> None:
+        """Lead in this generation."""
         for peer in self._peers.values():
-            peer.match = 0
-            peer.next = len(self.log) + 1 if first is None else first
             peer.heard = self._now
             peer.round = 0
+            self._prepare(peer)
         self._round = 0
         self._floor = len(self.log) + 1
         self._turn(Role.LEADING, self.id)
         self.next_deadline = self._now + self._settings.heartbeat_s
         self._append(Entry(self.generation, Kind.NOTHING, b""))
+
+    def _prepare(self, peer: Peer) -> None:
+        """What is known of a peer's log when one begins to lead: nothing, unless the election has
+        told."""
+        peer.match = 0
+        peer.next = len(self.log) + 1
 
     def _append(self, entry: Entry) -> None:
         """Add to the leader's log: to the peers first, and to the disk meanwhile."""
@@ -298,16 +348,24 @@ class Server:
     def _stream(self, peer: Peer) -> None:
         """Send the peer what it has not been sent, as far as the window allows."""
         log = self.log
-        end = min(len(log), peer.match + WINDOW)
+        end = min(len(log), peer.match + WINDOW) if peer.synced else 0
         while peer.next <= end:
             first = peer.next
-            size = 0
-            last = first - 1
-            while last < end and (size == 0 or size < self._settings.message_bytes):
-                size += len(log[last].data) + 16
-                last += 1
-            peer.next = last + 1
-            self._send(peer, self._carry(peer, first, tuple(log[first - 1 : last])))
+            entries = self._piece(first, end)
+            peer.next = first + len(entries)
+            self._send(peer, self._carry(peer, first, entries))
+
+    def _piece(self, first: int, end: int) -> tuple[Entry, ...]:
+        """What goes into one message of the entries from `first` to `end`."""
+        log = self.log
+        if first == end:
+            return (log[first - 1],)
+        size = 0
+        last = first - 1
+        while last < end and size < self._settings.message_bytes:
+            size += len(log[last].data) + 16
+            last += 1
+        return tuple(log[first - 1 : last])
 
     def _beat(self) -> None:
         """A heartbeat is due; so is the question whether anybody is there to hear it."""
@@ -325,8 +383,13 @@ class Server:
 
     def _begin_round(self) -> None:
         self._round += 1
+        self._tell_news()
+
+    def _tell_news(self) -> None:
+        """Tell the followers what is committed, and which round it is."""
         for peer in self._peers.values():
-            self._send(peer, self._carry(peer, peer.next, ()))
+            if peer.synced:
+                self._send(peer, self._carry(peer, peer.next, ()))
 
     def _answered(self, peer: Peer, match: int, round_: int) -> None:
         """A follower has answered in this generation: it has the log up to `match` on disk."""
@@ -358,8 +421,7 @@ class Server:
         index = matches[-self._majority]
         if index > self.commit and index >= self._floor:
             self._commit_to(index)
-            for peer in self._peers.values():
-                self._send(peer, self._carry(peer, peer.next, ()))
+            self._tell_news()
             if self._reads:
                 self._confirm()
 

@@ -22,13 +22,12 @@ The id "smallest" compares numbers within names as numbers: n2 stands before n10
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 from msgspec import Struct
 
 from doyen.consensus.core import Entry, Membership, Message, Recovered, Role, Settings
-from doyen.consensus.server import Peer, Server
+from doyen.consensus.server import Peer, Server, order
 
 __all__ = [
     "MESSAGES",
@@ -100,15 +99,6 @@ class Missing(Message, frozen=True, gc=False):
 
 MESSAGES = Looking | Stand | Vote | Append | Appended | Missing
 STATE = State
-
-
-def order(name: str) -> tuple[tuple[int, int, str], ...]:
-    """The order of ids: numbers within them as numbers."""
-    return tuple(
-        (0, int(part), "") if part.isdigit() else (1, 0, part)
-        for part in re.split(r"(\d+)", name)
-        if part
-    )
 
 
 class SmallestId(Server):
@@ -289,8 +279,8 @@ class SmallestId(Server):
 
     def _carry(self, peer: Peer, first: int, entries: tuple[Entry, ...]) -> Message:
         previous = first - 1
-        generation = self.log[previous - 1].generation if previous else 0
-        return Append(self.generation, previous, generation, entries, self.commit, self._round)
+        before = self._generation_at(previous)
+        return Append(self.generation, previous, before, entries, self.commit, self._round)
 
     def _hear_append(self, peer: Peer, message: Append) -> None:
         if message.generation < self.generation:
@@ -318,38 +308,6 @@ class SmallestId(Server):
         last = previous + len(message.entries)
         self._commit_to(min(message.commit, last))
         self._send(peer, Appended(self.generation, last, message.round), after=self._token)
-
-    def _agreed(self, previous: int, generation: int) -> int:
-        """`previous`, if an entry of this generation stands there; else where it may be worth to
-        begin."""
-        log = self.log
-        if previous > len(log):
-            return len(log)
-        if previous <= self.commit or log[previous - 1].generation == generation:
-            return previous
-        wrong = log[previous - 1].generation
-        while previous > self.commit and log[previous - 1].generation == wrong:
-            previous -= 1
-        return previous
-
-    def _take(self, previous: int, entries: tuple[Entry, ...]) -> None:
-        """Have these after `previous`. What stands there already stays, and what is behind it too:
-        the message may be an old one. Only a contradiction cuts the log."""
-        log = self.log
-        known = 0
-        for entry in entries:
-            place = previous + known
-            if place >= len(log) or log[place].generation != entry.generation:
-                break
-            known += 1
-        new = entries[known:]
-        if not new:
-            return
-        first = previous + known + 1
-        if first <= len(log):
-            self._cut(first - 1)
-        log.extend(new)
-        self._persist(first=first, entries=new)
 
     def _hear_appended(self, peer: Peer, message: Appended) -> None:
         if message.generation > self.generation:
