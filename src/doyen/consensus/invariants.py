@@ -20,6 +20,7 @@ Everything raises `InvariantBroken`. Imports `core` only.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -133,6 +134,9 @@ class Cluster:
     ) -> None:
         self.committed: list[Entry] = []
         self.leaders: dict[int, str] = {}
+        self._committed_in: list[int] = []
+        """In which generation each index was first known to be committed. Whoever was elected in
+        an earlier one, however late it learns of that, need not have it."""
         self._ballots = ballots
         self._vote_in = vote_in
         self._mirrors: dict[str, _Mirror] = {}
@@ -191,8 +195,10 @@ class Cluster:
         if leader != name:
             raise InvariantBroken(f"{leader} and {name} both lead generation {mirror.generation}")
         self._leading[name] = mirror.generation
-        if not self._ballots and self.committed:
-            self._has(name, len(self.committed))
+        if not self._ballots:
+            index = bisect_left(self._committed_in, mirror.generation)
+            if index:
+                self._has(name, index)
 
     def _has(self, name: str, index: int) -> None:
         """The leader has the committed entry at this index; with log matching, all before it."""
@@ -239,15 +245,16 @@ class Cluster:
         for index, entry in enumerate(effect.entries, effect.first):
             if index > known:
                 self.committed.append(entry)
+                before = self._committed_in[-1] if self._committed_in else 0
+                self._committed_in.append(max(before, mirror.generation))
             elif not self._same(self.committed[index - 1], entry):
                 raise InvariantBroken(
                     f"{name} applies {entry} at {index}; another, {self.committed[index - 1]}"
                 )
         mirror.applied += len(effect.entries)
         if mirror.applied > known and not self._ballots:
-            generation = self.committed[-1].generation
             for other, led in self._leading.items():
-                if led > generation:
+                if led > mirror.generation:
                     self._has(other, mirror.applied)
 
     def _same(self, one: Entry, other: Entry) -> bool:
