@@ -239,6 +239,7 @@ Opener = Callable[[StoreURL, Context], Awaitable[Store]]
 
 _BUILT_IN = {
     "consul": "doyen.stores.consul",
+    "doyen": "doyen.stores.quorum",
     "etcd": "doyen.stores.etcd",
     "memory": "doyen.stores.memory",
     "mysql": "doyen.stores.sql.mysql",

@@ -19,6 +19,7 @@ from .pgbouncer import PgBouncer
 from .postgres import Postgres
 from .process import Server, ServerFailed, free_port, running
 from .proxy import Proxy
+from .quorum import Quorum, QuorumCluster, QuorumNode
 from .redis import Redis, RedisReplica, RedisSentinel
 from .zookeeper import ZooKeeper, ZooKeeperEnsemble
 
@@ -32,6 +33,9 @@ __all__ = [
     "PgBouncer",
     "Postgres",
     "Proxy",
+    "Quorum",
+    "QuorumCluster",
+    "QuorumNode",
     "Redis",
     "RedisReplica",
     "RedisSentinel",

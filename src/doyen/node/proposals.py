@@ -19,12 +19,26 @@ from msgspec.msgpack import Decoder, Encoder
 from doyen.errors import CommandFailed, ConfigError, OutcomeUnknown, StoreUnavailable
 from doyen.node.machine import FORGOTTEN_AFTER, Command, Failure
 
-__all__ = ["Batch", "Limits", "Proposals", "Request", "Settle", "decode_results", "encode_results"]
+__all__ = [
+    "Batch",
+    "Forgotten",
+    "Limits",
+    "Proposals",
+    "Request",
+    "Settle",
+    "decode_results",
+    "encode_results",
+]
 
 Settle = Callable[[Any, BaseException | None], None]
 """Told the result of a proposal, or what became of it. Called once, on the driver's loop."""
 Request = tuple[str, int, int]
 """Who proposes, the how manieth time, and up to where it has its answers: client, seq, floor."""
+
+
+class Forgotten(OutcomeUnknown):
+    """Proposed once by this node, and not carried out: its client's count is not known any more.
+    A client that has asked no other node may ask again under another name."""
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -252,7 +266,9 @@ class Proposals:
         """It was not carried out this time. If this was the only time, it may have a new id."""
         identity = proposal.identity
         if identity is None or proposal.tried > 1 or proposal not in self._live:
-            self._finish(proposal, None, OutcomeUnknown(failure.reason))
+            once = identity is None and proposal.tried <= 1
+            error = (Forgotten if once else OutcomeUnknown)(failure.reason)
+            self._finish(proposal, None, error)
             return
         identity.open.pop(proposal.seq, None)
         if identity is self._identity:

@@ -28,6 +28,7 @@ from doyen.node.journal import FileJournal
 from doyen.node.journal import Identity as Owner
 from doyen.node.machine import KEYSPACE, USER, Machine
 from doyen.node.peers import Peers
+from doyen.node.service import Service
 from doyen.node.state import StateMachine
 from doyen.quorum.keyspace import Keyspace
 from doyen.quorum.link import Tally
@@ -119,9 +120,12 @@ def _end_process(error: BaseException) -> None:
 class Server:
     """A node on the running loop. Made by `open`."""
 
-    def __init__(self, driver: Driver, door: Door, keyspace: Keyspace, port: int) -> None:
+    def __init__(
+        self, driver: Driver, door: Door, keyspace: Keyspace, service: Service, port: int
+    ) -> None:
         self.driver = driver
         self.keyspace = keyspace
+        self.service = service
         self.port = port
         self._door = door
 
@@ -172,11 +176,12 @@ class Server:
                 limits=options.limits,
                 abort=abort,
             )
+            service = Service(driver, keyspace, clock, election_s=options.election_s)
             door = Door(
                 me,
                 security,
                 peers=peers.admit,
-                clients=lambda link: None,
+                clients=service.admit,
                 pages=_pages(driver),
                 insecure=options.insecure,
                 tally=tally,
@@ -191,10 +196,11 @@ class Server:
         # are what makes a healthy leader look dead.
         gc.collect()
         gc.freeze()
-        return cls(driver, door, keyspace, port)
+        return cls(driver, door, keyspace, service, port)
 
     async def close(self) -> None:
-        """Hand leadership over, and stop."""
+        """Send clients to the others, hand leadership over, and stop."""
+        self.service.close()
         await self.driver.stop()
         await self._door.close()
 

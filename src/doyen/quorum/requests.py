@@ -1,0 +1,240 @@
+"""What clients ask of a quorum's nodes, and what those answer.
+
+One struct a frame, `REQUEST` one way and `ANSWER` the other. Answers come in any order and name
+their request by its id, which the client chooses: writes count up from 1 under the name of `Hello`
+and may be sent again, to any node, under the same id (see `node.machine`); everything else has a
+negative id, and may be repeated because it changes nothing.
+
+A write's body is a command of the keyspace and its answer a result of it, both encoded; nodes pass
+them on as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from doyen.quorum.keyspace import Record
+
+__all__ = [
+    "ANSWER",
+    "MAX_KEY",
+    "MAX_TTL_S",
+    "MAX_VALUE",
+    "MIN_TTL_S",
+    "REQUEST",
+    "Ahead",
+    "Answer",
+    "Answers",
+    "Changed",
+    "Condition",
+    "Failed",
+    "Found",
+    "Get",
+    "Head",
+    "Hello",
+    "Inquire",
+    "Listed",
+    "Renew",
+    "Renewed",
+    "Request",
+    "Requests",
+    "Scan",
+    "Trouble",
+    "Unwatch",
+    "Watch",
+    "Watching",
+    "Write",
+    "Wrote",
+    "decode_answer",
+    "decode_request",
+]
+
+REQUEST: Final = 32
+ANSWER: Final = 33
+
+MAX_KEY: Final = 4096
+MAX_VALUE: Final = 1_000_000
+MIN_TTL_S: Final = 0.5
+MAX_TTL_S: Final = 366 * 86400.0
+
+
+class Request(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """What a client asks."""
+
+
+class Hello(Request, frozen=True, gc=False, tag=0):
+    """Under which name the writes that follow are counted."""
+
+    client: str
+
+
+class Write(Request, frozen=True, gc=False, tag=1):
+    """Carry out a command, once. → Wrote"""
+
+    id: int
+    floor: int
+    """The answers to all writes below this have been had, or are not wanted any more."""
+    body: bytes
+
+
+class Get(Request, frozen=True, gc=False, tag=2):
+    """→ Found"""
+
+    id: int
+    key: str
+
+
+class Scan(Request, frozen=True, gc=False, tag=3):
+    """Everything under a prefix, as it is at one instant. → Listed, perhaps several"""
+
+    id: int
+    prefix: str
+
+
+class Head(Request, frozen=True, gc=False, tag=4):
+    """→ Found"""
+
+    id: int
+    line: str
+
+
+class Ahead(Request, frozen=True, gc=False, tag=5):
+    """The ticket before this one. → Found, or Failed if it is gone"""
+
+    id: int
+    ticket: str
+
+
+class Watch(Request, frozen=True, gc=False, tag=6):
+    """Tell of changes at a scope. → Watching, then Changed as often as it takes"""
+
+    id: int
+    scope: str
+    since: int
+    """What was told last, if this watch is resumed after a break; below 0, if it begins."""
+
+
+class Unwatch(Request, frozen=True, gc=False, tag=7):
+    """Tell no more. Not answered."""
+
+    id: int
+
+
+class Renew(Request, frozen=True, gc=False, tag=8):
+    """Begin a lease's time anew. → Renewed"""
+
+    id: int
+    lease: int
+
+
+class Inquire(Request, frozen=True, gc=False, tag=9):
+    """How is this node? → Condition"""
+
+    id: int
+
+
+class Answer(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """What a node says."""
+
+
+class Wrote(Answer, frozen=True, gc=False, tag=1):
+    """What became of a write."""
+
+    id: int
+    result: bytes
+
+
+class Found(Answer, frozen=True, gc=False, tag=2):
+    """What stands there, if anything does."""
+
+    id: int
+    record: Record | None
+
+
+class Listed(Answer, frozen=True, gc=False, tag=3):
+    """Some of what was asked for, in order; the last piece has no more to come."""
+
+    id: int
+    records: list[Record]
+    more: bool
+
+
+class Watching(Answer, frozen=True, gc=False, tag=4):
+    """The watch has begun. Nothing after this revision stays untold."""
+
+    id: int
+    revision: int
+
+
+class Changed(Answer, frozen=True, gc=False, tag=5):
+    """Something changed, or may have, for these watches; all changes up to this revision have
+    been told to all watches of this connection."""
+
+    ids: list[int]
+    revision: int
+
+
+class Renewed(Answer, frozen=True, gc=False, tag=6):
+    """The lease's time has begun anew, and a majority knew its leader after that was asked."""
+
+    id: int
+
+
+class Trouble(IntEnum):
+    """Why something failed."""
+
+    UNAVAILABLE = 1
+    """Not done; trying again may help."""
+    UNKNOWN = 2
+    """Perhaps done."""
+    FORGOTTEN = 3
+    """Not done now; this client's count is not known any more. Another name is needed."""
+    LEASE_GONE = 4
+    TICKET_GONE = 5
+    UNUSABLE = 6
+    """Not done, and never will be."""
+
+
+class Failed(Answer, frozen=True, gc=False, tag=7):
+    """The request failed."""
+
+    id: int
+    trouble: Trouble
+    text: str
+
+
+class Condition(Answer, frozen=True, gc=False, tag=8):
+    """How a node is doing."""
+
+    id: int
+    node: str
+    version: str
+    role: str
+    generation: int
+    leader: str | None
+    commit: int
+    applied: int
+    snapshot: int
+    full: bool
+    voters: tuple[str, ...]
+    learners: tuple[str, ...]
+    addresses: dict[str, str]
+    revision: int
+    keys: int
+    leases: int
+    clients: int
+    watches: int
+    connected: tuple[str, ...] | None = None
+    """Who a leader hears from; None where a node cannot tell."""
+
+
+Requests = Hello | Write | Get | Scan | Head | Ahead | Watch | Unwatch | Renew | Inquire
+Answers = Wrote | Found | Listed | Watching | Changed | Renewed | Failed | Condition
+
+decode_request: Callable[[bytes], Requests] = msgspec.msgpack.Decoder(Requests).decode
+decode_answer: Callable[[bytes], Answers] = msgspec.msgpack.Decoder(Answers).decode

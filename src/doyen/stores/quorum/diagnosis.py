@@ -1,0 +1,122 @@
+"""What the nodes say of themselves, as findings for people. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from doyen.model import Finding
+from doyen.quorum.requests import Condition
+
+__all__ = ["State", "findings"]
+
+
+class State(NamedTuple):
+    """What one node named in the URL said, or why it said nothing."""
+
+    address: str
+    condition: Condition | None
+    silent_because: str = ""
+
+
+def findings(states: Sequence[State]) -> list[Finding]:
+    """What is worth knowing about a quorum."""
+    up = [state.condition for state in states if state.condition is not None]
+    return [*_nodes(states), *_leadership(up), *_members(up), *_versions(up), *_disks(up)]
+
+
+def _nodes(states: Sequence[State]) -> Iterator[Finding]:
+    for state in states:
+        if state.condition is None:
+            yield Finding(
+                level="warning",
+                subject=state.address,
+                text=f"this node does not serve: {state.silent_because}",
+                remedy="start it, or correct the URL",
+            )
+
+
+def _leadership(up: Sequence[Condition]) -> Iterator[Finding]:
+    latest = max(up, key=lambda each: each.generation, default=None)
+    if latest is None:
+        return
+    if latest.leader is None:
+        yield Finding(
+            level="problem",
+            subject="quorum",
+            text="no leader is known: nothing can be written",
+            remedy="start nodes until a majority runs",
+        )
+    else:
+        yield Finding(
+            level="ok",
+            subject="quorum",
+            text=f"{latest.leader} leads generation {latest.generation};"
+            f" {latest.keys} keys, {latest.leases} leases",
+        )
+
+
+def _members(up: Sequence[Condition]) -> Iterator[Finding]:
+    latest = max(up, key=lambda each: each.commit, default=None)
+    if latest is None:
+        return
+    voters = set(latest.voters)
+    majority = len(voters) // 2 + 1
+    running = voters & {each.node for each in up}
+    missing = voters - running
+    known = len({*latest.voters, *latest.learners})
+    if missing and len(running) == majority and len(voters) > 1:
+        names = ", ".join(sorted(missing))
+        yield Finding(
+            level="warning",
+            subject="quorum",
+            text=f"at risk: of {len(voters)} voters, {names} cannot be reached from here; if one"
+            " more fails, nothing can be written",
+            remedy="start what is missing, and name every node in the URL",
+        )
+    if len(voters) == 1:
+        yield Finding(
+            level="note",
+            subject="quorum",
+            text="one voter only: it is as available as that one node",
+            remedy="three nodes outlive the failure of one",
+        )
+    elif len(voters) % 2 == 0:
+        yield Finding(
+            level="warning",
+            subject="quorum",
+            text=f"an even number of voters ({len(voters)}): it outlives no more failures than"
+            f" {len(voters) - 1} would",
+            remedy="add a node, or remove one",
+        )
+    if latest.learners:
+        yield Finding(
+            level="note",
+            subject="quorum",
+            text=f"of {known} nodes, {', '.join(sorted(latest.learners))} only learn",
+            remedy="promote them when they have caught up",
+        )
+
+
+def _versions(up: Sequence[Condition]) -> Iterator[Finding]:
+    versions = sorted({each.version for each in up})
+    if len(versions) > 1:
+        yield Finding(
+            level="note",
+            subject="versions",
+            text=f"nodes run different versions of doyen: {', '.join(versions)}",
+            remedy="finish the upgrade, one node after the other",
+        )
+    elif versions:
+        yield Finding(level="ok", subject="versions", text=f"doyen {versions[0]} on all nodes")
+
+
+def _disks(up: Sequence[Condition]) -> Iterator[Finding]:
+    for each in up:
+        if each.full:
+            yield Finding(
+                level="problem",
+                subject=each.node,
+                text="its disk is full: while it leads, nothing can be written",
+                remedy="make room in its data folder's file system",
+            )

@@ -1,0 +1,239 @@
+"""The Store port on a quorum of doyen's own nodes.
+
+Two connections: one for everything, one for renewals alone, to different nodes where there are
+several. The keyspace does the work (see `doyen.quorum.keyspace`); what is here turns the port's
+calls into its commands, and its results into the port's words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from doyen.errors import ConfigError, LeaseGone, StoreUnusable
+from doyen.model import Entry, Finding, Lease, Version
+from doyen.quorum.keyspace import (
+    RANKS,
+    Advance,
+    Command,
+    Create,
+    Delete,
+    Done,
+    Enqueue,
+    Gone,
+    Grant,
+    Granted,
+    Put,
+    Record,
+    Refused,
+    Result,
+    Revoke,
+    Stands,
+    Ticketed,
+    Written,
+    decode_result,
+    encode,
+)
+from doyen.quorum.requests import MIN_TTL_S, Ahead, Get, Head, Inquire, Renew, Scan
+from doyen.quorum.wire import Security
+from doyen.store import Capabilities, Creation, Store, Watch
+from doyen.stores.quorum.diagnosis import State, findings
+from doyen.stores.quorum.wire import Wire
+
+__all__ = ["QuorumStore"]
+
+ELECTION_S = 3.0
+"""What a silent leader of the quorum costs, at worst, with its default times: its silence is
+noticed after 1.5 s, and the first vote may be split."""
+
+
+class QuorumStore(Store):
+    """One client of a quorum."""
+
+    capabilities = Capabilities(
+        ttl_min_s=MIN_TTL_S,
+        # If the quorum's own leader goes just before a lease would have ended, the next one gives
+        # the lease its whole time anew.
+        expiry_factor=2.0,
+        notice_s=ELECTION_S,
+    )
+
+    def __init__(
+        self,
+        nodes: Sequence[str],
+        security: Security,
+        *,
+        cluster: str,
+        connect_timeout_s: float,
+    ) -> None:
+        self._nodes = nodes
+        self._security = security
+        self._connect_timeout_s = connect_timeout_s
+        # Not all clients at the node that the URL names first.
+        first = random.randrange(len(nodes))
+        self._wire = self._connection(cluster, first)
+        self._renewals = self._connection(cluster, (first + 1) % len(nodes))
+        self._unusable: str | None = None
+
+    def _connection(self, cluster: str, first: int) -> Wire:
+        return Wire(
+            self._nodes,
+            self._security,
+            cluster=cluster,
+            connect_timeout_s=self._connect_timeout_s,
+            first=first,
+        )
+
+    async def open(self, token_floor: int) -> None:
+        """See that a node answers, and that tokens are above `token_floor`."""
+        await self._wire.ask(Inquire)
+        self._renewals.cluster = self._wire.cluster
+        if token_floor:
+            await self._do(Advance(token_floor))
+
+    async def grant(self, ttl_s: float) -> Lease:
+        ttl_s = max(ttl_s, MIN_TTL_S)
+        match await self._do(Grant(ttl_s)):
+            case Granted(lease=lease):
+                return Lease(str(lease), ttl_s)
+            case other:
+                raise _surprised(other)
+
+    async def renew(self, lease: Lease) -> None:
+        self._require_usable()
+        number = _number(lease)
+        # While nothing else is asked, nobody would notice that the other connection is dead.
+        self._wire.suspect()
+        await self._renewals.ask(lambda id: Renew(id, number))  # noqa: A006
+
+    async def revoke(self, lease: Lease) -> None:
+        await self._do(Revoke(_number(lease)))
+
+    async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
+        match await self._do(Create(key, value, _number(lease))):
+            case Written(revision=revision, version=version):
+                return Creation(True, Entry(key, value, revision, version, lease.id))
+            case Stands(record=record):
+                return Creation(False, _entry(record))
+            case Gone():
+                raise _gone(lease)
+            case other:
+                raise _surprised(other)
+
+    async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
+        match await self._do(Put(key, value, _version(if_version))):
+            case Written(revision=revision, version=version):
+                return Entry(key, value, revision, version)
+            case Refused():
+                return None
+            case other:
+                raise _surprised(other)
+
+    async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
+        result = await self._do(Delete(key, _version(if_version)))
+        return isinstance(result, Done)
+
+    async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
+        if not -RANKS < rank < RANKS:
+            raise ConfigError(f"a rank is a number of 64 bits, not {rank}")
+        match await self._do(Enqueue(line, value, _number(lease), rank)):
+            case Ticketed(key=key, revision=revision):
+                return Entry(key, value, revision, revision, lease.id)
+            case Gone():
+                raise _gone(lease)
+            case other:
+                raise _surprised(other)
+
+    async def ahead(self, ticket: Entry) -> Entry | None:
+        return await self._find(lambda id: Ahead(id, ticket.key))  # noqa: A006
+
+    async def get(self, key: str) -> Entry | None:
+        return await self._find(lambda id: Get(id, key))  # noqa: A006
+
+    async def head(self, line: str) -> Entry | None:
+        return await self._find(lambda id: Head(id, line))  # noqa: A006
+
+    async def list(self, prefix: str) -> list[Entry]:
+        self._require_usable()
+        records: list[Record] = await self._wire.ask(lambda id: Scan(id, prefix))  # noqa: A006
+        return [_entry(record) for record in records]
+
+    async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
+        self._require_usable()
+        return await self._wire.watch(scope, notify)
+
+    async def diagnose(self) -> Sequence[Finding]:
+        self._require_usable()
+        return findings(await asyncio.gather(*map(self._inspect, range(len(self._nodes)))))
+
+    def forked(self) -> None:
+        self._unusable = self._unusable or (
+            "this store was opened before a fork and belongs to the parent process:"
+            " connect again in the child"
+        )
+
+    async def close(self) -> None:
+        if self._unusable is None:
+            self._unusable = "this store has been closed; open another"
+            await asyncio.gather(self._wire.close(), self._renewals.close())
+
+    async def _inspect(self, index: int) -> State:
+        """What one node says of itself; on a connection of its own."""
+        address = self._nodes[index]
+        wire = Wire(
+            [address],
+            self._security,
+            cluster=self._wire.cluster,
+            connect_timeout_s=self._connect_timeout_s,
+        )
+        try:
+            async with asyncio.timeout(2 * self._connect_timeout_s):
+                return State(address, await wire.ask(Inquire))
+        except TimeoutError:
+            return State(address, None, "it does not answer")
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is what there is to tell
+            return State(address, None, str(error))
+        finally:
+            await wire.close()
+
+    async def _do(self, command: Command) -> Result:
+        self._require_usable()
+        return decode_result(await self._wire.write(encode(command)))
+
+    async def _find(self, make: Callable[[int], Any]) -> Entry | None:
+        self._require_usable()
+        record = (await self._wire.ask(make)).record
+        return None if record is None else _entry(record)
+
+    def _require_usable(self) -> None:
+        if self._unusable is not None:
+            raise StoreUnusable(self._unusable)
+
+
+def _entry(record: Record) -> Entry:
+    lease = str(record.lease) if record.lease else None
+    return Entry(record.key, record.value, record.revision, record.version, lease)
+
+
+def _number(lease: Lease) -> int:
+    return int(lease.id)
+
+
+def _version(version: Version | None) -> int:
+    if version is None:
+        return 0
+    # A version of another store's making is none that could match.
+    return version if isinstance(version, int) else -1
+
+
+def _gone(lease: Lease) -> LeaseGone:
+    return LeaseGone(f"the lease {lease.id} has ended")
+
+
+def _surprised(result: Result) -> StoreUnusable:
+    return StoreUnusable(
+        f"the quorum answered {result!r}, which this version of doyen does not expect: use the"
+        " same version everywhere"
+    )

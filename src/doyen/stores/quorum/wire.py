@@ -1,0 +1,481 @@
+"""A client's connection to a quorum: one node at a time, and another as soon as that one fails.
+
+A request stays under way until it is answered or its caller gives up. When a connection ends, the
+next node is dialled at once and everything under way is sent again: reads and renewals because they
+may be repeated, writes under the id they have, which the quorum carries out once. So a lost
+connection is no lost answer.
+
+- Nodes are dialled one after the other, the next a moment later if the one before has not answered:
+  a node that is frozen costs that moment. If none can be had, whatever was never sent has failed.
+- A node that is silent while something is asked of it is asked for a sign of life, and left if
+  there is none.
+- Every node must be of one cluster. Two clusters behind one URL would elect two leaders.
+- Watches are begun anew on every connection, with what was told last; the node tells what was
+  missed.
+
+Imports the quorum's wire and words, and the error tree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec import MsgspecError
+
+from doyen.errors import (
+    LeaseGone,
+    OutcomeUnknown,
+    StoreError,
+    StoreUnavailable,
+    StoreUnusable,
+    TicketGone,
+)
+from doyen.quorum.keyspace import Record, encode
+from doyen.quorum.link import End, Link, dial
+from doyen.quorum.requests import (
+    ANSWER,
+    REQUEST,
+    Changed,
+    Condition,
+    Failed,
+    Found,
+    Hello,
+    Listed,
+    Renewed,
+    Request,
+    Trouble,
+    Unwatch,
+    Watch,
+    Watching,
+    Write,
+    Wrote,
+    decode_answer,
+)
+from doyen.quorum.wire import ANY, Fault, Identity, Refused, Security
+
+__all__ = ["Standing", "Wire"]
+
+log = logging.getLogger("doyen")
+
+STAGGER_S = 0.25
+"""How long a node may take to answer before another is dialled as well."""
+PATIENCE_S = 0.3
+"""How long an answer may take before the node is asked for a sign of life, and that as well."""
+PAUSES_S = (0.02, 0.5)
+"""Between two rounds of dialling in which no node could be had: at first, and at most."""
+
+_ERRORS: dict[Trouble, type[StoreError]] = {
+    Trouble.UNAVAILABLE: StoreUnavailable,
+    Trouble.UNKNOWN: OutcomeUnknown,
+    Trouble.FORGOTTEN: OutcomeUnknown,
+    Trouble.LEASE_GONE: LeaseGone,
+    Trouble.TICKET_GONE: TicketGone,
+    Trouble.UNUSABLE: StoreUnusable,
+}
+
+
+class _Call:
+    """Something under way."""
+
+    __slots__ = ("begun_at", "future", "make", "number", "records", "sent")
+
+    def __init__(
+        self, number: int, make: Callable[[int], Request], future: asyncio.Future[Any]
+    ) -> None:
+        self.number = number
+        self.make = make
+        self.future = future
+        self.sent = 0
+        self.begun_at = 0.0
+        self.records: list[Record] = []
+
+
+class Standing:
+    """A watch: a standing request to be told of changes at a scope."""
+
+    def __init__(self, wire: Wire, id: int, scope: str, notify: Callable[[], None]) -> None:  # noqa: A002
+        self.id = id
+        self.scope = scope
+        self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._wire = wire
+        self._notify = notify
+        self._due = False
+        self._closed = False
+
+    def tell(self) -> None:
+        """Have `notify` called in a moment. Changes that come until then are covered by it."""
+        if not self._due and not self._closed:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self._tell)
+
+    def _tell(self) -> None:
+        self._due = False
+        if not self._closed:
+            try:
+                self._notify()
+            except Exception:
+                log.exception("a listener failed on a change and was passed over")
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._wire.forget(self)
+
+
+class Wire:
+    """One connection at a time, and everything under way on it."""
+
+    def __init__(
+        self,
+        nodes: Sequence[str],
+        security: Security,
+        *,
+        cluster: str,
+        connect_timeout_s: float,
+        first: int = 0,
+    ) -> None:
+        """`first` is where in `nodes` to begin."""
+        self.cluster = cluster
+        self._nodes = nodes
+        self._next = first
+        self._security = security
+        self._connect_timeout_s = connect_timeout_s
+        self._incarnation = random.getrandbits(62)
+        self._loop = asyncio.get_running_loop()
+        self._link: Link | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._probing: asyncio.Task[None] | None = None
+        self._calls: dict[int, _Call] = {}
+        self._writes = 0
+        self._others = 0
+        self._open_writes: dict[int, None] = {}
+        self._name = uuid.uuid4().hex
+        self._named = False
+        """Whether the quorum knows us by this name: whether it has answered a write under it."""
+        self._watches: dict[int, Standing] = {}
+        self._seen = 0
+        """Up to this revision, all our watches have been told everything."""
+        self._impatient: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    @property
+    def node(self) -> str | None:
+        """The address we are connected to."""
+        return self._link.where if self._link is not None else None
+
+    # Asking.
+
+    async def ask(self, make: Callable[[int], Request]) -> Any:
+        """Put a request that may be repeated; `make` gives it, with its id."""
+        self._others -= 1
+        return await self._call(self._others, make)
+
+    async def write(self, body: bytes) -> bytes:
+        """Have a command carried out, once; its result."""
+        number = self._next_write()
+        answer = await self._call(number, lambda id: Write(id, self._floor(), body))  # noqa: A006
+        return bytes(answer.result)
+
+    def _next_write(self) -> int:
+        self._writes += 1
+        self._open_writes[self._writes] = None
+        return self._writes
+
+    def _floor(self) -> int:
+        return next(iter(self._open_writes)) if self._named else 1
+
+    async def _call(self, number: int, make: Callable[[int], Request]) -> Any:
+        call = _Call(number, make, self._loop.create_future())
+        call.begun_at = self._loop.time()
+        self._calls[number] = call
+        if self._link is not None:
+            self._send(call)
+        else:
+            self._connect()
+        try:
+            return await call.future
+        except asyncio.CancelledError:
+            self.suspect()
+            raise
+        finally:
+            self._drop(call.number)
+
+    def _drop(self, number: int) -> None:
+        self._calls.pop(number, None)
+        self._open_writes.pop(number, None)
+
+    def _send(self, call: _Call) -> None:
+        link = self._link
+        if link is None:
+            return
+        try:
+            payload = encode(call.make(call.number))
+            accepted = link.send(REQUEST, payload)
+        except ValueError as error:  # larger than a frame, or text that UTF-8 cannot carry
+            if not call.future.done():
+                call.future.set_exception(StoreUnusable(f"this cannot be sent: {error}"))
+            return
+        if accepted:
+            call.sent += 1
+        elif not link.closed and not call.future.done():
+            call.future.set_exception(
+                StoreUnavailable(f"{link.where} takes in less than is asked of it; wait for some")
+            )
+        if self._impatient is None:
+            self._impatient = self._loop.call_later(PATIENCE_S, self._grow_impatient)
+
+    # Watching.
+
+    async def watch(self, scope: str, notify: Callable[[], None]) -> Standing:
+        """Have `notify` called; returns when the watch has begun."""
+        self._others -= 1
+        watch = self._watches[self._others] = Standing(self, self._others, scope, notify)
+        if self._link is not None:
+            self._link.send(REQUEST, encode(Watch(watch.id, scope, -1)))
+        else:
+            self._connect()
+        try:
+            await watch.begun
+        except BaseException:
+            watch.close()
+            self.suspect()
+            raise
+        return watch
+
+    def forget(self, watch: Standing) -> None:
+        if self._watches.pop(watch.id, None) is not None and self._link is not None:
+            self._link.send(REQUEST, encode(Unwatch(watch.id)))
+
+    # Answers.
+
+    def _take(self, link: Link, frames: Sequence[tuple[int, bytes]]) -> None:
+        if link is not self._link:
+            return
+        for kind, payload in frames:
+            try:
+                if kind != ANSWER:
+                    raise ValueError(f"a frame of kind {kind}")
+                answer = decode_answer(payload)
+            except (MsgspecError, ValueError) as error:
+                link.fault(Fault.MALFORMED, f"not an answer of this protocol: {error}")
+                return
+            if isinstance(answer, Changed):
+                self._changed(answer)
+            elif isinstance(answer, Watching):
+                self._watching(answer)
+            else:
+                self._answered(answer)
+
+    def _changed(self, answer: Changed) -> None:
+        self._seen = max(self._seen, answer.revision)
+        for number in answer.ids:
+            watch = self._watches.get(number)
+            if watch is not None:
+                watch.tell()
+
+    def _watching(self, answer: Watching) -> None:
+        watch = self._watches.get(answer.id)
+        if watch is not None and not watch.begun.done():
+            self._seen = max(self._seen, answer.revision)
+            watch.begun.set_result(None)
+
+    def _answered(self, answer: Wrote | Found | Listed | Renewed | Failed | Condition) -> None:
+        call = self._calls.get(answer.id)
+        if call is None:
+            watch = self._watches.get(answer.id)
+            if watch is not None and isinstance(answer, Failed) and not watch.begun.done():
+                watch.begun.set_exception(_error(answer))
+            return
+        if isinstance(answer, Failed):
+            self._failed(answer, call)
+            return
+        if isinstance(answer, Listed):
+            call.records += answer.records
+            if answer.more:
+                return
+        if answer.id > 0:
+            self._named = True
+        if not call.future.done():
+            call.future.set_result(call.records if isinstance(answer, Listed) else answer)
+
+    def _failed(self, answer: Failed, call: _Call) -> None:
+        if answer.trouble is Trouble.FORGOTTEN:
+            self._rename(answer, call)
+        elif answer.trouble is Trouble.UNAVAILABLE and call.sent > 1 and answer.id > 0:
+            # Not done this time; nobody says that about the times before.
+            self._settle(call, OutcomeUnknown(answer.text))
+        else:
+            self._settle(call, _error(answer))
+
+    def _settle(self, call: _Call, error: StoreError) -> None:
+        if not call.future.done():
+            call.future.set_exception(error)
+
+    def _rename(self, answer: Failed, call: _Call) -> None:
+        """We were idle for so long that the quorum has forgotten how far we had counted. What it
+        was asked only once was certainly not done, and goes out again under another name."""
+        if self._named:
+            self._named = False
+            self._name = uuid.uuid4().hex
+            if self._link is not None:
+                self._link.send(REQUEST, encode(Hello(self._name)))
+        if call.sent > 1:
+            self._settle(call, _error(answer))
+            return
+        self._drop(answer.id)
+        call.number, call.sent = self._next_write(), 0
+        self._calls[call.number] = call
+        self._send(call)
+
+    # Connections.
+
+    def _connect(self) -> None:
+        if not self._closed and (self._connecting is None or self._connecting.done()):
+            self._connecting = self._loop.create_task(self._have_link())
+
+    async def _have_link(self) -> None:
+        """Dial until a node lets us in."""
+        pause_s, most_s = PAUSES_S
+        while True:
+            try:
+                link = await self._dial_round()
+            except StoreError as error:
+                self._give_up_unsent(error)
+                if not self._calls and not self._watches:
+                    return
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
+                pause_s = min(2 * pause_s, most_s)
+                continue
+            self._use(link)
+            return
+
+    async def _dial_round(self) -> Link:
+        """Dial every node, one a moment after the other, until one lets us in."""
+        first, count = self._next, len(self._nodes)
+        order = [self._nodes[(first + step) % count] for step in range(count)]
+        dialling: dict[asyncio.Task[Link], str] = {}
+        failures: list[StoreError] = []
+        try:
+            while order or dialling:
+                if order:
+                    address = order.pop(0)
+                    dialling[self._loop.create_task(self._dial(address))] = address
+                done, _ = await asyncio.wait(
+                    dialling,
+                    timeout=STAGGER_S if order else None,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                for task in done:
+                    address = dialling.pop(task)
+                    error = task.exception()
+                    if error is None:
+                        self._next = self._nodes.index(address)
+                        return task.result()
+                    if not isinstance(error, StoreError):
+                        raise error
+                    failures.append(error)
+        finally:
+            for task in dialling:
+                task.cancel()
+                task.add_done_callback(_hang_up)
+        lasting = [each for each in failures if isinstance(each, Refused) and each.lasting]
+        text = "; ".join(dict.fromkeys(map(str, failures)))
+        if len(lasting) == len(failures):
+            raise StoreUnusable(f"no node lets us in: {text}") from lasting[0]
+        raise StoreUnavailable(f"no node of the quorum can be had: {text}") from failures[-1]
+
+    async def _dial(self, address: str) -> Link:
+        return await dial(
+            address,
+            Identity(self.cluster, ANY, self._incarnation),
+            role="client",
+            security=self._security,
+            on_frames=self._take,
+            on_end=self._ended,
+            handshake_s=self._connect_timeout_s,
+        )
+
+    def _use(self, link: Link) -> None:
+        if self._closed or link.closed:
+            link.abort()
+            if not self._closed:
+                self._loop.call_soon(self._connect)
+            return
+        self.cluster = self.cluster or link.them.cluster
+        self._link = link
+        link.send(REQUEST, encode(Hello(self._name)))
+        for watch in self._watches.values():
+            since = self._seen if watch.begun.done() else -1
+            link.send(REQUEST, encode(Watch(watch.id, watch.scope, since)))
+        for _, call in sorted(self._calls.items()):
+            self._send(call)
+
+    def _ended(self, link: Link, end: End) -> None:
+        if link is self._link:
+            self._link = None
+            self._next = (self._next + 1) % len(self._nodes)
+            for call in self._calls.values():
+                call.records.clear()
+            if self._calls or self._watches:
+                self._connect()
+
+    def _give_up_unsent(self, error: StoreError) -> None:
+        for call in [*self._calls.values()]:
+            if not call.sent:
+                self._settle(call, type(error)(str(error)))
+        for watch in [*self._watches.values()]:
+            if not watch.begun.done():
+                watch.begun.set_exception(type(error)(str(error)))
+
+    # Signs of life.
+
+    def _grow_impatient(self) -> None:
+        self._impatient = None
+        if self._calls and self._link is not None:
+            oldest = min(call.begun_at for call in self._calls.values())
+            if self._loop.time() - oldest >= PATIENCE_S:
+                self.suspect()
+            self._impatient = self._loop.call_later(PATIENCE_S, self._grow_impatient)
+
+    def suspect(self) -> None:
+        """Ask the node for a sign of life, and leave it if there is none."""
+        if self._link is not None and (self._probing is None or self._probing.done()):
+            self._probing = self._loop.create_task(self._probe(self._link))
+
+    async def _probe(self, link: Link) -> None:
+        if not await link.alive(PATIENCE_S):
+            link.abort(End.SILENT)
+
+    async def close(self) -> None:
+        """End everything that is under way."""
+        self._closed = True
+        for watch in [*self._watches.values()]:
+            watch.close()
+        tasks = [task for task in (self._connecting, self._probing) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if self._impatient is not None:
+            self._impatient.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for call in [*self._calls.values()]:
+            error = OutcomeUnknown if call.sent else StoreUnavailable
+            self._settle(call, error("the store was closed meanwhile"))
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+            await link.wait()
+
+
+def _error(answer: Failed) -> StoreError:
+    return _ERRORS[answer.trouble](answer.text)
+
+
+def _hang_up(task: asyncio.Task[Link]) -> None:
+    """A node that lets us in after another has."""
+    if not task.cancelled() and task.exception() is None:
+        task.result().close()

@@ -1,0 +1,58 @@
+"""A quorum of doyen's own keeps the promises that every store makes, whichever node is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from doyen.store import Store, open_store
+from doyen.testing import StoreConformance, StoreHarness
+from servers import QuorumCluster
+
+
+class Harness(StoreHarness):
+    ttl_s = 1.0
+
+    def __init__(self, quorum: QuorumCluster) -> None:
+        super().__init__()
+        self._quorum = quorum
+
+    async def open(self) -> Store:
+        return await open_store(self._quorum.url, self.context())
+
+    async def restart(self) -> None:
+        """One node after the other, so that the quorum goes on."""
+        for member in self._quorum.members:
+            await asyncio.to_thread(member.restart)
+
+
+class FollowersOnly(Harness):
+    async def open(self) -> Store:
+        followers = await asyncio.to_thread(self._quorum.followers)
+        return await open_store(followers[0].url, self.context())
+
+    async def restart(self) -> None:
+        """All at once."""
+        for member in self._quorum.members:
+            member.kill()
+        await asyncio.to_thread(self._quorum.start)
+
+
+@pytest.fixture(scope="module")
+def quorum() -> Iterator[QuorumCluster]:
+    with QuorumCluster() as quorum:
+        yield quorum
+
+
+class TestQuorum(StoreConformance):
+    @pytest.fixture
+    def store_harness(self, quorum: QuorumCluster) -> StoreHarness:
+        return Harness(quorum)
+
+
+class TestByAFollower(StoreConformance):
+    @pytest.fixture
+    def store_harness(self, quorum: QuorumCluster) -> StoreHarness:
+        return FollowersOnly(quorum)
