@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
-from doyen.node.folder import Disk
+from doyen.node.frames import Disk
 
 __all__ = ["LUCK", "Crashed", "FragileDisk"]
 

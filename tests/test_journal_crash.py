@@ -18,8 +18,9 @@ from msgspec import Struct
 
 from doyen.consensus.core import Entry, Install, Membership, Persist, Snapshot
 from doyen.errors import StoreUnusable
-from doyen.node import folder
-from doyen.node.folder import SnapshotReader, SyncFailed
+from doyen.node import folder, frames
+from doyen.node.folder import SnapshotReader
+from doyen.node.frames import SyncFailed
 from doyen.node.journal import FileJournal, Identity
 from fragile import LUCK, Crashed, FragileDisk
 
@@ -488,20 +489,20 @@ class TestMutants:
 
     def test_a_torn_tail_accepted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def unchecked(data: bytes, offset: int, salt: int) -> tuple[int, int, int] | None:
-            if offset + folder._SIZE > len(data):
+            if offset + frames.FRAME_SIZE > len(data):
                 return None
-            magic, _, length, flag, number = folder._FRAME.unpack_from(data, offset)
-            end = offset + folder._SIZE + length
-            return (flag, number, end) if magic == folder.MAGIC and end <= len(data) else None
+            magic, _, length, flag, number = frames._FRAME.unpack_from(data, offset)
+            end = offset + frames.FRAME_SIZE + length
+            return (flag, number, end) if magic == frames.MAGIC and end <= len(data) else None
 
-        monkeypatch.setattr(folder, "_valid_at", unchecked)
+        monkeypatch.setattr(frames, "valid_at", unchecked)
         with pytest.raises((AssertionError, StoreUnusable)):
             crash_everywhere(appending)
 
     def test_damage_in_the_middle_cut_off_as_if_a_tail(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(folder, "_valid_after", lambda data, offset, salt: None)
+        monkeypatch.setattr(frames, "valid_after", lambda data, offset, salt: None)
         with pytest.raises(AssertionError):
             flip_everything(appending)
 
@@ -512,17 +513,17 @@ class TestMutants:
             except OSError:
                 disk.sync(fd)
 
-        monkeypatch.setattr(folder, "_sync", again)
+        monkeypatch.setattr(frames, "sync", again)
         with pytest.raises(AssertionError):
             fail_a_sync()
 
     def test_a_batch_reported_before_its_sync(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(folder, "_sync", lambda disk, fd, path: None)
+        monkeypatch.setattr(frames, "sync", lambda disk, fd, path: None)
         with pytest.raises((AssertionError, StoreUnusable)):
             crash_everywhere(appending)
 
     def test_names_not_synced(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(folder, "_sync_folder", lambda disk, path: None)
+        monkeypatch.setattr(frames, "sync_folder", lambda disk, path: None)
         with pytest.raises((AssertionError, StoreUnusable)):
             crash_everywhere(rolling)
 

@@ -6,7 +6,7 @@ it might have without the restoring. A restored cluster is another cluster: it h
 its own, so that no node of the old one can take part in it, and whoever restores appends the
 command that lifts tokens above all that the old cluster may have given out since.
 
-Imports `folder`, the words of consensus, errors, msgspec.
+Imports `folder`, `frames`, the words of consensus, errors, msgspec.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ from msgspec import Struct
 from doyen.consensus.core import Entry, Kind, Membership, Snapshot
 from doyen.errors import StoreUnusable
 from doyen.node.folder import (
-    Disk,
     Findings,
-    FrameReader,
-    FrameWriter,
     Identity,
     Installed,
     Log,
@@ -39,6 +36,7 @@ from doyen.node.folder import (
     survey,
     write_identity,
 )
+from doyen.node.frames import Disk, FrameReader, FrameWriter
 
 __all__ = ["Contents", "backup", "inspect", "restore", "write_backup"]
 

@@ -6,10 +6,7 @@
     snapshot-<index>-<unique>    snapshots; the one in force is named by the log
     reserve                      room set aside: freed when the disk is full, for votes
 
-Every file but the first two is a row of *frames*: magic, checksum, length, flags, number, payload.
-The first one, the head, says what the file is and holds its salt; the checksums of the others are
-taken with that salt, so that nothing but a frame of this very file passes for one, not even a copy
-of another journal among the data.
+The log and the snapshots are files of frames (see `frames`).
 
 A frame of the log is a *batch*: records that are written in one piece and synced before anything
 else is written. From this follows how a damaged log is read:
@@ -26,14 +23,12 @@ The head of a segment holds all that earlier segments decide, apart from entries
 state, the snapshot in force, where the log ended. They can go as soon as the snapshot covers their
 entries. A snapshot is in force when the log says so: a file that no record names is litter.
 
-Nothing here knows of event loops or threads. `Disk` is the seam through which all files are
-touched. Imports the words of consensus, errors, msgspec.
+Nothing here knows of event loops or threads. Imports `frames`, the words of consensus, errors,
+msgspec.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import gc
 import json
 import os
@@ -43,24 +38,31 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from struct import Struct as Layout
-from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from doyen.consensus.core import Entry, Kind, Snapshot
 from doyen.errors import StoreUnusable
+from doyen.node import frames
+from doyen.node.frames import (
+    FORMAT,
+    FRAME_LIMIT,
+    FRAME_SIZE,
+    LAST,
+    NO_ROOM,
+    ORDINARY,
+    REMEDY,
+    SEAL,
+    Disk,
+    FrameReader,
+    FrameWriter,
+)
 
 __all__ = [
     "AHEAD_BYTES",
-    "FRAME_LIMIT",
-    "NO_ROOM",
     "SEGMENT_BYTES",
-    "Disk",
     "Findings",
-    "FrameReader",
-    "FrameWriter",
     "Identity",
     "Installed",
     "Kept",
@@ -73,7 +75,6 @@ __all__ = [
     "SnapshotReader",
     "SnapshotWriter",
     "Stated",
-    "SyncFailed",
     "Took",
     "check_identity",
     "claim",
@@ -82,119 +83,9 @@ __all__ = [
     "write_identity",
 ]
 
-FORMAT = 1
-FRAME_LIMIT = 64 << 20
-"""No frame is longer: a longer one in a file is damage."""
 SEGMENT_BYTES = 64 << 20
 AHEAD_BYTES = 1 << 20
 """How much of a segment is filled with zeros ahead of what is written."""
-NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-REMEDY = (
-    "Restore this node from its peers: remove it from the cluster, delete the folder and add it"
-    " again; or restore the cluster from a backup."
-)
-
-
-class SyncFailed(StoreUnusable):
-    """The disk could not say that what was written is there. Asking again proves nothing: the
-    kernel may have dropped the pages and call them clean."""
-
-
-class Disk:
-    """The files, as the operating system gives them."""
-
-    def make_folder(self, path: Path) -> None:
-        if not path.is_dir():
-            path.mkdir(parents=True)
-            self.sync_folder(path.parent)
-
-    def names(self, folder: Path) -> list[str]:
-        return sorted(os.listdir(folder))
-
-    def create(self, path: Path) -> int:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-
-    def open(self, path: Path, *, write: bool = False) -> int:
-        return os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
-
-    def close(self, fd: int) -> None:
-        os.close(fd)
-
-    def size(self, fd: int) -> int:
-        return os.fstat(fd).st_size
-
-    def read(self, fd: int, size: int, offset: int) -> bytes:
-        """Up to `size` bytes: fewer only at the end of the file."""
-        data = os.pread(fd, size, offset)
-        while data and len(data) < size:
-            more = os.pread(fd, size - len(data), offset + len(data))
-            if not more:
-                break
-            data += more
-        return data
-
-    def write(self, fd: int, data: bytes, offset: int) -> None:
-        done = os.pwrite(fd, data, offset)
-        while done < len(data):
-            done += os.pwrite(fd, memoryview(data)[done:], offset + done)
-
-    def cut(self, fd: int, size: int) -> None:
-        os.ftruncate(fd, size)
-
-    def sync(self, fd: int) -> None:
-        if hasattr(fcntl, "F_FULLFSYNC"):
-            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
-        else:
-            os.fdatasync(fd)
-
-    def sync_folder(self, path: Path) -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-    def rename(self, old: Path, new: Path) -> None:
-        os.rename(old, new)
-
-    def remove(self, path: Path) -> None:
-        path.unlink(missing_ok=True)
-
-    def allocate(self, fd: int, size: int) -> None:
-        os.posix_fallocate(fd, 0, size)
-
-    def lock(self, fd: int) -> bool:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-
-def _sync(disk: Disk, fd: int, path: Path) -> None:
-    try:
-        disk.sync(fd)
-    except OSError as error:
-        raise SyncFailed(f"{path} could not be synced: {error}") from error
-
-
-def _sync_folder(disk: Disk, path: Path) -> None:
-    try:
-        disk.sync_folder(path)
-    except OSError as error:
-        raise SyncFailed(f"{path} could not be synced: {error}") from error
-
-
-def _read_all(disk: Disk, path: Path) -> bytes:
-    fd = disk.open(path)
-    try:
-        return disk.read(fd, disk.size(fd), 0)
-    finally:
-        disk.close(fd)
-
-
-def _damaged(path: Path, offset: int, what: str, remedy: str = REMEDY) -> StoreUnusable:
-    return StoreUnusable(f"{path} is damaged at byte {offset}: {what}. {remedy}")
 
 
 # Whose folder it is.
@@ -232,13 +123,13 @@ def claim(disk: Disk, folder: Path) -> int:
 def write_identity(disk: Disk, folder: Path, identity: Identity) -> None:
     about = msgspec.to_builtins(identity)
     about["checksum"] = zlib.crc32(msgspec.json.encode(identity))
-    _put_file(disk, folder / "identity", json.dumps(about, indent=1).encode() + b"\n")
+    frames.put_file(disk, folder / "identity", json.dumps(about, indent=1).encode() + b"\n")
 
 
 def read_identity(disk: Disk, folder: Path) -> Identity | None:
     path = folder / "identity"
     try:
-        data = _read_all(disk, path)
+        data = frames.read_all(disk, path)
     except FileNotFoundError:
         return None
     try:
@@ -246,9 +137,9 @@ def read_identity(disk: Disk, folder: Path) -> Identity | None:
         checksum = about.pop("checksum")
         identity = msgspec.convert(about, Identity)
     except (ValueError, KeyError, AttributeError, msgspec.ValidationError):
-        raise _damaged(path, 0, "it does not say whose folder this is") from None
+        raise frames.damaged(path, 0, "it does not say whose folder this is") from None
     if checksum != zlib.crc32(msgspec.json.encode(identity)):
-        raise _damaged(path, 0, "its checksum is wrong")
+        raise frames.damaged(path, 0, "its checksum is wrong")
     return identity
 
 
@@ -265,178 +156,6 @@ def check_identity(folder: Path, found: Identity, wanted: Identity) -> None:
                 f"{folder} belongs to {field} {theirs!r}, and this is {field} {ours!r}: give this"
                 " node the folder it had before, or an empty one."
             )
-
-
-def _put_file(disk: Disk, path: Path, data: bytes) -> None:
-    """Have a file with this content, whole or not at all."""
-    new = path.with_name(path.name + ".new")
-    fd = disk.create(new)
-    try:
-        disk.write(fd, data, 0)
-        _sync(disk, fd, new)
-    finally:
-        disk.close(fd)
-    disk.rename(new, path)
-    _sync_folder(disk, path.parent)
-
-
-# Frames.
-
-MAGIC = b"\xd0yn\x01"
-_FRAME = Layout("<4sIIIQ")
-_CHECKED = Layout("<IIQ")
-_SIZE = _FRAME.size
-_COVERED = 8
-"""What precedes the part that the checksum covers."""
-
-ORDINARY, HEAD, LAST, SEAL, END = range(5)
-
-
-def _frame(payload: bytes, flag: int, number: int, salt: int) -> bytes:
-    rest = _CHECKED.pack(len(payload), flag, number) + payload
-    return MAGIC + zlib.crc32(rest, salt).to_bytes(4, "little") + rest
-
-
-def _valid_at(data: bytes, offset: int, salt: int) -> tuple[int, int, int] | None:
-    """The (flag, number, end) of the frame that stands there, if one does."""
-    if offset + _SIZE > len(data):
-        return None
-    magic, checksum, length, flag, number = _FRAME.unpack_from(data, offset)
-    end = offset + _SIZE + length
-    if magic != MAGIC or length > FRAME_LIMIT or end > len(data):
-        return None
-    if zlib.crc32(memoryview(data)[offset + _COVERED : end], salt) != checksum:
-        return None
-    return flag, number, end
-
-
-def _valid_after(data: bytes, offset: int, salt: int) -> int | None:
-    """Where, from there on, the next frame of this file stands."""
-    while (offset := data.find(MAGIC, offset)) >= 0:
-        if _valid_at(data, offset, salt):
-            return offset
-        offset += 1
-    return None
-
-
-def _new_salt() -> int:
-    return secrets.randbits(32) | 1
-
-
-class FrameWriter:
-    """A new file of frames, written piece by piece: it has its name only when it is whole."""
-
-    def __init__(self, disk: Disk, path: Path, head: Any) -> None:
-        self.path = path
-        self.bytes = 0
-        self._new = path.with_name(path.name + ".new")
-        self._disk = disk
-        self._salt = _new_salt()
-        self._number = 0
-        self._fd = disk.create(self._new)
-        try:
-            payload = msgspec.msgpack.encode((self._salt, FORMAT, head))
-            self._write(_frame(payload, HEAD, 0, 0))
-        except BaseException:
-            self.abandon()
-            raise
-
-    def write(self, payload: bytes, flag: int = ORDINARY) -> None:
-        if len(payload) > FRAME_LIMIT:
-            raise ValueError(f"a piece of {len(payload)} bytes is too long; give smaller ones")
-        self._number += 1
-        self._write(_frame(payload, flag, self._number, self._salt))
-
-    def sync(self) -> None:
-        _sync(self._disk, self._fd, self._new)
-
-    def finish(self) -> None:
-        self.write(b"", END)
-        self.sync()
-        self._disk.close(self._fd)
-        self._fd = -1
-        self._disk.rename(self._new, self.path)
-        _sync_folder(self._disk, self.path.parent)
-
-    def abandon(self) -> None:
-        if self._fd >= 0:
-            self._disk.close(self._fd)
-            self._fd = -1
-            self._disk.remove(self._new)
-
-    def _write(self, frame: bytes) -> None:
-        self._disk.write(self._fd, frame, self.bytes)
-        self.bytes += len(frame)
-
-
-class FrameReader:
-    """A finished file of frames. Opening checks its head and its end, reading every frame."""
-
-    def __init__(self, disk: Disk, path: Path, head: Any, remedy: str = REMEDY) -> None:
-        self.path = path
-        self._disk = disk
-        self._remedy = remedy
-        try:
-            self._fd = disk.open(path)
-        except FileNotFoundError:
-            raise StoreUnusable(f"{path} is missing. {remedy}") from None
-        try:
-            self._read_head(head)
-        except BaseException:
-            self.close()
-            raise
-
-    def _read_head(self, head: Any) -> None:
-        size = self._disk.size(self._fd)
-        start = self._disk.read(self._fd, 1 << 20, 0)
-        self.salt, self.head, self._offset = _read_head(self.path, start, head, self._remedy)
-        last = self._disk.read(self._fd, _SIZE, max(0, size - _SIZE))
-        end = _valid_at(last, 0, self.salt)
-        if end is None or end[0] != END:
-            raise _damaged(self.path, size, "its end is missing", self._remedy)
-        self.pieces = end[1] - 1
-        self.bytes = size
-        self._number = 0
-
-    def read(self) -> bytes | None:
-        """The next piece; None after the last."""
-        start = self._disk.read(self._fd, _SIZE, self._offset)
-        length = _FRAME.unpack(start)[2] if len(start) == _SIZE else FRAME_LIMIT + 1
-        frame = b""
-        if length <= FRAME_LIMIT:
-            frame = start + self._disk.read(self._fd, length, self._offset + _SIZE)
-        found = _valid_at(frame, 0, self.salt)
-        if found is None or found[1] != self._number + 1:
-            raise _damaged(self.path, self._offset, "a checksum is wrong", self._remedy)
-        if found[0] == END:
-            return None
-        self._number += 1
-        self._offset += len(frame)
-        return frame[_SIZE:]
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            self._disk.close(self._fd)
-            self._fd = -1
-
-
-def _read_head(path: Path, data: bytes, kind: Any, remedy: str = REMEDY) -> tuple[int, Any, int]:
-    """The salt and the head of a file, and where what follows begins."""
-    found = _valid_at(data, 0, 0)
-    if found is None or found[0] != HEAD:
-        raise _damaged(path, 0, "its head is not readable", remedy)
-    try:
-        salt, version, head = msgspec.msgpack.decode(
-            data[_SIZE : found[2]], type=tuple[int, int, msgspec.Raw]
-        )
-        if version > FORMAT:
-            raise StoreUnusable(
-                f"{path} was written by a later doyen (format {version}, this one knows {FORMAT}):"
-                " run that one."
-            )
-        return salt, msgspec.msgpack.decode(head, type=kind), found[2]
-    except msgspec.MsgspecError as error:
-        raise _damaged(path, 0, f"its head makes no sense ({error})", remedy) from None
 
 
 # Records: what the log says.
@@ -637,22 +356,22 @@ def _replay(disk: Disk, folder: Path, numbers: Sequence[int]) -> Findings:
     findings: Findings | None = None
     for number in numbers:
         path = folder / _segment_name(number)
-        data = _read_all(disk, path)
-        salt, head, start = _read_head(path, data, SegmentHead)
+        data = frames.read_all(disk, path)
+        salt, head, start = frames.read_head(path, data, SegmentHead)
         if head.number != number:
-            raise _damaged(path, 0, f"it is segment {head.number}, under the name of another")
+            raise frames.damaged(path, 0, f"it is segment {head.number}, under the name of another")
         if findings is None:
             ledger = Ledger(head.first - 1, head.state, head.kept)
             findings = Findings(ledger, [], batch=head.batch)
         elif findings.offset >= 0:
             # The last segment was not filled up. Then this one was made for a batch that was
             # never finished, and nothing can be in it.
-            if number != numbers[-1] or _valid_after(data, start, salt) is not None:
+            if number != numbers[-1] or frames.valid_after(data, start, salt) is not None:
                 before = folder / _segment_name(number - 1)
-                raise _damaged(before, findings.offset, "its last batch is missing")
+                raise frames.damaged(before, findings.offset, "its last batch is missing")
             break
         elif (head.batch, head.first) != (findings.batch, findings.ledger.end + 1):
-            raise _damaged(path, 0, "it does not follow the segment before it")
+            raise frames.damaged(path, 0, "it does not follow the segment before it")
         findings.salt = salt
         _replay_segment(findings, path, data, start, number)
     assert findings is not None
@@ -674,7 +393,7 @@ def _replay_segment(findings: Findings, path: Path, data: bytes, offset: int, nu
     ledger, salt, batch = findings.ledger, findings.salt, findings.batch
     begun, flag = batch, ORDINARY
     advance = ledger.advance
-    while flag == ORDINARY and (found := _valid_at(data, offset, salt)):
+    while flag == ORDINARY and (found := frames.valid_at(data, offset, salt)):
         flag, this, end = found
         if this != batch or flag not in (ORDINARY, LAST, SEAL):
             flag = ORDINARY
@@ -682,10 +401,10 @@ def _replay_segment(findings: Findings, path: Path, data: bytes, offset: int, nu
         if flag == SEAL:
             break
         try:
-            for record in _decode(memoryview(data)[offset + _SIZE : end]):
+            for record in _decode(memoryview(data)[offset + FRAME_SIZE : end]):
                 advance(record)
         except (msgspec.MsgspecError, ValueError) as error:
-            raise _damaged(path, offset, f"its batch makes no sense ({error})") from None
+            raise frames.damaged(path, offset, f"its batch makes no sense ({error})") from None
         findings.last = (path.name, offset, end)
         offset, batch = end, batch + 1
     findings.batch, findings.sealed = batch, flag == SEAL
@@ -694,10 +413,12 @@ def _replay_segment(findings: Findings, path: Path, data: bytes, offset: int, nu
         findings.offset = -1
         return
     findings.offset = offset
-    rest = offset + _SIZE if flag == SEAL else offset
-    valid = _valid_after(data, rest, salt)
+    rest = offset + FRAME_SIZE if flag == SEAL else offset
+    valid = frames.valid_after(data, rest, salt)
     if valid is not None:
-        raise _damaged(path, offset, f"a batch is damaged, and an intact one follows at {valid}")
+        raise frames.damaged(
+            path, offset, f"a batch is damaged, and an intact one follows at {valid}"
+        )
     findings.torn = len(data[rest:].rstrip(b"\0"))
 
 
@@ -743,12 +464,12 @@ class Log:
         if findings.torn:
             self._disk.cut(self._fd, self._offset)
             self._allocated = self._offset
-        _sync(self._disk, self._fd, self._path)
+        frames.sync(self._disk, self._fd, self._path)
         if findings.last and not findings.sealed:
             self._write_again(*findings.last)
         for name in findings.litter:
             self._disk.remove(self._folder / name)
-        _sync_folder(self._disk, self._folder)
+        frames.sync_folder(self._disk, self._folder)
 
     def _write_again(self, name: str, start: int, end: int) -> None:
         """Make sure of a batch of which it is not known whether it was synced. After a failed sync
@@ -757,7 +478,7 @@ class Log:
         fd = self._disk.open(path, write=True)
         try:
             self._disk.write(fd, self._disk.read(fd, end - start, start), start)
-            _sync(self._disk, fd, path)
+            frames.sync(self._disk, fd, path)
         finally:
             self._disk.close(fd)
 
@@ -773,18 +494,18 @@ class Log:
         payload = _encode(records)
         if len(payload) > FRAME_LIMIT:
             raise ValueError(f"a batch of {len(payload)} bytes is too long")
-        end = self._offset + _SIZE + len(payload)
+        end = self._offset + FRAME_SIZE + len(payload)
         following = None
         if end > self._segment_bytes:
             following = self._create(self._number + 1, self._batch + 1, after)
         flag = LAST if following else ORDINARY
         try:
-            self._write(_frame(payload, flag, self._batch, self._salt))
+            self._write(frames.frame(payload, flag, self._batch, self._salt))
         except OSError:
             if following:
                 self._disk.close(following[0])
             raise
-        _sync(self._disk, self._fd, self._path)
+        frames.sync(self._disk, self._fd, self._path)
         self._mark = after
         self._batch += 1
         self._offset = end
@@ -795,7 +516,7 @@ class Log:
 
     def seal(self) -> None:
         """Show that the last batch was synced. Nothing depends on its getting to disk."""
-        self._disk.write(self._fd, _frame(b"", SEAL, self._batch, self._salt), self._offset)
+        self._disk.write(self._fd, frames.frame(b"", SEAL, self._batch, self._salt), self._offset)
 
     def litter(self) -> list[Path]:
         """What nothing refers to any more, for whoever removes it."""
@@ -826,15 +547,14 @@ class Log:
         """Make a segment, durably: its descriptor, its salt, and where its first batch goes."""
         path = self._folder / _segment_name(number)
         new = path.with_name(path.name + ".new")
-        salt = _new_salt()
         head = SegmentHead(number, batch, mark.end + 1, mark.state, mark.kept)
-        data = _frame(msgspec.msgpack.encode((salt, FORMAT, head)), HEAD, 0, 0)
+        salt, data = frames.new_head(head)
         fd = self._disk.create(new)
         try:
             self._disk.write(fd, data, 0)
-            _sync(self._disk, fd, new)
+            frames.sync(self._disk, fd, new)
             self._disk.rename(new, path)
-            _sync_folder(self._disk, self._folder)
+            frames.sync_folder(self._disk, self._folder)
         except BaseException:
             self._disk.close(fd)
             raise
@@ -868,7 +588,7 @@ class SnapshotReader(FrameReader):
         super().__init__(disk, folder / kept.file, Snapshot)
         if self.head != kept.snapshot:
             self.close()
-            raise _damaged(self.path, 0, "it is not the snapshot that the log names")
+            raise frames.damaged(self.path, 0, "it is not the snapshot that the log names")
 
     def __iter__(self) -> Iterator[bytes]:
         while (piece := self.read()) is not None:

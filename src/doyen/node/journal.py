@@ -14,7 +14,7 @@ What the disk may do to us:
   fit even so waits, unacknowledged, until there is room.
 - **It was damaged.** See `folder`.
 
-Imports `folder`, the words of consensus, errors, msgspec.
+Imports `folder`, `frames`, the words of consensus, errors, msgspec.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ from doyen.consensus.core import Install, Persist, Recovered, Snapshot
 from doyen.errors import StoreUnavailable, StoreUnusable
 from doyen.node.folder import (
     AHEAD_BYTES,
-    NO_ROOM,
     SEGMENT_BYTES,
-    Disk,
     Findings,
     Identity,
     Installed,
@@ -50,7 +48,6 @@ from doyen.node.folder import (
     SnapshotReader,
     SnapshotWriter,
     Stated,
-    SyncFailed,
     Took,
     check_identity,
     claim,
@@ -58,6 +55,7 @@ from doyen.node.folder import (
     survey,
     write_identity,
 )
+from doyen.node.frames import NO_ROOM, Disk, SyncFailed
 
 __all__ = ["FileJournal", "Identity", "MemoryJournal"]
 
