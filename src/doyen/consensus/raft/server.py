@@ -279,7 +279,7 @@ class Raft:
             # Those who leave are served until that is committed, so that they learn of it.
             for peer in self.membership.everyone:
                 if peer != self.id and peer not in self._peers:
-                    self._peers[peer] = Progress(self.log.last + 1)
+                    self._peers[peer] = Progress(self.log.last)
 
     def _commit_to(self, index: int) -> None:
         first = self.commit + 1
@@ -325,10 +325,10 @@ class Raft:
         if self._may_campaign():
             self.next_deadline = self._now + self.settings.haste_s * self._jitter()
 
-    def _adopt(self, generation: int) -> None:
-        """Somebody is in a later generation: so are we, with no vote and no leader."""
+    def _adopt(self, generation: int, vote: str | None = None) -> None:
+        """Somebody is in a later generation: so are we, with no leader."""
         self.generation = generation
-        self.vote = None
+        self.vote = vote
         self._save()
         self._look()
 
@@ -406,7 +406,7 @@ class Raft:
         if message.generation > self.generation:
             if self._content() and not message.transfer:
                 return
-            self._adopt(message.generation)
+            self._adopt(message.generation, peer if self._up_to_date(message) else None)
         if (
             message.generation == self.generation
             and self._free_for(peer)
@@ -684,7 +684,10 @@ class Raft:
     def _nudge(self, peer: str, progress: Progress) -> None:
         """An append with nothing in it: if something before it was lost, the answer says so."""
         previous = progress.next - 1
-        if progress.pace is not Pace.SNAPSHOT and previous >= self.log.base:
+        if previous < self.log.base:
+            progress.paused = False
+            self._replicate(peer, progress)
+        elif progress.pace is not Pace.SNAPSHOT:
             generation = self.log.generation_at(previous)
             message = Append(self.generation, previous, generation, (), self.commit, self._round)
             self._tell(peer, progress, message, previous)
@@ -742,12 +745,8 @@ class Raft:
         if message.round > progress.round:
             self._answered(progress, message.round)
         if progress.match < self.log.last:
-            # What was sent may have been lost: a probe may go again, and a stream is tested.
-            progress.paused = False
-            before = len(self._out)
-            self._replicate(peer, progress)
-            if len(self._out) == before:
-                self._nudge(peer, progress)
+            # What was sent may have been lost, or is still being written there.
+            self._nudge(peer, progress)
         elif self._heir == peer:
             self._hand_over(peer)
 
@@ -971,7 +970,7 @@ class Raft:
             if peer in self.membership.learners:
                 progress = self._peers[peer]
                 missing = self.log.last - progress.match
-                if not progress.active or missing > self.settings.message_entries:
+                if progress.match == 0 or missing > self.settings.message_entries:
                     return f"{peer} is {missing} entries behind; ask again when it has caught up"
         return None
 

@@ -1,0 +1,239 @@
+"""Raft with one rule left out at a time: what the tests and the lab must be able to catch.
+
+The numbers are those of the project's list of mutants. Each is a subclass that overrides the one
+small method in which the rule stands.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import msgspec
+
+from doyen.consensus.core import Entry, Recovered, Send, Snapshot
+from doyen.consensus.raft import PreVote, Raft, Vote
+from doyen.consensus.raft.log import Log
+
+
+class VotesTwice(Raft):
+    """1: a restart forgets the vote."""
+
+    def __init__(self, id: str, membership: Any, recovered: Recovered, **others: Any) -> None:  # noqa: A002
+        if recovered.state is not None:
+            state = msgspec.structs.replace(recovered.state, vote=None)
+            recovered = msgspec.structs.replace(recovered, state=state)
+        super().__init__(id, membership, recovered, **others)
+
+
+class VotesBeforeWriting(Raft):
+    """2: a vote is heard of before it is on disk."""
+
+    def _grant(self, peer: str) -> None:
+        super()._grant(peer)
+        self._out[-1] = msgspec.structs.replace(cast(Send, self._out[-1]), after=0)
+
+
+class CountsItselfBeforeWriting(Raft):
+    """2, of a candidate's own vote."""
+
+    def _stand(self, *, transfer: bool) -> None:
+        super()._stand(transfer=transfer)
+        self._standing_token = 0
+        self._out[:] = [
+            msgspec.structs.replace(effect, after=0) if isinstance(effect, Send) else effect
+            for effect in self._out
+        ]
+
+
+class ForgetsGeneration(Raft):
+    """3: the generation is not on disk, but for what the log shows of it."""
+
+    def __init__(self, id: str, membership: Any, recovered: Recovered, **others: Any) -> None:  # noqa: A002
+        if recovered.state is not None:
+            shown = max((entry.generation for entry in recovered.entries), default=0)
+            state = msgspec.structs.replace(recovered.state, generation=shown, vote=None)
+            recovered = msgspec.structs.replace(recovered, state=state)
+        super().__init__(id, membership, recovered, **others)
+
+
+class CountsRepliesNotVoters(Raft):
+    """4: a vote that arrives twice counts twice."""
+
+    _tally = 0
+
+    def _look(self) -> None:
+        super()._look()
+        self._tally = 0
+
+    def _count(self, voter: str) -> None:
+        self._tally += 1
+        super()._count(voter)
+
+    def _elected(self) -> bool:
+        return self._tally >= self.membership.majority
+
+
+class CommitsOldGenerations(Raft):
+    """5: an entry of an earlier generation is committed by counting."""
+
+    def _commit_point(self) -> int:
+        marks = sorted(
+            self.log.durable if voter == self.id else self._peers[voter].match
+            for voter in self.membership.voters
+        )
+        return max(self.commit, marks[-self.membership.majority])
+
+
+class ComparesIndexOnly(Raft):
+    """6: the longer log wins, whatever is in it."""
+
+    def _up_to_date(self, candidate: PreVote | Vote) -> bool:
+        return candidate.last_index >= self.log.last
+
+
+class ComparesNothing(Raft):
+    """7: a higher generation is enough for a vote."""
+
+    def _up_to_date(self, candidate: PreVote | Vote) -> bool:
+        return True
+
+
+class CutsOnStaleAppend(Raft):
+    """8: whatever an append does not mention is cut off."""
+
+    def _merge(self, previous: int, entries: tuple[Entry, ...]) -> int:
+        matched = super()._merge(previous, entries)
+        if entries and matched < self.log.last and matched >= self.commit:
+            kept = self.log.between(matched, matched)
+            self.log.cut(matched - 1)
+            self.membership = self.log.membership
+            self._write(tuple(kept))
+        return matched
+
+
+class CommitsBeyondMatch(Raft):
+    """9: what the leader has committed is committed here, though our log may be another there."""
+
+    def _learn_commit(self, commit: int, matched: int) -> None:
+        super()._learn_commit(commit, self.log.last)
+
+
+class ReadsBeforeCommitting(Raft):
+    """10: reads are answered before an entry of this generation is committed."""
+
+    def _lead(self) -> None:
+        super()._lead()
+        self._opening = 0
+
+
+class ReadsWithoutRounds(Raft):
+    """10: reads are answered though somebody else may lead by now."""
+
+    def _confirmed(self) -> int:
+        return self._round
+
+
+class ListensToEveryCampaign(Raft):
+    """11: a leader that is heard is no reason to ignore a campaign."""
+
+    def _content(self) -> bool:
+        return False
+
+
+class ChangesTooSoon(Raft):
+    """12: the single-server membership bug: no entry of this generation need be committed."""
+
+    def _may_change(self) -> bool:
+        return self.log.membership_index <= self.commit
+
+
+class DropsStalePreVotes(Raft):
+    """13: whoever is behind never learns of it."""
+
+    def _pre_vote(self, peer: str, message: PreVote) -> None:
+        if message.generation > self.generation:
+            super()._pre_vote(peer, message)
+
+
+class KeepsItsLeader(Raft):
+    """14: a pre-candidate still holds on to the leader it wants to replace."""
+
+    def _content(self) -> bool:
+        return self._now - self._heard < self.settings.election_timeout_s or super()._content()
+
+
+class _TrustingLog(Log):
+    __slots__ = ()
+
+    def _disown(self, last: int) -> None:
+        pass
+
+
+class TrustsOldWrites(Raft):
+    """15: a late word of the disk vouches for entries that have been replaced since."""
+
+    def __init__(self, *args: Any, **others: Any) -> None:
+        super().__init__(*args, **others)
+        self.log.__class__ = _TrustingLog
+
+
+class InstallsEverySnapshot(Raft):
+    """19: a snapshot replaces a log that goes further."""
+
+    def _wants(self, snapshot: Snapshot) -> bool:
+        return True
+
+
+class LeaderCountsItselfAtOnce(Raft):
+    """A leader, and so a single voter, calls committed what its own disk does not have."""
+
+    def _commit_point(self) -> int:
+        self.log.durable = self.log.last
+        return super()._commit_point()
+
+
+class AcksBeforeWriting(Raft):
+    """An append is acknowledged before it is on disk."""
+
+    def _append(self, peer: str, message: Any) -> None:
+        super()._append(peer, message)
+        last = self._out[-1]
+        if isinstance(last, Send):
+            self._out[-1] = msgspec.structs.replace(last, after=0)
+
+
+class GrantsInItsOwnGeneration(Raft):
+    """A server that has voted votes again when asked by somebody else."""
+
+    def _free_for(self, peer: str) -> bool:
+        return True
+
+    def _grant(self, peer: str) -> None:
+        self.vote = None
+        super()._grant(peer)
+
+
+UNSAFE: tuple[type[Raft], ...] = (
+    VotesTwice,
+    VotesBeforeWriting,
+    CountsItselfBeforeWriting,
+    ForgetsGeneration,
+    CountsRepliesNotVoters,
+    CommitsOldGenerations,
+    ComparesIndexOnly,
+    ComparesNothing,
+    CutsOnStaleAppend,
+    CommitsBeyondMatch,
+    ReadsBeforeCommitting,
+    ReadsWithoutRounds,
+    ChangesTooSoon,
+    TrustsOldWrites,
+    InstallsEverySnapshot,
+    LeaderCountsItselfAtOnce,
+    AcksBeforeWriting,
+    GrantsInItsOwnGeneration,
+)
+"""Those that break what must never break."""
+
+STUCK: tuple[type[Raft], ...] = (ListensToEveryCampaign, DropsStalePreVotes, KeepsItsLeader)
+"""Those under which the cluster gets nowhere, or is disturbed."""
