@@ -1,4 +1,9 @@
-"""Three drivers on virtual time: a network that loses, delays and cuts, and disks that crash."""
+"""Three drivers on virtual time: a network that loses, delays and cuts, and disks that crash.
+
+`World` holds them to the invariants of consensus after every step. `storm` has clients write and
+read while nodes crash (between any two effects), are cut off and come back; then everything heals,
+and what the clients were told is held against what is there.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +15,17 @@ from typing import Any
 import msgspec
 
 from doyen.clock import VirtualClock
-from doyen.consensus.core import Event, Membership, Message, Role, Settings, Snapshot
-from doyen.consensus.raft import STATE, Raft
-from doyen.errors import OutcomeUnknown, StoreUnavailable
+from doyen.consensus.core import Event, Membership, Message, Role, Snapshot
+from doyen.consensus.invariants import Cluster, check
+from doyen.consensus.raft import STATE, Raft, RaftSettings
+from doyen.errors import DoyenError, OutcomeUnknown, StoreUnavailable
 from doyen.node.driver import Driver, Limits
 from doyen.node.journal import MemoryJournal
 from doyen.node.machine import USER, Machine
 from doyen.node.ports import StateMachine
 
+KEEPALIVE_S = 1.0
+"""How long a link may be silent before it is given up."""
 VOTERS = ("n1", "n2", "n3")
 
 
@@ -50,10 +58,23 @@ class Disk(MemoryJournal):
             self._loop.call_later(self.sync_s, self._flush)
         self._queue.append((records, token))
 
-    def reopen(self) -> MemoryJournal:
+    def crash(self, written: int) -> None:
+        """The first few of what was queued are on disk all the same; nobody was told."""
+        queued, self._queue = self._queue, []
+        for records, _ in queued[:written]:
+            for record in records:
+                self._ledger.advance(record)
+        self._closed = True
+
+    def reopen(self) -> Disk:
         again = super().reopen()
         again.__class__ = type(self)
+        assert isinstance(again, Disk)
         return again
+
+
+class Crashed(Exception):
+    """Whatever this node was about to do, it does not."""
 
 
 class Link:
@@ -92,14 +113,20 @@ class Link:
 
         def put(link: Link) -> None:
             link.asked(
-                self._node, question, lambda given: world.carry(peer, self._node, give(given))
+                self._node,
+                question,
+                lambda given: world.carry(peer, self._node, give(given), lossy=False),
             )
 
         def give(given: bytes) -> Callable[[Link], None]:
             return lambda _: None if answer.done() else answer.set_result(given)
 
         world.carry(self._node, peer, put, lossy=False)
-        return await answer
+        try:
+            async with asyncio.timeout(KEEPALIVE_S):
+                return await answer
+        except TimeoutError:
+            raise OutcomeUnknown(f"{peer} has fallen silent") from None
 
     def send_snapshot(
         self,
@@ -143,7 +170,8 @@ class World:
         limits: Limits = Limits(),  # noqa: B008
         loss: float = 0.0,
         delay_s: float = 0.001,
-        check: Callable[[World], None] | None = None,
+        driver: type[Driver] = Driver,
+        machine: type[Machine] = Machine,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.clock: VirtualClock = self.loop.clock  # type: ignore[attr-defined]
@@ -151,7 +179,10 @@ class World:
         self.voters = voters
         self.limits = limits
         self.loss, self.delay_s = loss, delay_s
-        self.check = check
+        self.driver, self.machine = driver, machine
+        self.cluster = Cluster()
+        self.crash_in: dict[str, int] = {}
+        """How many effects a node still carries out before it crashes."""
         self.links: dict[str, Link] = {}
         self.nodes: dict[str, Driver] = {}
         self.tallies: dict[str, Tally] = {}
@@ -171,30 +202,50 @@ class World:
 
     async def boot_one(self, name: str, membership: Membership | None = None) -> None:
         old = self.disks.get(name)
-        disk = self.disks[name] = old.reopen() if old else Disk(STATE)  # type: ignore[assignment]
+        disk = self.disks[name] = old.reopen() if old else Disk(STATE)
         core = Raft(
             name,
             membership or Membership(self.voters),
             disk.recovered,
-            settings=Settings(),
+            settings=RaftSettings(tail_entries=20),
             jitter=self.random.random,
             now=self.clock.now(),
         )
+        self.cluster.started(core, disk.recovered)
         self._watch(core)
         self._starts += 1
         tally = self.tallies[name] = Tally()
         link = self.links[name] = Link(self, name)
-        self.nodes[name] = driver = Driver(
+        self.nodes[name] = driver = self.driver(
             core,
             disk,
             link,
-            Machine({USER: tally}),
+            self.machine({USER: tally}),
             self.clock,
             incarnation=f"{self._starts}",
             limits=self.limits,
             abort=lambda error: self.aborted.append((name, error)),
         )
+        self._arm(driver)
         await driver.start()
+
+    def _arm(self, driver: Driver) -> None:
+        """Have the node crash before the effect that `crash_in` counts down to."""
+        name = driver.id
+
+        def armed(carry_out: Callable[[Any], None]) -> Callable[[Any], None]:
+            def do(effect: Any) -> None:
+                if name in self.crash_in:
+                    self.crash_in[name] -= 1
+                    if self.crash_in[name] < 0:
+                        self.crash(name)
+                        raise Crashed
+                carry_out(effect)
+
+            return do
+
+        for kind, carry_out in driver._carry_out.items():
+            driver._carry_out[kind] = armed(carry_out)
 
     def _watch(self, core: Raft) -> None:
         """Look at everything after every step."""
@@ -203,8 +254,8 @@ class World:
         def watched(event: Event, now: float) -> list[Any]:
             effects = handle(event, now)
             self.steps += 1
-            if self.check is not None:
-                self.check(self)
+            check(core)
+            self.cluster.stepped(core, effects)
             return effects
 
         core.handle = watched  # type: ignore[method-assign]
@@ -234,8 +285,10 @@ class World:
             self.links[node].disconnected(peer)
 
     def crash(self, node: str) -> None:
+        self.crash_in.pop(node, None)
         self.nodes.pop(node).crash()
-        self.disks[node]._closed = True
+        self.disks[node].crash(self.random.randrange(3))
+        self.cluster.crashed(node)
         self.closed(node)
 
     def joined(self, one: str, other: str) -> bool:
@@ -272,7 +325,7 @@ class World:
 
     async def until(self, condition: Callable[[], Any], within_s: float = 60.0) -> None:
         async with asyncio.timeout(within_s):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 - virtual time
                 await asyncio.sleep(0.001)
 
     def leaders(self) -> list[Driver]:
@@ -288,3 +341,120 @@ class World:
         await self.until(agreed)
         (leader,) = self.leaders()
         return leader
+
+
+class Clients:
+    """Those who write and read, and what they were told."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.acknowledged: dict[bytes, int] = {}
+        self.highest = 0
+        self.wrong: list[str] = []
+        self.reads = 0
+        self.unknown = 0
+
+    async def write(self, command: bytes) -> None:
+        """A result is a place in the order of all; whoever began later comes later."""
+        node = self._somebody()
+        before = self.highest
+        try:
+            place = await node.propose(USER, command)
+        except DoyenError as error:
+            self.unknown += isinstance(error, OutcomeUnknown)
+            return
+        if place <= before:
+            self.wrong.append(f"{command!r} was put at {place}, behind an earlier {before}")
+        self.acknowledged[command] = place
+        self.highest = max(self.highest, place)
+
+    async def read(self) -> None:
+        node = self._somebody()
+        tally = self.world.tallies[node.id]
+        before = self.highest
+        try:
+            await node.barrier()
+        except DoyenError:
+            return
+        if self.world.nodes.get(node.id) is not node:
+            return
+        self.reads += 1
+        if len(tally.done) < before:
+            self.wrong.append(f"{node.id} read {len(tally.done)} after {before} was acknowledged")
+        self.highest = max(self.highest, len(tally.done))
+
+    def _somebody(self) -> Driver:
+        return self.world.random.choice([*self.world.nodes.values()])
+
+    async def work(self, client: int, until: float) -> None:
+        count = 0
+        while self.world.loop.time() < until:
+            if not self.world.nodes:
+                await asyncio.sleep(0.01)
+            elif self.world.random.random() < 0.3:
+                await self.read()
+            else:
+                count += 1
+                await self.write(b"%d-%d" % (client, count))
+            await asyncio.sleep(self.world.random.uniform(0, 0.02))
+
+
+async def misfortune(world: World, until: float) -> None:
+    """Crash, cut, slow down: one node at a time, or the power fails for all of them."""
+    chance = world.random
+    while world.loop.time() < until:
+        await asyncio.sleep(chance.uniform(0.05, 0.8))
+        node = chance.choice([*world.nodes])
+        what = chance.randrange(6)
+        if what == 0:
+            world.crash(node)
+        elif what == 5:
+            for each in [*world.nodes]:
+                world.crash(each)
+        elif what == 1:
+            world.crash_in[node] = chance.randrange(12)
+        elif what == 2:
+            world.cut(node)
+        elif what == 3:
+            world.disks[node].sync_s = chance.choice([0.0001, 0.02, 0.3])
+        else:
+            world.loss = chance.choice([0.0, 0.02, 0.2])
+        await asyncio.sleep(chance.uniform(0.05, 2.0))
+        world.heal()
+        await revive(world)
+
+
+async def revive(world: World) -> None:
+    world.crash_in.clear()
+    for name in world.voters:
+        if name not in world.nodes:
+            await world.boot_one(name)
+
+
+async def storm(world: World, seconds: float = 12.0, clients: int = 6) -> Clients:
+    """A run, and what is wrong about it."""
+    await world.boot()
+    people = Clients(world)
+    until = world.loop.time() + seconds
+    async with asyncio.TaskGroup() as tasks:
+        for client in range(clients):
+            tasks.create_task(people.work(client, until))
+        tasks.create_task(misfortune(world, until))
+    world.heal()
+    world.loss = 0.0
+    await revive(world)
+    leader = await world.leader()
+    await leader.propose(USER, b"last")
+    for node in world.nodes.values():
+        await node.barrier()
+    people.wrong += [f"{name}: {error!r}" for name, error in world.aborted]
+    agreed = world.tallies[leader.id].done
+    for name, tally in world.tallies.items():
+        if tally.done != agreed:
+            people.wrong.append(f"{name} differs")
+    for command, place in people.acknowledged.items():
+        if agreed[place - 1 : place] != [command]:
+            people.wrong.append(f"{command!r} was acknowledged at {place} and is not there")
+    if len({*agreed}) != len(agreed):
+        people.wrong.append("something was carried out twice")
+    return people

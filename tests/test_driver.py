@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
+from collections.abc import Callable, Coroutine, Sequence
+from itertools import pairwise
+from typing import Any
 
 import pytest
-from drivers import World
 
-from doyen.consensus.core import Role
-from doyen.errors import CommandFailed
-from doyen.node.driver import Limits
-from doyen.node.machine import USER
+from doyen.consensus.core import Membership, Message, Role, Send
+from doyen.errors import (
+    CommandFailed,
+    ConfigError,
+    DoyenError,
+    OrderFailed,
+    OutcomeUnknown,
+    SessionClosed,
+    StoreUnavailable,
+)
+from doyen.node.driver import Driver, Limits
+from doyen.node.machine import USER, Command, Machine
+from doyen.node.orders import Order
+from doyen.node.proposals import Batch
 from doyen.testing.virtual import run_virtual
+from drivers import VOTERS, Clients, World, storm
 
 
 def test_three_nodes_agree() -> None:
@@ -44,3 +59,401 @@ def test_followers_forward() -> None:
         assert len(world.tallies[follower.id].done) == 100
 
     run_virtual(main)
+
+
+SMALL = Limits(snapshot_entries=40, batch_commands=3, pipeline=2, patience_s=5.0, apply_commands=4)
+
+
+def weather(
+    seed: int, *, driver: type[Driver] = Driver, machine: type[Machine] = Machine
+) -> tuple[World, Clients]:
+    async def main() -> tuple[World, Clients]:
+        limits = SMALL if seed % 2 else Limits(patience_s=3.0)
+        world = World(seed, limits=limits, driver=driver, machine=machine)
+        return world, await storm(world, 6.0)
+
+    return run_virtual(main)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_is_lost_or_done_twice_in_a_storm(seed: int) -> None:
+    _, people = weather(seed)
+    assert not people.wrong
+    assert len(people.acknowledged) > 50
+    assert people.reads > 10
+
+
+class Hasty(Driver):
+    """Does not wait for the disk."""
+
+    def _send(self, effect: Send) -> None:
+        self._transport.send(effect.peer, effect.message)
+
+
+class Stale(Driver):
+    """Reads without asking anybody."""
+
+    def _ask_round(self) -> None:
+        readers, self._readers = self._readers, []
+        for ready in readers:
+            ready(self.applied)
+
+
+class Forgetful(Machine):
+    """Does again what it has done."""
+
+    def apply(self, index: int, commands: Sequence[Command]) -> list[Any]:
+        return [self._carry_out(command) for command in commands]
+
+
+class Credulous(Driver):
+    """Takes what stands at the place of its own entry for its own."""
+
+    def take_own(self, index: int, generation: int) -> Batch | None:
+        return self._waiting.pop(index, None)
+
+    def entered(self, generation: int, index: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("driver", "machine", "seed", "symptom"),
+    [
+        (Hasty, Machine, 26, "InvariantBroken|is not there|differs"),
+        (Stale, Machine, 0, "after .* was acknowledged"),
+        (Driver, Forgetful, 3, "carried out twice"),
+        (Credulous, Machine, 58, "is shorter than|is not there|differs"),
+    ],
+)
+def test_a_storm_finds(
+    driver: type[Driver], machine: type[Machine], seed: int, symptom: str
+) -> None:
+    """Each of these is wrong, and is seen to be: in this storm, or, should another version of
+    something have changed the weather, in one of the next."""
+    for each in (seed, *range(60)):
+        with contextlib.suppress(TimeoutError, DoyenError):
+            _, people = weather(each, driver=driver, machine=machine)
+            if any(re.search(symptom, wrong) for wrong in people.wrong):
+                return
+    pytest.fail("nothing was noticed")
+
+
+def run(main: Callable[[World], Coroutine[Any, Any, None]], **options: Any) -> None:
+    """Three nodes of which one leads."""
+
+    async def begin() -> None:
+        world = World(**options)
+        await world.boot()
+        await world.leader()
+        await main(world)
+        assert not world.aborted
+
+    run_virtual(begin)
+
+
+def follower_of(world: World) -> Driver:
+    return next(node for node in world.nodes.values() if node.role is Role.FOLLOWING)
+
+
+def test_what_is_proposed_in_one_turn_is_one_entry() -> None:
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        await leader.propose(USER, b"first")
+        before = leader.core.commit
+        await asyncio.gather(*(leader.propose(USER, b"%d" % n) for n in range(1000)))
+        assert leader.core.commit == before + 1
+
+    run(main)
+
+
+def test_batches_have_bounds() -> None:
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        await leader.propose(USER, b"first")
+        before = leader.core.commit
+        await asyncio.gather(*(leader.propose(USER, b"%d" % n) for n in range(10)))
+        assert leader.core.commit == before + 4
+        await asyncio.gather(*(leader.propose(USER, bytes(600)) for n in range(4)))
+        assert leader.core.commit == before + 6
+
+    run(main, limits=Limits(batch_commands=3, batch_bytes=1000))
+
+
+def test_too_many_proposals_are_refused() -> None:
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        made = [asyncio.ensure_future(leader.propose(USER, b"%d" % n)) for n in range(5)]
+        await asyncio.sleep(0)
+        with pytest.raises(StoreUnavailable, match="5 proposals are under way"):
+            await leader.propose(USER, b"one too many")
+        await asyncio.gather(*made)
+        with pytest.raises(ConfigError, match="at most 100 bytes, not 101"):
+            await leader.propose(USER, bytes(101))
+        with pytest.raises(StoreUnavailable):
+            await asyncio.gather(*(leader.propose(USER, bytes(90)) for n in range(4)))
+        await leader.propose(USER, b"again")
+
+    run(main, limits=Limits(pending_commands=5, pending_bytes=300, command_bytes=100))
+
+
+def test_without_a_majority_nothing_is_confirmed() -> None:
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        for name in [*world.nodes]:
+            if name != leader.id:
+                world.crash(name)
+        with pytest.raises(OutcomeUnknown, match="may have been carried out"):
+            await leader.propose(USER, b"a")
+        await world.until(lambda: leader.role is Role.LOOKING)
+        with pytest.raises(StoreUnavailable, match=r"no leader is known.*was not carried out"):
+            await leader.propose(USER, b"b")
+        with pytest.raises(StoreUnavailable, match="the read was not confirmed"):
+            await leader.barrier()
+        with pytest.raises(StoreUnavailable):
+            await leader.ask_leader(b"?")
+        assert leader.status().pending == 0
+
+    run(main, limits=Limits(patience_s=2.0))
+
+
+def test_a_proposal_outlives_its_leader() -> None:
+    """Accepted by a leader that is cut off before anyone has it; carried out by the next, once."""
+
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        world.cut(leader.id)
+        waiting = asyncio.ensure_future(leader.propose(USER, b"mine"))
+        await world.until(lambda: any(node is not leader for node in world.leaders()))
+        (other,) = [node for node in world.leaders() if node is not leader]
+        assert await other.propose(USER, b"theirs") == 1
+        world.heal()
+        assert await waiting == 2
+        assert world.tallies[leader.id].done == [b"theirs", b"mine"]
+
+    run(main)
+
+
+def test_a_forwarded_proposal_outlives_its_leader() -> None:
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        follower = follower_of(world)
+        waiting = [asyncio.ensure_future(follower.propose(USER, b"%d" % n)) for n in range(20)]
+        await asyncio.sleep(0.002)
+        world.crash(leader.id)
+        assert sorted(await asyncio.gather(*waiting)) == list(range(1, 21))
+        assert len(world.tallies[follower.id].done) == 20
+
+    run(main)
+
+
+def test_a_client_that_keeps_its_own_count_is_served_once() -> None:
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        follower = follower_of(world)
+        assert await leader.propose(USER, b"a", request=("client", 1, 1)) == 1
+        assert await follower.propose(USER, b"a", request=("client", 1, 1)) == 1
+        assert await leader.propose(USER, b"b", request=("client", 2, 2)) == 2
+        with pytest.raises(OutcomeUnknown, match="was had before"):
+            await follower.propose(USER, b"a", request=("client", 1, 1))
+        with pytest.raises(OutcomeUnknown, match="forgotten"):
+            await follower.propose(USER, b"a", request=("stranger", 7, 5))
+        assert world.tallies[leader.id].done == [b"a", b"b"]
+
+    run(main)
+
+
+def test_whoever_is_forgotten_gets_a_new_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("doyen.node.machine.FORGOTTEN_AFTER", 5)
+
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        follower = follower_of(world)
+        assert await follower.propose(USER, b"a") == 1
+        for _ in range(10):
+            await leader.propose(USER, b"x")
+        assert await follower.propose(USER, b"b") == 12
+        assert world.tallies[leader.id].done.count(b"b") == 1
+
+    run(main)
+
+
+def test_a_proposer_that_has_gone_is_not_missed() -> None:
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.0001):
+                await leader.propose(USER, b"a")
+        assert await leader.propose(USER, b"b") == 2
+
+    run(main)
+
+
+def test_questions_go_to_whoever_leads() -> None:
+    async def main(world: World) -> None:
+        for node in world.nodes.values():
+            node.on_question(
+                lambda question, answer, node=node: answer(  # type: ignore[misc]
+                    node.id.encode() + question
+                )
+            )
+        (leader,) = world.leaders()
+        for node in world.nodes.values():
+            assert await node.ask_leader(b"?") == leader.id.encode() + b"?"
+
+    run(main)
+
+
+def test_transfer_from_anywhere() -> None:
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        follower = follower_of(world)
+        await follower.transfer(follower.id)
+        assert (await world.leader()) is follower
+        with pytest.raises(OrderFailed, match="n9 is not a voter"):
+            await leader.transfer("n9")
+        await follower.transfer()
+        assert (await world.leader()) is not follower
+
+    run(main)
+
+
+def test_a_stop_hands_over_first_and_loses_nothing() -> None:
+    async def main(world: World) -> None:
+        for _ in range(4):
+            leader = await world.leader()
+            generation = leader.generation
+            waiting = [
+                asyncio.ensure_future(node.propose(USER, b"%s-%d" % (node.id.encode(), n)))
+                for node in world.nodes.values()
+                for n in range(10)
+            ]
+            await asyncio.sleep(0.0005)
+            began = world.loop.time()
+            await leader.stop()
+            assert world.loop.time() - began < 0.1
+            del world.nodes[leader.id]
+            world.cluster.crashed(leader.id)
+            await asyncio.gather(*waiting)
+            with pytest.raises(SessionClosed):
+                await leader.propose(USER, b"late")
+            assert (await world.leader()).generation == generation + 1
+            await world.boot_one(leader.id)
+
+    run(main)
+
+
+def test_a_full_disk_refuses_and_another_leads() -> None:
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        world.disks[leader.id].fill(True)
+        with pytest.raises(StoreUnavailable, match=f"disk of node {leader.id}.* is full"):
+            await leader.propose(USER, b"a")
+        assert leader.status().full
+        await world.until(lambda: world.leaders() and world.leaders() != [leader])
+        assert await leader.propose(USER, b"b") == 1
+
+    run(main)
+
+
+def test_when_every_disk_is_full_everyone_is_told() -> None:
+    async def main(world: World) -> None:
+        for disk in world.disks.values():
+            disk.fill(True)
+        for node in world.nodes.values():
+            with pytest.raises(StoreUnavailable, match="is full"):
+                await node.propose(USER, b"a")
+            await world.leader()
+        for disk in world.disks.values():
+            disk.fill(False)
+        assert await world.leaders()[0].propose(USER, b"b") == 1
+
+    run(main)
+
+
+def test_a_journal_that_fails_ends_the_process() -> None:
+    async def main() -> None:
+        world = World()
+        await world.boot()
+        leader = await world.leader()
+        leader.fail(OSError("fsync"))
+        assert [name for name, _ in world.aborted] == [leader.id]
+        with pytest.raises(SessionClosed):
+            await leader.propose(USER, b"a")
+        leader._received("n9", Message(1))
+        assert len(world.aborted) == 1
+
+    run_virtual(main)
+
+
+def test_a_node_that_was_away_is_sent_a_snapshot() -> None:
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        away = follower_of(world).id
+        world.crash(away)
+        for n in range(30):
+            await asyncio.gather(*(leader.propose(USER, b"%d-%d" % (n, m)) for m in range(20)))
+        assert leader.status().snapshot > 0
+        await world.boot_one(away)
+        await world.until(lambda: world.nodes[away].applied == leader.applied)
+        assert world.streams == 1
+        assert world.tallies[away].done == world.tallies[leader.id].done
+        assert world.nodes[away].status().snapshot > 0
+        await world.nodes[away].propose(USER, b"back")
+        world.crash(away)
+        await world.boot_one(away)
+        await world.nodes[away].barrier()
+        assert world.tallies[away].done[-1] == b"back"
+
+    run(main, limits=Limits(snapshot_bytes=3_000, batch_commands=2))
+
+
+def test_nodes_come_and_go() -> None:
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        await leader.propose(USER, b"a")
+        await world.boot_one("n4", Membership(VOTERS, ("n4",)))
+        with pytest.raises(OrderFailed, match="add it first"):
+            await leader.promote("n4")
+        await follower_of(world).add("n4", "n4:1")
+        await leader.add("n4", "n4:1")
+        await world.until(lambda: world.nodes["n4"].applied == leader.applied)
+        assert world.tallies["n4"].done == [b"a"]
+        assert world.links[leader.id].addresses["n4"] == "n4:1"
+        await leader.promote("n4")
+        assert leader.membership.voters == ("n1", "n2", "n3", "n4")
+        await leader.remove(leader.id)
+        world.crash(leader.id)
+        other = await world.leader()
+        assert leader.id not in other.membership.everyone
+        assert await world.nodes["n4"].propose(USER, b"b") == 2
+        with pytest.raises(OrderFailed, match="no order"):
+            await world.nodes["n4"]._ask(b"O" + Order("dance", "n4").encoded())
+
+    run(main)
+
+
+def test_a_long_backlog_does_not_hold_up_the_loop() -> None:
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        done = world.tallies[leader.id].done
+        seen: list[int] = []
+        leader.on_applied(lambda _: seen.append(len(done)))
+        entries = [leader.propose(USER, b"%d" % n) for n in range(100)]
+        await asyncio.gather(*entries)
+        assert len(seen) > 10
+        assert max(after - before for before, after in pairwise(seen)) <= 12
+
+    run(main, limits=Limits(batch_commands=4, apply_commands=8, pipeline=100))
+
+
+def test_garbage_from_a_peer_is_refused() -> None:
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        answers: list[bytes] = []
+        for question in (b"", b"P", b"P\xc1garbage", b"O\xc1", b"X", b"Q"):
+            leader._asked("n9", question, answers.append)
+        await asyncio.sleep(0.1)
+        assert len(answers) == 6
+        assert all(answer[0] == 3 for answer in answers)
+
+    run(main)

@@ -216,9 +216,9 @@ class Driver:
                     while self.role is Role.LEADING and len(self.core.membership.voters) > 1:
                         with suppress(OrderFailed, OutcomeUnknown, StoreUnavailable):
                             await self.transfer()
-                        await self._pause()
+                        await self.pause()
                     while self._proposals:
-                        await self._pause()
+                        await self.pause()
             except TimeoutError:
                 log.warning("node %s stops without having handed over", self.id)
         self.crash()
@@ -678,7 +678,7 @@ class Driver:
                         if answer[0] == _UNKNOWN:
                             raise OutcomeUnknown(f"{leader} was lost before it could answer")
                         heard = False
-                    await self._pause()
+                    await self.pause()
         except TimeoutError:
             raise (OutcomeUnknown if heard else StoreUnavailable)(self._too_late()) from None
         raise SessionClosed(f"node {self.id} has stopped")
@@ -710,7 +710,7 @@ class Driver:
         self._asked(self.id, question, answer)
         return await future
 
-    async def _pause(self) -> None:
+    async def pause(self) -> None:
         """Until the role changes, or a moment."""
         await asyncio.wait({self._role_changed}, timeout=RETRY_S)
 

@@ -14,10 +14,13 @@ from msgspec import MsgspecError, Struct
 from msgspec.msgpack import Decoder, Encoder
 
 from doyen.consensus.core import ChangeAsked, Core, Event, Membership, TransferAsked
-from doyen.errors import OrderFailed
+from doyen.errors import OrderFailed, OutcomeUnknown
 from doyen.node.proposals import Batch
 
 __all__ = ["Order", "Orders", "changed"]
+
+PAUSES = 100
+"""How long to wait for the news of who leads now."""
 
 _encode = Encoder().encode
 
@@ -73,6 +76,9 @@ class Owner(Protocol):
 
     def tell_core(self, event: Event) -> None: ...
 
+    async def pause(self) -> None:
+        """Until the role changes, or a moment."""
+
     def offer(self, event: Event, batch: Batch) -> str | None:
         """Have the core add something to the log; `batch` is told when it is applied. Returns
         why it was refused."""
@@ -91,7 +97,18 @@ class Orders:
     async def transfer(self, to: str = "") -> None:
         """Have `to` lead, or whichever voter is furthest along; return when another leads.
         Raises `OrderFailed` if leadership stays."""
-        await self._ask(Order("transfer", to).encoded())
+        core = self._owner.core
+        before = core.leader
+        try:
+            await self._ask(Order("transfer", to).encoded())
+        except OutcomeUnknown:
+            # The one that was asked leads no longer: that may be the answer.
+            for _ in range(PAUSES):
+                if core.leader is not None:
+                    break
+                await self._owner.pause()
+            if core.leader in (None, before) or core.leader != (to or core.leader):
+                raise
 
     async def add(self, node: str, address: str) -> None:
         """Have `node` get everything and count for nothing, until it is promoted."""
