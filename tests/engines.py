@@ -31,6 +31,7 @@ ENGINES = {
     "mysql": Engine(servers.MariaDB, 2.0),
     "nats": Engine(servers.Nats, 2.0),
     "postgresql": Engine(servers.Postgres, 2.0),
+    "quorum": Engine(servers.Quorum, 2.0),
     "redis": Engine(servers.Redis, 2.0),
     "zookeeper": Engine(servers.ZooKeeper, 2.0),
 }
