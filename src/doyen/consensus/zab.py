@@ -448,12 +448,11 @@ class Zab(Server):
         self._persist(self._state())
 
     def _hear_ack_epoch(self, peer: Peer, message: AckEpoch) -> None:
-        if message.generation != self.generation or not self._opened():
+        if message.generation != self.generation or not self._opened() or peer.synced:
             return
         last = (message.zxid_epoch, message.zxid)
         self._asked[peer.name] = last
         if self.phase is not Phase.DISCOVERY:
-            peer.synced = False
             self._synchronise(peer, self._guess(last))
         elif message.counts and peer.name not in self._epoch_acks:
             self._epoch_acks[peer.name] = (message.current_epoch, last)
@@ -597,7 +596,10 @@ class Zab(Server):
         return False
 
     def _hear_sync(self, peer: Peer, message: Sync) -> None:
-        if not self._from_leader(peer, message) or self.phase is Phase.BROADCAST:
+        if not self._from_leader(peer, message):
+            return
+        if self.phase is Phase.BROADCAST:
+            self._insist()
             return
         self.phase = Phase.SYNCHRONISATION
         self._progress()
@@ -621,11 +623,14 @@ class Zab(Server):
             self._agreed_with_leader = agreed
             self._send(peer, Synced(self.generation, agreed))
             return
-        if len(self.log) > message.last:
-            self._cut(message.last)
-            self._persist(first=message.last + 1)
+        # Settled in this epoch before, what we have beyond is the leader's too: it was proposed
+        # after the message was sent.
+        if self.current_epoch < self.generation:
+            if len(self.log) > message.last:
+                self._cut(message.last)
+                self._persist(first=message.last + 1)
+            self._settle()
         self.phase = Phase.BROADCAST
-        self._settle()
         self._insist()
 
     # Broadcast, as the follower sees it.
