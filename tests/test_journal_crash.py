@@ -488,7 +488,7 @@ class TestMutants:
     """The trials above can fail: each of these defects is seen by one of them."""
 
     def test_a_torn_tail_accepted(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def unchecked(data: bytes, offset: int, salt: int) -> tuple[int, int, int] | None:
+        def unchecked(data: memoryview, offset: int, salt: int) -> tuple[int, int, int] | None:
             if offset + frames.FRAME_SIZE > len(data):
                 return None
             magic, _, length, flag, number = frames._FRAME.unpack_from(data, offset)

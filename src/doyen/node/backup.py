@@ -41,6 +41,7 @@ from doyen.node.frames import Disk, FrameReader, FrameWriter
 __all__ = ["Contents", "backup", "inspect", "restore", "write_backup"]
 
 REMEDY = "Use another backup."
+ATTEMPTS = 3
 CHUNK_BYTES = 1 << 20
 """About how much of the log goes into one piece of a backup."""
 
@@ -81,14 +82,23 @@ _decode = msgspec.msgpack.Decoder(_Piece | Put).decode
 def inspect(folder: Path) -> Contents:
     """What is in a folder. Changes nothing; a node may be running there, and the answer is then as
     old as the reading."""
-    disk = Disk()
+    for attempt in range(ATTEMPTS):
+        try:
+            return _inspect(Disk(), folder)
+        except (FileNotFoundError, StoreUnusable):
+            # A running node may have begun a segment or removed a file while we read.
+            if attempt == ATTEMPTS - 1:
+                raise
+    raise AssertionError
+
+
+def _inspect(disk: Disk, folder: Path) -> Contents:
     identity, findings = _read(disk, folder)
     ledger = findings.ledger
     size = sum(segment.bytes for segment in findings.segments)
     if ledger.kept:
-        reader = SnapshotReader(disk, folder, ledger.kept)
-        size += reader.bytes
-        reader.close()
+        with closing(SnapshotReader(disk, folder, ledger.kept)) as reader:
+            size += reader.bytes
     return Contents(
         identity,
         _plain(ledger.state),

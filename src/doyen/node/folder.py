@@ -245,19 +245,19 @@ class Ledger(Mark):
         self.entries: list[Entry] = []
 
     def advance(self, record: Record) -> None:
-        before = self.end
+        if isinstance(record, Put) and record.first == self.end + 1:  # By far the most frequent.
+            self.entries += record.entries
+            self.end += len(record.entries)
+            return
         super().advance(record)
         if isinstance(record, Put):
-            self._put(record, before)
+            self._put(record)
         elif isinstance(record, Installed):
             self.start = self.end + 1
             self.entries.clear()
 
-    def _put(self, put: Put, end: int) -> None:
+    def _put(self, put: Put) -> None:
         entries = self.entries
-        if put.first == end + 1:
-            entries += put.entries
-            return
         at = put.first - self.start
         new: Sequence[Entry] = put.entries
         if put.keep:
@@ -391,9 +391,10 @@ def _replay(disk: Disk, folder: Path, numbers: Sequence[int]) -> Findings:
 def _replay_segment(findings: Findings, path: Path, data: bytes, offset: int, number: int) -> None:
     """Take in the batches of one segment; `findings.offset` is negative if it was filled up."""
     ledger, salt, batch = findings.ledger, findings.salt, findings.batch
-    begun, flag = batch, ORDINARY
+    begun, flag, last = batch, ORDINARY, 0
     advance = ledger.advance
-    while flag == ORDINARY and (found := frames.valid_at(data, offset, salt)):
+    view = memoryview(data)
+    while flag == ORDINARY and (found := frames.valid_at(view, offset, salt)):
         flag, this, end = found
         if this != batch or flag not in (ORDINARY, LAST, SEAL):
             flag = ORDINARY
@@ -401,12 +402,13 @@ def _replay_segment(findings: Findings, path: Path, data: bytes, offset: int, nu
         if flag == SEAL:
             break
         try:
-            for record in _decode(memoryview(data)[offset + FRAME_SIZE : end]):
+            for record in _decode(view[offset + FRAME_SIZE : end]):
                 advance(record)
         except (msgspec.MsgspecError, ValueError) as error:
             raise frames.damaged(path, offset, f"its batch makes no sense ({error})") from None
-        findings.last = (path.name, offset, end)
-        offset, batch = end, batch + 1
+        last, offset, batch = offset, end, batch + 1
+    if last:
+        findings.last = (path.name, last, offset)
     findings.batch, findings.sealed = batch, flag == SEAL
     findings.segments.append(Segment(number, path.name, len(data), batch - begun, ledger.end))
     if flag == LAST:

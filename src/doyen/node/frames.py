@@ -188,7 +188,7 @@ def frame(payload: bytes, flag: int, number: int, salt: int) -> bytes:
     return MAGIC + zlib.crc32(rest, salt).to_bytes(4, "little") + rest
 
 
-def valid_at(data: bytes, offset: int, salt: int) -> tuple[int, int, int] | None:
+def valid_at(data: memoryview, offset: int, salt: int) -> tuple[int, int, int] | None:
     """The (flag, number, end) of the frame that stands there, if one does."""
     if offset + FRAME_SIZE > len(data):
         return None
@@ -196,15 +196,16 @@ def valid_at(data: bytes, offset: int, salt: int) -> tuple[int, int, int] | None
     end = offset + FRAME_SIZE + length
     if magic != MAGIC or length > FRAME_LIMIT or end > len(data):
         return None
-    if zlib.crc32(memoryview(data)[offset + _COVERED : end], salt) != checksum:
+    if zlib.crc32(data[offset + _COVERED : end], salt) != checksum:
         return None
     return flag, number, end
 
 
 def valid_after(data: bytes, offset: int, salt: int) -> int | None:
     """Where, from there on, the next frame of this file stands."""
+    view = memoryview(data)
     while (offset := data.find(MAGIC, offset)) >= 0:
-        if valid_at(data, offset, salt):
+        if valid_at(view, offset, salt):
             return offset
         offset += 1
     return None
@@ -283,7 +284,7 @@ class FrameReader:
         start = self._disk.read(self._fd, 1 << 20, 0)
         self.salt, self.head, self._offset = read_head(self.path, start, head, self._remedy)
         last = self._disk.read(self._fd, FRAME_SIZE, max(0, size - FRAME_SIZE))
-        end = valid_at(last, 0, self.salt)
+        end = valid_at(memoryview(last), 0, self.salt)
         if end is None or end[0] != END:
             raise damaged(self.path, size, "its end is missing", self._remedy)
         self.pieces = end[1] - 1
@@ -297,7 +298,7 @@ class FrameReader:
         frame = b""
         if length <= FRAME_LIMIT:
             frame = start + self._disk.read(self._fd, length, self._offset + FRAME_SIZE)
-        found = valid_at(frame, 0, self.salt)
+        found = valid_at(memoryview(frame), 0, self.salt)
         if found is None or found[1] != self._number + 1:
             raise damaged(self.path, self._offset, "a checksum is wrong", self._remedy)
         if found[0] == END:
@@ -314,7 +315,7 @@ class FrameReader:
 
 def read_head(path: Path, data: bytes, kind: Any, remedy: str = REMEDY) -> tuple[int, Any, int]:
     """The salt and the head of a file, and where what follows begins."""
-    found = valid_at(data, 0, 0)
+    found = valid_at(memoryview(data), 0, 0)
     if found is None or found[0] != HEAD:
         raise damaged(path, 0, "its head is not readable", remedy)
     try:

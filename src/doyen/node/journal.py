@@ -156,6 +156,8 @@ class FileJournal:
         self._persisted = persisted
         self._failed = failed
         self._loop = asyncio.get_running_loop()
+        # The core has its own; these would be kept for ever.
+        self.recovered = Recovered(self.recovered.state, self.recovered.snapshot)
         self._writer = threading.Thread(target=self._run, name="doyen-journal", daemon=True)
         self._writer.start()
 
@@ -328,7 +330,7 @@ class FileJournal:
 
     def _set_aside(self) -> bool:
         """Put the reserve in place, if there is room for it."""
-        if "reserve" in self._disk.names(self._folder):
+        if self._reserved() >= self._reserve_bytes:
             return True
         new = self._folder / "reserve.new"
         fd = -1
@@ -345,6 +347,16 @@ class FileJournal:
             if fd >= 0:
                 self._disk.close(fd)
         return True
+
+    def _reserved(self) -> int:
+        try:
+            fd = self._disk.open(self._folder / "reserve")
+        except FileNotFoundError:
+            return 0
+        try:
+            return self._disk.size(fd)
+        finally:
+            self._disk.close(fd)
 
     def _remove(self, litter: list[Path]) -> None:
         """Remove what nothing refers to. What is left behind goes when the folder is next

@@ -20,7 +20,7 @@ class Journal(Protocol):
     """A node's memory: what was persisted is there again after a crash at any instant."""
 
     recovered: Recovered
-    """What was found at opening."""
+    """What was found at opening; its entries may be let go of by `start`."""
 
     def start(
         self, persisted: Callable[[int], None], failed: Callable[[BaseException], None]
