@@ -296,7 +296,22 @@ def test_pre_candidate_clears_leader_and_votes() -> None:
     core.handle(Elapsed(), core.next_deadline)
     assert core.leader is None
     assert core._votes == {"a"}
-    assert only(hear(core, PreVote(2, 0, 0), "c", 1.3), PreVoteReply) == PreVoteReply(2, True)
+    assert only(hear(core, PreVote(2, 1, 1), "c", 1.3), PreVoteReply) == PreVoteReply(2, True)
+
+
+def test_two_who_canvass_at_once_do_not_split_the_votes() -> None:
+    cluster = RaftCluster(["a", "b", "c"])
+    cluster.elapse("c")
+    cluster.settle()
+    assert cluster.core("c").role is Role.LEADING
+    cluster.crash("c")
+    for name in ("a", "b"):
+        cluster.tell(name, Disconnected("c"))
+    cluster.elapse("a")
+    cluster.elapse("b")
+    cluster.settle()
+    assert [core.id for core in cluster.leaders] == ["a"]
+    assert cluster.core("a").generation == 2
 
 
 def test_check_quorum() -> None:

@@ -21,6 +21,8 @@ __all__ = ["Log", "encode_membership"]
 encode_membership = msgspec.msgpack.Encoder().encode
 _decode_membership = msgspec.msgpack.Decoder(Membership).decode
 
+_MEMBERSHIP = int(Kind.MEMBERSHIP)
+
 
 def _generation_of(entry: Entry) -> int:
     return entry.generation
@@ -120,7 +122,7 @@ class Log:
             return
         self.entries.extend(entries)
         for index, entry in enumerate(entries, self.last + 1):
-            if entry.kind == Kind.MEMBERSHIP:
+            if entry.kind == _MEMBERSHIP:
                 self._memberships.append((index, _decode_membership(entry.data)))
         self.last += len(entries)
         self.last_generation = entries[-1].generation

@@ -14,13 +14,16 @@ from enum import IntEnum
 
 from doyen.consensus.raft.messages import RaftSettings
 
-__all__ = ["Pace", "Progress"]
+__all__ = ["PROBING", "SNAPSHOT", "STREAMING", "Pace", "Progress"]
 
 
 class Pace(IntEnum):
     PROBING = 0
     STREAMING = 1
     SNAPSHOT = 2
+
+
+PROBING, STREAMING, SNAPSHOT = Pace.PROBING, Pace.STREAMING, Pace.SNAPSHOT
 
 
 class Progress:
@@ -41,7 +44,7 @@ class Progress:
     def __init__(self, following: int) -> None:
         self.match = 0
         self.next = following
-        self.pace = Pace.PROBING
+        self.pace: Pace = PROBING
         self.paused = False
         """While probing: a probe is out, or nobody is there to hear it."""
         self.active = True
@@ -54,17 +57,17 @@ class Progress:
         self._flying_bytes = 0
 
     def may_send(self, settings: RaftSettings) -> bool:
-        if self.pace is Pace.STREAMING:
+        if self.pace is STREAMING:
             flying = self._flying
             return not flying or (
                 len(flying) < settings.window_messages
                 and self._flying_bytes < settings.window_bytes
             )
-        return self.pace is Pace.PROBING and not self.paused
+        return self.pace is PROBING and not self.paused
 
     def sent(self, last: int, size: int) -> None:
         """A message with entries up to `last` is on its way."""
-        if self.pace is Pace.STREAMING:
+        if self.pace is STREAMING:
             self.next = last + 1
             self._flying.append((last, size))
             self._flying_bytes += size
@@ -82,14 +85,14 @@ class Progress:
             self._flying_bytes -= flying.popleft()[1]
 
     def stream(self) -> None:
-        self._land(Pace.STREAMING, self.match + 1)
+        self._land(STREAMING, self.match + 1)
 
     def probe(self, following: int, *, paused: bool = False) -> None:
-        self._land(Pace.PROBING, max(following, self.match + 1))
+        self._land(PROBING, max(following, self.match + 1))
         self.paused = paused
 
     def await_snapshot(self) -> None:
-        self._land(Pace.SNAPSHOT, self.next)
+        self._land(SNAPSHOT, self.next)
 
     def _land(self, pace: Pace, following: int) -> None:
         self.pace = pace

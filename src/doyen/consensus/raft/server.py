@@ -93,7 +93,7 @@ from doyen.consensus.raft.messages import (
     Vote,
     VoteReply,
 )
-from doyen.consensus.raft.progress import Pace, Progress
+from doyen.consensus.raft.progress import PROBING, SNAPSHOT, Progress
 
 __all__ = ["Raft"]
 
@@ -106,6 +106,9 @@ class Campaign(IntEnum):
     NONE = 0
     CANVASSING = 1
     STANDING = 2
+
+
+NONE, CANVASSING, STANDING = Campaign.NONE, Campaign.CANVASSING, Campaign.STANDING
 
 
 class Raft:
@@ -144,7 +147,7 @@ class Raft:
         self._heard = -inf
         self._haste = 0.0
         self._patience = self._draw()
-        self._campaign = Campaign.NONE
+        self._campaign: Campaign = NONE
         self._votes: set[str] = set()
         self._standing_token = 0
         self._standing_by_transfer = False
@@ -216,7 +219,7 @@ class Raft:
             if self._peers or self._reads or self._heir is not None:
                 raise InvariantBroken(f"{name} does not lead and keeps what leaders keep")
             return
-        if self._campaign is not Campaign.NONE:
+        if self._campaign is not NONE:
             raise InvariantBroken(f"{name} leads and campaigns")
         for peer, progress in self._peers.items():
             if not progress.match < progress.next <= log.last + 1 or progress.match > log.last:
@@ -252,7 +255,7 @@ class Raft:
         self._written = token
         if self.log.persisted(token) and self.role is LEADING:
             self._advance()
-        if self._campaign is Campaign.STANDING and token >= self._standing_token:
+        if self._campaign is STANDING and token >= self._standing_token:
             self._count(self.id)
 
     # Writing.
@@ -311,7 +314,7 @@ class Raft:
             self._resign()
         self.role = LOOKING
         self.leader = None
-        self._campaign = Campaign.NONE
+        self._campaign = NONE
         self._votes.clear()
         self._wait()
 
@@ -335,7 +338,7 @@ class Raft:
     def _canvass(self) -> None:
         """Ask whether a campaign would succeed, before disturbing anybody with one."""
         self._look()
-        self._campaign = Campaign.CANVASSING
+        self._campaign = CANVASSING
         for peer in self.membership.voters:
             if peer != self.id:
                 self._solicit(peer)
@@ -347,7 +350,7 @@ class Raft:
         self.generation += 1
         self.vote = self.id
         self._save()
-        self._campaign = Campaign.STANDING
+        self._campaign = STANDING
         self._standing_token = self._token
         self._standing_by_transfer = transfer
         for peer in self.membership.voters:
@@ -356,9 +359,9 @@ class Raft:
 
     def _solicit(self, peer: str) -> None:
         last, generation = self.log.last, self.log.last_generation
-        if self._campaign is Campaign.CANVASSING:
+        if self._campaign is CANVASSING:
             self._out.append(Send(peer, PreVote(self.generation + 1, last, generation)))
-        elif self._campaign is Campaign.STANDING:
+        elif self._campaign is STANDING:
             vote = Vote(self.generation, last, generation, self._standing_by_transfer)
             self._out.append(Send(peer, vote, self._standing_token))
 
@@ -366,13 +369,14 @@ class Raft:
         """Somebody is for us."""
         self._votes.add(voter)
         if self._elected():
-            if self._campaign is Campaign.CANVASSING:
+            if self._campaign is CANVASSING:
                 self._stand(transfer=False)
             else:
                 self._lead()
 
-    def _elected(self) -> bool:
-        votes = self._votes
+    def _elected(self, *more: str) -> bool:
+        """Whether a majority is for us, or would be with some more."""
+        votes = self._votes.union(more)
         return sum(voter in votes for voter in self.membership.voters) >= self.membership.majority
 
     # Being asked for votes.
@@ -399,8 +403,23 @@ class Raft:
         if message.generation < self.generation:
             # Answered all the same: whoever asks has to learn that it is behind.
             granted = False
+        if granted and self._goes_first(peer, message):
+            self._solicit(peer)
+            return
         generation = message.generation if granted else self.generation
         self._out.append(Send(peer, PreVoteReply(generation, granted)))
+
+    def _goes_first(self, peer: str, message: PreVote) -> bool:
+        """Two who canvass at once, with logs alike, would stand at once and split the votes. The
+        one whose name comes first asks again, if the other, which is now known to want a leader,
+        is all that it lacks."""
+        return (
+            self._campaign is CANVASSING
+            and self.id < peer
+            and message.generation == self.generation + 1
+            and message.last_index == self.log.last
+            and self._elected(peer)
+        )
 
     def _vote_asked(self, peer: str, message: Vote) -> None:
         if message.generation > self.generation:
@@ -428,16 +447,14 @@ class Raft:
         if not message.granted:
             if message.generation > self.generation:
                 self._adopt(message.generation)
-        elif self._campaign is Campaign.CANVASSING and message.generation == self.generation + 1:
+        elif self._campaign is CANVASSING and message.generation == self.generation + 1:
             self._count(peer)
 
     def _vote_reply(self, peer: str, message: VoteReply) -> None:
         if message.generation > self.generation:
             self._adopt(message.generation)
         elif (
-            message.granted
-            and message.generation == self.generation
-            and self._campaign is Campaign.STANDING
+            message.granted and message.generation == self.generation and self._campaign is STANDING
         ):
             self._count(peer)
 
@@ -464,7 +481,7 @@ class Raft:
                 )
             self.role = FOLLOWING
             self.leader = peer
-            self._campaign = Campaign.NONE
+            self._campaign = NONE
             self._votes.clear()
             self._haste = 0.0
             self._patience = self._draw()
@@ -580,7 +597,7 @@ class Raft:
         """Elected. The empty entry is what commits all that is left of earlier generations."""
         self.role = LEADING
         self.leader = self.id
-        self._campaign = Campaign.NONE
+        self._campaign = NONE
         self._votes.clear()
         self._haste = 0.0
         following = self.log.last + 1
@@ -687,7 +704,7 @@ class Raft:
         if previous < self.log.base:
             progress.paused = False
             self._replicate(peer, progress)
-        elif progress.pace is not Pace.SNAPSHOT:
+        elif progress.pace is not SNAPSHOT:
             generation = self.log.generation_at(previous)
             message = Append(self.generation, previous, generation, (), self.commit, self._round)
             self._tell(peer, progress, message, previous)
@@ -713,8 +730,8 @@ class Raft:
             )
         ahead = message.index > progress.match
         progress.matched(message.index)
-        if progress.pace is Pace.PROBING or (
-            progress.pace is Pace.SNAPSHOT and progress.match >= self.log.base
+        if progress.pace is PROBING or (
+            progress.pace is SNAPSHOT and progress.match >= self.log.base
         ):
             progress.stream()
         if ahead:
@@ -730,9 +747,9 @@ class Raft:
 
     def _back_off(self, peer: str, progress: Progress, message: AppendReply) -> None:
         """The peer lacks the entry before those it was sent: try where the logs may meet."""
-        if message.index <= progress.match or progress.pace is Pace.SNAPSHOT:
+        if message.index <= progress.match or progress.pace is SNAPSHOT:
             return
-        if progress.pace is Pace.PROBING and message.index != progress.next - 1:
+        if progress.pace is PROBING and message.index != progress.next - 1:
             return
         meeting = self.log.meeting_point(message.hint_index, message.hint_generation)
         progress.probe(min(message.index, meeting + 1))
@@ -764,11 +781,11 @@ class Raft:
     def _connected(self, event: Connected) -> None:
         progress = self._peers.get(event.peer)
         if progress is not None:
-            if progress.pace is not Pace.SNAPSHOT:
-                probing = progress.pace is Pace.PROBING
+            if progress.pace is not SNAPSHOT:
+                probing = progress.pace is PROBING
                 progress.probe(progress.next if probing else progress.match + 1)
                 self._replicate(event.peer, progress)
-        elif self._campaign is not Campaign.NONE and event.peer in self.membership.voters:
+        elif self._campaign is not NONE and event.peer in self.membership.voters:
             self._solicit(event.peer)
 
     def _disconnected(self, event: Disconnected) -> None:
@@ -779,13 +796,15 @@ class Raft:
             progress.probe(progress.match + 1, paused=True)
             if self._heir == peer:
                 self._keep_leading(f"the connection to {peer} has ended")
-        elif peer in (self.leader, self.vote) and self.leader in (None, peer):
+        elif self.leader == peer or (
+            self.vote == peer and self.leader is None and self._campaign is NONE
+        ):
             # Whoever leads us, or was going to, is perhaps dead.
             self._hurry()
 
     def _snapshot_sent(self, event: SnapshotSent) -> None:
         progress = self._peers.get(event.peer)
-        if progress is None or progress.pace is not Pace.SNAPSHOT:
+        if progress is None or progress.pace is not SNAPSHOT:
             return
         if event.ok:
             # Only its own word will count as a match: it may yet decline to install it.
