@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from doyen.consensus.core import Effect, Entry, Event, Kind, Persist
+from doyen.consensus.core import Effect, Entry, Event, Kind, Persist, Send
 from doyen.consensus.smallest_id import SmallestId, Stand
 from doyen.errors import ConfigError
 from doyen.lab.disk import Disk, Rotten
@@ -22,7 +23,7 @@ from doyen.lab.host import Host
 from doyen.lab.linearizability import Operation, linearizable, witnessed
 from doyen.lab.plan import KINDS, LEADER, Fault, Plan, draw, stream
 from doyen.lab.protocols import known
-from doyen.lab.runner import compare, hunt, hunt_mutant, kinds_of, replay, run, save
+from doyen.lab.runner import Progress, compare, hunt, hunt_mutant, kinds_of, replay, run, save
 from doyen.lab.shrink import shrink
 from doyen.lab.story import tell
 from doyen.lab.world import World, run_plan
@@ -347,7 +348,7 @@ def test_plans_are_data() -> None:
 
 
 def test_a_hunt_on_several_processes() -> None:
-    seen = []
+    seen: list[Progress] = []
     done = hunt(["raft", "smallest-id"], range(8), jobs=2, for_s=3, progress=seen.append)
     assert not done.found
     assert done.progress.seeds == 16
@@ -374,21 +375,14 @@ def test_names_that_do_not_exist_are_refused() -> None:
 def test_a_driver_that_reorders_is_seen() -> None:
     """Acknowledgements that do not wait for the disk are not on a majority's disks when counted."""
     world = World(CALM.but(weather=msgspec.structs.replace(CALM.weather, fsync_s=0.2)))
-    send = Host._send
 
-    def hasty(self: Host, effect: Any) -> None:
-        send(self, msgspec.structs.replace(effect, after=0))
+    def hasty(host: Host, effect: Send) -> None:
+        host._send(msgspec.structs.replace(effect, after=0))
 
     for host in world.hosts.values():
-        host._doing[type(effect_of_kind())] = lambda effect, host=host: hasty(host, effect)
+        host._doing[Send] = partial(hasty, host)
     outcome = world.run()
     assert [violation.kind for violation in outcome.violations] == ["durability"]
-
-
-def effect_of_kind() -> Effect:
-    from doyen.consensus.core import Message, Send
-
-    return Send("n1", Message(1))
 
 
 def test_a_core_that_raises_is_a_finding() -> None:

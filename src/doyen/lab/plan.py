@@ -60,6 +60,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     protocol: str
     nodes: int
     seed: int
+    world: str = "cores"
+    """Of which kind: bare cores, or whole nodes with candidates (`quorum`)."""
     for_s: float
     """How long there is trouble. Then everything is healed, and somebody must lead."""
     clients: int = 3

@@ -24,6 +24,7 @@ class Protocol:
         name: str,
         make: Making,
         *,
+        module: str = "",
         snapshots: bool = False,
         membership: bool = False,
         ballots: bool = False,
@@ -32,6 +33,8 @@ class Protocol:
     ) -> None:
         self.name = name
         self.make = make
+        self.module = module
+        """Where its messages and its state are."""
         self.snapshots = snapshots
         self.membership = membership
         self.ballots = ballots
@@ -88,4 +91,4 @@ def known(name: str) -> Protocol:
         raise ConfigError(f"no protocol {name!r}; there are {', '.join(PROTOCOLS)}")
     module, core, options = _WHERE[name]
     make = cast("Making", getattr(import_module(module), core))
-    return Protocol(name, make, **options)
+    return Protocol(name, make, module=module, **options)
