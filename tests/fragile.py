@@ -89,6 +89,12 @@ class FragileDisk(Disk):
             self.operations += 1
             yield
 
+    def squeeze(self, room: int | None) -> None:
+        """Leave only so much room, or as much as anybody needs."""
+        with self._mutex:
+            used = sum(len(inode.data) for inode in self.inodes.values())
+            self.room = None if room is None else used + room
+
     def _need(self, more: int) -> None:
         used = sum(len(inode.data) for inode in self.inodes.values())
         if self.room is not None and more > 0 and used + more > self.room:

@@ -175,6 +175,24 @@ class TestWhose:
         asyncio.run(journal.close())
         found(tmp_path)
 
+    def test_a_child_does_not_hold_what_its_parent_held(self, tmp_path: Path) -> None:
+        script = f"""
+import os, pathlib, sys
+from doyen.node.journal import FileJournal, Identity
+journal = FileJournal(pathlib.Path({str(tmp_path)!r}), Identity("c1", "n1", "raft"))
+if os.fork():
+    os._exit(0)
+print("child", flush=True)
+sys.stdin.read()
+"""
+        with subprocess.Popen(
+            [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as parent:
+            assert parent.stdout
+            assert parent.stdout.readline() == b"child\n"
+            parent.wait()
+            found(tmp_path)
+
     @pytest.mark.parametrize(
         ("identity", "words"),
         [

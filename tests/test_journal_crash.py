@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from msgspec import Struct
 
 from doyen.consensus.core import Entry, Install, Membership, Persist, Snapshot
-from doyen.errors import StoreUnusable
-from doyen.node import folder, frames
+from doyen.errors import StoreUnavailable, StoreUnusable
+from doyen.node import folder, frames, journal
 from doyen.node.folder import SnapshotReader
 from doyen.node.frames import SyncFailed
 from doyen.node.journal import FileJournal, Identity
@@ -394,32 +394,39 @@ class Step(Struct, frozen=True):
     place: float
 
 
-steps = st.builds(
-    Step,
-    st.sampled_from(["put", "put", "put", "state", "overwrite", "keep", "take", "install", "wait"]),
-    st.integers(1, 12),
-    st.floats(0, 1),
-)
+KINDS = ["put", "put", "put", "state", "overwrite", "keep", "take", "install", "squeeze", "wait"]
+steps = st.builds(Step, st.sampled_from(KINDS), st.integers(1, 12), st.floats(0, 1))
 
 
 def random_story(plan: list[Step]) -> Story:
+    async def step(rig: Rig, what: str, count: int, place: float) -> None:
+        life = rig.lives[-1]
+        base = max(rig.covered, life.installed)
+        within = base + 1 + int(place * (life.end - base))
+        if what == "put":
+            rig.put(count)
+        elif what == "state":
+            rig.put(0, vote=count)
+        elif what in ("overwrite", "keep"):
+            rig.put(count, at=within, keep=what == "keep")
+        elif what == "squeeze":
+            rig.disk.squeeze(count * 20)
+        elif what == "take" and base < within <= life.end:
+            if rig.disk.room is not None:
+                # In force only when the log has room to say so.
+                asyncio.get_running_loop().call_later(0.01, rig.disk.squeeze, None)
+            await rig.take(within)
+        elif what == "install":
+            await rig.install(base + int(place * 20) + 1)
+        else:
+            rig.disk.squeeze(None)
+            await rig.settled()
+
     async def story(rig: Rig) -> None:
-        for step in plan:
-            life = rig.lives[-1]
-            base = max(rig.covered, life.installed)
-            within = base + 1 + int(step.place * (life.end - base))
-            if step.what == "put":
-                rig.put(step.count)
-            elif step.what == "state":
-                rig.put(0, vote=step.count)
-            elif step.what in ("overwrite", "keep"):
-                rig.put(step.count, at=within, keep=step.what == "keep")
-            elif step.what == "take" and base < within <= life.end:
-                await rig.take(within)
-            elif step.what == "install":
-                await rig.install(base + int(step.place * 20) + 1)
-            else:
-                await rig.settled()
+        for planned in plan:
+            with suppress(StoreUnavailable):
+                await step(rig, planned.what, planned.count, planned.place)
+        rig.disk.squeeze(None)
         await rig.settled()
 
     return story
@@ -430,7 +437,9 @@ def random_story(plan: list[Step]) -> Story:
 def test_any_life_is_found_again(plan: list[Step], crash_at: int, luck: str) -> None:
     disk = FragileDisk()
     disk.crash_at = crash_at
-    rig = asyncio.run(live(disk, random_story(plan)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal, "RETRY_S", 0.001)
+        rig = asyncio.run(live(disk, random_story(plan)))
     if rig:
         rig.check(disk.after_crash(luck))
 
@@ -526,6 +535,13 @@ class TestMutants:
         monkeypatch.setattr(frames, "sync_folder", lambda disk, path: None)
         with pytest.raises((AssertionError, StoreUnusable)):
             crash_everywhere(rolling)
+
+    def test_a_snapshot_in_force_before_it_is_on_disk(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(frames.FrameWriter, "sync", lambda writer: None)
+        with pytest.raises((AssertionError, StoreUnusable)):
+            crash_everywhere(snapshotting)
 
     def test_a_batch_found_but_never_synced(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(folder.Log, "_write_again", lambda log, name, start, end: None)

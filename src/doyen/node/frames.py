@@ -81,6 +81,7 @@ class Disk:
         return os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
 
     def close(self, fd: int) -> None:
+        _locks.discard(fd)
         os.close(fd)
 
     def size(self, fd: int) -> int:
@@ -131,7 +132,21 @@ class Disk:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        _locks.add(fd)
         return True
+
+
+_locks: set[int] = set()
+
+
+def _let_go_after_fork() -> None:
+    """A child has its parent's descriptors, and would hold the lock when the parent is gone."""
+    for fd in _locks:
+        os.close(fd)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_after_fork)
 
 
 def sync(disk: Disk, fd: int, path: Path) -> None:
