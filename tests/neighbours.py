@@ -139,8 +139,8 @@ class Neighbour:
 
     def die(self) -> None:
         """As a process does: every connection ends, nobody is told why."""
-        for server in self.door._servers:
-            server.close()
+        for task in self.door._accepting:
+            task.cancel()
         for link in [*self.peers._links.values(), *(c.link for c in self.peers._callers.values())]:
             link.abort()
         for link in self.clients:

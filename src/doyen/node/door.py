@@ -42,8 +42,9 @@ MAX_STRANGERS = 512
 MAX_CLIENTS = 10_000
 MAX_REQUEST = 8192
 BACKLOG = 1024
-ACCEPTED_AT_ONCE = 64
+ACCEPTED_AT_ONCE = 16
 """More would hold up the loop, heartbeats and all."""
+ACCEPT_AGAIN_S = 0.05
 
 
 class Door:
@@ -77,11 +78,11 @@ class Door:
         self._insecure = insecure
         self._max_strangers = max_strangers
         self._max_clients = max_clients
-        self._servers: list[asyncio.Server] = []
+        self._accepting: set[asyncio.Task[None]] = set()
         self._strangers: dict[Visitor, None] = {}
         self._inside: set[Link] = set()
         self._closed = False
-        self._context = security.listening
+        self.context = security.listening
 
     @property
     def strangers(self) -> int:
@@ -106,24 +107,28 @@ class Door:
         for family, *_, where in sorted(set(found), key=repr):
             listening = _bind(family, (*where[:1], port, *where[2:]))
             port = listening.getsockname()[1]
-            self._servers.append(
-                await loop.create_server(
-                    lambda: Visitor(self, http_only), sock=listening, backlog=ACCEPTED_AT_ONCE
-                )
-            )
-            # The loop takes its own figure for both; how many may wait in the kernel is another.
-            listening.listen(BACKLOG)
+            self._accepting.add(loop.create_task(self._accept(listening, http_only)))
         return port
 
-    def enter(self, visitor: Visitor) -> bool:
+    async def _accept(self, listening: socket.socket, http_only: bool) -> None:
+        loop = asyncio.get_running_loop()
+        with listening:
+            while True:
+                try:
+                    for _ in range(ACCEPTED_AT_ONCE):
+                        arrived, where = await loop.sock_accept(listening)
+                        Visitor(self, http_only, where[0]).begin(arrived)
+                    await asyncio.sleep(0)
+                except OSError as error:  # it was gone already, or there are no descriptors left
+                    self.tally.note(Fault.CROWDED, f"nobody could be let in: {error}")
+                    await asyncio.sleep(ACCEPT_AGAIN_S)
+
+    def enter(self, visitor: Visitor) -> None:
         """A stranger is at the door."""
-        if self._closed:
-            return False
         self._strangers[visitor] = None
         if len(self._strangers) > self._max_strangers:
             longest = next(iter(self._strangers))
             longest.turn_away(Fault.CROWDED, "too many connections that do not say who they are")
-        return True
 
     def leave(self, visitor: Visitor) -> None:
         """A stranger has gone, or is none any more."""
@@ -145,8 +150,10 @@ class Door:
     async def close(self) -> None:
         """Listen no more, send strangers away, and end the clients' links."""
         self._closed = True
-        for server in self._servers:
-            server.close()
+        for task in self._accepting:
+            task.cancel()
+        if self._accepting:
+            await asyncio.wait(self._accepting)
         for visitor in list(self._strangers):
             visitor.turn_away(None, "")
         for link in list(self._inside):
@@ -163,6 +170,7 @@ def _bind(family: int, where: tuple[Any, ...]) -> socket.socket:
         if family == socket.AF_INET6:
             listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listening.bind(where)
+        listening.listen(BACKLOG)
     except OSError as error:
         listening.close()
         raise ConfigError(
@@ -172,62 +180,60 @@ def _bind(family: int, where: tuple[Any, ...]) -> socket.socket:
 
 
 class Visitor(asyncio.Protocol):
-    """A connection until one knows what it wants."""
+    """A connection until one knows what it wants.
 
-    def __init__(self, door: Door, http_only: bool) -> None:
+    It is counted, and its time runs, from before TLS: a server of asyncio's own would show us only
+    those who are through with that.
+    """
+
+    def __init__(self, door: Door, http_only: bool, where: str) -> None:
         self._door = door
         self._http_only = http_only
+        self._where = where
         self._transport: Any = None
         self._link: Link | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
-        self._early: list[bytes] = []
+        self._connecting = False
         self._request = b""
         self._over = False
 
+    def begin(self, arrived: socket.socket) -> None:
+        """Have it speak to us, over TLS if that is set."""
+        loop = asyncio.get_running_loop()
+        door = self._door
+        self._task = loop.create_task(self._connect(arrived))
+        self._deadline = loop.call_later(
+            door.handshake_s, self.turn_away, Fault.DEADLINE, "took too long to greet"
+        )
+        door.enter(self)
+
+    async def _connect(self, arrived: socket.socket) -> None:
+        if self._over:
+            arrived.close()
+            return
+        self._connecting = True
+        loop = asyncio.get_running_loop()
+        context = None if self._http_only else self._door.context
+        patience_s = self._door.handshake_s + 1 if context else None  # ours runs out first
+        try:
+            await loop.connect_accepted_socket(
+                lambda: self, arrived, ssl=context, ssl_handshake_timeout=patience_s
+            )
+        except OSError as error:
+            self.turn_away(Fault.TLS if context else Fault.GARBAGE, f"did not connect: {error}")
+        finally:
+            self._connecting = False
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
-        if not self._door.enter(self):
+        if self._over:
             self._transport.abort()
-            return
-        loop = asyncio.get_running_loop()
-        self._deadline = loop.call_later(
-            self._door.handshake_s, self.turn_away, Fault.DEADLINE, "took too long to greet"
-        )
-        if self._door._context is not None and not self._http_only:
-            self._transport.pause_reading()
-            self._task = loop.create_task(self._secure())
-
-    async def _secure(self) -> None:
-        """TLS begins here rather than in the server, so that who is slow about it is counted."""
-        loop = asyncio.get_running_loop()
-        context = self._door._context
-        assert context is not None
-        try:
-            secured = await loop.start_tls(
-                self._transport,
-                self,
-                context,
-                server_side=True,
-                ssl_handshake_timeout=self._door.handshake_s,
-            )
-        except (OSError, EOFError) as error:
-            if not self._over:
-                self.turn_away(Fault.TLS, f"TLS failed: {error}")
-        else:
-            if secured is None:
-                self._end()
-                return
-            self._transport, self._task = secured, None
-            if self._early:
-                self.data_received(b"".join(self._early))
 
     def data_received(self, data: bytes) -> None:
         if self._over:
             return
-        if self._task is not None:
-            self._early.append(data)  # TLS is there, and its transport not yet in our hands
-        elif self._request or data[:1].isalpha():
+        if self._request or data[:1].isalpha():
             self._read_request(data)
         elif data[0] == 0 and not self._http_only:
             self._make_link(data)
@@ -261,13 +267,14 @@ class Visitor(asyncio.Protocol):
         if self._over:
             return
         if fault is not None:
-            where = self._transport.get_extra_info("peername") or ("?",)
-            self._door.tally.note(fault, f"{where[0]}: {text}")
+            self._door.tally.note(fault, f"{self._where}: {text}")
         self._end()
         if self._link is not None:
             self._link.abort(End.FAULT)
-        else:
+        elif self._transport is not None:
             self._transport.abort()
+        elif self._connecting and self._task is not None:
+            self._task.cancel()
 
     def _end(self) -> None:
         self._over = True
