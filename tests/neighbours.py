@@ -32,7 +32,11 @@ class Word(Message, frozen=True, array_like=True, tag=True, gc=False):
     text: str
 
 
-def run(work: Coroutine[Any, Any, None], within_s: float = 30.0) -> None:
+def run(
+    work: Coroutine[Any, Any, None],
+    within_s: float = 30.0,
+    new_loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> None:
     """On a loop that complains of nothing."""
 
     async def watched() -> None:
@@ -42,7 +46,8 @@ def run(work: Coroutine[Any, Any, None], within_s: float = 30.0) -> None:
             await work
         assert not complaints
 
-    asyncio.run(watched())
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(watched())
 
 
 def _bug() -> tuple[int, str, bytes]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Callable
 
 import pytest
+import uvloop
 
 from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.node.peers import CHUNK_SIZE, MAX_PIECE, WINDOW
+from doyen.quorum.link import Link
 from doyen.quorum.wire import MAX_FRAME, TLS, Security
 from neighbours import HOST, OPEN, SECRET, SNAPSHOT, Beat, Neighbour, Street, Word, call, run
 from servers import Proxy
@@ -42,9 +45,12 @@ def test_messages_arrive_in_order_and_as_they_were() -> None:
     run(body())
 
 
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 @pytest.mark.parametrize("secured", ["secret", "tls"])
 def test_nodes_that_know_one_another(
-    secured: str, tmp_path_factory: pytest.TempPathFactory
+    secured: str,
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     if secured == "tls":
         files = Certificates(tmp_path_factory.mktemp("tls"))
@@ -58,10 +64,41 @@ def test_nodes_that_know_one_another(
         async with Street() as street:
             one, other = await two(street, security)
             assert await one.peers.ask("n2", b"?") == b"re: ?"
-            other.die()
-            await until(lambda: ("disconnected", "n2") in one.events)
+            done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+            one.peers.send_snapshot("n2", 5, SNAPSHOT, pieces_of(bytes(MAX_PIECE)), done.set_result)
+            assert await done
+            with socket.create_connection((HOST, one.port)):
+                await until(lambda: one.door.strangers == 1)
+                other.die()
+                await until(lambda: ("disconnected", "n2") in one.events)
+            await until(lambda: not one.door.strangers)
+
+    run(body(), new_loop=new_loop)
+
+
+def test_a_peer_that_ends_every_link_is_not_dialled_without_pause() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            pauses: list[float] = []
+
+            def jitter() -> float:
+                pauses.append(asyncio.get_running_loop().time())
+                return 1.0
+
+            one = await street.add("n1", jitter=jitter)
+            other = await street.add("n2")
+            other.door._peers = _show_out
+            one.know(other)
+            await until(lambda: len(pauses) == 4)
+            assert pauses[3] - pauses[0] > 0.01 + 0.02 + 0.04
+            assert one.events[:2] == [("connected", "n2"), ("disconnected", "n2")]
 
     run(body())
+
+
+def _show_out(link: Link) -> None:
+    link.welcome(lambda *_: None, lambda *_: None)
+    link.close()
 
 
 def test_questions_are_answered_each_by_its_own_answer() -> None:

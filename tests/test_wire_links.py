@@ -11,8 +11,18 @@ import pytest
 
 from doyen.errors import ConfigError, StoreUnavailable
 from doyen.node.door import Door
-from doyen.quorum.link import HIGH_WATER, End
-from doyen.quorum.wire import MAX_FRAME, TLS, Fault, Identity, Refused, Security
+from doyen.quorum.link import HIGH_WATER, End, Link
+from doyen.quorum.wire import (
+    MAX_FRAME,
+    MAX_GREETING,
+    TLS,
+    Fault,
+    Identity,
+    Refused,
+    Security,
+    Word,
+    frame,
+)
 from neighbours import HOST, OPEN, SECRET, Street, call, run
 from servers import Proxy
 from servers.certificates import Certificates
@@ -97,6 +107,43 @@ def test_the_largest_frame_passes_and_a_larger_one_is_not_sent() -> None:
             caller.link.abort()
 
     run(body())
+
+
+def test_what_follows_the_welcome_is_judged_as_any_frame() -> None:
+    """It may come in the same piece, and be larger than a greeting may."""
+
+    async def body() -> None:
+        async with Street() as street:
+            node = await street.add("n1")
+            big = bytes(MAX_GREETING + 1)
+
+            def welcome(link: Link) -> None:
+                link._transport = _Held(link._transport)
+                link.welcome(lambda *_: None, lambda *_: None)
+                link._transport.write(frame(20, big) + frame(Word.PING) + frame(21, b"x"))
+                link._transport.release()
+
+            node.door._clients = welcome
+            caller = await call(node.address)
+            await until(lambda: len(caller.frames) == 2)
+            assert caller.frames == [(20, big), (21, b"x")]
+            caller.link.abort()
+
+    run(body())
+
+
+class _Held(_Spy):
+    """Writes everything at once, in the end."""
+
+    def __init__(self, transport: Any) -> None:
+        super().__init__(transport, [])
+
+    def write(self, data: bytes) -> None:
+        self._writes.append(data)
+
+    def release(self) -> None:
+        self._transport.write(b"".join(self._writes))
+        self.write = self._transport.write  # type: ignore[method-assign]
 
 
 def test_a_link_whose_other_side_does_not_read_is_full_in_the_end() -> None:

@@ -11,8 +11,8 @@ comes on the connection that the peer has dialled. So nobody has to agree on who
 counts, and a link that works one way only is just that. `connected` and `disconnected` are about
 the connection that this node has dialled; a process that dies ends both.
 
-**A peer that comes back** is dialled at once when its own connection arrives; otherwise after a
-backoff of 10 ms to half a second.
+**A peer that comes back** is dialled at once when its own connection arrives; otherwise within
+10 ms to half a second.
 
 **Two processes with one id**: a peer that is connected already as another incarnation is pinged. If
 it answers, the newcomer is refused; if it does not, it is dead or unreachable, and let go of. A
@@ -50,6 +50,9 @@ log = logging.getLogger("doyen")
 MESSAGE, QUESTION, ANSWER, STREAM, CHUNK, CREDIT, STORED = range(FIRST_FREE, FIRST_FREE + 7)
 
 SOONEST_S, LATEST_S = 0.01, 0.5
+HELD_S = 1.0
+"""A link that ended sooner is dialled again as one that was not made, or the two of us would do
+nothing else."""
 PROBE_S = 1.0
 MAX_QUESTIONS = 1 << 16
 CHUNK_SIZE = 32 << 10
@@ -283,22 +286,24 @@ class _Outgoing:
             link.close()
 
     async def _keep(self) -> None:
-        """Dial, again and again, until told not to."""
-        pause = SOONEST_S
+        """Dial, again and again, until told not to. At once after a link that has held."""
+        loop, jitter, pause = asyncio.get_running_loop(), self._peers._jitter, SOONEST_S
         while True:
             self._hurry.clear()
             try:
                 link = await self._dial()
-            except (DoyenError, OSError) as error:
+            except DoyenError as error:
                 self.trouble = str(error)
                 if isinstance(error, Refused):
                     self._peers.tally.note(error.fault, f"node {self.node!r} not reached: {error}")
             else:
-                pause = SOONEST_S
+                began = loop.time()
                 await link.wait()
-                continue
+                if loop.time() - began > HELD_S:
+                    pause = SOONEST_S
+                    continue
             with suppress(TimeoutError):
-                async with asyncio.timeout(pause * (0.5 + self._peers._jitter() / 2)):
+                async with asyncio.timeout(pause * (0.5 + jitter() / 2)):
                     await self._hurry.wait()
                     pause = SOONEST_S
             pause = min(2 * pause, LATEST_S)
