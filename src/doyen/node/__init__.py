@@ -32,9 +32,11 @@ from doyen.errors import ConfigError, SessionClosed
 from doyen.node.state import StateMachine
 
 if TYPE_CHECKING:
+    from doyen.events import Sink
     from doyen.node.driver import Status
     from doyen.node.server import Options, Server
     from doyen.quorum.wire import TLS
+    from doyen.session import Session
 
 __all__ = ["Node", "Standing", "StateMachine"]
 
@@ -210,6 +212,33 @@ class Node:
         """When this returns, the state machine of this node shows every command whose result
         anyone had before the call: read it then, and what you read is current."""
         await self._do(self._running.driver.barrier())
+
+    def session(
+        self,
+        *,
+        ttl_s: float | None = None,
+        stop_budget_s: float | None = None,
+        drift: float | None = None,
+        audit: str | os.PathLike[str] | None = None,
+        on_event: Sink | None = None,
+    ) -> Session:
+        """A session on the store that this quorum is, as `doyen.connect` gives it.
+
+            async with node.session(ttl_s=2) as session:
+                async with session.campaign("billing") as term: ...
+
+        It goes to this node, and to another one while this knows of no leader.
+        """
+        from doyen.session import connect
+
+        return connect(
+            self._options.url,
+            ttl_s=ttl_s,
+            stop_budget_s=stop_budget_s,
+            drift=drift,
+            audit=audit,
+            on_event=on_event,
+        )
 
     async def transfer(self, to: str = "") -> None:
         """Have `to` lead, or whichever node is furthest along; return when it does."""

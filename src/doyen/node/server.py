@@ -106,6 +106,19 @@ class Options:
         return Membership(tuple(sorted(self.peers)), (), dict(self.peers))
 
     @property
+    def url(self) -> str:
+        """Where clients find this quorum, this node first."""
+        from urllib.parse import quote, urlencode
+
+        hosts = [self.peers[self.id], *(self.peers[peer] for peer in self.peers if peer != self.id)]
+        options = {"cluster": self.cluster}
+        if self.tls is not None:
+            files = {"ca": self.tls.authority, "cert": self.tls.certificate, "key": self.tls.key}
+            options |= {"tls": "true"} | {name: str(file) for name, file in files.items() if file}
+        secret = f"{quote(self.secret, safe='')}@" if self.secret else ""
+        return f"doyen://{secret}{','.join(dict.fromkeys(hosts))}?{urlencode(options)}"
+
+    @property
     def security(self) -> Security:
         return Security(secret=self.secret.encode() if self.secret else None, tls=self.tls)
 
@@ -151,6 +164,7 @@ class Server:
         journal = await asyncio.to_thread(
             FileJournal, Path(options.data_dir), owner, protocol.STATE
         )
+        driver: Driver | None = None
         try:
             core = making(
                 options.id,
@@ -189,6 +203,8 @@ class Server:
             await driver.start()
             port = await door.listen(*parse_address(options.listen or options.peers[options.id]))
         except BaseException:
+            if driver is not None:
+                driver.crash()
             await peers.close()
             await journal.close()
             raise

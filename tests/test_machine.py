@@ -1,0 +1,202 @@
+"""Commands carried out exactly once, and the same on every node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from doyen.errors import StoreUnusable
+from doyen.node import machine as module
+from doyen.node.machine import KEYSPACE, USER, Command, Failure, Machine, decode_batch, encode_batch
+from drivers import Tally
+
+
+def machine() -> tuple[Machine, Tally]:
+    tally = Tally()
+    return Machine({USER: tally}), tally
+
+
+def one(machine: Machine, index: int, *command: Any) -> Any:
+    (result,) = machine.apply(index, [Command(*command)])
+    return result
+
+
+def test_a_batch_survives_its_encoding() -> None:
+    batch = [Command("a", 1, 1, USER, b"x"), Command("b", 7, 3, KEYSPACE, b"")]
+    assert decode_batch(encode_batch(batch)) == batch
+
+
+def test_a_command_is_carried_out_once() -> None:
+    replica, tally = machine()
+    assert one(replica, 1, "a", 1, 1, USER, b"x") == 1
+    assert one(replica, 2, "a", 1, 1, USER, b"x") == 1
+    assert one(replica, 3, "b", 1, 1, USER, b"x") == 2
+    assert replica.apply(4, [Command("a", 2, 1, USER, b"y")] * 3) == [3, 3, 3]
+    assert tally.done == [b"x", b"x", b"y"]
+
+
+def test_results_are_kept_until_they_are_had() -> None:
+    replica, tally = machine()
+    for seq in range(1, 6):
+        one(replica, seq, "a", seq, 1, USER, b"x")
+    assert one(replica, 6, "a", 6, 4, USER, b"x") == 6
+    assert one(replica, 7, "a", 4, 4, USER, b"x") == 4
+    assert one(replica, 8, "a", 3, 1, USER, b"x").forgotten
+    assert one(replica, 9, "a", 7, 1 << 60, USER, b"x").forgotten
+    assert len(tally.done) == 6
+
+
+def test_a_client_with_a_history_that_is_not_known_is_refused() -> None:
+    replica, tally = machine()
+    assert one(replica, 1, "a", 9, 2, USER, b"x").forgotten
+    assert one(replica, 2, "a", 9, 1, USER, b"x") == 1
+    assert tally.done == [b"x"]
+
+
+def test_the_idle_are_forgotten_by_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FORGOTTEN_AFTER", 10)
+    replica, _ = machine()
+    one(replica, 1, "idle", 1, 1, USER, b"x")
+    one(replica, 5, "busy", 1, 1, USER, b"x")
+    one(replica, 10, "busy", 2, 2, USER, b"x")
+    assert one(replica, 10, "idle", 1, 1, USER, b"x") == 1
+    one(replica, 19, "busy", 3, 3, USER, b"x")
+    one(replica, 20, "busy", 4, 4, USER, b"x")
+    assert one(replica, 20, "idle", 2, 2, USER, b"x").forgotten
+
+
+def test_there_is_room_for_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CLIENTS", 3)
+    monkeypatch.setattr(module, "RESULTS", 4)
+    replica, _ = machine()
+    for number in range(5):
+        one(replica, 1 + number, f"c{number}", 1, 1, USER, b"x")
+    assert one(replica, 6, "c0", 2, 2, USER, b"x").forgotten
+    for seq in range(2, 8):
+        one(replica, 6 + seq, "c4", seq, 1, USER, b"x")
+    assert one(replica, 20, "c4", 1, 1, USER, b"x").forgotten
+    assert one(replica, 21, "c4", 7, 1, USER, b"x") == 11
+
+
+def test_an_error_is_a_result() -> None:
+    replica, tally = machine()
+    failed = one(replica, 1, "a", 1, 1, USER, b"fail")
+    assert failed == Failure("ValueError: as asked")
+    assert one(replica, 2, "a", 1, 1, USER, b"fail") == failed
+    assert one(replica, 3, "a", 2, 1, USER, b"x") == 1
+    assert "machine=" in one(replica, 4, "a", 3, 1, 7, b"x").reason
+    assert tally.done == [b"x"]
+
+
+class Odd(Tally):
+    """Gives back whatever it was made with."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = result
+
+    def apply(self, command: bytes) -> Any:
+        if isinstance(self.result, BaseException):
+            raise self.result
+        return self.result
+
+
+@pytest.mark.parametrize("result", [object(), 1 << 70, {1: object()}, lambda: None])
+def test_a_result_that_cannot_be_carried_is_said_to_be_so(result: Any) -> None:
+    replica = Machine({USER: Odd(result)})
+    assert "msgpack cannot carry" in one(replica, 1, "a", 1, 1, USER, b"x").reason
+
+
+def test_a_result_is_not_changed_afterwards() -> None:
+    mine = Odd([1])
+    replica = Machine({USER: mine})
+    first = one(replica, 1, "a", 1, 1, USER, b"x")
+    mine.result.append(2)
+    assert first == one(replica, 2, "a", 1, 1, USER, b"x") == [1]
+
+
+def test_a_node_without_memory_ends_instead_of_differing() -> None:
+    replica = Machine({USER: Odd(MemoryError())})
+    with pytest.raises(MemoryError):
+        one(replica, 1, "a", 1, 1, USER, b"x")
+
+
+class Pieces(Tally):
+    """Sees the very pieces that it gave."""
+
+    given = (b"one", b"", b"three" * 1000)
+
+    def snapshot(self) -> Iterator[bytes]:
+        return iter(self.given)
+
+    def restore(self, pieces: Iterable[bytes]) -> None:
+        self.restored = tuple(pieces)
+
+
+def cut_anew(data: bytes, size: int) -> list[bytes]:
+    return [data[at : at + size] for at in range(0, len(data), size)]
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096, 1 << 20])
+def test_pieces_come_back_as_they_were_however_they_were_cut(size: int) -> None:
+    first, second = Pieces(), Tally()
+    data = b"".join(Machine({KEYSPACE: first, USER: second}).snapshot())
+    first, second = Pieces(), Tally()
+    Machine({KEYSPACE: first, USER: second}).restore(cut_anew(data, size))
+    assert first.restored == Pieces.given
+
+
+def test_a_snapshot_does_not_show_what_comes_after() -> None:
+    replica, _ = machine()
+    one(replica, 1, "a", 1, 1, USER, b"x")
+    pieces = replica.snapshot()
+    one(replica, 2, "a", 2, 1, USER, b"y")
+    again, tally = machine()
+    again.restore(pieces)
+    assert one(again, 2, "a", 1, 1, USER, b"x") == 1
+    assert one(again, 3, "a", 2, 1, USER, b"z") == 2
+    assert tally.done == [b"x", b"z"]
+
+
+def test_a_snapshot_that_is_cut_short_is_refused() -> None:
+    replica, _ = machine()
+    data = b"".join(replica.snapshot())
+    for end in range(1, len(data)):
+        again, _ = machine()
+        with pytest.raises((StoreUnusable, ValueError)):
+            again.restore([data[:end]])
+
+
+def test_a_snapshot_with_more_than_we_have_is_refused() -> None:
+    replica, _ = machine()
+    with pytest.raises(StoreUnusable, match="same machine="):
+        Machine({}).restore(replica.snapshot())
+
+
+commands = st.builds(
+    Command,
+    client=st.sampled_from("abc"),
+    seq=st.integers(1, 6),
+    floor=st.integers(1, 6),
+    target=st.sampled_from([USER, USER, USER, 7]),
+    body=st.sampled_from([b"x", b"y", b"fail"]),
+)
+
+
+@given(st.lists(st.lists(commands, max_size=4), max_size=12), st.integers(0, 12))
+def test_a_restored_machine_goes_on_as_the_other(log: list[list[Command]], at: int) -> None:
+    """Whatever the log, and wherever a snapshot was taken in it."""
+    whole, done = machine()
+    results = [whole.apply(index, batch) for index, batch in enumerate(log, 1)]
+    before, _ = machine()
+    for index, batch in enumerate(log[:at], 1):
+        before.apply(index, batch)
+    after, restored = machine()
+    after.restore(cut_anew(b"".join(before.snapshot()), 13))
+    assert results[at:] == [after.apply(n, batch) for n, batch in enumerate(log[at:], at + 1)]
+    assert restored.done == done.done
+    assert b"".join(after.snapshot()) == b"".join(whole.snapshot())

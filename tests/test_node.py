@@ -1,0 +1,301 @@
+"""`doyen.Node`, three in this process: each on a thread and in a folder of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import doyen
+from nodes import Notes, addresses, three, until
+
+
+class Trio:
+    """Three nodes in this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.peers = three()
+        self.notes: dict[str, Notes] = {}
+        self.nodes: dict[str, doyen.Node] = {}
+        self._stack: dict[str, AsyncExitStack] = {}
+
+    async def start(self, name: str, **options: Any) -> doyen.Node:
+        self.notes[name] = Notes()
+        node = doyen.Node(
+            name,
+            peers=options.pop("peers", self.peers),
+            data_dir=self.folder / name,
+            machine=self.notes[name],
+            **options,
+        )
+        stack = self._stack[name] = AsyncExitStack()
+        self.nodes[name] = await stack.enter_async_context(node)
+        return node
+
+    async def stop(self, name: str) -> None:
+        del self.nodes[name]
+        await self._stack.pop(name).aclose()
+
+    async def leader(self) -> doyen.Node:
+        def agreed() -> bool:
+            leaders = {node.leader for node in self.nodes.values()}
+            return len(leaders) == 1 and None not in leaders
+
+        await until(agreed)
+        return self.nodes[next(iter(self.nodes.values())).leader or ""]
+
+    async def follower(self) -> doyen.Node:
+        leader = await self.leader()
+        return next(node for node in self.nodes.values() if node is not leader)
+
+
+@asynccontextmanager
+async def trio(folder: Path) -> AsyncIterator[Trio]:
+    nodes = Trio(folder)
+    try:
+        for name in nodes.peers:
+            await nodes.start(name)
+        yield nodes
+    finally:
+        for name in [*nodes.nodes]:
+            await nodes.stop(name)
+
+
+def with_three(folder: Path, work: Callable[[Trio], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(60), trio(folder) as nodes:
+            await work(nodes)
+
+    asyncio.run(main())
+
+
+def test_what_one_proposes_all_have(tmp_path: Path) -> None:
+    async def work(nodes: Trio) -> None:
+        leader = await nodes.leader()
+        assert leader.role == "leading"
+        assert leader.generation >= 1
+        for number, node in enumerate(nodes.nodes.values()):
+            results = await asyncio.gather(*(node.propose(b"%d" % n) for n in range(200)))
+            assert sorted(results) == list(range(number * 200 + 1, number * 200 + 201))
+            with pytest.raises(doyen.CommandFailed, match="ValueError: as asked"):
+                await node.propose(b"fail")
+        for name, node in nodes.nodes.items():
+            await node.barrier()
+            assert nodes.notes[name].kept == nodes.notes[leader.id].kept
+            assert len(nodes.notes[name].kept) == 600
+        status = leader.status()
+        assert (status.id, status.role, status.pending, status.full) == (
+            leader.id,
+            "leading",
+            0,
+            False,
+        )
+        assert status.applied == status.commit
+
+    with_three(tmp_path, work)
+
+
+def test_leadership_goes_where_it_is_sent(tmp_path: Path) -> None:
+    async def work(nodes: Trio) -> None:
+        follower = await nodes.follower()
+        seen = []
+
+        async def watch() -> None:
+            async for standing in follower.observe():
+                seen.append(standing)
+                if standing.role == "leading":
+                    return
+
+        watching = asyncio.create_task(watch())
+        await until(lambda: seen)
+        await follower.transfer(follower.id)
+        assert follower.role == "leading"
+        await watching
+        assert seen[0].role == "following"
+        assert seen[-1].leader == follower.id
+        with pytest.raises(doyen.OrderFailed, match="is not a voter"):
+            await follower.transfer("n9")
+
+    with_three(tmp_path, work)
+
+
+def test_a_stop_hands_over_and_a_start_remembers(tmp_path: Path) -> None:
+    async def work(nodes: Trio) -> None:
+        took: list[float] = []
+        for number in range(3):
+            leader = await nodes.leader()
+            await leader.propose(b"%d" % number)
+            began = time.monotonic()
+            await nodes.stop(leader.id)
+            other = await nodes.leader()
+            assert other.id != leader.id
+            took.append(time.monotonic() - began)
+            with pytest.raises(doyen.SessionClosed):
+                await leader.propose(b"late")
+            again = await nodes.start(leader.id)
+            await again.barrier()
+            assert nodes.notes[leader.id].kept == [b"%d" % n for n in range(number + 1)]
+        assert min(took) < 0.9, "an election timeout was waited for"
+
+    with_three(tmp_path, work)
+
+
+def test_nodes_come_and_go(tmp_path: Path) -> None:
+    async def work(nodes: Trio) -> None:
+        leader = await nodes.leader()
+        await leader.propose(b"before")
+        (where,) = addresses(1)
+        await nodes.start("n4", peers=nodes.peers | {"n4": where}, join=True)
+        await leader.add("n4", where)
+        await until(lambda: nodes.notes["n4"].kept == [b"before"])
+        async with asyncio.timeout(10):
+            while "n4" not in leader.status().membership.voters:
+                with contextlib.suppress(doyen.OrderFailed):  # it may be a little behind
+                    await leader.promote("n4")
+        assert leader.status().membership.voters == ("n1", "n2", "n3", "n4")
+        gone = (await nodes.follower()).id
+        await nodes.nodes["n4"].remove(gone)
+        await nodes.stop(gone)
+        assert await nodes.nodes["n4"].propose(b"after") == 2
+
+    with_three(tmp_path, work)
+
+
+def test_a_session_on_ones_own_quorum(tmp_path: Path) -> None:
+    async def work(nodes: Trio) -> None:
+        node = await nodes.follower()
+        async with node.session(ttl_s=2) as session, session.campaign("billing", name="a") as term:
+            assert term.valid
+            async with (await nodes.leader()).session(ttl_s=2) as other:
+                leader = await other.leader("billing")
+                assert leader is not None
+                assert (leader.name, leader.token) == ("a", term.token)
+
+    with_three(tmp_path, work)
+
+
+def test_a_busy_caller_does_not_starve_the_node(tmp_path: Path) -> None:
+    async def work(nodes: Trio) -> None:
+        leader = await nodes.leader()
+        generation = leader.generation
+        end = time.monotonic() + 2.5
+        while time.monotonic() < end:
+            pass
+        assert await leader.propose(b"still here") == 1
+        assert leader.generation == generation
+
+    with_three(tmp_path, work)
+
+
+def test_loops_come_and_go(tmp_path: Path) -> None:
+    """A node serves callers on whatever loops they run."""
+    nodes = Trio(tmp_path)
+    nodes.peers = {"n1": addresses(1)[0]}
+
+    async def main() -> None:
+        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+            node = await nodes.start("n1")
+            both = [asyncio.to_thread(asyncio.run, propose(node, name)) for name in (b"a", b"b")]
+            for each in both:
+                tasks.create_task(each)
+        await nodes.stop("n1")
+
+    async def propose(node: doyen.Node, name: bytes) -> None:
+        await asyncio.gather(*(node.propose(b"%s%d" % (name, n)) for n in range(100)))
+
+    asyncio.run(main())
+    assert len({*nodes.notes["n1"].kept}) == 200
+
+
+def test_a_forked_child_has_no_node(tmp_path: Path) -> None:
+    code = f"""
+import asyncio, os, doyen
+
+async def main():
+    peers = {{"n1": {addresses(1)[0]!r}}}
+    async with doyen.Node("n1", peers=peers, data_dir={str(tmp_path / "n1")!r}) as node:
+        child = os.fork()
+        if not child:
+            try:
+                await node.propose(b"x")
+            except doyen.SessionClosed as error:
+                os._exit(0 if "parent process" in str(error) else 2)
+            os._exit(1)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+asyncio.run(main())
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout == "0\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"peers": {"n2": "h:1"}}, "'n1' is not among its peers"),
+        ({"peers": {"n1": "h"}}, "'h' is no address"),
+        ({"peers": {"n1": "h:1", "n2": "h:1"}}, "two nodes have one address"),
+        ({"join": True}, "needs the addresses of those it joins"),
+        ({"protocol": "raftt"}, "no protocol 'raftt'; there are raft, zab"),
+        ({"heartbeat_s": 0.6}, "at most half of election_s=1"),
+        ({"heartbeat_s": 0.0}, "must be positive"),
+        ({"listen": "nowhere"}, "'nowhere' is no address"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(doyen.ConfigError, match=re.escape(message)):
+        doyen.Node("n1", **{"peers": {"n1": "127.0.0.1:1"}, "data_dir": "data"} | options)
+
+
+def test_unknown_options_are_refused() -> None:
+    with pytest.raises(TypeError, match="heartbeats"):
+        doyen.Node("n1", peers={"n1": "h:1"}, data_dir="data", heartbeats=1)  # type: ignore[call-arg]
+
+
+def test_a_node_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        peers = {"n1": addresses(1)[0]}
+        node = doyen.Node("n1", peers=peers, data_dir=tmp_path / "n1")
+        with pytest.raises(doyen.SessionClosed, match="not running"):
+            await node.propose(b"early")
+        async with node:
+            with pytest.raises(doyen.SessionClosed, match="entered once"):
+                await node.__aenter__()
+            with pytest.raises(doyen.StoreUnusable, match=f"in use by process {os.getpid()}"):
+                async with doyen.Node("n1", peers=peers, data_dir=tmp_path / "n1"):
+                    pass
+            with pytest.raises(doyen.DoyenError, match=r"listen|in use"):
+                async with doyen.Node("n1", peers=peers, data_dir=tmp_path / "other"):
+                    pass
+
+    asyncio.run(main())
+
+
+def test_a_missing_library_names_the_extra() -> None:
+    code = """
+import sys
+sys.modules["msgspec"] = None
+import doyen
+class Machine(doyen.StateMachine): ...
+try:
+    doyen.Node("n1", peers={"n1": "h:1"}, data_dir="data")
+except doyen.ConfigError as error:
+    print(error)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "install doyen[quorum]" in result.stdout
