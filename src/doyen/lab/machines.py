@@ -2,8 +2,8 @@
 
 `LabLoop` is an event loop for many processes at once. Which process a piece of code belongs to is
 in its context: whatever a process starts, belongs to it. So a process can be killed or frozen as by
-a signal, between any two callbacks, however it is written: what belongs to a dead process is never
-run again, what belongs to a frozen one waits. Connections made with `create_connection` end at
+a signal, between any two callbacks, however it is written: what belongs to a frozen process waits,
+and so does, until the world has ended and must be cleaned up, what belongs to a dead one. Connections made with `create_connection` end at
 simulated listeners, byte streams with latency and without loss: what is sent over a cut link waits,
 as the kernel would have it, and arrives when the link heals. A process that dies ends its
 connections, a machine that dies does not.
@@ -88,7 +88,16 @@ class Process:
 
     def thaw(self) -> None:
         self.frozen -= 1
-        if not self.frozen:
+        self._go_on()
+
+    def bury(self) -> None:
+        """The world has ended: let whatever was stopped come to its end."""
+        self.dead = False
+        self.frozen = 0
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if not self.frozen and not self.dead:
             backlog, self.backlog = self.backlog, []
             self._loop.go_on(backlog)
 
@@ -118,9 +127,7 @@ class _TimerHandle(asyncio.TimerHandle):
 
 
 def _run(handle: Any, process: Process) -> None:
-    if process.dead:
-        return
-    if process.frozen:
+    if process.dead or process.frozen:
         process.backlog.append(handle)
         return
     loop: LabLoop = handle._loop
@@ -339,6 +346,7 @@ class Network:
         self._listening: dict[str, tuple[Process, Callable[[], asyncio.Protocol]]] = {}
         self._off: dict[str, None] = {}
         self._waiting: list[Connection] = []
+        self.closed = False
 
     def latency(self) -> float:
         return self._latencies[self._bits(10)]
@@ -370,6 +378,8 @@ class Network:
     ) -> tuple[Connection, Any]:
         await asyncio.sleep(2 * self.latency())
         here = process.machine
+        if self.closed:
+            raise ConnectionRefusedError(111, "Connection refused")
         if self.cuts.get((here, host)) or self.cuts.get((host, here)) or host in self._off:
             await asyncio.get_running_loop().create_future()  # nobody answers
         listening = self._listening.get(host)
@@ -400,6 +410,16 @@ class Network:
         waiting, self._waiting = self._waiting, []
         for connection in waiting:
             connection.let_go()
+
+    def close(self, processes: list[Process]) -> None:
+        """Nobody can reach anybody any more, and everybody is told."""
+        self.closed = True
+        self.cuts.clear()
+        self._off.clear()
+        for process in processes:
+            for each in list(process.connections):
+                reset = ConnectionResetError("reset")
+                self.loop.call_soon(each.ended, reset, context=process.context)
 
     def reset(self, one: str, other: str) -> None:
         """Every connection between two machines is reset."""

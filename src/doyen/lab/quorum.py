@@ -1,6 +1,6 @@
 """A world of whole nodes and their clients: everything that users run, on simulated machines.
 
-Each node is what `doyen serve` is: a core under the real driver, peers and a door on (simulated)
+Each node is what `doyen serve` is: a core under the real driver, peers and links on (simulated)
 TCP, the keyspace and its service. Only the journal is the lab's, since it must be able to forget.
 Each candidate is a process of its own with a session on `doyen://`, standing for one election.
 Beside them, proposers on every node swap registers, and their history is checked.
@@ -43,7 +43,6 @@ from doyen.lab.machines import Killed, LabLoop, Network, OwnClock, Process
 from doyen.lab.plan import LEADER, Fault, Plan, Weather, stream
 from doyen.lab.protocols import Protocol, known
 from doyen.lab.world import Outcome, Statistics
-from doyen.node.door import Door, Visitor
 from doyen.node.driver import Driver
 from doyen.node.journal import MemoryJournal
 from doyen.node.machine import KEYSPACE, USER, Machine
@@ -52,8 +51,8 @@ from doyen.node.service import Service
 from doyen.node.state import StateMachine
 from doyen.presence import Settings as SessionSettings
 from doyen.quorum.keyspace import Keyspace
-from doyen.quorum.link import Tally
-from doyen.quorum.wire import Identity, Security
+from doyen.quorum.link import Link, Tally
+from doyen.quorum.wire import Identity, Listener, Security
 from doyen.runtime import InlineRuntime
 from doyen.session import Session
 from doyen.store import Context, open_store
@@ -269,12 +268,15 @@ class NodeHost(Host):
         service = Service(
             driver, keyspace, self.clock, election_s=world.settings.election_timeout_s
         )
-        door = Door(me, Security(), peers=peers.admit, clients=service.admit, pages={}, tally=tally)
+
+        def admit(link: Link) -> None:
+            (peers if link.role == "peer" else service).admit(link)
+
         driver.on_role(partial(world.role_changed, self))
         self.driver = driver
         await driver.start()
         assert self.process is not None
-        world.network.listen(self.process, lambda: Visitor(door, False))
+        world.network.listen(self.process, lambda: Link(Listener(me, None), tally, admit=admit))
         await self._propose(driver)
 
     def _abort(self, error: BaseException) -> None:
@@ -285,8 +287,6 @@ class NodeHost(Host):
         world, rng = self.world, self.rng
         while True:
             await asyncio.sleep(rng.expovariate(1 / world.plan.pause_s))
-            if world.quiet:
-                continue
             operation = world.begin(self, writes=rng.random() < 0.5)
             try:
                 if operation.value is None:
@@ -350,7 +350,7 @@ class QuorumWorld:
         self.oracle = Oracle(self)
         self.chronicle: Callable[[float, str, str], None] | None = None
         self.violation: Violation | None = None
-        self.quiet = False
+        self._over = False
         self.history: list[Operation] = []
         self.sequence: list[bytes] = []
         self.dead: list[Process] = []
@@ -395,6 +395,8 @@ class QuorumWorld:
             self.complain("applied", f"command {place} was applied after {len(self.sequence)}")
 
     def aborted(self, host: Host, error: BaseException) -> None:
+        if self._over:
+            return
         if not isinstance(error, OSError):
             self.complain("defect", f"{host.name}: {error!r}")
         self.tell(host.name, "ends its own process")
@@ -595,14 +597,13 @@ class QuorumWorld:
 
     async def _clean_up(self) -> None:
         """Whoever still runs is asked to end, the dead included: nothing may be left behind."""
+        self._over = True
         self.loop.after_turn = lambda: None
         self.loop.set_exception_handler(lambda loop, told: None)
         processes = [*self.dead, *(host.process for host in self.hosts.values() if host.process)]
         for process in processes:
-            process.dead = False
-            process.connections.clear()
-            while process.frozen:
-                process.thaw()
+            process.bury()
+        self.network.close(processes)
         for _ in range(20):
             left = [task for process in processes for task in process.tasks if not task.done()]
             if not left:
