@@ -3,7 +3,8 @@
     messages   what servers say, what each keeps on disk, settings
     log        entries by index, and how much of them is on disk
     progress   what a leader knows of one peer
-    server     the core
+    elector    what every server has, and how it comes by a leader
+    server     the core: following, leading, committing, reading, handing over, changing
 
 Elections go through a pre-vote, so that a server that was cut off comes back without deposing
 anybody; a leader that hears no majority steps down; whoever hears a leader ignores the campaigns of

@@ -175,8 +175,8 @@ class Log:
         self._pending.append((token, snapshot.index))
 
     def check(self, name: str) -> None:
-        """Raise if this is no log."""
-        generations = [self.base_generation, *map(_generation_of, self.entries)]
+        """Raise if this is no log, as far as its end shows."""
+        generations = [self.base_generation, *map(_generation_of, self.entries[-2:])]
         if (
             self.last != self.base + len(self.entries)
             or self.last_generation != generations[-1]
@@ -185,5 +185,5 @@ class Log:
         ):
             raise InvariantBroken(
                 f"{name}: a log from {self.base} to {self.last}, of generation "
-                f"{self.last_generation}, on disk up to {self.durable}, holds {generations}"
+                f"{self.last_generation}, on disk up to {self.durable}, ends in {generations}"
             )

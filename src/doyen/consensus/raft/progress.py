@@ -87,8 +87,13 @@ class Progress:
     def stream(self) -> None:
         self._land(STREAMING, self.match + 1)
 
-    def probe(self, following: int, *, paused: bool = False) -> None:
+    def probe(self, following: int) -> None:
         self._land(PROBING, max(following, self.match + 1))
+
+    def resume(self, *, paused: bool = False) -> None:
+        """Probe where the peer was last known or thought to be: of what was on its way, nothing
+        is certain."""
+        self.probe(self.match + 1 if self.pace is STREAMING else self.next)
         self.paused = paused
 
     def await_snapshot(self) -> None:
