@@ -250,3 +250,23 @@ def test_leases_that_are_met_no_more_are_forgotten() -> None:
         assert list(lookout._seen) == [LEASE]
 
     virtually(test)
+
+
+@pytest.mark.parametrize("poll_s", [None, 0.1])
+def test_owners_that_could_not_be_found_out_are_asked_for_again(poll_s: float | None) -> None:
+    """The store fails just when somebody has begun to watch: there is nothing else to look at."""
+
+    async def test(tables: Tables) -> None:
+        changes = None if poll_s is None else tables.changes
+        lookout = tables.lookout = Lookout(tables, tables.clock.now, poll_s, changes)
+        told = asyncio.Event()
+        await lookout.watch("e", told.set)
+        tables.failing = True
+        await asyncio.sleep(1.0)
+        tables.failing = False
+        async with asyncio.timeout(3 * TTL_S):
+            await told.wait()
+        assert tables.sealed_at is not None
+        lookout.close()
+
+    virtually(test)

@@ -321,6 +321,7 @@ class Lookout:
                 log.debug("leases could not be looked at: %s", error)
                 self._dirty |= dirty & self._scopes.keys()
                 await asyncio.sleep(_RETRY_S)
+                self._stirred.set()
 
     async def _look(self) -> None:
         soon = self._now() + _GRAIN_S
