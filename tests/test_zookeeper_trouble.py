@@ -252,6 +252,37 @@ def test_a_lease_that_is_given_back_in_an_outage_ends_with_it(election: str) -> 
         asyncio.run(main(server))
 
 
+def test_one_who_cannot_hear_does_not_keep_its_session(
+    server: servers.ZooKeeper, link: servers.Proxy, election: str
+) -> None:
+    """What it sends arrives, what it is sent does not. Each attempt of its own to connect is a sign
+    of life to the server: it must leave the session alone."""
+
+    async def main() -> None:
+        async with opened(link.url) as deaf, opened(server.url) as other:
+            lease = await deaf.grant(1.0)
+            await deaf.create(leader_key(election), b"", lease)
+            link.cut("down")
+            while True:
+                try:
+                    await asyncio.wait_for(renewed(deaf, lease), 0.2)
+                except (TimeoutError, OutcomeUnknown):
+                    pass
+                except StoreUnavailable:
+                    break  # the connection has been given up
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await deaf.revoke(lease)
+
+            async def gone() -> bool:
+                return await other.get(leader_key(election)) is None
+
+            await eventually(gone, "the session has ended")
+            link.heal()
+
+    asyncio.run(main())
+
+
 def test_a_server_that_comes_back_finds_its_sessions(election: str) -> None:
     """Killed and restarted within the ttl: leases, entries and watches go on."""
 

@@ -12,6 +12,9 @@ What kazoo leaves open is closed by the two classes that it is run with:
   whatever kazoo's thread is still able to do.
 - A server that has fallen silent is left for another one, by breaking off the connection. kazoo
   notices by its pings alone, and puts those off for as long as there are requests to send.
+- A session that is to be closed is let alone for as long as it may live, if servers are reached
+  and do not answer: they take every attempt to connect for a sign of life, and one who cannot hear
+  them would keep its session for ever.
 - What the server grants (the length of the session) is known, and checked at every reconnect.
 - Requests that wait are sent together, what has arrived is read together, and the loop is woken
   once for all of it; kazoo takes a system call or three, and a change of threads, for each.
@@ -87,6 +90,11 @@ _NOT_DONE = (ConnectionClosedError, NotReadOnlyCallError, SessionMovedError, Thr
 _HEAD = struct.Struct("!iii")
 _CHUNK = 65536
 
+ATTEMPTS = 3
+"""So often a session that is to be closed is asked for in vain: a server that has just been started
+may take a connection and never answer on it."""
+OUTLIVES = 2.0
+"""After so many times its length without a sign of life a session has ended for certain."""
 IN_FLIGHT = 64
 """So many requests at most are under way ahead of a renewal on the same connection."""
 
@@ -139,6 +147,9 @@ class Wire:
         self._closing = False
         """Over for us, and to be closed once there is a connection."""
         self._stopping = False
+        self._unanswered = 0
+        """How often servers were asked for the session, and have not answered."""
+        self._asked_at = -math.inf
         self._inbox: deque[Callable[[], object]] = deque()
         self._woken = False
         self._sent: deque[float] = deque()
@@ -260,7 +271,14 @@ class Wire:
 
     def may_connect(self) -> str | None:
         """Why not, if not. kazoo's thread."""
-        return None if self._closing else self.over()
+        if not self._closing:
+            return self.over()
+        rests = self._now() < self._asked_at + OUTLIVES * self.granted_s
+        return "it is left to expire" if rests and self._unanswered >= ATTEMPTS else None
+
+    def unanswered(self) -> None:
+        """A server was asked for the session, and does not answer. kazoo's thread."""
+        self._unanswered, self._asked_at = self._unanswered + 1, self._now()
 
     def forked(self) -> None:
         """In the child of a fork: the connection is the parent's."""
@@ -289,6 +307,7 @@ class Wire:
             self.lost_because = f"the server at hand offers {name} for {granted_s:g} s instead"
             raise ConnectionDropped(self.lost_because)
         self.session, self.granted_s = name, granted_s
+        self._unanswered = 0
         self.post(self._went_up)
 
     def state_changed(self, state: str) -> None:
@@ -546,6 +565,8 @@ class _Connection(ConnectionHandler):  # type: ignore[misc]
             handler.failed(error)
             if isinstance(error, AuthFailedError):
                 self.error = error
+            elif isinstance(error, handler.timeout_exception):
+                self.wire.unanswered()
             raise
         session, _ = client.client_id
         # kazoo keeps two thirds of what was granted.
