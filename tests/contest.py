@@ -127,15 +127,18 @@ class Contest:
         return candidate
 
     def wait(self, what: str, condition: Callable[[], object]) -> None:
-        """Wait until it is so; fail at once if a candidate ends by itself."""
+        """Wait until it is so; fail at once if a candidate ends by itself, or logs an error."""
 
         def failed() -> list[str]:
-            return [each.name for each in self.candidates if each.process.returncode not in GOOD]
+            ended = [each.name for each in self.candidates if each.process.returncode not in GOOD]
+            return ended + [
+                event["text"] for _, event in self.events if event["event"] == "trouble"
+            ]
 
         with self._heard:
             self._heard.wait_for(lambda: failed() or condition(), PATIENCE_S)
             heard = [f"{who.name}: {event}" for who, event in self.events[-20:]]
-            assert not failed(), f"{failed()} ended by themselves; heard {heard}"
+            assert not failed(), f"{failed()}: ended by themselves; heard {heard}"
             assert condition(), f"{what}; heard {heard}"
 
     def listen(self, seconds: float) -> None:
@@ -230,6 +233,9 @@ async def stand(url: str, name: str, ttl_s: float, audit: str) -> None:
             event: Record | None = getattr(record, "doyen", None)
             if event is not None:
                 os.write(1, json.dumps({**event.fields(), "at": event.at}).encode() + b"\n")
+            elif record.levelno >= logging.ERROR:
+                told = {"event": "trouble", "text": logging.Formatter().format(record)}
+                os.write(1, json.dumps(told).encode() + b"\n")
 
     logging.getLogger("doyen").addHandler(Tell())
     logging.getLogger("doyen").setLevel(logging.DEBUG)
