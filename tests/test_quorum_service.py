@@ -1,0 +1,563 @@
+"""Clients served by nodes, in virtual time: real drivers and cores, links that are lists."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from doyen.consensus.core import Role
+from doyen.node import machine as machines
+from doyen.node.driver import Driver
+from doyen.node.machine import KEYSPACE, Machine
+from doyen.node.ports import StateMachine
+from doyen.node.service import Limits, Service
+from doyen.quorum.keyspace import (
+    Advance,
+    Begin,
+    Command,
+    Create,
+    Delete,
+    Done,
+    Enqueue,
+    Expire,
+    Grant,
+    Granted,
+    Keyspace,
+    Put,
+    Refused,
+    Revoke,
+    Stands,
+    Written,
+    decode_result,
+    encode,
+)
+from doyen.quorum.requests import (
+    ANSWER,
+    MAX_KEY,
+    MAX_VALUE,
+    REQUEST,
+    Ahead,
+    Changed,
+    Condition,
+    Failed,
+    Found,
+    Get,
+    Head,
+    Hello,
+    Inquire,
+    Listed,
+    Renew,
+    Renewed,
+    Request,
+    Scan,
+    Trouble,
+    Unwatch,
+    Watch,
+    Watching,
+    Write,
+    Wrote,
+    decode_answer,
+)
+from doyen.quorum.wire import Fault
+from doyen.testing.virtual import run_virtual
+from drivers import World
+
+TTL_S = 2.0
+
+
+class WithKeyspace(Machine):
+    def __init__(self, targets: Mapping[int, StateMachine]) -> None:
+        self.keyspace = Keyspace()
+        super().__init__({**targets, KEYSPACE: self.keyspace})
+
+
+class Client:
+    """A client's connection, and what it was told on it."""
+
+    def __init__(self, service: Service, name: str = "a-client") -> None:
+        self.closed = False
+        self.refused: Fault | None = None
+        self.faults: list[Fault] = []
+        self.told: list[Any] = []
+        self.deaf = False
+        self._on_frames: Callable[..., None] | None = None
+        self._ids = 0
+        service.admit(self)
+        if self._on_frames is not None:
+            self.put(Hello(name))
+
+    def welcome(self, on_frames: Any, on_end: Any) -> None:
+        self._on_frames, self._on_end = on_frames, on_end
+
+    def refuse(self, fault: Fault, text: str) -> None:
+        self.refused = fault
+
+    def send(self, kind: int, *parts: bytes) -> bool:
+        assert kind == ANSWER
+        if self.closed:
+            return False
+        if not self.deaf:
+            self.told.append(decode_answer(b"".join(parts)))
+        return not self.deaf
+
+    async def drain(self) -> None:
+        return
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._on_end(self, None)
+
+    abort = close
+
+    def fault(self, fault: Fault, text: str) -> None:
+        self.faults.append(fault)
+        self.close()
+
+    def put(self, *requests: Request) -> None:
+        assert self._on_frames is not None
+        self._on_frames(self, [(REQUEST, encode(each)) for each in requests])
+
+    async def answer(self, request: Any) -> Any:
+        self.put(request)
+        return await self.answer_to(request.id)
+
+    async def answer_to(self, id: int) -> Any:  # noqa: A002
+        async with asyncio.timeout(30):
+            while True:
+                for answer in self.told:
+                    if not isinstance(answer, Changed) and answer.id == id:
+                        return answer
+                await asyncio.sleep(0.001)
+
+    async def ask(self, kind: Callable[..., Any], *arguments: Any) -> Any:
+        self._ids -= 1
+        return await self.answer(kind(self._ids, *arguments))
+
+    async def do(self, id: int, command: Command, floor: int = 1) -> Any:  # noqa: A002
+        answer = await self.answer(Write(id, floor, encode(command)))
+        return decode_result(answer.result) if isinstance(answer, Wrote) else answer
+
+
+class Quorum:
+    """Three nodes that serve clients."""
+
+    def __init__(self, limits: Limits = Limits()) -> None:  # noqa: B008
+        self.world = World(machine=WithKeyspace)
+        self.services: dict[str, Service] = {}
+        self.limits = limits
+
+    async def start(self) -> None:
+        await self.world.boot()
+        for node in self.world.nodes.values():
+            self.serve(node)
+        await self.world.leader()
+
+    def serve(self, node: Driver) -> None:
+        self.services[node.id] = Service(
+            node, self.keyspace(node.id), self.world.clock, limits=self.limits
+        )
+
+    async def restart(self, node: str) -> None:
+        await self.world.boot_one(node)
+        self.serve(self.world.nodes[node])
+
+    def keyspace(self, node: str) -> Keyspace:
+        machine = self.world.nodes[node].machine
+        assert isinstance(machine, WithKeyspace)
+        return machine.keyspace
+
+    async def leader(self) -> str:
+        return (await self.world.leader()).id
+
+    async def follower(self) -> str:
+        leader = await self.leader()
+        return next(node for node in self.world.nodes if node != leader)
+
+    def crash(self, node: str) -> None:
+        self.services.pop(node).close()
+        self.world.crash(node)
+
+
+def on_quorum(
+    test: Callable[[Quorum], Coroutine[Any, Any, None]],
+    limits: Limits = Limits(),  # noqa: B008
+) -> None:
+    async def main() -> None:
+        quorum = Quorum(limits)
+        await quorum.start()
+        await test(quorum)
+
+    run_virtual(main)
+
+
+async def granted(client: Client, id: int = 1) -> int:  # noqa: A002
+    result = await client.do(id, Grant(TTL_S))
+    assert isinstance(result, Granted)
+    return result.lease
+
+
+def test_a_write_asked_again_of_another_node_is_carried_out_once() -> None:
+    async def test(quorum: Quorum) -> None:
+        first, second = quorum.services["n1"], quorum.services["n2"]
+        a, again = Client(first), Client(second)
+        b = Client(second, "another-client")
+        lease = await granted(a)
+        won = await a.do(2, Create("k", b"a", lease))
+        assert isinstance(won, Written)
+        assert await again.do(2, Create("k", b"a", lease)) == won
+        ticket = await a.do(3, Enqueue("line", b"", lease, 0))
+        assert await again.do(3, Enqueue("line", b"", lease, 0)) == ticket
+        listed = await again.ask(Scan, "line")
+        assert len(listed.records) == 1
+        assert isinstance(await b.do(2, Create("k", b"b", await granted(b))), Stands)
+        found = await b.ask(Get, "k")
+        assert found.record.value == b"a"
+
+    on_quorum(test)
+
+
+def test_a_write_outlives_the_leader_it_was_sent_to() -> None:
+    async def test(quorum: Quorum) -> None:
+        follower = await quorum.follower()
+        client = Client(quorum.services[follower])
+        leader = await quorum.leader()
+        client.put(Write(1, 1, encode(Put("k", b"v", 0))))
+        quorum.crash(leader)
+        answer = await client.answer_to(1)
+        assert isinstance(decode_result(answer.result), Written)
+        assert await client.do(1, Put("k", b"v", 0)) == decode_result(answer.result)
+
+    on_quorum(test)
+
+
+def test_every_node_reads_what_was_acknowledged() -> None:
+    async def test(quorum: Quorum) -> None:
+        clients = [Client(service, f"client-{n}") for n, service in quorum.services.items()]
+        for number in range(30):
+            writer = clients[number % 3]
+            result = await writer.do(number + 1, Put(f"k/{number}", b"v", 0))
+            assert isinstance(result, Written)
+            for reader in clients:
+                assert (await reader.ask(Get, f"k/{number}")).record.value == b"v"
+                assert len((await reader.ask(Scan, "k")).records) == number + 1
+
+    on_quorum(test)
+
+
+def test_lines() -> None:
+    async def test(quorum: Quorum) -> None:
+        client = Client(quorum.services[await quorum.follower()])
+        lease = await granted(client)
+        first = await client.do(2, Enqueue("l", b"1", lease, 0))
+        second = await client.do(3, Enqueue("l", b"2", lease, 0))
+        assert (await client.ask(Head, "l")).record.key == first.key
+        assert (await client.ask(Ahead, second.key)).record.key == first.key
+        assert (await client.ask(Ahead, first.key)).record is None
+        await client.do(4, Delete(first.key, 0))
+        gone = await client.ask(Ahead, first.key)
+        assert gone.trouble is Trouble.TICKET_GONE
+        assert (await client.ask(Get, "nothing")) == Found(client._ids, None)
+
+    on_quorum(test)
+
+
+def test_long_lists_come_in_pieces() -> None:
+    async def test(quorum: Quorum) -> None:
+        client = Client(quorum.services["n1"])
+        for number in range(6):
+            await client.do(number + 1, Put(f"k/{number}", bytes(400_000), 0))
+        client.put(Scan(-1, "k"))
+        await quorum.world.until(
+            lambda: any(isinstance(each, Listed) and not each.more for each in client.told)
+        )
+        pieces = [each for each in client.told if isinstance(each, Listed)]
+        assert len(pieces) > 1
+        assert [each.more for each in pieces] == [True] * (len(pieces) - 1) + [False]
+        keys = [record.key for each in pieces for record in each.records]
+        assert keys == [f"k/{number}" for number in range(6)]
+
+    on_quorum(test)
+
+
+def test_a_lease_is_renewed_through_any_node_and_ends_when_nobody_does() -> None:
+    async def test(quorum: Quorum) -> None:
+        clients = [Client(service) for service in quorum.services.values()]
+        lease = await granted(clients[0])
+        await clients[0].do(2, Create("k", b"", lease))
+        for number in range(12):
+            await asyncio.sleep(TTL_S / 2)
+            assert isinstance(await clients[number % 3].ask(Renew, lease), Renewed)
+        began = quorum.world.loop.time()
+        while (await clients[1].ask(Get, "k")).record is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        took_s = quorum.world.loop.time() - began
+        assert TTL_S - 0.1 <= took_s <= TTL_S + 0.1
+        assert (await clients[2].ask(Renew, lease)).trouble is Trouble.LEASE_GONE
+
+    on_quorum(test)
+
+
+def test_leases_outlive_a_change_of_leader_and_end_after_it() -> None:
+    async def test(quorum: Quorum) -> None:
+        leader = await quorum.leader()
+        client = Client(quorum.services[await quorum.follower()])
+        renewed = await granted(client)
+        silent = await granted(client, 2)
+        await client.do(3, Create("renewed", b"", renewed))
+        await client.do(4, Create("silent", b"", silent))
+        await asyncio.sleep(TTL_S * 0.9)
+        assert isinstance(await client.ask(Renew, renewed), Renewed)
+        quorum.crash(leader)
+        died_at = quorum.world.loop.time()
+        assert isinstance(await client.ask(Renew, renewed), Renewed)
+        assert (await client.ask(Get, "silent")).record is not None, "it has its time anew"
+        while (await client.ask(Get, "silent")).record is not None:
+            await asyncio.sleep(TTL_S / 4)
+            assert isinstance(await client.ask(Renew, renewed), Renewed)
+        assert quorum.world.loop.time() - died_at <= TTL_S * 1.5 + 0.5
+        assert (await client.ask(Get, "renewed")).record is not None
+
+    on_quorum(test)
+
+
+def test_a_leader_that_nobody_follows_confirms_no_renewal() -> None:
+    async def test(quorum: Quorum) -> None:
+        leader = await quorum.leader()
+        client = Client(quorum.services[leader])
+        lease = await granted(client)
+        quorum.world.cut(leader)
+        client.put(Renew(-1, lease))
+        await asyncio.sleep(15.0)
+        assert not any(isinstance(answer, Renewed) for answer in client.told)
+        assert client.closed, "and it sends its clients away"
+        quorum.world.heal()
+
+    on_quorum(test)
+
+
+def test_a_node_without_a_leader_sends_clients_away_and_takes_them_back() -> None:
+    async def test(quorum: Quorum) -> None:
+        world = quorum.world
+        follower = await quorum.follower()
+        service = quorum.services[follower]
+        client = Client(service)
+        world.cut(follower)
+        await world.until(lambda: client.closed)
+        assert not service.serving
+        assert Client(service).refused is Fault.NOT_SERVING
+        assert service.clients == 0
+        world.heal()
+        await world.until(lambda: service.serving)
+        again = Client(service)
+        assert isinstance(await again.do(1, Put("k", b"", 0)), Written)
+
+    on_quorum(test)
+
+
+def test_a_short_election_costs_no_connection() -> None:
+    async def test(quorum: Quorum) -> None:
+        leader = await quorum.leader()
+        client = Client(quorum.services[await quorum.follower()])
+        quorum.crash(leader)
+        assert isinstance(await client.do(1, Put("k", b"", 0)), Written)
+        assert not client.closed
+
+    on_quorum(test)
+
+
+def test_watches_tell_of_changes_by_other_nodes() -> None:
+    async def test(quorum: Quorum) -> None:
+        writer, watcher = (Client(quorum.services[node]) for node in ("n1", "n2"))
+        assert isinstance(await watcher.answer(Watch(-1, "a", -1)), Watching)
+        assert isinstance(await watcher.answer(Watch(-2, "a/b", -1)), Watching)
+        assert isinstance(await watcher.answer(Watch(-3, "a/c", -1)), Watching)
+        result = await writer.do(1, Put("a/b", b"", 0))
+        await quorum.world.until(lambda: told(watcher))
+        assert sorted(told(watcher)) == [-2, -1]
+        revision = max(each.revision for each in watcher.told if isinstance(each, Changed))
+        assert revision == result.revision
+        watcher.put(Unwatch(-1))
+        watcher.told.clear()
+        await writer.do(2, Put("a/c/d", b"", 0))
+        await quorum.world.until(lambda: told(watcher))
+        assert told(watcher) == [-3]
+        service = quorum.services["n2"]
+        assert service.watches == 2
+        watcher.close()
+        assert service.watches == 0
+
+    on_quorum(test)
+
+
+def told(client: Client) -> list[int]:
+    return [watch for each in client.told if isinstance(each, Changed) for watch in each.ids]
+
+
+def test_the_end_of_a_lease_is_told_everywhere() -> None:
+    async def test(quorum: Quorum) -> None:
+        holder = Client(quorum.services["n1"])
+        watchers = [Client(service) for service in quorum.services.values()]
+        lease = await granted(holder)
+        await holder.do(2, Create("k", b"", lease))
+        for watcher in watchers:
+            await watcher.answer(Watch(-1, "k", -1))
+            watcher.told.clear()
+        await quorum.world.until(lambda: all(told(each) for each in watchers))
+
+    on_quorum(test)
+
+
+def test_a_watch_that_is_resumed_tells_what_was_missed_and_no_more() -> None:
+    async def test(quorum: Quorum) -> None:
+        writer, first = Client(quorum.services["n1"]), Client(quorum.services["n2"])
+        begun = await first.answer(Watch(-1, "a", -1))
+        await writer.do(1, Put("b", b"", 0))
+        quiet = Client(quorum.services["n3"])
+        await quiet.ask(Get, "b")  # so that it has caught up
+        await quiet.answer(Watch(-5, "a", begun.revision))
+        assert told(quiet) == []
+        first.close()
+        await writer.do(2, Put("a/x", b"", 0))
+        await quiet.ask(Get, "a")
+        missed = Client(quorum.services["n3"])
+        await missed.answer(Watch(-1, "a", begun.revision))
+        await quorum.world.until(lambda: told(missed))
+
+    on_quorum(test)
+
+
+def test_what_a_client_may_not_do_is_said_in_words() -> None:
+    async def test(quorum: Quorum) -> None:
+        client = Client(quorum.services["n1"])
+        lease = await granted(client)
+        commands: Sequence[Command] = [
+            Put("k", bytes(MAX_VALUE + 1), 0),
+            Create("x" * (MAX_KEY + 1), b"", lease),
+            Enqueue("", b"", lease, 0),
+            Grant(0.01),
+            Grant(float("inf")),
+            Grant(float("nan")),
+            Advance(2**62),
+            Begin(7),
+            Expire(1, (lease,)),
+        ]
+        for number, command in enumerate(commands, 2):
+            answer = await client.do(number, command)
+            assert isinstance(answer, Failed), command
+            assert answer.trouble is Trouble.UNUSABLE
+            assert answer.text
+        assert quorum.keyspace("n1").lease(lease) is not None
+        for _ in range(3):
+            await client.ask(Watch, "k", -1)
+        assert (await client.ask(Watch, "k", -1)).trouble is Trouble.UNUSABLE
+        assert await client.do(99, Revoke(lease)) == Done()
+
+    on_quorum(test, Limits(watches=3))
+
+
+def test_nonsense_ends_the_connection() -> None:
+    async def test(quorum: Quorum) -> None:
+        service = quorum.services["n1"]
+        for kind, payload in (
+            (REQUEST, b"nonsense"),
+            (REQUEST, b""),
+            (77, encode(Get(-1, "k"))),
+            (REQUEST, encode(Write(0, 0, b""))),
+            (REQUEST, encode(Write(1, 2, b""))),
+            (REQUEST, encode(Hello("short"))),
+        ):
+            client = Client(service)
+            assert client._on_frames is not None
+            client._on_frames(client, [(kind, payload)])
+            assert client.faults, payload
+            assert client.closed
+        assert service.clients == 0
+
+    on_quorum(test)
+
+
+def test_who_does_not_read_is_let_go() -> None:
+    async def test(quorum: Quorum) -> None:
+        client = Client(quorum.services["n1"])
+        client.deaf = True
+        client.put(Get(-1, "k"))
+        await quorum.world.until(lambda: client.closed)
+
+    on_quorum(test)
+
+
+def test_a_client_that_was_forgotten_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machines, "FORGOTTEN_AFTER", 5)
+
+    async def test(quorum: Quorum) -> None:
+        idle, busy = Client(quorum.services["n1"]), Client(quorum.services["n2"], "busy-client")
+        await idle.do(1, Put("k", b"", 0))
+        for number in range(1, 20):
+            await busy.do(number, Put(f"b/{number}", b"", 0))
+        answer = await idle.do(2, Put("l", b"", 0), floor=2)
+        assert isinstance(answer, Failed)
+        assert answer.trouble is Trouble.FORGOTTEN
+        assert (await idle.ask(Get, "l")).record is None
+
+    on_quorum(test)
+
+
+def test_a_node_tells_how_it_is() -> None:
+    async def test(quorum: Quorum) -> None:
+        leader = await quorum.leader()
+        client = Client(quorum.services[leader])
+        await granted(client)
+        await client.do(2, Put("k", b"", 0))
+        condition = await client.ask(Inquire)
+        assert isinstance(condition, Condition)
+        assert (condition.node, condition.leader, condition.role) == (leader, leader, "leading")
+        assert (condition.keys, condition.leases, condition.clients) == (1, 1, 1)
+        assert sorted(condition.voters) == ["n1", "n2", "n3"]
+        assert not condition.full
+
+    on_quorum(test)
+
+
+def test_an_era_begun_by_one_who_led_before_is_followed_by_another() -> None:
+    """A leader's first word may be carried out late, in the next one's time."""
+
+    async def test(quorum: Quorum) -> None:
+        leader = await quorum.world.leader()
+        await asyncio.sleep(0.1)
+        era = quorum.keyspace(leader.id).era
+        await leader.propose(KEYSPACE, encode(Begin(era + 1)))
+        await quorum.world.until(lambda: quorum.keyspace(leader.id).era == era + 2)
+        client = Client(quorum.services[await quorum.follower()])
+        lease = await granted(client)
+        assert isinstance(await client.ask(Renew, lease), Renewed)
+        assert (
+            decode_result(await leader.propose(KEYSPACE, encode(Expire(era, (lease,)))))
+            == Refused()
+        )
+        await quorum.world.until(lambda: quorum.keyspace(leader.id).lease(lease) is None)
+
+    on_quorum(test)
+
+
+def test_nodes_that_restart_serve_again() -> None:
+    async def test(quorum: Quorum) -> None:
+        client = Client(quorum.services["n1"])
+        lease = (await client.do(1, Grant(60.0))).lease
+        await client.do(2, Create("k", b"v", lease))
+        for node in ("n1", "n2", "n3"):
+            quorum.crash(node)
+        for node in ("n1", "n2", "n3"):
+            await quorum.restart(node)
+        await quorum.world.leader()
+        service = quorum.services["n2"]
+        await quorum.world.until(lambda: service.serving)
+        again = Client(service)
+        assert (await again.ask(Get, "k")).record.value == b"v"
+        assert isinstance(await again.ask(Renew, lease), Renewed)
+        assert [node.role for node in quorum.world.nodes.values()].count(Role.LEADING) == 1
+
+    on_quorum(test)
