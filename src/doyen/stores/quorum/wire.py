@@ -222,7 +222,7 @@ class Wire:
             return
         if accepted:
             call.sent += 1
-        elif not link.closed and not call.future.done():
+        elif not link.ending and not call.future.done():  # if it is, the next link takes it
             call.future.set_exception(
                 StoreUnavailable(f"{link.where} takes in less than is asked of it; wait for some")
             )
