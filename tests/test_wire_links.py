@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 from typing import Any
@@ -299,6 +300,36 @@ def test_listening_beyond_loopback_is_refused_without_a_secret() -> None:
         with pytest.raises(ConfigError, match="cannot listen on 'no"):
             await door.listen("no.such.host.invalid", 0)
         await door.close()
+
+    run(body())
+
+
+def test_every_address_of_a_name() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            node = await street.add("n1")
+            port = await node.door.listen("localhost", 0)
+            (await call(f"localhost:{port}")).link.abort()
+            (await call(f"{HOST}:{port}")).link.abort()
+
+    run(body())
+
+
+def test_a_door_with_no_descriptors_left_opens_again() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            loop = asyncio.get_running_loop()
+            accept, left = loop.sock_accept, [errno.EMFILE, errno.ENFILE, errno.ECONNABORTED]
+
+            async def sometimes(listening: socket.socket) -> tuple[socket.socket, Any]:
+                if left:
+                    raise OSError(left.pop(), "no more")
+                return await accept(listening)
+
+            loop.sock_accept = sometimes  # type: ignore[assignment,method-assign]
+            node = await street.add("n1")
+            (await call(node.address)).link.abort()
+            assert node.counts == {"crowded": 3}
 
     run(body())
 

@@ -21,7 +21,9 @@ is shown out; more than `max_clients` are refused. Pages are for anyone who can 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 import socket
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -45,6 +47,7 @@ BACKLOG = 1024
 ACCEPTED_AT_ONCE = 16
 """More would hold up the loop, heartbeats and all."""
 ACCEPT_AGAIN_S = 0.05
+NO_SUCH_NETWORK = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}
 
 
 class Door:
@@ -104,10 +107,22 @@ class Door:
             )
         except OSError as error:
             raise ConfigError(f"cannot listen on {host!r}: {error.strerror}") from error
+        failures: list[OSError] = []
         for family, *_, where in sorted(set(found), key=repr):
-            listening = _bind(family, (*where[:1], port, *where[2:]))
+            try:
+                listening = _bind(family, (where[0], port, *where[2:]))
+            except OSError as error:
+                failures.append(error)
+                continue
             port = listening.getsockname()[1]
             self._accepting.add(loop.create_task(self._accept(listening, http_only)))
+        for failure in failures:
+            # A machine may know a name's IPv6 address and have no IPv6.
+            if len(failures) == len(set(found)) or failure.errno not in NO_SUCH_NETWORK:
+                raise ConfigError(
+                    f"cannot listen on {host or 'every address'} port {port}: "
+                    f"{os.strerror(failure.errno or 0)}"
+                ) from failure
         return port
 
     async def _accept(self, listening: socket.socket, http_only: bool) -> None:
@@ -171,11 +186,9 @@ def _bind(family: int, where: tuple[Any, ...]) -> socket.socket:
             listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listening.bind(where)
         listening.listen(BACKLOG)
-    except OSError as error:
+    except OSError:
         listening.close()
-        raise ConfigError(
-            f"cannot listen on {where[0]} port {where[1]}: {error.strerror}"
-        ) from error
+        raise
     return listening
 
 
