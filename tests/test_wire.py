@@ -297,7 +297,7 @@ def test_beyond_loopback_strangers_are_kept_out(host: str, security: Security, f
     if fits:
         check_exposure(host, security)
     else:
-        with pytest.raises(ConfigError, match="or say insecure"):
+        with pytest.raises(ConfigError, match="or say --insecure"):
             check_exposure(host, security)
 
 

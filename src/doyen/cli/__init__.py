@@ -39,6 +39,8 @@ COMMANDS = {
     "line": "show who leads an election and who waits, in order",
     "resign": "have the leader of an election let go",
     "transfer": "have the leader of an election hand over to a candidate",
+    "serve": "run one node of a quorum, a store of doyen's own",
+    "cluster": "look at a quorum of nodes, change it, back it up",
     "up": "start a few candidates on this machine, to play with",
     "doctor": "examine a store and a configuration: latency, margins, worst case, known dangers",
     "verify": "prove from audit logs that there never were two leaders",

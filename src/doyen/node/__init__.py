@@ -262,7 +262,7 @@ class _NodeThread:
 
     def __init__(self, node: str) -> None:
         self.forked = False
-        self.loop = _new_loop()
+        self.loop = new_loop()
         self._desk: tuple[asyncio.AbstractEventLoop, _Desk] | None = None
         self._desks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Desk] = (
             weakref.WeakKeyDictionary()
@@ -326,7 +326,8 @@ def _after_fork_in_child() -> None:
         thread.forked = True
 
 
-def _new_loop() -> asyncio.AbstractEventLoop:
+def new_loop() -> asyncio.AbstractEventLoop:
+    """The fastest kind of loop that is installed."""
     try:
         from uvloop import new_event_loop
     except ModuleNotFoundError:

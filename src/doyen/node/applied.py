@@ -183,11 +183,15 @@ class Applied:
         ):
             self._take_snapshot()
 
-    def _take_snapshot(self) -> None:
+    def copy(self) -> tuple[Snapshot, Iterator[bytes]]:
+        """What has been applied so far."""
         snapshot = Snapshot(self.index, self.generation, self._membership)
+        return snapshot, self.machine.snapshot()
+
+    def _take_snapshot(self) -> None:
         self._entries = self._bytes = 0
         self._snapshotting = True
-        self._owner.start_task(self._write(snapshot, self.machine.snapshot()))
+        self._owner.start_task(self._write(*self.copy()))
 
     async def _write(self, snapshot: Snapshot, pieces: Iterator[bytes]) -> None:
         try:

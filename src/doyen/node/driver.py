@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -176,8 +176,8 @@ class Driver:
         self._on_applied: list[Callable[[int], None]] = []
         self._on_question: Callable[[bytes, Answer], None] | None = None
         self._orders = orders = Orders(self, lambda order: self._ask(_ORDER + order))
-        self.transfer, self.add = orders.transfer, orders.add
-        self.promote, self.remove = orders.promote, orders.remove
+        self.arrange, self.transfer = orders.arrange, orders.transfer
+        self.add, self.promote, self.remove = orders.add, orders.promote, orders.remove
         self._role_changed: asyncio.Future[None] = self._loop.create_future()
 
         self._carry_out: dict[type, Callable[[Any], None]] = {
@@ -752,6 +752,10 @@ class Driver:
         self._flush_soon()
 
     # Snapshots.
+
+    def copy(self) -> tuple[Snapshot, Iterator[bytes]]:
+        """All that has been applied, as it is now; the pieces may be taken while more is."""
+        return self._applied.copy()
 
     def _send_snapshot(self, effect: SendSnapshot) -> None:
         self.start_task(self._stream(effect.peer, effect.generation))

@@ -22,6 +22,9 @@ __all__ = ["Order", "Orders", "changed"]
 PAUSES = 100
 """How long to wait for the news of who leads now."""
 
+AGAIN = 10
+"""How often an order is given again whose outcome is not known."""
+
 _encode = Encoder().encode
 
 
@@ -112,15 +115,35 @@ class Orders:
 
     async def add(self, node: str, address: str) -> None:
         """Have `node` get everything and count for nothing, until it is promoted."""
-        await self._ask(Order("add", node, address).encoded())
+        await self._insist(Order("add", node, address))
 
     async def promote(self, node: str) -> None:
         """Let a learner count."""
-        await self._ask(Order("promote", node).encoded())
+        await self._insist(Order("promote", node))
 
     async def remove(self, node: str) -> None:
         """Let `node` go."""
-        await self._ask(Order("remove", node).encoded())
+        await self._insist(Order("remove", node))
+
+    async def arrange(self, what: str, node: str, address: str = "") -> None:
+        """Give an order by its name."""
+        if what == "transfer":
+            await self.transfer(node)
+        elif what == "add":
+            await self.add(node, address)
+        else:
+            await self._insist(Order(what, node))
+
+    async def _insist(self, order: Order) -> None:
+        """Give it again if the leader is lost before it answers: one that is told to go, say."""
+        for _ in range(AGAIN):
+            try:
+                await self._ask(order.encoded())
+            except OutcomeUnknown:
+                await self._owner.pause()
+            else:
+                return
+        await self._ask(order.encoded())
 
     async def obey(
         self, body: bytes, done: Callable[[], None], refuse: Callable[[str], None], batch: Batch

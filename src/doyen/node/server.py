@@ -20,13 +20,14 @@ from typing import Any
 from msgspec.msgpack import Decoder
 
 from doyen.clock import SystemClock
-from doyen.consensus.core import Making, Membership, Role, Settings
+from doyen.consensus.core import Making, Membership, Settings
 from doyen.errors import ConfigError
-from doyen.node.door import Door, Page
+from doyen.node.door import Door
 from doyen.node.driver import Driver, Limits
 from doyen.node.journal import FileJournal
 from doyen.node.journal import Identity as Owner
 from doyen.node.machine import KEYSPACE, USER, Machine
+from doyen.node.pages import pages
 from doyen.node.peers import Peers
 from doyen.node.service import Service
 from doyen.node.state import StateMachine
@@ -148,9 +149,10 @@ class Server:
         options: Options,
         machine: StateMachine | None = None,
         *,
+        http: str | None = None,
         abort: Callable[[BaseException], None] = _end_process,
     ) -> Server:
-        """Read the folder, listen, and take part."""
+        """Read the folder, listen, and take part. `http` is a second address, for probes."""
         where, name = PROTOCOLS[options.protocol]
         protocol = import_module(where)
         making: Making = getattr(protocol, name)
@@ -190,18 +192,27 @@ class Server:
                 limits=options.limits,
                 abort=abort,
             )
-            service = Service(driver, keyspace, clock, election_s=options.election_s)
+            service = Service(
+                driver,
+                keyspace,
+                clock,
+                election_s=options.election_s,
+                cluster=options.cluster,
+                protocol=options.protocol,
+            )
             door = Door(
                 me,
                 security,
                 peers=peers.admit,
                 clients=service.admit,
-                pages=_pages(driver),
+                pages=pages(driver, service, tally),
                 insecure=options.insecure,
                 tally=tally,
             )
             await driver.start()
             port = await door.listen(*parse_address(options.listen or options.peers[options.id]))
+            if http is not None:
+                await door.listen(*parse_address(http), http_only=True)
         except BaseException:
             if driver is not None:
                 driver.crash()
@@ -219,20 +230,3 @@ class Server:
         self.service.close()
         await self.driver.stop()
         await self._door.close()
-
-
-def _pages(driver: Driver) -> dict[str, Page]:
-    """What a node tells anyone who asks over HTTP."""
-
-    def text(status: int, words: str) -> tuple[int, str, bytes]:
-        return status, "text/plain", f"{words}\n".encode()
-
-    def ready() -> tuple[int, str, bytes]:
-        known = driver.leader is not None
-        return text(200 if known else 503, "ready" if known else "no leader is known")
-
-    def leader() -> tuple[int, str, bytes]:
-        leads = driver.role is Role.LEADING
-        return text(200 if leads else 503, driver.leader or "")
-
-    return {"/healthz": lambda: text(200, "ok"), "/readyz": ready, "/leader": leader}

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
@@ -29,8 +29,15 @@ import msgspec
 from msgspec import MsgspecError, Struct
 
 from doyen.clock import Clock
-from doyen.consensus.core import Role
-from doyen.errors import CommandFailed, ConfigError, DoyenError, OutcomeUnknown, StoreError
+from doyen.consensus.core import Role, Snapshot
+from doyen.errors import (
+    CommandFailed,
+    ConfigError,
+    DoyenError,
+    OutcomeUnknown,
+    StoreError,
+    StoreUnavailable,
+)
 from doyen.node.driver import Answer, Status
 from doyen.node.leases import LeaseClock
 from doyen.node.machine import KEYSPACE
@@ -60,8 +67,10 @@ from doyen.quorum.requests import (
     MAX_VALUE,
     MIN_TTL_S,
     REQUEST,
+    Arranged,
     Changed,
     Condition,
+    Copied,
     Failed,
     Found,
     Listed,
@@ -107,6 +116,10 @@ class Driver(Protocol):
 
     async def ask_leader(self, question: bytes) -> bytes: ...
 
+    async def arrange(self, what: str, node: str, address: str) -> None: ...
+
+    def copy(self) -> tuple[Snapshot, Iterator[bytes]]: ...
+
     def on_role(self, callback: Callable[[Role, int, str | None], None]) -> None: ...
 
     def on_applied(self, callback: Callable[[int], None]) -> None: ...
@@ -125,6 +138,8 @@ class Link(Protocol):
     def refuse(self, fault: Fault, text: str) -> None: ...
 
     def send(self, kind: int, *parts: bytes) -> bool: ...
+
+    async def drain(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -162,12 +177,15 @@ class Service:
         clock: Clock,
         *,
         election_s: float = 1.0,
+        cluster: str = "",
+        protocol: str = "raft",
         limits: Limits = Limits(),  # noqa: B008  (frozen)
     ) -> None:
         self._driver = driver
         self._keyspace = keyspace
         self._limits = limits
         self._election_s = election_s
+        self.cluster, self.protocol = cluster, protocol
         self._loop = asyncio.get_running_loop()
         self._clients: dict[Link, _Client] = {}
         self._watchers: dict[str, dict[tuple[_Client, int], None]] = {}
@@ -185,6 +203,8 @@ class Service:
             words.Unwatch: self._unwatch,
             words.Renew: self._renew,
             words.Inquire: self._inquire,
+            words.Arrange: self._arrange,
+            words.Copy: self._copy,
         }
         self._reads: dict[type, Callable[[_Client, Any], None]] = {
             words.Get: self._get,
@@ -373,6 +393,47 @@ class Service:
             self.watches,
         )
 
+    # Orders, and copies for backups.
+
+    def _arrange(self, client: _Client, request: words.Arrange) -> None:
+        self._start(self._have_arranged(client, request))
+
+    async def _have_arranged(self, client: _Client, request: words.Arrange) -> None:
+        try:
+            await self._driver.arrange(request.what, request.node, request.address)
+        except OutcomeUnknown as error:
+            client.fail(request.id, Trouble.UNKNOWN, str(error))
+        except StoreUnavailable as error:
+            client.fail(request.id, Trouble.UNAVAILABLE, str(error))
+        except DoyenError as error:
+            client.fail(request.id, Trouble.UNUSABLE, str(error))
+        else:
+            client.tell(Arranged(request.id))
+
+    def _copy(self, client: _Client, request: words.Copy) -> None:
+        try:
+            self._driver.when_current(lambda: self._start(self._have_copied(client, request.id)))
+        except DoyenError as error:
+            client.fail(request.id, Trouble.UNAVAILABLE, str(error))
+
+    async def _have_copied(self, client: _Client, request: int) -> None:
+        """Piece by piece, no faster than the client reads, while commands go on being applied."""
+        snapshot, pieces = self._driver.copy()
+        origin = words.Origin(self.cluster, self._driver.status().id, self.protocol, snapshot)
+        client.tell(Copied(request, origin, b"", True))
+        for piece in pieces:
+            await client.link.drain()
+            if client.link.closed:
+                return
+            client.tell(Copied(request, None, piece, True))
+            await asyncio.sleep(0)
+        client.tell(Copied(request, None, b"", False))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     # Watches.
 
     def _watch(self, client: _Client, request: words.Watch) -> None:
@@ -430,9 +491,7 @@ class Service:
 
     def _send_renewals(self) -> None:
         waiting, self._renewals = self._renewals, {}
-        task = self._loop.create_task(self._have_renewed(waiting))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._start(self._have_renewed(waiting))
 
     async def _have_renewed(self, waiting: dict[int, list[tuple[_Client, int]]]) -> None:
         leases = [*waiting]
@@ -657,8 +716,8 @@ def _flaw(body: bytes) -> str | None:
         case Grant(ttl_s=ttl_s):
             if not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
                 return f"a ttl is between {MIN_TTL_S:g} and {MAX_TTL_S:g} s, not {ttl_s:g}"
-        case Advance(floor=floor):
-            if not 0 <= floor < 2**62:
+        case Advance(floor=floor, by=by):
+            if not 0 <= floor < 2**62 or by:
                 return f"a token floor is between 0 and 2^62, not {floor}"
         case Revoke() | Delete():
             pass

@@ -138,9 +138,11 @@ class Expire(Command, frozen=True, gc=False, tag=8):
 
 
 class Advance(Command, frozen=True, gc=False, tag=9):
-    """Go on counting above this, after a move or a restore. → Done"""
+    """Go on counting above this, and at least so much further on, after a move or a restore.
+    → Done"""
 
     floor: int
+    by: int = 0
 
 
 Commands = Grant | Revoke | Create | Put | Delete | Enqueue | Begin | Expire | Advance
@@ -434,7 +436,7 @@ class Keyspace:
         return _DONE
 
     def _advance(self, command: Advance) -> bytes:
-        self.revision = max(self.revision, command.floor)
+        self.revision = max(self.revision + command.by, command.floor)
         return _DONE
 
     def _end(self, leases: tuple[int, ...]) -> None:

@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+from doyen.consensus.core import Snapshot
 from doyen.quorum.keyspace import Record
 
 __all__ = [
@@ -30,8 +31,12 @@ __all__ = [
     "Ahead",
     "Answer",
     "Answers",
+    "Arrange",
+    "Arranged",
     "Changed",
     "Condition",
+    "Copied",
+    "Copy",
     "Failed",
     "Found",
     "Get",
@@ -39,6 +44,7 @@ __all__ = [
     "Hello",
     "Inquire",
     "Listed",
+    "Origin",
     "Renew",
     "Renewed",
     "Request",
@@ -138,6 +144,22 @@ class Inquire(Request, frozen=True, gc=False, tag=9):
     id: int
 
 
+class Arrange(Request, frozen=True, gc=False, tag=10):
+    """`add`, `promote`, `remove` a node, or `transfer` leadership to it. Harmless if it is so
+    already. → Arranged"""
+
+    id: int
+    what: str
+    node: str
+    address: str = ""
+
+
+class Copy(Request, frozen=True, gc=False, tag=11):
+    """Everything, as it is at one instant, for a backup. → Copied, as often as it takes"""
+
+    id: int
+
+
 class Answer(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """What a node says."""
 
@@ -233,8 +255,36 @@ class Condition(Answer, frozen=True, gc=False, tag=8):
     """Who a leader hears from; None where a node cannot tell."""
 
 
-Requests = Hello | Write | Get | Scan | Head | Ahead | Watch | Unwatch | Renew | Inquire
-Answers = Wrote | Found | Listed | Watching | Changed | Renewed | Failed | Condition
+class Arranged(Answer, frozen=True, gc=False, tag=9):
+    """It is so."""
+
+    id: int
+
+
+class Origin(Struct, frozen=True, array_like=True):
+    """What a copy is a copy of: whose, and how far its log had been applied."""
+
+    cluster: str
+    node: str
+    protocol: str
+    snapshot: Snapshot
+
+
+class Copied(Answer, frozen=True, gc=False, tag=10):
+    """A piece of a copy. The first has its origin and nothing else, the last no more to come."""
+
+    id: int
+    origin: Origin | None
+    piece: bytes
+    more: bool
+
+
+Requests = (
+    Hello | Write | Get | Scan | Head | Ahead | Watch | Unwatch | Renew | Inquire | Arrange | Copy
+)
+Answers = (
+    Wrote | Found | Listed | Watching | Changed | Renewed | Failed | Condition | Arranged | Copied
+)
 
 decode_request: Callable[[bytes], Requests] = msgspec.msgpack.Decoder(Requests).decode
 decode_answer: Callable[[bytes], Answers] = msgspec.msgpack.Decoder(Answers).decode

@@ -498,7 +498,7 @@ def check_exposure(host: str, security: Security, *, insecure: bool = False) -> 
     why = "TLS without clients' certificates keeps nobody out" if one_way else "anyone could join"
     raise ConfigError(
         f"listening on {host or 'every address'} with neither a shared secret nor mutual TLS: "
-        f"{why}. Set a secret or TLS, listen on 127.0.0.1, or say insecure"
+        f"{why}. Set a secret or TLS, listen on 127.0.0.1, or say --insecure (insecure=True)"
     )
 
 

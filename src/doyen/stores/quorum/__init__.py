@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from doyen.quorum.wire import Security
     from doyen.stores.quorum.store import QuorumStore
 
-__all__ = ["open_store"]
+__all__ = ["make_store", "open_store"]
 
 PORT = 7400
 
@@ -39,6 +39,17 @@ PORT = 7400
 async def open_store(url: StoreURL, context: Context) -> QuorumStore:
     """Open the store at `url`: one node serves, and its quorum answers."""
     del context  # the quorum counts its leases itself, and does not say whose have ended
+    store = make_store(url)
+    try:
+        await store.open(int(_number(url, "token_floor", 0)))
+    except BaseException:
+        await store.close()
+        raise
+    return store
+
+
+def make_store(url: StoreURL) -> QuorumStore:
+    """The store at `url`, which nobody has been asked about yet. On a running loop."""
     url.refuse_unknown(
         *("tls", "ca", "cert", "key", "secret_file"),
         *("cluster", "connect_timeout_s", "token_floor"),
@@ -51,18 +62,12 @@ async def open_store(url: StoreURL, context: Context) -> QuorumStore:
     who, _, hosts = url.parts.netloc.rpartition("@")
     if url.parts.path.strip("/"):
         raise ConfigError(f"doyen:// has no paths: remove {url.parts.path!r}")
-    store = QuorumStore(
+    return QuorumStore(
         list(_nodes(hosts)),
         _security(url, unquote(who)),
         cluster=url.options.get("cluster", ""),
         connect_timeout_s=_number(url, "connect_timeout_s", 3.0),
     )
-    try:
-        await store.open(int(_number(url, "token_floor", 0)))
-    except BaseException:
-        await store.close()
-        raise
-    return store
 
 
 def _nodes(hosts: str) -> Iterator[str]:

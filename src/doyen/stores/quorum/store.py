@@ -36,14 +36,27 @@ from doyen.quorum.keyspace import (
     decode_result,
     encode,
 )
-from doyen.quorum.requests import MIN_TTL_S, Ahead, Get, Head, Inquire, Renew, Scan
+from doyen.quorum.requests import (
+    MIN_TTL_S,
+    Ahead,
+    Arrange,
+    Copied,
+    Copy,
+    Get,
+    Head,
+    Inquire,
+    Renew,
+    Scan,
+)
 from doyen.quorum.wire import Security
 from doyen.store import Capabilities, Creation, Store, Watch
 from doyen.stores.quorum.diagnosis import State, findings
-from doyen.stores.quorum.wire import Wire
+from doyen.stores.quorum.wire import Electing, Wire
 
 __all__ = ["QuorumStore"]
 
+ELECTING_S = 0.05
+"""How often to look whether nodes that are electing a leader have one."""
 ELECTION_S = 3.0
 """What a silent leader of the quorum costs, at worst, with its default times: its silence is
 noticed after 1.5 s, and the first vote may be split."""
@@ -87,8 +100,18 @@ class QuorumStore(Store):
         )
 
     async def open(self, token_floor: int) -> None:
-        """See that a node answers, and that tokens are above `token_floor`."""
-        await self._wire.ask(Inquire)
+        """See that a node answers, and that tokens are above `token_floor`. Nodes that are
+        electing a leader are given time."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._connect_timeout_s
+        while True:
+            try:
+                await self._wire.ask(Inquire)
+                break
+            except Electing:
+                if loop.time() >= until:
+                    raise
+                await asyncio.sleep(ELECTING_S)
         self._renewals.cluster = self._wire.cluster
         if token_floor:
             await self._do(Advance(token_floor))
@@ -165,8 +188,31 @@ class QuorumStore(Store):
         return await self._wire.watch(scope, notify)
 
     async def diagnose(self) -> Sequence[Finding]:
+        return findings(await self.inspect())
+
+    async def inspect(self) -> Sequence[State]:
+        """What each node says of itself: those of the URL, and others that they know of."""
         self._require_usable()
-        return findings(await asyncio.gather(*map(self._inspect, range(len(self._nodes)))))
+        states = await asyncio.gather(*map(self._inspect, self._nodes))
+        known = {state.condition.node for state in states if state.condition}
+        others: dict[str, str] = {}
+        for state in states:
+            if state.condition is not None:
+                others |= state.condition.addresses
+        others = {node: where for node, where in others.items() if node not in known}
+        unseen = [where for where in others.values() if where not in self._nodes]
+        return [*states, *await asyncio.gather(*map(self._inspect, unseen))]
+
+    async def arrange(self, what: str, node: str, address: str = "") -> None:
+        """`add`, `promote`, `remove` a node, or `transfer` leadership to it."""
+        self._require_usable()
+        await self._wire.ask(lambda id: Arrange(id, what, node, address))  # noqa: A006
+
+    async def copy(self, take: Callable[[Copied], None]) -> None:
+        """Have everything as it is at one instant. If a connection fails in between it begins
+        anew, with a piece that has an origin."""
+        self._require_usable()
+        await self._wire.ask(Copy, take)
 
     def forked(self) -> None:
         self._unusable = self._unusable or (
@@ -179,9 +225,8 @@ class QuorumStore(Store):
             self._unusable = "this store has been closed; open another"
             await asyncio.gather(self._wire.close(), self._renewals.close())
 
-    async def _inspect(self, index: int) -> State:
+    async def _inspect(self, address: str) -> State:
         """What one node says of itself; on a connection of its own."""
-        address = self._nodes[index]
         wire = Wire(
             [address],
             self._security,

@@ -40,8 +40,10 @@ from doyen.quorum.link import End, Link, dial
 from doyen.quorum.requests import (
     ANSWER,
     REQUEST,
+    Arranged,
     Changed,
     Condition,
+    Copied,
     Failed,
     Found,
     Hello,
@@ -58,7 +60,7 @@ from doyen.quorum.requests import (
 )
 from doyen.quorum.wire import ANY, Fault, Identity, Refused, Security
 
-__all__ = ["Standing", "Wire"]
+__all__ = ["Electing", "Standing", "Wire"]
 
 log = logging.getLogger("doyen")
 
@@ -79,10 +81,14 @@ _ERRORS: dict[Trouble, type[StoreError]] = {
 }
 
 
+class Electing(StoreUnavailable):
+    """No node serves, and at least one of them only because none leads at the moment."""
+
+
 class _Call:
     """Something under way."""
 
-    __slots__ = ("begun_at", "future", "make", "number", "records", "sent")
+    __slots__ = ("begun_at", "future", "make", "number", "records", "sent", "take")
 
     def __init__(
         self, number: int, make: Callable[[int], Request], future: asyncio.Future[Any]
@@ -93,6 +99,7 @@ class _Call:
         self.sent = 0
         self.begun_at = 0.0
         self.records: list[Record] = []
+        self.take: Callable[[Copied], None] | None = None
 
 
 class Standing:
@@ -170,10 +177,15 @@ class Wire:
 
     # Asking.
 
-    async def ask(self, make: Callable[[int], Request]) -> Any:
-        """Put a request that may be repeated; `make` gives it, with its id."""
+    async def ask(
+        self,
+        make: Callable[[int], Request],
+        take: Callable[[Copied], None] | None = None,
+    ) -> Any:
+        """Put a request that may be repeated; `make` gives it, with its id, and `take` takes the
+        pieces of a copy."""
         self._others -= 1
-        return await self._call(self._others, make)
+        return await self._call(self._others, make, take)
 
     async def write(self, body: bytes) -> bytes:
         """Have a command carried out, once; its result."""
@@ -189,8 +201,14 @@ class Wire:
     def _floor(self) -> int:
         return next(iter(self._open_writes)) if self._named else 1
 
-    async def _call(self, number: int, make: Callable[[int], Request]) -> Any:
+    async def _call(
+        self,
+        number: int,
+        make: Callable[[int], Request],
+        take: Callable[[Copied], None] | None = None,
+    ) -> Any:
         call = _Call(number, make, self._loop.create_future())
+        call.take = take
         call.begun_at = self._loop.time()
         self._calls[number] = call
         if self._link is not None:
@@ -284,7 +302,9 @@ class Wire:
             self._seen = max(self._seen, answer.revision)
             watch.begun.set_result(None)
 
-    def _answered(self, answer: Wrote | Found | Listed | Renewed | Failed | Condition) -> None:
+    def _answered(
+        self, answer: Wrote | Found | Listed | Renewed | Failed | Condition | Arranged | Copied
+    ) -> None:
         call = self._calls.get(answer.id)
         if call is None:
             watch = self._watches.get(answer.id)
@@ -296,6 +316,12 @@ class Wire:
             return
         if isinstance(answer, Listed):
             call.records += answer.records
+            if answer.more:
+                return
+        if isinstance(answer, Copied):
+            if call.take is not None:
+                call.take(answer)
+            call.begun_at = self._loop.time()
             if answer.more:
                 return
         if answer.id > 0:
@@ -387,7 +413,11 @@ class Wire:
         text = "; ".join(dict.fromkeys(map(str, failures)))
         if len(lasting) == len(failures):
             raise StoreUnusable(f"no node lets us in: {text}") from lasting[0]
-        raise StoreUnavailable(f"no node of the quorum can be had: {text}") from failures[-1]
+        electing = any(
+            isinstance(each, Refused) and each.fault is Fault.NOT_SERVING for each in failures
+        )
+        kind = Electing if electing else StoreUnavailable
+        raise kind(f"no node of the quorum can be had: {text}") from failures[-1]
 
     async def _dial(self, address: str) -> Link:
         return await dial(

@@ -1,0 +1,290 @@
+"""`doyen cluster …`: look at a quorum of nodes, change who belongs to it, back it up."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from doyen.cli._manual import manual
+from doyen.cli._output import Exit, Table, console, print_json, printable, seconds, store_url
+from doyen.errors import ConfigError, OrderFailed, StoreUnavailable, StoreUnusable
+from doyen.store import StoreURL
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from doyen.quorum.requests import Copied, Origin
+    from doyen.stores.quorum.diagnosis import State
+    from doyen.stores.quorum.store import QuorumStore
+
+__all__ = ["MANUAL", "configure", "run"]
+
+MANUAL = """\
+For quorums of doyen's own nodes (doyen serve); --store names some of them:
+doyen://h1:7400,h2:7400,h3:7400. Whatever node is asked, the one that leads decides.
+
+To replace a node, or to have five instead of three: start the new one with --join true, add it,
+wait until status shows that it has caught up, promote it; then remove the old one. One change at a
+time; each is refused until the one before it is agreed on.
+
+A backup is taken from the running quorum, at one instant, as one checksummed file. It is restored
+on every node of a new cluster, with the same file and a cluster name of its own, before they are
+started. Tokens then go on far above those of the backup; name --token-floor if the old cluster may
+have given out more than a thousand million since.
+
+exit codes:
+  0    done; status: somebody leads and every node answers
+  1    the order was not carried out; status: nobody leads, or a node is silent
+  others as for every command: see doyen --help
+
+examples:
+  doyen cluster status --store doyen://h1,h2,h3
+  doyen cluster add n4 h4:7400 && doyen cluster promote n4 && doyen cluster remove n1
+  doyen cluster backup /backups/doyen-$(date +%F)
+  doyen cluster restore /backups/doyen-2026-11-15 --cluster prod-2 --id n1 --data-dir /var/lib/doyen --peers n1=h1:7400,n2=h2:7400,n3=h3:7400
+"""  # noqa: E501
+
+TOKENS = 10**9
+"""How far above a backup's tokens a restored cluster goes on."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
+    manual(parser, MANUAL)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def action(name: str, summary: str) -> argparse.ArgumentParser:
+        added = actions.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
+        added.add_argument(
+            "--json",
+            action="store_true",
+            default=argparse.SUPPRESS,
+            help="print JSON for programs",
+        )
+        if name != "restore":
+            added.add_argument(
+                "--store", metavar="URL", help="doyen://h1:7400,… (default: $DOYEN_STORE)"
+            )
+            added.add_argument(
+                "--wait",
+                type=seconds,
+                default=10.0,
+                metavar="SECONDS",
+                help="how long it may take (default: 10)",
+            )
+        return added
+
+    action("status", "show every node: its role, how far along it is, what it holds")
+    add = action("add", "add a node, which gets everything and counts for nothing yet")
+    add.add_argument("node", metavar="NAME")
+    add.add_argument("address", metavar="HOST:PORT", help="where the others reach it")
+    action("promote", "let a node that was added count").add_argument("node", metavar="NAME")
+    action("remove", "take a node out").add_argument("node", metavar="NAME")
+    transfer = action("transfer", "have another node lead")
+    transfer.add_argument("node", metavar="NAME", nargs="?", default="", help="default: the best")
+    action("backup", "copy everything into a file").add_argument("file", metavar="FILE")
+    restore = action("restore", "begin a new cluster from a backup, on this node")
+    restore.add_argument("file", metavar="FILE")
+    for option, looks, meaning in (
+        ("--cluster", "NAME", "the new cluster's name; not the old one's"),
+        ("--id", "NAME", "this node's name"),
+        ("--peers", "NAME=HOST:PORT,…", "every node's address, this one's included"),
+        ("--data-dir", "FOLDER", "where this node shall keep its memory; empty"),
+    ):
+        restore.add_argument(option, metavar=looks, help=meaning, required=True)
+    restore.add_argument("--token-floor", type=int, metavar="N", help="tokens go on above N")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do one of them."""
+    if args.action == "restore":
+        return _restore(args)
+    if args.action == "backup" and Path(args.file).exists():
+        raise ConfigError(f"{args.file} is there already: name a new file")
+    code: int = asyncio.run(ACTIONS.get(args.action, _arrange)(args))
+    return code
+
+
+@asynccontextmanager
+async def _quorum(args: argparse.Namespace) -> AsyncIterator[QuorumStore]:
+    """The quorum, whether or not it has a leader."""
+    url = StoreURL.parse(store_url(args))
+    if url.parts.scheme != "doyen":
+        raise ConfigError(f"{url.text} is not a quorum: --store doyen://h1:7400,h2:7400,h3:7400")
+    from doyen.stores.quorum import make_store
+
+    store = make_store(url)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def _in_time(work: Awaitable[None], args: argparse.Namespace) -> None:
+    try:
+        async with asyncio.timeout(args.wait):
+            await work
+    except TimeoutError as error:
+        raise OrderFailed(
+            f"not known to be done within {args.wait:g} s: look with doyen cluster status"
+        ) from error
+
+
+async def _arrange(args: argparse.Namespace) -> int:
+    async with _quorum(args) as store:
+        address = getattr(args, "address", "")
+        try:
+            await _in_time(store.arrange(args.action, args.node, address), args)
+        except StoreUnusable as error:
+            raise OrderFailed(str(error)) from error
+        states = await store.inspect()
+    conditions = [state.condition for state in states if state.condition is not None]
+    leads = next((each for each in conditions if each.role == "leading"), None)
+    if args.json:
+        told = {"voters": list(leads.voters), "learners": list(leads.learners)} if leads else {}
+        print_json({"done": args.action, "node": args.node, **told, "leader": leads and leads.node})
+        return Exit.DONE
+    leader = leads.node if leads else "nobody"
+    console().print(
+        {
+            "add": f"{args.node} was added at {address}; it counts once it is promoted",
+            "promote": f"{args.node} counts now",
+            "remove": f"{args.node} no longer belongs to the quorum: it may be stopped",
+            "transfer": f"{leader} leads now",
+        }[args.action]
+    )
+    return Exit.DONE
+
+
+async def _status(args: argparse.Namespace) -> int:
+    async with _quorum(args) as store:
+        states = await store.inspect()
+    well = all(state.condition for state in states) and any(
+        state.condition and state.condition.leader for state in states
+    )
+    if args.json:
+        print_json({"well": well, "nodes": [_as_dict(state) for state in states]})
+    else:
+        table = Table(
+            ["node", "address", "role", ">generation", ">applied", ">keys", ">clients", "disk"]
+        )
+        for state in states:
+            table.rows.append(_row(state))
+            if state.condition is None:
+                table.styles[len(table.rows) - 1] = "red"
+            elif state.condition.role == "leading":
+                table.styles[len(table.rows) - 1] = "bold"
+        console().print(table)
+        for state in states:
+            if state.condition is None:
+                console().print(f"{state.address}: {printable(state.silent_because)}")
+    return Exit.DONE if well else Exit.NO
+
+
+def _as_dict(state: State) -> dict[str, Any]:
+    if state.condition is None:
+        return {"address": state.address, "silent_because": state.silent_because}
+    condition = state.condition
+    told = {name: getattr(condition, name) for name in condition.__struct_fields__ if name != "id"}
+    return {"address": state.address, **told}
+
+
+def _row(state: State) -> list[str]:
+    told = state.condition
+    if told is None:
+        return ["?", state.address, "silent", "", "", "", "", ""]
+    role = "learning" if told.node in told.learners else told.role
+    numbers = map(str, (told.generation, told.applied, told.keys, told.clients))
+    disk = "full" if told.full else "ok"
+    return [printable(told.node), state.address, role, *numbers, disk]
+
+
+async def _backup(args: argparse.Namespace) -> int:
+    """Pieces go to a thread that writes them, as they come."""
+    from doyen.node.backup import write_backup
+    from doyen.node.folder import Identity
+
+    target = Path(args.file)
+    pieces: SimpleQueue[Copied | None] = SimpleQueue()
+    origins: list[Origin] = []
+
+    def take(piece: Copied) -> None:
+        if piece.origin is not None:
+            origins.append(piece.origin)
+            if len(origins) > 1:
+                pieces.put(None)
+        pieces.put(piece)
+
+    def write() -> int:
+        first = pieces.get()
+        if first is None or first.origin is None:
+            raise StoreUnavailable("the quorum broke off; nothing was written: try again")
+        origin = first.origin
+        identity = Identity(origin.cluster, origin.node, origin.protocol)
+        return write_backup(target, identity, b"", origin.snapshot, _until_the_end(pieces)).bytes
+
+    async with _quorum(args) as store:
+        writing = asyncio.create_task(asyncio.to_thread(write))
+        try:
+            await store.copy(take)
+        except BaseException:
+            pieces.put(None)
+            await asyncio.wait({writing})
+            raise
+        size = await writing
+    index = origins[-1].snapshot.index
+    if args.json:
+        print_json({"file": str(target), "bytes": size, "index": index})
+    else:
+        console().print(f"{target} has everything up to index {index}, {size:,} bytes")
+    return Exit.DONE
+
+
+def _until_the_end(pieces: SimpleQueue[Copied | None]) -> Iterator[bytes]:
+    while True:
+        piece = pieces.get()
+        if piece is None:
+            raise StoreUnavailable("the quorum broke off; nothing was written: try again")
+        if piece.piece:
+            yield piece.piece
+        if not piece.more:
+            return
+
+
+def _restore(args: argparse.Namespace) -> int:
+    from doyen.cli.serve import read_peers
+    from doyen.consensus.core import Membership
+    from doyen.node.backup import restore
+    from doyen.node.folder import Identity
+    from doyen.node.machine import KEYSPACE, Command, encode_batch
+    from doyen.quorum.keyspace import Advance, encode
+
+    peers = read_peers(args.peers)
+    if args.id not in peers:
+        raise ConfigError(f"node {args.id!r} is not among the peers {', '.join(peers)}")
+    lift = Advance(args.token_floor or 0, TOKENS)
+    contents = restore(
+        Path(args.file),
+        Path(args.data_dir),
+        Identity(args.cluster, args.id, "raft"),
+        Membership(tuple(sorted(peers)), (), peers),
+        [encode_batch([Command("restore", 1, 1, KEYSPACE, encode(lift))])],
+    )
+    if args.json:
+        print_json({"node": args.id, "cluster": args.cluster, "last": contents.last})
+    else:
+        console().print(
+            f"{args.data_dir} holds the backup for {args.id} of cluster {args.cluster};"
+            " do the same on the others, then start them all with doyen serve"
+        )
+    print("the old cluster must not be started again beside this one", file=sys.stderr)
+    return Exit.DONE
+
+
+ACTIONS: dict[str, Callable[[argparse.Namespace], Any]] = {"status": _status, "backup": _backup}

@@ -1,0 +1,279 @@
+"""`doyen serve`: one node of a quorum, in a process of its own, until it is told to stop.
+
+What a node is to be comes from a file, the environment and options, each prevailing over the one
+before it; the three know the same names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import difflib
+import logging
+import os
+import signal
+import sys
+import tomllib
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from doyen.cli._manual import manual
+from doyen.cli._output import Exit, print_json, seconds
+from doyen.errors import ConfigError
+
+if TYPE_CHECKING:
+    from doyen.consensus.core import Role
+    from doyen.node.server import Options, Server
+
+__all__ = ["MANUAL", "configure", "options", "read_peers", "run"]
+
+MANUAL = """\
+Runs one node of a quorum. Three or five of them, each on a machine of its own, are a store that
+needs nothing else: doyen://h1:7400,h2:7400,h3:7400. All of them are started with the same peers. A
+node's data folder is its memory: never copy one, and never remove one of a node that counts.
+
+Settings come from a TOML file (--config), from the environment (DOYEN_NODE_ID, DOYEN_NODE_PEERS,
+…) and from options; the later prevail. SIGTERM or Ctrl-C hands leadership over, then stops; a
+second one stops at once. Changes are told on standard error, a line each; with --json on standard
+output.
+
+the same as a file:
+  id = "n1"
+  data_dir = "/var/lib/doyen"
+  listen = "0.0.0.0:7400"           # default: its own address among the peers
+  secret_file = "/etc/doyen/secret" # or TLS, unless all addresses are of this machine
+  [peers]
+  n1 = "10.0.0.1:7400"
+  n2 = "10.0.0.2:7400"
+  n3 = "10.0.0.3:7400"
+  [tls]
+  certificate = "n1.pem"
+  key = "n1.key"
+  authority = "ca.pem"
+
+over HTTP, on the same port (and on that of --http):
+  /healthz  200 while it runs
+  /readyz   200 once it knows a leader
+  /leader   200 on the leader, 503 elsewhere
+  /metrics  for Prometheus
+
+exit codes:
+  0    told to stop, and stopped
+  2    wrong usage or configuration
+  69   the folder or the address cannot be used
+  70   the disk failed: nothing was said that is not on it
+  others as for every command: see doyen --help
+
+examples:
+  # a quorum on one machine, to try; in three terminals, with n1, n2 and n3
+  doyen serve --id n1 --data-dir n1 --peers n1=:7401,n2=:7402,n3=:7403
+  doyen run billing --store doyen://localhost:7401,localhost:7402,localhost:7403 -- ./work
+"""
+
+
+def read_peers(text: str) -> dict[str, str]:
+    """`n1=host:port,n2=host:port`; without a host, of this machine."""
+    peers = {}
+    for part in text.split(","):
+        name, equals, address = part.strip().partition("=")
+        if not (name and equals and address):
+            raise ConfigError(f"peers are given as n1=host:port,n2=host:port, not {text!r}")
+        if name in peers:
+            raise ConfigError(f"two peers are called {name!r}")
+        peers[name] = f"127.0.0.1{address}" if address.startswith(":") else address
+    return peers
+
+
+def _truth(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ConfigError(f"{text!r} is neither true nor false")
+    return text == "true"
+
+
+SETTINGS: dict[str, tuple[Callable[[str], Any], str, str]] = {
+    "id": (str, "NAME", "this node's name among its peers"),
+    "peers": (read_peers, "NAME=HOST:PORT,…", "every node's address, this one's included"),
+    "data_dir": (str, "FOLDER", "where this node keeps its memory; made if it is not there"),
+    "listen": (str, "HOST:PORT", "where to listen (default: its own address among the peers)"),
+    "http": (str, "HOST:PORT", "a second port, for probes that have no certificate"),
+    "cluster": (str, "NAME", "nodes of one name talk to one another only (default: doyen)"),
+    "secret_file": (str, "FILE", "a file with what nodes and clients prove they know"),
+    "tls_certificate": (str, "FILE", "this node's certificate, PEM"),
+    "tls_key": (str, "FILE", "its key"),
+    "tls_authority": (str, "FILE", "who signs the others' certificates"),
+    "tls_mutual": (_truth, "true|false", "let in only who has a certificate (default: true)"),
+    "insecure": (_truth, "true|false", "listen beyond this machine with neither secret nor TLS"),
+    "join": (_truth, "true|false", "wait to be added to a quorum that exists"),
+    "election_s": (seconds, "SECONDS", "how long a leader may be silent (default: 1)"),
+    "heartbeat_s": (seconds, "SECONDS", "how often a leader speaks (default: 0.1)"),
+    "protocol": (str, "NAME", "raft (default), zab, viewstamped, paxos or smallest-id"),
+}
+"""Each with how its text is read, what it looks like, and what it means."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
+    manual(parser, MANUAL)
+    parser.add_argument("--config", metavar="FILE", help="a TOML file (or DOYEN_NODE_CONFIG)")
+    for name, (_, looks, meaning) in SETTINGS.items():
+        option = f"--{name.replace('_', '-')}"
+        if looks == "true|false" and name != "tls_mutual":
+            parser.add_argument(option, action="store_const", const="true", help=meaning)
+        else:
+            parser.add_argument(option, metavar=looks, help=meaning)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until told to stop."""
+    asked = options(vars(args), os.environ)
+    http = asked.pop("http", None)
+    try:
+        from doyen.node import new_loop
+        from doyen.node.server import Options
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"a node needs {error.name}: pip install 'doyen[quorum]'") from error
+    if not args.json:
+        logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        return runner.run(_serve(Options(**asked), http, _tell_json if args.json else _tell))
+
+
+def options(given: Mapping[str, str | None], environment: Mapping[str, str]) -> dict[str, Any]:
+    """What a node is to be, from all three sources."""
+    config = given.get("config") or environment.get("DOYEN_NODE_CONFIG")
+    asked = _from_file(Path(config)) if config else {}
+    for name, (read, _, _) in SETTINGS.items():
+        variable = f"DOYEN_NODE_{name.upper()}"
+        text = given.get(name) if given.get(name) is not None else environment.get(variable)
+        if text is not None:
+            try:
+                asked[name] = read(text)
+            except argparse.ArgumentTypeError as error:
+                raise ConfigError(f"{name}: {error}") from error
+    for name in ("id", "peers", "data_dir"):
+        if not asked.get(name):
+            raise ConfigError(
+                f"a node needs {name}: --{name.replace('_', '-')}, DOYEN_NODE_{name.upper()},"
+                f" or {name} in a file (--config)"
+            )
+    if "DOYEN_NODE_SECRET" in environment:
+        asked["secret"] = environment["DOYEN_NODE_SECRET"]
+    if file := asked.pop("secret_file", None):
+        asked["secret"] = _secret(Path(file))
+    if tls := {name: asked.pop(f"tls_{name}") for name in TLS_PARTS if f"tls_{name}" in asked}:
+        from doyen.quorum.wire import TLS
+
+        asked["tls"] = TLS(**tls)
+    return asked
+
+
+TLS_PARTS = ("certificate", "key", "authority", "mutual")
+
+
+_KINDS: dict[Callable[[str], Any], tuple[type, ...]] = {
+    read_peers: (dict,),
+    _truth: (bool,),
+    seconds: (int, float),
+}
+"""What TOML has for each; text for the rest."""
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        raw = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    tls = raw.pop("tls", {})
+    if not isinstance(tls, dict):
+        raise ConfigError(f"{path}: tls is a table: [tls], then certificate, key, authority")
+    found = {**raw, **{f"tls_{name}": value for name, value in tls.items()}}
+    for name, value in found.items():
+        if name not in SETTINGS:
+            near = difflib.get_close_matches(name, SETTINGS, 1)
+            hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(SETTINGS)}"
+            raise ConfigError(f"{path}: there is no setting {name!r}{hint}")
+        kind = _KINDS.get(SETTINGS[name][0], (str,))
+        if not isinstance(value, kind) or (isinstance(value, bool) and bool not in kind):
+            raise ConfigError(f"{path}: {name} cannot be {value!r}; it looks like {_example(name)}")
+    if not all(isinstance(address, str) for address in found.get("peers", {}).values()):
+        raise ConfigError(f'{path}: a peer\'s address is text, such as "10.0.0.1:7400"')
+    return found
+
+
+def _example(name: str) -> str:
+    return '[peers], then n1 = "host:port"' if name == "peers" else SETTINGS[name][1]
+
+
+def _secret(path: Path) -> str:
+    try:
+        secret = path.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"secret_file {path} cannot be read: {error.strerror}") from error
+    if not secret:
+        raise ConfigError(f"secret_file {path} is empty: put a long random line into it")
+    return secret
+
+
+Tell = Callable[..., None]
+
+
+def _tell(words: str, **_: object) -> None:
+    at = datetime.now().astimezone()
+    print(f"{at:%H:%M:%S}.{at:%f}"[:-3], words, file=sys.stderr, flush=True)
+
+
+def _tell_json(words: str, **fields: object) -> None:
+    at = datetime.now().astimezone().isoformat(timespec="milliseconds")
+    print_json({"at": at, **fields, "words": words})
+
+
+async def _serve(asked: Options, http: str | None, tell: Tell) -> int:
+    from doyen.node.server import Server
+
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+    def told(number: signal.Signals) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        tell(f"{asked.id} stops: handing over first", event="stopping", node=asked.id)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told, number)
+    server = await Server.open(asked, http=http)
+    _tell_of_roles(server, asked, tell)
+    try:
+        await stop.wait()
+    finally:
+        await server.close()
+    tell(f"{asked.id} has stopped", event="stopped", node=asked.id)
+    return Exit.DONE
+
+
+def _tell_of_roles(server: Server, asked: Options, tell: Tell) -> None:
+    at = asked.listen or asked.peers[asked.id]
+    tell(
+        f"{asked.id} listens at {at}, cluster {asked.cluster}, memory in {asked.data_dir}",
+        event="listening",
+        node=asked.id,
+        address=at,
+        port=server.port,
+        cluster=asked.cluster,
+    )
+
+    def role(role: Role, generation: int, leader: str | None) -> None:
+        who = f"{leader} leads" if leader else "nobody leads as far as it knows"
+        tell(
+            f"{asked.id} is {role}: {who}, generation {generation}",
+            event="role",
+            node=asked.id,
+            role=str(role),
+            generation=generation,
+            leader=leader,
+        )
+
+    server.driver.on_role(role)

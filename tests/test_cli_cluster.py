@@ -1,0 +1,113 @@
+"""`doyen cluster`, on a quorum of real processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import doyen
+from doyen.cli import main
+from served import Quorum
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
+    assert main(["cluster", *arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_node_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Quorum(tmp_path) as quorum:
+        old = quorum.leader()
+        store = ["--store", quorum.url]
+        with doyen.connect_blocking(quorum.url) as session, session.campaign("e") as term:
+            token = term.token
+        new = quorum.join("n4")
+        assert main(["cluster", "add", "n4", new.address, *store]) == 0
+        assert "n4 was added" in capsys.readouterr().out
+        new.hear("role", role="following")
+        assert told(capsys, "promote", "n4", *store)["voters"] == ["n1", "n2", "n3", "n4"]
+        done = told(capsys, "remove", old.name, *store)
+        assert old.name not in done["voters"]
+        assert old.stop() == 0
+        store = ["--store", quorum.url]
+        status = told(capsys, "status", *store, code=1)  # the one that was removed is silent
+        assert sum("silent_because" in node for node in status["nodes"]) == 1
+        with doyen.connect_blocking(quorum.url) as session, session.campaign("e") as term:
+            assert term.token > token
+
+
+def test_leadership_is_transferred(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Quorum(tmp_path) as quorum:
+        before = quorum.leader().name
+        heir = next(name for name in quorum.nodes if name != before)
+        assert told(capsys, "transfer", heir, "--store", quorum.url)["leader"] == heir
+        assert quorum.leader().name == heir
+        assert main(["cluster", "transfer", "nobody", "--store", quorum.url]) == 1
+        assert "nobody" in capsys.readouterr().err
+
+
+def test_status_in_words_and_with_nobody_leading(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Quorum(tmp_path) as quorum:
+        leader = quorum.leader()
+        assert main(["cluster", "status", "--store", quorum.url]) == 0
+        out = capsys.readouterr().out
+        assert out.splitlines()[0].split() == [
+            *("node", "address", "role", "generation"),
+            *("applied", "keys", "clients", "disk"),
+        ]
+        assert f"{leader.name}    {leader.address}  leading" in out
+        for name in list(quorum.nodes):
+            if name != leader.name:
+                quorum.nodes[name].kill()
+        leader.hear("role", role="looking")
+        assert main(["cluster", "status", "--store", quorum.url]) == 1
+        assert "silent" in capsys.readouterr().out
+
+
+def test_a_backup_is_restored_as_another_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "backup"
+    with Quorum(tmp_path / "old") as quorum:
+        quorum.leader()
+        with doyen.connect_blocking(quorum.url) as session, session.campaign("e") as term:
+            token = term.token
+            made = told(capsys, "backup", str(file), "--store", quorum.url)
+        assert made["bytes"] == file.stat().st_size
+        assert main(["cluster", "backup", str(file), "--store", quorum.url]) == 2
+        assert "is there already" in capsys.readouterr().err
+    new = Quorum(tmp_path / "new", cluster="test-2")
+    arguments = ["restore", str(file), "--peers", new.peers_text]
+    same = [*arguments, "--cluster", "test", "--id", "n1", "--data-dir", str(tmp_path / "x")]
+    assert main(["cluster", *same]) == 69
+    assert "another id" in capsys.readouterr().err
+    for name in new.peers:
+        folder = str(tmp_path / "new" / name)
+        told(capsys, *arguments, "--cluster", "test-2", "--id", name, "--data-dir", folder)
+    with new:
+        new.leader()
+        with doyen.connect_blocking(new.url) as session:
+            with session.campaign("e") as term:
+                assert term.token > token + 10**9
+            leader = session.leader("e")
+        assert leader is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "complaint"),
+    [
+        (["status", "--store", "sqlite:///tmp/x.db"], 2, "is not a quorum"),
+        (["add", "n4", "h", "--store", "doyen://127.0.0.1:1"], 69, "can be had"),
+        (["status", "--store", "doyen://127.0.0.1:1"], 1, ""),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    arguments: list[str], code: int, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cluster", *arguments]) == code
+    assert complaint in capsys.readouterr().err

@@ -1,0 +1,175 @@
+"""`doyen serve`: where its settings come from, and a quorum of real processes."""
+
+from __future__ import annotations
+
+import subprocess
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+import doyen
+from candidates import DOYEN
+from doyen.cli.serve import options
+from doyen.errors import ConfigError
+from nodes import addresses
+from served import Quorum, Served
+
+PEERS = "n1=10.0.0.1:7400,n2=10.0.0.2:7400,n3=10.0.0.3:7400"
+ADDRESSES = {f"n{n}": f"10.0.0.{n}:7400" for n in (1, 2, 3)}
+
+FILE = """
+id = "n1"
+data_dir = "from-file"
+election_s = 2
+[peers]
+n1 = "10.0.0.1:7400"
+n2 = "10.0.0.2:7400"
+n3 = "10.0.0.3:7400"
+[tls]
+certificate = "n1.pem"
+key = "n1.key"
+authority = "ca.pem"
+"""
+
+
+def test_a_file_says_it_all(tmp_path: Path) -> None:
+    (tmp_path / "node.toml").write_text(FILE)
+    asked = options({"config": str(tmp_path / "node.toml")}, {})
+    tls = asked.pop("tls")
+    assert asked == {"id": "n1", "data_dir": "from-file", "election_s": 2, "peers": ADDRESSES}
+    assert (tls.certificate, tls.key, tls.authority, tls.mutual) == (
+        "n1.pem",
+        "n1.key",
+        "ca.pem",
+        True,
+    )
+
+
+def test_the_environment_prevails_over_the_file_and_options_over_both(tmp_path: Path) -> None:
+    (tmp_path / "node.toml").write_text(FILE)
+    environment = {
+        "DOYEN_NODE_CONFIG": str(tmp_path / "node.toml"),
+        "DOYEN_NODE_DATA_DIR": "from-environment",
+        "DOYEN_NODE_ID": "n2",
+        "DOYEN_NODE_JOIN": "true",
+    }
+    asked = options({"id": "n3", "election_s": "0.5"}, environment)
+    assert (asked["id"], asked["data_dir"], asked["election_s"], asked["join"]) == (
+        "n3",
+        "from-environment",
+        0.5,
+        True,
+    )
+
+
+def test_an_address_without_a_host_is_of_this_machine() -> None:
+    asked = options({"id": "a", "data_dir": "d", "peers": "a=:7401, b=:7402"}, {})
+    assert asked["peers"] == {"a": "127.0.0.1:7401", "b": "127.0.0.1:7402"}
+
+
+def test_a_secret_is_read_from_its_file_or_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("swordfish\n")
+    basics = {"id": "n1", "data_dir": "d", "peers": PEERS}
+    assert options({**basics, "secret_file": str(tmp_path / "secret")}, {})["secret"] == "swordfish"
+    assert options(basics, {"DOYEN_NODE_SECRET": "s"})["secret"] == "s"
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"id": None}, "a node needs id: --id, DOYEN_NODE_ID, or id in a file"),
+        ({"data_dir": None}, "a node needs data_dir: --data-dir, DOYEN_NODE_DATA_DIR"),
+        ({"peers": "n1"}, "peers are given as n1=host:port,n2=host:port, not 'n1'"),
+        ({"peers": "a=:1,a=:2"}, "two peers are called 'a'"),
+        ({"election_s": "soon"}, "election_s: 'soon' is not a number of seconds"),
+        ({"join": "perhaps"}, "'perhaps' is neither true nor false"),
+        ({"secret_file": "/nowhere"}, "secret_file /nowhere cannot be read"),
+        ({"config": "/nowhere.toml"}, "/nowhere.toml cannot be read: No such file"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(change: dict[str, str | None], complaint: str) -> None:
+    given = {"id": "n1", "data_dir": "d", "peers": PEERS, **change}
+    with pytest.raises(ConfigError, match=complaint):
+        options(given, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("id = ", "is not TOML"),
+        ("elction_s = 1", "there is no setting 'elction_s'; did you mean election_s?"),
+        ("wings = 1", "there is no setting 'wings'; there are id, peers"),
+        ("election_s = true", "election_s cannot be True; it looks like SECONDS"),
+        ("id = 7", "id cannot be 7; it looks like NAME"),
+        ("tls = 1", "tls is a table"),
+        ("[peers]\nn1 = 7400", "a peer's address is text"),
+        ('peers = "n1=:1"', r"it looks like \[peers\], then n1 ="),
+    ],
+)
+def test_what_makes_no_sense_in_a_file_is_refused(
+    tmp_path: Path, text: str, complaint: str
+) -> None:
+    (tmp_path / "node.toml").write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        options({"config": str(tmp_path / "node.toml")}, {})
+
+
+def test_a_quorum_serves_and_its_nodes_stop_in_good_order(tmp_path: Path) -> None:
+    with Quorum(tmp_path) as quorum:
+        leader = quorum.leader()
+        with doyen.connect_blocking(quorum.url) as session, session.campaign("e") as term:
+            token = term.token
+        assert leader.stop() == 0
+        successor = quorum.leader()
+        assert successor is not leader
+        with doyen.connect_blocking(quorum.url) as session, session.campaign("e") as term:
+            assert term.token > token
+        leader.start()
+        leader.hear("role", leader=quorum.leader().name)
+        for node in quorum.nodes.values():
+            assert node.stop() == 0
+
+
+def test_pages_for_probes_and_load_balancers(tmp_path: Path) -> None:
+    with Quorum(tmp_path) as quorum:
+        leader = quorum.leader()
+        for node in quorum.nodes.values():
+            node.hear("role", leader=leader.name)
+            assert fetch(node, "/healthz") == (200, "ok\n")
+            assert fetch(node, "/readyz") == (200, "ready\n")
+            leads = node is leader
+            assert fetch(node, "/leader") == (200 if leads else 503, f"{leader.name}\n")
+            status, text = fetch(node, "/metrics")
+            assert status == 200
+            assert f"doyen_node_leading {int(leads)}\n" in text
+            assert "doyen_node_voters 3\n" in text
+            assert fetch(node, "/nothing")[0] == 404
+
+
+def test_a_second_node_on_the_same_folder_is_refused(tmp_path: Path) -> None:
+    with Quorum(tmp_path, 1) as quorum:
+        command = [*DOYEN, "serve", "--id", "n1", "--peers", f"n1={addresses(1)[0]}"]
+        command += ["--data-dir", str(tmp_path / "n1"), "--cluster", "test"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        assert done.returncode == 69
+        assert str(quorum.nodes["n1"].process.pid) in done.stderr
+
+
+def test_to_listen_to_the_world_takes_a_secret_or_tls(tmp_path: Path) -> None:
+    command = [*DOYEN, "serve", "--id", "n1", "--peers", "n1=10.0.0.1:7400"]
+    command += ["--listen", "0.0.0.0:0", "--data-dir", str(tmp_path / "n1")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert "secret" in done.stderr
+    assert "--insecure" in done.stderr
+
+
+def fetch(node: Served, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://{node.address}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
