@@ -89,6 +89,8 @@ log = logging.getLogger("doyen.node")
 PIECE: Final = 1 << 20
 """About how many bytes of a list go into one frame."""
 GRAIN_S: Final = 1e-3
+AGAIN_S: Final = 0.02
+"""Pause before a renewal is put to the leader again."""
 
 _CONFIRMED, _GONE, _AGAIN = 0, 1, 2
 
@@ -494,20 +496,36 @@ class Service:
         self._start(self._have_renewed(waiting))
 
     async def _have_renewed(self, waiting: dict[int, list[tuple[_Client, int]]]) -> None:
-        leases = [*waiting]
-        why = "the leader has changed, or is about to end this lease"
+        """Ask whoever leads; while that changes, ask again, for as long as it should take."""
+        give_up_at = self._loop.time() + 2 * self._election_s
+        while waiting:
+            verdicts, why = await self._verdicts([*waiting])
+            again: dict[int, list[tuple[_Client, int]]] = {}
+            late = self._loop.time() > give_up_at
+            for (lease, askers), verdict in zip(waiting.items(), verdicts, strict=True):
+                if verdict == _AGAIN and not late:
+                    if askers := [each for each in askers if not each[0].link.closed]:
+                        again[lease] = askers
+                    continue
+                for client, request in askers:
+                    if verdict == _CONFIRMED:
+                        client.tell(Renewed(request))
+                    elif verdict == _GONE:
+                        client.fail(request, Trouble.LEASE_GONE, f"the lease {lease} has ended")
+                    else:
+                        client.fail(request, Trouble.UNAVAILABLE, why)
+            waiting = again
+            if waiting:
+                await asyncio.sleep(AGAIN_S)
+
+    async def _verdicts(self, leases: list[int]) -> tuple[list[int], str]:
         try:
-            verdicts = _decode_verdicts(await self._driver.ask_leader(encode(leases)))
+            verdicts = _decode_leases(await self._driver.ask_leader(encode(leases)))
         except (DoyenError, MsgspecError) as error:
-            verdicts, why = [_AGAIN] * len(leases), str(error)
-        for lease, verdict in zip(leases, verdicts, strict=False):
-            for client, request in waiting[lease]:
-                if verdict == _CONFIRMED:
-                    client.tell(Renewed(request))
-                elif verdict == _GONE:
-                    client.fail(request, Trouble.LEASE_GONE, f"the lease {lease} has ended")
-                else:
-                    client.fail(request, Trouble.UNAVAILABLE, why)
+            return [_AGAIN] * len(leases), str(error)
+        if len(verdicts) != len(leases):
+            verdicts = [_AGAIN] * len(leases)
+        return verdicts, "the leader has changed, or is about to end this lease"
 
 
 class _Keeper:
@@ -683,7 +701,6 @@ class _Keeper:
 
 
 _decode_leases: Callable[[bytes], list[int]] = msgspec.msgpack.Decoder(list[int]).decode
-_decode_verdicts: Callable[[bytes], list[int]] = msgspec.msgpack.Decoder(list[int]).decode
 
 
 def _settle(client: _Client, request: int, result: Any, error: BaseException | None) -> None:
