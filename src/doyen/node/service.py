@@ -91,6 +91,7 @@ PIECE: Final = 1 << 20
 GRAIN_S: Final = 1e-3
 AGAIN_S: Final = 0.02
 """Pause before a renewal is put to the leader again."""
+AGAIN_S: Final = 0.01
 
 _CONFIRMED, _GONE, _AGAIN = 0, 1, 2
 
@@ -579,8 +580,9 @@ class _Keeper:
         if not self._leading or era != self._beginning:
             return
         if error is not None or isinstance(decode_result(result), Refused):
-            # Somebody who led before us has begun one meanwhile, or nobody knows.
-            self._loop.call_soon(self._begin_again, era)
+            # Somebody who led before us has begun one meanwhile, or nobody knows, or the disk is
+            # full and would refuse us again at once.
+            self._loop.call_later(AGAIN_S, self._begin_again, era)
             return
         self._beginning = 0
         self._era = era
