@@ -89,9 +89,8 @@ log = logging.getLogger("doyen.node")
 PIECE: Final = 1 << 20
 """About how many bytes of a list go into one frame."""
 GRAIN_S: Final = 1e-3
-AGAIN_S: Final = 0.02
-"""Pause before a renewal is put to the leader again."""
 AGAIN_S: Final = 0.01
+"""Pause before something is put to the quorum again."""
 
 _CONFIRMED, _GONE, _AGAIN = 0, 1, 2
 

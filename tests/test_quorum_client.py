@@ -1,0 +1,476 @@
+"""The client of a quorum: on nodes that fail, fall silent, forget it, or are not of one cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doyen.clock import SystemClock
+from doyen.errors import (
+    ConfigError,
+    LeaseGone,
+    OutcomeUnknown,
+    StoreUnavailable,
+    StoreUnusable,
+)
+from doyen.node import machine as machines
+from doyen.node.server import Options, Server
+from doyen.quorum.requests import Condition
+from doyen.store import Context, open_store
+from doyen.stores.quorum.diagnosis import State, findings
+from doyen.stores.quorum.store import QuorumStore
+from servers import Proxy, QuorumCluster, free_port
+
+SECRET = "correct horse battery staple"
+WITHIN_S = 20.0
+
+
+class Nodes:
+    """A quorum inside this process, on real sockets."""
+
+    def __init__(self, folder: Path, size: int = 1, **settings: Any) -> None:
+        self.peers = {f"n{number + 1}": f"127.0.0.1:{free_port()}" for number in range(size)}
+        self._folder, self._settings = folder, settings
+        self.running: dict[str, Server] = {}
+
+    @property
+    def hosts(self) -> str:
+        return ",".join(self.peers.values())
+
+    def url(self, *, secret: str = "", query: str = "") -> str:
+        who = f"{secret}@" if secret else ""
+        return f"doyen://{who}{self.hosts}{query}"
+
+    async def start(self, *names: str) -> None:
+        for name in names or self.peers:
+            self.running[name] = await Server.open(
+                Options(
+                    id=name,
+                    peers=self.peers,
+                    data_dir=self._folder / name,
+                    election_s=0.3,
+                    heartbeat_s=0.05,
+                    **self._settings,
+                )
+            )
+        while not all(node.service.serving for node in self.running.values()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    async def stop(self, *names: str) -> None:
+        for name in names or [*self.running]:
+            await self.running.pop(name).close()
+
+    def leader(self) -> str:
+        (known,) = {node.driver.leader for node in self.running.values()}
+        assert known is not None
+        return known
+
+
+@asynccontextmanager
+async def nodes(folder: Path, size: int = 1, **settings: Any) -> AsyncIterator[Nodes]:
+    started = Nodes(folder, size, **settings)
+    await started.start()
+    try:
+        yield started
+    finally:
+        await started.stop()
+
+
+@asynccontextmanager
+async def opened(url: str) -> AsyncIterator[QuorumStore]:
+    store = await open_store(url, Context(SystemClock(), lambda event: None))
+    assert isinstance(store, QuorumStore)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(WITHIN_S * 2):
+            await main()
+
+    asyncio.run(bounded())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def test_clients_move_on_when_nodes_stop_one_after_the_other(tmp_path: Path) -> None:
+    """A rolling restart: no write is lost, none is done twice, none is in doubt."""
+
+    async def main() -> None:
+        async with nodes(tmp_path, 3) as quorum, opened(quorum.url()) as store:
+            lease = await store.grant(60.0)
+            counted, stop = 0, False
+
+            async def count() -> None:
+                nonlocal counted
+                entry = await store.put("count", b"0", if_version=None)
+                while not stop:
+                    assert entry is not None, "somebody else has counted, or we have twice"
+                    assert int(entry.value) == counted
+                    counted += 1
+                    entry = await store.put("count", b"%d" % counted, if_version=entry.version)
+                    await store.renew(lease)
+
+            counting = asyncio.create_task(count())
+            for name in ("n1", "n2", "n3"):
+                before = counted
+                await until(lambda before=before: counted > before + 10 or counting.done())  # type: ignore[misc]
+                await quorum.stop(name)
+                await quorum.start(name)
+            stop = True
+            await counting
+            final = await store.get("count")
+            assert final is not None
+            assert int(final.value) == counted > 30
+
+    run(main)
+
+
+def test_an_answer_that_was_lost_is_had_by_asking_again(tmp_path: Path) -> None:
+    """The request was done and the connection broke before its answer came."""
+
+    async def main() -> None:
+        async with nodes(tmp_path) as quorum:
+            node = quorum.running["n1"]
+            with Proxy(_Place(quorum.url(), node.port)) as link:
+                async with opened(link.url) as store:
+                    lease = await store.grant(60.0)
+                    for number in range(5):
+                        await asyncio.to_thread(link.break_after, 0, "down")
+                        ticket = await store.enqueue("line", b"%d" % number, lease)
+                        tickets = await store.list("line")
+                        assert tickets[-1] == ticket
+                        assert len(tickets) == number + 1
+                    await asyncio.to_thread(link.break_after, 0, "down")
+                    await store.renew(lease)
+
+    run(main)
+
+
+class _Place:
+    def __init__(self, url: str, port: int) -> None:
+        self.url, self.port = url, port
+
+
+def test_a_silent_node_is_left_for_another() -> None:
+    """Frozen, not dead: its connection stays open, and nothing comes."""
+    with QuorumCluster() as quorum:
+
+        async def main() -> None:
+            frozen = (await asyncio.to_thread(quorum.followers))[0]
+            others = [member for member in quorum.members if member is not frozen]
+            loop = asyncio.get_running_loop()
+            url = "doyen://" + ",".join(member.address for member in (frozen, *others))
+            async with opened(url) as store:
+                lease = await store.grant(60.0)
+                told = asyncio.Event()
+                await store.watch("k", told.set)
+                # Have both connections at the node that is frozen.
+                store._renewals._next = 0
+                store._wire._next = 2
+                assert store._wire._link is not None
+                store._wire._link.abort()
+                await store.get("k")
+                await store.renew(lease)
+                await until(lambda: store._wire.node == frozen.address)
+                await until(lambda: store._renewals.node == frozen.address)
+                frozen.freeze()
+                try:
+                    began = loop.time()
+                    await store.renew(lease)
+                    assert await store.put("k", b"v", if_version=None) is not None
+                    assert loop.time() - began < 3.0
+                    await asyncio.wait_for(told.wait(), WITHIN_S)
+                    assert store._wire.node != frozen.address
+                finally:
+                    frozen.thaw()
+
+        run(main)
+
+
+def test_a_watch_goes_on_at_another_node_and_misses_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with (
+            nodes(tmp_path, 3) as quorum,
+            opened(quorum.url()) as watcher,
+            opened(quorum.url()) as writer,
+        ):
+            told = asyncio.Event()
+            await watcher.watch("a", told.set)
+            for number, name in enumerate(("n1", "n2", "n3")):
+                await quorum.stop(name)
+                assert await writer.put(f"a/{number}", b"", if_version=None) is not None
+                await asyncio.wait_for(told.wait(), WITHIN_S)
+                told.clear()
+                await quorum.start(name)
+
+    run(main)
+
+
+def test_while_there_is_no_majority_nothing_is_promised(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with nodes(tmp_path, 3) as quorum, opened(quorum.url()) as store:
+            lease = await store.grant(60.0)
+            await quorum.stop("n1", "n2", "n3")
+            with pytest.raises(StoreUnavailable):
+                await store.put("k", b"v", if_version=None)
+            with pytest.raises(StoreUnavailable):
+                await store.renew(lease)
+            with pytest.raises(StoreUnavailable):
+                await store.watch("k", lambda: None)
+            await quorum.start("n1", "n2", "n3")
+            await store.renew(lease)
+            assert await store.get("k") is None
+
+    run(main)
+
+
+def test_a_store_that_is_closed_tells_whoever_waits(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with nodes(tmp_path) as quorum:
+            with Proxy(_Place(quorum.url(), quorum.running["n1"].port)) as link:
+                async with opened(link.url) as store:
+                    await asyncio.to_thread(link.cut)
+                    put = asyncio.create_task(store.put("k", b"v", if_version=None))
+                    await asyncio.sleep(0.05)
+                    await store.close()
+                    with pytest.raises(OutcomeUnknown):
+                        await put
+                    with pytest.raises(StoreUnusable, match="closed"):
+                        await store.get("k")
+                await asyncio.to_thread(link.heal)
+
+    run(main)
+
+
+def test_a_client_that_was_forgotten_takes_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machines, "FORGOTTEN_AFTER", 10)
+
+    async def main() -> None:
+        async with (
+            nodes(tmp_path) as quorum,
+            opened(quorum.url()) as idle,
+            opened(quorum.url()) as busy,
+        ):
+            lease = await idle.grant(60.0)
+            assert (await idle.create("k", b"", lease)).won
+            for number in range(40):
+                await busy.put(f"b/{number}", b"", if_version=None)
+            entries = await asyncio.gather(
+                *(idle.put(f"i/{number}", b"", if_version=None) for number in range(20))
+            )
+            assert all(entry is not None for entry in entries)
+            assert len(await idle.list("i")) == 20
+            assert (await idle.enqueue("line", b"", lease)).key
+            assert len(await idle.list("line")) == 1
+
+    run(main)
+
+
+def test_a_token_floor_raises_tokens(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with (
+            nodes(tmp_path) as quorum,
+            opened(quorum.url(query="?token_floor=1000000")) as store,
+        ):
+            lease = await store.grant(60.0)
+            assert (await store.create("k", b"", lease)).entry.revision > 1_000_000
+
+    run(main)
+
+
+def test_what_cannot_be_stored_is_refused_with_the_reason(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with nodes(tmp_path) as quorum, opened(quorum.url()) as store:
+            lease = await store.grant(60.0)
+            with pytest.raises(StoreUnusable, match="at most 1000000 bytes"):
+                await store.put("k", bytes(1_000_001), if_version=None)
+            with pytest.raises(StoreUnusable, match="cannot be sent"):
+                await store.put("k", bytes(20_000_000), if_version=None)
+            with pytest.raises(StoreUnusable, match="characters"):
+                await store.create("", b"", lease)
+            with pytest.raises(StoreUnusable, match="cannot be sent"):
+                await store.get("\ud800")
+            with pytest.raises(ConfigError, match="64 bits"):
+                await store.enqueue("l", b"", lease, rank=2**63)
+            assert await store.put("k", bytes(1_000_000), if_version=None) is not None
+            big = await store.get("k")
+            assert big is not None
+            assert len(big.value) == 1_000_000
+            assert await store.put("k", b"", if_version="of another store") is None
+            await store.revoke(lease)
+            with pytest.raises(LeaseGone):
+                await store.renew(lease)
+
+    run(main)
+
+
+def test_nodes_of_two_clusters_are_refused(tmp_path: Path) -> None:
+    """Two clusters behind one URL would elect two leaders."""
+
+    async def main() -> None:
+        async with (
+            nodes(tmp_path / "a", cluster="a") as first,
+            nodes(tmp_path / "b", cluster="b") as second,
+        ):
+            with pytest.raises(StoreUnusable, match="cluster 'a', not to 'b'"):
+                async with opened(first.url(query="?cluster=b")):
+                    pass
+            async with opened(f"doyen://{first.hosts},{second.hosts}") as store:
+                await store.put("k", b"", if_version=None)
+                assert store._wire.cluster in ("a", "b")
+                stays = first if store._wire.cluster == "a" else second
+                goes = second if stays is first else first
+                lease = await store.grant(60.0)
+                await store.renew(lease)
+                await goes.running["n1"].driver.barrier()
+                assert len(goes.running["n1"].keyspace) == 0
+                await stays.stop("n1")
+                with pytest.raises(StoreUnavailable):
+                    await store.get("k")
+                await stays.start("n1")
+                assert await store.get("k") is not None
+
+    run(main)
+
+
+def test_secrets(tmp_path: Path) -> None:
+    async def main() -> None:
+        file = tmp_path / "secret"
+        file.write_text(f"{SECRET}\n")
+        quoted = SECRET.replace(" ", "%20")
+        async with nodes(tmp_path / "n", secret=SECRET) as quorum:
+            for url in (
+                quorum.url(secret=quoted),
+                quorum.url(query=f"?secret_file={file}"),
+            ):
+                async with opened(url) as store:
+                    assert await store.get("k") is None
+            for url in (quorum.url(), quorum.url(secret="not%20the%20secret%20we%20mean")):
+                with pytest.raises(StoreUnusable, match="secret"):
+                    async with opened(url):
+                        pass
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("doyen://", "is not a node"),
+        ("doyen://h1,,h2", "is not a node"),
+        ("doyen://::1", "is not a node"),
+        ("doyen://h1/path", "has no paths"),
+        ("doyen://h1?tsl=true", "no option 'tsl'"),
+        ("doyen://h1?tls=yes", "tls= is true or false"),
+        ("doyen://h1?tls=false&ca=x", "tls=false goes with none"),
+        ("doyen://h1?key=x", "key= goes with cert="),
+        ("doyen://h1?ca=/nowhere/ca.pem", "cannot read"),
+        ("doyen://h1?secret_file=/nowhere", "cannot be read"),
+        ("doyen://0123456789abcdef@h1?secret_file=/nowhere", "not both"),
+        ("doyen://short@h1", "needs 16 or more"),
+        ("doyen://h1?token_floor=-1", "out of range"),
+        ("doyen://h1?connect_timeout_s=soon", "is a number"),
+    ],
+)
+def test_urls_that_cannot_work_are_refused(url: str, reason: str) -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match=re.escape(reason)):
+            async with opened(url):
+                pass
+
+    run(main)
+
+
+def test_nobody_there() -> None:
+    async def main() -> None:
+        with pytest.raises(StoreUnavailable, match="no node of the quorum can be had"):
+            async with opened(f"doyen://127.0.0.1:{free_port()},127.0.0.1:{free_port()}"):
+                pass
+
+    run(main)
+
+
+def condition(node: str, **changes: Any) -> Condition:
+    fields: dict[str, Any] = {
+        "id": 0,
+        "node": node,
+        "version": "1",
+        "role": "following",
+        "generation": 3,
+        "leader": "n1",
+        "commit": 9,
+        "applied": 9,
+        "snapshot": 0,
+        "full": False,
+        "voters": ("n1", "n2", "n3"),
+        "learners": (),
+        "addresses": {},
+        "revision": 5,
+        "keys": 1,
+        "leases": 1,
+        "clients": 1,
+        "watches": 0,
+    }
+    return Condition(**{**fields, **changes})
+
+
+def told(*states: State) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for finding in findings(states):
+        found.setdefault(finding.level, []).append(finding.text)
+    return found
+
+
+def test_a_healthy_quorum_has_nothing_to_complain_of() -> None:
+    said = told(*(State(f"h{n}", condition(f"n{n}")) for n in (1, 2, 3)))
+    assert said.keys() == {"ok"}
+    assert "n1 leads generation 3" in said["ok"][0]
+
+
+def test_what_is_wrong_with_a_quorum_is_told() -> None:
+    one_down = told(
+        State("h1", condition("n1")), State("h2", condition("n2")), State("h3", None, "no answer")
+    )
+    assert any("no answer" in text for text in one_down["warning"])
+    assert any("at risk" in text and "n3" in text for text in one_down["warning"])
+    even = told(*(State(f"h{n}", condition(f"n{n}", voters=("n1", "n2"))) for n in (1, 2)))
+    assert any("even number" in text for text in even["warning"])
+    full = told(*(State(f"h{n}", condition(f"n{n}", full=n == 2)) for n in (1, 2, 3)))
+    assert any("full" in text for text in full["problem"])
+    headless = told(*(State(f"h{n}", condition(f"n{n}", leader=None)) for n in (1, 2, 3)))
+    assert any("no leader" in text for text in headless["problem"])
+    mixed = told(*(State(f"h{n}", condition(f"n{n}", version=str(n))) for n in (1, 2, 3)))
+    assert any("1, 2, 3" in text for text in mixed["note"])
+    alone = told(State("h1", condition("n1", voters=("n1",), learners=("n2",))))
+    assert any("one voter" in text for text in alone["note"])
+    assert any("n2 only learn" in text for text in alone["note"])
+
+
+def test_nodes_are_asked_how_they_are(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with nodes(tmp_path, 3) as quorum, opened(quorum.url()) as store:
+            assert {finding.level for finding in await store.diagnose()} == {"ok"}
+            await quorum.stop("n2")
+            said = await store.diagnose()
+            assert [finding.subject for finding in said if finding.level == "warning"] == [
+                quorum.peers["n2"],
+                "quorum",
+            ]
+
+    run(main)
