@@ -79,12 +79,16 @@ WINDOW = 1024
 class Peer:
     """What a leader knows of another server."""
 
-    __slots__ = ("heard", "match", "name", "next", "round", "synced")
+    __slots__ = ("again", "heard", "match", "name", "next", "origin", "round", "synced")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.match = 0
         self.next = 1
+        self.origin = 0
+        """After which index the stream to it began."""
+        self.again = -inf
+        """Until when it need not be sent the same once more."""
         self.heard = -inf
         self.round = 0
         self.synced = True
@@ -326,6 +330,7 @@ class Server:
             peer.heard = self._now
             peer.round = 0
             self._prepare(peer)
+            peer.origin = peer.next - 1
         self._round = 0
         self._floor = len(self.log) + 1
         self._turn(Role.LEADING, self.id)
@@ -348,7 +353,7 @@ class Server:
     def _stream(self, peer: Peer) -> None:
         """Send the peer what it has not been sent, as far as the window allows."""
         log = self.log
-        end = min(len(log), peer.match + WINDOW) if peer.synced else 0
+        end = min(len(log), max(peer.match, peer.origin) + WINDOW) if peer.synced else 0
         while peer.next <= end:
             first = peer.next
             entries = self._piece(first, end)
@@ -408,9 +413,11 @@ class Server:
             self._stream(peer)
 
     def _missing(self, peer: Peer, last: int, round_: int) -> None:
-        """A follower lacks what comes after `last`."""
-        if last + 1 < peer.next:
-            peer.next = max(last, peer.match) + 1
+        """A follower lacks what comes after `last`. It says so of everything that is on its way."""
+        if last + 1 < peer.next and (last != peer.origin or self._now >= peer.again):
+            peer.origin = last
+            peer.next = last + 1
+            peer.again = self._now + self._settings.heartbeat_s / 2
         self._answered(peer, 0, round_)
 
     def _decide(self) -> None:

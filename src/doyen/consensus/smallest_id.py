@@ -181,6 +181,8 @@ class SmallestId(Server):
     def _hear_looking(self, peer: Peer, message: Looking) -> None:
         if self.role is Role.LEADING:
             self._send(peer, self._carry(peer, peer.next, ()))
+        elif self.leader == peer.name and message.generation >= self.generation:
+            self._look()
         if self.role is not Role.LOOKING:
             return
         self._present[peer.name] = (message.last_generation, message.last)

@@ -296,6 +296,8 @@ class Zab(Server):
         self._heard_of(message.generation)
         if self.phase is not Phase.ELECTION:
             if message.role is Role.LOOKING:
+                if self.chosen == peer.name and message.round > self.clock:
+                    self._look()  # Our leader itself has none any more.
                 self._send(peer, self._notification())
         elif message.leader in self._rank:
             if message.role is Role.LOOKING:
@@ -338,6 +340,13 @@ class Zab(Server):
 
     def _consider_joining(self, peer: Peer, message: Notification) -> None:
         """Somebody has a leader already."""
+        if message.round == self.clock:
+            # It decided in this very round: perhaps for us, who have yet to hear that we have won.
+            rank = self._rank[message.leader]
+            self._votes[peer.name] = Vote(message.epoch, message.zxid_epoch, message.zxid, rank)
+            if message.leader == self.id:
+                self._tally()
+                return
         self._settled[peer.name] = (message.leader, message.role)
         following = sum(leader == message.leader for leader, _ in self._settled.values())
         # We ourselves complete the majority of an ensemble that has lost one of its own.
