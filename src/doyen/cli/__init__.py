@@ -56,6 +56,7 @@ exit codes:
        doctor found a problem, verify or up found a violation
   2    wrong usage or configuration; nothing was done
   69   the store cannot be used or reached
+  70   the disk of a node failed, and it stopped at once
   71   the system refused something, such as to write standard output
   75   not elected in time, or leadership lost: trying again may help
   130  interrupted (128 + the signal's number)
@@ -63,6 +64,7 @@ exit codes:
 
 environment:
   DOYEN_STORE    the store, where --store is not given
+  DOYEN_NODE_…   settings of a node: see doyen help serve
   DOYEN_DEBUG=1  show the traceback of an error
 
 examples:

@@ -50,6 +50,7 @@ class Exit(IntEnum):
     NO = 1
     USAGE = 2
     UNAVAILABLE = 69
+    DISK = 70
     SYSTEM = 71
     TRY_AGAIN = 75
     INTERRUPTED = 130

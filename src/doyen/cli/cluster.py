@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -45,10 +46,11 @@ exit codes:
 
 examples:
   doyen cluster status --store doyen://h1,h2,h3
-  doyen cluster add n4 h4:7400 && doyen cluster promote n4 && doyen cluster remove n1
-  doyen cluster backup /backups/doyen-$(date +%F)
-  doyen cluster restore /backups/doyen-2026-11-15 --cluster prod-2 --id n1 --data-dir /var/lib/doyen --peers n1=h1:7400,n2=h2:7400,n3=h3:7400
-"""  # noqa: E501
+  doyen cluster add n4 h4:7400 && doyen cluster promote n4
+  doyen cluster remove n1
+  doyen cluster backup /backups/today
+  doyen cluster restore /backups/today --config node.toml --cluster prod-2
+"""
 
 TOKENS = 10**9
 """How far above a backup's tokens a restored cluster goes on."""
@@ -57,7 +59,9 @@ TOKENS = 10**9
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     manual(parser, MANUAL)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions = parser.add_subparsers(
+        dest="action", required=True, metavar="ACTION", title="actions", help="what to do"
+    )
 
     def action(name: str, summary: str) -> argparse.ArgumentParser:
         added = actions.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
@@ -91,13 +95,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     action("backup", "copy everything into a file").add_argument("file", metavar="FILE")
     restore = action("restore", "begin a new cluster from a backup, on this node")
     restore.add_argument("file", metavar="FILE")
+    restore.add_argument(
+        "--config", metavar="FILE", help="the node's settings, as for doyen serve (default: none)"
+    )
     for option, looks, meaning in (
         ("--cluster", "NAME", "the new cluster's name; not the old one's"),
         ("--id", "NAME", "this node's name"),
         ("--peers", "NAME=HOST:PORT,…", "every node's address, this one's included"),
         ("--data-dir", "FOLDER", "where this node shall keep its memory; empty"),
     ):
-        restore.add_argument(option, metavar=looks, help=meaning, required=True)
+        restore.add_argument(option, metavar=looks, help=f"{meaning} (default: as configured)")
     restore.add_argument("--token-floor", type=int, metavar="N", help="tokens go on above N")
 
 
@@ -258,29 +265,31 @@ def _until_the_end(pieces: SimpleQueue[Copied | None]) -> Iterator[bytes]:
 
 
 def _restore(args: argparse.Namespace) -> int:
-    from doyen.cli.serve import read_peers
+    from doyen.cli.serve import options
     from doyen.consensus.core import Membership
     from doyen.node.backup import restore
     from doyen.node.folder import Identity
     from doyen.node.machine import KEYSPACE, Command, encode_batch
     from doyen.quorum.keyspace import Advance, encode
 
-    peers = read_peers(args.peers)
-    if args.id not in peers:
-        raise ConfigError(f"node {args.id!r} is not among the peers {', '.join(peers)}")
+    asked = options(vars(args), os.environ)
+    node, peers, folder = asked["id"], asked["peers"], asked["data_dir"]
+    cluster = asked.get("cluster", "doyen")
+    if node not in peers:
+        raise ConfigError(f"node {node!r} is not among the peers {', '.join(peers)}")
     lift = Advance(args.token_floor or 0, TOKENS)
     contents = restore(
         Path(args.file),
-        Path(args.data_dir),
-        Identity(args.cluster, args.id, "raft"),
+        Path(folder),
+        Identity(cluster, node, asked.get("protocol", "raft")),
         Membership(tuple(sorted(peers)), (), peers),
         [encode_batch([Command("restore", 1, 1, KEYSPACE, encode(lift))])],
     )
     if args.json:
-        print_json({"node": args.id, "cluster": args.cluster, "last": contents.last})
+        print_json({"node": node, "cluster": cluster, "last": contents.last})
     else:
         console().print(
-            f"{args.data_dir} holds the backup for {args.id} of cluster {args.cluster};"
+            f"{folder} holds the backup for {node} of cluster {cluster};"
             " do the same on the others, then start them all with doyen serve"
         )
     print("the old cluster must not be started again beside this one", file=sys.stderr)

@@ -43,7 +43,7 @@ the same as a file:
   id = "n1"
   data_dir = "/var/lib/doyen"
   listen = "0.0.0.0:7400"           # default: its own address among the peers
-  secret_file = "/etc/doyen/secret" # or TLS, unless all addresses are of this machine
+  secret_file = "/etc/doyen/secret" # or TLS, unless all is on one machine
   [peers]
   n1 = "10.0.0.1:7400"
   n2 = "10.0.0.2:7400"
@@ -69,7 +69,7 @@ exit codes:
 examples:
   # a quorum on one machine, to try; in three terminals, with n1, n2 and n3
   doyen serve --id n1 --data-dir n1 --peers n1=:7401,n2=:7402,n3=:7403
-  doyen run billing --store doyen://localhost:7401,localhost:7402,localhost:7403 -- ./work
+  doyen run billing --store doyen://localhost:7401,localhost:7402 -- ./work
 """
 
 
@@ -116,13 +116,16 @@ SETTINGS: dict[str, tuple[Callable[[str], Any], str, str]] = {
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     manual(parser, MANUAL)
-    parser.add_argument("--config", metavar="FILE", help="a TOML file (or DOYEN_NODE_CONFIG)")
+    parser.add_argument(
+        "--config", metavar="FILE", help="a TOML file (default: $DOYEN_NODE_CONFIG)"
+    )
     for name, (_, looks, meaning) in SETTINGS.items():
         option = f"--{name.replace('_', '-')}"
         if looks == "true|false" and name != "tls_mutual":
             parser.add_argument(option, action="store_const", const="true", help=meaning)
         else:
-            parser.add_argument(option, metavar=looks, help=meaning)
+            told = meaning if "default" in meaning else f"{meaning} (default: none)"
+            parser.add_argument(option, metavar=looks, help=told)
 
 
 def run(args: argparse.Namespace) -> int:
