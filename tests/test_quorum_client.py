@@ -220,6 +220,25 @@ def test_a_watch_goes_on_at_another_node_and_misses_nothing(tmp_path: Path) -> N
     run(main)
 
 
+def test_what_changed_while_a_watch_was_cut_off_is_told(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with nodes(tmp_path) as quorum, opened(quorum.url()) as writer:
+            with Proxy(_Place(quorum.url(), quorum.running["n1"].port)) as link:
+                async with opened(link.url) as watcher:
+                    told, quiet = asyncio.Event(), asyncio.Event()
+                    await watcher.watch("a", told.set)
+                    await watcher.watch("b", quiet.set)
+                    for number in range(3):
+                        await asyncio.to_thread(link.refuse)
+                        assert await writer.put(f"a/{number}", b"", if_version=None) is not None
+                        await asyncio.to_thread(link.heal)
+                        await asyncio.wait_for(told.wait(), WITHIN_S)
+                        told.clear()
+                    assert not quiet.is_set()
+
+    run(main)
+
+
 def test_while_there_is_no_majority_nothing_is_promised(tmp_path: Path) -> None:
     async def main() -> None:
         async with nodes(tmp_path, 3) as quorum, opened(quorum.url()) as store:

@@ -352,11 +352,9 @@ class Wire:
                 self._link.send(REQUEST, encode(Hello(self._name)))
         if call.sent > 1:
             self._settle(call, _error(answer))
-            return
-        self._drop(answer.id)
-        call.number, call.sent = self._next_write(), 0
-        self._calls[call.number] = call
-        self._send(call)
+        else:
+            call.sent = 0
+            self._send(call)
 
     # Connections.
 
