@@ -60,7 +60,7 @@ from doyen.consensus.core import (
 )
 from doyen.errors import ConfigError
 
-__all__ = ["Peer", "Server", "order"]
+__all__ = ["WINDOW", "Peer", "Server", "order"]
 
 
 def order(name: str) -> tuple[tuple[int, int, str], ...]:

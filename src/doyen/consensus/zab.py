@@ -34,7 +34,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from doyen.consensus.core import Entry, Membership, Message, Recovered, Role, Settings
-from doyen.consensus.server import Peer, Server, order
+from doyen.consensus.server import WINDOW, Peer, Server, order
 
 __all__ = [
     "MESSAGES",
@@ -434,6 +434,7 @@ class Zab(Server):
         if self.chosen != self.id:
             return
         peer.synced = False
+        peer.again = self._now
         if self._opened():
             self._send(peer, LeaderInfo(self.generation), after=self._token)
         elif peer.name not in self._infos:
@@ -462,7 +463,8 @@ class Zab(Server):
         last = (message.zxid_epoch, message.zxid)
         self._asked[peer.name] = last
         if self.phase is not Phase.DISCOVERY:
-            self._synchronise(peer, self._guess(last))
+            if self._now >= peer.again:
+                self._synchronise(peer, self._guess(last))
         elif message.counts and peer.name not in self._epoch_acks:
             self._epoch_acks[peer.name] = (message.current_epoch, last)
             self._progress()
@@ -502,25 +504,41 @@ class Zab(Server):
         return index
 
     def _synchronise(self, peer: Peer, agreed: int) -> None:
-        """Send what comes after `agreed`; and, if that is all, say so."""
-        last = agreed
-        if agreed < len(self.log):
-            entries = self._piece(agreed + 1, len(self.log))
-            last += len(entries)
+        """Send what comes after `agreed`, and, when that is all, say so."""
+        peer.origin = agreed
+        peer.next = agreed + 1
+        self._pump(peer)
+
+    def _pump(self, peer: Peer) -> None:
+        """Send as much of the history as may be on its way at once."""
+        peer.again = self._now + 2 * self._settings.heartbeat_s
+        end = min(len(self.log), peer.origin + WINDOW)
+        while peer.next <= end:
+            previous = peer.next - 1
+            entries = self._piece(peer.next, end)
+            peer.next += len(entries)
             theirs = self._asked.get(peer.name, (0, 0))[1]
-            how = "DIFF" if agreed == theirs else "TRUNC" if agreed else "WHOLE"
-            before = self._generation_at(agreed)
-            self._send(peer, Sync(self.generation, how, agreed, before, entries))
-        if last == len(self.log):
+            how = "DIFF" if previous >= theirs else "TRUNC" if previous else "WHOLE"
+            before = self._generation_at(previous)
+            self._send(peer, Sync(self.generation, how, previous, before, entries))
+        last = len(self.log)
+        if peer.next > last:
             self._send(peer, NewLeader(self.generation, last, self._generation_at(last)))
 
     def _hear_synced(self, peer: Peer, message: Synced) -> None:
         if message.generation != self.generation or not self._opened() or peer.synced:
             return
-        if self.phase > Phase.DISCOVERY:
+        if self.phase is Phase.DISCOVERY or message.last > len(self.log):
+            return
+        if message.last > peer.origin:
+            peer.origin = message.last
+            peer.next = max(peer.next, message.last + 1)
             if self.role is not Role.LEADING:
                 self._progress()
-            self._synchronise(peer, min(message.last, len(self.log)))
+            if peer.next <= len(self.log):
+                self._pump(peer)
+        elif message.last < peer.origin or self._now >= peer.again:
+            self._synchronise(peer, message.last)
 
     def _hear_ack_leader(self, peer: Peer, message: AckLeader) -> None:
         if message.generation != self.generation or not self._opened():
