@@ -103,7 +103,7 @@ class CutsOnStaleAppend(Raft):
 
     def _merge(self, previous: int, entries: tuple[Entry, ...]) -> int:
         matched = super()._merge(previous, entries)
-        if entries and matched < self.log.last and matched >= self.commit:
+        if entries and self.log.base < matched < self.log.last and matched >= self.commit:
             kept = self.log.between(matched, matched)
             self.log.cut(matched - 1)
             self.membership = self.log.membership

@@ -381,6 +381,18 @@ class Chaos:
         )
         self.proposals = 0
         self.tokens = 0
+        if rng.random() < 0.2:
+            # Leaders come and go before they have got anything across.
+            self.odds = {
+                self.deliver: 40,
+                self.sync: 40,
+                self.elapse: 20,
+                self.propose: 2,
+                self.behead: 5,
+                self.start: 10,
+                self.change: rng.choice([0, 0, 15]),
+            }
+            return
         # Swarm: every run leaves some kinds of trouble out, so that others come to the fore.
         self.odds = {
             self.deliver: 60,

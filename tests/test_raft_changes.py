@@ -1,0 +1,204 @@
+"""Raft: leadership handed over, and the membership changed."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+
+from doyen.consensus.core import (
+    Accepted,
+    ChangeAsked,
+    Disconnected,
+    Effect,
+    Elapsed,
+    Entry,
+    Kind,
+    Membership,
+    Proposed,
+    Recovered,
+    Refused,
+    Role,
+    TransferAsked,
+    TransferFailed,
+)
+from doyen.consensus.raft import (
+    Append,
+    AppendReply,
+    Ballot,
+    HeartbeatReply,
+    TimeoutNow,
+)
+from raft_cluster import RaftCluster
+from raft_kit import (
+    ABC,
+    change,
+    following,
+    hear,
+    leading,
+    log,
+    raft,
+    recovered,
+    sends,
+    write,
+)
+
+
+def test_transfer_stops_for_a_dead_heir() -> None:
+    core = leading()
+    core.handle(TransferAsked("b"), 2.0)
+    effects = core.handle(Disconnected("b"), 2.0)
+    assert isinstance(effects[0], TransferFailed)
+    assert isinstance(core.handle(Proposed(b"x"), 2.0)[0], Accepted)
+
+
+def test_transfer_is_bounded_by_an_election_timeout() -> None:
+    core = leading()
+    start = core._now
+    core.handle(TransferAsked("b"), start)
+    effects: list[Effect] = []
+    while not any(isinstance(e, TransferFailed) for e in effects):
+        effects = core.handle(Elapsed(), core.next_deadline)
+        hear(core, HeartbeatReply(1, core._round), "c", core._now)
+    assert core._now == pytest.approx(start + 1.0)
+
+
+def test_transfer_word_that_is_lost_is_said_again() -> None:
+    core = leading()
+    assert sends(core.handle(TransferAsked("b"), 2.0), TimeoutNow)
+    assert sends(hear(core, HeartbeatReply(1, 1), now=2.0), TimeoutNow)
+
+
+def test_another_heir_takes_the_first_ones_place() -> None:
+    core = leading()
+    core.handle(TransferAsked("b"), 2.0)
+    assert core.handle(TransferAsked("b"), 2.0) == []
+    effects = core.handle(TransferAsked("c"), 2.0)
+    assert isinstance(effects[0], TransferFailed)
+    assert sends(effects, TimeoutNow)[0].peer == "c"
+
+
+def test_nobody_to_transfer_to() -> None:
+    core = leading(Membership(("a",), ("d",)))
+    assert isinstance(core.handle(TransferAsked(), 2.0)[0], TransferFailed)
+
+
+def test_stale_transfer_word_is_ignored() -> None:
+    core = raft(recovered=recovered(5))
+    assert hear(core, TimeoutNow(4)) == []
+
+
+def test_change_needs_the_last_one_committed() -> None:
+    core = leading()
+    assert isinstance(change(core, "abcd")[0], Accepted)
+    assert isinstance(change(core, "abcde")[0], Refused)
+
+
+def test_change_needs_an_entry_of_this_generation_committed() -> None:
+    """The single-server membership bug."""
+    core = leading(committed=False)
+    assert isinstance(change(core, "abcd")[0], Refused)
+    write(core, 2.0)
+    hear(core, AppendReply(1, 1), now=2.0)
+    assert isinstance(change(core, "abcd")[0], Accepted)
+
+
+@pytest.mark.parametrize(
+    ("voters", "learners", "word"),
+    [
+        ("abcde", "", "only one"),
+        ("ab", "d", "only one"),
+        ("", "", "voter"),
+        ("abca", "", "twice"),
+        ("abc", "a", "twice"),
+        ("abc", "", "in force"),
+    ],
+)
+def test_change_refused(voters: str, learners: str, word: str) -> None:
+    (refused,) = change(leading(), voters, learners)
+    assert isinstance(refused, Refused)
+    assert word in refused.reason
+
+
+def test_an_address_alone_can_change() -> None:
+    core = leading()
+    wanted = Membership(ABC.voters, (), {"a": "h:1"})
+    assert isinstance(core.handle(ChangeAsked(wanted), 2.0)[0], Accepted)
+
+
+def test_learner_is_promoted_when_it_has_caught_up() -> None:
+    core = leading(Membership(("a", "b", "c"), ("d",)))
+    (refused,) = change(core, "abcd")
+    assert isinstance(refused, Refused)
+    assert "behind" in refused.reason
+    hear(core, AppendReply(1, 1), "d", 2.0)
+    assert isinstance(change(core, "abcd")[0], Accepted)
+
+
+def test_learners_do_not_commit() -> None:
+    core = leading(Membership(("a", "b", "c"), ("d", "e")))
+    core.handle(Proposed(b"x"), 2.0)
+    write(core, 2.0)
+    for learner in "de":
+        hear(core, AppendReply(1, 2), learner, 2.0)
+    assert core.commit == 1
+
+
+def test_membership_in_force_goes_back_with_the_log() -> None:
+    wider = Entry(2, Kind.MEMBERSHIP, msgspec.msgpack.encode(Membership(("a", "b", "c", "d"))))
+    core = following("b", 2)
+    hear(core, Append(2, 0, 0, (wider,), 0, 1))
+    assert core.membership.voters == ("a", "b", "c", "d")
+    hear(core, Append(3, 0, 0, log(3), 0, 1), "c")
+    assert core.membership == ABC
+
+
+def test_leader_that_removes_itself_leads_until_that_is_committed() -> None:
+    core = leading()
+    change(core, "bc")
+    write(core, 2.0)
+    hear(core, AppendReply(1, 2), "b", 2.0)
+    assert core.leader == "a", "two of two must have it, and the leader is none of them"
+    effects = hear(core, AppendReply(1, 2), "c", 2.0)
+    assert core.role is Role.LOOKING
+    assert sends(effects, TimeoutNow)
+    assert core.next_deadline == math.inf
+
+
+def test_removal_that_may_be_lost_does_not_strand_its_server() -> None:
+    """a removed itself, alone knows of it, and restarts: b cannot win without a's vote."""
+    cluster = RaftCluster(["a", "b"])
+    cluster.elapse("a")
+    cluster.settle()
+    cluster.tell("a", ChangeAsked(Membership(("b",))))
+    cluster.sync("a")
+    while cluster.flying:
+        cluster.lose()
+    cluster.crash("a")
+    cluster.start("a")
+    leader = cluster.heal()
+    assert leader.id == "b"
+
+
+def test_those_who_leave_learn_of_it() -> None:
+    cluster = RaftCluster(["a", "b", "c"])
+    cluster.elapse("a")
+    cluster.settle()
+    cluster.tell("a", ChangeAsked(Membership(("a", "b"))))
+    cluster.settle()
+    assert cluster.core("c").membership.voters == ("a", "b")
+    cluster.run(10)
+    assert cluster.core("a").generation == 1
+    assert cluster.core("c").role is Role.LOOKING
+
+
+def test_later_start_cannot_change_the_founders() -> None:
+    core = raft(membership=Membership(("a", "z")), recovered=recovered(1))
+    assert core.membership == ABC
+
+
+def test_ballot_as_plain_data_is_understood() -> None:
+    plain = msgspec.msgpack.decode(msgspec.msgpack.encode(Ballot(3, "b", ABC)))
+    core = raft(recovered=Recovered(plain))
+    assert (core.generation, core.vote, core.membership) == (3, "b", ABC)
