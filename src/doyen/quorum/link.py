@@ -329,7 +329,8 @@ class Link(asyncio.Protocol):
         self._answer_probes()
         self._gone.set_result(None)
         if not self.greeted.done():
-            self._fail(StoreUnavailable(f"{self} ended the connection before it was made"))
+            why = f": {exc}" if exc is not None else ""
+            self._fail(StoreUnavailable(f"{self} closed the connection before it was made{why}"))
         if opened:
             cast(OnEnd, self._on_end)(self, self.end)
 
