@@ -357,15 +357,22 @@ class Service:
             client.tell(Found(request.id, self._keyspace.ahead(ticket)))
 
     def _scan(self, client: _Client, request: words.Scan) -> None:
-        piece: list[Record] = []
-        size = 0
-        for record in self._keyspace.list(request.prefix):
-            if size > PIECE:
-                client.tell(Listed(request.id, piece, True))
-                piece, size = [], 0
-            piece.append(record)
-            size += len(record.key) + len(record.value) + 32
-        client.tell(Listed(request.id, piece, False))
+        pieces = _pieces(self._keyspace.list(request.prefix))
+        if len(pieces) == 1:
+            client.tell(Listed(request.id, pieces[0], False))
+        else:
+            self._start(self._have_listed(client, request.id, pieces))
+
+    async def _have_listed(
+        self, client: _Client, request: int, pieces: Sequence[list[Record]]
+    ) -> None:
+        """Piece by piece, no faster than the client reads."""
+        for number, piece in enumerate(pieces, 1):
+            await client.link.drain()
+            if client.link.closed:
+                return
+            client.tell(Listed(request, piece, number < len(pieces)))
+            await asyncio.sleep(0)
 
     def _inquire(self, client: _Client, request: words.Inquire) -> None:
         client.tell(self.condition(request.id))
@@ -753,6 +760,19 @@ def _flaw_of_entry(key: str, value: bytes) -> str | None:
             " and say here where it is"
         )
     return None
+
+
+def _pieces(records: list[Record]) -> list[list[Record]]:
+    """A list, cut where a frame would become large; one piece at least."""
+    pieces: list[list[Record]] = [[]]
+    size = 0
+    for record in records:
+        if size > PIECE:
+            pieces.append([])
+            size = 0
+        pieces[-1].append(record)
+        size += len(record.key) + len(record.value) + 32
+    return pieces
 
 
 def _scopes(changes: Any, watched: dict[str, Any]) -> dict[str, None]:
