@@ -12,15 +12,19 @@ import json
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from doyen.node.server import Options, Server
+from doyen.quorum.wire import TLS
 
 
-async def serve(folder: Path, peers: dict[str, str], settings: dict[str, float]) -> None:
+async def serve(folder: Path, peers: dict[str, str], settings: dict[str, Any]) -> None:
+    if "tls" in settings:
+        settings["tls"] = TLS(**settings["tls"])
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     nodes = [
-        await Server.open(Options(id=node, peers=peers, data_dir=folder / node, **settings))  # type: ignore[arg-type]
+        await Server.open(Options(id=node, peers=peers, data_dir=folder / node, **settings))
         for node in sys.argv[4:]
     ]
     await stopped.wait()

@@ -339,6 +339,19 @@ def test_what_cannot_be_stored_is_refused_with_the_reason(tmp_path: Path) -> Non
     run(main)
 
 
+def test_a_list_longer_than_a_link_holds(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with nodes(tmp_path) as quorum, opened(quorum.url()) as store:
+            keys = [f"k/{number:02d}" for number in range(25)]
+            for key in keys:
+                await store.put(key, bytes(900_000), if_version=None)
+            listed = await store.list("k")
+            assert [entry.key for entry in listed] == keys
+            assert sum(len(entry.value) for entry in listed) > 16 << 20
+
+    run(main)
+
+
 def test_nodes_of_two_clusters_are_refused(tmp_path: Path) -> None:
     """Two clusters behind one URL would elect two leaders."""
 

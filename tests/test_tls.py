@@ -28,6 +28,19 @@ from servers.process import HOST
 KEY = leader_key("e")
 
 
+def ping_https(certificates: Certificates, port: int, page: str) -> None:
+    context = ssl.create_default_context(cafile=str(certificates.certificate("ca")))
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # our authority is a plain one
+    context.load_cert_chain(certificates.certificate("client"), certificates.key("client"))
+    link = HTTPSConnection(HOST, port, timeout=2, context=context)
+    try:
+        link.request("GET", page)
+        if (status := link.getresponse().status) != 200:
+            raise ValueError(f"it is not well: {status}")
+    finally:
+        link.close()
+
+
 class SecuredEtcd(servers.Etcd):
     def __init__(self, certificates: Certificates) -> None:
         self._certificates = certificates
@@ -47,18 +60,7 @@ class SecuredEtcd(servers.Etcd):
         return [part.replace(f"http://{here}", f"https://{here}") for part in super().command()]
 
     def ping(self) -> None:
-        context = ssl.create_default_context(cafile=str(self._certificates.certificate("ca")))
-        context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # our authority is a plain one
-        context.load_cert_chain(
-            self._certificates.certificate("client"), self._certificates.key("client")
-        )
-        link = HTTPSConnection(HOST, self.port, timeout=2, context=context)
-        try:
-            link.request("GET", "/health")
-            if link.getresponse().status != 200:
-                raise ValueError("etcd is not healthy")
-        finally:
-            link.close()
+        ping_https(self._certificates, self.port, "/health")
 
 
 class SecuredConsul(servers.Consul):
@@ -162,6 +164,24 @@ class SecuredPostgres(servers.Postgres):
         return self.url
 
 
+class SecuredQuorum(servers.Quorum):
+    def __init__(self, certificates: Certificates) -> None:
+        self._certificates = certificates
+        files = {
+            "certificate": str(certificates.certificate("server")),
+            "key": str(certificates.key("server")),
+            "authority": str(certificates.certificate("ca")),
+        }
+        super().__init__(tls=files)
+
+    @property
+    def tls(self) -> str:
+        return self.url
+
+    def ping(self) -> None:
+        ping_https(self._certificates, self.port, "/readyz")
+
+
 class SecuredRedis(servers.Redis):
     port_count = 2
 
@@ -181,7 +201,13 @@ class SecuredRedis(servers.Redis):
 
 
 Secured = (
-    SecuredConsul | SecuredEtcd | SecuredMariaDB | SecuredNats | SecuredPostgres | SecuredRedis
+    SecuredConsul
+    | SecuredEtcd
+    | SecuredMariaDB
+    | SecuredNats
+    | SecuredPostgres
+    | SecuredQuorum
+    | SecuredRedis
 )
 ENGINES: dict[str, Callable[[Certificates], Secured]] = {
     "consul": SecuredConsul,
@@ -189,6 +215,7 @@ ENGINES: dict[str, Callable[[Certificates], Secured]] = {
     "mysql": SecuredMariaDB,
     "nats": SecuredNats,
     "postgresql": SecuredPostgres,
+    "quorum": SecuredQuorum,
     "redis": SecuredRedis,
 }
 

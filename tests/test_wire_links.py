@@ -411,7 +411,7 @@ def test_tls_on_one_side_only(certificates: Certificates, caplog: pytest.LogCapt
             assert plain.counts == {"tls": 1}
             assert "spoke TLS, which this port does not" in caplog.text
             secured = await street.add("n2", security=tls(certificates, "server"))
-            with pytest.raises(StoreUnavailable, match="ended the connection before it was made"):
+            with pytest.raises(StoreUnavailable, match="closed the connection before it was made"):
                 await call(secured.address)
             await until(lambda: secured.counts == {"tls": 1})
 

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from doyen.clock import SystemClock
 from doyen.store import Context, Store, open_store
@@ -26,7 +26,7 @@ class QuorumNode(Member):
 
     engine = "quorum"
 
-    def __init__(self, name: str = "n1", **settings: float) -> None:
+    def __init__(self, name: str = "n1", **settings: Any) -> None:
         super().__init__()
         self.name = name
         self.settings = settings
@@ -97,7 +97,7 @@ class Quorum(QuorumNode):
 class QuorumCluster(Cluster[QuorumNode]):
     """Nodes that replicate one keyspace between them."""
 
-    def __init__(self, size: int = 3, **settings: float) -> None:
+    def __init__(self, size: int = 3, **settings: Any) -> None:
         super().__init__([QuorumNode(f"n{number + 1}", **settings) for number in range(size)])
         for member in self.members:
             member.peers = self.members
