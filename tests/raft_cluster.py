@@ -384,27 +384,27 @@ class Chaos:
         if rng.random() < 0.2:
             # Leaders come and go before they have got anything across.
             self.odds = {
-                self.deliver: 40,
+                self.deliver: 60,
                 self.sync: 40,
-                self.elapse: 20,
+                self.elapse: 4,
                 self.propose: 2,
-                self.behead: 5,
-                self.start: 10,
-                self.change: rng.choice([0, 0, 15]),
+                self.behead: 2,
+                self.start: 4,
+                self.change: rng.choice([0, 0, 10]),
             }
             return
         # Swarm: every run leaves some kinds of trouble out, so that others come to the fore.
         self.odds = {
             self.deliver: 60,
             self.sync: 25,
-            self.elapse: rng.choice([8, 8, 20]),
+            self.elapse: rng.choice([3, 6, 8]),
             self.propose: rng.choice([2, 6]),
             self.lose: rng.choice([0, 2, 10]),
             self.repeat: rng.choice([0, 3]),
             self.crash: rng.choice([0, 1, 4]),
             self.behead: rng.choice([0, 0, 3]),
             self.start: 4,
-            self.read: rng.choice([0, 4]),
+            self.read: rng.choice([0, 6, 6]),
             self.disconnect: rng.choice([0, 2]),
             self.connect: 2,
             self.change: rng.choice([0, 2, 6, 20]) if joiners or founding > 1 else 0,

@@ -28,6 +28,7 @@ from doyen.consensus.core import (
     TransferAsked,
     TransferFailed,
 )
+from doyen.consensus.invariants import check
 from doyen.consensus.raft import (
     Append,
     AppendReply,
@@ -347,3 +348,9 @@ def test_compaction_keeps_a_tail() -> None:
 def test_entries_left_from_before_a_snapshot_are_dropped() -> None:
     core = raft(recovered=Recovered(Ballot(3, None, ABC), Snapshot(5, 3, ABC), log(2, 2)))
     assert (core.log.last, core.log.last_generation) == (5, 3)
+
+
+def test_log_restored_without_a_ballot_is_begun_from() -> None:
+    core = raft(recovered=Recovered(None, Snapshot(5, 3, ABC), log(4)))
+    assert (core.generation, core.vote, core.commit) == (4, None, 5)
+    check(core)

@@ -84,8 +84,9 @@ class Elector:
         self.membership = self.log.membership
         self.role = LOOKING
         self.leader: str | None = None
-        self.generation = ballot.generation
-        self.vote = ballot.vote
+        # A log without its ballot is one restored from elsewhere.
+        self.generation = max(ballot.generation, self.log.last_generation)
+        self.vote = ballot.vote if self.generation == ballot.generation else None
         self.commit = self.log.base
         self._founders = ballot.founders
         self._jitter = jitter
