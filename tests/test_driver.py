@@ -160,7 +160,7 @@ def test_what_is_proposed_in_one_turn_is_one_entry() -> None:
         (leader,) = world.leaders()
         await leader.propose(USER, b"first")
         before = leader.core.commit
-        await asyncio.gather(*(leader.propose(USER, b"%d" % n) for n in range(1000)))
+        await asyncio.gather(*(leader.propose(USER, b"%d" % n) for n in range(500)))
         assert leader.core.commit == before + 1
 
     run(main)
@@ -419,7 +419,10 @@ def test_nodes_come_and_go() -> None:
         await world.until(lambda: world.nodes["n4"].applied == leader.applied)
         assert world.tallies["n4"].done == [b"a"]
         assert world.links[leader.id].addresses["n4"] == "n4:1"
-        await leader.promote("n4")
+        while "n4" not in leader.membership.voters:
+            await asyncio.sleep(0.01)
+            with contextlib.suppress(OrderFailed):  # it may be a little behind
+                await leader.promote("n4")
         assert leader.membership.voters == ("n1", "n2", "n3", "n4")
         await leader.remove(leader.id)
         world.crash(leader.id)

@@ -106,6 +106,11 @@ def test_what_one_proposes_all_have(tmp_path: Path) -> None:
     with_three(tmp_path, work)
 
 
+async def watch_to_the_end(node: doyen.Node) -> None:
+    async for _ in node.observe():
+        pass
+
+
 def test_leadership_goes_where_it_is_sent(tmp_path: Path) -> None:
     async def work(nodes: Trio) -> None:
         follower = await nodes.follower()
@@ -126,6 +131,12 @@ def test_leadership_goes_where_it_is_sent(tmp_path: Path) -> None:
         assert seen[-1].leader == follower.id
         with pytest.raises(doyen.OrderFailed, match="is not a voter"):
             await follower.transfer("n9")
+        last = [asyncio.ensure_future(anext(follower.observe())) for _ in range(2)]
+        assert [(await each).role for each in last] == ["leading", "leading"]
+        watching = asyncio.create_task(watch_to_the_end(follower))
+        await asyncio.sleep(0)
+        await nodes.stop(follower.id)
+        await watching
 
     with_three(tmp_path, work)
 

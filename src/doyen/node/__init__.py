@@ -103,6 +103,7 @@ class Node:
         self._machine = machine
         self._thread: _NodeThread | None = None
         self._opened: Server | None = None
+        self._observers: list[Callable[[], None]] = []
 
     @property
     def id(self) -> str:
@@ -126,6 +127,8 @@ class Node:
         server = self._running
         thread = self._inside
         self._opened = None
+        for end_of_changes in [*self._observers]:
+            end_of_changes()
         closing = asyncio.wrap_future(thread.submit(server.close()))
         try:
             await asyncio.shield(closing)
@@ -171,13 +174,14 @@ class Node:
         return self._running.driver.status()
 
     async def observe(self) -> AsyncGenerator[Standing, None]:
-        """Where this node stands now, then every change.
+        """Where this node stands now, then every change, until the node is closed.
 
         async for standing in node.observe():
             print(standing.role, standing.leader)
         """
         driver, loop = self._running.driver, asyncio.get_running_loop()
-        changes: asyncio.Queue[Standing] = asyncio.Queue()
+        changes: asyncio.Queue[Standing | None] = asyncio.Queue()
+        end_of_changes = partial(_NodeThread.call, loop, changes.put_nowait, None)
 
         def deliver(role: str, generation: int, leader: str | None) -> None:
             standing = Standing(str(role), generation, leader)
@@ -190,11 +194,13 @@ class Node:
         async def end() -> None:
             driver.off_role(deliver)
 
-        await self._do(begin())
+        self._observers.append(end_of_changes)
         try:
-            while True:
-                yield await changes.get()
+            await self._do(begin())
+            while (standing := await changes.get()) is not None:
+                yield standing
         finally:
+            self._observers.remove(end_of_changes)
             if self._opened is not None:
                 await self._do(end())
 

@@ -86,8 +86,6 @@ Answer = Callable[[bytes], None]
 Tell = Callable[..., None]
 """`tell(status, payload=b"")`."""
 
-WAITING_OFFERS = 512
-"""Batches of peers that may wait for their turn at a leader."""
 RETRY_S = 0.02
 """Pause before something is tried again, unless the leader changes sooner."""
 
@@ -157,6 +155,7 @@ class Driver:
         self._sweeper: asyncio.TimerHandle | None = None
         # Batches of peers, with the bytes as they came.
         self._offers: deque[tuple[bytes, Batch]] = deque()
+        self._offered_bytes = 0
         self._offering: Batch | None = None
         self._refusal = ""
         # Entries of ours that are in the log, by index.
@@ -401,7 +400,7 @@ class Driver:
                 asking.cancel()
         self._flush_soon()
         for callback in self._on_role:
-            callback(effect.role, effect.generation, effect.leader)
+            _call(callback, effect.role, effect.generation, effect.leader)
 
     def _accept(self, effect: Accepted) -> None:
         batch = self._offering
@@ -458,7 +457,7 @@ class Driver:
 
     def moved_on(self, index: int) -> None:
         for callback in self._on_applied:
-            callback(index)
+            _call(callback, index)
         if self._offers or self._proposals.waiting:
             self._flush_soon()
 
@@ -536,7 +535,7 @@ class Driver:
             self._flush_to_core()
         else:
             while self._offers:
-                _tell(self._offers.popleft()[1], _NOT_LEADING)
+                _tell(self._next_offer()[1], _NOT_LEADING)
             if (
                 leader is not None
                 and (batch := self._proposals.gather(self._applied.index)) is not None
@@ -550,7 +549,7 @@ class Driver:
             self._refuse_for_room()
             return
         while self._offers and len(waiting) < room:
-            data, batch = self._offers.popleft()
+            data, batch = self._next_offer()
             if self.offer(Proposed(data), batch) is not None:
                 _tell(batch, _NOT_LEADING)
         if len(waiting) < room and (mine := proposals.gather(self._applied.index)) is not None:
@@ -594,7 +593,7 @@ class Driver:
         """The disk is full: say so, and let another lead who may have room."""
         reason = f"the disk of node {self.id}, which leads, is full: make room there"
         while self._offers:
-            _tell(self._offers.popleft()[1], _REFUSED, reason)
+            _tell(self._next_offer()[1], _REFUSED, reason)
         self._proposals.refuse_waiting(reason)
         if not self._handing_over:
             self._handing_over = True
@@ -745,11 +744,17 @@ class Driver:
         except MsgspecError:
             tell(_REFUSED, b"that is not a batch of commands")
             return
-        if len(self._offers) >= WAITING_OFFERS:
+        if self._offered_bytes + len(data) > self.limits.pending_bytes:
             tell(_REFUSED, b"the leader has more proposals than it can take")
             return
         self._offers.append((data, Batch(commands, [], tell)))
+        self._offered_bytes += len(data)
         self._flush_soon()
+
+    def _next_offer(self) -> tuple[bytes, Batch]:
+        offer = self._offers.popleft()
+        self._offered_bytes -= len(offer[0])
+        return offer
 
     # Snapshots.
 
@@ -776,6 +781,14 @@ class Driver:
         """A leader sends a snapshot."""
         await self._journal.receive_snapshot(snapshot, pieces)
         self.tell_core(SnapshotReceived(peer, generation, snapshot))
+
+
+def _call(callback: Callable[..., None], *given: Any) -> None:
+    """Tell somebody whose defects are not ours."""
+    try:
+        callback(*given)
+    except Exception:
+        log.exception("a callback of a node failed")
 
 
 def _tell(batch: Batch, status: int, reason: str = "") -> None:

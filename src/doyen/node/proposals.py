@@ -9,6 +9,7 @@ Nothing here waits or sends; the driver says when.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,8 @@ __all__ = [
     "encode_results",
 ]
 
+log = logging.getLogger("doyen.node")
+
 Settle = Callable[[Any, BaseException | None], None]
 """Told the result of a proposal, or what became of it. Called once, on the driver's loop."""
 Request = tuple[str, int, int]
@@ -46,7 +49,7 @@ class Limits(Struct, frozen=True, kw_only=True):
 
     patience_s: float = 10.0
     """How long a proposal or a read may take."""
-    batch_commands: int = 1024
+    batch_commands: int = 512
     batch_bytes: int = 1 << 20
     command_bytes: int = 1 << 20
     pending_commands: int = 16384
@@ -285,7 +288,10 @@ class Proposals:
         self._live_bytes -= len(proposal.body)
         if proposal.identity is not None:
             proposal.identity.open.pop(proposal.seq, None)
-        proposal.settle(value, error)
+        try:
+            proposal.settle(value, error)
+        except Exception:
+            log.exception("a proposer could not be told of its result")
 
     def refuse(self, batch: Batch, reason: str) -> None:
         """The leader would not have it."""
