@@ -6,6 +6,7 @@ state machine safety, and what each core knows of itself. What only a world can 
 
 - what is committed is on the disks of a majority by the time the first server says so;
 - a snapshot stands for exactly what was applied up to its index;
+- a leader with whom nothing is wrong is not deposed;
 - no core raises.
 
 They are incremental: an event in which nothing is written costs next to nothing.
@@ -22,12 +23,13 @@ from msgspec import Struct
 from doyen.consensus.core import Entry, Kind, Snapshot
 from doyen.consensus.invariants import Cluster
 from doyen.lab.load import Machine
+from doyen.lab.plan import Fault
 
 if TYPE_CHECKING:
     from doyen.lab.host import Host
     from doyen.lab.world import World
 
-__all__ = ["Broken", "Checkers", "Violation"]
+__all__ = ["Broken", "Checkers", "Stability", "Violation"]
 
 
 class Violation(Struct, frozen=True):
@@ -103,6 +105,75 @@ class Checkers:
                 f"{host.id} installs a snapshot of index {snapshot.index}"
                 " that is not what was applied up to there",
             )
+
+
+class Stability:
+    """Whether anybody deposes a leader with whom nothing is wrong.
+
+    A leader that a majority can hear and answer, on machines that have been left alone for two
+    election timeouts, is not replaced, whatever those who are cut off from it do when they are, or
+    when they come back.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._others = 0
+        """Faults at present that are not cuts."""
+        self._disturbed_at = 0.0
+        self._cut_off = False
+        plan = world.plan
+        self._fair = plan.weather.latency_s <= 0.03 and plan.heartbeat_s <= 0.2
+
+    def disturb(self) -> None:
+        self._disturbed_at = self._world.now
+
+    def changed(self, fault: Fault, by: int) -> None:
+        """A fault has begun or ended."""
+        if fault.kind in ("partition", "oneway", "bridge"):
+            leader = self._world.leader()
+            cut_off = leader is None or not self._heard(leader)
+            if cut_off or self._cut_off:
+                self.disturb()
+            self._cut_off = cut_off
+        else:
+            self._others += by
+            self.disturb()
+
+    def _heard(self, leader: Host) -> bool:
+        """Whether a majority is up, hears the leader, and is heard by it."""
+        assert leader.core is not None
+        membership = leader.core.membership
+        near = 0
+        for name in membership.voters:
+            host = self._world.hosts[name]
+            near += host is leader or (
+                host.core is not None
+                and not host.links[leader.id].cuts
+                and not leader.links[host.id].cuts
+            )
+        return near >= membership.majority
+
+    def elected(self, host: Host) -> None:
+        """Another leads."""
+        world = self._world
+        calm_s = world.now - self._disturbed_at
+        if (
+            self._fair
+            and not self._others
+            and not self._cut_off
+            and calm_s > 2 * world.plan.election_timeout_s
+            and any(other.was_leading and other is not host for other in world.hosts.values())
+        ):
+            raise Broken(
+                Violation(
+                    "stability",
+                    round(world.now, 6),
+                    f"{host.id} replaces a leader with whom nothing was wrong",
+                )
+            )
+        for other in world.hosts.values():
+            other.was_leading = other is host
+        self.disturb()
 
 
 def describe(entry: Entry) -> str:

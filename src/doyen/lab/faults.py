@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Undo", "begin"]
 
 MAX_VOTERS = 7
+MAX_HOSTS = 12
 
 
 Undo = Callable[[], None]
@@ -250,29 +251,38 @@ def _compact(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
 
 
 def _churn(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
-    """One step of a change: a lost server goes, a learner is promoted, one joins or one leaves."""
-    leader = world.leader()
-    if leader is None or leader.core is None or leader.paused or not world.protocol.membership:
+    """The membership changes by one: now, and whenever somebody begins to lead for a while."""
+    if not world.protocol.membership:
         return None
-    now = leader.core.membership
+
+    def ask(leader: Host) -> None:
+        if leader.core is not None and not leader.paused:
+            change = _change(world, fault, leader.core.membership)
+            if change is not None and _bearable(world, change):
+                world.tell(leader.id, f"is asked for the voters {', '.join(change.voters)}")
+                leader.take(ChangeAsked(change))
+
+    leader = world.leader()
+    if leader is not None:
+        ask(leader)
+    world.on_leading.append(ask)
+    return lambda: world.on_leading.remove(ask)
+
+
+def _change(world: World, fault: Fault, now: Membership) -> Membership | None:
+    """A lost server goes, a learner is promoted, one joins or one leaves."""
     lost = [name for name in now.voters if world.hosts[name].gone]
     if lost and len(now.voters) > 1:
-        change = _without(now, lost[0])
-    elif now.learners:
-        change = Membership((*now.voters, now.learners[0]), now.learners[1:], now.addresses)
-    elif fault.amount and len(now.voters) < MAX_VOTERS:
+        return _without(now, lost[0])
+    if now.learners:
+        return Membership((*now.voters, now.learners[0]), now.learners[1:], now.addresses)
+    if fault.amount and len(now.voters) < MAX_VOTERS and len(world.hosts) < MAX_HOSTS:
         host = world.add_host(f"n{len(world.hosts) + 1}")
         host.start()
-        change = Membership(now.voters, (host.id,), now.addresses)
-    elif len(now.voters) > 3:
-        leaving = hosts[0].id if hosts[0].id in now.voters else now.voters[-1]
-        change = _without(now, leaving)
-    else:
-        return None
-    if not _bearable(world, change):
-        return None
-    world.tell(leader.id, f"is asked for the voters {', '.join(change.voters)}")
-    leader.take(ChangeAsked(change))
+        return Membership(now.voters, (host.id,), now.addresses)
+    if len(now.voters) > 3 or (len(now.voters) == 3 and not fault.amount):
+        leaving = fault.nodes[0] if fault.nodes[0] in now.voters else now.voters[-1]
+        return _without(now, leaving)
     return None
 
 

@@ -91,6 +91,8 @@ class Host:
         self.fuse_down_s = 0.0
         self.downs = 0
         self._unchecked = 0
+        self.was_leading = False
+        """Whether it is the last that was elected, and lives."""
         self.rng = stream(world.noise, name)
         self._base = self.rng.uniform(0.0, 1000.0)
         self._anchor = 0.0
@@ -198,6 +200,7 @@ class Host:
         if self.core is None:
             return
         self.core = None
+        self.was_leading = False
         if self.fuse >= 0:
             self.fuse = -1
             self.downs -= 1

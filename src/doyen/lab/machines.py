@@ -3,10 +3,11 @@
 `LabLoop` is an event loop for many processes at once. Which process a piece of code belongs to is
 in its context: whatever a process starts, belongs to it. So a process can be killed or frozen as by
 a signal, between any two callbacks, however it is written: what belongs to a frozen process waits,
-and so does, until the world has ended and must be cleaned up, what belongs to a dead one. Connections made with `create_connection` end at
-simulated listeners, byte streams with latency and without loss: what is sent over a cut link waits,
-as the kernel would have it, and arrives when the link heals. A process that dies ends its
-connections, a machine that dies does not.
+and so does, until the world has ended and must be cleaned up, what belongs to a dead one.
+
+Connections made with `create_connection` end at simulated listeners. They are byte streams with
+latency and without loss: what is sent over a cut link waits, as the kernel would have it, and
+arrives when the link heals. A process that dies ends its connections, a machine that dies does not.
 
 What runs on it is the same code that runs on sockets: links, peers, doors, services, stores.
 

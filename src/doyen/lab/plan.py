@@ -71,6 +71,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     weather: Weather = Weather()
     election_timeout_s: float = 1.0
     heartbeat_s: float = 0.1
+    message_bytes: int = 1 << 20
+    """How much of the log goes into one message: at 1, a single entry."""
     compact_every: int = 200
     """Entries between two snapshots, where the protocol has them."""
     faults: tuple[Fault, ...] = ()
@@ -117,6 +119,7 @@ def draw(
         ),
         compact_every=rng.choice([10, 50, 400]),
         heartbeat_s=rng.choice([0.1, 0.2, 0.4]),
+        message_bytes=rng.choice([1, 100, 1 << 20]),
     )
     share = rng.choice([0.15, 0.3, 0.6, 1.0])
     chosen = [kind for kind in kinds if rng.random() < share]
@@ -177,6 +180,6 @@ def _decide(
         case "transfer":
             return Fault(kind, at, 0.0, (rng.choice(names),) if rng.random() < 0.7 else ())
         case "churn":
-            return Fault(kind, at, 0.0, (rng.choice(names),), float(rng.random() < 0.5))
+            return Fault(kind, at, for_s, (rng.choice(names),), float(rng.random() < 0.5))
         case _:
             return Fault(kind, at, for_s, one)

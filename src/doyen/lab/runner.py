@@ -27,7 +27,7 @@ from doyen.errors import ConfigError
 from doyen.lab.plan import KINDS, Plan, draw
 from doyen.lab.protocols import Protocol, known
 from doyen.lab.shrink import shrink
-from doyen.lab.story import tell
+from doyen.lab.story import make_world, tell
 from doyen.lab.world import Outcome, World
 
 __all__ = [
@@ -40,6 +40,8 @@ __all__ = [
     "hunt",
     "hunt_mutant",
     "kinds_of",
+    "nodes_for",
+    "plan_for",
     "replay",
     "run",
     "save",
@@ -70,22 +72,46 @@ def run(
     for_s: float = FOR_S,
     *,
     clients: int = 3,
+    world: str = "cores",
     measure: bool = False,
 ) -> Outcome:
-    """One run: what the seed has in store, for so long in virtual time.
+    """One run: what the seed has in store, for so long in virtual time. `world` is `cores`, or
+    `quorum` for whole nodes with candidates on them.
 
     >>> run("raft", nodes=3, seed=1, faults="none", for_s=5).ok
     True
     """
     if nodes < 1:
         raise ConfigError(f"a cluster needs at least one node, not {nodes}")
-    plan = draw(protocol, nodes, seed, kinds=kinds_of(faults), for_s=for_s, clients=clients)
+    plan = plan_for(
+        world, protocol, nodes, seed, kinds=kinds_of(faults), for_s=for_s, clients=clients
+    )
     return _run(plan, known(protocol), measure=measure)
 
 
+def plan_for(
+    world: str,
+    protocol: str,
+    nodes: int,
+    seed: int,
+    *,
+    kinds: tuple[str, ...] = KINDS,
+    for_s: float = FOR_S,
+    clients: int = 3,
+) -> Plan:
+    """What this seed has in store for that kind of world."""
+    if world == "cores":
+        return draw(protocol, nodes, seed, kinds=kinds, for_s=for_s, clients=clients)
+    if world != "quorum":
+        raise ConfigError(f"no world {world!r}; there are cores and quorum")
+    from doyen.lab import quorum  # nodes and sessions, which bare cores do without
+
+    return quorum.draw(protocol, nodes, seed, kinds=kinds, for_s=for_s, clients=clients)
+
+
 def _run(plan: Plan, protocol: Protocol, *, measure: bool = False) -> Outcome:
-    world = World(plan, protocol)
-    if measure:
+    world = make_world(plan, protocol)
+    if measure and isinstance(world, World):
         encode = msgspec.msgpack.Encoder().encode
         figures = world.statistics
 
@@ -165,14 +191,14 @@ def nodes_for(seed: int) -> int:
 
 
 def _hunt_some(
-    name: str, seeds: Sequence[int], kinds: tuple[str, ...], for_s: float
+    name: str, seeds: Sequence[int], world: str, kinds: tuple[str, ...], for_s: float
 ) -> tuple[Progress, list[Found]]:
     """A batch, in a process of its own."""
     protocol = known(name)
     progress = Progress()
     found = []
     for seed in seeds:
-        plan = draw(name, nodes_for(seed), seed, kinds=kinds, for_s=for_s)
+        plan = plan_for(world, name, nodes_for(seed), seed, kinds=kinds, for_s=for_s)
         outcome = _run(plan, protocol)
         progress.seeds += 1
         progress.events += outcome.events
@@ -196,6 +222,7 @@ def hunt(
     limit_s: float = 60.0,
     faults: str | Iterable[str] = "all",
     for_s: float = FOR_S,
+    world: str = "cores",
     progress: Callable[[Progress], object] = lambda progress: None,
     stop_at: int = 3,
 ) -> Hunt:
@@ -216,7 +243,7 @@ def hunt(
                 if batch is None:
                     exhausted = True
                 else:
-                    running.add(pool.submit(_hunt_some, *batch, kinds, for_s))
+                    running.add(pool.submit(_hunt_some, *batch, world, kinds, for_s))
             done, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
             for each in done:
                 some, more = each.result()
@@ -244,6 +271,7 @@ def hunt_mutant(
     limit_s: float = 60.0,
     *,
     protocol: str = "raft",
+    world: str = "cores",
     faults: str | Iterable[str] = "all",
     for_s: float = FOR_S,
     first: int = 0,
@@ -255,7 +283,7 @@ def hunt_mutant(
     until = time.monotonic() + limit_s
     seed = first
     while time.monotonic() < until:
-        plan = draw(variant.name, nodes_for(seed), seed, kinds=kinds, for_s=for_s)
+        plan = plan_for(world, variant.name, nodes_for(seed), seed, kinds=kinds, for_s=for_s)
         outcome = _run(plan, variant)
         if not outcome.ok:
             return seed, outcome

@@ -94,7 +94,7 @@ def _drop_faults(search: _Search) -> None:
 def _simpler(plan: Plan) -> Iterator[Plan]:
     for clients in range(plan.clients):
         yield plan.but(clients=clients)
-    mentioned = {name for fault in plan.faults for name in fault.nodes} - {LEADER}
+    mentioned = {name for fault in plan.faults for name in fault.nodes} - {LEADER, "holder"}
     for nodes in range(3, plan.nodes):
         smaller = plan.but(nodes=nodes)
         if mentioned <= set(smaller.names):

@@ -9,6 +9,7 @@ Imports the world.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from doyen.consensus.core import Effect, Event, Send
 from doyen.lab.host import Host
@@ -16,7 +17,10 @@ from doyen.lab.plan import Plan
 from doyen.lab.protocols import Protocol
 from doyen.lab.world import Outcome, World
 
-__all__ = ["tell"]
+if TYPE_CHECKING:
+    from doyen.lab.quorum import QuorumWorld
+
+__all__ = ["make_world", "tell"]
 
 
 class _Teller:
@@ -54,12 +58,22 @@ class _Teller:
             )
 
 
+def make_world(plan: Plan, protocol: Protocol | None = None) -> World | QuorumWorld:
+    """The world that the plan is for."""
+    if plan.world == "cores":
+        return World(plan, protocol)
+    from doyen.lab.quorum import QuorumWorld  # nodes and sessions, which bare cores do without
+
+    return QuorumWorld(plan, protocol)
+
+
 def tell(plan: Plan, protocol: Protocol | None = None) -> tuple[Outcome, list[str]]:
     """Run the plan, and tell what happened, a line each."""
-    world = World(plan, protocol)
+    world = make_world(plan, protocol)
     teller = _Teller()
     world.chronicle = teller.befell
-    world.listener = teller.heard
+    if isinstance(world, World):
+        world.listener = teller.heard
     outcome = world.run()
     lines = [f"{at:8.3f} s  {who} {what}".rstrip() for at, who, what in teller.lines]
     lines += [f"{each.at:8.3f} s  {each.kind}: {each.text}" for each in outcome.violations]

@@ -40,7 +40,7 @@ from doyen.consensus.core import (
     Settings,
 )
 from doyen.consensus.invariants import InvariantBroken
-from doyen.lab.checkers import Broken, Checkers, Violation
+from doyen.lab.checkers import Broken, Checkers, Stability, Violation
 from doyen.lab.disk import Disk
 from doyen.lab.faults import Undo, begin
 from doyen.lab.host import Host
@@ -107,7 +107,9 @@ class World:
         self.fsync_s = plan.weather.fsync_s
         self.membership = Membership(plan.names)
         self._settings = Settings(
-            election_timeout_s=plan.election_timeout_s, heartbeat_s=plan.heartbeat_s
+            election_timeout_s=plan.election_timeout_s,
+            heartbeat_s=plan.heartbeat_s,
+            message_bytes=plan.message_bytes,
         )
         self.network = Network(self, plan.weather, self.noise)
         self.checkers = Checkers(self)
@@ -121,9 +123,12 @@ class World:
         self.statistics = Statistics()
         self.rng = stream(self.noise, "faults")
         self._active: dict[int, Undo] = {}
+        self.on_leading: list[Callable[[Host], None]] = []
+        """Called whenever a server begins to lead."""
         self.healed_at = inf
         self._answered_tenths: set[int] = set()
         self._proof: Operation | None = None
+        self.stability = Stability(self)
         self.hosts: dict[str, Host] = {}
         for name in plan.names:
             self.add_host(name)
@@ -180,6 +185,7 @@ class World:
     def blow(self, host: Host) -> None:
         """A fuse has burnt down: the process is killed here, between two effects."""
         host.fuse = -1
+        self.stability.disturb()
         self.tell(host.id, "is killed")
         host.stop(told=host.fuse_told)
         self.push(self.now + host.fuse_down_s, self.revive, host)
@@ -187,13 +193,18 @@ class World:
     def revive(self, host: Host) -> None:
         host.downs -= 1
         if host.downs == 0 and host.core is None:
+            self.stability.disturb()
             host.start()
             if host.core is not None:
                 self.tell(host.id, "is back")
 
     def role_changed(self, host: Host, effect: RoleChanged) -> None:
-        if effect.role is Role.LEADING and self.statistics.first_leader_s is None:
-            self.statistics.first_leader_s = round(self.now, 4)
+        if effect.role is Role.LEADING:
+            if self.statistics.first_leader_s is None:
+                self.statistics.first_leader_s = round(self.now, 4)
+            self.stability.elected(host)
+            for call in self.on_leading[:]:
+                self.push(self.now, call, host)
         if self.chronicle is not None:
             match effect.role:
                 case Role.LEADING:
@@ -278,6 +289,7 @@ class World:
         fault = self.plan.faults[number]
         self.statistics.faults += 1
         undo = begin(self, fault)
+        self.stability.changed(fault, 1 if undo is not None else 0)
         if undo is not None:
             self._active[number] = undo
             self.push(self.now + fault.for_s, self._end, number)
@@ -286,6 +298,7 @@ class World:
         undo = self._active.pop(number, None)
         if undo is not None:
             undo()
+            self.stability.changed(self.plan.faults[number], -1)
 
     def _heal(self) -> None:
         """Every fault ends, and whoever can start starts."""
