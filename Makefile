@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PYTHON ?=
 
 help:
-	@echo 'make up      set up and start a few candidates to play with (doyen up)'
+	@echo 'make up      set up and start a quorum and candidates to play with (doyen up)'
 	@echo 'make test    set up and run every check: lint, types, layers, tests'
 	@echo 'make chaos   long trials on real servers'
 	@echo 'make bench   measure'
@@ -56,7 +56,7 @@ stage = printf '\n== %s: %s\n' '$(1)' '$(2)'; $(2) || { printf '\nmake test: %s 
 
 $(VENV)/.cli: pyproject.toml | $(BIN)/pip
 	@echo '== installing doyen into $(VENV)'
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[cli]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[cli,quorum]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(BIN)/pip

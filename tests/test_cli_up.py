@@ -66,11 +66,28 @@ def candidates(tmp: Path) -> dict[int, str]:
     return found
 
 
+def nodes(tmp: Path) -> list[int]:
+    """The nodes of a quorum in this folder that run."""
+    return [
+        int(process.name)
+        for process in Path("/proc").glob("[0-9]*")
+        if (words := _words(process)) and b"doyen.cli.up.node" in words
+        if f"{tmp}/".encode() in words
+    ]
+
+
+def _words(process: Path) -> bytes:
+    try:
+        return (process / "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 @contextmanager
 def up(tmp: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     """An unattended run in the background."""
     with subprocess.Popen(
-        [*DOYEN, "up", *options],
+        [*DOYEN, "up", *in_a_file(tmp), *options],
         env=environment(tmp),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -82,11 +99,18 @@ def up(tmp: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-def drill(tmp: Path, *options: str, **more: str) -> tuple[int, dict[str, Any]]:
+def in_a_file(tmp: Path) -> list[str]:
+    """Where death is known at once, and nothing else has to be started."""
+    return ["--store", f"sqlite://{tmp}.db"]
+
+
+def drill(
+    tmp: Path, *options: str, quorum: bool = False, **more: str
+) -> tuple[int, dict[str, Any]]:
     """An unattended run to its end."""
     tmp.mkdir()
     done = subprocess.run(
-        [*DOYEN, "up", "--json", *options],
+        [*DOYEN, "up", "--json", *([] if quorum else in_a_file(tmp)), *options],
         env=environment(tmp, **more),
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -109,6 +133,19 @@ def test_an_unattended_run_proves_one_leader_through_kills_and_freezes(tmp_path:
     assert told["work_done"] > 0
     assert list(tmp.iterdir()) == []
     assert candidates(tmp) == {}
+
+
+def test_a_quorum_of_its_own_is_disturbed_as_well(tmp_path: Path) -> None:
+    tmp = tmp_path / "tmp"
+    code, told = drill(tmp, "--for", "2", "--ttl", "1.5", quorum=True)
+    assert (code, told["ok"], told["problems"]) == (0, True, [])
+    assert {"killed", "frozen"} == {failover["fault"] for failover in told["failovers"]}
+    assert {change["struck"].partition(" ")[2] for change in told["quorum"]} >= {"killed", "frozen"}
+    generations = [change["generation"] for change in told["quorum"]]
+    assert generations == sorted(set(generations))
+    assert list(tmp.iterdir()) == []
+    assert candidates(tmp) == {}
+    assert nodes(tmp) == []
 
 
 def test_leaders_that_trust_their_lease_too_long_are_found_out(tmp_path: Path) -> None:
@@ -176,7 +213,7 @@ that are frozen, and the end of their pipe would be enough."""
 
 def test_candidates_die_with_a_killed_up_even_frozen_ones(tmp_path: Path) -> None:
     with subprocess.Popen(
-        [*FOSTER, *DOYEN, "up", "--json", "--for", "60", "--ttl", "1"],
+        [*FOSTER, *DOYEN, "up", *in_a_file(tmp_path), "--json", "--for", "60", "--ttl", "1"],
         env=environment(tmp_path),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -195,13 +232,13 @@ def test_candidates_die_with_a_killed_up_even_frozen_ones(tmp_path: Path) -> Non
 class Terminal:
     """`doyen up` in a terminal of 80 by 24, and what a person at it would see and do."""
 
-    def __init__(self, tmp: Path, **more: str) -> None:
+    def __init__(self, tmp: Path, *, quorum: bool = False, **more: str) -> None:
         self.near, self.far = pty.openpty()
         termios.tcsetwinsize(self.far, (24, 80))
         self.before = termios.tcgetattr(self.far)
         self.output = ""
         self.process = subprocess.Popen(
-            [*AT_TERMINAL, "up", "--ttl", "1.5"],
+            [*AT_TERMINAL, "up", *([] if quorum else in_a_file(tmp)), "--ttl", "1.5"],
             env=environment(tmp, TERM="xterm-256color", **more),
             stdin=self.far,
             stdout=self.far,
@@ -238,8 +275,8 @@ class Terminal:
 
 
 @contextmanager
-def terminal(tmp: Path, **more: str) -> Iterator[Terminal]:
-    shown = Terminal(tmp, **more)
+def terminal(tmp: Path, *, quorum: bool = False, **more: str) -> Iterator[Terminal]:
+    shown = Terminal(tmp, quorum=quorum, **more)
     try:
         yield shown
         assert termios.tcgetattr(shown.far) == shown.before
@@ -274,6 +311,23 @@ def test_in_a_terminal_keys_kill_freeze_and_depose_the_leader(tmp_path: Path) ->
         assert shown.output.index("\x1b[?1049h") < shown.output.index("\x1b[?1049l")
         assert shown.output.rindex("\x1b[?25h") > shown.output.rindex("\x1b[?25l")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_in_a_terminal_keys_kill_and_freeze_the_quorums_leader(tmp_path: Path) -> None:
+    with terminal(tmp_path, quorum=True) as shown:
+        shown.seen(r"Leader +(server\d)")
+        first = shown.seen(r"(n\d) leading")[1]
+        at = shown.press("K")
+        shown.seen(rf"{first} (dead|starting)", after=at)
+        second = shown.seen(rf"(?!{first})(n\d) leading", after=at)[1]
+        shown.seen(rf"{first} following", after=at)
+        at = shown.press("F")
+        shown.seen(rf"{second} frozen", after=at)
+        shown.seen(rf"{second} following", after=at)
+        shown.press("q")
+        assert shown.end() == 0
+    assert list(tmp_path.iterdir()) == []
+    assert nodes(tmp_path) == []
 
 
 def test_a_chosen_candidate_is_thawed_in_time_and_ctrl_c_quits(tmp_path: Path) -> None:

@@ -400,6 +400,7 @@ class Service:
             keyspace.lease_count,
             self.clients,
             self.watches,
+            self._election_s,
         )
 
     # Orders, and copies for backups.

@@ -251,6 +251,8 @@ class Condition(Answer, frozen=True, gc=False, tag=8):
     leases: int
     clients: int
     watches: int
+    election_s: float = 1.0
+    """How long its leader may be silent."""
     connected: tuple[str, ...] | None = None
     """Who a leader hears from; None where a node cannot tell."""
 

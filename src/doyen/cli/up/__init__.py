@@ -1,4 +1,4 @@
-"""`doyen up`: a few candidates on this machine, to play with.
+"""`doyen up`: a quorum of three nodes and a few candidates on this machine, to play with.
 
 In a terminal it is a live view, in which the user kills and freezes candidates and watches the
 failover (`live`). Without one, or with `--for`, leaders are killed and frozen in turn and the run
@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -26,16 +27,18 @@ from doyen.errors import ConfigError
 
 if TYPE_CHECKING:
     from doyen.cli.up.drill import Verdict
+    from doyen.cli.up.quorum import Quorum
 
 __all__ = ["MANUAL", "configure", "run"]
 
 _DRILL_S = 10.0
 
 MANUAL = """\
-Starts candidates as processes of this machine, on a temporary store. In a terminal it is a live
-view, with keys that kill, freeze or depose the leader; try `doyen line`, `watch`, `resign` and
-`transfer` on it from another one. Without a terminal, with --for or with --json, leaders are killed
-and frozen in turn. Either way the audit logs of the candidates are verified in the end.
+Starts a quorum of three nodes and some candidates that meet there, each a process of this machine;
+with --store the candidates meet in that store. In a terminal it is a live view, with keys that kill
+and freeze the leader and the quorum's own; try `doyen line`, `watch`, `resign`, `transfer` and
+`cluster status` on it from another one. Without a terminal, with --for or with --json, leaders are
+killed and frozen in turn. Either way the audit logs of the candidates are verified in the end.
 
 exit codes:
   0    the audit logs prove that there never were two leaders and that tokens
@@ -74,7 +77,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--store",
         metavar="URL",
-        help="where the candidates meet (default: a temporary sqlite file, removed afterwards)",
+        help="where the candidates meet (default: three nodes of doyen's own, removed afterwards)",
     )
 
 
@@ -107,13 +110,19 @@ def _play(
     from doyen.cli.up.cluster import Cluster, timing_on
     from doyen.cli.up.drill import Drill, judge
 
-    store = args.store or f"sqlite://{quote(str(folder / 'doyen.db'))}"
-    timing, worst_s = timing_on(store, args.ttl_s)
-    cluster = Cluster(
-        folder, candidates=args.candidates, store=store, timing=timing, worst_s=worst_s
-    )
     problems: list[str] = []
     with ExitStack() as stack:
+        quorum = None if args.store else _quorum(folder, stack)
+        store = args.store or (quorum.url if quorum else _file(folder))
+        timing, worst_s = timing_on(store, args.ttl_s)
+        cluster = Cluster(
+            folder,
+            candidates=args.candidates,
+            store=store,
+            timing=timing,
+            worst_s=worst_s,
+            quorum=quorum,
+        )
         stack.callback(cluster.stop)
         if live:
             from doyen.cli.up.live import show
@@ -122,13 +131,33 @@ def _play(
         else:
             out = console()
             tell = _silent if args.json else out.print
-            tell(f"{args.candidates} candidates on {store}")
+            if quorum:
+                tell(f"a quorum of {len(quorum.servers)} nodes: {store}")
+            tell(f"{args.candidates} candidates on {'it' if quorum else store}")
             tell(f"ttl {timing.ttl_s:g} s; a failover takes {worst_s:.2f} s at worst")
             drill = Drill(
                 cluster, for_s=args.for_s or _DRILL_S, stopping=interrupts.stopping, tell=tell
             )
             problems = drill.run()
     return judge(cluster, problems, bounded=not live and interrupts.received is None)
+
+
+def _quorum(folder: Path, stack: ExitStack) -> Quorum | None:
+    """Three nodes, running; None where they cannot be had."""
+    if find_spec("msgspec") is None:
+        print("doyen: no msgspec, no quorum: the candidates meet in a file;", file=sys.stderr)
+        print("       pip install 'doyen[quorum]' for three nodes", file=sys.stderr)
+        return None
+    from doyen.cli.up.quorum import Quorum
+
+    quorum = Quorum(folder)
+    stack.callback(quorum.stop)
+    quorum.start()
+    return quorum
+
+
+def _file(folder: Path) -> str:
+    return f"sqlite://{quote(str(folder / 'doyen.db'))}"
 
 
 def _silent(_: str) -> None:

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import os
-import signal
 import sys
 from contextlib import suppress
 
+from doyen.cli.up.kin import die_with
 from doyen.fencing import GuardedFile
 from doyen.session import Session, connect
 from doyen.term import Term
@@ -27,7 +26,6 @@ __all__ = ["ELECTION", "WORK_FILE", "command"]
 ELECTION = "demo"
 WORK_FILE = "work"
 _WORK_EVERY_S = 0.05
-_PR_SET_PDEATHSIG = 1
 
 
 def command(*, name: str, store: str, ttl_s: float, audit: str, work: str) -> list[str]:
@@ -35,15 +33,6 @@ def command(*, name: str, store: str, ttl_s: float, audit: str, work: str) -> li
     options = {"name": name, "store": store, "ttl": ttl_s, "audit": audit, "work": work}
     arguments = [f"--{option}={value}" for option, value in options.items()]
     return [sys.executable, "-P", "-m", __name__, f"--parent={os.getpid()}", *arguments]
-
-
-def _die_with(parent: int) -> None:
-    try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    except (OSError, AttributeError):
-        return  # not Linux: the end of the pipe has to do
-    if os.getppid() != parent:  # it died before it could be asked for
-        sys.exit(1)
 
 
 class _Candidate:
@@ -96,7 +85,7 @@ def main() -> None:
     parser.add_argument("--audit", required=True)
     parser.add_argument("--work", required=True)
     options = parser.parse_args()
-    _die_with(options.parent)
+    die_with(options.parent)
     asyncio.run(_main(options))
 
 

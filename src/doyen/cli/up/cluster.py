@@ -18,13 +18,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSTOP
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from doyen.cli.up.candidate import ELECTION, WORK_FILE, command
 from doyen.clock import SystemClock
 from doyen.errors import ConfigError, StoreUnavailable
 from doyen.store import Capabilities, Context, StoreURL, open_store
 from doyen.timing import Timing
+
+if TYPE_CHECKING:
+    from doyen.cli.up.quorum import Quorum
 
 __all__ = ["Chronicle", "Cluster", "Failover", "Fault", "Kind", "Reign", "Seat", "timing_on"]
 
@@ -167,9 +170,18 @@ class Cluster:
     """A few candidates on one store, in one folder."""
 
     def __init__(
-        self, folder: Path, *, candidates: int, store: str, timing: Timing, worst_s: float
+        self,
+        folder: Path,
+        *,
+        candidates: int,
+        store: str,
+        timing: Timing,
+        worst_s: float,
+        quorum: Quorum | None = None,
     ) -> None:
         self.folder = folder
+        self.quorum = quorum
+        """The nodes that the store consists of, if they are ours."""
         self.store = store
         self.timing = timing
         self.worst_s = worst_s
@@ -183,6 +195,8 @@ class Cluster:
 
     def tick(self) -> None:
         """Reap, read, thaw and start what is due."""
+        if self.quorum is not None:
+            self.quorum.tick()
         self._reap()
         self.read()
         now = self.now()

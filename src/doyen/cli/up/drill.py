@@ -10,11 +10,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from doyen.audit import Report, verify
 from doyen.cli.up.cluster import Cluster, Failover, Fault, Kind
+
+if TYPE_CHECKING:
+    from doyen.cli.up.quorum import Change
 
 __all__ = ["Drill", "Verdict", "duration", "judge", "summary"]
 
@@ -25,6 +28,8 @@ _PATIENCE = 3
 _LOOK_EVERY_S = 0.01
 
 _FAULTS: tuple[Kind, ...] = ("killed", "frozen")
+_LEADS_WITHIN_S = 15.0
+"""How long the quorum may be without a leader of its own."""
 
 
 def duration(seconds: float) -> str:
@@ -50,7 +55,7 @@ class Drill:
         self._for_s = for_s
         self._asked_to_stop = stopping
         self._tell = tell
-        self._told = 0
+        self._told = self._changes = 0
         self._began = cluster.now()
         self._pause_s = min(1.0, max(0.25, cluster.timing.ttl_s / 2))
 
@@ -71,6 +76,9 @@ class Drill:
             if fault is not None and not self._followed(fault):
                 return [] if self._stopping() else [self._no_successor(fault)]
             dealt += fault is not None
+            problem = self._deal_to_quorum(dealt)
+            if problem is not None:
+                return [] if self._stopping() else [problem]
         self._until(lambda: self._all_thawed, self._cluster.thaw_after_s)
         return []
 
@@ -92,6 +100,20 @@ class Drill:
             return None
         (self._cluster.kill if kind == "killed" else self._cluster.freeze)(leader)
         return self._cluster.chronicle.pending
+
+    def _deal_to_quorum(self, dealt: int) -> str | None:
+        """Kill or freeze the node that leads the quorum; what is wrong, if nobody follows it."""
+        quorum = self._cluster.quorum
+        if quorum is None:
+            return None
+        if not self._until(lambda: quorum.whole, _LEADS_WITHIN_S):
+            return f"the quorum was not whole again within {_LEADS_WITHIN_S:g} s"
+        leader, count = quorum.leader, len(quorum.changes)
+        if leader is not None:
+            (quorum.kill if dealt % 2 else quorum.freeze)(leader)
+            if not self._until(lambda: len(quorum.changes) > count, _LEADS_WITHIN_S):
+                return f"nobody led the quorum within {_LEADS_WITHIN_S:g} s after {leader.name}"
+        return None
 
     def _followed(self, fault: Fault) -> bool:
         return self._until(
@@ -131,6 +153,11 @@ class Drill:
             at_s = failover.to.at - self._began
             self._tell(f"{at_s:7.2f} s  {story(failover)}")
         self._told = len(failovers)
+        if self._cluster.quorum is not None:
+            changes = self._cluster.quorum.changes
+            for change in changes[self._changes :]:
+                self._tell(f"{self._cluster.now() - self._began:7.2f} s  {change.story()}")
+            self._changes = len(changes)
 
     def _no_start(self) -> str:
         states = ", ".join(
@@ -172,6 +199,8 @@ class Verdict:
     ttl_s: float
     worst_s: float
     work_done: int
+    quorum: tuple[Change, ...] = ()
+    """Changes of leader of the nodes that the candidates met at."""
 
     @property
     def ok(self) -> bool:
@@ -209,6 +238,7 @@ class Verdict:
                 for failover in self.failovers
                 if (fault := failover.fault) is not None
             ],
+            "quorum": [asdict(change) for change in self.quorum],
             "work_done": self.work_done,
             "audit": self.report.as_dict(),
         }
@@ -235,6 +265,7 @@ def judge(cluster: Cluster, problems: list[str], *, bounded: bool) -> Verdict:
         ttl_s=cluster.timing.ttl_s,
         worst_s=cluster.worst_s,
         work_done=cluster.work_done,
+        quorum=tuple(cluster.quorum.changes) if cluster.quorum else (),
     )
 
 

@@ -89,8 +89,11 @@ class _Desk:
         return self.chosen or self.cluster.leader
 
     def press(self, key: str) -> None:
-        cluster, seat = self.cluster, self.target
-        if key.isdecimal() and int(key) <= len(cluster.seats):
+        cluster, seat, quorum = self.cluster, self.target, self.cluster.quorum
+        if key in ("K", "F"):
+            if quorum is not None and quorum.leader is not None:
+                (quorum.kill if key == "K" else quorum.freeze)(quorum.leader)
+        elif key.isdecimal() and int(key) <= len(cluster.seats):
             self.chosen = cluster.seats[int(key) - 1] if int(key) else None
         elif seat is None:
             return
@@ -105,6 +108,8 @@ class _Desk:
     def help(self) -> str:
         whom = "the leader" if self.chosen is None else self.chosen.name
         choose = f"1-{len(self.cluster.seats)} choose" + (", 0 leader" if self.chosen else "")
+        if self.cluster.quorum:
+            return f"{whom}: k kill  f freeze  r resign | {choose} | quorum: K, F | q quit"
         return f"{whom}: k kill  f freeze/thaw  r resign  |  {choose}  |  q quit"
 
 
@@ -174,7 +179,7 @@ class _Lines:
 
     def __init__(self, desk: _Desk) -> None:
         self._desk = desk
-        self._told = 0
+        self._told = self._changes = 0
         self._states: dict[str, str] = {}
         self._help = ""
 
@@ -198,6 +203,10 @@ class _Lines:
         for failover in cluster.chronicle.failovers[self._told :]:
             print(f"{_clock(failover)}  {story(failover)}", flush=True)
         self._told = len(cluster.chronicle.failovers)
+        if cluster.quorum is not None:
+            for change in cluster.quorum.changes[self._changes :]:
+                print(f"{time.strftime('%H:%M:%S')}  {change.story()}", flush=True)
+            self._changes = len(cluster.quorum.changes)
 
 
 class _Screen:
@@ -233,7 +242,8 @@ class _Screen:
         from rich.console import Group
         from rich.text import Text
 
-        above = [*self._title(), Text(), *self._leader(), Text(), *self._candidates(), Text()]
+        above = [*self._title(), Text(), *self._leader(), *self._quorum(), Text()]
+        above += [*self._candidates(), Text()]
         below = [Text(), Text(f" {self._desk.help}", style="bold")]
         room = self._console.size.height - len(below)
         lines = [*above[:room], *self._failovers(room - len(above)), *below]
@@ -284,6 +294,23 @@ class _Screen:
                 f"  {left_s:.1f} s more",
             ),
         ]
+
+    def _quorum(self) -> list[Text]:
+        from rich.text import Text
+
+        quorum = self._desk.cluster.quorum
+        if quorum is None:
+            return []
+        line = Text(" Quorum    ")
+        for server in quorum.servers:
+            frozen = server.frozen_at is not None
+            word = "frozen" if frozen else server.role
+            leads = server is quorum.leader and not frozen
+            colour = "cyan" if frozen else {"dead": "red"}.get(word, "green" if leads else "dim")
+            line.append(f"{server.name} {word:<11}", colour)
+        if quorum.changes:
+            line.append(f"generation {quorum.changes[-1].generation}", "dim")
+        return [line]
 
     def _candidates(self) -> list[Text]:
         from rich.text import Text

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from doyen.errors import ConfigError, LeaseGone, StoreUnusable
@@ -40,6 +41,7 @@ from doyen.quorum.requests import (
     MIN_TTL_S,
     Ahead,
     Arrange,
+    Condition,
     Copied,
     Copy,
     Get,
@@ -57,9 +59,9 @@ __all__ = ["QuorumStore"]
 
 ELECTING_S = 0.05
 """How often to look whether nodes that are electing a leader have one."""
-ELECTION_S = 3.0
-"""What a silent leader of the quorum costs, at worst, with its default times: its silence is
-noticed after 1.5 s, and the first vote may be split."""
+ELECTIONS = 3.0
+"""What a silent leader of the quorum costs, at worst, in election timeouts: its silence is noticed
+after one and a half, and the first vote may be split."""
 
 
 class QuorumStore(Store):
@@ -70,7 +72,7 @@ class QuorumStore(Store):
         # If the quorum's own leader goes just before a lease would have ended, the next one gives
         # the lease its whole time anew.
         expiry_factor=2.0,
-        notice_s=ELECTION_S,
+        notice_s=ELECTIONS,
     )
 
     def __init__(
@@ -104,14 +106,16 @@ class QuorumStore(Store):
         electing a leader are given time."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._connect_timeout_s
-        while True:
+        condition: Condition | None = None
+        while condition is None:
             try:
-                await self._wire.ask(Inquire)
-                break
+                condition = await self._wire.ask(Inquire)
             except Electing:
                 if loop.time() >= until:
                     raise
                 await asyncio.sleep(ELECTING_S)
+        notice_s = ELECTIONS * condition.election_s
+        self.capabilities = replace(self.capabilities, notice_s=notice_s)
         self._renewals.cluster = self._wire.cluster
         if token_floor:
             await self._do(Advance(token_floor))
