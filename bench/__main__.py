@@ -20,6 +20,8 @@ from bench.figures import Figure
 from bench.frozen import frozen
 from bench.idle import idle
 from bench.loss import loss
+from bench.outages import outages
+from bench.quorum import upkeep, writes
 from bench.scale import herd, many
 from bench.soak import soak
 from bench.transfer import transfer
@@ -36,9 +38,12 @@ BENCHES: dict[str, Callable[..., list[Figure]]] = {
     "many": many,
     "idle": idle,
     "engines": engines,
+    "writes": writes,
+    "outages": outages,
+    "upkeep": upkeep,
     "soak": soak,
 }
-LONG = ("engines", "soak")
+LONG = ("engines", "writes", "outages", "upkeep", "soak")
 
 QUICK: dict[str, dict[str, Any]] = {
     "crash": {"trials": 2},
@@ -52,6 +57,9 @@ QUICK: dict[str, dict[str, Any]] = {
     "many": {"elections": 50, "traced": 20, "settle_s": 0.1, "hold_s": 0.1},
     "idle": {"seconds": 0.5, "sessions": 2},
     "engines": {"trials": 2, "crashes": 1, "only": "redis", "peers": False},
+    "writes": {"rounds": 1, "seconds": 0.2, "levels": (1, 16), "peers": False},
+    "outages": {"trials": 1, "freezes": 1, "transfers": 1, "peers": False},
+    "upkeep": {"seconds": 0.5, "keys": 100, "entries": 100, "peers": False},
     "soak": {"minutes": 0.02},
 }
 """Enough to see that a bench works; the figures mean nothing then."""
@@ -73,17 +81,18 @@ def options(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         given["load"] = arguments.load
         if arguments.minutes is not None:
             given["minutes"] = arguments.minutes
-    if name in LONG and arguments.only:
-        given["only"] = arguments.only
-    if arguments.trials is not None and "trials" in inspect.signature(BENCHES[name]).parameters:
-        given["trials"] = arguments.trials
+    known = inspect.signature(BENCHES[name]).parameters
+    for option in ("only", "trials"):
+        asked = getattr(arguments, option)
+        if asked is not None and option in known:
+            given[option] = asked
     return given
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="default: all but engines and soak"
+        "names", nargs="*", metavar="NAME", help=f"default: all but {', '.join(LONG)}"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object, at the end")
     parser.add_argument("--table", action="store_true", help="a Markdown table, for the documents")

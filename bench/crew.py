@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from doyen.clock import SystemClock
 
@@ -34,7 +34,7 @@ Report = dict[str, Any]
 class Crew:
     """Some processes, a folder for their store, and the pipe they report to."""
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> Self:
         self.folder = Path(tempfile.mkdtemp(prefix="doyen-bench-"))
         self._members: dict[str, subprocess.Popen[bytes]] = {}
         self._reports: list[Report] = []

@@ -1,4 +1,4 @@
-"""A figure: one number, what it may be at most, and what it was made from."""
+"""A figure: one number, its limit, and what it was made from."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ class Figure:
     value: float
     unit: str
     limit: float | None = None
+    at_least: bool = False
+    """The limit is the least it may be, instead of the most."""
     details: dict[str, Any] = field(default_factory=dict)
 
     @property
     def met(self) -> bool | None:
-        return None if self.limit is None else self.value <= self.limit
+        if self.limit is None:
+            return None
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -30,6 +34,7 @@ class Figure:
             "value": round(self.value, 6),
             "unit": self.unit,
             "limit": self.limit,
+            "at_least": self.at_least,
             "met": self.met,
             "details": self.details,
         }
@@ -46,7 +51,9 @@ class Figure:
 
     @property
     def _limit(self) -> str:
-        return "" if self.limit is None else f"≤ {self.limit:g}"
+        if self.limit is None:
+            return ""
+        return f"{'≥' if self.at_least else '≤'} {self.limit:g}"
 
     @property
     def _details(self) -> str:

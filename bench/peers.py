@@ -16,6 +16,7 @@ PEER = str(Path(__file__).with_name("peer.py"))
 
 NEEDS = {
     "etcd3": ("etcd3==0.12.0", "protobuf==3.20.3", "setuptools<81"),
+    "pysyncobj": ("pysyncobj==0.3.17",),
     "tooz": ("tooz[etcd3gw,mysql,postgresql,redis,zookeeper]==9.1.0", "python-consul==1.1.0"),
 }
 

@@ -1,0 +1,219 @@
+"""How long a quorum takes no writes, beside etcd: its leader killed, frozen, told to hand over.
+
+Three nodes of each on this machine, at their default times. The client was connected before, to
+any of the nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from bench.crew import now
+from bench.figures import Figure, spread
+from doyen.clock import SystemClock
+from doyen.errors import StoreError
+from doyen.store import Context, Store, open_store
+from doyen.stores.quorum.store import QuorumStore
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+import servers
+from served import Quorum, Served
+
+__all__ = ["etcd_cluster", "outages", "served"]
+
+ELECTION_S = 1.0
+"""The default election timeout, of doyen and of etcd."""
+VALUE = b"." * 100
+
+p50 = statistics.median
+
+
+def p99(samples: Sequence[float]) -> float:
+    """Of fewer than a hundred, the largest."""
+    return sorted(samples)[len(samples) * 99 // 100]
+
+
+def etcd_cluster() -> servers.EtcdCluster:
+    """As etcd is by default: durable, and with its own times."""
+    return servers.EtcdCluster(
+        unsafe_no_fsync="false", heartbeat_interval="100", election_timeout="1000"
+    )
+
+
+async def _open(url: str) -> Store:
+    return await open_store(url, Context(SystemClock(), lambda event: None))
+
+
+async def _until_written(store: Store, gone: Callable[[], bool]) -> float:
+    """Write, again and again, until a write has succeeded that was begun when `gone()`: when the
+    old leader could have had no part in it. The instant."""
+    while True:
+        begun_after = gone()
+        try:
+            await store.put("bench/outage", VALUE, if_version=None)
+        except StoreError:
+            await asyncio.sleep(0.001)
+            continue
+        if begun_after:
+            return now()
+
+
+async def _outage(url: str, strike: Callable[[], Callable[[], bool]]) -> float:
+    """How long nothing can be written, in ms, for a client that was connected before. `strike`
+    does the harm, and tells what shows that it is done."""
+    store = await _open(url)
+    try:
+        await store.put("bench/outage", b"", if_version=None)
+        await asyncio.sleep(random.uniform(0.05, 0.2))
+        began = now()
+        return (await _until_written(store, strike()) - began) * 1e3
+    finally:
+        await store.close()
+
+
+def _killed(node: Served) -> Callable[[], bool]:
+    node.process.kill()
+    return lambda: node.process.poll() is not None
+
+
+def _frozen(node: Served) -> Callable[[], bool]:
+    node.freeze()
+    return lambda: True
+
+
+@contextmanager
+def served() -> Iterator[Quorum]:
+    """Three `doyen serve` processes, one of which leads."""
+    with (
+        tempfile.TemporaryDirectory(prefix="doyen-bench-") as folder,
+        Quorum(Path(folder)) as quorum,
+    ):
+        quorum.leader()
+        yield quorum
+
+
+def _settled(quorum: Quorum) -> Served:
+    """The leader, once everybody follows it."""
+    leader = quorum.leader()
+    asyncio.run(_written(quorum.url))
+    for node in quorum.nodes.values():
+        asyncio.run(_written(f"doyen://{node.address}"))
+    return leader
+
+
+async def _written(url: str) -> None:
+    store = await _open(url)
+    try:
+        await _until_written(store, lambda: True)
+    finally:
+        await store.close()
+
+
+def _kills(quorum: Quorum, trials: int) -> Iterator[float]:
+    for _ in range(trials):
+        leader = _settled(quorum)
+        yield asyncio.run(_outage(quorum.url, lambda: _killed(leader)))  # noqa: B023
+        leader.process.wait()
+        quorum.start(leader.name)
+
+
+def _freezes(quorum: Quorum, trials: int) -> Iterator[float]:
+    for _ in range(trials):
+        leader = _settled(quorum)
+        yield asyncio.run(_outage(quorum.url, lambda: _frozen(leader)))  # noqa: B023
+        leader.thaw()
+
+
+async def _transfers(quorum: Quorum, trials: int) -> tuple[list[float], list[float]]:
+    """How long a transfer takes, and how long the longest write meanwhile, both in ms."""
+    store = await _open(quorum.url)
+    assert isinstance(store, QuorumStore)
+    took, waited = [], []
+    for _ in range(trials):
+        await asyncio.sleep(random.uniform(0.02, 0.05))
+        states = [each.condition for each in await store.inspect()]
+        others = [each.node for each in states if each and each.leader != each.node]
+        began = now()
+        moving = asyncio.ensure_future(store.arrange("transfer", random.choice(others)))
+        longest = 0.0
+        while not moving.done():
+            begun = now()
+            await store.put("bench/transfer", VALUE, if_version=None)
+            longest = max(longest, now() - begun)
+        await moving
+        took.append((now() - began) * 1e3)
+        waited.append(longest * 1e3)
+    await store.close()
+    return took, waited
+
+
+def _etcd_outages(trials: int) -> dict[str, list[float]]:
+    """The same for etcd, through doyen's own adapter."""
+    found: dict[str, list[float]] = {"killed": [], "frozen": []}
+    with etcd_cluster() as cluster:
+        for _ in range(trials):
+            for how, gaps in found.items():
+                leader = cluster.leader()
+                asyncio.run(_written(cluster.url))
+                if how == "killed":
+                    gaps.append(asyncio.run(_outage(cluster.url, lambda: _at_once(leader.kill))))  # noqa: B023
+                    leader.start()
+                else:
+                    gaps.append(asyncio.run(_outage(cluster.url, lambda: _at_once(leader.freeze))))  # noqa: B023
+                    leader.thaw()
+    return found
+
+
+def _at_once(strike: Callable[[], object]) -> Callable[[], bool]:
+    strike()
+    return lambda: True
+
+
+def outages(
+    *,
+    trials: int = 40,
+    freezes: int = 20,
+    transfers: int = 40,
+    etcd_trials: int = 5,
+    peers: bool = True,
+) -> list[Figure]:
+    """How long a quorum takes no writes: its leader killed, frozen, or told to hand over."""
+    with served() as quorum:
+        killed = [*_kills(quorum, trials)]
+        frozen = [*_freezes(quorum, freezes)]
+        _settled(quorum)
+        handed, waited = asyncio.run(_transfers(quorum, transfers))
+    beside = _etcd_outages(etcd_trials) if peers else {}
+    etcd = {how: {"etcd_ms": spread(gaps, 0)} for how, gaps in beside.items()}
+    frozen_limit = 2 * ELECTION_S * 1e3
+    return [
+        Figure(
+            name="leader killed, until a write",
+            value=p50(killed),
+            unit="ms, p50",
+            limit=50.0,
+            details={"ms": spread(killed, 1), **etcd.get("killed", {})},
+        ),
+        Figure(name="leader killed, until a write", value=p99(killed), unit="ms, p99", limit=150.0),
+        Figure(
+            name="leader frozen, until a write",
+            value=p99(frozen),
+            unit="ms, p99",
+            limit=frozen_limit,
+            details={"ms": spread(frozen, 0), **etcd.get("frozen", {})},
+        ),
+        Figure(
+            name="orderly transfer",
+            value=p50(handed),
+            unit="ms, p50",
+            limit=10.0,
+            details={"ms": spread(handed, 2), "longest_write_ms": spread(waited, 2)},
+        ),
+    ]
