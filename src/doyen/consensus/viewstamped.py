@@ -28,7 +28,7 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from doyen.consensus.core import Entry, Membership, Message, Recovered, Role, Settings
-from doyen.consensus.server import Peer, Server, order
+from doyen.consensus.server import WINDOW, Peer, Server, order
 
 __all__ = [
     "MESSAGES",
@@ -170,6 +170,8 @@ class Viewstamped(Server):
         """To the primary of the view entered: how far whose log goes."""
         self._source: str | None = None
         """Whose log the new primary is taking."""
+        self._fetched = 0
+        """Up to where it may have that already."""
         self._started_token = 0
         self._state_token = 0
         self._timeout = self._draw()
@@ -248,6 +250,8 @@ class Viewstamped(Server):
         self._reports = {}
         self._source = None
         self._started_token = 0
+        for peer in self._peers.values():
+            peer.again = self._now
         self._turn(Role.LOOKING, None)
         self._state_token = self._persist(self._state())
         self._progress()
@@ -274,7 +278,7 @@ class Viewstamped(Server):
         else:
             self.next_deadline = self._now + self._settings.heartbeat_s
             if self._source is not None:
-                self._fetch()
+                self._fetch(self._fetched)
             elif self.normal < self.generation:
                 self._report()
 
@@ -320,18 +324,17 @@ class Viewstamped(Server):
                 self._start()
             else:
                 self._source = best
-                self._fetch()
+                self._fetch(min(len(self.log), self._reports[best][1]))
 
     def _best(self) -> str:
         """Whose log a view begins with: our own, unless another's goes further."""
         return max(self._reports, key=lambda name: (self._reports[name], name == self.id))
 
-    def _fetch(self, agreed: int | None = None) -> None:
+    def _fetch(self, agreed: int) -> None:
         """Take over the log that goes furthest. Its owner has entered the view: it stays as it
         is."""
         assert self._source is not None
-        if agreed is None:
-            agreed = min(len(self.log), self._reports[self._source][1])
+        self._fetched = agreed
         self._send(self._peers[self._source], GetState(self.generation, agreed))
 
     def _start(self) -> None:
@@ -354,9 +357,12 @@ class Viewstamped(Server):
         if self.role is Role.LEADING:
             self._start_others()
 
-    def _start_others(self) -> None:
+    def _start_view(self) -> StartView:
         op = len(self.log)
-        message = StartView(self.generation, op, self._generation_at(op), self.commit)
+        return StartView(self.generation, op, self._generation_at(op), self.commit)
+
+    def _start_others(self) -> None:
+        message = self._start_view()
         for peer in self._peers.values():
             if not peer.synced:
                 self._send(peer, message)
@@ -366,17 +372,35 @@ class Viewstamped(Server):
     def _hear_get_state(self, peer: Peer, message: GetState) -> None:
         if message.generation != self.generation:
             return
-        agreed = min(message.agreed, len(self.log))
-        entries = self._piece(agreed + 1, len(self.log)) if agreed < len(self.log) else ()
-        state = NewState(self.generation, agreed, self._generation_at(agreed), entries)
         if self.role is Role.LEADING:
-            self._send(peer, state)
-            if agreed + len(entries) == len(self.log):
-                op = len(self.log)
-                last = self._generation_at(op)
-                self._send(peer, StartView(self.generation, op, last, self.commit))
-        elif self.primary(self.generation) == peer.name and self.normal < self.generation:
+            peer.heard = self._now
+        elif self.primary(self.generation) != peer.name or self.normal == self.generation:
+            return
+        agreed = min(message.agreed, len(self.log))
+        if agreed < peer.origin or self._now >= peer.again:
+            peer.origin = agreed
+            peer.next = agreed + 1
+            self._pump(peer)
+        elif agreed > peer.origin:
+            peer.origin = agreed
+            peer.next = max(peer.next, agreed + 1)
+            if peer.next <= len(self.log):
+                self._pump(peer)
+
+    def _pump(self, peer: Peer) -> None:
+        """Send as much of the log as may be on its way at once; when that is all, say so."""
+        peer.again = self._now + 2 * self._settings.heartbeat_s
+        end = min(len(self.log), peer.origin + WINDOW)
+        while True:
+            previous = peer.next - 1
+            entries = self._piece(peer.next, end) if peer.next <= end else ()
+            peer.next += len(entries)
+            state = NewState(self.generation, previous, self._generation_at(previous), entries)
             self._send(peer, state, after=self._token)
+            if peer.next > end:
+                break
+        if self.role is Role.LEADING and end == len(self.log):
+            self._send(peer, self._start_view())
 
     def _hear_new_state(self, peer: Peer, message: NewState) -> None:
         view = message.generation

@@ -460,6 +460,7 @@ class Zab(Server):
     def _hear_ack_epoch(self, peer: Peer, message: AckEpoch) -> None:
         if message.generation != self.generation or not self._opened() or peer.synced:
             return
+        peer.heard = self._now
         last = (message.zxid_epoch, message.zxid)
         self._asked[peer.name] = last
         if self.phase is not Phase.DISCOVERY:
@@ -480,7 +481,7 @@ class Zab(Server):
     def _count_epoch_acks(self) -> None:
         if self._durable < self._own_token or 1 + len(self._epoch_acks) < self._majority:
             return
-        if max(self._epoch_acks.values(), default=(0, (0, 0))) > (self.current_epoch, self._last()):
+        if self._ahead():
             self._look()
             return
         self.phase = Phase.SYNCHRONISATION
@@ -488,6 +489,11 @@ class Zab(Server):
         self._own_token = self._token
         for name in list(self._asked):
             self._synchronise(self._peers[name], self._guess(self._asked[name]))
+
+    def _ahead(self) -> bool:
+        """Whether one of the majority has a history that goes further than ours."""
+        own = (self.current_epoch, self._last())
+        return any(theirs > own for theirs in self._epoch_acks.values())
 
     # Synchronisation.
 
@@ -528,6 +534,7 @@ class Zab(Server):
     def _hear_synced(self, peer: Peer, message: Synced) -> None:
         if message.generation != self.generation or not self._opened() or peer.synced:
             return
+        peer.heard = self._now
         if self.phase is Phase.DISCOVERY or message.last > len(self.log):
             return
         if message.last > peer.origin:
