@@ -214,6 +214,15 @@ def test_two_who_canvass_at_once_do_not_split_the_votes() -> None:
     assert cluster.core("a").generation == 2
 
 
+def test_nobody_goes_first_who_has_less_log() -> None:
+    """Whoever canvasses must not stand in the way of the one that can win."""
+    core = raft(recovered=recovered(2, 1, 1))
+    core.handle(Elapsed(), core.next_deadline)
+    reply = only(hear(core, PreVote(3, 2, 2), now=core._now), PreVoteReply)
+    assert reply == PreVoteReply(3, True)
+    assert sends(hear(core, PreVote(3, 2, 1), now=core._now), PreVote), "alike: it goes first"
+
+
 def test_check_quorum() -> None:
     core = leading()
     while core.role is Role.LEADING:

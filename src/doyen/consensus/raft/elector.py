@@ -317,6 +317,7 @@ class Elector:
             and self.id < peer
             and message.generation == self.generation + 1
             and message.last_index == self.log.last
+            and message.last_generation == self.log.last_generation
             and self._elected(peer)
         )
 
