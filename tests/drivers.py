@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -284,12 +285,17 @@ class World:
         if self.links[node].open:
             self.links[node].disconnected(peer)
 
-    def crash(self, node: str) -> None:
+    def crash(self, node: str, written: int | None = None) -> None:
         self.crash_in.pop(node, None)
         self.nodes.pop(node).crash()
-        self.disks[node].crash(self.random.randrange(3))
+        self.disks[node].crash(self.random.randrange(3) if written is None else written)
         self.cluster.crashed(node)
         self.closed(node)
+
+    async def stop(self, node: str) -> None:
+        await self.nodes[node].stop()
+        self.nodes.pop(node, None)
+        self.cluster.crashed(node)
 
     def joined(self, one: str, other: str) -> bool:
         return (one, other) not in self.cuts and (other, one) not in self.cuts
@@ -405,12 +411,17 @@ async def misfortune(world: World, until: float) -> None:
     while world.loop.time() < until:
         await asyncio.sleep(chance.uniform(0.05, 0.8))
         node = chance.choice([*world.nodes])
-        what = chance.randrange(6)
+        what = chance.randrange(8)
         if what == 0:
             world.crash(node)
         elif what == 5:
             for each in [*world.nodes]:
                 world.crash(each)
+        elif what == 6:
+            with suppress(DoyenError):
+                await world.nodes[node].transfer(chance.choice(world.voters))
+        elif what == 7:
+            await world.stop(node)
         elif what == 1:
             world.crash_in[node] = chance.randrange(12)
         elif what == 2:

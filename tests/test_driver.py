@@ -119,10 +119,9 @@ class Credulous(Driver):
 @pytest.mark.parametrize(
     ("driver", "machine", "seed", "symptom"),
     [
-        (Hasty, Machine, 26, "InvariantBroken|is not there|differs"),
         (Stale, Machine, 0, "after .* was acknowledged"),
-        (Driver, Forgetful, 3, "carried out twice"),
-        (Credulous, Machine, 58, "is shorter than|is not there|differs"),
+        (Driver, Forgetful, 15, "carried out twice"),
+        (Credulous, Machine, 19, "is shorter than|is not there|differs"),
     ],
 )
 def test_a_storm_finds(
@@ -136,6 +135,37 @@ def test_a_storm_finds(
             if any(re.search(symptom, wrong) for wrong in people.wrong):
                 return
     pytest.fail("nothing was noticed")
+
+
+@pytest.mark.parametrize("driver", [Driver, Hasty])
+def test_an_acknowledgement_waits_for_the_disks(driver: type[Driver]) -> None:
+    """The power fails while the disks are slow. A driver that does not wait has acknowledged what
+    is then gone, which the invariants see."""
+
+    async def main() -> None:
+        world = World(driver=driver)
+        await world.boot()
+        leader = await world.leader()
+        await leader.propose(USER, b"first")
+        for disk in world.disks.values():
+            disk.sync_s = 5.0
+        second = asyncio.ensure_future(leader.propose(USER, b"second"))
+        await asyncio.sleep(0.5)
+        assert second.done() == (driver is Hasty)
+        for name in [*world.nodes]:
+            world.crash(name, written=0)
+        await asyncio.wait({second})
+        await world.boot()
+        if driver is Hasty:
+            await world.until(lambda: world.aborted)
+            assert "which is committed" in str(world.aborted[0][1])
+            return
+        assert isinstance(second.exception(), OutcomeUnknown)
+        leader = await world.leader()
+        await leader.barrier()
+        assert world.tallies[leader.id].done == [b"first"]
+
+    run_virtual(main)
 
 
 def run(main: Callable[[World], Coroutine[Any, Any, None]], **options: Any) -> None:
@@ -329,10 +359,8 @@ def test_a_stop_hands_over_first_and_loses_nothing() -> None:
             ]
             await asyncio.sleep(0.0005)
             began = world.loop.time()
-            await leader.stop()
+            await world.stop(leader.id)
             assert world.loop.time() - began < 0.1
-            del world.nodes[leader.id]
-            world.cluster.crashed(leader.id)
             await asyncio.gather(*waiting)
             with pytest.raises(SessionClosed):
                 await leader.propose(USER, b"late")
