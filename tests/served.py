@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import signal
 import subprocess
@@ -22,16 +23,19 @@ PATIENCE_S = 30.0
 class Served:
     """One node in a process of its own."""
 
-    def __init__(self, name: str, address: str, command: list[str]) -> None:
-        self.name, self.address, self._command = name, address, command
+    def __init__(
+        self, name: str, address: str, command: list[str], log: Path | None = None
+    ) -> None:
+        self.name, self.address, self._command, self._log = name, address, command, log
         self.start()
 
     def start(self) -> None:
         self.told: list[dict[str, Any]] = []
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.process = subprocess.Popen(
-            self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+        with (self._log or Path(os.devnull)).open("a") as log:
+            self.process = subprocess.Popen(
+                self._command, stdout=subprocess.PIPE, stderr=log, text=True
+            )
         self._reader = threading.Thread(target=self._read, args=(self.process,), daemon=True)
         self._reader.start()
 
@@ -39,7 +43,11 @@ class Served:
         assert process.stdout is not None
         with process.stdout:
             for line in process.stdout:
-                self._lines.put(line)
+                self.heard(line)
+
+    def heard(self, line: str) -> None:
+        """On a thread: it has told something."""
+        self._lines.put(line)
 
     def hear(self, event: str, **fields: Any) -> dict[str, Any]:
         """Wait until it tells of this."""

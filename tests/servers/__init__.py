@@ -5,7 +5,7 @@
 
 Every server has `url`, `port` and `pid`, and can `kill`, `freeze`, `thaw`, `stop`, `restart`
 (on its data). A cluster has `members`, and `leader()` tells which of them leads. `Proxy` stands
-between a client and a server and misbehaves on demand.
+between a client and a server and misbehaves on demand. `Lan` is a network of hosts that can be cut.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from .consul import Consul, ConsulCluster
 from .etcd import Etcd, EtcdCluster
 from .fetch import Skipped, Unavailable
+from .lan import Lan
 from .mariadb import MariaDB
 from .nats import Nats
 from .pgbouncer import PgBouncer
@@ -28,6 +29,7 @@ __all__ = [
     "ConsulCluster",
     "Etcd",
     "EtcdCluster",
+    "Lan",
     "MariaDB",
     "Nats",
     "PgBouncer",

@@ -1,0 +1,163 @@
+"""Hosts of a network that can be cut: namespaces of the kernel, unprivileged.
+
+    with servers.Lan("n1", "n2", "n3", "clients") as lan:
+        subprocess.Popen([*lan.inside("n1"), "doyen", "serve", ...])
+        lan.cut("n1", "n2")
+        lan.heal()
+
+Every host has a network namespace of its own and one link, to a router in another. The router
+forwards packets or, between hosts that are cut off from one another, drops them: nobody is told,
+as when a cable is out. Both directions are apart.
+
+Needs user namespaces that anybody may make, and `unshare`, `nsenter` and `ip`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from .fetch import Unavailable, refuse_skipped
+
+_WAIT = ["sh", "-c", "echo; exec cat"]
+"""Says when it is there, and ends with its standard input, so with whoever started it."""
+
+
+class Lan:
+    """A router and some hosts."""
+
+    def __init__(self, *hosts: str) -> None:
+        self._hosts = hosts
+        self._stack = ExitStack()
+        self._router = 0
+        self._pids: dict[str, int] = {}
+        self._rules: list[str] = []
+
+    def address(self, host: str) -> str:
+        return f"10.79.{self._hosts.index(host) + 1}.2"
+
+    def inside(self, host: str) -> list[str]:
+        """What a command begins with that is to run on this host."""
+        return _enter(self._pids[host])
+
+    def cut(self, source: str | Iterable[str], target: str | Iterable[str]) -> None:
+        """Let nothing through from any of these to any of those."""
+        sources = [source] if isinstance(source, str) else source
+        targets = [target] if isinstance(target, str) else [*target]
+        rules = [
+            f"from {self.address(one)} to {self.address(other)} blackhole"
+            for one in sources
+            for other in targets
+            if one != other
+        ]
+        self._ip(*(f"rule add {rule}" for rule in rules))
+        self._rules += rules
+
+    def part(self, *sides: Iterable[str]) -> None:
+        """Let nothing through between these, either way."""
+        groups = [[*side] for side in sides]
+        for one in groups:
+            for other in groups:
+                if one is not other:
+                    self.cut(one, other)
+
+    def heal(self) -> None:
+        """Let everything through again."""
+        rules, self._rules = self._rules, []
+        self._ip(*(f"rule del {rule}" for rule in rules))
+
+    def _ip(self, *commands: str) -> None:
+        if commands:
+            _run([*_enter(self._router), "ip", "-batch", "-"], "\n".join(commands))
+
+    def __enter__(self) -> Self:
+        refuse_skipped("netns")
+        try:
+            self._start()
+        except (OSError, subprocess.SubprocessError) as error:
+            self._stack.close()
+            raise Unavailable(
+                "no network namespaces: install util-linux and iproute2, and let users make"
+                " namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone,"
+                " kernel.apparmor_restrict_unprivileged_userns), or leave these tests out with"
+                f" DOYEN_SKIP_STORES=netns ({error})"
+            ) from error
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def _start(self) -> None:
+        for program in ("unshare", "nsenter", "ip"):
+            if shutil.which(program, path=_PATH) is None:
+                raise FileNotFoundError(f"there is no {program}")
+        self._router = self._hold(["unshare", "--user", "--map-root-user", "--net"])
+        into = _enter(self._router)
+        _run([*into, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"])
+        into.remove("--net")
+        for number, host in enumerate(self._hosts, 1):
+            pid = self._pids[host] = self._hold([*into, "unshare", "--net"])
+            self._ip(
+                f"link add v{number} type veth peer name eth0 netns {pid}",
+                f"addr add 10.79.{number}.1/24 dev v{number}",
+                f"link set v{number} up",
+            )
+            commands = (
+                "link set lo up",
+                f"addr add 10.79.{number}.2/24 dev eth0",
+                "link set eth0 up",
+                f"route add default via 10.79.{number}.1",
+            )
+            _run([*_enter(pid), "ip", "-batch", "-"], "\n".join(commands))
+
+    def _hold(self, command: list[str]) -> int:
+        """A process that keeps a namespace in being."""
+        process = subprocess.Popen(
+            [*command, *_WAIT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=_environment(),
+            text=True,
+        )
+        self._stack.enter_context(process)  # closes its pipes and waits
+        assert process.stdout is not None
+        assert process.stderr is not None
+        if not process.stdout.readline():
+            raise OSError(process.stderr.read().strip() or f"{command} ended at once")
+        return process.pid
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+_PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PATH": _PATH}
+
+
+def _enter(pid: int) -> list[str]:
+    return ["nsenter", "--target", str(pid), "--user", "--preserve-credentials", "--net", "--"]
+
+
+def _run(command: list[str], words: str = "") -> None:
+    done = subprocess.run(
+        command, input=words, capture_output=True, text=True, timeout=30, env=_environment()
+    )
+    if done.returncode:
+        raise OSError(done.stderr.strip() or f"{command} failed")

@@ -1,0 +1,584 @@
+"""A quorum of real processes on trial: under load, hurt in every way, judged by its history.
+
+    with Trial(tmp_path) as trial:
+        trial.progress(100)
+        trial.leader().kill()
+        ...
+        trial.judge()
+
+Every node is a process with an embedded `doyen.Node` that proposes to a `Ledger` and reads it,
+and has clients of the keyspace that talk to this node alone, so that a node that is cut off from
+the others is asked too. One more process has clients that talk to all of them. With `lan`, every
+node is on a host of its own (see `servers.Lan`), and so are those clients.
+
+Run as a program this is such a node (`node`), those clients (`load`) or one who reads everything
+in the end, from each node in turn (`survey`). A node's disk is as slow as a file beside its folder
+says, in seconds a sync; `mutant` names a class of mutants_served to be run in place of Raft.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import doyen
+import history
+import servers
+from candidates import DOYEN
+from doyen.clock import SystemClock
+from doyen.errors import DoyenError, OutcomeUnknown, StoreUnavailable
+from doyen.node import journal
+from doyen.node import server as node_server
+from doyen.node.frames import Disk
+from doyen.store import Context, Store, open_store
+from history import NO, OK, UNKNOWN, WRONG, History, Ledger, Recorder
+from nodes import addresses, often
+from served import PATIENCE_S, Served
+
+SECRET = "what the nodes of a trial know"
+PORT = 7400
+CLIENTS = "clients"
+KEYS = 3
+EPOCH_S = 2.0
+"""How long the same keys are used: a history of one key is searched in more than linear time."""
+GIVE_UP_S = 4.0
+PAUSE_S = 0.02
+
+
+# The harness.
+
+
+class Member(Served):
+    """A node, or the clients, and where it says it stands."""
+
+    def __init__(self, name: str, address: str, command: list[str], log: Path) -> None:
+        self.role: str | None = None
+        self.generation = 0
+        self.frozen = False
+        super().__init__(name, address, command, log)
+
+    def start(self) -> None:
+        self.role = None
+        super().start()
+
+    def heard(self, line: str) -> None:
+        told = json.loads(line)
+        if told["event"] == "role":
+            self.role, self.generation = told["role"], told["generation"]
+        super().heard(line)
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def restart(self) -> None:
+        self.start()
+        self.hear("listening")
+
+    def freeze(self) -> None:
+        super().freeze()
+        self.frozen = True
+
+    def thaw(self) -> None:
+        super().thaw()
+        self.frozen = False
+
+    def quieten(self) -> None:
+        """Have a node ask for nothing any more."""
+        self.process.send_signal(signal.SIGUSR1)
+        self.hear("quiet")
+
+    def ledger(self) -> list[int]:
+        """All that a node's ledger holds."""
+        self.process.send_signal(signal.SIGUSR2)
+        kept: list[int] = self.hear("ledger")["kept"]
+        return kept
+
+    def log_tail(self) -> str:
+        return "" if self._log is None else self._log.read_text()[-2000:]
+
+    def end(self) -> None:
+        if self.running:
+            self.thaw()
+            self.kill()
+
+
+class Trial:
+    """Nodes, clients, and what they have written down."""
+
+    def __init__(
+        self,
+        folder: Path,
+        size: int = 3,
+        *,
+        lan: bool = False,
+        mutant: str = "",
+        serve: bool = False,
+    ) -> None:
+        self._folder, self._mutant, self._serve = folder, mutant, serve
+        self.histories = folder / "histories"
+        names = [f"n{number}" for number in range(1, size + 1)]
+        self.lan = servers.Lan(*names, CLIENTS) if lan else None
+        self.peers: dict[str, str] = dict.fromkeys(names, "")
+        self.nodes: dict[str, Member] = {}
+        self.load: Member | None = None
+
+    # Starting.
+
+    def __enter__(self) -> Self:
+        self.histories.mkdir()
+        try:
+            if self.lan is not None:
+                self.lan.__enter__()
+                self.peers = {name: f"{self.lan.address(name)}:{PORT}" for name in self.peers}
+            else:
+                self.peers = dict(zip(self.peers, addresses(len(self.peers)), strict=True))
+            for name in self.peers:
+                self.launch(name)
+            for node in self.nodes.values():
+                node.hear("listening")
+            self.leader()
+            self.load = self._member(CLIENTS, "", self._program("load", self._url(*self.peers)))
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def launch(self, name: str, *, join: bool = False) -> Member:
+        node = self._member(name, self.peers[name], self._node(name, join))
+        self.nodes[name] = node
+        return node
+
+    def join(self, name: str) -> Member:
+        """Start one that is new to the quorum, and waits to be added."""
+        assert self.lan is None, "a network has the hosts that it begins with"
+        (self.peers[name],) = addresses(1)
+        node = self.launch(name, join=True)
+        node.hear("listening")
+        return node
+
+    def retire(self, name: str) -> None:
+        """Stop one that belongs to it no longer."""
+        self.nodes.pop(name).end()
+        del self.peers[name]
+
+    def _node(self, name: str, join: bool) -> list[str]:
+        if self._serve:
+            secret = self._folder / "secret"
+            secret.write_text(SECRET)
+            peers = ",".join(f"{peer}={where}" for peer, where in self.peers.items())
+            command = [*DOYEN, "serve", "--json", "--id", name, "--peers", peers]
+            command += ["--secret-file", str(secret), "--data-dir", str(self.data(name))]
+            return [*command, *(["--join"] if join else [])]
+        given = {
+            "name": name,
+            "peers": self.peers,
+            "folder": str(self.data(name)),
+            "slow": str(self._slow(name)),
+            "mutant": self._mutant,
+            "join": join,
+        }
+        return self._program("node", json.dumps(given))
+
+    def _program(self, *arguments: str) -> list[str]:
+        return [sys.executable, __file__, str(self.histories), *arguments]
+
+    def _member(self, host: str, address: str, command: list[str]) -> Member:
+        log = self._folder / f"{host}.log"
+        return Member(host, address, [*self._inside(host), *command], log)
+
+    def _inside(self, host: str) -> list[str]:
+        return [] if self.lan is None else self.lan.inside(host)
+
+    def _do(self, *arguments: str) -> None:
+        """Run a program to its end, on the clients' host."""
+        command = [*self._inside(CLIENTS), *self._program(*arguments)]
+        subprocess.run(command, check=True, timeout=2 * PATIENCE_S)
+
+    def data(self, name: str) -> Path:
+        return self._folder / name
+
+    def _url(self, *names: str) -> str:
+        where = ",".join(self.peers[name] for name in names)
+        return f"doyen://{SECRET.replace(' ', '%20')}@{where}"
+
+    # Waiting.
+
+    def leader(self, *among: str, after: int = 0) -> Member:
+        """Who leads in the latest generation, by its own word, of those named; one above
+        `after`."""
+        until = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until:
+            leading = [
+                node
+                for name, node in self.nodes.items()
+                if node.running
+                and not node.frozen
+                and (name in among or not among)
+                and node.role == "leading"
+                and node.generation > after
+            ]
+            if leading:
+                return max(leading, key=lambda node: node.generation)
+            time.sleep(0.01)
+        raise TimeoutError("nobody leads")
+
+    def followers(self) -> list[Member]:
+        leader = self.leader()
+        return [node for node in self.nodes.values() if node is not leader and node.running]
+
+    def acknowledged(self) -> int:
+        """How many requests have been answered so far."""
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(path.open("rb")) for path in self.histories.iterdir()]
+            return sum(line.count(b'"how": "ok"') for file in files for line in file)
+
+    def progress(self, count: int = 100) -> None:
+        """Wait until so many more requests have been answered."""
+        before, until = self.acknowledged(), time.monotonic() + PATIENCE_S
+        while self.acknowledged() < before + count:
+            self.check_alive()
+            if time.monotonic() > until:
+                raise TimeoutError(f"{self.acknowledged() - before} of {count} requests answered")
+            time.sleep(0.02)
+
+    def let_pass(self, seconds: float) -> None:
+        """Let time pass, with whatever is hurt."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self.check_alive()
+            time.sleep(0.02)
+
+    def caught_up(self, node: Member) -> None:
+        """Wait until it follows, or leads."""
+        until = time.monotonic() + PATIENCE_S
+        while node.role not in ("following", "leading"):
+            if time.monotonic() > until:
+                raise TimeoutError(f"{node.name} finds nobody to follow")
+            time.sleep(0.01)
+
+    def check_alive(self) -> None:
+        for member in (*self.nodes.values(), *([self.load] if self.load else [])):
+            code = member.process.poll()
+            assert code in (None, 0, -signal.SIGKILL), f"{member.name} ended: {member.log_tail()}"
+
+    # Judging.
+
+    def judge(self) -> History:
+        """Heal everything, read everything, and see whether it can be true."""
+        if self.lan is not None:
+            self.lan.heal()
+        for node in self.nodes.values():
+            self.mend(node)
+        self.leader()
+        self.progress(20)
+        assert self.load is not None
+        self.load.stop()
+        if not self._serve:
+            for node in self.nodes.values():
+                node.quieten()
+        self._do("survey", *(self._url(name) for name in self.nodes))
+        ledgers = {} if self._serve else {n: m.ledger() for n, m in self.nodes.items()}
+        self.check_alive()
+        found = History.read(self.histories, ledgers)
+        assert not (wrong := history.flaws(found)), "\n".join(wrong[:5])
+        return found
+
+    def close(self) -> None:
+        for member in (*self.nodes.values(), *([self.load] if self.load else [])):
+            member.end()
+        if self.lan is not None:
+            self.lan.close()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+        if kind is None:
+            for name in self.nodes:
+                shutil.rmtree(self.data(name), ignore_errors=True)
+
+    # Hurting.
+
+    def mend(self, node: Member) -> None:
+        """Start it if it is dead, thaw it if it is frozen."""
+        if not node.running:
+            node.restart()
+        elif node.frozen:
+            node.thaw()
+
+    def slow_disk(self, name: str, seconds: float) -> None:
+        """Have every sync take so long."""
+        self._slow(name).write_text(str(seconds))
+
+    def _slow(self, name: str) -> Path:
+        return self._folder / f"{name}.slow"
+
+    def arrange(self, what: str, node: str) -> None:
+        """Change who belongs to the quorum, from the clients' host."""
+        self._do("arrange", self._url(*self.nodes), what, node, self.peers[node])
+
+
+# The programs.
+
+
+@contextlib.asynccontextmanager
+async def opened(url: str) -> AsyncIterator[Store]:
+    """A store, once there is one."""
+    store: Store | None = None
+    while store is None:
+        try:
+            async with asyncio.timeout(GIVE_UP_S):
+                store = await open_store(url, Context(SystemClock(), lambda event: None))
+        except (StoreUnavailable, OutcomeUnknown, TimeoutError):
+            await asyncio.sleep(PAUSE_S)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@contextlib.asynccontextmanager
+async def answered(recorder: Recorder, number: int) -> AsyncIterator[None]:
+    """Write down what becomes of a request if it is not answered."""
+    try:
+        async with asyncio.timeout(GIVE_UP_S):
+            yield
+    except (TimeoutError, OutcomeUnknown):
+        recorder.ends(number, UNKNOWN)
+    except StoreUnavailable:
+        recorder.ends(number, NO)
+        await asyncio.sleep(PAUSE_S)
+    except DoyenError as error:
+        recorder.ends(number, WRONG, result=repr(error))
+        await asyncio.sleep(PAUSE_S)
+
+
+class KeyspaceClient:
+    """Reads and replaces what stands at a few keys, one request at a time."""
+
+    def __init__(self, recorder: Recorder, store: Store) -> None:
+        self._recorder, self._store = recorder, store
+        self._client = recorder.client()
+        self._seen: dict[str, tuple[int | None, Any]] = {}
+
+    async def run(self) -> None:
+        while True:
+            epoch = f"h/{int(SystemClock().now() / EPOCH_S)}"
+            key = f"{epoch}/{random.randrange(KEYS)}"
+            chance = random.random()
+            if chance < 0.08:
+                await self.list(epoch)
+            elif chance < 0.45:
+                await self.read(key)
+            else:
+                await self.replace(key)
+            await asyncio.sleep(random.uniform(0, 2 * PAUSE_S))
+
+    async def read(self, key: str) -> None:
+        number = self._recorder.begins(self._client, "read", key)
+        async with answered(self._recorder, number):
+            entry = await self._store.get(key)
+            self._seen[key] = (int(entry.value), entry.version) if entry else (None, None)
+            self._recorder.ends(number, OK, result=self._seen[key][0])
+
+    async def list(self, scope: str) -> bool:
+        number = self._recorder.begins(self._client, "list", scope)
+        async with answered(self._recorder, number):
+            entries = await self._store.list(scope)
+            found = {entry.key: int(entry.value) for entry in entries}
+            self._recorder.ends(number, OK, result=found)
+            return True
+        return False
+
+    async def replace(self, key: str) -> None:
+        before, version = self._seen.pop(key, (None, None))
+        value = self._recorder.value()
+        number = self._recorder.begins(self._client, "replace", key, value=value, before=before)
+        async with answered(self._recorder, number):
+            entry = await self._store.put(key, str(value).encode(), if_version=version)
+            if entry is None:
+                self._recorder.ends(number, NO, result="refused")
+            else:
+                self._recorder.ends(number, OK, result=before)
+                self._seen[key] = value, entry.version
+
+
+class LedgerClient:
+    """Swaps, and reads, through a node in its own process."""
+
+    def __init__(self, recorder: Recorder, node: doyen.Node, ledger: Ledger) -> None:
+        self._recorder, self._node, self._ledger = recorder, node, ledger
+        self._client = recorder.client()
+
+    async def run(self) -> None:
+        while True:
+            await (self.look() if random.random() < 0.3 else self.swap())
+            await asyncio.sleep(random.uniform(0, 2 * PAUSE_S))
+
+    async def swap(self) -> None:
+        value = self._recorder.value()
+        number = self._recorder.begins(self._client, "swap", value=value)
+        async with answered(self._recorder, number):
+            place, before = await self._node.propose(str(value).encode())
+            self._recorder.ends(number, OK, result=before, place=place)
+
+    async def look(self) -> None:
+        number = self._recorder.begins(self._client, "look")
+        async with answered(self._recorder, number):
+            await self._node.barrier()
+            kept = self._ledger.kept
+            place = len(kept)  # others may be added by the node's thread meanwhile
+            result = kept[place - 1] if place else None
+            self._recorder.ends(number, OK, result=result, place=place)
+
+
+async def keyspace_clients(recorder: Recorder, url: str, count: int) -> None:
+    async def one() -> None:
+        async with opened(url) as store:
+            await KeyspaceClient(recorder, store).run()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(count):
+            group.create_task(one())
+
+
+async def until(number: signal.Signals, *work: Coroutine[Any, Any, None]) -> None:
+    """Work until this signal, or until something fails."""
+    tasks = [asyncio.create_task(each) for each in work]
+
+    def stop() -> None:
+        for task in tasks:
+            task.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(number, stop)
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    stop()
+    await asyncio.wait(tasks)
+    for task in done:
+        if not task.cancelled():
+            task.result()
+
+
+def tell(**told: Any) -> None:
+    print(json.dumps(told), flush=True)
+
+
+class SlowDisk(Disk):
+    """As slow as a file says."""
+
+    file: Path
+    writes_too = False
+
+    def sync(self, fd: int) -> None:
+        self._wait()
+        super().sync(fd)
+
+    def write(self, fd: int, data: bytes, offset: int) -> None:
+        if self.writes_too:
+            self._wait()
+        super().write(fd, data, offset)
+
+    def _wait(self) -> None:
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            time.sleep(float(self.file.read_text()))
+
+
+def break_raft(mutant: str) -> None:
+    """Run a mutant. What a process has written outlives it, synced or not, so for those who do
+    not wait for the disk it is writing that takes time."""
+    node_server.PROTOCOLS["raft"] = ("mutants_served", mutant)
+    SlowDisk.writes_too = True
+
+
+async def run_node(folder: Path, given: dict[str, Any]) -> None:
+    recorder, ledger = Recorder(folder), Ledger()
+    name, peers = given["name"], given["peers"]
+    node = doyen.Node(
+        name,
+        peers=peers,
+        data_dir=given["folder"],
+        secret=SECRET,
+        machine=ledger,
+        join=given["join"],
+    )
+    async with often(node):
+        tell(event="listening", node=name)
+        url = f"doyen://{SECRET.replace(' ', '%20')}@{peers[name]}"
+        clients = [LedgerClient(recorder, node, ledger).run() for _ in range(2)]
+        await until(
+            signal.SIGTERM,
+            tell_roles(node),
+            work(keyspace_clients(recorder, url, 1), *clients),
+            dump(node, ledger),
+        )
+
+
+async def work(*clients: Coroutine[Any, Any, None]) -> None:
+    await until(signal.SIGUSR1, *clients)
+    tell(event="quiet")
+    await asyncio.Event().wait()
+
+
+async def dump(node: doyen.Node, ledger: Ledger) -> None:
+    asked = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, asked.set)
+    await asked.wait()
+    await node.barrier()
+    tell(event="ledger", kept=ledger.kept)
+    await asyncio.Event().wait()
+
+
+async def tell_roles(node: doyen.Node) -> None:
+    async for standing in node.observe():
+        tell(event="role", role=standing.role, generation=standing.generation)
+
+
+async def survey(folder: Path, urls: Iterable[str]) -> None:
+    recorder = Recorder(folder)
+    for url in urls:
+        async with opened(url) as store:
+            while not await KeyspaceClient(recorder, store).list("h"):
+                pass
+
+
+async def arrange(url: str, what: str, node: str, address: str) -> None:
+    from doyen.stores.quorum.store import QuorumStore
+
+    async with opened(url) as store:
+        assert isinstance(store, QuorumStore)
+        await store.arrange(what, node, address)
+
+
+def main(folder: Path, role: str, *given: str) -> None:
+    if role == "node":
+        settings = json.loads(given[0])
+        SlowDisk.file = Path(settings["slow"])
+        vars(journal)["Disk"] = SlowDisk
+        if settings["mutant"]:
+            break_raft(settings["mutant"])
+        asyncio.run(run_node(folder, settings))
+    elif role == "load":
+        asyncio.run(until(signal.SIGTERM, keyspace_clients(Recorder(folder), given[0], 4)))
+    elif role == "survey":
+        asyncio.run(survey(folder, given))
+    else:
+        asyncio.run(arrange(*given))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
