@@ -66,8 +66,8 @@ class Storm(World):
             machine.keyspace.storm = self
             self.serving[name] = Service(driver, machine.keyspace, self.clock)
 
-    def crash(self, node: str) -> None:
-        super().crash(node)
+    def crash(self, node: str, written: int | None = None) -> None:
+        super().crash(node, written)
         self.serving.pop(node).close()
 
     def ended(self, lease: int) -> None:

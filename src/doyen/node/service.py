@@ -5,9 +5,7 @@ another node, is answered as at first. Reads wait until this node is up to date;
 one piece share one question to the leader. Watches are served from what this node has applied.
 Renewals go to whoever leads, those of one turn of the loop together.
 
-The node that leads also keeps the clock of leases (`leases`). It begins an era of the keyspace
-first; it confirms no renewal before that, and each one only after a majority has shown, since its
-arrival, that this node still led. Its `Expire` is void in any other era.
+The node that leads also keeps the leases: see `keeper`.
 
 A node that has known no leader for an election timeout serves nobody: it sends clients away, so
 that they go where they are served. A connection that ends proves nothing about its client.
@@ -22,10 +20,8 @@ import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from math import isfinite
 from typing import Any, Final, Protocol
 
-import msgspec
 from msgspec import MsgspecError, Struct
 
 from doyen.clock import Clock
@@ -38,26 +34,23 @@ from doyen.errors import (
     StoreError,
     StoreUnavailable,
 )
+from doyen.node import keeper
 from doyen.node.driver import Answer, Status
-from doyen.node.leases import LeaseClock
+from doyen.node.keeper import AGAIN, AGAIN_S, CONFIRMED, GONE, Keeper, decode_leases
 from doyen.node.machine import KEYSPACE
-from doyen.node.proposals import Forgotten, Request, Settle
+from doyen.node.proposals import Forgotten
 from doyen.quorum import requests as words
 from doyen.quorum.keyspace import (
     Advance,
-    Begin,
     Create,
     Delete,
     Enqueue,
-    Expire,
     Grant,
     Keyspace,
     Put,
     Record,
-    Refused,
     Revoke,
     decode_command,
-    decode_result,
     encode,
 )
 from doyen.quorum.requests import (
@@ -88,11 +81,6 @@ log = logging.getLogger("doyen.node")
 
 PIECE: Final = 1 << 20
 """About how many bytes of a list go into one frame."""
-GRAIN_S: Final = 1e-3
-AGAIN_S: Final = 0.01
-"""Pause before something is put to the quorum again."""
-
-_CONFIRMED, _GONE, _AGAIN = 0, 1, 2
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -102,19 +90,10 @@ class Limits(Struct, frozen=True, kw_only=True):
     name: int = 64
 
 
-class Driver(Protocol):
+class Driver(keeper.Driver, Protocol):
     """What is needed of a node's driver."""
 
-    @property
-    def role(self) -> Role: ...
-
     def status(self) -> Status: ...
-
-    def submit(
-        self, target: int, body: bytes, settle: Settle, *, request: Request | None = None
-    ) -> None: ...
-
-    def when_current(self, call: Callable[[], None]) -> None: ...
 
     async def ask_leader(self, question: bytes) -> bytes: ...
 
@@ -197,7 +176,7 @@ class Service:
         self._serving = False
         self._closed = False
         self._giving_up: asyncio.TimerHandle | None = None
-        self._keeper = _Keeper(driver, keyspace, clock)
+        self._keeper = Keeper(driver, keyspace, clock)
         self._handlers: dict[type, Callable[[_Client, Any], None]] = {
             words.Hello: self._hello,
             words.Write: self._write,
@@ -511,14 +490,14 @@ class Service:
             again: dict[int, list[tuple[_Client, int]]] = {}
             late = self._loop.time() > give_up_at
             for (lease, askers), verdict in zip(waiting.items(), verdicts, strict=True):
-                if verdict == _AGAIN and not late:
+                if verdict == AGAIN and not late:
                     if askers := [each for each in askers if not each[0].link.closed]:
                         again[lease] = askers
                     continue
                 for client, request in askers:
-                    if verdict == _CONFIRMED:
+                    if verdict == CONFIRMED:
                         client.tell(Renewed(request))
-                    elif verdict == _GONE:
+                    elif verdict == GONE:
                         client.fail(request, Trouble.LEASE_GONE, f"the lease {lease} has ended")
                     else:
                         client.fail(request, Trouble.UNAVAILABLE, why)
@@ -528,188 +507,12 @@ class Service:
 
     async def _verdicts(self, leases: list[int]) -> tuple[list[int], str]:
         try:
-            verdicts = _decode_leases(await self._driver.ask_leader(encode(leases)))
+            verdicts = decode_leases(await self._driver.ask_leader(encode(leases)))
         except (DoyenError, MsgspecError) as error:
-            return [_AGAIN] * len(leases), str(error)
+            return [AGAIN] * len(leases), str(error)
         if len(verdicts) != len(leases):
-            verdicts = [_AGAIN] * len(leases)
+            verdicts = [AGAIN] * len(leases)
         return verdicts, "the leader has changed, or is about to end this lease"
-
-
-class _Keeper:
-    """The leases' keeper, while this node leads: an era, a clock, renewals, ends."""
-
-    def __init__(self, driver: Driver, keyspace: Keyspace, clock: Clock) -> None:
-        self._driver = driver
-        self._keyspace = keyspace
-        self._now = clock.now
-        self._loop = asyncio.get_running_loop()
-        self._leading = False
-        self._generation = 0
-        self._beginning = 0
-        """The era that we have proposed to begin."""
-        self._era = 0
-        self._clock: LeaseClock | None = None
-        """Set while we lead and the keyspace is in our era."""
-        self._early: list[tuple[list[int], float, Answer]] = []
-        """Renewals that arrived before our era has begun."""
-        self._timer: asyncio.TimerHandle | None = None
-        self._stopped = False
-
-    def stop(self) -> None:
-        self._stopped = True
-        self._leave()
-
-    def role_changed(self, generation: int) -> None:
-        leading = self._driver.role is Role.LEADING and not self._stopped
-        if self._leading and not (leading and generation == self._generation):
-            self._leave()
-        if leading and not self._leading:
-            self._leading, self._generation = True, generation
-            self._begin()
-
-    def _leave(self) -> None:
-        self._leading = False
-        self._clock = None
-        self._beginning = 0
-        self._set_timer()
-        early, self._early = self._early, []
-        for leases, _, answer in early:
-            answer(encode([_AGAIN] * len(leases)))
-
-    def _begin(self) -> None:
-        """Begin an era of our own."""
-        self._clock = None
-        self._beginning = era = self._keyspace.era + 1
-        self._submit(Begin(era), partial(self._begun, era))
-
-    def _begun(self, era: int, result: Any, error: BaseException | None) -> None:
-        if not self._leading or era != self._beginning:
-            return
-        if error is not None or isinstance(decode_result(result), Refused):
-            # Somebody who led before us has begun one meanwhile, or nobody knows, or the disk is
-            # full and would refuse us again at once.
-            self._loop.call_later(AGAIN_S, self._begin_again, era)
-            return
-        self._beginning = 0
-        self._era = era
-        self._clock = LeaseClock(self._keyspace)
-        self._take_in()
-        early, self._early = self._early, []
-        for leases, arrived_at, answer in early:
-            self._renew(leases, arrived_at, answer)
-
-    def _begin_again(self, era: int) -> None:
-        if self._leading and era == self._beginning:
-            self._begin()
-
-    def applied(self) -> None:
-        """The keyspace has moved on."""
-        if self._clock is None:
-            return
-        if self._keyspace.era != self._era:
-            self._begin()
-            return
-        self._clock.settle()
-        self._take_in()
-
-    def _take_in(self) -> None:
-        clock = self._clock
-        if clock is not None:
-            if clock.take_in(self._now()):
-                self._loop.call_soon(self._take_in)
-            self._set_timer()
-
-    # Renewals.
-
-    def asked(self, question: bytes, answer: Answer) -> None:
-        """A node passes renewals on to us, who lead."""
-        arrived_at = self._now()
-        try:
-            leases = _decode_leases(question)
-        except MsgspecError:
-            answer(b"")
-            return
-        if self._clock is None:
-            if self._leading:
-                self._early.append((leases, arrived_at, answer))
-            else:
-                answer(encode([_AGAIN] * len(leases)))
-            return
-        self._renew(leases, arrived_at, answer)
-
-    def _renew(self, leases: list[int], arrived_at: float, answer: Answer) -> None:
-        clock = self._clock
-        if clock is None:
-            answer(encode([_AGAIN] * len(leases)))
-            return
-        in_time = [clock.renew(lease, arrived_at) for lease in leases]
-
-        def confirm() -> None:
-            if self._clock is not clock or self._keyspace.era != self._era:
-                answer(encode([_AGAIN] * len(leases)))
-                return
-            answer(
-                encode(
-                    [
-                        _CONFIRMED
-                        if timely and clock.confirmed(lease)
-                        else _GONE
-                        if self._keyspace.lease(lease) is None
-                        else _AGAIN
-                        for lease, timely in zip(leases, in_time, strict=True)
-                    ]
-                )
-            )
-
-        try:
-            self._driver.when_current(confirm)
-        except DoyenError:
-            answer(encode([_AGAIN] * len(leases)))
-
-    # Ends.
-
-    def _set_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._clock is not None and isfinite(at := self._clock.next_deadline):
-            wait_s = max(at - self._now(), GRAIN_S)
-            self._timer = self._loop.call_later(wait_s, self._ring)
-
-    def _ring(self) -> None:
-        # What has arrived is read, and handed in, before anything is found to be over.
-        self._timer = self._loop.call_later(0, self._ring_again)
-
-    def _ring_again(self) -> None:
-        self._timer = self._loop.call_later(0, self._end_those_due)
-
-    def _end_those_due(self) -> None:
-        clock = self._clock
-        if clock is None:
-            return
-        while leases := clock.due(self._now()):
-            self._submit(Expire(self._era, leases), partial(self._ended, clock))
-        self._set_timer()
-
-    def _ended(self, clock: LeaseClock, result: Any, error: BaseException | None) -> None:
-        """The end of some leases was agreed on, or not. If not, they are neither renewed nor
-        ended in this era, so we begin another, in which all get their time anew."""
-        if self._clock is not clock:
-            return
-        if error is not None or isinstance(decode_result(result), Refused):
-            self._begin()
-        else:
-            clock.settle()
-
-    def _submit(self, command: Begin | Expire, settle: Settle) -> None:
-        try:
-            self._driver.submit(KEYSPACE, encode(command), settle)
-        except DoyenError as error:
-            self._loop.call_later(0.1, settle, None, error)
-
-
-_decode_leases: Callable[[bytes], list[int]] = msgspec.msgpack.Decoder(list[int]).decode
 
 
 def _settle(client: _Client, request: int, result: Any, error: BaseException | None) -> None:
@@ -734,25 +537,19 @@ def _flaw(body: bytes) -> str | None:
         command = decode_command(body)
     except (MsgspecError, UnicodeDecodeError) as error:
         return f"not a command of this version of doyen: {error}"
-    match command:
-        case Create(key=key, value=value) | Put(key=key, value=value):
-            return _flaw_of_entry(key, value)
-        case Enqueue(line=key, value=value):
-            return _flaw_of_entry(key, value)
-        case Grant(ttl_s=ttl_s):
-            if not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
-                return f"a ttl is between {MIN_TTL_S:g} and {MAX_TTL_S:g} s, not {ttl_s:g}"
-        case Advance(floor=floor, by=by):
-            if not 0 <= floor < 2**62 or by:
-                return f"a token floor is between 0 and 2^62, not {floor}"
-        case Revoke() | Delete():
-            pass
-        case _:
-            return "that is for the quorum's leader to say"
-    return None
+    check = _CHECKS.get(type(command))
+    return "that is for the quorum's leader to say" if check is None else check(command)
 
 
-def _flaw_of_entry(key: str, value: bytes) -> str | None:
+def _flaw_of_entry(command: Create | Put) -> str | None:
+    return _flaw_of(command.key, command.value)
+
+
+def _flaw_of_ticket(command: Enqueue) -> str | None:
+    return _flaw_of(command.line, command.value)
+
+
+def _flaw_of(key: str, value: bytes) -> str | None:
     if not 0 < len(key) <= MAX_KEY:
         return f"a key has 1 to {MAX_KEY} characters, not {len(key)}"
     if len(value) > MAX_VALUE:
@@ -761,6 +558,34 @@ def _flaw_of_entry(key: str, value: bytes) -> str | None:
             " and say here where it is"
         )
     return None
+
+
+def _flaw_of_lease(command: Grant) -> str | None:
+    if not MIN_TTL_S <= command.ttl_s <= MAX_TTL_S:
+        return f"a ttl is between {MIN_TTL_S:g} and {MAX_TTL_S:g} s, not {command.ttl_s:g}"
+    return None
+
+
+def _flaw_of_floor(command: Advance) -> str | None:
+    if not 0 <= command.floor < 2**62 or command.by:
+        return f"a token floor is between 0 and 2^62, not {command.floor}"
+    return None
+
+
+def _flawless(command: Revoke | Delete) -> None:
+    return None
+
+
+_CHECKS: dict[type, Callable[[Any], str | None]] = {
+    Create: _flaw_of_entry,
+    Put: _flaw_of_entry,
+    Enqueue: _flaw_of_ticket,
+    Grant: _flaw_of_lease,
+    Advance: _flaw_of_floor,
+    Revoke: _flawless,
+    Delete: _flawless,
+}
+"""What clients may have carried out. The rest is for the quorum's leader."""
 
 
 def _pieces(records: list[Record]) -> list[list[Record]]:
