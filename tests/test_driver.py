@@ -22,9 +22,9 @@ from doyen.errors import (
     StoreUnavailable,
 )
 from doyen.node.driver import Driver, Limits
-from doyen.node.machine import USER, Command, Machine
+from doyen.node.machine import USER, Command, Failure, Machine
 from doyen.node.orders import Order
-from doyen.node.proposals import Batch
+from doyen.node.proposals import Batch, decode_results, encode_results
 from doyen.testing.virtual import run_virtual
 from drivers import VOTERS, Clients, World, storm
 
@@ -316,6 +316,15 @@ def test_a_proposer_that_has_gone_is_not_missed() -> None:
         assert await leader.propose(USER, b"b") == 2
 
     run(main)
+
+
+def test_results_that_are_too_large_to_be_sent_are_said_to_be() -> None:
+    large = [b"x" * (2 << 20), b"y" * (3 << 20), 1, Failure("no")]
+    first, second, third, fourth = decode_results(encode_results(large))
+    assert "too large" in first.reason
+    assert "too large" in second.reason
+    assert (third, fourth) == (1, Failure("no"))
+    assert decode_results(encode_results(large[:1])) == large[:1]
 
 
 def test_questions_go_to_whoever_leads() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from doyen.errors import StoreUnusable
@@ -188,6 +188,7 @@ commands = st.builds(
 
 
 @given(st.lists(st.lists(commands, max_size=4), max_size=12), st.integers(0, 12))
+@example([[Command("a", 2, 1, USER, b"x"), Command("a", 1, 1, USER, b"x")]], 1)
 def test_a_restored_machine_goes_on_as_the_other(log: list[list[Command]], at: int) -> None:
     """Whatever the log, and wherever a snapshot was taken in it."""
     whole, done = machine()

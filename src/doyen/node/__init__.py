@@ -269,10 +269,8 @@ class _NodeThread:
     def __init__(self, node: str) -> None:
         self.forked = False
         self.loop = new_loop()
-        self._desk: tuple[asyncio.AbstractEventLoop, _Desk] | None = None
-        self._desks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Desk] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._desk: tuple[int, asyncio.AbstractEventLoop, _Desk] | None = None
+        self._desks: dict[asyncio.AbstractEventLoop, _Desk] = {}
         self._thread = threading.Thread(target=self._run, name=f"doyen-{node}", daemon=True)
         self._thread.start()
         _track(self)
@@ -297,13 +295,17 @@ class _NodeThread:
 
     def desk(self, submit: Submit) -> _Desk:
         """Where the calling loop hands its proposals in."""
+        last, here = self._desk, threading.get_ident()
+        # Asking asyncio which loop runs is a system call in some versions of Python.
+        if last is not None and last[0] == here and last[1].is_running():
+            return last[2]
         loop = asyncio.get_running_loop()
-        if self._desk is not None and self._desk[0] is loop:
-            return self._desk[1]
         desk = self._desks.get(loop)
         if desk is None:
+            for each in [each for each in [*self._desks] if each.is_closed()]:
+                self._desks.pop(each, None)
             desk = self._desks[loop] = _Desk(loop, self.loop, submit)
-        self._desk = loop, desk
+        self._desk = here, loop, desk
         return desk
 
     @staticmethod
@@ -352,14 +354,14 @@ class _Desk:
     def __init__(
         self, home: asyncio.AbstractEventLoop, node: asyncio.AbstractEventLoop, submit: Submit
     ) -> None:
-        self._home = weakref.ref(home)
+        self._home = home
         self._node = node
         self._submit = submit
         self._inbox: list[tuple[bytes, asyncio.Future[Any]]] = []
         self._outbox: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = []
 
     def propose(self, command: bytes) -> asyncio.Future[Any]:
-        home = asyncio.get_running_loop()
+        home = self._home
         future: asyncio.Future[Any] = home.create_future()
         inbox = self._inbox
         inbox.append((command, future))
@@ -394,9 +396,7 @@ class _Desk:
 
     def _hand_out(self) -> None:
         outbox, self._outbox = self._outbox, []
-        home = self._home()
-        if home is not None:
-            _NodeThread.call(home, _give_out, outbox)
+        _NodeThread.call(self._home, _give_out, outbox)
 
 
 def _give_out(outbox: list[tuple[asyncio.Future[Any], Any, BaseException | None]]) -> None:

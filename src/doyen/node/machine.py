@@ -85,11 +85,12 @@ def encode_batch(commands: Sequence[Command]) -> bytes:
 
 
 class _Client:
-    """What is remembered of a client."""
+    """What is remembered of a client. Belongs to an epoch, and is not changed after it."""
 
-    __slots__ = ("floor", "last", "results")
+    __slots__ = ("epoch", "floor", "last", "results")
 
-    def __init__(self, floor: int, last: int, results: dict[int, Any]) -> None:
+    def __init__(self, epoch: int, floor: int, last: int, results: dict[int, Any]) -> None:
+        self.epoch = epoch
         self.floor = floor
         self.last = last
         self.results = results
@@ -104,14 +105,22 @@ class _Client:
         self.floor = floor
 
 
+class _Kept(Struct, array_like=True):
+    """A result in a snapshot."""
+
+    seq: int
+    value: Any
+    failure: Failure | None
+
+
 class _Remembered(Struct, array_like=True):
-    """A client in a snapshot."""
+    """A client in a snapshot. Its results are in the order they came: those that came first are
+    the first to be let go if there are too many."""
 
     name: str
     floor: int
     last: int
-    results: dict[int, Any]
-    failures: dict[int, Failure]
+    results: list[_Kept]
 
 
 class Machine:
@@ -122,6 +131,9 @@ class Machine:
         self._applies = {number: target.apply for number, target in targets.items()}
         # The one that was idle longest stands first.
         self._clients: dict[str, _Client] = {}
+        # Every snapshot ends one: whoever is changed later is copied first, so that a snapshot
+        # can take its time over those that it has seen.
+        self._epoch = 0
 
     def apply(self, index: int, commands: Sequence[Command]) -> list[Any]:
         """Carry out the batch at `index` of the log: a result, or a `Failure`, for each."""
@@ -158,7 +170,9 @@ class Machine:
         if client is None:
             if floor > 1:
                 return None
-            client = _Client(1, index, {})
+            client = _Client(self._epoch, 1, index, {})
+        elif client.epoch != self._epoch:
+            client = _Client(self._epoch, client.floor, index, dict(client.results))
         client.last = index
         self._clients[name] = client
         return client
@@ -186,9 +200,10 @@ class Machine:
 
     def snapshot(self) -> Iterator[bytes]:
         """Everything as it is now, in pieces; see `StateMachine.snapshot`."""
-        table = list(_pieces_of(self._clients))
+        table = _pieces_of(self._clients.copy())
+        self._epoch += 1
         parts = [(number, self._targets[number].snapshot()) for number in sorted(self._targets)]
-        return _framed([(_TABLE, iter(table)), *parts])
+        return _framed([(_TABLE, table), *parts])
 
     def restore(self, pieces: Iterable[bytes]) -> None:
         """Put a snapshot in the place of everything."""
@@ -196,9 +211,8 @@ class Machine:
         self._clients.clear()
         for piece in frames.of(_TABLE):
             for each in _decode_remembered(piece):
-                results = each.results | each.failures
-                ordered = {seq: results[seq] for seq in sorted(results)}
-                self._clients[each.name] = _Client(each.floor, each.last, ordered)
+                kept = {one.seq: one.failure or one.value for one in each.results}
+                self._clients[each.name] = _Client(self._epoch, each.floor, each.last, kept)
         for number in sorted(self._targets):
             self._targets[number].restore(frames.of(number))
             frames.skip(number)
@@ -232,13 +246,13 @@ _CLIENTS_PER_PIECE = 256
 
 
 def _pieces_of(clients: Mapping[str, _Client]) -> Iterator[bytes]:
-    """The table, now."""
     batch: list[_Remembered] = []
     for name, client in clients.items():
-        results = client.results
-        failures = {seq: each for seq, each in results.items() if type(each) is Failure}
-        plain = {seq: each for seq, each in results.items() if seq not in failures}
-        batch.append(_Remembered(name, client.floor, client.last, plain, failures))
+        kept = [
+            _Kept(seq, None, each) if type(each) is Failure else _Kept(seq, each, None)
+            for seq, each in client.results.items()
+        ]
+        batch.append(_Remembered(name, client.floor, client.last, kept))
         if len(batch) == _CLIENTS_PER_PIECE:
             yield _encode(batch)
             batch.clear()

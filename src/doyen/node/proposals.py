@@ -39,6 +39,10 @@ Request = tuple[str, int, int]
 """Who proposes, the how manieth time, and up to where it has its answers: client, seq, floor."""
 
 
+RESULTS_BYTES = 4 << 20
+"""How much a leader sends back for a batch of a follower's."""
+
+
 class Forgotten(OutcomeUnknown):
     """Proposed once by this node, and not carried out: its client's count is not known any more.
     A client that has asked no other node may ask again under another name."""
@@ -148,7 +152,18 @@ def encode_results(results: list[Any]) -> bytes:
     failures = {at: each for at, each in enumerate(results) if type(each) is Failure}
     if failures:
         results = [None if type(each) is Failure else each for each in results]
-    return _encode(_Results(results, failures))
+    data = _encode(_Results(results, failures))
+    if len(data) > RESULTS_BYTES:
+        fair = RESULTS_BYTES // len(results)
+        for at, each in enumerate(results):
+            if len(_encode(each)) > fair:
+                failures[at] = Failure(
+                    "it was carried out, but its result is too large to be sent to the node that"
+                    " proposed it: propose on the leader, or give back less"
+                )
+                results = [*results[:at], None, *results[at + 1 :]]
+        data = _encode(_Results(results, failures))
+    return data
 
 
 def decode_results(data: bytes) -> list[Any]:
