@@ -104,7 +104,7 @@ def fault(kind: str) -> Fault:
         case "reset":
             return Fault(kind, 2.0, 0.0, (LEADER, "n1", "n2"))
         case "churn":
-            return Fault(kind, 2.0, 0.0, ("n1",), 1.0)
+            return Fault(kind, 2.0, 3.0, ("n1",), 1.0)
         case "transfer":
             return Fault(kind, 2.0)
         case _:
@@ -313,7 +313,7 @@ def broken_plan() -> Plan:
 
 def test_what_fails_is_made_small_and_can_be_run_again(tmp_path: Path) -> None:
     plan = broken_plan()
-    smaller, outcome = shrink(lambda each: run_plan(each, BROKEN), plan, tries=150)
+    smaller, outcome = shrink(lambda each: run_plan(each, BROKEN), plan, tries=80)
     assert not outcome.ok
     assert len(smaller.faults) < len(plan.faults) / 2
     assert outcome.trace_hash == run_plan(smaller, BROKEN).trace_hash

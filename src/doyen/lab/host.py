@@ -364,7 +364,7 @@ class Host:
             if waiting is not None:
                 generation, request = waiting
                 if generation == entry.generation:
-                    world.answer(request, result, index)
+                    world.answer(self, request, result, index)
                 else:
                     world.refuse(request, self.core.leader if self.core else None)
         if self._lagging:
@@ -464,7 +464,7 @@ class Host:
         for index, request in self._lagging:
             if index <= self.applied:
                 value = self.machine.values.get(request.operation.key)
-                self.world.answer(request, value, self.applied)
+                self.world.answer(self, request, value, self.applied)
             else:
                 still.append((index, request))
         self._lagging = still

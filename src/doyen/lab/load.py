@@ -27,7 +27,9 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[int, int, int, int]).decode
 _decode_membership = msgspec.msgpack.Decoder(Membership).decode
 
-PATIENCE_S = 0.7
+LOYALTY = 0.6
+"""How often a client begins with whoever answered it last: that is how one meets a leader that is
+none any more."""
 
 
 def membership_of(data: bytes) -> Membership:
@@ -92,9 +94,11 @@ class Client:
         self._world = world
         self.number = number
         self._rng = stream(world.noise, f"client {number}")
+        self._write_share = self._rng.choice([0.1, 0.5, 0.9])
         self._seq = 0
         self._request: Request | None = None
         self._tries = 0
+        self._last: str | None = None
         self.history: list[Operation] = []
 
     def begin(self, _: object = None) -> None:
@@ -102,12 +106,12 @@ class Client:
         world = self._world
         self._seq += 1
         key = self._rng.randrange(world.plan.keys)
-        writes = self._rng.random() < 0.5
+        writes = self._rng.random() < self._write_share or world.now > world.healed_at
         value = self._seq * 64 + self.number if writes else None
         operation = Operation(self.number, self._seq, key, value, world.stamp())
         self.history.append(operation)
         self._request = Request(self, operation)
-        self._ask(None)
+        self._ask(self._last if self._rng.random() < LOYALTY else None)
 
     def _ask(self, leader: str | None) -> None:
         """Send it to whoever is said to lead, or to anybody."""
@@ -118,7 +122,7 @@ class Client:
             host = self._rng.choice(list(world.hosts.values()))
         assert self._request is not None
         world.push(world.now + world.network.latency(), host.asked, self._request)
-        world.push(world.now + PATIENCE_S, self._impatient, (self._seq, self._tries))
+        world.push(world.now + world.plan.patience_s, self._impatient, (self._seq, self._tries))
 
     def _impatient(self, sent: tuple[int, int]) -> None:
         if sent == (self._seq, self._tries) and self._request is not None:
@@ -137,8 +141,8 @@ class Client:
         if (seq, tries) == (self._seq, self._tries) and self._request is not None:
             self._ask(leader)
 
-    def answered(self, what: tuple[Request, int | None, int]) -> None:
-        request, result, index = what
+    def answered(self, what: tuple[Request, int | None, int, str]) -> None:
+        request, result, index, server = what
         if request is not self._request:
             return
         operation = request.operation
@@ -149,5 +153,8 @@ class Client:
                 operation.position = index
             self._world.served(operation)
         self._request = None
+        self._last = server
         pause = self._rng.expovariate(1 / self._world.plan.pause_s)
+        if self._world.now > self._world.healed_at:
+            pause = min(pause, 0.5)
         self._world.push(self._world.now + pause, self.begin, None)

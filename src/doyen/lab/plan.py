@@ -32,6 +32,22 @@ KINDS = NETWORK + PROCESS + DISK + CLOCK + ORDERS
 """Every kind of fault. Those of the last group are orders rather than faults, given to cores that
 know them."""
 
+THEMES = (
+    ("partition",),
+    ("partition", "oneway", "bridge"),
+    ("partition", "rate"),
+    ("partition", "crash"),
+    ("crash", "slow"),
+    ("crash", "power", "fsync"),
+    ("ballot",),
+    ("pause",),
+    ("churn", "partition"),
+    ("churn", "crash"),
+    ("stall", "crash"),
+    ("compact", "power", "partition"),
+)
+"""Mixtures that are known for going where others do not."""
+
 
 class Fault(Struct, frozen=True, omit_defaults=True):
     """One decision: what happens to whom, when, and for how long."""
@@ -67,6 +83,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     clients: int = 3
     pause_s: float = 0.1
     """How long a client thinks between two requests, on average."""
+    patience_s: float = 0.7
+    """How long a client waits for an answer before it asks elsewhere."""
     keys: int = 4
     weather: Weather = Weather()
     election_timeout_s: float = 1.0
@@ -75,6 +93,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     """How much of the log goes into one message: at 1, a single entry."""
     compact_every: int = 200
     """Entries between two snapshots, where the protocol has them."""
+    tail_entries: int = 4096
+    """Entries kept behind a snapshot for those who are a little behind."""
     faults: tuple[Fault, ...] = ()
     noise: int = 0
     """Draws the same decisions' chance anew: latencies, what a crash leaves of a write."""
@@ -109,8 +129,9 @@ def draw(
         nodes=nodes,
         seed=seed,
         for_s=for_s,
-        clients=clients,
-        pause_s=rng.choice([0.02, 0.1, 0.5]),
+        clients=min(clients, rng.choice([1, clients, clients])),
+        pause_s=rng.choice([0.02, 0.1, 0.5, 3.0]),
+        patience_s=rng.choice([0.7, 0.7, 3.0]),
         keys=rng.choice([1, 3, 8]),
         weather=Weather(
             latency_s=rng.choice([0.0003, 0.002, 0.01, 0.03, 0.1]),
@@ -118,11 +139,16 @@ def draw(
             fsync_s=rng.choice([0.0005, 0.003, 0.02]),
         ),
         compact_every=rng.choice([10, 50, 400]),
+        tail_entries=rng.choice([0, 20, 4096]),
         heartbeat_s=rng.choice([0.1, 0.2, 0.4]),
         message_bytes=rng.choice([1, 100, 1 << 20]),
     )
-    share = rng.choice([0.15, 0.3, 0.6, 1.0])
-    chosen = [kind for kind in kinds if rng.random() < share]
+    themes = [theme for theme in THEMES if set(theme) <= set(kinds)]
+    if themes and rng.random() < 0.5:
+        chosen = list(rng.choice(themes))
+    else:
+        share = rng.choice([0.15, 0.3, 0.6, 1.0])
+        chosen = [kind for kind in kinds if rng.random() < share]
     if not chosen and kinds:
         chosen = [rng.choice(kinds)]
     weights = [rng.choice([1, 1, 3, 9]) for _ in chosen]

@@ -9,11 +9,32 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, cast
 
-from doyen.consensus.core import Entry, Making, Send
+from doyen.consensus.core import Entry, Making, Send, Settings
 from doyen.errors import ConfigError
 from doyen.lab.disk import Disk
+from doyen.lab.plan import Plan
 
 __all__ = ["PROTOCOLS", "Protocol", "known"]
+
+
+def settings_of(plan: Plan) -> Settings:
+    """Times and bounds that every protocol has."""
+    return Settings(
+        election_timeout_s=plan.election_timeout_s,
+        heartbeat_s=plan.heartbeat_s,
+        message_bytes=plan.message_bytes,
+    )
+
+
+def _raft_settings(plan: Plan) -> Settings:
+    from doyen.consensus.raft import RaftSettings
+
+    return RaftSettings(
+        election_timeout_s=plan.election_timeout_s,
+        heartbeat_s=plan.heartbeat_s,
+        message_bytes=plan.message_bytes,
+        tail_entries=plan.tail_entries,
+    )
 
 
 class Protocol:
@@ -30,6 +51,7 @@ class Protocol:
         ballots: bool = False,
         make_disk: Callable[[], Disk] = Disk,
         vote_in: Callable[[Send], tuple[int, str | None] | None] | None = None,
+        make_settings: Callable[[Plan], Settings] = settings_of,
     ) -> None:
         self.name = name
         self.make = make
@@ -40,6 +62,7 @@ class Protocol:
         self.ballots = ballots
         """Whether the same value may be chosen again under a later generation."""
         self.make_disk = make_disk
+        self.make_settings = make_settings
         self.vote_in = vote_in
         """Tells, of a message that binds its sender to a candidate, the generation and whom."""
 
@@ -73,7 +96,12 @@ def _vote_in(send: Send) -> tuple[int, str | None] | None:
     return None
 
 
-_RAFT = {"snapshots": True, "membership": True, "vote_in": _vote_in}
+_RAFT = {
+    "snapshots": True,
+    "membership": True,
+    "vote_in": _vote_in,
+    "make_settings": _raft_settings,
+}
 _WHERE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "raft": ("doyen.consensus.raft", "Raft", _RAFT),
     "zab": ("doyen.consensus.zab", "Zab", {}),

@@ -33,7 +33,7 @@ import msgspec
 from msgspec.msgpack import Decoder
 
 from doyen.clock import VirtualClock
-from doyen.consensus.core import Effect, Event, Membership, Role, Settings
+from doyen.consensus.core import Effect, Event, Membership, Role
 from doyen.consensus.invariants import Cluster, InvariantBroken
 from doyen.errors import DoyenError, OutcomeUnknown, StoreError
 from doyen.events import Elected, Record
@@ -340,9 +340,7 @@ class QuorumWorld:
         self.where = self.protocol.module
         self.noise = plan.seed * 1_000_003 + plan.noise
         self.clock = VirtualClock()
-        self.settings = Settings(
-            election_timeout_s=plan.election_timeout_s, heartbeat_s=plan.heartbeat_s
-        )
+        self.settings = self.protocol.make_settings(plan)
         addresses = {name: f"{name}:1" for name in plan.names}
         self.membership = Membership(plan.names, (), addresses)
         self.cluster = Cluster(ballots=self.protocol.ballots)
@@ -822,6 +820,7 @@ def draw(
     weather = Weather(min(plan.weather.latency_s, 0.02), plan.weather.spread, plan.weather.fsync_s)
     return plan.but(
         world="quorum",
+        clients=clients,
         faults=tuple(faults),
         weather=weather,
         heartbeat_s=min(plan.heartbeat_s, 0.2),

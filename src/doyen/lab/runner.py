@@ -42,6 +42,7 @@ __all__ = [
     "kinds_of",
     "nodes_for",
     "plan_for",
+    "reduce",
     "replay",
     "run",
     "save",
@@ -204,11 +205,13 @@ def _hunt_some(
         progress.events += outcome.events
         progress.virtual_s += outcome.statistics.virtual_s
         if not outcome.ok:
-            found.append(_reduce(plan, protocol))
+            found.append(reduce(plan, protocol))
     return progress, found
 
 
-def _reduce(plan: Plan, protocol: Protocol, tries: int = 300) -> Found:
+def reduce(plan: Plan, protocol: Protocol | None = None, tries: int = 300) -> Found:
+    """The smallest run that breaks as this plan does."""
+    protocol = protocol or known(plan.protocol)
     smallest, _ = shrink(lambda each: _run(each, protocol), plan, tries=tries)
     outcome, story = tell(smallest, protocol)
     return Found(protocol=protocol.name, seed=plan.seed, outcome=outcome, story=story)

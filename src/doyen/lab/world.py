@@ -37,7 +37,6 @@ from doyen.consensus.core import (
     Recovered,
     Role,
     RoleChanged,
-    Settings,
 )
 from doyen.consensus.invariants import InvariantBroken
 from doyen.lab.checkers import Broken, Checkers, Stability, Violation
@@ -106,11 +105,7 @@ class World:
         self._stamp = 0
         self.fsync_s = plan.weather.fsync_s
         self.membership = Membership(plan.names)
-        self._settings = Settings(
-            election_timeout_s=plan.election_timeout_s,
-            heartbeat_s=plan.heartbeat_s,
-            message_bytes=plan.message_bytes,
-        )
+        self._settings = self.protocol.make_settings(plan)
         self.network = Network(self, plan.weather, self.noise)
         self.checkers = Checkers(self)
         self.checked = 0
@@ -217,9 +212,9 @@ class World:
 
     # Clients.
 
-    def answer(self, request: Request, result: int | None, index: int) -> None:
+    def answer(self, host: Host, request: Request, result: int | None, index: int) -> None:
         at = self.now + self.network.latency()
-        self.push(at, request.client.answered, (request, result, index))
+        self.push(at, request.client.answered, (request, result, index, host.id))
 
     def refuse(self, request: Request, leader: str | None) -> None:
         at = self.now + self.network.latency()
@@ -277,13 +272,15 @@ class World:
     def _go(self, until: float) -> None:
         heap = self.heap
         count = 0
-        while heap and heap[0][0] <= until:
-            at, _, do, argument = heappop(heap)
-            self.now = at
-            count += 1
-            do(argument)
+        try:
+            while heap and heap[0][0] <= until:
+                at, _, do, argument = heappop(heap)
+                self.now = at
+                count += 1
+                do(argument)
+        finally:
+            self.events += count
         self.now = until
-        self.events += count
 
     def _begin(self, number: int) -> None:
         fault = self.plan.faults[number]

@@ -1,0 +1,178 @@
+"""Plots: bars side by side, and lines over logarithmic axes, as SVG of our own making.
+
+PNG is drawn by matplotlib where that is installed; nothing else needs it.
+
+Imports the runner's results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from math import ceil, floor, log10
+from pathlib import Path
+
+from msgspec import Struct
+
+from doyen.errors import ConfigError
+from doyen.lab.runner import Comparison
+
+__all__ = ["Panel", "compared", "write"]
+
+WIDTH, HEIGHT, MARGIN = 360, 220, 48
+COLOURS = ("#2a6fbb", "#c2571a", "#2f8f4e", "#8a4fa3", "#b8a12b", "#5b6770", "#c23a6b")
+
+
+class Panel(Struct, kw_only=True):
+    """One plot: bars by name, or, with `x`, lines of points."""
+
+    title: str
+    unit: str
+    series: Mapping[str, Sequence[float]]
+    x: Sequence[float] = ()
+    """Of every point; both axes are logarithmic then."""
+    x_label: str = ""
+
+
+def compared(rows: Sequence[Comparison]) -> list[Panel]:
+    """What `compare` found, a panel a figure."""
+
+    def panel(title: str, unit: str, of: Callable[[Comparison], float]) -> Panel:
+        return Panel(title=title, unit=unit, series={row.protocol: [of(row)] for row in rows})
+
+    return [
+        panel("time to the first leader", "s", lambda row: row.first_leader_s),
+        panel("time to heal", "s", lambda row: row.healed_s),
+        panel("available under faults", "%", lambda row: 100 * row.available_share),
+        panel("messages", "per s", lambda row: row.messages_per_s),
+        panel("messages", "per write", lambda row: row.messages_per_write),
+        panel("bytes", "kB per s", lambda row: row.bytes_per_s / 1000),
+    ]
+
+
+def write(path: Path, panels: Sequence[Panel]) -> None:
+    """Draw, as the file's name says."""
+    match path.suffix.lower():
+        case ".svg":
+            path.write_text(svg(panels))
+        case ".png":
+            _png(path, panels)
+        case other:
+            raise ConfigError(f"plots are .svg or .png, not {other or 'without a suffix'!r}")
+
+
+def svg(panels: Sequence[Panel], columns: int = 3) -> str:
+    """All panels, in rows."""
+    columns = min(columns, len(panels)) or 1
+    rows = ceil(len(panels) / columns)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{columns * WIDTH}"'
+        f' height="{rows * HEIGHT}" font-family="sans-serif" font-size="11">',
+        '<rect width="100%" height="100%" fill="white"/>',
+    ]
+    for number, panel in enumerate(panels):
+        left, top = number % columns * WIDTH, number // columns * HEIGHT
+        parts.append(f'<g transform="translate({left},{top})">')
+        parts.append(
+            f'<text x="{WIDTH / 2:g}" y="18" text-anchor="middle" font-size="13">'
+            f"{escape(panel.title)}, {escape(panel.unit)}</text>"
+        )
+        parts += _lines(panel) if panel.x else _bars(panel)
+        parts.append("</g>")
+    parts.append("</svg>")
+    return "\n".join(parts) + "\n"
+
+
+def _bars(panel: Panel) -> list[str]:
+    top, bottom = 30, HEIGHT - 30
+    most = max((max(values) for values in panel.series.values()), default=0.0) or 1.0
+    step = (WIDTH - 24) / max(1, len(panel.series))
+    drawn = []
+    for number, (name, values) in enumerate(panel.series.items()):
+        height = (bottom - top - 14) * values[0] / most
+        x = 12 + number * step
+        middle = x + step / 2
+        drawn += [
+            f'<rect x="{x + step * 0.15:.1f}" y="{bottom - height:.1f}" width="{step * 0.7:.1f}"'
+            f' height="{height:.1f}" fill="{COLOURS[number % len(COLOURS)]}"/>',
+            f'<text x="{middle:.1f}" y="{bottom - height - 4:.1f}" text-anchor="middle">'
+            f"{values[0]:.3g}</text>",
+            f'<text x="{middle:.1f}" y="{bottom + 14}" text-anchor="middle">{escape(name)}</text>',
+        ]
+    drawn.append(f'<line x1="8" y1="{bottom}" x2="{WIDTH - 8}" y2="{bottom}" stroke="#888"/>')
+    return drawn
+
+
+def _lines(panel: Panel) -> list[str]:
+    left, right, top, bottom = MARGIN, WIDTH - 12, 30, HEIGHT - 40
+    points = [value for values in panel.series.values() for value in values if value > 0]
+    x_from, x_to = _decades(panel.x)
+    y_from, y_to = _decades(points or [1.0])
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        across = (log10(x) - x_from) / (x_to - x_from)
+        up = (log10(y) - y_from) / (y_to - y_from)
+        return left + across * (right - left), bottom - up * (bottom - top)
+
+    drawn = []
+    for decade in range(x_from, x_to + 1):
+        x, _ = at(10.0**decade, 10.0**y_from)
+        drawn += [
+            f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{bottom}" stroke="#ddd"/>',
+            f'<text x="{x:.1f}" y="{bottom + 14}" text-anchor="middle">{10.0**decade:g}</text>',
+        ]
+    for decade in range(y_from, y_to + 1):
+        _, y = at(10.0**x_from, 10.0**decade)
+        drawn += [
+            f'<line x1="{left}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="#ddd"/>',
+            f'<text x="{left - 4}" y="{y + 4:.1f}" text-anchor="end">{10.0**decade:g}</text>',
+        ]
+    drawn.append(
+        f'<text x="{(left + right) / 2:.1f}" y="{HEIGHT - 8}" text-anchor="middle">'
+        f"{escape(panel.x_label)}</text>"
+    )
+    for number, (name, values) in enumerate(panel.series.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        places = [at(x, y) for x, y in zip(panel.x, values, strict=False) if y > 0]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        drawn.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        drawn += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
+        drawn.append(
+            f'<text x="{left + 6}" y="{top + 12 + 13 * number}" fill="{colour}">'
+            f"{escape(name)}</text>"
+        )
+    return drawn
+
+
+def _decades(values: Sequence[float]) -> tuple[int, int]:
+    low, high = floor(log10(min(values))), ceil(log10(max(values)))
+    return low, max(high, low + 1)
+
+
+def _png(path: Path, panels: Sequence[Panel]) -> None:
+    try:
+        import matplotlib as mpl
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "to draw .png takes matplotlib: pip install matplotlib, or name a file .svg"
+        ) from error
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        ceil(len(panels) / 3), min(3, len(panels)), figsize=(12, 3.5 * ceil(len(panels) / 3))
+    )
+    for axis, panel in zip(figure.axes, panels, strict=False):
+        axis.set_title(f"{panel.title}, {panel.unit}")
+        for name, values in panel.series.items():
+            if panel.x:
+                axis.loglog(panel.x[: len(values)], values, marker="o", label=name)
+            else:
+                axis.bar(name, values[0])
+        if panel.x:
+            axis.set_xlabel(panel.x_label)
+            axis.legend()
+    del axes
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
