@@ -41,6 +41,7 @@ COMMANDS = {
     "transfer": "have the leader of an election hand over to a candidate",
     "serve": "run one node of a quorum, a store of doyen's own",
     "cluster": "look at a quorum of nodes, change it, back it up",
+    "lab": "run simulated clusters: every protocol, every fault, from one seed",
     "up": "start a few candidates on this machine, to play with",
     "doctor": "examine a store and a configuration: latency, margins, worst case, known dangers",
     "verify": "prove from audit logs that there never were two leaders",

@@ -1,0 +1,415 @@
+"""`doyen lab …`: simulated clusters. The lab has the results; this shows them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from doyen.cli._manual import manual
+from doyen.cli._output import Console, Exit, Table, console, print_json
+from doyen.errors import ConfigError
+
+if TYPE_CHECKING:
+    from doyen.lab.runner import Comparison, Found, Progress
+    from doyen.lab.world import Outcome
+
+__all__ = ["MANUAL", "configure", "run"]
+
+MANUAL = """\
+The cores, nodes, sessions and elections that run on real machines, in a world where time, links,
+disks, clocks and crashes follow from one seed. The same seed gives the same run, to the event.
+After every event it is checked that nobody leads beside another, that tokens increase, that what
+was agreed on never changes and nothing acknowledged is lost; in the end, that clients saw one
+history, and that once all is healed somebody leads again.
+
+A run that breaks something is reduced to the few decisions that matter and told as a story; the
+file that is written replays it.
+
+exit codes:
+  0    everything held
+  1    something did not: it is told, and written down
+  others as for every command: see doyen --help
+
+examples:
+  doyen lab run --protocol raft --nodes 5 --seed 7 --faults all --for 1h
+  doyen lab hunt --protocols all --limit 10m
+  doyen lab compare --nodes 5 --seeds 20 --plot compare.svg
+  doyen lab scenario
+  doyen lab scenario paused-leader
+  doyen lab replay lab-raft-4711.json
+"""
+
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def duration(text: str) -> float:
+    """The type of an option that takes a time: `90`, `90s`, `10m`, `1h`.
+
+    >>> duration("1h"), duration("90"), duration("1.5m")
+    (3600.0, 90.0, 90.0)
+    """
+    unit = next((unit for unit in ("ms", "s", "m", "h", "d") if text.endswith(unit)), "")
+    try:
+        value = float(text.removesuffix(unit)) * _UNITS.get(unit, 1.0)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time: 90s, 10m, 1h")
+    return value
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
+    manual(parser, MANUAL)
+    actions = parser.add_subparsers(
+        dest="action", required=True, metavar="ACTION", title="actions", help="what to do"
+    )
+
+    def action(name: str, summary: str) -> argparse.ArgumentParser:
+        added = actions.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
+        added.add_argument(
+            "--json",
+            action="store_true",
+            default=argparse.SUPPRESS,
+            help="print JSON for programs",
+        )
+        return added
+
+    one = action("run", "run one seed")
+    one.add_argument("--protocol", default="raft", help="default: raft")
+    one.add_argument("--seed", type=int, default=0, help="default: 0")
+    one.add_argument("--tell", action="store_true", help="tell what happened, a line each")
+    one.add_argument(
+        "--save", metavar="FILE", help="write the run down (default: only if it fails)"
+    )
+    many = action("hunt", "try seed after seed, on every core, until something breaks")
+    many.add_argument(
+        "--protocols", default="raft", metavar="NAME,…", help="or all (default: raft)"
+    )
+    many.add_argument("--limit", type=duration, default=60.0, metavar="TIME", help="default: 60s")
+    many.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="default: every core")
+    many.add_argument("--first", type=int, default=0, metavar="SEED", help="default: 0")
+    many.add_argument(
+        "--out", default=".", metavar="FOLDER", help="where failures are written (default: here)"
+    )
+    for each in (one, many):
+        each.add_argument(
+            "--world",
+            choices=("cores", "quorum"),
+            default="cores",
+            help="bare protocols, or whole nodes with candidates on them (default: cores)",
+        )
+    side = action("compare", "the same faults to each protocol, side by side")
+    side.add_argument("--protocols", default="all", metavar="NAME,…", help="default: all")
+    side.add_argument("--seeds", type=int, default=10, help="how many (default: 10)")
+    side.add_argument(
+        "--plot", metavar="FILE", help="draw it: .svg, or .png with matplotlib (default: do not)"
+    )
+    for each in (one, side):
+        each.add_argument("--nodes", type=int, default=5, help="default: 5")
+    for each in (one, many, side):
+        each.add_argument(
+            "--faults", default="all", metavar="KIND,…", help="or none (default: all)"
+        )
+        each.add_argument(
+            "--for",
+            dest="for_s",
+            type=duration,
+            default=20.0,
+            metavar="TIME",
+            help="how long there is trouble in a run, in virtual time (default: 20s)",
+        )
+    told = action("scenario", "what the documents teach, acted out")
+    told.add_argument("name", nargs="?", metavar="NAME", help="default: a list of them")
+    again = action("replay", "run again what was written down")
+    again.add_argument("file", metavar="FILE")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do one of them."""
+    try:
+        import msgspec  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError("the lab needs msgspec: pip install 'doyen[quorum]'") from error
+    return _ACTIONS[args.action](args)
+
+
+def _protocols(text: str) -> tuple[str, ...]:
+    from doyen.lab.protocols import PROTOCOLS, known
+
+    names = PROTOCOLS if text == "all" else tuple(text.split(","))
+    for name in names:
+        known(name)
+    return names
+
+
+def _run(args: argparse.Namespace) -> int:
+    from doyen.lab import runner
+    from doyen.lab.protocols import known
+    from doyen.lab.story import tell
+
+    known(args.protocol)
+    began = time.monotonic()
+    plan = runner.plan_for(
+        args.world,
+        args.protocol,
+        args.nodes,
+        args.seed,
+        kinds=runner.kinds_of(args.faults),
+        for_s=args.for_s,
+    )
+    story: list[str] = []
+    if args.tell:
+        outcome, story = tell(plan)
+    else:
+        outcome = runner.run(
+            args.protocol, args.nodes, args.seed, args.faults, args.for_s, world=args.world
+        )
+    took_s = time.monotonic() - began
+    if args.save and outcome.ok:
+        runner.save(Path(args.save), outcome, story)
+    found = None if outcome.ok else runner.reduce(plan)
+    file = None
+    if found is not None:
+        file = Path(args.save or f"lab-{args.protocol}-{args.seed}.json")
+        runner.save(file, found.outcome, found.story)
+    if args.json:
+        print_json({**_as_dict(outcome), "took_s": round(took_s, 3), "file": file and str(file)})
+    else:
+        out = console()
+        for line in story:
+            out.print(line)
+        _show(out, outcome, took_s)
+        if found is not None:
+            _show_found(out, found, str(file))
+    return Exit.DONE if outcome.ok else Exit.NO
+
+
+def _as_dict(outcome: Outcome) -> dict[str, Any]:
+    import msgspec
+
+    told = msgspec.to_builtins(outcome)
+    plan = told.pop("plan")
+    kept = ("protocol", "nodes", "seed", "world", "for_s")
+    return {**{name: plan[name] for name in kept}, "ok": outcome.ok, **told}
+
+
+def _show(out: Console, outcome: Outcome, took_s: float) -> None:
+    plan, figures = outcome.plan, outcome.statistics
+    out.print(
+        f"{plan.protocol}, {plan.nodes} nodes, seed {plan.seed}: {figures.faults} faults in"
+        f" {figures.virtual_s:,.0f} s of virtual time"
+    )
+    out.print(
+        f"{outcome.events:,} events in {took_s:.1f} s ({outcome.events / max(took_s, 1e-9):,.0f}"
+        f" a second, {figures.virtual_s / max(took_s, 1e-9):,.0f} times real time)"
+    )
+    out.print(
+        f"{figures.leaders} leaders, {figures.commits:,} entries agreed on, {figures.writes:,}"
+        f" writes and {figures.reads:,} reads answered, available"
+        f" {figures.available_share:.1%} of the time"
+    )
+    out.print(f"trace {outcome.trace_hash}")
+    if outcome.ok:
+        out.print("everything held", style="green")
+    for violation in outcome.violations:
+        out.print(f"BROKEN at {violation.at:g} s: {violation.kind}: {violation.text}", style="red")
+
+
+def _show_found(out: Console, found: Found, file: str) -> None:
+    faults = found.outcome.plan.faults
+    out.print(f"reduced to {len(faults)} decisions, {found.outcome.plan.nodes} nodes; its story:")
+    for line in found.story:
+        out.print(line)
+    out.print(f"doyen lab replay {file}")
+
+
+def _hunt(args: argparse.Namespace) -> int:
+    from itertools import count
+
+    from doyen.lab import runner
+
+    shown = _Progress(silent=args.json)
+    hunted = runner.hunt(
+        _protocols(args.protocols),
+        count(args.first),
+        jobs=args.jobs,
+        limit_s=args.limit,
+        faults=args.faults,
+        for_s=args.for_s,
+        world=args.world,
+        progress=shown,
+    )
+    shown.end()
+    files = []
+    for found in hunted.found:
+        file = Path(args.out) / f"lab-{found.protocol}-{found.seed}.json"
+        runner.save(file, found.outcome, found.story)
+        files.append(file)
+    progress = hunted.progress
+    if args.json:
+        import msgspec
+
+        print_json(
+            {
+                **msgspec.to_builtins(progress),
+                "failures": [
+                    {**_as_dict(found.outcome), "story": found.story, "file": str(file)}
+                    for found, file in zip(hunted.found, files, strict=True)
+                ],
+            }
+        )
+    else:
+        out = console()
+        out.print(_progress_line(progress))
+        for found, file in zip(hunted.found, files, strict=True):
+            out.print(f"{found.protocol}, seed {found.seed}:", style="red")
+            _show_found(out, found, str(file))
+        if not hunted.found:
+            out.print("nothing was found", style="green")
+    return Exit.NO if hunted.found else Exit.DONE
+
+
+def _progress_line(progress: Progress) -> str:
+    rate = progress.events / max(progress.elapsed_s, 1e-9)
+    return (
+        f"{progress.elapsed_s:,.0f} s: {progress.seeds:,} seeds, {progress.events:,} events"
+        f" ({rate:,.0f} a second), {progress.virtual_s / 3600:,.1f} h of virtual time,"
+        f" {progress.found} found"
+    )
+
+
+class _Progress:
+    """One line that is written over, on a terminal; a line a minute elsewhere."""
+
+    def __init__(self, *, silent: bool) -> None:
+        self._silent = silent
+        self._live = sys.stderr.isatty()
+        self._told_at = 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        if self._silent:
+            return
+        if self._live:
+            print(f"\r\x1b[K{_progress_line(progress)}", end="", file=sys.stderr, flush=True)
+        elif progress.elapsed_s - self._told_at >= 60:
+            self._told_at = progress.elapsed_s
+            print(_progress_line(progress), file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._live and not self._silent:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from doyen.lab import runner
+
+    rows = runner.compare(
+        _protocols(args.protocols),
+        nodes=args.nodes,
+        seeds=range(args.seeds),
+        faults=args.faults,
+        for_s=args.for_s,
+    )
+    if args.plot:
+        from doyen.lab.plot import compared, write
+
+        write(Path(args.plot), compared(rows))
+    if args.json:
+        import msgspec
+
+        print_json({"rows": msgspec.to_builtins(rows), "plot": args.plot})
+    else:
+        out = console()
+        out.print(_compared(rows))
+        out.print(f"medians of {args.seeds} runs with the same faults at the same times")
+        if args.plot:
+            out.print(f"drawn in {args.plot}")
+    return Exit.NO if any(row.violations for row in rows) else Exit.DONE
+
+
+def _compared(rows: list[Comparison]) -> Table:
+    table = Table(
+        [
+            *("protocol", ">first leader s", ">healed s", ">leaders", ">available"),
+            *(">messages/s", ">kB/s", ">messages/write", ">writes", ">lost or broken"),
+        ]
+    )
+    for row in rows:
+        table.rows.append(
+            [
+                row.protocol,
+                f"{row.first_leader_s:.2f}",
+                f"{row.healed_s:.2f}",
+                f"{row.leaders:g}",
+                f"{row.available_share:.1%}",
+                f"{row.messages_per_s:,.0f}",
+                f"{row.bytes_per_s / 1000:,.1f}",
+                f"{row.messages_per_write:,.1f}",
+                f"{row.writes:,}",
+                str(row.violations),
+            ]
+        )
+    return table
+
+
+def _scenario(args: argparse.Namespace) -> int:
+    from doyen.lab.scenarios import SCENARIOS, act
+
+    out = console()
+    if args.name is None:
+        if args.json:
+            print_json({name: each.title for name, each in SCENARIOS.items()})
+        else:
+            table = Table(["scenario", "what it shows"])
+            table.rows += [[name, each.title] for name, each in SCENARIOS.items()]
+            out.print(table)
+        return Exit.DONE
+    if args.name not in SCENARIOS:
+        raise ConfigError(f"no scenario {args.name!r}; there are {', '.join(SCENARIOS)}")
+    played = act(args.name)
+    if args.json:
+        print_json(played.as_dict())
+    else:
+        out.print(SCENARIOS[args.name].title, style="bold")
+        for line in played.lines:
+            out.print(line)
+        for fact in played.facts:
+            out.print(
+                f"{'✓' if fact.held else '✗'} {fact.text}", style="green" if fact.held else "red"
+            )
+    return Exit.DONE if played.ok else Exit.NO
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from doyen.lab import runner
+
+    path = Path(args.file)
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}")
+    outcome, story, same = runner.replay(path)
+    if args.json:
+        print_json({**_as_dict(outcome), "same": same, "story": story})
+    else:
+        out = console()
+        for line in story:
+            out.print(line)
+        out.print(f"trace {outcome.trace_hash}" + ("" if same else ", which is another run"))
+        if not same:
+            out.print("the code has changed since this was written down", style="yellow")
+        if outcome.ok:
+            out.print("everything held", style="green")
+    return Exit.DONE if outcome.ok else Exit.NO
+
+
+_ACTIONS = {
+    "run": _run,
+    "hunt": _hunt,
+    "compare": _compare,
+    "scenario": _scenario,
+    "replay": _replay,
+}
