@@ -12,6 +12,7 @@ crosses over as one piece, and so do the answers.
     machine      commands, exactly once, and the state machines behind them
     journal      memory in a folder (with `folder`)
     peers, door  links to other nodes; who may come in
+    service      the Store port for clients (with `keeper` and `leases`, for the one that leads)
     server       a real node, put together
 
 Importing this imports none of those: msgspec is asked for when a node is made.
