@@ -274,7 +274,7 @@ class Paxos(Server):
         if self.role is Role.LOOKING:
             self._patience = self._now + self._draw()
             self.next_deadline = self._patience
-            self._report(peer, message.first)
+            self._report(peer, max(1, message.first))
 
     def _report(self, peer: Peer, first: int) -> None:
         last = len(self.log)

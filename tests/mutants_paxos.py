@@ -1,0 +1,63 @@
+"""Multi-Paxos with one rule left out at a time: what the tests must be able to catch.
+
+The numbers are those of the project's list of mutants, of which these are Paxos's forms.
+"""
+
+from __future__ import annotations
+
+from doyen.consensus.core import Entry, Message
+from doyen.consensus.paxos import AcceptOk, Paxos, Promise, State
+from doyen.consensus.server import Peer
+
+
+class ForgetsPromise(Paxos):
+    """1 and 3: the promise is not on disk."""
+
+    def _state(self) -> State:
+        return State(max((ballot for _, ballot in self._runs), default=0), self._runs)
+
+
+class PromisesBeforeWriting(Paxos):
+    """2: a promise is heard of before it is on disk."""
+
+    def _send(self, peer: Peer, message: Message, after: int = 0) -> None:
+        super()._send(peer, message, 0 if isinstance(message, Promise) else after)
+
+
+class AcceptsBeforeWriting(Paxos):
+    """An acceptance is heard of before it is on disk."""
+
+    def _send(self, peer: Peer, message: Message, after: int = 0) -> None:
+        super()._send(peer, message, 0 if isinstance(message, AcceptOk) else after)
+
+
+class FirstReportWins(Paxos):
+    """6: of several values reported in a slot, any is proposed anew."""
+
+    def _find(self, slot: int, ballot: int, entry: Entry) -> None:
+        super()._find(slot, 0, entry)
+
+
+class HearsNoReports(Paxos):
+    """7: a new leader proposes what it has itself, and nothing in the other slots."""
+
+    def _hear_promise(self, peer: Peer, message: Promise) -> None:
+        own = Promise(message.generation, message.first, (), (), message.first - 1)
+        super()._hear_promise(peer, own)
+
+
+class ForgetsBallots(Paxos):
+    """In which ballots values were accepted is not on disk."""
+
+    def _state(self) -> State:
+        return State(self.generation, ((1, 1),))
+
+
+MUTANTS = (
+    ForgetsPromise,
+    PromisesBeforeWriting,
+    AcceptsBeforeWriting,
+    FirstReportWins,
+    HearsNoReports,
+    ForgetsBallots,
+)

@@ -1,0 +1,77 @@
+"""The smallest-id vote with one rule left out at a time: what the tests must be able to catch.
+
+The numbers are those of the project's list of mutants.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from doyen.consensus.core import Message, Recovered
+from doyen.consensus.server import Peer
+from doyen.consensus.smallest_id import SmallestId, Stand, State, Vote
+
+
+class VotesTwice(SmallestId):
+    """1: a restart forgets the vote."""
+
+    def __init__(self, id: str, membership: Any, recovered: Recovered, **others: Any) -> None:  # noqa: A002
+        super().__init__(id, membership, recovered, **others)
+        self.vote = None
+
+
+class VotesBeforeWriting(SmallestId):
+    """2: a vote is heard of before it is on disk."""
+
+    def _send(self, peer: Peer, message: Message, after: int = 0) -> None:
+        super()._send(peer, message, 0 if isinstance(message, Vote | Stand) else after)
+
+
+class ForgetsGeneration(SmallestId):
+    """3: the generation is not on disk, but for what the log shows of it."""
+
+    def _state(self) -> State:
+        return State(self.log[-1].generation if self.log else 0, None)
+
+
+class CountsRepliesNotVoters(SmallestId):
+    """4: a vote that arrives twice counts twice."""
+
+    def _count(self, voter: str) -> None:
+        super()._count(f"{voter} {len(self._votes)}")
+
+
+class LooksAtIndexOnly(SmallestId):
+    """6: the longer log wins, whatever is in it."""
+
+    def _last(self) -> tuple[int, int]:
+        return (0, len(self.log))
+
+
+class LooksAtNoLog(SmallestId):
+    """7: a later generation is granted a vote with no look at the log, as the document's Java has
+    it."""
+
+    def _far_enough(self, candidate: Stand) -> bool:
+        return True
+
+
+class IdAloneDecides(SmallestId):
+    """The textbook's own: the smallest id of those that are up stands, however short its log, and
+    everybody votes for it."""
+
+    def _first_to_stand(self) -> str:
+        return min(self._present, key=self._rank.__getitem__)
+
+    def _far_enough(self, candidate: Stand) -> bool:
+        return True
+
+
+MUTANTS = (
+    VotesTwice,
+    VotesBeforeWriting,
+    ForgetsGeneration,
+    LooksAtIndexOnly,
+    LooksAtNoLog,
+    IdAloneDecides,
+)

@@ -1,0 +1,65 @@
+"""Viewstamped replication with one rule left out at a time: what the tests must be able to catch.
+
+The numbers are those of the project's list of mutants.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from doyen.consensus.core import Message, Recovered
+from doyen.consensus.server import Peer
+from doyen.consensus.viewstamped import DoViewChange, PrepareOk, State, Viewstamped
+
+
+class LongestLogWins(Viewstamped):
+    """23: the log is chosen by its op number alone."""
+
+    def _best(self) -> str:
+        return max(self._reports, key=lambda name: (self._reports[name][1], name == self.id))
+
+
+class ForgetsView(Viewstamped):
+    """3: the view entered is not on disk, but for the last one that was normal."""
+
+    def _state(self) -> State:
+        return State(self.normal, self.normal)
+
+
+class ReportsBeforeWriting(Viewstamped):
+    """2: a server reports its log to a view's primary before it has entered the view on disk."""
+
+    def _send(self, peer: Peer, message: Message, after: int = 0) -> None:
+        super()._send(peer, message, 0 if isinstance(message, DoViewChange) else after)
+
+
+class AcknowledgesBeforeWriting(Viewstamped):
+    """An operation is acknowledged before it is on disk."""
+
+    def _send(self, peer: Peer, message: Message, after: int = 0) -> None:
+        super()._send(peer, message, 0 if isinstance(message, PrepareOk) else after)
+
+
+class LeadsOnAfterRestart(Viewstamped):
+    """A primary that restarts leads its old view again, without what its disk has missed."""
+
+    def __init__(self, id: str, membership: Any, recovered: Recovered, **others: Any) -> None:  # noqa: A002
+        super().__init__(id, membership, recovered, **others)
+        self._barred = 0
+
+
+class KeepsTheRest(Viewstamped):
+    """What a replica has beyond the view's log is not cut off."""
+
+    def _shorten(self, op: int) -> None:
+        pass
+
+
+MUTANTS = (
+    LongestLogWins,
+    ForgetsView,
+    ReportsBeforeWriting,
+    AcknowledgesBeforeWriting,
+    LeadsOnAfterRestart,
+    KeepsTheRest,
+)

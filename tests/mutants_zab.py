@@ -1,0 +1,77 @@
+"""Zab with one rule left out at a time: what the tests must be able to catch.
+
+The numbers are those of the project's list of mutants.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from doyen.consensus.core import Message, Recovered
+from doyen.consensus.server import Peer
+from doyen.consensus.zab import Ack, AckEpoch, AckLeader, Phase, State, Sync, Zab
+
+
+class EpochBeforeLog(Zab):
+    """20: the current epoch is written before the transactions that make it true."""
+
+    def _hear_sync(self, peer: Peer, message: Sync) -> None:
+        if self._from_leader(peer, message) and self.phase is not Phase.BROADCAST:
+            self._persist(State(self.generation, self.generation))
+        super()._hear_sync(peer, message)
+
+
+class AcknowledgesBeforeWriting(Zab):
+    """20, of the acknowledgement: it leaves before the transactions and the epoch are on disk."""
+
+    def _send(self, peer: Peer, message: Message, after: int = 0) -> None:
+        super()._send(peer, message, 0 if isinstance(message, AckLeader | Ack) else after)
+
+
+class FollowsOnHearsay(Zab):
+    """21: a majority's word that somebody leads is taken for its own."""
+
+    def _says_it_leads(self, leader: str) -> bool:
+        return True
+
+
+class ForgetsEpoch(Zab):
+    """3: the accepted epoch is not on disk, but for what the current one shows of it."""
+
+    def _state(self) -> State:
+        return State(self.current_epoch, self.current_epoch)
+
+
+class PromisesBeforeWriting(Zab):
+    """2: an epoch is acknowledged before its acceptance is on disk."""
+
+    def _send(self, peer: Peer, message: Message, after: int = 0) -> None:
+        super()._send(peer, message, 0 if isinstance(message, AckEpoch) else after)
+
+
+class ForgetsCurrentEpoch(Zab):
+    """The history's epoch is not on disk: a server with an older history seems as good."""
+
+    def __init__(self, id: str, membership: Any, recovered: Recovered, **others: Any) -> None:  # noqa: A002
+        super().__init__(id, membership, recovered, **others)
+        self.current_epoch = 0
+
+
+class AcceptsAnyLeader(Zab):
+    """6: whoever got through the election leads, even if a follower of its majority is ahead, and
+    the election goes by id."""
+
+    def _own_vote(self) -> Any:
+        return super()._own_vote()._replace(epoch=0, zxid_epoch=0, zxid=0)
+
+    def _ahead(self) -> bool:
+        return False
+
+
+MUTANTS = (
+    EpochBeforeLog,
+    AcknowledgesBeforeWriting,
+    ForgetsEpoch,
+    PromisesBeforeWriting,
+    AcceptsAnyLeader,
+)

@@ -1,0 +1,249 @@
+"""Multi-Paxos: ballots, slots, gaps, and what a new leader must propose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import mutants_paxos as mutants
+from doyen.consensus.core import (
+    Accepted,
+    Committed,
+    Entry,
+    Kind,
+    Membership,
+    Persist,
+    Persisted,
+    Received,
+    Recovered,
+    Role,
+)
+from doyen.consensus.core import Send as Sending
+from doyen.consensus.paxos import (
+    GAP,
+    Accept,
+    AcceptOk,
+    Behind,
+    Chosen,
+    Doubt,
+    Later,
+    Paxos,
+    Prepare,
+    Promise,
+    State,
+)
+from room import SETTINGS, Room, kill
+
+THREE = ("n0", "n1", "n2")
+
+
+def value(text: str, ballot: int = 1) -> Entry:
+    return Entry(ballot, Kind.COMMANDS, text.encode())
+
+
+def one(
+    name: str = "n0",
+    state: State | None = None,
+    entries: tuple[Entry, ...] = (),
+    make: Any = Paxos,
+) -> Any:
+    return make(
+        name,
+        Membership(THREE),
+        Recovered(state, None, entries),
+        settings=SETTINGS,
+        jitter=lambda: 0.0,
+        now=0.0,
+    )
+
+
+def hear(core: Any, peer: str, message: Any, now: float = 0.0) -> list[Any]:
+    effects: list[Any] = core.handle(Received(peer, message), now)
+    return effects
+
+
+def sent(effects: list[Any], kind: type, peer: str | None = None) -> list[Any]:
+    return [
+        e.message
+        for e in effects
+        if isinstance(e, Sending) and isinstance(e.message, kind) and peer in (None, e.peer)
+    ]
+
+
+def proposer(make: Any = Paxos, state: State | None = None, entries: tuple[Entry, ...] = ()) -> Any:
+    """n0, which prepares; its own promise is on disk."""
+    core = one("n0", state, entries, make)
+    core._look()
+    hear(core, "n1", Doubt(0, True))
+    core.handle(Persisted(core._token), 0.0)
+    return core
+
+
+def test_no_two_servers_share_a_ballot() -> None:
+    ballots = set()
+    for name in THREE:
+        for seen in range(20):
+            core = one(name)
+            core._seen = seen
+            core._stand()
+            assert core.generation > seen
+            assert core.owner(core.generation) == name
+            ballots.add((name, core.generation))
+    owners = {ballot: {n for n, b in ballots if b == ballot} for _, ballot in ballots}
+    assert all(len(names) == 1 for names in owners.values())
+
+
+def test_nobody_prepares_alone() -> None:
+    room = Room(Paxos, THREE)
+    room.start("n0")
+    room.run(20.0)
+    assert room.cores["n0"].generation == 0
+    room.start("n1")
+    room.run(2.0)
+    assert room.leader() is not None
+
+
+def test_a_promise_is_on_disk_before_it_is_said_and_holds_after_a_restart() -> None:
+    core = one("n1")
+    effects = hear(core, "n0", Prepare(3, 1))
+    persist = next(effect for effect in effects if isinstance(effect, Persist))
+    promise = next(effect for effect in effects if isinstance(effect, Sending))
+    assert (persist.state, promise.after) == (State(3, ()), persist.token)
+    again = one("n1", persist.state)
+    assert sent(hear(again, "n2", Accept(2, 1, (value("x"),), 0, 1)), Later) == [Later(3)]
+    assert again.log == []
+
+
+def test_values_of_an_earlier_ballot_are_not_accepted() -> None:
+    core = one("n1", State(5, ()))
+    assert sent(hear(core, "n0", Accept(3, 1, (value("x"),), 0, 1)), Later) == [Later(5)]
+    assert sent(hear(core, "n0", Prepare(3, 1)), Later) == [Later(5)]
+
+
+def test_a_ballot_that_is_not_the_senders_is_ignored() -> None:
+    core = one("n1")
+    assert hear(core, "n0", Accept(5, 1, (value("x"),), 0, 1)) == []
+    assert hear(core, "n0", Prepare(5, 1)) == []
+    assert core.generation == 0
+
+
+@pytest.mark.parametrize("make", [Paxos, mutants.FirstReportWins])
+def test_the_value_of_the_highest_ballot_is_proposed_anew(make: Any) -> None:
+    """It may have been chosen; the others cannot have been."""
+    core = one("n0", State(4, ((1, 2),)), (value("old", 2),), make)
+    core._look()
+    hear(core, "n1", Doubt(4, True))
+    core.handle(Persisted(core._token), 0.0)
+    ballot = core.generation
+    hear(core, "n2", Promise(ballot, 1, (1,), (value("older", 1),), 1))
+    assert core.role is Role.LEADING
+    assert core.log[0].data == (b"old" if make is Paxos else b"older")
+
+
+def test_gaps_are_filled_with_nothing() -> None:
+    core = proposer()
+    ballot = core.generation
+    report = Promise(ballot, 1, (1, 0, 1), (value("a"), GAP, value("c")), 3)
+    effects = hear(core, "n1", report)
+    assert [entry.data for entry in core.log] == [b"a", b"", b"c", b""]
+    assert core.log[1] == Entry(ballot, Kind.NOTHING, b"")
+    # Entries keep the generation in which they were proposed first.
+    assert [entry.generation for entry in core.log] == [1, ballot, 1, ballot]
+    persist = next(e for e in effects if isinstance(e, Persist))
+    assert persist.state == State(ballot, ((1, ballot),))
+
+
+def test_the_first_phase_takes_all_the_pieces_it_needs() -> None:
+    core = proposer()
+    ballot = core.generation
+    effects = hear(core, "n1", Promise(ballot, 1, (1,), (value("a"),), 2))
+    assert core.role is Role.LOOKING
+    assert sent(effects, Prepare, "n1") == [Prepare(ballot, 2)]
+    hear(core, "n1", Promise(ballot, 1, (1,), (value("a"),), 2))  # once more: no matter
+    hear(core, "n1", Promise(ballot, 2, (1,), (value("b"),), 2))
+    assert core.role is Role.LEADING
+    assert [entry.data for entry in core.log] == [b"a", b"b", b""]
+
+
+def test_slots_are_accepted_in_any_order() -> None:
+    core = one("n1")
+    effects = hear(core, "n0", Accept(3, 3, (value("c", 3),), 0, 1))
+    persist = [e for e in effects if isinstance(e, Persist)][-1]
+    assert (persist.first, persist.entries, persist.keep) == (1, (GAP, GAP, value("c", 3)), True)
+    assert sent(effects, Behind) == [Behind(3, 0, 1)]
+    effects = hear(core, "n0", Accept(3, 1, (value("a", 3), value("b", 3)), 0, 1))
+    assert sent(effects, AcceptOk) == [AcceptOk(3, 3, 1)]
+    assert [entry.data for entry in core.log] == [b"a", b"b", b"c"]
+
+
+def test_what_was_accepted_in_another_ballot_is_not_known_to_be_chosen() -> None:
+    core = one("n1", State(3, ((1, 3),)), (value("mine", 3),))
+    effects = hear(core, "n2", Chosen(5, 1, 1, 1))
+    assert not any(isinstance(effect, Committed) for effect in effects)
+    assert sent(effects, Behind) == [Behind(5, 0, 1)]
+    effects = hear(core, "n2", Accept(5, 1, (value("theirs", 4),), 1, 1))
+    assert Committed(1, (value("theirs", 4),)) in effects
+
+
+@pytest.mark.parametrize("make", [Paxos, mutants.ForgetsBallots])
+def test_ballots_of_slots_survive_a_restart(make: Any) -> None:
+    core = one("n1", make=make)
+    hear(core, "n0", Accept(3, 1, (value("a", 3), value("b", 3)), 0, 1))
+    core._look()
+    effects = hear(core, "n2", Accept(5, 2, (value("B", 5),), 0, 1))
+    state = [e.state for e in effects if isinstance(e, Persist) and e.state is not None][-1]
+    again = one("n1", state, tuple(core.log))
+    assert (again._ballots == [3, 5]) == (make is Paxos)
+
+
+def test_a_proposer_recognises_what_a_later_leader_has_finished() -> None:
+    room = Room(Paxos, THREE)
+    room.start()
+    room.run(2.0)
+    old = room.leader() or ""
+    others = [name for name in THREE if name != old]
+    room.cuts = {(old, others[1]), (others[0], old), (others[1], old)}
+    accepted = next(e for e in room.propose(b"x") if isinstance(e, Accepted))
+    room.run(5.0)
+    assert room.leader() in others
+    room.cuts.clear()
+    room.run(3.0)
+    assert room.settled()
+    entry = room.applied[old][accepted.index - 1]
+    assert (entry.data, entry.generation) == (b"x", accepted.generation)
+
+
+@pytest.mark.parametrize("make", [Paxos, mutants.ForgetsPromise, mutants.PromisesBeforeWriting])
+def test_a_promise_made_before_a_crash_keeps_an_old_leader_out(make: Any) -> None:
+    """n1 promises n2 a later ballot, crashes, and is asked by the leader of the earlier one."""
+    core = one("n1", State(3, ((1, 3),)), (value("a", 3),), make)
+    effects = hear(core, "n2", Prepare(5, 1))
+    said = [e for e in effects if isinstance(e, Sending) and isinstance(e.message, Promise)]
+    # The crash comes when the promise has left, and not a moment later.
+    state = State(3, ((1, 3),))
+    for effect in effects:
+        if isinstance(effect, Persist) and effect.token <= said[0].after:
+            state = effect.state
+    again = one("n1", state, (value("a", 3),), make)
+    effects = hear(again, "n0", Accept(3, 2, (value("late", 3),), 0, 1))
+    assert (sent(effects, Later) == [Later(5)]) == (make is Paxos)
+
+
+@pytest.mark.parametrize("make", [Paxos, mutants.HearsNoReports])
+def test_what_may_be_chosen_is_not_lost(make: Any) -> None:
+    core = proposer(make)
+    hear(core, "n1", Promise(core.generation, 1, (1,), (value("a"),), 1))
+    assert (core.log[0].data == b"a") == (make is Paxos)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "nodes", "seed"),
+    [
+        (mutants.AcceptsBeforeWriting, 5, 0),
+        (mutants.FirstReportWins, 5, 66),
+        (mutants.HearsNoReports, 5, 2),
+    ],
+)
+def test_the_lab_kills(mutant: Any, nodes: int, seed: int) -> None:
+    kill("paxos", mutant, nodes, seed)

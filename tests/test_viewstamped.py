@@ -1,0 +1,193 @@
+"""Viewstamped replication: views, logs, and what survives which crash."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import mutants_viewstamped as mutants
+from doyen.consensus.core import Entry, Kind, Membership, Persist, Received, Recovered, Role
+from doyen.consensus.core import Send as Sending
+from doyen.consensus.viewstamped import (
+    DoViewChange,
+    GetState,
+    NewState,
+    PrepareOk,
+    StartView,
+    StartViewChange,
+    State,
+    Viewstamped,
+)
+from room import SETTINGS, Room, kill
+
+THREE = ("n0", "n1", "n2")
+
+
+def entry(view: int) -> Entry:
+    return Entry(view, Kind.COMMANDS, b"v%d" % view)
+
+
+def one(
+    name: str, state: State | None = None, views: tuple[int, ...] = (), make: Any = Viewstamped
+) -> Any:
+    return make(
+        name,
+        Membership(THREE),
+        Recovered(state, None, tuple(entry(view) for view in views)),
+        settings=SETTINGS,
+        jitter=lambda: 0.5,
+        now=0.0,
+    )
+
+
+def hear(core: Any, peer: str, message: Any, now: float = 0.0) -> list[Any]:
+    effects: list[Any] = core.handle(Received(peer, message), now)
+    return effects
+
+
+def sent(effects: list[Any], kind: type) -> list[Any]:
+    return [e.message for e in effects if isinstance(e, Sending) and isinstance(e.message, kind)]
+
+
+def test_the_primary_is_the_view_modulo_the_servers() -> None:
+    room = Room(Viewstamped, THREE)
+    room.start()
+    room.run(1.0)
+    seen = []
+    for _ in range(3):
+        leader = room.leader() or ""
+        view = room.cores[leader].generation
+        seen.append(leader)
+        assert leader == THREE[view % 3]
+        room.crash(leader)
+        room.run(2.0)
+        room.start(leader)
+        room.run(2.0)
+    assert seen == ["n1", "n2", "n0"]
+
+
+def test_a_view_whose_primary_is_gone_is_skipped() -> None:
+    names = ("n0", "n1", "n2", "n3", "n4")
+    room = Room(Viewstamped, names)
+    room.start()
+    room.run(1.0)
+    assert room.leader() == "n1"
+    room.crash("n2")
+    room.crash("n1")
+    room.run(0.3)
+    assert room.leader() == "n3"
+
+
+@pytest.mark.parametrize("make", [Viewstamped, mutants.LongestLogWins])
+def test_a_view_begins_with_the_log_that_was_normal_last(make: Any) -> None:
+    """23: a longer log of an earlier view holds nothing that was committed, and lacks what was."""
+    core = one("n1", State(3, 2), (1, 2), make)
+    hear(core, "n0", DoViewChange(4, 1, 5))
+    core._durable = core._token
+    core._written()
+    chosen = core._source or core.id
+    assert chosen == ("n1" if make is Viewstamped else "n0")
+
+
+@pytest.mark.parametrize("make", [Viewstamped, mutants.ForgetsView, mutants.ReportsBeforeWriting])
+def test_a_view_is_entered_on_disk_before_it_is_reported(make: Any) -> None:
+    core = one("n0", make=make)
+    core._look()
+    core._effects.clear()
+    effects = hear(core, "n2", StartViewChange(1, False))
+    persist = next(effect for effect in effects if isinstance(effect, Persist))
+    report = next(
+        e for e in effects if isinstance(e, Sending) and isinstance(e.message, DoViewChange)
+    )
+    kept = (persist.state, report.after) == (State(1, 0), persist.token)
+    assert kept == (make is Viewstamped)
+
+
+def test_wanting_a_view_binds_nobody() -> None:
+    room = Room(Viewstamped, THREE)
+    room.start("n0")
+    room.run(20.0)
+    assert (room.cores["n0"].generation, room.cores["n0"].wanted) == (0, 1)
+
+
+def test_log_then_normal_view_then_acknowledgement() -> None:
+    core = one("n0", State(1, 1), (1, 1, 1))
+    hear(core, "n2", StartView(2, 2, 2, 0))
+    effects = hear(core, "n2", NewState(2, 1, 1, (entry(2),)))
+    assert sent(effects, GetState) == [GetState(2, 2)]
+    more = hear(core, "n2", StartView(2, 2, 2, 0))
+    writes = [e for e in effects + more if isinstance(e, Persist)]
+    assert [(w.first, w.state) for w in writes] == [(2, None), (0, State(2, 2))]
+    ack = next(e for e in more if isinstance(e, Sending) and isinstance(e.message, PrepareOk))
+    assert ack.after == writes[-1].token
+
+
+@pytest.mark.parametrize("make", [Viewstamped, mutants.KeepsTheRest])
+def test_nothing_uncommitted_of_an_earlier_view_survives(make: Any) -> None:
+    """State transfer into a newer view: what is beyond its log goes."""
+    core = one("n0", State(1, 1), (1, 1, 1), make)
+    hear(core, "n2", StartView(2, 1, 1, 0))
+    assert (len(core.log) == 1) == (make is Viewstamped)
+
+
+def test_a_primary_does_not_lead_on_after_a_restart() -> None:
+    """What it prepared last may be committed, and missing on its own disk."""
+    room = Room(Viewstamped, THREE)
+    room.start()
+    room.run(1.0)
+    leader = room.leader() or ""
+    view = room.cores[leader].generation
+    room.disk_s = 10.0
+    room.propose(b"x")
+    room.disk_s = 5e-4
+    room.run(0.05)
+    others = [name for name in THREE if name != leader]
+    assert room.data(others[0]) == [] or room.data(others[0]) == [b"x"]
+    room.crash(leader)
+    room.start(leader)
+    room.run(3.0)
+    assert room.settled()
+    assert room.cores[leader].generation > view
+    assert room.data(leader) == [b"x"]
+
+
+@pytest.mark.parametrize("make", [Viewstamped, mutants.LeadsOnAfterRestart])
+def test_reports_for_a_view_of_an_earlier_life_are_not_counted(make: Any) -> None:
+    core = one("n1", State(4, 2), (1, 2), make)
+    hear(core, "n0", DoViewChange(4, 2, 2))
+    hear(core, "n2", DoViewChange(4, 2, 2))
+    assert bool(core._reports) == (make is not Viewstamped)
+
+
+def test_a_crash_of_all_is_survived() -> None:
+    """Where the diskless protocol waits for ever."""
+    room = Room(Viewstamped, THREE)
+    room.start()
+    room.run(1.0)
+    room.propose(b"x")
+    room.run(0.5)
+    room.crash(*THREE)
+    room.run(5.0)
+    room.start("n0", "n2")
+    room.run(3.0)
+    assert room.settled()
+    assert room.data("n0") == [b"x"]
+
+
+def test_those_whose_primary_lives_do_not_listen() -> None:
+    room = Room(Viewstamped, THREE)
+    room.start()
+    room.run(1.0)
+    follower = next(name for name in THREE if name != room.leader())
+    other = next(name for name in THREE if name not in (follower, room.leader()))
+    assert room.tell(follower, Received(other, StartViewChange(9, False))) == []
+    assert room.cores[follower].role is Role.FOLLOWING
+
+
+@pytest.mark.parametrize(
+    ("mutant", "nodes", "seed"),
+    [(mutants.LongestLogWins, 5, 158), (mutants.AcknowledgesBeforeWriting, 5, 0)],
+)
+def test_the_lab_kills(mutant: Any, nodes: int, seed: int) -> None:
+    kill("viewstamped", mutant, nodes, seed)
