@@ -162,6 +162,29 @@ def test_a_stop_hands_over_and_a_start_remembers(tmp_path: Path) -> None:
     with_three(tmp_path, work)
 
 
+@pytest.mark.parametrize("protocol", ["smallest-id", "zab", "paxos", "viewstamped"])
+def test_other_protocols_elect_replicate_and_restart(tmp_path: Path, protocol: str) -> None:
+    async def main() -> None:
+        nodes = Trio(tmp_path)
+        async with asyncio.timeout(60):
+            for name in nodes.peers:
+                await nodes.start(name, protocol=protocol)
+            first = await nodes.leader()
+            await asyncio.gather(*(first.propose(b"%d" % n) for n in range(100)))
+            follower = await nodes.follower()
+            assert await follower.propose(b"more") == 101
+            await nodes.stop(first.id)
+            second = await nodes.leader()
+            assert await second.propose(b"still more") == 102
+            again = await nodes.start(first.id, protocol=protocol)
+            await again.barrier()
+            assert len(nodes.notes[first.id].kept) == 102
+            for name in [*nodes.nodes]:
+                await nodes.stop(name)
+
+    asyncio.run(main())
+
+
 def test_nodes_come_and_go(tmp_path: Path) -> None:
     async def work(nodes: Trio) -> None:
         leader = await nodes.leader()

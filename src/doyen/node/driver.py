@@ -76,6 +76,7 @@ from doyen.node.proposals import (
     Settle,
     decode_results,
     encode_results,
+    inform,
 )
 
 __all__ = ["Answer", "Driver", "Limits", "Status"]
@@ -86,6 +87,8 @@ Answer = Callable[[bytes], None]
 Tell = Callable[..., None]
 """`tell(status, payload=b"")`."""
 
+HANDOVERS = 15
+"""How often a node that stops tries to hand over."""
 RETRY_S = 0.02
 """Pause before something is tried again, unless the leader changes sooner."""
 
@@ -210,19 +213,24 @@ class Driver:
         """Take leave: hand leadership over, see what is under way through, and close."""
         if not self._ended:
             self._stopping = True
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(handover_s):
-                    while self.role is Role.LEADING and len(self.core.membership.voters) > 1:
-                        with suppress(OrderFailed, OutcomeUnknown, StoreUnavailable):
-                            await self.transfer()
-                        await self.pause()
+                    await self._hand_over()
                     while self._proposals:
                         await self.pause()
-            except TimeoutError:
-                log.warning("node %s stops without having handed over", self.id)
         self.crash()
         await self._transport.close()
         await self._journal.close()
+
+    async def _hand_over(self) -> None:
+        """Try to have another lead: for a moment it may be that nobody can."""
+        for _ in range(HANDOVERS):
+            if self.role is not Role.LEADING or len(self.core.membership.voters) == 1:
+                return
+            with suppress(OrderFailed, OutcomeUnknown, StoreUnavailable):
+                await self.transfer()
+            await self.pause()
+        log.warning("node %s stops without having handed over", self.id)
 
     def crash(self) -> None:
         """End at once, and do nothing any more, as a process that is killed."""
@@ -400,7 +408,7 @@ class Driver:
                 asking.cancel()
         self._flush_soon()
         for callback in self._on_role:
-            _call(callback, effect.role, effect.generation, effect.leader)
+            inform(callback, effect.role, effect.generation, effect.leader)
 
     def _accept(self, effect: Accepted) -> None:
         batch = self._offering
@@ -457,7 +465,7 @@ class Driver:
 
     def moved_on(self, index: int) -> None:
         for callback in self._on_applied:
-            _call(callback, index)
+            inform(callback, index)
         if self._offers or self._proposals.waiting:
             self._flush_soon()
 
@@ -781,14 +789,6 @@ class Driver:
         """A leader sends a snapshot."""
         await self._journal.receive_snapshot(snapshot, pieces)
         self.tell_core(SnapshotReceived(peer, generation, snapshot))
-
-
-def _call(callback: Callable[..., None], *given: Any) -> None:
-    """Tell somebody whose defects are not ours."""
-    try:
-        callback(*given)
-    except Exception:
-        log.exception("a callback of a node failed")
 
 
 def _tell(batch: Batch, status: int, reason: str = "") -> None:

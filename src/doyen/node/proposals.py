@@ -29,6 +29,7 @@ __all__ = [
     "Settle",
     "decode_results",
     "encode_results",
+    "inform",
 ]
 
 log = logging.getLogger("doyen.node")
@@ -136,6 +137,14 @@ class Batch:
         """Its commands may be carried out; or (-1) they were not, for certain."""
         for proposal in self.proposals:
             proposal.tried += times
+
+
+def inform(callback: Callable[..., None], *given: Any) -> None:
+    """Tell somebody whose defects are not ours."""
+    try:
+        callback(*given)
+    except Exception:
+        log.exception("a node could not tell what it had to")
 
 
 class _Results(Struct, array_like=True):
@@ -303,10 +312,7 @@ class Proposals:
         self._live_bytes -= len(proposal.body)
         if proposal.identity is not None:
             proposal.identity.open.pop(proposal.seq, None)
-        try:
-            proposal.settle(value, error)
-        except Exception:
-            log.exception("a proposer could not be told of its result")
+        inform(proposal.settle, value, error)
 
     def refuse(self, batch: Batch, reason: str) -> None:
         """The leader would not have it."""
