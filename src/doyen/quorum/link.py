@@ -94,6 +94,8 @@ class Tally:
     def note(self, fault: str, text: str) -> None:
         """Count it, and log it unless one of its kind was logged a moment ago."""
         self.counts[fault] += 1
+        if fault == Fault.NOT_SERVING:
+            return  # while a leader is elected, everybody hears it
         count, now = self.counts[fault], time.monotonic()
         last, before = self._logged.get(fault, (-LOG_EVERY_S, 0))
         if now - last >= LOG_EVERY_S:
