@@ -61,20 +61,22 @@ class Trio:
 
 
 @asynccontextmanager
-async def trio(folder: Path) -> AsyncIterator[Trio]:
+async def trio(folder: Path, **options: Any) -> AsyncIterator[Trio]:
     nodes = Trio(folder)
     try:
         for name in nodes.peers:
-            await nodes.start(name)
+            await nodes.start(name, **options)
         yield nodes
     finally:
         for name in [*nodes.nodes]:
             await nodes.stop(name)
 
 
-def with_three(folder: Path, work: Callable[[Trio], Coroutine[Any, Any, None]]) -> None:
+def with_three(
+    folder: Path, work: Callable[[Trio], Coroutine[Any, Any, None]], **options: Any
+) -> None:
     async def main() -> None:
-        async with asyncio.timeout(60), trio(folder) as nodes:
+        async with asyncio.timeout(60), trio(folder, **options) as nodes:
             await work(nodes)
 
     asyncio.run(main())
@@ -206,7 +208,8 @@ def test_nodes_come_and_go(tmp_path: Path) -> None:
     with_three(tmp_path, work)
 
 
-def test_a_session_on_ones_own_quorum(tmp_path: Path) -> None:
+@pytest.mark.parametrize("secret", [None, "a secret@with/odd?letters#in:it%"])
+def test_a_session_on_ones_own_quorum(tmp_path: Path, secret: str | None) -> None:
     async def work(nodes: Trio) -> None:
         node = await nodes.follower()
         async with node.session(ttl_s=2) as session, session.campaign("billing", name="a") as term:
@@ -216,7 +219,7 @@ def test_a_session_on_ones_own_quorum(tmp_path: Path) -> None:
                 assert leader is not None
                 assert (leader.name, leader.token) == ("a", term.token)
 
-    with_three(tmp_path, work)
+    with_three(tmp_path, work, secret=secret)
 
 
 def test_a_busy_caller_does_not_starve_the_node(tmp_path: Path) -> None:
