@@ -98,6 +98,9 @@ class Peer:
 class Server:
     """The frame of a small protocol's core. See the module."""
 
+    snapshots = False
+    """Whether a server may find a snapshot on its disk: whoever drives it takes none, then."""
+
     def __init__(
         self,
         id: str,  # noqa: A002

@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import random
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from msgspec.msgpack import Decoder
+from msgspec.structs import replace
 
 from doyen.clock import SystemClock
 from doyen.consensus.core import Making, Membership, Settings
@@ -124,6 +126,13 @@ class Options:
         return Security(secret=self.secret.encode() if self.secret else None, tls=self.tls)
 
 
+def _limits(options: Options, making: Making) -> Limits:
+    """A protocol that cannot start from a snapshot must never be given one."""
+    if getattr(making, "snapshots", True):
+        return options.limits
+    return replace(options.limits, snapshot_entries=sys.maxsize, snapshot_bytes=sys.maxsize)
+
+
 def _end_process(error: BaseException) -> None:
     """The journal can no longer be believed, so this process must not say another word."""
     log.critical("ending the process: %s", error)
@@ -189,7 +198,7 @@ class Server:
                 Machine(targets),
                 clock,
                 incarnation=f"{me.incarnation:x}",
-                limits=options.limits,
+                limits=_limits(options, making),
                 abort=abort,
             )
             service = Service(
