@@ -136,7 +136,7 @@ class Contest:
             ]
 
         with self._heard:
-            self._heard.wait_for(lambda: failed() or condition(), PATIENCE_S)
+            self._heard.wait_for(lambda: failed() or condition(), max(PATIENCE_S, 4 * self.ttl_s))
             heard = [f"{who.name}: {event}" for who, event in self.events[-20:]]
             assert not failed(), f"{failed()}: ended by themselves; heard {heard}"
             assert condition(), f"{what}; heard {heard}"

@@ -56,6 +56,8 @@ class Consul(Member):
             "data_dir": str(self.folder / "data"),
             "ports": {"http": http, "server": server, "serf_lan": serf, **closed},
             "performance": {"raft_multiplier": 1},
+            # Else one that comes back has lost its vote, and gets it again only after a while.
+            "autopilot": {"cleanup_dead_servers": False},
             "disable_update_check": True,
             "log_level": "WARN",
             **self.options,
