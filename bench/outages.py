@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from bench.crew import now
@@ -30,6 +31,7 @@ __all__ = ["etcd_cluster", "outages", "served"]
 
 ELECTION_S = 1.0
 """The default election timeout, of doyen and of etcd."""
+ETCD_PATIENCE_S = 0.2
 VALUE = b"." * 100
 
 p50 = statistics.median
@@ -51,21 +53,27 @@ async def _open(url: str) -> Store:
     return await open_store(url, Context(SystemClock(), lambda event: None))
 
 
-async def _until_written(store: Store, gone: Callable[[], bool]) -> float:
+async def _until_written(
+    store: Store, gone: Callable[[], bool], patience_s: float | None = None
+) -> float:
     """Write, again and again, until a write has succeeded that was begun when `gone()`: when the
-    old leader could have had no part in it. The instant."""
+    old leader could have had no part in it. The instant. One that takes longer than `patience_s`
+    is given up for another."""
     while True:
         begun_after = gone()
         try:
-            await store.put("bench/outage", VALUE, if_version=None)
-        except StoreError:
+            async with asyncio.timeout(patience_s):
+                await store.put("bench/outage", VALUE, if_version=None)
+        except (StoreError, TimeoutError):
             await asyncio.sleep(0.001)
             continue
         if begun_after:
             return now()
 
 
-async def _outage(url: str, strike: Callable[[], Callable[[], bool]]) -> float:
+async def _outage(
+    url: str, strike: Callable[[], Callable[[], bool]], patience_s: float | None = None
+) -> float:
     """How long nothing can be written, in ms, for a client that was connected before. `strike`
     does the harm, and tells what shows that it is done."""
     store = await _open(url)
@@ -73,7 +81,7 @@ async def _outage(url: str, strike: Callable[[], Callable[[], bool]]) -> float:
         await store.put("bench/outage", b"", if_version=None)
         await asyncio.sleep(random.uniform(0.05, 0.2))
         began = now()
-        return (await _until_written(store, strike()) - began) * 1e3
+        return (await _until_written(store, strike(), patience_s) - began) * 1e3
     finally:
         await store.close()
 
@@ -81,11 +89,6 @@ async def _outage(url: str, strike: Callable[[], Callable[[], bool]]) -> float:
 def _killed(node: Served) -> Callable[[], bool]:
     node.process.kill()
     return lambda: node.process.poll() is not None
-
-
-def _frozen(node: Served) -> Callable[[], bool]:
-    node.freeze()
-    return lambda: True
 
 
 @contextmanager
@@ -119,7 +122,7 @@ async def _written(url: str) -> None:
 def _kills(quorum: Quorum, trials: int) -> Iterator[float]:
     for _ in range(trials):
         leader = _settled(quorum)
-        yield asyncio.run(_outage(quorum.url, lambda: _killed(leader)))  # noqa: B023
+        yield asyncio.run(_outage(quorum.url, partial(_killed, leader)))
         leader.process.wait()
         quorum.start(leader.name)
 
@@ -127,7 +130,7 @@ def _kills(quorum: Quorum, trials: int) -> Iterator[float]:
 def _freezes(quorum: Quorum, trials: int) -> Iterator[float]:
     for _ in range(trials):
         leader = _settled(quorum)
-        yield asyncio.run(_outage(quorum.url, lambda: _frozen(leader)))  # noqa: B023
+        yield asyncio.run(_outage(quorum.url, partial(_at_once, leader.freeze)))
         leader.thaw()
 
 
@@ -154,19 +157,21 @@ async def _transfers(quorum: Quorum, trials: int) -> tuple[list[float], list[flo
     return took, waited
 
 
-def _etcd_outages(trials: int) -> dict[str, list[float]]:
-    """The same for etcd, through doyen's own adapter."""
+async def _etcd_outages(trials: int) -> dict[str, list[float]]:
+    """The same for etcd, through doyen's own adapter. A member of etcd without a leader keeps a
+    write for seconds, so its client has to be impatient."""
     found: dict[str, list[float]] = {"killed": [], "frozen": []}
     with etcd_cluster() as cluster:
         for _ in range(trials):
             for how, gaps in found.items():
                 leader = cluster.leader()
-                asyncio.run(_written(cluster.url))
+                await _written(cluster.url)
+                strike = leader.kill if how == "killed" else leader.freeze
+                striking = partial(_at_once, strike)
+                gaps.append(await _outage(cluster.url, striking, ETCD_PATIENCE_S))
                 if how == "killed":
-                    gaps.append(asyncio.run(_outage(cluster.url, lambda: _at_once(leader.kill))))  # noqa: B023
                     leader.start()
                 else:
-                    gaps.append(asyncio.run(_outage(cluster.url, lambda: _at_once(leader.freeze))))  # noqa: B023
                     leader.thaw()
     return found
 
@@ -190,7 +195,7 @@ def outages(
         frozen = [*_freezes(quorum, freezes)]
         _settled(quorum)
         handed, waited = asyncio.run(_transfers(quorum, transfers))
-    beside = _etcd_outages(etcd_trials) if peers else {}
+    beside = asyncio.run(_etcd_outages(etcd_trials)) if peers else {}
     etcd = {how: {"etcd_ms": spread(gaps, 0)} for how, gaps in beside.items()}
     frozen_limit = 2 * ELECTION_S * 1e3
     return [

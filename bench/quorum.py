@@ -27,6 +27,7 @@ __all__ = ["upkeep", "writes"]
 
 LEVELS = (1, 64, 1024)
 SLICE_S = 2.0
+SYNCOBJS = ("s1", "s2", "s3")
 SYNCOBJ = str(Path(__file__).with_name("syncobj.py"))
 
 p50 = statistics.median
@@ -68,13 +69,13 @@ class Members(Crew):
 
     def syncobj(self) -> str:
         """Three nodes of PySyncObj; the one that leads."""
-        places = {f"s{number}": where for number, where in enumerate(addresses(3), 1)}
+        places = dict(zip(SYNCOBJS, addresses(3), strict=True))
         for who, where in places.items():
             others = [each for each in places.values() if each != where]
             self.start_command(who, [SYNCOBJ, who, where, *others], interpreter("pysyncobj"))
         for who in places:
             self.wait("ready", who)
-        leader = self.leader("s1")
+        leader = self.leader(SYNCOBJS[0])
         return next(who for who, where in places.items() if where == leader)
 
 
@@ -143,7 +144,8 @@ def _syncobj_turn(turns: Turns, levels: tuple[int, ...], seconds: float) -> None
         for in_flight in levels:
             turns.add("pysyncobj", in_flight, crew.load(leader, in_flight, seconds))
         changes = crew.standing(leader)["generation"] - before
-        turns.add("pysyncobj", 0, {"changes": changes})
+        taken_back = sum(crew.standing(who)["truncations"] for who in SYNCOBJS)
+        turns.add("pysyncobj", 0, {"changes": changes, "taken_back": taken_back})
 
 
 def _figures_of_writes(
@@ -166,6 +168,7 @@ def _figures_of_writes(
         ]
     lost = {
         "pysyncobj_changes": sum(turns.of("pysyncobj", 0, "changes")),
+        "pysyncobj_truncated_what_it_had_applied": sum(turns.of("pysyncobj", 0, "taken_back")),
         "pysyncobj_failed": sum(
             sum(turns.of("pysyncobj", level, "failed") + turns.of("pysyncobj", level, "unanswered"))
             for level in levels
@@ -250,6 +253,7 @@ def _snapshot(keys: int, entries: int) -> list[Figure]:
         crew.wait("ready", "writer")
         crew.tell("writer", json.dumps({"do": "fill", "keys": keys}))
         crew.wait("filled", "writer", within_s=600)
+        filling = max(crew.order(who, "pauses", do="pauses")["ms"] for who in nodes)
         quiet = _write_on(crew, nodes)
         taken = crew.standing(leader)["snapshot"]
         slices = [_write_on(crew, nodes)]
@@ -263,7 +267,11 @@ def _snapshot(keys: int, entries: int) -> list[Figure]:
             value=max(each["loop_ms"] for each in slices),
             unit="ms",
             limit=50.0,
-            details={"without_ms": quiet["loop_ms"], "changes_of_leader": changes},
+            details={
+                "without_ms": quiet["loop_ms"],
+                "filling_ms": filling,
+                "changes_of_leader": changes,
+            },
         ),
         Figure(
             name=f"snapshot of {keys} keys, longest write",

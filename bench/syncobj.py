@@ -8,6 +8,7 @@ interpreter that has the library; imports nothing of doyen's.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import statistics
 import sys
@@ -37,6 +38,15 @@ class Registers(SyncObj):
     @replicated
     def put(self, key: int, value: bytes) -> None:
         self.latest[key] = value
+
+
+class Truncations(logging.Handler):
+    """How often it says that it takes back what it has applied."""
+
+    count = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.count += record.getMessage().startswith("truncating already-applied")
 
 
 def load(registers: Registers, in_flight: int, seconds: float) -> dict[str, Any]:
@@ -78,6 +88,8 @@ def load(registers: Registers, in_flight: int, seconds: float) -> dict[str, Any]
 
 
 def main() -> None:
+    truncations = Truncations()
+    logging.getLogger().addHandler(truncations)
     registers = Registers()
     say("ready")
     for line in sys.stdin:
@@ -91,7 +103,7 @@ def main() -> None:
                 "standing",
                 leader=None if leader is None else str(leader),
                 generation=status["raft_term"],
-                itself=str(status["self"]),
+                truncations=truncations.count,
             )
     os._exit(0)
 
