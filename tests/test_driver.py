@@ -444,6 +444,21 @@ def test_a_node_that_was_away_is_sent_a_snapshot() -> None:
     run(main, limits=Limits(snapshot_bytes=3_000, batch_commands=2))
 
 
+def test_a_large_state_is_not_copied_as_often() -> None:
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        taken: list[int] = []
+        for n in range(200):
+            await leader.propose(USER, b"%05d" % n + bytes(95))
+            if leader.status().snapshot not in taken:
+                taken.append(leader.status().snapshot)
+        apart = [after - before for before, after in pairwise(taken)]
+        assert apart[0] <= 12
+        assert apart[-1] > 40
+
+    run(main, limits=Limits(snapshot_bytes=1000))
+
+
 def test_nodes_come_and_go() -> None:
     async def main(world: World) -> None:
         (leader,) = world.leaders()

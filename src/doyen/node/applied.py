@@ -94,6 +94,8 @@ class Applied:
         self._waiting: list[tuple[int, int, Callable[[], None]]] = []
         self._waits = 0
         self._snapshotting = False
+        self._weight = 0
+        """What the last snapshot of ours came to: a large one is not taken as often."""
 
     def _stand_at(self, snapshot: Snapshot) -> None:
         self.index = self.snapshot = snapshot.index
@@ -179,7 +181,8 @@ class Applied:
         self._owner.moved_on(self.index)
         limits = self._limits
         if not self._snapshotting and (
-            self._entries >= limits.snapshot_entries or self._bytes >= limits.snapshot_bytes
+            self._entries >= limits.snapshot_entries
+            or self._bytes >= max(limits.snapshot_bytes, self._weight)
         ):
             self._take_snapshot()
 
@@ -195,7 +198,7 @@ class Applied:
 
     async def _write(self, snapshot: Snapshot, pieces: Iterator[bytes]) -> None:
         try:
-            await self._journal.take_snapshot(snapshot, pieces)
+            await self._journal.take_snapshot(snapshot, self._weighed(pieces))
         except StoreUnavailable as error:
             log.warning("no snapshot was taken: %s", error)
             return
@@ -204,6 +207,13 @@ class Applied:
         if snapshot.index > self.snapshot:
             self.snapshot = snapshot.index
             self._owner.tell_core(Compacted(snapshot))
+
+    def _weighed(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        weight = 0
+        for piece in pieces:
+            weight += len(piece)
+            yield piece
+        self._weight = weight
 
     async def _put_in_place(self) -> None:
         snapshot = await self.restore()

@@ -65,8 +65,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     apply_commands: int = 2048
     """Commands that are applied in one turn of the loop, to the end of an entry."""
     snapshot_entries: int = 100_000
-    snapshot_bytes: int = 64 << 20
-    """A snapshot is taken after this much of the log."""
+    snapshot_bytes: int = 16 << 20
+    """A snapshot is taken after this much of the log, or as much as the last one came to."""
 
 
 class _Identity:
