@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import queue
 import random
 import shutil
 import signal
@@ -78,6 +79,12 @@ class Member(Served):
             self.role, self.generation = told["role"], told["generation"]
         super().heard(line)
 
+    def hear(self, event: str, **fields: Any) -> dict[str, Any]:
+        try:
+            return super().hear(event, **fields)
+        except queue.Empty:
+            raise TimeoutError(f"{self.name} tells of no {event}: {self.log_tail()}") from None
+
     @property
     def running(self) -> bool:
         return self.process.poll() is None
@@ -123,12 +130,16 @@ class Trial:
         size: int = 3,
         *,
         lan: bool = False,
-        mutant: str = "",
         serve: bool = False,
+        spare: int = 0,
+        mutant: str = "",
     ) -> None:
+        """With `serve` the nodes are `doyen serve`, with the keyspace only. Those to `spare` are not
+        started."""
         self._folder, self._mutant, self._serve = folder, mutant, serve
         self.histories = folder / "histories"
-        names = [f"n{number}" for number in range(1, size + 1)]
+        names = [f"n{number}" for number in range(1, size + spare + 1)]
+        self._founders = names[:size]
         self.lan = servers.Lan(*names, CLIENTS) if lan else None
         self.peers: dict[str, str] = dict.fromkeys(names, "")
         self.nodes: dict[str, Member] = {}
@@ -144,7 +155,7 @@ class Trial:
                 self.peers = {name: f"{self.lan.address(name)}:{PORT}" for name in self.peers}
             else:
                 self.peers = dict(zip(self.peers, addresses(len(self.peers)), strict=True))
-            for name in self.peers:
+            for name in self._founders:
                 self.launch(name)
             for node in self.nodes.values():
                 node.hear("listening")
@@ -162,8 +173,6 @@ class Trial:
 
     def join(self, name: str) -> Member:
         """Start one that is new to the quorum, and waits to be added."""
-        assert self.lan is None, "a network has the hosts that it begins with"
-        (self.peers[name],) = addresses(1)
         node = self.launch(name, join=True)
         node.hear("listening")
         return node
@@ -171,19 +180,19 @@ class Trial:
     def retire(self, name: str) -> None:
         """Stop one that belongs to it no longer."""
         self.nodes.pop(name).end()
-        del self.peers[name]
 
     def _node(self, name: str, join: bool) -> list[str]:
+        known = [*(self.nodes if join else self._founders), *([name] if join else [])]
         if self._serve:
             secret = self._folder / "secret"
             secret.write_text(SECRET)
-            peers = ",".join(f"{peer}={where}" for peer, where in self.peers.items())
+            peers = ",".join(f"{peer}={self.peers[peer]}" for peer in known)
             command = [*DOYEN, "serve", "--json", "--id", name, "--peers", peers]
             command += ["--secret-file", str(secret), "--data-dir", str(self.data(name))]
             return [*command, *(["--join"] if join else [])]
         given = {
             "name": name,
-            "peers": self.peers,
+            "peers": {peer: self.peers[peer] for peer in known},
             "folder": str(self.data(name)),
             "slow": str(self._slow(name)),
             "mutant": self._mutant,
@@ -376,17 +385,17 @@ class KeyspaceClient:
         self._client = recorder.client()
         self._seen: dict[str, tuple[int | None, Any]] = {}
 
-    async def run(self) -> None:
+    async def run(self, writing: float) -> None:
+        """Ask for something, again and again; `writing` is the share of writes."""
         while True:
             epoch = f"h/{int(SystemClock().now() / EPOCH_S)}"
             key = f"{epoch}/{random.randrange(KEYS)}"
-            chance = random.random()
-            if chance < 0.08:
-                await self.list(epoch)
-            elif chance < 0.45:
-                await self.read(key)
-            else:
+            if random.random() < writing:
                 await self.replace(key)
+            elif random.random() < 0.2:
+                await self.list(epoch)
+            else:
+                await self.read(key)
             await asyncio.sleep(random.uniform(0, 2 * PAUSE_S))
 
     async def read(self, key: str) -> None:
@@ -425,9 +434,9 @@ class LedgerClient:
         self._recorder, self._node, self._ledger = recorder, node, ledger
         self._client = recorder.client()
 
-    async def run(self) -> None:
+    async def run(self, writing: float) -> None:
         while True:
-            await (self.look() if random.random() < 0.3 else self.swap())
+            await (self.swap() if random.random() < writing else self.look())
             await asyncio.sleep(random.uniform(0, 2 * PAUSE_S))
 
     async def swap(self) -> None:
@@ -447,14 +456,17 @@ class LedgerClient:
             self._recorder.ends(number, OK, result=result, place=place)
 
 
-async def keyspace_clients(recorder: Recorder, url: str, count: int) -> None:
-    async def one() -> None:
+WRITING = 0.55
+
+
+async def keyspace_clients(recorder: Recorder, url: str, *writing: float) -> None:
+    async def one(writing: float) -> None:
         async with opened(url) as store:
-            await KeyspaceClient(recorder, store).run()
+            await KeyspaceClient(recorder, store).run(writing)
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(count):
-            group.create_task(one())
+        for each in writing:
+            group.create_task(one(each))
 
 
 async def until(number: signal.Signals, *work: Coroutine[Any, Any, None]) -> None:
@@ -466,9 +478,11 @@ async def until(number: signal.Signals, *work: Coroutine[Any, Any, None]) -> Non
             task.cancel()
 
     asyncio.get_running_loop().add_signal_handler(number, stop)
-    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    stop()
-    await asyncio.wait(tasks)
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stop()
+        await asyncio.wait(tasks)
     for task in done:
         if not task.cancelled():
             task.result()
@@ -519,11 +533,12 @@ async def run_node(folder: Path, given: dict[str, Any]) -> None:
     async with often(node):
         tell(event="listening", node=name)
         url = f"doyen://{SECRET.replace(' ', '%20')}@{peers[name]}"
-        clients = [LedgerClient(recorder, node, ledger).run() for _ in range(2)]
+        # One of each kind that only reads: whoever writes has to wait while nobody leads.
+        clients = [LedgerClient(recorder, node, ledger).run(each) for each in (WRITING, 0.0)]
         await until(
             signal.SIGTERM,
             tell_roles(node),
-            work(keyspace_clients(recorder, url, 1), *clients),
+            work(keyspace_clients(recorder, url, WRITING, 0.0), *clients),
             dump(node, ledger),
         )
 
@@ -573,7 +588,9 @@ def main(folder: Path, role: str, *given: str) -> None:
             break_raft(settings["mutant"])
         asyncio.run(run_node(folder, settings))
     elif role == "load":
-        asyncio.run(until(signal.SIGTERM, keyspace_clients(Recorder(folder), given[0], 4)))
+        asyncio.run(
+            until(signal.SIGTERM, keyspace_clients(Recorder(folder), given[0], *[WRITING] * 4))
+        )
     elif role == "survey":
         asyncio.run(survey(folder, given))
     else:

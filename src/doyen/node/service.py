@@ -142,7 +142,7 @@ class _Client:
     def tell(self, answer: words.Answer) -> None:
         link = self.link
         if not link.send(ANSWER, encode(answer)) and not link.closed:
-            link.abort()  # it does not read what it asks for
+            link.fault(Fault.OVERFLOW, "reads no answers")
 
     def fail(self, request: int, trouble: Trouble, text: str) -> None:
         self.tell(Failed(request, trouble, text))

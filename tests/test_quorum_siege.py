@@ -1,0 +1,233 @@
+"""Bad neighbours of a quorum that serves: strangers, liars, thieves and bores, at the doors of real
+`doyen serve` processes under load.
+
+After each of them the same node leads, in the same generation, and clients are served; in the end
+their history is judged (see `history`). What a single door makes of each is in test_bad_peers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import shutil
+import socket
+import struct
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from msgspec.msgpack import encode
+
+from candidates import DOYEN, eventually
+from doyen.clock import SystemClock
+from doyen.errors import StoreUnusable
+from doyen.quorum.requests import REQUEST, Hello, Scan, Write
+from doyen.quorum.wire import MAX_FRAME, Dialler, Identity, Refused, Security, frame
+from doyen.store import Context, open_store
+from neighbours import Caller, call
+from nodes import addresses
+from trials import SECRET, Trial
+
+CLUSTER = "doyen"
+KNOWING = Security(secret=SECRET.encode())
+
+
+@pytest.fixture(scope="module")
+def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
+    with Trial(tmp_path_factory.mktemp("siege"), serve=True) as trial:
+        yield trial
+        assert trial.judge().count("replace")
+
+
+@pytest.fixture(autouse=True)
+def _undisturbed(trial: Trial) -> Iterator[None]:
+    leader = trial.leader()
+    generation = leader.generation
+    yield
+    trial.progress(30)
+    assert trial.leader() is leader
+    assert leader.generation == generation
+
+
+def where(trial: Trial) -> list[tuple[str, int]]:
+    found = [address.rsplit(":", 1) for address in trial.peers.values()]
+    return [(host, int(port)) for host, port in found]
+
+
+def faults(trial: Trial) -> dict[str, int]:
+    """What the nodes have counted, all together."""
+    counted: dict[str, int] = {}
+    for address in trial.peers.values():
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+            lines = answer.read().decode()
+        for kind, count in re.findall(r'connection_faults_total\{kind="(\w+)"\} (\d+)', lines):
+            counted[kind] = counted.get(kind, 0) + int(count)
+    return counted
+
+
+def test_those_of_another_cluster_and_those_who_do_not_know_the_secret(trial: Trial) -> None:
+    async def knock() -> None:
+        context = Context(SystemClock(), lambda event: None)
+        secret = SECRET.replace(" ", "%20")
+        for address in trial.peers.values():
+            for url in (
+                f"doyen://{secret}@{address}?cluster=another",
+                f"doyen://a%20long%20guess%20at%20it@{address}",
+                f"doyen://{address}",
+            ):
+                with pytest.raises(StoreUnusable):
+                    await open_store(url, context)
+            for me, security in (
+                (Identity("another", "n2", 7), KNOWING),
+                (Identity(CLUSTER, "n2", 7), Security(secret=b"a long guess at it")),
+                (Identity(CLUSTER, "", 7), KNOWING),
+            ):
+                with pytest.raises(Refused):
+                    await call(address, me, "peer", security=security)
+
+    asyncio.run(knock())
+
+
+def test_garbage(trial: Trial) -> None:
+    chance = random.Random(3)
+    before = faults(trial)
+    hello = Dialler(Identity(CLUSTER, "n2", 7), "peer").begin()
+    words = [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 5000,
+        b"POST /leader HTTP/1.1\r\n\r\n",
+        struct.pack(">IB", 2**32 - 1, 1),
+        struct.pack(">IB", MAX_FRAME, 1) + bytes(100_000),
+        hello + hello,
+        hello + frame(REQUEST, b"\xc1" * 1000),
+        *(chance.randbytes(chance.randrange(1, 4000)) for _ in range(60)),
+        *(bytes(4) + chance.randbytes(200) for _ in range(20)),
+    ]
+    for at in where(trial):
+        for word in words:
+            with socket.create_connection(at, timeout=10) as stranger, suppress(ConnectionError):
+                stranger.sendall(word)
+                stranger.shutdown(socket.SHUT_WR)
+                while stranger.recv(65536):
+                    pass
+    assert sum(faults(trial).values()) > sum(before.values()) + 100
+
+
+def test_clients_that_know_the_secret_and_talk_nonsense(trial: Trial) -> None:
+    """They are let in, say something outrageous, and are shown out."""
+
+    async def talk() -> None:
+        for address in trial.peers.values():
+            for payload in (
+                b"",
+                b"\xc1" * 50,
+                b"\x90",
+                b"\xdd\xff\xff\xff\xff",
+                bytes(MAX_FRAME - 100),
+            ):
+                caller = await client(address)
+                caller.link.send(REQUEST, payload)
+                await ended(caller)
+            caller = await client(address)
+            caller.link.send(REQUEST, encode(Hello("a client of ours")))
+            caller.link.send(REQUEST, encode(Write(1, 1, b"\xc1 not a command")))
+            caller.link.send(99, b"a kind of frame that there is not")
+            await ended(caller)
+
+    asyncio.run(talk())
+
+
+async def client(address: str) -> Caller:
+    return await call(address, Identity(CLUSTER, "", 7), "client", security=KNOWING)
+
+
+async def ended(caller: Caller) -> None:
+    async with asyncio.timeout(30):
+        await caller.link.wait()
+
+
+def test_slow_lorises(trial: Trial) -> None:
+    """More than may wait at a door, each with a byte now and then; friends come in all the same."""
+    with many(trial, 700) as strangers:
+        for _ in range(3):
+            for stranger in strangers:
+                with suppress(ConnectionError):
+                    stranger.send(b"\0")
+            trial.progress(20)
+
+        async def knock() -> None:
+            for address in trial.peers.values():
+                friend = await client(address)
+                friend.link.abort()
+
+        asyncio.run(knock())
+
+
+@contextmanager
+def many(trial: Trial, count: int) -> Iterator[list[socket.socket]]:
+    with ExitStack() as stack:
+        doors = where(trial)
+        yield [
+            stack.enter_context(socket.create_connection(doors[number % len(doors)], timeout=10))
+            for number in range(count)
+        ]
+
+
+def test_ten_thousand_connections_opened_and_dropped(trial: Trial) -> None:
+    reset = struct.pack("ii", 1, 0)
+    words = [b"", b"\0", b"GET ", b"\x80"]
+    doors = where(trial)
+    for number in range(10_000):
+        with socket.create_connection(doors[number % 3], timeout=30) as stranger:
+            if word := words[number % 4]:
+                stranger.send(word)
+            if number % 2:
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+
+
+def test_a_client_that_never_reads(trial: Trial) -> None:
+    """It asks for everything, again and again, until the node has had enough of it."""
+    before = faults(trial).get("overflow", 0)
+
+    async def ask(address: str) -> None:
+        caller = await client(address)
+        caller.link.pause()
+        caller.link.send(REQUEST, encode(Hello("a client of ours")))
+        number = 0
+        async with asyncio.timeout(60):
+            while faults(trial).get("overflow", 0) == before:
+                for _ in range(2000):
+                    number -= 1
+                    caller.link.send(REQUEST, encode(Scan(number, "h")))
+                await asyncio.sleep(0.05)
+        caller.link.abort()
+
+    asyncio.run(ask(trial.leader().address))
+
+
+def test_a_thief_of_a_name(trial: Trial, tmp_path: Path) -> None:
+    """A second process that has a follower's name, and knows everything else: once with an empty
+    folder, once with a copy of that follower's."""
+    victim = trial.followers()[0]
+    shutil.copytree(trial.data(victim.name), tmp_path / "copied")
+    (tmp_path / "secret").write_text(SECRET)
+    for folder in ("empty", "copied"):
+        peers = {**trial.peers, victim.name: addresses(1)[0]}
+        command = [*DOYEN, "serve", "--json", "--id", victim.name]
+        command += ["--peers", ",".join(f"{peer}={at}" for peer, at in peers.items())]
+        command += ["--data-dir", str(tmp_path / folder)]
+        command += ["--secret-file", str(tmp_path / "secret")]
+        before = faults(trial)
+        with (tmp_path / "log").open("w") as log:
+            thief = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            eventually(lambda: faults(trial) != before, "the thief is noticed")  # noqa: B023
+            trial.progress(50)
+            assert thief.poll() is None or thief.returncode == 69
+        finally:
+            thief.kill()
+            thief.wait()
