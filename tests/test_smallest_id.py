@@ -27,6 +27,11 @@ def one(recovered: Recovered | None = None, make: Any = SmallestId, name: str = 
     )
 
 
+def role_of(core: Any) -> Role:
+    role: Role = core.role
+    return role
+
+
 def votes(effects: list[Any]) -> list[tuple[Vote, int]]:
     return [
         (effect.message, effect.after)
@@ -100,12 +105,13 @@ def test_a_round_without_a_winner_is_followed_by_another() -> None:
     assert room.leader() == "n2"
 
 
-def test_a_vote_is_on_disk_before_it_is_said() -> None:
-    core = one()
+@pytest.mark.parametrize("make", [SmallestId, mutants.VotesBeforeWriting])
+def test_a_vote_is_on_disk_before_it_is_said(make: Any) -> None:
+    core = one(make=make)
     effects = core.handle(Received("n1", Stand(1, 0, 0)), 0.0)
     persist = next(effect for effect in effects if isinstance(effect, Persist))
     assert persist.state == State(1, "n1")
-    assert votes(effects) == [(Vote(1, True), persist.token)]
+    assert (votes(effects) == [(Vote(1, True), persist.token)]) == (make is SmallestId)
 
 
 def test_one_vote_per_generation_also_after_a_restart() -> None:
@@ -153,9 +159,9 @@ def test_a_vote_that_comes_twice_counts_once() -> None:
     core = candidate(SmallestId)
     for _ in range(3):
         core.handle(Received("n2", Vote(1, True)), 0.0)
-    assert core.role is Role.LOOKING
+    assert role_of(core) is Role.LOOKING
     core.handle(Received("n3", Vote(1, True)), 0.0)
-    assert core.role is Role.LEADING
+    assert role_of(core) is Role.LEADING
     broken = candidate(mutants.CountsRepliesNotVoters)
     for _ in range(3):
         broken.handle(Received("n2", Vote(1, True)), 0.0)
@@ -165,12 +171,11 @@ def test_a_vote_that_comes_twice_counts_once() -> None:
 @pytest.mark.parametrize(
     ("mutant", "nodes", "seed"),
     [
-        (mutants.VotesTwice, 3, 35),
-        (mutants.VotesBeforeWriting, 5, 54),
-        (mutants.ForgetsGeneration, 3, 7),
-        (mutants.LooksAtIndexOnly, 3, 85),
-        (mutants.LooksAtNoLog, 5, 14),
-        (mutants.IdAloneDecides, 3, 7),
+        (mutants.VotesTwice, 3, 0),
+        (mutants.ForgetsGeneration, 3, 0),
+        (mutants.LooksAtIndexOnly, 5, 30),
+        (mutants.LooksAtNoLog, 3, 45),
+        (mutants.IdAloneDecides, 5, 1),
     ],
 )
 def test_the_lab_kills(mutant: Any, nodes: int, seed: int) -> None:
