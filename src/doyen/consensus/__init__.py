@@ -6,6 +6,8 @@
     viewstamped   viewstamped replication, revisited
     paxos         multi-Paxos
     smallest_id   the majority vote for the smallest id, made safe
+    server        what these four have in common: log, disk, peers, the work of a leader
+    paxos_lease   who holds a lease, agreed on with nothing on disk
     invariants    what must hold of a core at every step, and of a cluster of them
 
 No module here waits, looks at a clock, rolls dice, opens anything or logs: time and chance are
