@@ -50,6 +50,8 @@ PROTOCOLS = {
 }
 """Where each protocol lives. Raft has everything; the others elect, replicate and restart."""
 
+LAST_TURNS = 5
+"""Connections that were broken off are closed by the loop itself, a turn or two later."""
 CANNOT_GO_ON = 70
 """The exit code of a process whose node had to end it."""
 
@@ -237,5 +239,7 @@ class Server:
     async def close(self) -> None:
         """Send clients to the others, hand leadership over, and stop."""
         self.service.close()
+        await self._door.close()  # those who are here stay until the driver lets them go
         await self.driver.stop()
-        await self._door.close()
+        for _ in range(LAST_TURNS):
+            await asyncio.sleep(0)
