@@ -55,6 +55,7 @@ from doyen.quorum.link import Link, Tally
 from doyen.quorum.wire import Identity, Listener, Security
 from doyen.runtime import InlineRuntime
 from doyen.session import Session
+from doyen.stand import Recipe
 from doyen.store import Context, open_store
 from doyen.term import Term
 
@@ -68,6 +69,7 @@ KINDS = (
     *("stall", "full", "fsync"),
     *("rate", "jump"),
 )
+RECIPES: list[Recipe] = ["line", "line", "race"]
 TTL_S = 2.0
 ELECTION = "lab"
 DRIFT = 0.004
@@ -323,7 +325,9 @@ class CandidateHost(Host):
                 store = await open_store(f"doyen://{nodes}", Context(self.clock, lambda _: None))
                 runtime = InlineRuntime(self.clock, self.rng.getrandbits(32))
                 async with Session(asked, runtime, store) as session:
-                    async for campaign in session.campaigns(ELECTION, name=self.name):
+                    async for campaign in session.campaigns(
+                        ELECTION, name=self.name, recipe=self.rng.choice(RECIPES)
+                    ):
                         async with campaign as term:
                             world.oracle.entered(self.name, term)
                             await asyncio.sleep(self.rng.uniform(0.0, 4 * TTL_S))
@@ -771,7 +775,7 @@ def _rate(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
 
 def _jump(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
     """Of wall time, which nothing may rest on."""
-    hosts[0].clock.step_wall(3600.0 * fault.amount)
+    hosts[0].clock.step_wall(3600.0 * fault.amount if fault.amount > 1 else -3600.0)
     return None
 
 

@@ -1,0 +1,133 @@
+"""The lab kills every mutant: cores and disks with one rule left out each.
+
+A seed that kills is pinned for each, so that this is quick; if the code has moved on and a pinned
+seed no longer does it, the hunt goes on from the first seed for a while. The mutants of leases and
+terms are in `test_lab_quorum`; those of the real journal in its own tests.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+import mutants_raft as raft
+import mutants_zab as zab
+from doyen.consensus.core import Making, Persist, Recovered
+from doyen.consensus.raft import Raft
+from doyen.lab.disk import Disk
+from doyen.lab.plan import LEADER, Fault, Plan
+from doyen.lab.protocols import Protocol, known
+from doyen.lab.runner import hunt_mutant, kinds_of, nodes_for, plan_for
+from doyen.lab.story import tell
+from doyen.lab.world import run_plan
+
+CUTS = "partition,oneway,bridge"
+HUNT_S = 60.0
+
+
+def kill(variant: Protocol, pinned: int, faults: str = "all") -> None:
+    """See it break, and see that what is not broken does not at the same seed."""
+    kinds = kinds_of(faults)
+    plan = plan_for("cores", variant.name, nodes_for(pinned), pinned, kinds=kinds)
+    if run_plan(plan, variant).ok:
+        found = hunt_mutant(variant, HUNT_S, faults=faults)
+        assert found is not None, f"no seed kills it within {HUNT_S:g} s"
+        plan = found[1].plan
+    assert run_plan(plan).ok
+
+
+RAFT: list[tuple[Making, int, str]] = [
+    (raft.VotesTwice, 20, "all"),
+    (raft.VotesBeforeWriting, 78, "ballot"),
+    (raft.CountsItselfBeforeWriting, 50, "all"),
+    (raft.ForgetsGeneration, 20, "all"),
+    (raft.ComparesNothing, 98, "all"),
+    (raft.CutsOnStaleAppend, 60, "all"),
+    (raft.CommitsBeyondMatch, 8, "all"),
+    (raft.ReadsBeforeCommitting, 3, "all"),
+    (raft.TrustsOldWrites, 22, "all"),
+    (raft.LeaderCountsItselfAtOnce, 10, "all"),
+    (raft.AcksBeforeWriting, 59, "all"),
+    (raft.GrantsInItsOwnGeneration, 65, "all"),
+    (raft.ListensToEveryCampaign, 102, CUTS),
+]
+
+
+@pytest.mark.parametrize(("mutant", "pinned", "faults"), RAFT)
+def test_raft(mutant: Making, pinned: int, faults: str) -> None:
+    kill(known("raft").but(make=mutant), pinned, faults)
+
+
+def failover_s(make: Making) -> float:
+    """From the end of the leader's process to the next leader."""
+    plan = Plan(
+        protocol="raft", nodes=5, seed=1, for_s=6.0, faults=(Fault("crash", 2.0, 9.0, (LEADER,)),)
+    )
+    _, story = tell(plan, known("raft").but(make=make))
+    return [float(line.split()[0]) for line in story if " leads in " in line][1] - 2.0
+
+
+def test_a_pre_candidate_that_keeps_its_leader_is_slow() -> None:
+    assert failover_s(Raft) < 0.3
+    assert failover_s(raft.KeepsItsLeader) > 0.8
+
+
+OTHERS: list[tuple[str, Making, int]] = [
+    ("zab", zab.AcknowledgesBeforeWriting, 4),
+]
+
+
+@pytest.mark.parametrize(("protocol", "mutant", "pinned"), OTHERS)
+def test_the_other_protocols(protocol: str, mutant: Making, pinned: int) -> None:
+    kill(known(protocol).but(make=mutant), pinned)
+
+
+class AcceptsTornTail(Disk):
+    """16: what was being written when the machine stopped is taken for whole."""
+
+    def crash(self, rng: random.Random) -> None:
+        kept = rng.randint(0, len(self.queue))
+        torn = self.queue[kept] if kept < len(self.queue) else None
+        if kept:
+            self.settle(kept)
+        if isinstance(torn, Persist) and torn.entries:
+            *whole, last = torn.entries
+            half = msgspec.structs.replace(last, data=last.data[: len(last.data) // 2])
+            self._place(torn.first, [*whole, half], keep=torn.keep)
+        self.queue.clear()
+        self.received.clear()
+
+
+class CutsOffCorruption(Disk):
+    """17: corruption in the middle of the log is cut off as if it were a torn tail."""
+
+    def recover(self) -> Recovered:
+        if self.flipped is not None:
+            del self.entries[max(0, self.flipped - self.base - 1) :]
+            self.flipped = None
+        return super().recover()
+
+
+class RetriesAfterError(Disk):
+    """18: after an error the same writes are synced again, and the kernel has dropped them."""
+
+    def failed(self, rng: random.Random) -> bool:
+        self.queue = [msgspec.structs.replace(each, **_EMPTY) for each in self.queue]
+        return False
+
+
+_EMPTY: dict[str, object] = {"state": None, "first": 0, "entries": ()}
+
+DISKS: list[tuple[Callable[[], Disk], int, str]] = [
+    (AcceptsTornTail, 0, "crash,power,fsync"),
+    (CutsOffCorruption, 0, "rot,crash"),
+    (RetriesAfterError, 0, "fsync,crash,stall"),
+]
+
+
+@pytest.mark.parametrize(("disk", "pinned", "faults"), DISKS)
+def test_disks(disk: Callable[[], Disk], pinned: int, faults: str) -> None:
+    kill(known("raft").but(make_disk=disk), pinned, faults)
