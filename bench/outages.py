@@ -53,6 +53,12 @@ async def _open(url: str) -> Store:
     return await open_store(url, Context(SystemClock(), lambda event: None))
 
 
+async def _write(store: Store) -> None:
+    key = f"bench/{random.getrandbits(60):x}"
+    if await store.put(key, VALUE, if_version=None) is None:
+        raise AssertionError(f"{key} was there already")
+
+
 async def _until_written(
     store: Store, gone: Callable[[], bool], patience_s: float | None = None
 ) -> float:
@@ -63,7 +69,7 @@ async def _until_written(
         begun_after = gone()
         try:
             async with asyncio.timeout(patience_s):
-                await store.put("bench/outage", VALUE, if_version=None)
+                await _write(store)
         except (StoreError, TimeoutError):
             await asyncio.sleep(0.001)
             continue
@@ -78,7 +84,7 @@ async def _outage(
     does the harm, and tells what shows that it is done."""
     store = await _open(url)
     try:
-        await store.put("bench/outage", b"", if_version=None)
+        await _write(store)
         await asyncio.sleep(random.uniform(0.05, 0.2))
         began = now()
         return (await _until_written(store, strike(), patience_s) - began) * 1e3
@@ -148,7 +154,7 @@ async def _transfers(quorum: Quorum, trials: int) -> tuple[list[float], list[flo
         longest = 0.0
         while not moving.done():
             begun = now()
-            await store.put("bench/transfer", VALUE, if_version=None)
+            await _write(store)
             longest = max(longest, now() - begun)
         await moving
         took.append((now() - began) * 1e3)

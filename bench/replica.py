@@ -25,6 +25,7 @@ import msgspec
 
 import doyen
 from doyen.clock import SystemClock
+from doyen.model import Version
 from doyen.node import new_loop
 from doyen.node.proposals import Limits
 from doyen.store import Context, open_store
@@ -129,12 +130,19 @@ async def node(orders: asyncio.Queue[dict[str, Any]]) -> None:
 
 
 async def doyen_client(orders: asyncio.Queue[dict[str, Any]]) -> None:
-    """`fill`: write so many keys, once each."""
+    """Each writer has a key of its own. `fill`: write so many keys, once each."""
     store = await open_store(OPTIONS["url"], Context(SystemClock(), lambda event: None))
     value = b"." * BYTES
 
-    def put(number: int) -> Awaitable[Any]:
-        return store.put(f"bench/{number}", value, if_version=None)
+    versions: dict[int, Version | None] = {}
+
+    async def put(number: int) -> None:
+        entry = await store.put(
+            f"bench/{OPTIONS['who']}/{number}", value, if_version=versions.get(number)
+        )
+        if entry is None:
+            raise AssertionError("a key that nobody else writes has changed")
+        versions[number] = entry.version
 
     async def fill(first: int, keys: int, step: int) -> None:
         for number in range(first, keys, step):
