@@ -45,16 +45,19 @@ class Ordered(Generic[K, V]):
     ([['a', 'b']], [('b', 2)])
     """
 
-    __slots__ = ("_blocks", "_epoch", "_firsts", "_size")
+    __slots__ = ("_blocks", "_epoch", "_firsts", "_size", "_sought")
 
     def __init__(self) -> None:
         self._epoch = 0
+        # Where a key was found, or would stand: whoever reads one often writes it next.
+        self._sought: tuple[K, int, int] | None = None
         self._blocks: list[Block[K, V]] = []
         self._firsts: list[K] = []
         self._size = 0
 
     def append(self, keys: list[K], values: list[V]) -> None:
         """Take these in, as they are; they stand in order, behind everything there is."""
+        self._sought = None
         for at in range(0, len(keys), FULL // 2):
             upto = at + FULL // 2
             self._blocks.append(Block(keys[at:upto], values[at:upto], self._epoch))
@@ -66,11 +69,10 @@ class Ordered(Generic[K, V]):
 
     def get(self, key: K) -> V | None:
         """What stands at `key`, or None."""
-        index = bisect_right(self._firsts, key) - 1
-        if index < 0:
+        if not self._blocks:
             return None
+        index, at = self._seek(key)
         block = self._blocks[index]
-        at = bisect_left(block.keys, key)
         if at < len(block.keys) and block.keys[at] == key:
             return block.values[at]
         return None
@@ -80,13 +82,13 @@ class Ordered(Generic[K, V]):
         if not self._blocks:
             self.append([key], [value])
             return
-        index = max(bisect_right(self._firsts, key) - 1, 0)
+        index, at = self._seek(key)
         block = self._own(index)
         keys, values = block.keys, block.values
-        at = bisect_left(keys, key)
         if at < len(keys) and keys[at] == key:
             values[at] = value
             return
+        self._sought = None
         keys.insert(at, key)
         values.insert(at, value)
         self._size += 1
@@ -97,11 +99,11 @@ class Ordered(Generic[K, V]):
 
     def remove(self, key: K) -> None:
         """Have nothing stand at `key`, where something does."""
-        index = bisect_right(self._firsts, key) - 1
-        if index < 0:
+        if not self._blocks:
             raise KeyError(key)
+        index, at = self._seek(key)
+        self._sought = None
         block = self._own(index)
-        at = bisect_left(block.keys, key)
         if at == len(block.keys) or block.keys[at] != key:
             raise KeyError(key)
         del block.keys[at]
@@ -112,6 +114,16 @@ class Ordered(Generic[K, V]):
             del self._firsts[index]
         elif at == 0:
             self._firsts[index] = block.keys[0]
+
+    def _seek(self, key: K) -> tuple[int, int]:
+        """The block, of those that there are, and the place in it, where `key` stands or would."""
+        sought = self._sought
+        if sought is not None and sought[0] is key:
+            return sought[1], sought[2]
+        index = max(bisect_right(self._firsts, key) - 1, 0)
+        at = bisect_left(self._blocks[index].keys, key)
+        self._sought = key, index, at
+        return index, at
 
     def upward(self, key: K) -> Iterator[tuple[K, V]]:
         """Everything from `key` on. The map must not change meanwhile."""

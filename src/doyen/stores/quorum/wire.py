@@ -160,7 +160,9 @@ class Wire:
         self._calls: dict[int, _Call] = {}
         self._writes = 0
         self._others = 0
-        self._open_writes: dict[int, None] = {}
+        self._open_writes: set[int] = set()
+        self._floor = 1
+        """No open write has a lower number."""
         self._name = uuid.uuid4().hex
         self._named = False
         """Whether the quorum knows us by this name: whether it has answered a write under it."""
@@ -169,6 +171,13 @@ class Wire:
         """Up to this revision, all our watches have been told everything."""
         self._impatient: asyncio.TimerHandle | None = None
         self._closed = False
+        self._hear: dict[type, Callable[[Any], None]] = {
+            Changed: self._changed,
+            Watching: self._watching,
+            Failed: self._failed,
+            Listed: self._listed,
+            Copied: self._copied,
+        }
 
     @property
     def node(self) -> str | None:
@@ -189,17 +198,25 @@ class Wire:
 
     async def write(self, body: bytes) -> bytes:
         """Have a command carried out, once; its result."""
-        number = self._next_write()
-        answer = await self._call(number, lambda id: Write(id, self._floor(), body))  # noqa: A006
-        return bytes(answer.result)
+        answer: Wrote = await self._call(
+            self._next_write(),
+            lambda id: Write(id, self._settled_below(), body),  # noqa: A006
+        )
+        return answer.result
 
     def _next_write(self) -> int:
         self._writes += 1
-        self._open_writes[self._writes] = None
+        self._open_writes.add(self._writes)
         return self._writes
 
-    def _floor(self) -> int:
-        return next(iter(self._open_writes)) if self._named else 1
+    def _settled_below(self) -> int:
+        """Up to where we have the answers to all our writes, as far as the quorum may rely on
+        it. One at least is open."""
+        if not self._named:
+            return 1
+        while self._floor not in self._open_writes:
+            self._floor += 1
+        return self._floor
 
     async def _call(
         self,
@@ -225,7 +242,7 @@ class Wire:
 
     def _drop(self, number: int) -> None:
         self._calls.pop(number, None)
-        self._open_writes.pop(number, None)
+        self._open_writes.discard(number)
 
     def _send(self, call: _Call) -> None:
         link = self._link
@@ -282,12 +299,7 @@ class Wire:
             except (MsgspecError, ValueError) as error:
                 link.fault(Fault.MALFORMED, f"not an answer of this protocol: {error}")
                 return
-            if isinstance(answer, Changed):
-                self._changed(answer)
-            elif isinstance(answer, Watching):
-                self._watching(answer)
-            else:
-                self._answered(answer)
+            self._hear.get(type(answer), self._answered)(answer)
 
     def _changed(self, answer: Changed) -> None:
         self._seen = max(self._seen, answer.revision)
@@ -302,35 +314,40 @@ class Wire:
             self._seen = max(self._seen, answer.revision)
             watch.begun.set_result(None)
 
-    def _answered(
-        self, answer: Wrote | Found | Listed | Renewed | Failed | Condition | Arranged | Copied
-    ) -> None:
+    def _answered(self, answer: Wrote | Found | Renewed | Condition | Arranged) -> None:
         call = self._calls.get(answer.id)
-        if call is None:
-            watch = self._watches.get(answer.id)
-            if watch is not None and isinstance(answer, Failed) and not watch.begun.done():
-                watch.begun.set_exception(_error(answer))
-            return
-        if isinstance(answer, Failed):
-            self._failed(answer, call)
-            return
-        if isinstance(answer, Listed):
+        if call is not None:
+            self._resolve(call, answer)
+
+    def _listed(self, answer: Listed) -> None:
+        call = self._calls.get(answer.id)
+        if call is not None:
             call.records += answer.records
-            if answer.more:
-                return
-        if isinstance(answer, Copied):
+            if not answer.more:
+                self._resolve(call, call.records)
+
+    def _copied(self, answer: Copied) -> None:
+        call = self._calls.get(answer.id)
+        if call is not None:
             if call.take is not None:
                 call.take(answer)
             call.begun_at = self._loop.time()
-            if answer.more:
-                return
-        if answer.id > 0:
+            if not answer.more:
+                self._resolve(call, answer)
+
+    def _resolve(self, call: _Call, value: object) -> None:
+        if call.number > 0:
             self._named = True
         if not call.future.done():
-            call.future.set_result(call.records if isinstance(answer, Listed) else answer)
+            call.future.set_result(value)
 
-    def _failed(self, answer: Failed, call: _Call) -> None:
-        if answer.trouble is Trouble.FORGOTTEN:
+    def _failed(self, answer: Failed) -> None:
+        call = self._calls.get(answer.id)
+        if call is None:
+            watch = self._watches.get(answer.id)
+            if watch is not None and not watch.begun.done():
+                watch.begun.set_exception(_error(answer))
+        elif answer.trouble is Trouble.FORGOTTEN:
             self._rename(answer, call)
         elif answer.trouble is Trouble.UNAVAILABLE and call.sent > 1 and answer.id > 0:
             # Not done this time; nobody says that about the times before.
