@@ -33,6 +33,7 @@ class Kind:
 KINDS = {
     "consul": Kind(servers.ConsulCluster, 15.0),
     "etcd": Kind(servers.EtcdCluster, 5.0),
+    "quorum": Kind(servers.QuorumCluster, 5.0),
     "zookeeper": Kind(servers.ZooKeeperEnsemble, 8.0),
 }
 
