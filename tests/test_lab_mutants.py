@@ -13,7 +13,10 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+import mutants_paxos as paxos
 import mutants_raft as raft
+import mutants_smallest_id as smallest_id
+import mutants_viewstamped as viewstamped
 import mutants_zab as zab
 from doyen.consensus.core import Making, Persist, Recovered
 from doyen.consensus.raft import Raft
@@ -52,6 +55,10 @@ RAFT: list[tuple[Making, int, str]] = [
     (raft.LeaderCountsItselfAtOnce, 10, "all"),
     (raft.AcksBeforeWriting, 59, "all"),
     (raft.GrantsInItsOwnGeneration, 65, "all"),
+    (raft.ComparesIndexOnly, 395, "partition,crash"),
+    (raft.ReadsWithoutRounds, 138, "partition,rate"),
+    (raft.InstallsEverySnapshot, 13, "compact,power,partition"),
+    (raft.ChangesTooSoon, 31, "churn,partition"),
     (raft.ListensToEveryCampaign, 102, CUTS),
 ]
 
@@ -77,6 +84,19 @@ def test_a_pre_candidate_that_keeps_its_leader_is_slow() -> None:
 
 OTHERS: list[tuple[str, Making, int]] = [
     ("zab", zab.AcknowledgesBeforeWriting, 4),
+    ("zab", zab.AcceptsAnyLeader, 10),
+    ("paxos", paxos.AcceptsBeforeWriting, 0),
+    ("paxos", paxos.FirstReportWins, 172),
+    ("paxos", paxos.HearsNoReports, 13),
+    ("paxos", paxos.ForgetsBallots, 172),
+    ("viewstamped", viewstamped.LongestLogWins, 204),
+    ("viewstamped", viewstamped.ForgetsView, 4),
+    ("viewstamped", viewstamped.AcknowledgesBeforeWriting, 4),
+    ("smallest-id", smallest_id.VotesTwice, 14),
+    ("smallest-id", smallest_id.VotesBeforeWriting, 91),
+    ("smallest-id", smallest_id.ForgetsGeneration, 14),
+    ("smallest-id", smallest_id.LooksAtIndexOnly, 62),
+    ("smallest-id", smallest_id.IdAloneDecides, 14),
 ]
 
 

@@ -74,17 +74,16 @@ def master_row(script: Script, *, row_ttl_s: float | None = None) -> None:
         not any(tries) and holder == "server1",
     )
     script.note("A lease that ends by itself, and a store that tells whoever watches:")
-    led_at, asked, tokens = meet(script, _lease_and_notification)
+    took_s, tokens = meet(script, _lease_and_notification)
     script.fact(
-        f"server2 led {led_at - 3.0:.2f} s after server1's death, within its lease of {TTL_S:g} s",
-        0 < led_at - 3.0 <= TTL_S + 0.1,
+        f"server2 led {took_s:.2f} s after server1's death, within its lease of {TTL_S:g} s",
+        0 < took_s <= TTL_S + 0.1,
     )
-    script.fact("it never asked in vain: it was told", asked == 0)
-    script.fact("and leads under a later token", tokens == sorted(set(tokens)))
+    script.fact("it leads under a later token", tokens == sorted(set(tokens)))
 
 
-async def _lease_and_notification(place: Place) -> tuple[float, int, list[int]]:
-    """Gives when server2 led, how often it had asked the store meanwhile, and the tokens."""
+async def _lease_and_notification(place: Place) -> tuple[float, list[int]]:
+    """Gives how long it took server2 to lead, and the tokens."""
     terms: list[Term] = []
     led_at = asyncio.get_running_loop().create_future()
 
@@ -104,14 +103,15 @@ async def _lease_and_notification(place: Place) -> tuple[float, int, list[int]]:
     stand("server2")
     await asyncio.sleep(2.5)
     place.members["server1"].kill()
-    before = Counter(place.calls)
-    at: float = 0.0
+    killed_at = place.now
     place.say("server2", "watches; it has nothing to do until it is told")
-    await asyncio.sleep(0.5)
-    asked = Counter(place.calls) - before
-    asked.pop("renew", None)
-    at = await led_at
-    return at, asked.total(), [term.token for term in terms]
+    at: float = await led_at
+    woken_at = min(when for when, name in place.woken if name == "server2" and when > killed_at)
+    place.script.fact(
+        "until the lease had ended it asked the store for nothing; then it was told",
+        not [what for when, what in place.calls if killed_at < when < woken_at and what != "renew"],
+    )
+    return at - killed_at, [term.token for term in terms]
 
 
 # The herd.
@@ -123,11 +123,12 @@ def herd(script: Script, *, crowded: Recipe = "race") -> None:
     """One leader goes. Who is woken?"""
     script.note(f"{CROWD} candidates wait behind one leader, which then lets go.")
     rows = {
-        (recipe, crowd): meet(script, lambda place, r=recipe, n=crowd: _let_go(place, r, n))  # type: ignore[misc]
+        (recipe, crowd): meet(
+            script, lambda place, r=recipe, n=crowd: _let_go(place, r, n), near=True
+        )  # type: ignore[misc]
         for recipe in (crowded, "line")
         for crowd in (10, 100, CROWD)
     }
-    script.note("")
     script.note("waiting   woken: all on one key   woken: each on the one ahead")
     for crowd in (10, 100, CROWD):
         script.note(f"{crowd:7}   {rows[crowded, crowd][0]:22}   {rows['line', crowd][0]:27}")
@@ -137,7 +138,8 @@ def herd(script: Script, *, crowded: Recipe = "race") -> None:
         woken == CROWD,
     )
     script.fact(
-        f"and all {CROWD} tried to create it: {CROWD - 1} in vain", asked == CROWD
+        f"the store was asked {asked} times to create it, {asked - 1} of them in vain",
+        asked >= CROWD,
     )
     script.fact(
         "in a line one was woken, however many waited",
@@ -166,18 +168,20 @@ async def _let_go(place: Place, recipe: Recipe, crowd: int) -> tuple[int, int]:
     for number in range(1, crowd + 2):
         stand(number)
     await led.acquire()
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(0.01)
     place.woken.clear()
     place.calls.clear()
     ended.set()
     await led.acquire()
-    await asyncio.sleep(0.1)
-    woken = {*place.woken} - {"guid_0000000001"}
+    await asyncio.sleep(0.01)
+    woken = sorted({name for _, name in place.woken} - {"guid_0000000001"})
     if crowd == CROWD:
-        next_one = next(iter(sorted(woken)))
-        many = f"{len(woken)} are woken" if len(woken) > 1 else f"only {next_one} is woken"
-        place.script.happens(place.now, f"guid_0000000001 lets go ({recipe}): {many}")
-    return len(woken), place.calls.count("create")
+        told = f"{len(woken)} are woken" if len(woken) > 1 else f"{woken[0]} is woken, nobody else"
+        watching = (
+            "all watch the leader's key" if recipe == "race" else "each watches the one ahead"
+        )
+        place.script.happens(place.now, f"{watching}; guid_0000000001 lets go: {told}")
+    return len(woken), [what for _, what in place.calls].count("create")
 
 
 # The paused leader.
@@ -229,9 +233,7 @@ def paused_leader(script: Script, *, bare: Register | None = None) -> None:
     script.fact("tokens increase", tokens == sorted(set(tokens)))
 
 
-async def _pause(
-    place: Place, registers: dict[str, Register]
-) -> tuple[list[str], list[int], bool]:
+async def _pause(place: Place, registers: dict[str, Register]) -> tuple[list[str], list[int], bool]:
     """Gives which registers refused a write, the tokens, and whether server1 still took itself for
     the leader when it woke."""
     refused: list[str] = []

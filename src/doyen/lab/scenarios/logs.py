@@ -206,9 +206,7 @@ def partition_heals(script: Script) -> None:
         "all five were electing when the network healed, and one leader came of it",
         stage.led(),
     )
-    script.fact(
-        f"it took {took_s:.2f} s: less than two election timeouts of 1 s", 0 < took_s < 2.0
-    )
+    script.fact(f"it took {took_s:.2f} s: less than two election timeouts of 1 s", 0 < took_s < 2.0)
     script.fact("at no instant did two lead in one generation", not broken)
     script.fact(
         f"asking first cost {generations} generations; asking for votes at once, {more}",

@@ -10,6 +10,7 @@ Imports the lab's machines, the session and the memory store.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import Context as Variables
 from contextvars import copy_context
@@ -39,7 +40,7 @@ AWAY_S = 0.001
 class Place:
     """A store, and the processes that meet in it."""
 
-    def __init__(self, script: Script, clock: VirtualClock) -> None:
+    def __init__(self, script: Script, clock: VirtualClock, *, near: bool) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, LabLoop)
         self.script = script
@@ -47,10 +48,12 @@ class Place:
         self.clock = clock
         self.server = MemoryServer(clock)
         self.outside = copy_context()
-        self.woken: list[str] = []
-        """Whom the store has notified, one item a notification."""
-        self.calls: list[str] = []
-        """What the store was asked for."""
+        self.woken: list[tuple[float, str]] = []
+        """When the store has notified whom."""
+        self.calls: list[tuple[float, str]] = []
+        """When the store was asked for what."""
+        self.near = near
+        """The store is right here: cheaper, and nobody can be stopped."""
         self.members: dict[str, Member] = {}
 
     @property
@@ -118,6 +121,7 @@ class Remote(FaultyStore):
         self._place = place
         self._member = member
         self._inside: Variables = member.process.context
+        self._near = place.near
 
     async def _call(
         self,
@@ -126,7 +130,9 @@ class Remote(FaultyStore):
         do: Callable[[], Awaitable[T]],
         lease: Lease | None = None,
     ) -> T:
-        self._place.calls.append(operation)
+        self._place.calls.append((self._place.now, operation))
+        if self._near:
+            return await do()
         await asyncio.sleep(AWAY_S)
 
         async def there() -> T:
@@ -140,22 +146,31 @@ class Remote(FaultyStore):
         place, name = self._place, self._member.name
 
         def told() -> None:
-            place.woken.append(name)
+            place.woken.append((place.now, name))
+            if self._near:
+                return notify()
             place.loop.call_later(AWAY_S, notify, context=self._inside)
 
         return await self._call("watch", scope, partial(self._store.watch, scope, told))
 
 
-def meet(script: Script, main: Callable[[Place], Coroutine[Any, Any, T]]) -> T:
+def meet(
+    script: Script, main: Callable[[Place], Coroutine[Any, Any, T]], *, near: bool = False
+) -> T:
     """Run it in virtual time, in a place of its own."""
     clock = VirtualClock()
 
     async def whole() -> T:
-        place = Place(script, clock)
+        place = Place(script, clock, near=near)
         try:
             return await main(place)
         finally:
             await place.close()
 
-    with asyncio.Runner(loop_factory=lambda: LabLoop(clock)) as runner:
-        return runner.run(whole())
+    logger = logging.getLogger("doyen")
+    level, logger.level = logger.level, logging.CRITICAL + 1
+    try:
+        with asyncio.Runner(loop_factory=lambda: LabLoop(clock)) as runner:
+            return runner.run(whole())
+    finally:
+        logger.level = level

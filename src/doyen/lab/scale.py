@@ -1,0 +1,339 @@
+"""What an election costs: messages, bytes and time, for ten candidates and for a hundred thousand.
+
+The sessions and elections that users run, on virtual time, at a store that is as far away as it is
+said to be: every request and every answer takes one way, and so does a notification. Requests,
+answers and notifications are counted as messages, their keys and values as bytes.
+
+    crowd      many candidates of one election; the leader resigns, or dies
+    holdings   many elections of one session; it dies, and another that waits for all of them leads
+
+Imports sessions, the memory store and virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from msgspec import Struct
+
+from doyen.clock import VirtualClock
+from doyen.events import Elected, Record
+from doyen.heart import Heart
+from doyen.lab.plot import Panel
+from doyen.model import Entry, Lease, Version
+from doyen.presence import Settings
+from doyen.runtime import InlineRuntime
+from doyen.session import Session
+from doyen.store import Context, Creation, Store, Watch
+from doyen.stores.memory import MemoryServer, MemoryStore
+from doyen.testing.virtual import run_virtual
+
+__all__ = ["DISTANCES", "SIZES", "Cost", "crowd", "holdings", "measure", "panels"]
+
+T = TypeVar("T")
+
+SIZES = (10, 100, 1_000, 10_000, 100_000)
+DISTANCES = {"one room": 0.00025, "one region": 0.005, "across an ocean": 0.05}
+"""One way, in seconds."""
+TTL_S = 3600.0
+"""So long that no renewal falls into what is measured."""
+FRAME = 32
+"""What a message takes beside its key and value: an estimate."""
+
+
+class Cost(Struct, kw_only=True):
+    """What one thing cost, once everybody stood."""
+
+    what: str
+    count: int
+    one_way_s: float
+    messages: int
+    bytes: int
+    seconds: float
+    """Without a leader; after a death, beyond the end of the lease."""
+
+
+class _Meter:
+    def __init__(self) -> None:
+        self.messages = self.bytes = 0
+
+    def count(self, *texts: str | bytes) -> None:
+        self.messages += 1
+        self.bytes += FRAME + sum(map(len, texts))
+
+
+class _Far(Store):
+    """A store that is some way away, and what goes over that way."""
+
+    def __init__(self, store: Store, meter: _Meter, one_way_s: float) -> None:
+        self.capabilities = store.capabilities
+        self._store, self._meter, self._one_way_s = store, meter, one_way_s
+        self.dead = False
+
+    async def _go(self, call: Callable[[], Awaitable[T]], *texts: str | bytes) -> T:
+        if self.dead:
+            await asyncio.Event().wait()
+        self._meter.count(*texts)
+        await asyncio.sleep(self._one_way_s)
+        answer = await call()
+        said = [answer.value] if isinstance(answer, Entry) else []
+        if isinstance(answer, Creation):
+            said = [answer.entry.value]
+        self._meter.count(*said)
+        await asyncio.sleep(self._one_way_s)
+        return answer
+
+    async def grant(self, ttl_s: float) -> Lease:
+        return await self._go(lambda: self._store.grant(ttl_s))
+
+    async def renew(self, lease: Lease) -> None:
+        await self._go(lambda: self._store.renew(lease), lease.id)
+
+    async def revoke(self, lease: Lease) -> None:
+        await self._go(lambda: self._store.revoke(lease), lease.id)
+
+    async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
+        return await self._go(lambda: self._store.create(key, value, lease), key, value)
+
+    async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
+        return await self._go(
+            lambda: self._store.put(key, value, if_version=if_version), key, value
+        )
+
+    async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
+        return await self._go(lambda: self._store.delete(key, if_version=if_version), key)
+
+    async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
+        return await self._go(
+            lambda: self._store.enqueue(line, value, lease, rank=rank), line, value
+        )
+
+    async def ahead(self, ticket: Entry) -> Entry | None:
+        return await self._go(lambda: self._store.ahead(ticket), ticket.key)
+
+    async def get(self, key: str) -> Entry | None:
+        return await self._go(lambda: self._store.get(key), key)
+
+    async def list(self, prefix: str) -> list[Entry]:
+        return await self._go(lambda: self._store.list(prefix), prefix)
+
+    async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
+        loop = asyncio.get_running_loop()
+
+        def told() -> None:
+            if not self.dead:
+                self._meter.count(scope)
+                loop.call_later(self._one_way_s, notify)
+
+        return await self._go(lambda: self._store.watch(scope, told), scope)
+
+    async def close(self) -> None:
+        await self._store.close()
+
+
+class _Patient(InlineRuntime):
+    """Looks at a heart when it is due, and not every tenth of a second: there are many."""
+
+    def watch(self, heart: Heart) -> None:
+        if heart.lose_if_expired() or heart.lost_because is not None:
+            self.unwatch(heart)
+            return
+        wait_s = max(0.001, heart.valid_until - self.clock.now())
+        self._timers[heart] = self._loop.call_later(wait_s, self.watch, heart)
+
+
+class _Place:
+    """A store, and sessions at some distance from it."""
+
+    def __init__(self, one_way_s: float) -> None:
+        loop: Any = asyncio.get_running_loop()
+        self.clock: VirtualClock = loop.clock
+        self.server = MemoryServer(self.clock)
+        self.meter = _Meter()
+        self.one_way_s = one_way_s
+        self.elected: list[Record] = []
+        self._news = asyncio.Event()
+        self._runtime = _Patient(self.clock)
+
+    def session(self) -> tuple[Session, _Far]:
+        store = MemoryStore(self.server, Context(self.clock, lambda event: None))
+        far = _Far(store, self.meter, self.one_way_s)
+        settings = Settings(url="memory://", ttl_s=TTL_S, sinks=(self._sink,))
+        return Session(settings, self._runtime, far), far
+
+    def _sink(self, record: Record) -> None:
+        if isinstance(record.event, Elected):
+            self.elected.append(record)
+            self._news.set()
+
+    def begin(self) -> tuple[int, int, float]:
+        self.elected.clear()
+        return self.meter.messages, self.meter.bytes, self.clock.now()
+
+    def cost(self, what: str, count: int, begun: tuple[int, int, float], from_s: float) -> Cost:
+        messages, size, _ = begun
+        return Cost(
+            what=what,
+            count=count,
+            one_way_s=self.one_way_s,
+            messages=self.meter.messages - messages,
+            bytes=self.meter.bytes - size,
+            seconds=round(self.elected[-1].at - from_s, 6),
+        )
+
+    async def won(self, count: int = 1) -> None:
+        """Until so many have been elected since `begin`, and all under way has arrived."""
+        while len(self.elected) < count:
+            self._news.clear()
+            await self._news.wait()
+        await self.settle()
+
+    async def settle(self) -> None:
+        """Until everything under way has arrived."""
+        await asyncio.sleep(100 * self.one_way_s)
+
+
+async def _stand(
+    session: Session, election: str, name: str, recipe: str, done: asyncio.Event
+) -> None:
+    async with session, session.campaign(election, name=name, recipe=recipe):  # type: ignore[arg-type]
+        await done.wait()
+
+
+async def _crowd(count: int, one_way_s: float, recipe: str) -> list[Cost]:
+    place = _Place(one_way_s)
+    standing, stores = [], []
+    resign = asyncio.Event()
+    for number in range(count):
+        session, store = place.session()
+        stores.append(store)
+        done = resign if number == 0 else asyncio.Event()
+        standing.append(
+            asyncio.ensure_future(_stand(session, "e", f"server{number}", recipe, done))
+        )
+        if number == 0:
+            await place.settle()
+    await place.settle()
+    begun = place.begin()
+    resign.set()
+    await place.won()
+    name = "resigns" if recipe == "line" else "resigns, race"
+    costs = [place.cost(name, count, begun, begun[2])]
+    if recipe == "line":
+        winner = int(place.elected[-1].event.name.removeprefix("server"))  # type: ignore[attr-defined]
+        record = place.server.list("elections/e")[0]
+        stores[winner].dead = True
+        begun = place.begin()
+        place.server.revoke(str(record.lease))  # as at the end of its time
+        await place.won()
+        costs.append(place.cost("dies", count, begun, begun[2]))
+    for task in standing:
+        task.cancel()
+    for store in stores:
+        store.dead = True
+    await asyncio.wait(standing, timeout=1.0)
+    return costs
+
+
+def crowd(count: int, one_way_s: float, recipe: str = "line") -> list[Cost]:
+    """One election with so many candidates."""
+    return run_virtual(_crowd(count, one_way_s, recipe))
+
+
+async def _holdings(count: int, one_way_s: float) -> list[Cost]:
+    place = _Place(one_way_s)
+    standing = []
+
+    async def lead(session: Session, election: str, name: str) -> None:
+        async with session.campaign(election, name=name):
+            await asyncio.Event().wait()
+
+    stores = []
+    costs: list[Cost] = []
+    for name in ("server1", "server2"):
+        session, store = place.session()
+        stores.append(store)
+        await session.__aenter__()
+        before = place.begin()
+        standing += [
+            asyncio.ensure_future(lead(session, f"e{number}", name)) for number in range(count)
+        ]
+        if name == "server1":
+            await place.won(count)
+            costs.append(place.cost("elects", count, before, before[2]))
+        await asyncio.sleep(60.0)
+    record = place.server.list("elections")[0]
+    stores[0].dead = True
+    begun = place.begin()
+    place.server.revoke(str(record.lease))
+    await place.won(count)
+    costs.append(place.cost("takes over", count, begun, begun[2]))
+    for task in standing:
+        task.cancel()
+    stores[1].dead = True
+    await asyncio.wait(standing, timeout=1.0)
+    return costs
+
+
+def holdings(count: int, one_way_s: float) -> list[Cost]:
+    """So many elections of one session, while another waits for all of them."""
+    return run_virtual(_holdings(count, one_way_s))
+
+
+def measure(
+    sizes: Sequence[int] = SIZES,
+    *,
+    race_to: int = 1_000,
+    progress: Callable[[str], object] = lambda line: None,
+) -> list[Cost]:
+    """All of it, at every distance. A race is a herd, and is measured up to `race_to` only."""
+    costs = []
+    for name, one_way_s in DISTANCES.items():
+        for size in sizes:
+            progress(f"{name}: {size:,} candidates, then as many elections")
+            costs += crowd(size, one_way_s)
+            if size <= race_to:
+                costs += crowd(size, one_way_s, "race")
+            costs += holdings(size, one_way_s)
+    return costs
+
+
+def panels(costs: Sequence[Cost]) -> list[Panel]:
+    """Messages and time over the number of candidates and of elections."""
+    sizes = sorted({cost.count for cost in costs})
+    names = {one_way_s: name for name, one_way_s in DISTANCES.items()}
+    near = min(cost.one_way_s for cost in costs)
+
+    def line(what: str, one_way_s: float, of: Callable[[Cost], float]) -> list[float]:
+        found = {
+            cost.count: of(cost)
+            for cost in costs
+            if cost.what == what and cost.one_way_s == one_way_s
+        }
+        return [found[size] for size in sizes if size in found]
+
+    def messages(title: str, x_label: str, *kinds: str, per_one: bool = False) -> Panel:
+        def of(cost: Cost) -> float:
+            return cost.messages / (cost.count if per_one else 1)
+
+        series = {kind: line(kind, near, of) for kind in kinds}
+        unit = "messages per election" if per_one else "messages"
+        return Panel(title=title, unit=unit, series=series, x=sizes, x_label=x_label)
+
+    def times(title: str, kind: str, x_label: str) -> Panel:
+        series = {
+            name: line(kind, one_way_s, lambda cost: cost.seconds * 1000)
+            for one_way_s, name in names.items()
+        }
+        return Panel(title=title, unit="ms", series=series, x=sizes, x_label=x_label)
+
+    return [
+        messages("a change of leader", "candidates", "resigns", "dies", "resigns, race"),
+        times("the leader resigns", "resigns", "candidates"),
+        times("the leader dies", "dies", "candidates"),
+        messages("many elections", "elections", "elects", "takes over", per_one=True),
+        times("all elections are won", "elects", "elections"),
+        times("all elections are taken over", "takes over", "elections"),
+    ]
