@@ -87,6 +87,22 @@ def test_protocols_side_by_side_in_a_table_and_a_plot(
     assert capsys.readouterr().out.splitlines()[0].startswith("protocol")
 
 
+def test_a_change_of_leader_costs_the_same_however_many_wait(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "scale.svg"
+    costs = told(capsys, "scale", "--most", "100", "--plot", str(plot))["costs"]
+    assert "candidates" in "".join(ElementTree.fromstring(plot.read_text()).itertext())
+    by_what: dict[str, set[int]] = {}
+    for cost in costs:
+        by_what.setdefault(cost["what"], set()).add(cost["messages"])
+        if cost["what"] in ("resigns", "dies"):
+            assert cost["seconds"] <= 8 * cost["one_way_s"]
+    assert len(by_what["resigns"]) == len(by_what["dies"]) == 1
+    assert max(by_what["resigns, race"]) > 5 * min(by_what["resigns, race"])
+    assert main(["lab", "scale", "--most", "10"]) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

@@ -38,6 +38,7 @@ examples:
   doyen lab run --protocol raft --nodes 5 --seed 7 --faults all --for 1h
   doyen lab hunt --protocols all --limit 10m
   doyen lab compare --nodes 5 --seeds 20 --plot compare.svg
+  doyen lab scale --most 10000 --plot scale.svg
   doyen lab scenario
   doyen lab scenario paused-leader
   doyen lab replay lab-raft-4711.json
@@ -106,9 +107,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     side = action("compare", "the same faults to each protocol, side by side")
     side.add_argument("--protocols", default="all", metavar="NAME,…", help="default: all")
     side.add_argument("--seeds", type=int, default=10, help="how many (default: 10)")
-    side.add_argument(
-        "--plot", metavar="FILE", help="draw it: .svg, or .png with matplotlib (default: do not)"
-    )
     for each in (one, side):
         each.add_argument("--nodes", type=int, default=5, help="default: 5")
     for each in (one, many, side):
@@ -122,6 +120,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
             default=20.0,
             metavar="TIME",
             help="how long there is trouble in a run, in virtual time (default: 20s)",
+        )
+    cost = action("scale", "what an election costs, for ten candidates and a hundred thousand")
+    cost.add_argument("--most", type=int, default=1000, metavar="N", help="default: 1000")
+    for each in (side, cost):
+        each.add_argument(
+            "--plot",
+            metavar="FILE",
+            help="draw it: .svg, or .png with matplotlib (default: do not)",
         )
     told = action("scenario", "what the documents teach, acted out")
     told.add_argument("name", nargs="?", metavar="NAME", help="default: a list of them")
@@ -357,6 +363,42 @@ def _compared(rows: list[Comparison]) -> Table:
     return table
 
 
+def _scale(args: argparse.Namespace) -> int:
+    from doyen.lab.plot import write
+    from doyen.lab.scale import SIZES, measure, panels
+
+    sizes = [size for size in SIZES if size <= args.most]
+    if len(sizes) < 2:
+        raise ConfigError(f"--most is {SIZES[1]} or more, not {args.most}")
+
+    def progress(line: str) -> None:
+        if not args.json:
+            print(line, file=sys.stderr, flush=True)
+
+    costs = measure(sizes, progress=progress)
+    if args.plot:
+        write(Path(args.plot), panels(costs))
+    if args.json:
+        import msgspec
+
+        print_json({"costs": msgspec.to_builtins(costs), "plot": args.plot})
+        return Exit.DONE
+    table = Table(["what", ">count", ">one way ms", ">messages", ">bytes", ">without a leader ms"])
+    for cost in sorted(costs, key=lambda cost: (cost.what, cost.one_way_s, cost.count)):
+        table.rows.append(
+            [
+                cost.what,
+                f"{cost.count:,}",
+                f"{cost.one_way_s * 1000:g}",
+                f"{cost.messages:,}",
+                f"{cost.bytes:,}",
+                f"{cost.seconds * 1000:,.1f}",
+            ]
+        )
+    console().print(table)
+    return Exit.DONE
+
+
 def _scenario(args: argparse.Namespace) -> int:
     from doyen.lab.scenarios import SCENARIOS, act
 
@@ -410,6 +452,7 @@ _ACTIONS = {
     "run": _run,
     "hunt": _hunt,
     "compare": _compare,
+    "scale": _scale,
     "scenario": _scenario,
     "replay": _replay,
 }
