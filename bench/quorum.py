@@ -40,10 +40,14 @@ class Members(Crew):
         self.tell(who, json.dumps(order))
         return self.wait(answer, who)
 
-    def load(self, who: str, in_flight: int, seconds: float) -> Report:
-        """Some writes to warm up, then those that count."""
+    def load(self, who: str, in_flight: int, seconds: float, pids: Iterable[int]) -> Report:
+        """Some writes to warm up, then those that count, with the processor time that all these
+        processes take for each."""
         self.order(who, "loaded", do="load", in_flight=in_flight, seconds=seconds / 4)
-        return self.order(who, "loaded", do="load", in_flight=in_flight, seconds=seconds)
+        before = sum(map(probes.cpu_s, pids))
+        report = self.order(who, "loaded", do="load", in_flight=in_flight, seconds=seconds)
+        used_s = sum(map(probes.cpu_s, pids)) - before
+        return {**report, "cpu_us": used_s / (report["per_s"] * seconds) * 1e6}
 
     def replica(self, who: str, role: str, **options: Any) -> str:
         given = json.dumps({"who": who, **options})
@@ -94,11 +98,6 @@ class Turns:
     def median(self, system: str, in_flight: int, what: str = "per_s") -> float:
         return p50(self.of(system, in_flight, what))
 
-    def table(self, system: str) -> dict[str, float]:
-        """Writes a second, by how many were in flight."""
-        levels = [level for name, level in self._reports if name == system]
-        return {str(level): round(self.median(system, level)) for level in levels}
-
 
 def writes(
     *,
@@ -115,6 +114,7 @@ def writes(
         leader = crew.leader("n1")
         follower = next(who for who in nodes if who != leader)
         who_of = {"propose": leader, "keyspace": "at-leader", "forwarded": "at-follower"}
+        pids = {system: [crew.pid(node) for node in nodes] for system in who_of}
         crew.replica("at-leader", "doyen-client", url=f"doyen://{nodes[leader]}")
         crew.replica("at-follower", "doyen-client", url=f"doyen://{nodes[follower]}")
         if peers:
@@ -122,13 +122,17 @@ def writes(
             address = cluster.leader().address
             crew.replica("at-etcd", "etcd-client", address=address)
             who_of["etcd"] = "at-etcd"
-        for who in [who for who in who_of.values() if who != leader]:
-            crew.wait("ready", who)
+            pids["etcd"] = [member.pid for member in cluster.members]
+        for system, who in who_of.items():
+            if who != leader:
+                crew.wait("ready", who)
+                pids[system].append(crew.pid(who))
         began = crew.standing(leader)
         for _ in range(rounds):
             for in_flight in levels:
                 for system, who in who_of.items():
-                    turns.add(system, in_flight, crew.load(who, in_flight, seconds))
+                    report = crew.load(who, in_flight, seconds, pids[system])
+                    turns.add(system, in_flight, report)
             if peers:
                 _syncobj_turn(turns, levels, seconds)
         ended = crew.standing(leader)
@@ -142,7 +146,8 @@ def _syncobj_turn(turns: Turns, levels: tuple[int, ...], seconds: float) -> None
         leader = crew.syncobj()
         before = crew.standing(leader)["generation"]
         for in_flight in levels:
-            turns.add("pysyncobj", in_flight, crew.load(leader, in_flight, seconds))
+            pids = [crew.pid(who) for who in SYNCOBJS]
+            turns.add("pysyncobj", in_flight, crew.load(leader, in_flight, seconds, pids))
         changes = crew.standing(leader)["generation"] - before
         taken_back = sum(crew.standing(who)["truncations"] for who in SYNCOBJS)
         turns.add("pysyncobj", 0, {"changes": changes, "taken_back": taken_back})
@@ -156,13 +161,14 @@ def _figures_of_writes(
     rates: dict[str, Any] = {
         name: {str(level): round(turns.median(name, level)) for level in levels} for name in names
     }
+    processor = {name: round(turns.median(name, many, "cpu_us"), 1) for name in names}
     if not peers:
         return [
             Figure(
                 name=f"propose, {many} in flight",
                 value=turns.median("propose", many),
                 unit="writes/s",
-                details=rates,
+                details={**rates, "cpu_us": processor},
             ),
             _no_changes(changes, {}),
         ]
@@ -186,7 +192,7 @@ def _figures_of_writes(
         )
 
     return [
-        times("propose", "etcd", 12.0, per_s=rates),
+        times("propose", "etcd", 12.0, per_s=rates, cpu_us_each=processor),
         times("propose", "pysyncobj", 1.0, **lost),
         times("keyspace", "etcd", 8.0),
         *(
