@@ -11,7 +11,6 @@ import dataclasses
 import json
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ import msgspec
 
 import doyen
 from doyen.node.driver import Limits
+from servers import free_port
 
 PATIENCE_S = 30.0
 SNAPSHOT_ENTRIES = 50
@@ -49,15 +49,9 @@ class Notes(doyen.StateMachine):
 
 
 def addresses(count: int) -> list[str]:
-    """Free ports, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Free ports, all different, that no connection is given in passing: a node that restarts
+    finds its own free again."""
+    return [f"127.0.0.1:{free_port()}" for _ in range(count)]
 
 
 def three() -> dict[str, str]:

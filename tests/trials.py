@@ -134,7 +134,7 @@ class Trial:
         spare: int = 0,
         mutant: str = "",
     ) -> None:
-        """With `serve` the nodes are `doyen serve`, with the keyspace only. Those to `spare` are not
+        """With `serve` the nodes are `doyen serve`, with the keyspace only. `spare` of them are not
         started."""
         self._folder, self._mutant, self._serve = folder, mutant, serve
         self.histories = folder / "histories"
