@@ -52,6 +52,8 @@ examples:
   doyen cluster restore /backups/today --config node.toml --cluster prod-2
 """
 
+AGAIN_S = 0.1
+"""How soon an order is given again that was refused for now."""
 TOKENS = 10**9
 """How far above a backup's tokens a restored cluster goes on."""
 
@@ -133,11 +135,22 @@ async def _quorum(args: argparse.Namespace) -> AsyncIterator[QuorumStore]:
         await store.close()
 
 
-async def _in_time(work: Awaitable[None], args: argparse.Namespace) -> None:
+async def _insist(order: Callable[[], Awaitable[None]], args: argparse.Namespace) -> None:
+    """Give the order, again while it is refused for now only: a learner is behind, say."""
+    refusal: StoreUnusable | None = None
     try:
         async with asyncio.timeout(args.wait):
-            await work
+            while True:
+                try:
+                    return await order()
+                except StoreUnusable as error:
+                    if "ask again" not in str(error):
+                        raise OrderFailed(str(error)) from error
+                    refusal = error
+                    await asyncio.sleep(AGAIN_S)
     except TimeoutError as error:
+        if refusal is not None:
+            raise OrderFailed(f"not within {args.wait:g} s: {refusal}") from refusal
         raise OrderFailed(
             f"not known to be done within {args.wait:g} s: look with doyen cluster status"
         ) from error
@@ -146,10 +159,7 @@ async def _in_time(work: Awaitable[None], args: argparse.Namespace) -> None:
 async def _arrange(args: argparse.Namespace) -> int:
     async with _quorum(args) as store:
         address = getattr(args, "address", "")
-        try:
-            await _in_time(store.arrange(args.action, args.node, address), args)
-        except StoreUnusable as error:
-            raise OrderFailed(str(error)) from error
+        await _insist(lambda: store.arrange(args.action, args.node, address), args)
         states = await store.inspect()
     conditions = [state.condition for state in states if state.condition is not None]
     leads = next((each for each in conditions if each.role == "leading"), None)
