@@ -4,7 +4,7 @@
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help up test lint types layers tests chaos bench rpc clean
+.PHONY: help up test lint types layers tests chaos bench hunt rpc clean
 unexport PYTHONHOME PYTHONPATH VIRTUAL_ENV
 
 VENV := .venv
@@ -15,6 +15,7 @@ help:
 	@echo 'make up      set up and start a quorum and candidates to play with (doyen up)'
 	@echo 'make test    set up and run every check: lint, types, layers, tests'
 	@echo 'make chaos   long trials on real servers'
+	@echo 'make hunt    look for seeds that break a protocol, and for seeds that kill mutants'
 	@echo 'make bench   measure'
 	@echo 'make clean   remove what make has made'
 
@@ -39,6 +40,14 @@ tests: $(VENV)/.dev
 
 chaos: $(VENV)/.dev
 	@$(call stage,chaos,$(BIN)/pytest -m chaos)
+
+# How long each part of the hunt takes: make hunt LIMIT=1h
+LIMIT ?= 10m
+
+hunt: $(VENV)/.dev
+	@$(call stage,hunt,$(BIN)/doyen lab hunt --protocols all --limit $(LIMIT))
+	@$(call stage,hunt,$(BIN)/doyen lab hunt --world quorum --limit $(LIMIT))
+	@$(call stage,mutants,$(BIN)/pytest -m hunt -rP)
 
 # After a change to a .proto file: what is loaded is its compiled form.
 rpc: $(VENV)/.dev
