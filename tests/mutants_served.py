@@ -1,14 +1,19 @@
-"""Broken Rafts for real processes: what test_quorum_history must be able to catch.
+"""Broken nodes for real processes: what the judge of a quorum's history must be able to catch.
 
-Named as a protocol is, with its messages beside it.
+`install` puts one in the place of what it breaks, in this process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from doyen.consensus.raft import MESSAGES, STATE
+from doyen.node import server
+from doyen.node.machine import Command, Machine
 from mutants_raft import AcksBeforeWriting, LeaderCountsItselfAtOnce, ReadsWithoutRounds
 
-__all__ = ["MESSAGES", "STATE", "AcknowledgesFromMemory", "AnswersFromMemory"]
+__all__ = ["MESSAGES", "STATE", "AcknowledgesFromMemory", "AnswersFromMemory", "DoesItAgain"]
 
 
 class AnswersFromMemory(ReadsWithoutRounds):
@@ -20,3 +25,17 @@ class AnswersFromMemory(ReadsWithoutRounds):
 
 class AcknowledgesFromMemory(AcksBeforeWriting, LeaderCountsItselfAtOnce):
     """What is on no disk is acknowledged."""
+
+
+class DoesItAgain(Machine):
+    """What is asked again, because nobody answered, is done again."""
+
+    def apply(self, index: int, commands: Sequence[Command]) -> list[Any]:
+        return [self._carry_out(command) for command in commands]
+
+
+def install(mutant: str) -> None:
+    if issubclass(globals()[mutant], Machine):
+        vars(server)["Machine"] = globals()[mutant]
+    else:
+        server.PROTOCOLS["raft"] = (__name__, mutant)

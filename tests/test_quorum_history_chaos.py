@@ -103,7 +103,18 @@ def with_clients(trial: Trial, chance: random.Random) -> None:
     trial.lan.part([*minority, "clients"], rest)
 
 
-CUTS = (apart, one_way, bridge, ring, with_clients)
+def unanswered(trial: Trial, chance: random.Random) -> None:
+    """A minority, or the leader, hear what they are asked, and their answers are lost: clients ask
+    others again, and so do nodes."""
+    assert trial.lan is not None
+    minority, rest = sides(trial, chance)
+    if chance.random() < 0.5:
+        minority = [trial.leader().name]
+    trial.lan.cut(minority, "clients")
+    trial.lan.cut(minority, chance.choice(rest))
+
+
+CUTS = (apart, one_way, bridge, ring, with_clients, unanswered)
 
 
 @pytest.mark.parametrize("size", [3, 5])
@@ -237,4 +248,18 @@ def test_the_judge_finds_reads_that_are_out_of_date(tmp_path: Path) -> None:
         trial.leader(*({*trial.nodes} - {leader.name}), after=leader.generation)
         trial.progress(100)
         with pytest.raises(AssertionError, match=r"no order explains|does not explain"):
+            trial.judge()
+
+
+def test_the_judge_finds_what_was_done_twice(tmp_path: Path) -> None:
+    """The leader's answers are lost, to clients and to a node that forwards."""
+    with Trial(tmp_path, lan=True, mutant="DoesItAgain") as trial:
+        assert trial.lan is not None
+        for follower in trial.followers():
+            trial.progress(60)
+            trial.lan.cut(trial.leader().name, ("clients", follower.name))
+            trial.progress(60)
+            trial.let_pass(1.0)
+            trial.lan.heal()
+        with pytest.raises(AssertionError, match=r"more than once|no order explains"):
             trial.judge()

@@ -13,7 +13,7 @@ node is on a host of its own (see `servers.Lan`), and so are those clients.
 
 Run as a program this is such a node (`node`), those clients (`load`) or one who reads everything
 in the end, from each node in turn (`survey`). A node's disk is as slow as a file beside its folder
-says, in seconds a sync; `mutant` names a class of mutants_served to be run in place of Raft.
+says, in seconds a sync; `mutant` names one of mutants_served, to be run in place of the real thing.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from typing import Any, Self
 
 import doyen
 import history
+import mutants_served
 import servers
 from candidates import DOYEN
 from doyen.clock import SystemClock
 from doyen.errors import DoyenError, OutcomeUnknown, StoreUnavailable
 from doyen.node import journal
-from doyen.node import server as node_server
 from doyen.node.frames import Disk
 from doyen.store import Context, Store, open_store
 from history import NO, OK, UNKNOWN, WRONG, History, Ledger, Recorder
@@ -512,13 +512,6 @@ class SlowDisk(Disk):
             time.sleep(float(self.file.read_text()))
 
 
-def break_raft(mutant: str) -> None:
-    """Run a mutant. What a process has written outlives it, synced or not, so for those who do
-    not wait for the disk it is writing that takes time."""
-    node_server.PROTOCOLS["raft"] = ("mutants_served", mutant)
-    SlowDisk.writes_too = True
-
-
 async def run_node(folder: Path, given: dict[str, Any]) -> None:
     recorder, ledger = Recorder(folder), Ledger()
     name, peers = given["name"], given["peers"]
@@ -585,7 +578,10 @@ def main(folder: Path, role: str, *given: str) -> None:
         SlowDisk.file = Path(settings["slow"])
         vars(journal)["Disk"] = SlowDisk
         if settings["mutant"]:
-            break_raft(settings["mutant"])
+            # What a process has written outlives it, synced or not: for those who do not wait for
+            # the disk it is writing that takes time.
+            SlowDisk.writes_too = True
+            mutants_served.install(settings["mutant"])
         asyncio.run(run_node(folder, settings))
     elif role == "load":
         asyncio.run(
