@@ -145,8 +145,7 @@ async def _fail_over(place: Place, make: Making) -> Cluster:
     order = LeaderAndIsr("broker1", cluster.terms[0].token, "orders-0", "broker1")
     broker1.process.context.copy().run(cluster.send, order, "broker1", "broker3")
     broker1.freeze()
-    while cluster.brokers["broker2"].leaders["orders-0"] == "broker1":
-        await asyncio.sleep(0.1)
+    await place.until(lambda: cluster.brokers["broker2"].leaders["orders-0"] == "broker2")
     await asyncio.sleep(2.0)
     broker1.thaw()
     await asyncio.sleep(0.1)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections import Counter
 from contextlib import closing
+from functools import partial
 
-from doyen.errors import DoyenError, LeadershipLost, StaleToken
+from doyen.errors import LeadershipLost, StaleToken
 from doyen.fencing import SQLGuard
 from doyen.lab.scenarios.place import TTL_S, Place, meet
 from doyen.lab.scenarios.play import Script
@@ -116,39 +116,40 @@ async def _lease_and_notification(place: Place) -> tuple[float, list[int]]:
 
 # The herd.
 
-CROWD = 1000
 
-
-def herd(script: Script, *, crowded: Recipe = "race") -> None:
+def herd(script: Script, *, crowded: Recipe = "race", most: int = 1000) -> None:
     """One leader goes. Who is woken?"""
-    script.note(f"{CROWD} candidates wait behind one leader, which then lets go.")
+    script.note("Candidates wait behind guid_0000000001, which leads and then lets go.")
+    crowds = (most // 100, most // 10, most)
     rows = {
-        (recipe, crowd): meet(
-            script, lambda place, r=recipe, n=crowd: _let_go(place, r, n), near=True
-        )  # type: ignore[misc]
-        for recipe in (crowded, "line")
-        for crowd in (10, 100, CROWD)
+        (recipe, crowd): meet(script, partial(_let_go, recipe=recipe, crowd=crowd), near=True)
+        for recipe in dict.fromkeys((crowded, "line"))
+        for crowd in crowds
     }
-    script.note("waiting   woken: all on one key   woken: each on the one ahead")
-    for crowd in (10, 100, CROWD):
-        script.note(f"{crowd:7}   {rows[crowded, crowd][0]:22}   {rows['line', crowd][0]:27}")
-    woken, asked = rows[crowded, CROWD]
+    all_woken, asked = rows[crowded, most]
+    (one_woken,) = {tuple(rows["line", crowd][0]) for crowd in crowds}
+    script.note(f"If all watch the leader's key, {all_woken[0]} to {all_woken[-1]} are woken.")
+    script.note(f"If each watches the one ahead of it, {' and '.join(one_woken)} is woken.")
+    script.note("")
+    script.note("waiting   woken, all on one key   woken, in a line")
+    for crowd in crowds:
+        script.note(f"{crowd:7}   {len(rows[crowded, crowd][0]):21}   {len(one_woken):16}")
     script.fact(
-        f"all {CROWD} who watched the leader's key were woken, for the one of them that leads",
-        woken == CROWD,
+        f"all {most} who watched the leader's key were woken, for the one of them that leads",
+        len(all_woken) == most,
     )
     script.fact(
         f"the store was asked {asked} times to create it, {asked - 1} of them in vain",
-        asked >= CROWD,
+        asked >= most,
     )
     script.fact(
-        "in a line one was woken, however many waited",
-        {rows["line", crowd] for crowd in (10, 100, CROWD)} == {(1, 1)},
+        "in a line one was woken and tried, however many waited",
+        [rows["line", crowd] for crowd in crowds] == [(["guid_0000000002"], 1)] * 3,
     )
 
 
-async def _let_go(place: Place, recipe: Recipe, crowd: int) -> tuple[int, int]:
-    """Gives how many were woken when the leader let go, and how many tried to lead then."""
+async def _let_go(place: Place, *, recipe: Recipe, crowd: int) -> tuple[list[str], int]:
+    """Gives who was woken when the leader let go, and how often the store was asked to elect."""
     led = asyncio.Semaphore(0)
     ended = asyncio.Event()
 
@@ -175,13 +176,7 @@ async def _let_go(place: Place, recipe: Recipe, crowd: int) -> tuple[int, int]:
     await led.acquire()
     await asyncio.sleep(0.01)
     woken = sorted({name for _, name in place.woken} - {"guid_0000000001"})
-    if crowd == CROWD:
-        told = f"{len(woken)} are woken" if len(woken) > 1 else f"{woken[0]} is woken, nobody else"
-        watching = (
-            "all watch the leader's key" if recipe == "race" else "each watches the one ahead"
-        )
-        place.script.happens(place.now, f"{watching}; guid_0000000001 lets go: {told}")
-    return len(woken), [what for _, what in place.calls].count("create")
+    return woken, [what for _, what in place.calls].count("create")
 
 
 # The paused leader.
@@ -226,7 +221,7 @@ def paused_leader(script: Script, *, bare: Register | None = None) -> None:
             "the file that takes no token has server1's late write in it", bare.value == "server1's"
         )
         script.fact(
-            f"the row that has seen token {tokens[-1]} refused token {tokens[0]}, and has server2's",
+            f"the row had seen token {tokens[-1]} and refused token {tokens[0]}: it has server2's",
             refused == ["the guarded row"] and guarded.value == "server2's",
         )
     script.fact("on waking, server1's own term said that it was over", not overlap)
@@ -244,9 +239,9 @@ async def _pause(place: Place, registers: dict[str, Register]) -> tuple[list[str
             try:
                 register.write(f"{name}'s", term.token)
                 place.say(name, f"writes to {where}, token {term.token}")
-            except StaleToken as error:
+            except StaleToken:
                 refused.append(where)
-                place.say(name, f"is refused by {where}: {error}")
+                place.say(name, f"is refused by {where}: it has seen a later token")
 
     def stand(name: str, in_s: float) -> None:
         async def live(session: Session) -> None:
@@ -260,8 +255,8 @@ async def _pause(place: Place, registers: dict[str, Register]) -> tuple[list[str
                     place.say(name, "has checked that it leads, and lets a write go")
                     asyncio.get_running_loop().call_later(in_s, write, name, term)
                     await for_ever()
-            except LeadershipLost as lost:
-                place.say(name, f"is told: {lost}")
+            except LeadershipLost:
+                place.say(name, "is told that it leads no more: LeadershipLost")
 
         place.member(name, live)
 
@@ -270,8 +265,7 @@ async def _pause(place: Place, registers: dict[str, Register]) -> tuple[list[str
     stand("server2", 0.0)
     await asyncio.sleep(0.95)
     place.members["server1"].freeze()
-    while len(terms) < 2:
-        await asyncio.sleep(0.1)
+    await place.until(lambda: len(terms) == 2)
     await asyncio.sleep(2.0)
     place.members["server1"].thaw()
     overlap = terms[0].valid

@@ -177,7 +177,7 @@ def no_majority(script: Script, rule: Rule = by_ids_alone) -> None:
     nodes = ("node17", "node42", "node88")
     script.note("Servers A, B and C have drawn the numbers 42, 17 and 88.")
     script.note("A model of the vote by numbers alone, with the network cut between all three:")
-    apart: dict[str, tuple[str, ...]] = {name: () for name in nodes}
+    apart: dict[str, tuple[str, ...]] = dict.fromkeys(nodes, ())
     elected = [name for name in nodes if rule(name, apart) == name]
     for name in elected:
         script.happens(0.0, f"{name} knows of no smaller number and has had no vote: it leads")

@@ -306,15 +306,16 @@ class AsPrinted(Raft):
 
 
 def _behind(stage: Stage) -> Operation:
-    """server3 misses a write; server1, which led, dies; server3 asks first. Gives a last read."""
-    lead_with(stage, "server1")
+    """server3 is cut off and misses a write; then server1, which led, dies. Gives a last read."""
+    with stage.script.aside():
+        lead_with(stage, "server1")
+    stage.script.say(stage.now, "server1", "leads; server2 and server3 follow")
     client = Caller(stage, 1, "a client")
     stage.cut(["server1", "server2"], ["server3"])
     done = client.write("server1", 1)
     stage.until(lambda: done.ended < inf)
-    stage.wait(0.5)
+    stage.wait(4.0)
     stage.kill("server1", told=False)
-    stage.wait(0.7)
     stage.heal()
     stage.until(lambda: stage.leading() not in ([], ["server1"]))
     stage.wait(0.5)
