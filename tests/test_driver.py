@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from doyen.consensus.core import Membership, Message, Role, Send
+from doyen.consensus.core import Accepted, Membership, Message, Proposed, Role, Send
 from doyen.errors import (
     CommandFailed,
     ConfigError,
@@ -226,6 +226,41 @@ def test_too_many_proposals_are_refused() -> None:
     run(main, limits=Limits(pending_commands=5, pending_bytes=300, command_bytes=100))
 
 
+@pytest.mark.parametrize("body", ["text", bytearray(b"bytes that may change"), memoryview(b"m")])
+def test_only_bytes_are_commands(body: Any) -> None:
+    """The leader would carry out what it was given, the others what they find in the log."""
+
+    async def main(world: World) -> None:
+        for node in world.nodes.values():
+            with pytest.raises(ConfigError, match=f"bytes, not {type(body).__name__}"):
+                await node.propose(USER, body)
+
+    run(main)
+
+
+def test_what_stood_where_something_of_ours_stands_again_goes_round_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """We led and had entries on their way; somebody else led and cut them off; we lead again, and
+    are as far along as before, before anything of that was committed."""
+
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        world.cut(leader.id)
+        lost = asyncio.ensure_future(leader.propose(USER, b"cut off"))
+        await asyncio.sleep(0.01)
+        [index] = leader._waiting
+        accepted = Accepted(index, leader.generation + 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(leader.core, "handle", lambda event, now: [accepted])
+            assert leader.offer(Proposed(b""), Batch([], [])) is None
+        del leader._waiting[index]
+        world.heal()
+        assert await asyncio.wait_for(lost, 5.0) == 1
+
+    run(main)
+
+
 def test_without_a_majority_nothing_is_confirmed() -> None:
     async def main(world: World) -> None:
         (leader,) = world.leaders()
@@ -392,14 +427,17 @@ def test_a_full_disk_refuses_and_another_leads() -> None:
     run(main)
 
 
-def test_when_every_disk_is_full_everyone_is_told() -> None:
+def test_when_every_disk_is_full_everyone_is_told(caplog: pytest.LogCaptureFixture) -> None:
     async def main(world: World) -> None:
         for disk in world.disks.values():
             disk.fill(True)
-        for node in world.nodes.values():
-            with pytest.raises(StoreUnavailable, match="is full"):
+        for node in [*world.nodes.values()] * 3:
+            # Unknown, if the leader it was put to changes before it has answered.
+            with pytest.raises((StoreUnavailable, OutcomeUnknown), match="is full"):
                 await node.propose(USER, b"a")
             await world.leader()
+        told = [record.getMessage() for record in caplog.records if "is full" in record.message]
+        assert len(told) == len({*told}), "each node says so once, not whenever it is asked"
         for disk in world.disks.values():
             disk.fill(False)
         assert await world.leaders()[0].propose(USER, b"b") == 1

@@ -165,7 +165,7 @@ class Driver:
         self._waiting: dict[int, Batch] = {}
         self._flushing = False
         self._retry: asyncio.TimerHandle | None = None
-        self._handing_over = False
+        self._handing_over = self._told_full = False
 
         self._readers: list[Callable[[int], None]] = []
         self._rounds: dict[int, list[Callable[[int], None]]] = {}
@@ -414,8 +414,12 @@ class Driver:
         batch = self._offering
         if batch is not None:
             batch.generation = effect.generation
+            before = self._waiting.get(effect.index)
             self._waiting[effect.index] = batch
             self._offering = None
+            if before is not None:
+                # It stood here when we led before; somebody who led meanwhile has cut it off.
+                self._again(before)
 
     def _refuse(self, effect: Refused) -> None:
         if self._offering is None:
@@ -553,7 +557,9 @@ class Driver:
 
     def _flush_to_core(self) -> None:
         proposals, waiting, room = self._proposals, self._waiting, self.limits.pipeline
-        if (self._offers or proposals.waiting) and self._journal.full():
+        if not self._journal.full():
+            self._told_full = False
+        elif self._offers or proposals.waiting:
             self._refuse_for_room()
             return
         while self._offers and len(waiting) < room:
@@ -605,7 +611,9 @@ class Driver:
         self._proposals.refuse_waiting(reason)
         if not self._handing_over:
             self._handing_over = True
-            log.error("%s; handing over", reason)
+            if not self._told_full:
+                self._told_full = True
+                log.error("%s; handing over if another can lead", reason)
             self.tell_core(TransferAsked())
 
     # Reads.

@@ -209,6 +209,10 @@ class Proposals:
     ) -> None:
         """Take in one; refuse what is beyond the bounds."""
         limits = self._limits
+        if type(body) is not bytes:
+            # Anything else would be one thing to this node and, out of the log, another to the
+            # others.
+            raise ConfigError(f"a command is bytes, not {type(body).__name__}: encode it first")
         size = len(body)
         if size > limits.command_bytes:
             raise ConfigError(
