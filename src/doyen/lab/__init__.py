@@ -7,6 +7,7 @@
       faults         what each kind of fault does, and how it is undone
       load           clients, and the registers they swap
     quorum           whole nodes and candidates, on simulated machines
+      residents      what runs there
       machines       processes, clocks and TCP on one virtual loop
     checkers         what must hold after every event
     linearizability  what clients saw, explained or not
