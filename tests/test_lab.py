@@ -9,7 +9,6 @@ import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import msgspec
 import pytest
@@ -23,7 +22,6 @@ from doyen.lab.disk import Disk, Rotten
 from doyen.lab.host import Host
 from doyen.lab.linearizability import Operation, linearizable, witnessed
 from doyen.lab.plan import KINDS, LEADER, Fault, Plan, draw, stream
-from doyen.lab.plots import bars, lines, save_plot
 from doyen.lab.protocols import PROTOCOLS, known
 from doyen.lab.runner import Progress, compare, hunt, hunt_mutant, kinds_of, replay, run, save
 from doyen.lab.shrink import shrink
@@ -361,17 +359,6 @@ def test_protocols_side_by_side() -> None:
     rows = compare(["raft", "smallest-id"], nodes=3, seeds=range(2), faults="crash", for_s=5)
     assert [row.protocol for row in rows] == ["raft", "smallest-id"]
     assert all(row.bytes_per_s > row.messages_per_s > 0 and row.violations == 0 for row in rows)
-
-
-def test_plots_are_files(tmp_path: Path) -> None:
-    plot = lines("growth", {"raft": [(1, 2), (10, 30)]}, log_x=True, x_label="nodes")
-    save_plot(plot, tmp_path / "lines.svg")
-    save_plot(bars("both", {"raft": {"a": 1.0}, "zab": {"a": 0.5}}), tmp_path / "bars.svg")
-    for name, shape in (("lines.svg", "polyline"), ("bars.svg", "rect")):
-        root = ElementTree.parse(tmp_path / name).getroot()
-        assert any(each.tag.endswith(shape) for each in root)
-    with pytest.raises(ConfigError, match=r"an \.svg or a \.png"):
-        save_plot(plot, tmp_path / "plot.txt")
 
 
 def test_names_that_do_not_exist_are_refused() -> None:
