@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import story
 from doyen.consensus.raft import Raft
 from doyen.lab.scenarios import SCENARIOS, Played, act
 from doyen.lab.scenarios.controllers import Broker, controller
@@ -22,6 +23,7 @@ from doyen.lab.scenarios.logs import quorum_anomaly, vote_without_log, votes_too
 from doyen.lab.scenarios.play import Script
 
 FOLDER = Path(__file__).parent / "transcripts" / "scenarios"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "lab.md"
 
 acted = cache(act)
 each_scenario = pytest.mark.parametrize("name", SCENARIOS)
@@ -63,6 +65,17 @@ def test_a_crowd_tells_the_same_twice() -> None:
 
 def test_there_is_no_narration_of_what_is_gone() -> None:
     assert {path.stem for path in FOLDER.glob("*.txt")} == {*SCENARIOS}
+
+
+@each_scenario
+def test_the_document_says_how_to_see_it(name: str) -> None:
+    assert f"`doyen lab scenario {name}`: " in DOCUMENT.read_text()
+
+
+def test_the_example_in_the_document_is_what_is_told() -> None:
+    told = text("paused-leader", acted("paused-leader")).splitlines()
+    example = next(block for block in story.blocks(DOCUMENT) if "✓" in block.text)
+    assert [line for line in example.text.splitlines() if line not in told] == []
 
 
 @each_scenario

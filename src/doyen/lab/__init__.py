@@ -15,6 +15,7 @@
     runner           run, hunt, compare, save, replay
     protocols        what the lab knows of each protocol
     plots            results to look at
+    scenarios        what the documents teach, acted out
 
 Nothing here is needed by what users run; it imports msgspec, of the extra `doyen[quorum]`.
 """
