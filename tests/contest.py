@@ -44,12 +44,14 @@ class Place:
 class Candidate:
     """One process that stands for election."""
 
-    def __init__(self, contest: Contest, name: str, url: str, link: Proxy | None) -> None:
+    def __init__(
+        self, contest: Contest, name: str, url: str, link: Proxy | None, inside: list[str]
+    ) -> None:
         self.name, self.link = name, link
         self.audit = contest.folder / f"{name}.audit"
         self._contest = contest
         self.process = subprocess.Popen(
-            [sys.executable, __file__, url, name, str(contest.ttl_s), str(self.audit)],
+            [*inside, sys.executable, __file__, url, name, str(contest.ttl_s), str(self.audit)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -97,9 +99,18 @@ class Contest:
     """Candidates of one election, and what they have said."""
 
     def __init__(
-        self, server: Addressed, folder: Path, *, ttl_s: float, size: int = 3, links: bool = False
+        self,
+        server: Addressed,
+        folder: Path,
+        *,
+        ttl_s: float,
+        size: int = 3,
+        links: bool = False,
+        inside: Callable[[str], list[str]] = lambda name: [],
     ) -> None:
+        """`inside` gives what the command of a candidate begins with: where it is to run."""
         self.folder, self.ttl_s = folder, ttl_s
+        self._inside = inside
         self.candidates: list[Candidate] = []
         self.elected: list[tuple[Candidate, dict[str, Any]]] = []
         self.events: list[tuple[Candidate, dict[str, Any]]] = []
@@ -116,7 +127,8 @@ class Contest:
     def add(self) -> Candidate:
         link = Proxy(self._server).__enter__() if self._links else None
         url = self._server.url if link is None else link.url
-        candidate = Candidate(self, f"c{len(self.candidates) + 1}", url, link)
+        name = f"c{len(self.candidates) + 1}"
+        candidate = Candidate(self, name, url, link, self._inside(name))
         self.candidates.append(candidate)
         return candidate
 

@@ -160,7 +160,7 @@ class Trial:
             for node in self.nodes.values():
                 node.hear("listening")
             self.leader()
-            self.load = self._member(CLIENTS, "", self._program("load", self._url(*self.peers)))
+            self.load = self._member(CLIENTS, "", self._program("load", self.url(*self.peers)))
         except BaseException:
             self.close()
             raise
@@ -218,7 +218,8 @@ class Trial:
     def data(self, name: str) -> Path:
         return self._folder / name
 
-    def _url(self, *names: str) -> str:
+    def url(self, *names: str) -> str:
+        """Where clients find these."""
         where = ",".join(self.peers[name] for name in names)
         return f"doyen://{SECRET.replace(' ', '%20')}@{where}"
 
@@ -297,7 +298,7 @@ class Trial:
         if not self._serve:
             for node in self.nodes.values():
                 node.quieten()
-        self._do("survey", *(self._url(name) for name in self.nodes))
+        self._do("survey", *(self.url(name) for name in self.nodes))
         ledgers = {} if self._serve else {n: m.ledger() for n, m in self.nodes.items()}
         self.check_alive()
         found = History.read(self.histories, ledgers)
@@ -339,7 +340,12 @@ class Trial:
 
     def arrange(self, what: str, node: str) -> None:
         """Change who belongs to the quorum, from the clients' host."""
-        self._do("arrange", self._url(*self.nodes), what, node, self.peers[node])
+        self._do("arrange", self.url(*self.nodes), what, node, self.peers[node])
+
+    def transfer(self, name: str) -> None:
+        """Have this node lead."""
+        if self.leader().name != name:
+            self.arrange("transfer", name)
 
 
 # The programs.
