@@ -28,6 +28,7 @@ from doyen.consensus.raft import (
     AppendReply,
     Ballot,
     HeartbeatReply,
+    Raft,
     TimeoutNow,
 )
 from raft_cluster import RaftCluster
@@ -119,6 +120,40 @@ def test_change_refused(voters: str, learners: str, word: str) -> None:
     (refused,) = change(leading(), voters, learners)
     assert isinstance(refused, Refused)
     assert word in refused.reason
+
+
+def beating(core: Raft, until: float, *answering: str) -> None:
+    """Time goes on, and these answer every heartbeat."""
+    while core.next_deadline < until:
+        core.handle(Elapsed(), core.next_deadline)
+        for peer in answering:
+            hear(core, HeartbeatReply(1, core._round), peer, core._now)
+
+
+def test_a_change_that_would_leave_no_majority_is_refused() -> None:
+    """With one of three dead, to remove another would leave two who can agree on nothing."""
+    core = leading()
+    beating(core, 5.0, "b")
+    (refused,) = core.handle(ChangeAsked(Membership(("a", "c"))), 5.0)
+    assert isinstance(refused, Refused)
+    assert "without c" in refused.reason
+    assert isinstance(core.handle(ChangeAsked(Membership(("a", "b"))), 5.0)[0], Accepted)
+
+
+def test_whoever_has_just_been_counted_is_there() -> None:
+    core = leading()
+    beating(core, core._check_at, "b", "c")
+    core.handle(Elapsed(), core._check_at)
+    assert not core._peers["b"].active
+    assert isinstance(core.handle(ChangeAsked(Membership(("a", "c"))), core._now)[0], Accepted)
+
+
+def test_whoever_has_left_is_not_there() -> None:
+    core = leading()
+    core.handle(Disconnected("c"), 2.0)
+    assert isinstance(change(core, "ac")[0], Refused)
+    assert isinstance(change(core, "bc")[0], Refused)
+    assert isinstance(change(core, "ab")[0], Accepted)
 
 
 def test_an_address_alone_can_change() -> None:

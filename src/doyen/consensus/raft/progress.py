@@ -33,6 +33,7 @@ class Progress:
         "_flying",
         "_flying_bytes",
         "active",
+        "lately",
         "match",
         "next",
         "pace",
@@ -49,6 +50,8 @@ class Progress:
         """While probing: a probe is out, or nobody is there to hear it."""
         self.active = True
         """Heard from since the quorum was last checked; at first, taken to be there."""
+        self.lately = True
+        """The same, of the time before that."""
         self.round = 0
         """The latest round it has answered."""
         self.told = 0

@@ -14,7 +14,8 @@ What it rests on, and where each rule stands:
   is short, and never below what is committed.
 - The membership in force is the latest in the log. It changes by one server at a time, only when
   the last change is committed and so is an entry of this generation (`_change_refusal`): two
-  majorities that follow one another then always overlap.
+  majorities that follow one another then always overlap. One that the servers which answer could
+  not agree on is refused (`_stranded`).
 - A read is answered when a majority has answered a round that began after it was asked, and the
   leader's first entry is committed (`_serve_reads`).
 
@@ -169,7 +170,7 @@ class Raft(Elector):
         super()._disconnected(event)
         progress = self._peers.get(event.peer)
         if progress is not None:
-            progress.active = False
+            progress.active = progress.lately = False
             progress.resume(paused=True)
             if self._heir == event.peer:
                 self._keep_leading(f"the connection to {event.peer} has ended")
@@ -360,7 +361,7 @@ class Raft(Elector):
                 self._look()
                 return
             for progress in self._peers.values():
-                progress.active = False
+                progress.lately, progress.active = progress.active, False
             self._check_at = now + self.settings.election_timeout_s
         if now >= self._transfer_until:
             self._keep_leading(f"{self._heir} did not take over in time")
@@ -683,7 +684,7 @@ class Raft(Elector):
             return f"leadership is being handed over to {self._heir}"
         if not self._may_change():
             return "the last change is not committed yet; ask again in a moment"
-        return _unlike(self.membership, wanted) or self._behind(wanted)
+        return _unlike(self.membership, wanted) or self._behind(wanted) or self._stranded(wanted)
 
     def _may_change(self) -> bool:
         """Without an entry of this generation committed, a change left over from an earlier one
@@ -699,6 +700,20 @@ class Raft(Elector):
                 if progress.match == 0 or missing > self.settings.message_entries:
                     return f"{peer} is {missing} entries behind; ask again when it has caught up"
         return None
+
+    def _stranded(self, wanted: Membership) -> str | None:
+        """A change that those who are there could not agree on would leave nobody to undo it."""
+        silent = [voter for voter in wanted.voters if not self._is_there(voter)]
+        if len(wanted.voters) - len(silent) >= wanted.majority:
+            return None
+        return (
+            f"without {', '.join(silent)}, which do not answer, that would be no majority:"
+            " start them, or remove those first"
+        )
+
+    def _is_there(self, voter: str) -> bool:
+        progress = self._peers.get(voter)
+        return voter == self.id or (progress is not None and (progress.active or progress.lately))
 
 
 def _unlike(old: Membership, new: Membership) -> str | None:
