@@ -24,7 +24,7 @@ class Ensemble(Stage):
 
     def __init__(self, script: Script, count: int) -> None:
         super().__init__(script, servers(count), "zab")
-        self.words["generation"] = "epoch"
+        self.generation_word = "epoch"
         self.hearing.append(self._notified)
         self._last: dict[str, tuple[int, str, str]] = {}
         self.ignored: list[tuple[str, str]] = []

@@ -314,8 +314,10 @@ def _behind(stage: Stage) -> Operation:
     stage.cut(["server1", "server2"], ["server3"])
     done = client.write("server1", 1)
     stage.until(lambda: done.ended < inf)
-    stage.wait(4.0)
+    stage.wait(3.0)
     stage.kill("server1", told=False)
+    stage.wait(1.0)  # until server2 does not count on server1 any more
+    stage.until(lambda: stage.due_s("server3") < 0.02)
     stage.heal()
     stage.until(lambda: stage.leading() not in ([], ["server1"]))
     stage.wait(0.5)

@@ -20,12 +20,16 @@ from doyen.lab.host import Host
 from doyen.lab.linearizability import Operation
 from doyen.lab.load import Client, Request
 from doyen.lab.network import Link
-from doyen.lab.plan import Plan
+from doyen.lab.plan import Plan, Weather
 from doyen.lab.protocols import known
 from doyen.lab.scenarios.play import Script, listed
 from doyen.lab.world import World
 
 __all__ = ["Caller", "Stage", "objection", "servers"]
+
+
+SEED = 1
+"""What is told differs from seed to seed, in its times above all. What is asserted does not."""
 
 
 def servers(count: int) -> tuple[str, ...]:
@@ -53,10 +57,15 @@ class Stage(World):
         protocol: str,
         *,
         core: Callable[..., Core] | None = None,
-        seed: int = 1,
     ) -> None:
         plan = _Cast(
-            protocol=protocol, nodes=len(names), seed=seed, for_s=0.0, clients=0, cast=tuple(names)
+            protocol=protocol,
+            nodes=len(names),
+            seed=SEED,
+            for_s=0.0,
+            clients=0,
+            weather=Weather(spread=0.0),
+            cast=tuple(names),
         )
         plays = known(protocol)
         super().__init__(plan, plays if core is None else plays.but(make=core))
@@ -65,8 +74,8 @@ class Stage(World):
         self.listener = self._heard
         self.hearing: list[Callable[[Host, Event, Sequence[Effect]], None]] = []
         """Told of everything that a core takes in and says."""
-        self.words: dict[str, str] = {"generation": "generation"}
-        """The protocol's own words."""
+        self.generation_word = "generation"
+        """The protocol's own word for it."""
         self._cut: list[Link] = []
         self._told: set[tuple[str, int, str]] = set()
         self.started: dict[str, float] = {}
@@ -141,6 +150,11 @@ class Stage(World):
         assert core is not None, f"{name} is down"
         return core
 
+    def due_s(self, name: str) -> float:
+        """In how many seconds the server will do something of its own accord."""
+        due_s: float = self.core(name).next_deadline - self.hosts[name].clock()
+        return due_s
+
     def leading(self) -> list[str]:
         """Everybody who takes itself for the leader."""
         return [
@@ -156,7 +170,7 @@ class Stage(World):
 
     def _befell(self, _: float, who: str, what: str) -> None:
         if who and not what.startswith("is looking"):
-            self.script.say(self.now, who, what.replace("generation", self.words["generation"]))
+            self.script.say(self.now, who, what.replace("generation", self.generation_word))
 
     def _heard(self, host: Host, event: Event, effects: Sequence[Effect]) -> None:
         for call in self.hearing:
