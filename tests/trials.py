@@ -29,6 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -39,12 +40,13 @@ import mutants_served
 import servers
 from candidates import DOYEN
 from doyen.clock import SystemClock
+from doyen.consensus.raft import RaftSettings
 from doyen.errors import DoyenError, OutcomeUnknown, StoreUnavailable
-from doyen.node import journal
+from doyen.node import journal, server
 from doyen.node.frames import Disk
 from doyen.store import Context, Store, open_store
 from history import NO, OK, UNKNOWN, WRONG, History, Ledger, Recorder
-from nodes import addresses, often
+from nodes import SNAPSHOT_ENTRIES, addresses, often
 from served import PATIENCE_S, Served
 
 SECRET = "what the nodes of a trial know"
@@ -583,6 +585,8 @@ def main(folder: Path, role: str, *given: str) -> None:
         settings = json.loads(given[0])
         SlowDisk.file = Path(settings["slow"])
         vars(journal)["Disk"] = SlowDisk
+        # Whoever was away for a moment is sent a snapshot.
+        vars(server)["Settings"] = partial(RaftSettings, tail_entries=SNAPSHOT_ENTRIES)
         if settings["mutant"]:
             # What a process has written outlives it, synced or not: for those who do not wait for
             # the disk it is writing that takes time.
