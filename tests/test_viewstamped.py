@@ -7,11 +7,22 @@ from typing import Any
 import pytest
 
 import mutants_viewstamped as mutants
-from doyen.consensus.core import Entry, Kind, Membership, Persist, Received, Recovered, Role
+from doyen.consensus.core import (
+    Elapsed,
+    Entry,
+    Kind,
+    Membership,
+    Persist,
+    Persisted,
+    Received,
+    Recovered,
+    Role,
+)
 from doyen.consensus.core import Send as Sending
 from doyen.consensus.viewstamped import (
     DoViewChange,
     GetState,
+    Later,
     NewState,
     PrepareOk,
     StartView,
@@ -29,11 +40,15 @@ def entry(view: int) -> Entry:
 
 
 def one(
-    name: str, state: State | None = None, views: tuple[int, ...] = (), make: Any = Viewstamped
+    name: str,
+    state: State | None = None,
+    views: tuple[int, ...] = (),
+    make: Any = Viewstamped,
+    among: tuple[str, ...] = THREE,
 ) -> Any:
     return make(
         name,
-        Membership(THREE),
+        Membership(among),
         Recovered(state, None, tuple(entry(view) for view in views)),
         settings=SETTINGS,
         jitter=lambda: 0.5,
@@ -158,6 +173,32 @@ def test_reports_for_a_view_of_an_earlier_life_are_not_counted(make: Any) -> Non
     hear(core, "n0", DoViewChange(4, 2, 2))
     hear(core, "n2", DoViewChange(4, 2, 2))
     assert bool(core._reports) == (make is not Viewstamped)
+
+
+def test_a_view_that_was_led_and_given_up_is_not_led_again() -> None:
+    core = one("n1")
+    hear(core, "n0", DoViewChange(1, 0, 0))
+    core.handle(Persisted(1), 0.0)
+    core.handle(Persisted(2), 0.0)
+    assert core.role is Role.LEADING
+    core.handle(Elapsed(), 5.0)  # nobody has answered for so long
+    core.handle(Persisted(3), 5.0)  # its disk has, meanwhile
+    core.handle(Persisted(4), 5.0)
+    assert (core.role, core.generation, core.wanted) == (Role.LOOKING, 1, 2)
+
+
+def test_a_primary_that_wanted_another_view_hears_of_those_who_have_entered_it() -> None:
+    core = one("n1", among=("n0", "n1", "n2", "n3", "n4"))
+    hear(core, "n0", DoViewChange(1, 0, 0))
+    core.handle(Persisted(1), 0.0)
+    hear(core, "n2", StartViewChange(2, False))
+    assert (core.generation, core.wanted) == (1, 2)
+    hear(core, "n3", DoViewChange(1, 0, 0))
+    core.handle(Persisted(2), 0.0)
+    assert core.role is Role.LEADING
+    effects = hear(core, "n2", Later(2))
+    assert core.leader is None
+    assert StartViewChange(2, False) in sent(effects, StartViewChange)
 
 
 def test_a_crash_of_all_is_survived() -> None:

@@ -13,7 +13,7 @@
 The paper's servers keep nothing on disk and ask one another after a crash, which leaves them stuck
 for good when all crash at once. Here the view, the last normal view and the log are on disk. A
 server does not lead a view that it was in before a crash: of what it said there, the disk may have
-missed the last part.
+missed the last part. Nor does it lead a view again that it has led and given up.
 
 Wanting a view binds nobody: a server that is cut off wants the same one for ever and disturbs
 nobody by it, and those whose primary is alive do not listen. The core's `generation` is the view
@@ -203,6 +203,8 @@ class Viewstamped(Server):
 
     def _want(self, view: int) -> None:
         """Want this view, or the first after it whose primary is not known to be gone."""
+        if self.role is Role.LEADING:
+            self._barred = self.generation
         self._turn(Role.LOOKING, None)
         for _ in self._names:
             if self.primary(view) in self._gone or self._may_not_lead(view):
@@ -347,6 +349,11 @@ class Viewstamped(Server):
         """Be normal in this view. The log that makes it so has been written before."""
         self.normal = self.generation
         self._state_token = self._persist(self._state())
+
+    def _lead(self) -> None:
+        # Whatever was wanted meanwhile: who has entered a later view is to be heard.
+        self.wanted = self.generation
+        super()._lead()
 
     def _prepare(self, peer: Peer) -> None:
         super()._prepare(peer)
