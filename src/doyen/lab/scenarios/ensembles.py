@@ -79,7 +79,7 @@ def five_servers(script: Script) -> None:
     )
     script.fact(
         "server3 has three votes of five, and leads",
-        stage.leading() == ["server3"] and three[0]["server3"] is Role.LEADING,
+        three[0]["server3"] is Role.LEADING and list(three[1].values()) == ["server3"] * 3,
     )
     script.fact(
         "server4 and server5 have greater ids and follow all the same",
@@ -147,7 +147,8 @@ def restarted_cluster(script: Script) -> None:
     )
     script.fact(
         "in the same round, with the same data, server5's id won",
-        stage.leading() == ["server5"],
+        stage.leading() == ["server5"]
+        and stage.core("server5").clock == stage.core("server4").clock == rounds,
     )
 
 
