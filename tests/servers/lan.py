@@ -9,21 +9,29 @@ Every host has a network namespace of its own and one link, to a router in anoth
 forwards packets or, between hosts that are cut off from one another, drops them: nobody is told,
 as when a cable is out. Both directions are apart.
 
-Needs user namespaces that anybody may make, and `unshare`, `nsenter` and `ip`.
+Needs user namespaces that anybody may make, `unshare` and `nsenter`; `ip` is fetched if it is not
+there.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from .fetch import Unavailable, refuse_skipped
+from .fetch import Debian, Program, Recipe, Unavailable, obtain
 
+RECIPE = Recipe(
+    engine="netns",
+    variable="DOYEN_IP_BIN",
+    name="ip",
+    found=("sbin/ip", "usr/sbin/ip", "bin/ip", "usr/bin/ip"),
+    sources=(Debian(("iproute2",)),),
+)
 _WAIT = ["sh", "-c", "echo; exec cat"]
 """Says when it is there, and ends with its standard input, so with whoever started it."""
 
@@ -34,6 +42,7 @@ class Lan:
     def __init__(self, *hosts: str) -> None:
         self._hosts = hosts
         self._stack = ExitStack()
+        self._program = Program(Path("ip"))
         self._router = 0
         self._pids: dict[str, int] = {}
         self._rules: list[str] = []
@@ -73,18 +82,23 @@ class Lan:
 
     def _ip(self, *commands: str) -> None:
         if commands:
-            _run([*_enter(self._router), "ip", "-batch", "-"], "\n".join(commands))
+            self._batch(self._router, *commands)
+
+    def _batch(self, pid: int, *commands: str) -> None:
+        """Configure a namespace."""
+        ip = [str(self._program.path), "-batch", "-"]
+        _run([*_enter(pid), *ip], "\n".join(commands), self._program.environment())
 
     def __enter__(self) -> Self:
-        refuse_skipped("netns")
+        self._program = obtain(RECIPE)
         try:
             self._start()
         except (OSError, subprocess.SubprocessError) as error:
             self._stack.close()
             raise Unavailable(
-                "no network namespaces: install util-linux and iproute2, and let users make"
-                " namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone,"
-                " kernel.apparmor_restrict_unprivileged_userns), or leave these tests out with"
+                "no network namespaces: install util-linux, and let users make namespaces (sysctl"
+                " user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns; in a"
+                " container --privileged), or leave netns out with"
                 f" DOYEN_SKIP_STORES=netns ({error})"
             ) from error
         except BaseException:
@@ -93,9 +107,6 @@ class Lan:
         return self
 
     def _start(self) -> None:
-        for program in ("unshare", "nsenter", "ip"):
-            if shutil.which(program, path=_PATH) is None:
-                raise FileNotFoundError(f"there is no {program}")
         self._router = self._hold(["unshare", "--user", "--map-root-user", "--net"])
         into = _enter(self._router)
         _run([*into, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"])
@@ -107,13 +118,13 @@ class Lan:
                 f"addr add 10.79.{number}.1/24 dev v{number}",
                 f"link set v{number} up",
             )
-            commands = (
+            self._batch(
+                pid,
                 "link set lo up",
                 f"addr add 10.79.{number}.2/24 dev eth0",
                 "link set eth0 up",
                 f"route add default via 10.79.{number}.1",
             )
-            _run([*_enter(pid), "ip", "-batch", "-"], "\n".join(commands))
 
     def _hold(self, command: list[str]) -> int:
         """A process that keeps a namespace in being."""
@@ -122,7 +133,6 @@ class Lan:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=_environment(),
             text=True,
         )
         self._stack.enter_context(process)  # closes its pipes and waits
@@ -144,20 +154,18 @@ class Lan:
         self.close()
 
 
-_PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PATH": _PATH}
-
-
 def _enter(pid: int) -> list[str]:
     return ["nsenter", "--target", str(pid), "--user", "--preserve-credentials", "--net", "--"]
 
 
-def _run(command: list[str], words: str = "") -> None:
+def _run(command: list[str], words: str = "", environment: Mapping[str, str] | None = None) -> None:
     done = subprocess.run(
-        command, input=words, capture_output=True, text=True, timeout=30, env=_environment()
+        command,
+        input=words,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={**os.environ, **(environment or {})},
     )
     if done.returncode:
         raise OSError(done.stderr.strip() or f"{command} failed")
