@@ -11,18 +11,32 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import story
 from doyen.cli import main
+from doyen.consensus.core import Making
+from doyen.consensus.invariants import InvariantBroken
 from doyen.consensus.raft import Raft
+from doyen.consensus.smallest_id import SmallestId
+from doyen.lab.checkers import Broken
+from doyen.lab.protocols import known
 from doyen.lab.scenarios import SCENARIOS, Played, act, stage
 from doyen.lab.scenarios.controllers import Broker, controller
 from doyen.lab.scenarios.elections import GuardedRegister, herd, master_row, paused_leader
 from doyen.lab.scenarios.ensembles import by_ids_alone, no_majority
-from doyen.lab.scenarios.logs import quorum_anomaly, vote_without_log, votes_too_early
+from doyen.lab.scenarios.logs import (
+    AsPrinted,
+    CountsWhoIsUp,
+    quorum_anomaly,
+    vote_without_log,
+    votes_too_early,
+)
 from doyen.lab.scenarios.play import Script
+from mutants_raft import ReadsWithoutRounds
+from mutants_zab import ForgetsCurrentEpoch
 
 FOLDER = Path(__file__).parent / "transcripts" / "scenarios"
 DOCUMENT = Path(__file__).parents[1] / "docs" / "lab.md"
@@ -158,3 +172,32 @@ def test_a_register_with_a_guard_would_not_take_the_late_write() -> None:
     not_held = [fact.text for fact in played.facts if not fact.held]
     assert len(not_held) == 2, "neither does only one of the two refuse"
     assert not_held[0].startswith("the file that takes no token")
+
+
+class AloneIsEnough(SmallestId):
+    """Takes one for a majority."""
+
+    def __init__(self, *given: Any, **others: Any) -> None:
+        super().__init__(*given, **others)
+        self._majority = 1
+
+
+@pytest.mark.parametrize(
+    ("name", "mutant"),
+    [
+        ("restarted-cluster", ForgetsCurrentEpoch),
+        ("no-majority", AloneIsEnough),
+        ("quorum-anomaly", ReadsWithoutRounds),
+        ("partition-heals", CountsWhoIsUp),
+        ("votes-too-early", CountsWhoIsUp),
+        ("vote-without-log", AsPrinted),
+    ],
+)
+def test_with_the_broken_in_place_of_the_sound_it_would_say_so(
+    name: str, mutant: Making, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "known", lambda protocol: known(protocol).but(make=mutant))
+    try:
+        assert not act(name).ok
+    except (InvariantBroken, Broken):
+        pass

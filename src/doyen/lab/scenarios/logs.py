@@ -287,7 +287,7 @@ def votes_too_early(script: Script, early: Making = CountsWhoIsUp) -> None:
     )
     script.fact(
         "no vote was asked for or given before server5 made three who could reach one another",
-        min(stage.voted) > stage.started["server5"],
+        min(stage.voted) > stage.started.get("server5", inf),
     )
     script.fact("when the way was open, one leader was followed by all", stage.led())
 
