@@ -26,7 +26,7 @@ def test_a_node_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             token = term.token
         new = quorum.join("n4")
         assert main(["cluster", "add", "n4", new.address, *store]) == 0
-        assert "n4 was added" in capsys.readouterr().out
+        assert "n4 belongs to the quorum" in capsys.readouterr().out
         new.hear("role", role="following")
         assert told(capsys, "promote", "n4", *store)["voters"] == ["n1", "n2", "n3", "n4"]
         done = told(capsys, "remove", old.name, *store)
@@ -69,6 +69,27 @@ def test_status_in_words_and_with_nobody_leading(
         assert "silent" in capsys.readouterr().out
 
 
+def test_whoever_is_silent_is_named_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nodes of one machine know one another as 127.0.0.1; people write localhost."""
+    with Quorum(tmp_path) as quorum:
+        store = ["--store", quorum.url.replace("127.0.0.1", "localhost")]
+        leader = quorum.leader()
+        silent = next(name for name in quorum.nodes if name != leader.name)
+        quorum.nodes[silent].kill()
+        nodes = told(capsys, "status", *store, code=1)["nodes"]
+        assert len(nodes) == 3
+        assert [node["node"] for node in nodes if "silent_because" in node] == [silent]
+        (kept,) = {*quorum.nodes} - {silent, leader.name}
+        assert main(["cluster", "remove", kept, *store]) == 1
+        assert f"without {silent}" in capsys.readouterr().err
+        for address in ("nowhere", ":7400", "h:0"):
+            assert main(["cluster", "add", "n4", address, *store]) == 1
+            assert "is no address" in capsys.readouterr().err
+        assert main(["cluster", "remove", silent, *store]) == 0
+
+
 def test_a_backup_is_restored_as_another_cluster(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,7 +106,7 @@ def test_a_backup_is_restored_as_another_cluster(
     arguments = ["restore", str(file), "--peers", new.peers_text]
     same = [*arguments, "--cluster", "test", "--id", "n1", "--data-dir", str(tmp_path / "x")]
     assert main(["cluster", *same]) == 69
-    assert "another id" in capsys.readouterr().err
+    assert "--cluster" in capsys.readouterr().err
     for name in new.peers:
         folder = str(tmp_path / "new" / name)
         told(capsys, *arguments, "--cluster", "test-2", "--id", name, "--data-dir", folder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import subprocess
 import urllib.error
 import urllib.request
@@ -164,6 +166,34 @@ def test_to_listen_to_the_world_takes_a_secret_or_tls(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "secret" in done.stderr
     assert "--insecure" in done.stderr
+    assert not (tmp_path / "n1").exists()
+
+
+def test_a_port_that_is_taken_is_named_with_the_remedy(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        command = [*DOYEN, "serve", "--id", "n1", "--peers", f"n1={address}"]
+        command += ["--data-dir", str(tmp_path / "n1")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 69
+    assert "Address already in use. Stop whatever listens there" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_peers_that_are_not_those_on_disk_are_told_apart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = addresses(2)
+
+    async def begin(**peers: str) -> None:
+        async with doyen.Node("n1", peers=peers, data_dir=tmp_path) as node:
+            await node.barrier()
+
+    asyncio.run(begin(n1=one))
+    asyncio.run(begin(n1=one))
+    assert "quorum is" not in caplog.text
+    asyncio.run(begin(n1=other, n2=one))
+    assert f"the quorum is n1={one}; the peers named at this start are others" in caplog.text
 
 
 def fetch(node: Served, path: str) -> tuple[int, str]:

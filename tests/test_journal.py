@@ -497,7 +497,7 @@ class TestBackups:
         asyncio.run(journal.close())
         backup(old, file)
         for identity, folder, words in (
-            (Identity("c1", "m1", "raft"), tmp_path / "new", "another id"),
+            (Identity("c1", "m1", "raft"), tmp_path / "new", "another name"),
             (Identity("c2", "m1", "zab"), tmp_path / "new", "runs raft, not zab"),
             (Identity("c2", "m1", "raft"), old, "is not empty"),
         ):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from doyen.errors import ConfigError, StoreUnavailable
+from doyen.errors import ConfigError, StoreUnavailable, StoreUnusable
 from doyen.node.door import Door
 from doyen.quorum.link import HIGH_WATER, End, Link
 from doyen.quorum.wire import (
@@ -295,9 +295,9 @@ def test_listening_beyond_loopback_is_refused_without_a_secret() -> None:
             await door.listen("0.0.0.0", 0)
         door = Door(Identity("c", "n1", 1), Security(secret=SECRET), **options)
         port = await door.listen("0.0.0.0", 0)
-        with pytest.raises(ConfigError, match=f"port {port}: Address already in use"):
+        with pytest.raises(StoreUnusable, match=f"port {port}: Address already in use. Stop"):
             await door.listen("0.0.0.0", port)
-        with pytest.raises(ConfigError, match="cannot listen on 'no"):
+        with pytest.raises(StoreUnusable, match="cannot listen on 'no"):
             await door.listen("no.such.host.invalid", 0)
         await door.close()
 

@@ -30,9 +30,10 @@ MANUAL = """\
 For quorums of doyen's own nodes (doyen serve); --store names some of them:
 doyen://h1:7400,h2:7400,h3:7400. Whatever node is asked, the one that leads decides.
 
-To replace a node, or to have five instead of three: start the new one with --join true, add it,
-wait until status shows that it has caught up, promote it; then remove the old one. One change at a
-time; each is refused until the one before it is agreed on.
+To replace a node, or to have five instead of three: start the new one with --join, add it, wait
+until status shows that it has caught up, promote it; then remove the old one. One change at a time;
+each is refused until the one before it is agreed on, or if too few of those who then count answer.
+To add a node that belongs already, at another address, is how it moves.
 
 A backup is taken from the running quorum, at one instant, as one checksummed file. It is restored
 on every node of a new cluster, with the same file and a cluster name of its own, before they are
@@ -170,9 +171,10 @@ async def _arrange(args: argparse.Namespace) -> int:
     leader = leads.node if leads else "nobody"
     console().print(
         {
-            "add": f"{args.node} was added at {address}; it counts once it is promoted",
+            "add": f"{args.node} belongs to the quorum, at {address};"
+            f" it {'counts' if leads and args.node in leads.voters else 'counts once promoted'}",
             "promote": f"{args.node} counts now",
-            "remove": f"{args.node} no longer belongs to the quorum: it may be stopped",
+            "remove": f"{args.node} does not belong to the quorum: it may be stopped",
             "transfer": f"{leader} leads now",
         }[args.action]
     )
@@ -206,7 +208,8 @@ async def _status(args: argparse.Namespace) -> int:
 
 def _as_dict(state: State) -> dict[str, Any]:
     if state.condition is None:
-        return {"address": state.address, "silent_because": state.silent_because}
+        node = {"node": state.node} if state.node else {}
+        return {"address": state.address, **node, "silent_because": state.silent_because}
     condition = state.condition
     told = {name: getattr(condition, name) for name in condition.__struct_fields__ if name != "id"}
     return {"address": state.address, **told}
@@ -215,7 +218,7 @@ def _as_dict(state: State) -> dict[str, Any]:
 def _row(state: State) -> list[str]:
     told = state.condition
     if told is None:
-        return ["?", state.address, "silent", "", "", "", "", ""]
+        return [printable(state.node) or "?", state.address, "silent", "", "", "", "", ""]
     role = "learning" if told.node in told.learners else told.role
     numbers = map(str, (told.generation, told.applied, told.keys, told.clients))
     disk = "full" if told.full else "ok"

@@ -270,6 +270,8 @@ def _tell_of_roles(server: Server, asked: Options, tell: Tell) -> None:
 
     def role(role: Role, generation: int, leader: str | None) -> None:
         who = f"{leader} leads" if leader else "nobody leads as far as it knows"
+        if asked.id not in server.driver.membership.everyone:
+            who = "it does not belong to the quorum any more, and may be stopped"
         tell(
             f"{asked.id} is {role}: {who}, generation {generation}",
             event="role",

@@ -193,7 +193,7 @@ def _check_restorable(head: _Head, source: Path, folder: Path, identity: Identit
     if head.identity.cluster == identity.cluster:
         raise StoreUnusable(
             f"{source} is of cluster {identity.cluster!r} itself: give the restored one another"
-            " id, so that no node of the old one can take part in it."
+            " name (--cluster), so that no node of the old one can take part in it."
         )
     if folder.exists() and any(folder.iterdir()):
         raise StoreUnusable(f"{folder} is not empty: restore into a new folder.")

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
-from doyen.errors import ConfigError
+from doyen.errors import StoreUnusable
 from doyen.quorum.link import BOUND, HANDSHAKE_S, KEEPALIVE_S, End, Link, Tally
 from doyen.quorum.wire import Fault, Identity, Listener, Security, check_exposure
 
@@ -106,7 +106,7 @@ class Door:
                 host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host!r}: {error.strerror}") from error
+            raise StoreUnusable(f"cannot listen on {host!r}: {error.strerror}") from error
         failures: list[OSError] = []
         for family, *_, where in sorted(set(found), key=repr):
             try:
@@ -119,9 +119,10 @@ class Door:
         for failure in failures:
             # A machine may know a name's IPv6 address and have no IPv6.
             if len(failures) == len(set(found)) or failure.errno not in NO_SUCH_NETWORK:
-                raise ConfigError(
+                raise StoreUnusable(
                     f"cannot listen on {host or 'every address'} port {port}: "
-                    f"{os.strerror(failure.errno or 0)}"
+                    f"{os.strerror(failure.errno or 0)}. Stop whatever listens there, or name"
+                    " an address of this machine that is free"
                 ) from failure
         return port
 

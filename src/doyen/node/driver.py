@@ -414,11 +414,9 @@ class Driver:
         batch = self._offering
         if batch is not None:
             batch.generation = effect.generation
-            before = self._waiting.get(effect.index)
-            self._waiting[effect.index] = batch
+            before, self._waiting[effect.index] = self._waiting.get(effect.index), batch
             self._offering = None
-            if before is not None:
-                # It stood here when we led before; somebody who led meanwhile has cut it off.
+            if before is not None:  # of when we led before: whoever led meanwhile has cut it off
                 self._again(before)
 
     def _refuse(self, effect: Refused) -> None:
@@ -610,10 +608,9 @@ class Driver:
             _tell(self._next_offer()[1], _REFUSED, reason)
         self._proposals.refuse_waiting(reason)
         if not self._handing_over:
-            self._handing_over = True
             if not self._told_full:
-                self._told_full = True
                 log.error("%s; handing over if another can lead", reason)
+            self._handing_over = self._told_full = True
             self.tell_core(TransferAsked())
 
     # Reads.
@@ -783,13 +780,11 @@ class Driver:
 
     async def _stream(self, peer: str, generation: int) -> None:
         snapshot, pieces = await self._journal.read_snapshot()
-        self._transport.send_snapshot(
-            peer,
-            generation,
-            snapshot,
-            pieces,
-            lambda ok: self.tell_core(SnapshotSent(peer, snapshot, ok)),
-        )
+
+        def done(ok: bool) -> None:
+            self.tell_core(SnapshotSent(peer, snapshot, ok))
+
+        self._transport.send_snapshot(peer, generation, snapshot, pieces, done)
 
     async def _streamed(
         self, peer: str, generation: int, snapshot: Snapshot, pieces: AsyncIterator[bytes]

@@ -14,8 +14,9 @@ from msgspec import MsgspecError, Struct
 from msgspec.msgpack import Decoder, Encoder
 
 from doyen.consensus.core import ChangeAsked, Core, Event, Membership, TransferAsked
-from doyen.errors import OrderFailed, OutcomeUnknown
+from doyen.errors import ConfigError, OrderFailed, OutcomeUnknown
 from doyen.node.proposals import Batch
+from doyen.quorum.wire import parse_address
 
 __all__ = ["Order", "Orders", "changed"]
 
@@ -52,11 +53,10 @@ def changed(members: Membership, order: Order) -> Membership:
     voters, learners = list(members.voters), list(members.learners)
     addresses = dict(members.addresses)
     match order.what:
-        case "add" if node not in members.everyone:
-            learners.append(node)
-            addresses[node] = order.address
         case "add":
-            addresses[node] = order.address or addresses.get(node, "")
+            if node not in members.everyone:
+                learners.append(node)
+            addresses[node] = _reachable(order.address)
         case "promote" if node in learners:
             learners.remove(node)
             voters.append(node)
@@ -70,6 +70,17 @@ def changed(members: Membership, order: Order) -> Membership:
     if not voters:
         raise OrderFailed(f"{node} is the last voter: without it there is no quorum")
     return Membership(tuple(voters), tuple(learners), addresses)
+
+
+def _reachable(address: str) -> str:
+    """An address that the other nodes can dial."""
+    try:
+        host, port = parse_address(address)
+    except ConfigError as error:
+        raise OrderFailed(str(error)) from error
+    if not host or not port:
+        raise OrderFailed(f"{address!r} is no address that others could reach: name a host too")
+    return address
 
 
 class Owner(Protocol):

@@ -35,7 +35,7 @@ from doyen.node.service import Service
 from doyen.node.state import StateMachine
 from doyen.quorum.keyspace import Keyspace
 from doyen.quorum.link import Tally
-from doyen.quorum.wire import TLS, Identity, Security, parse_address
+from doyen.quorum.wire import TLS, Identity, Security, check_exposure, parse_address
 
 __all__ = ["PROTOCOLS", "Options", "Server"]
 
@@ -135,6 +135,19 @@ def _limits(options: Options, making: Making) -> Limits:
     return replace(options.limits, snapshot_entries=sys.maxsize, snapshot_bytes=sys.maxsize)
 
 
+def _tell_apart(options: Options, members: Membership) -> None:
+    """Say so if a start names others than the quorum has agreed on."""
+    if dict(members.addresses) != dict(options.peers):
+        where = ", ".join(f"{node}={members.addresses.get(node, '?')}" for node in members.everyone)
+        log.warning(
+            "node %s: by what is in %s, the quorum is %s; the peers named at this start are"
+            " others, and are not used (doyen cluster add, remove)",
+            options.id,
+            options.data_dir,
+            where,
+        )
+
+
 def _end_process(error: BaseException) -> None:
     """The journal can no longer be believed, so this process must not say another word."""
     log.critical("ending the process: %s", error)
@@ -171,6 +184,9 @@ class Server:
         chance = random.SystemRandom()
         me = Identity(options.cluster, options.id, chance.getrandbits(63))
         security = options.security
+        host, port = parse_address(options.listen or options.peers[options.id])
+        # Before there is a folder: what is refused leaves nothing behind.
+        check_exposure(host, security, insecure=options.insecure)
         tally = Tally()
         peers = Peers(me, security, decode=Decoder(protocol.MESSAGES).decode, tally=tally)
         owner = Owner(options.cluster, options.id, options.protocol)
@@ -189,6 +205,7 @@ class Server:
                 jitter=random.random,
                 now=clock.now(),
             )
+            _tell_apart(options, core.membership)
             keyspace = Keyspace()
             targets: dict[int, Any] = {KEYSPACE: keyspace}
             if machine is not None:
@@ -221,7 +238,7 @@ class Server:
                 tally=tally,
             )
             await driver.start()
-            port = await door.listen(*parse_address(options.listen or options.peers[options.id]))
+            port = await door.listen(host, port)
             if http is not None:
                 await door.listen(*parse_address(http), http_only=True)
         except BaseException:

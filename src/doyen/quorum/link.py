@@ -485,7 +485,9 @@ async def dial(
         raise Refused(Fault.TLS, f"{address}: TLS failed: {error}") from error
     except OSError as error:
         number = error.errno or 0
-        reason = os.strerror(number) if number > 0 else error.strerror or error
+        reason = os.strerror(number) if number > 0 else error.strerror or str(error)
+        if not reason and context:
+            reason = "it ended the connection before TLS was agreed on; does it speak TLS?"
         raise StoreUnavailable(f"cannot reach {address}: {reason}") from error
     except BaseException:
         link.abort()

@@ -253,8 +253,6 @@ class Condition(Answer, frozen=True, gc=False, tag=8):
     watches: int
     election_s: float = 1.0
     """How long its leader may be silent."""
-    connected: tuple[str, ...] | None = None
-    """Who a leader hears from; None where a node cannot tell."""
 
 
 class Arranged(Answer, frozen=True, gc=False, tag=9):

@@ -17,6 +17,8 @@ class State(NamedTuple):
     address: str
     condition: Condition | None
     silent_because: str = ""
+    node: str = ""
+    """Who should be there, if others know."""
 
 
 def findings(states: Sequence[State]) -> list[Finding]:

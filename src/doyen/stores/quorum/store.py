@@ -202,10 +202,15 @@ class QuorumStore(Store):
         others: dict[str, str] = {}
         for state in states:
             if state.condition is not None:
-                others |= state.condition.addresses
-        others = {node: where for node, where in others.items() if node not in known}
-        unseen = [where for where in others.values() if where not in self._nodes]
-        return [*states, *await asyncio.gather(*map(self._inspect, unseen))]
+                told = state.condition.addresses
+                others |= {_place(told[node]): node for node in told if node not in known}
+        named = {_place(address) for address in self._nodes}
+        unseen = [place for place in others if place not in named]
+        states += await asyncio.gather(*map(self._inspect, unseen))
+        return [
+            state if state.condition else state._replace(node=others.get(_place(state.address), ""))
+            for state in states
+        ]
 
     async def arrange(self, what: str, node: str, address: str = "") -> None:
         """`add`, `promote`, `remove` a node, or `transfer` leadership to it."""
@@ -259,6 +264,12 @@ class QuorumStore(Store):
     def _require_usable(self) -> None:
         if self._unusable is not None:
             raise StoreUnusable(self._unusable)
+
+
+def _place(address: str) -> str:
+    """An address as a quorum on one machine writes it, whatever the URL says."""
+    host, _, port = address.rpartition(":")
+    return f"127.0.0.1:{port}" if host == "localhost" else address
 
 
 def _entry(record: Record) -> Entry:
