@@ -192,7 +192,8 @@ class Machine:
                 "this quorum has no state machine for it; give every node one, with machine="
             )
         try:
-            return _plain(apply(command.body))
+            result = apply(command.body)
+            return result if type(result) in _PLAIN else _plain(result)
         except MemoryError:
             raise  # this machine's trouble, not the command's: the node must end
         except Exception as error:  # noqa: BLE001 - the same on every node, and the proposer's
@@ -230,8 +231,6 @@ _PLAIN = (bytes, type(None), bool, str, float)
 
 def _plain(result: Any) -> Any:
     """A result as msgpack carries it, apart from whatever the machine may change later."""
-    if type(result) in _PLAIN:
-        return result
     if type(result) is int and -(1 << 63) <= result < 1 << 63:
         return result
     try:

@@ -85,35 +85,22 @@ class _Identity:
         return next(iter(self.open))
 
 
-class _Proposal:
-    """Something to be agreed on, until its outcome is known."""
+class _Proposal(Struct, eq=False, gc=False):
+    """Something to be agreed on, until its outcome is known. Nothing that it refers to refers to
+    it, so the collector need not look at it."""
 
-    __slots__ = (
-        "body",
-        "born",
-        "deadline",
-        "identity",
-        "request",
-        "seq",
-        "settle",
-        "target",
-        "tried",
-    )
-
-    identity: _Identity | None
-    seq: int
-    """Its number under its identity."""
+    target: int
+    body: bytes
+    settle: Settle
+    deadline: float
     request: Request | None
-    """The id of a client that keeps its own count, instead."""
-    born: int
+    """The id of a client that keeps its own count. Without one, it has an identity and a number
+    of ours."""
+    identity: _Identity | None = None
+    seq: int = 0
+    born: int = 0
     """Where in the log we were when it was first proposed."""
-
-    def __init__(self, target: int, body: bytes, settle: Settle, deadline: float) -> None:
-        self.target = target
-        self.body = body
-        self.settle = settle
-        self.deadline = deadline
-        self.tried = 0
+    tried: int = 0
 
 
 class Batch:
@@ -227,12 +214,9 @@ class Proposals:
                 f"{len(self._live)} proposals are under way on node {self._node} already; wait for"
                 " some of them"
             )
-        proposal = _Proposal(target, body, settle, deadline)
-        proposal.request = request
+        proposal = _Proposal(target, body, settle, deadline, request)
         if request is None:
             self._identify(proposal)
-        else:
-            proposal.identity = None
         self._live[proposal] = None
         self._live_bytes += size
         self._queue.append(proposal)

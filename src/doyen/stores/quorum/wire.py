@@ -25,7 +25,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from msgspec import MsgspecError
+from msgspec import MsgspecError, Struct
 
 from doyen.errors import (
     LeaseGone,
@@ -85,21 +85,16 @@ class Electing(StoreUnavailable):
     """No node serves, and at least one of them only because none leads at the moment."""
 
 
-class _Call:
+class _Call(Struct, eq=False):
     """Something under way."""
 
-    __slots__ = ("begun_at", "future", "make", "number", "records", "sent", "take")
-
-    def __init__(
-        self, number: int, make: Callable[[int], Request], future: asyncio.Future[Any]
-    ) -> None:
-        self.number = number
-        self.make = make
-        self.future = future
-        self.sent = 0
-        self.begun_at = 0.0
-        self.records: list[Record] = []
-        self.take: Callable[[Copied], None] | None = None
+    number: int
+    make: Callable[[int], Request]
+    future: asyncio.Future[Any]
+    begun_at: float
+    take: Callable[[Copied], None] | None = None
+    sent: int = 0
+    records: list[Record] = []
 
 
 class Standing:
@@ -224,10 +219,8 @@ class Wire:
         make: Callable[[int], Request],
         take: Callable[[Copied], None] | None = None,
     ) -> Any:
-        call = _Call(number, make, self._loop.create_future())
-        call.take = take
-        call.begun_at = self._loop.time()
-        self._calls[number] = call
+        loop = self._loop
+        call = self._calls[number] = _Call(number, make, loop.create_future(), loop.time(), take)
         if self._link is not None:
             self._send(call)
         else:
