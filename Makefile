@@ -36,7 +36,7 @@ layers: $(VENV)/.dev
 	@$(call stage,layers,$(BIN)/lint-imports --no-logo)
 
 tests: $(VENV)/.dev
-	@$(call stage,tests,$(BIN)/pytest)
+	@$(call stage,tests,$(BIN)/pytest --numprocesses 3 --dist loadfile)
 
 chaos: $(VENV)/.dev
 	@$(call stage,chaos,$(BIN)/pytest -m chaos)

@@ -84,6 +84,7 @@ def hello() -> bytes:
         (struct.pack(">IB", MAX_GREETING + 1, Word.HELLO), "too-large"),
         (struct.pack(">IB", 2**24 - 1, Word.HELLO), "too-large"),
     ],
+    ids=lambda word: None if isinstance(word, str) else "word",
 )
 def test_a_stranger_that_speaks_nonsense(word: bytes, fault: str) -> None:
     async def body() -> None:
