@@ -418,6 +418,7 @@ def _scenario(args: argparse.Namespace) -> int:
         print_json(played.as_dict())
     else:
         out.print(SCENARIOS[args.name].title, style="bold")
+        out.print(f"({SCENARIOS[args.name].source})")
         for line in played.lines:
             out.print(line)
         for fact in played.facts:

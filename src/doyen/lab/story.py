@@ -58,6 +58,12 @@ class _Teller:
             )
 
 
+def _sentence(who: str, what: str) -> str:
+    if " and " in who and what.startswith("follows"):
+        what = what.replace("follows", "follow", 1)
+    return f"{who} {what}" if who else what
+
+
 def make_world(plan: Plan, protocol: Protocol | None = None) -> World | QuorumWorld:
     """The world that the plan is for."""
     if plan.world == "cores":
@@ -75,6 +81,6 @@ def tell(plan: Plan, protocol: Protocol | None = None) -> tuple[Outcome, list[st
     if isinstance(world, World):
         world.listener = teller.heard
     outcome = world.run()
-    lines = [f"{at:8.3f} s  {who} {what}".rstrip() for at, who, what in teller.lines]
+    lines = [f"{at:8.3f} s  {_sentence(who, what)}".rstrip() for at, who, what in teller.lines]
     lines += [f"{each.at:8.3f} s  {each.kind}: {each.text}" for each in outcome.violations]
     return outcome, lines
