@@ -206,9 +206,10 @@ def test_members_come_and_go(serve: bool, tmp_path: Path) -> None:
     assert found.count("replace") > 100
 
 
-def test_everything_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", [7, 8])
+def test_everything_at_once(seed: int, tmp_path: Path) -> None:
     """Cuts, deaths, freezes and slow disks that overlap, for a minute or so."""
-    chance = random.Random(7)
+    chance = random.Random(seed)
     with Trial(tmp_path, 5, lan=True) as trial:
         assert trial.lan is not None
         nodes = [*trial.nodes.values()]

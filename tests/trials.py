@@ -27,8 +27,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -230,9 +231,11 @@ class Trial:
     def leader(self, *among: str, after: int = 0) -> Member:
         """Who leads in the latest generation, by its own word, of those named; one above
         `after`."""
-        until = time.monotonic() + PATIENCE_S
-        while time.monotonic() < until:
-            leading = [
+
+        found: list[Member] = []
+
+        def leads() -> list[Member]:
+            found[:] = [
                 node
                 for name, node in self.nodes.items()
                 if node.running
@@ -241,14 +244,25 @@ class Trial:
                 and node.role == "leading"
                 and node.generation > after
             ]
-            if leading:
-                return max(leading, key=lambda node: node.generation)
-            time.sleep(0.01)
-        raise TimeoutError("nobody leads")
+            return found
+
+        self._wait("nobody leads", leads)
+        return max(found, key=lambda node: node.generation)
 
     def followers(self) -> list[Member]:
         leader = self.leader()
         return [node for node in self.nodes.values() if node is not leader and node.running]
+
+    def caught_up(self, node: Member) -> None:
+        """Wait until it follows, or leads."""
+        self._wait(
+            f"{node.name} finds nobody to follow", lambda: node.role in ("following", "leading")
+        )
+
+    def progress(self, count: int = 100) -> None:
+        """Wait until so many more requests have been answered."""
+        before = self.acknowledged()
+        self._wait("requests go unanswered", lambda: self.acknowledged() >= before + count)
 
     def acknowledged(self) -> int:
         """How many requests have been answered so far."""
@@ -256,29 +270,19 @@ class Trial:
             files = [stack.enter_context(path.open("rb")) for path in self.histories.iterdir()]
             return sum(line.count(b'"how": "ok"') for file in files for line in file)
 
-    def progress(self, count: int = 100) -> None:
-        """Wait until so many more requests have been answered."""
-        before, until = self.acknowledged(), time.monotonic() + PATIENCE_S
-        while self.acknowledged() < before + count:
-            self.check_alive()
-            if time.monotonic() > until:
-                raise TimeoutError(f"{self.acknowledged() - before} of {count} requests answered")
-            time.sleep(0.02)
-
     def let_pass(self, seconds: float) -> None:
         """Let time pass, with whatever is hurt."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            self.check_alive()
-            time.sleep(0.02)
+        self._wait("", lambda: time.monotonic() > until)
 
-    def caught_up(self, node: Member) -> None:
-        """Wait until it follows, or leads."""
+    def _wait(self, what: str, condition: Callable[[], object]) -> None:
+        """Until it is so; fail if it takes too long, or if anybody ends by itself."""
         until = time.monotonic() + PATIENCE_S
-        while node.role not in ("following", "leading"):
+        while not condition():
+            self.check_alive()
             if time.monotonic() > until:
-                raise TimeoutError(f"{node.name} finds nobody to follow")
-            time.sleep(0.01)
+                raise TimeoutError(what)
+            time.sleep(0.02)
 
     def check_alive(self) -> None:
         for member in (*self.nodes.values(), *([self.load] if self.load else [])):
@@ -517,7 +521,7 @@ class SlowDisk(Disk):
 
     def _wait(self) -> None:
         with contextlib.suppress(FileNotFoundError, ValueError):
-            time.sleep(float(self.file.read_text()))
+            threading.Event().wait(float(self.file.read_text()))
 
 
 async def run_node(folder: Path, given: dict[str, Any]) -> None:
