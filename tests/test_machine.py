@@ -150,6 +150,17 @@ def test_pieces_come_back_as_they_were_however_they_were_cut(size: int) -> None:
     assert first.restored == Pieces.given
 
 
+def test_a_piece_of_any_size_goes_out_in_moderate_ones() -> None:
+    """A frame of the disk's or of a link's has a bound, which a user's piece has not."""
+    big = Pieces()
+    big.given = (b"small", bytes(20 << 20))  # type: ignore[assignment]
+    pieces = list(Machine({USER: big}).snapshot())
+    assert max(map(len, pieces)) <= 1 << 20
+    restored = Pieces()
+    Machine({USER: restored}).restore(pieces)
+    assert restored.restored == big.given
+
+
 def test_a_snapshot_does_not_show_what_comes_after() -> None:
     replica, _ = machine()
     one(replica, 1, "a", 1, 1, USER, b"x")

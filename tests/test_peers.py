@@ -146,6 +146,23 @@ def test_a_question_that_was_not_heard_and_one_that_may_have_been() -> None:
     run(body())
 
 
+def test_a_question_to_a_peer_that_is_let_go_may_have_been_heard() -> None:
+    """What is queued goes out with the link's end."""
+
+    async def body() -> None:
+        async with Street() as street:
+            one, other = await two(street)
+            heard: list[bytes] = []
+            other.answer = lambda question, answer: heard.append(question)
+            asked = asyncio.create_task(one.peers.ask("n2", b"?"))
+            await asyncio.sleep(0)
+            one.peers.reach({})
+            assert type(await failure(asked)) is OutcomeUnknown
+            await until(lambda: heard)
+
+    run(body())
+
+
 async def failure(task: asyncio.Task[bytes]) -> BaseException | None:
     await asyncio.wait([task])
     return task.exception()

@@ -242,6 +242,7 @@ def _plain(result: Any) -> Any:
 _TABLE = 255
 _FRAME = Layout(">BI")
 _CLIENTS_PER_PIECE = 256
+_MOST_BYTES = 1 << 20
 
 
 def _pieces_of(clients: Mapping[str, _Client]) -> Iterator[bytes]:
@@ -259,10 +260,13 @@ def _pieces_of(clients: Mapping[str, _Client]) -> Iterator[bytes]:
 
 
 def _framed(parts: Sequence[tuple[int, Iterator[bytes]]]) -> Iterator[bytes]:
-    """Pieces, each saying whose it is and how long: they may be cut elsewhere on their way."""
+    """Pieces, each saying whose it is and how long: they may be cut elsewhere on their way, and
+    are here, since a user's may be longer than disks and links take in one piece."""
     for number, pieces in parts:
         for piece in pieces:
-            yield _FRAME.pack(number, len(piece)) + piece
+            framed = _FRAME.pack(number, len(piece)) + piece
+            for start in range(0, len(framed), _MOST_BYTES):
+                yield framed[start : start + _MOST_BYTES]
 
 
 class _Frames:

@@ -282,8 +282,8 @@ class _Outgoing:
         self._task.cancel()
         link, self.link = self.link, None
         if link is not None:
+            link.close()  # first: what was queued goes out by this, and may be heard
             self._let_go(link)
-            link.close()
 
     async def _keep(self) -> None:
         """Dial, again and again, until told not to. At once after a link that has held."""

@@ -66,7 +66,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     """Commands that are applied in one turn of the loop, to the end of an entry."""
     snapshot_entries: int = 100_000
     snapshot_bytes: int = 16 << 20
-    """A snapshot is taken after this much of the log, or as much as the last one came to."""
+    """A snapshot is taken after so many entries, or so many bytes, of the log."""
 
 
 class _Identity:
