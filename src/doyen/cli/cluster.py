@@ -78,6 +78,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
             added.add_argument(
                 "--store", metavar="URL", help="doyen://h1:7400,… (default: $DOYEN_STORE)"
             )
+        if name not in ("status", "backup", "restore"):
             added.add_argument(
                 "--wait",
                 type=seconds,
