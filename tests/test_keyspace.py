@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from threading import Thread
 from typing import Any
@@ -388,14 +389,25 @@ class Sorted(RuleBasedStateMachine):
     def whole(self) -> None:
         if hasattr(self, "real"):
             assert len(self.real) == len(self.model)
-            assert all(0 < len(block.keys) <= FULL for block in self.real._blocks)
-            assert self.real._firsts == [block.keys[0] for block in self.real._blocks]
+            assert all(0 < len(block[0]) <= FULL for block in self.real._blocks)
+            assert self.real._firsts == [block[0][0] for block in self.real._blocks]
 
     def teardown(self) -> None:
         for picture, expected in getattr(self, "pictures", []):
-            shown = [item for each in picture for item in zip(each.keys, each.values, strict=True)]
+            shown = [item for each in picture for item in zip(*each, strict=True)]
             assert shown == expected
 
 
 TestSorted = Sorted.TestCase
+
+
+def test_the_collector_has_nothing_to_follow_in_what_is_kept() -> None:
+    keyspace = Keyspace()
+    for number in range(3 * FULL):
+        keyspace.apply(encode(Put(f"key/{number}", b"value", 0)))
+    for _ in range(2):  # inner tuples are let go of first
+        gc.collect()
+    assert not any(gc.is_tracked(block) for block in keyspace._records._blocks)
+
+
 TestSorted.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)

@@ -505,12 +505,12 @@ def _pieces(
     head: _Head, leases: list[Block[int, _Held]], records: list[Block[str, Record]]
 ) -> Iterator[bytes]:
     yield encode(head)
-    for held in leases:
-        yield encode(_Leases(held.keys, [each.ttl_s for each in held.values]))
+    for numbers, held in leases:
+        yield encode(_Leases([*numbers], [each.ttl_s for each in held]))
     piece: list[Record] = []
     size = 0
-    for block in records:
-        for record in block.values:
+    for _, block in records:
+        for record in block:
             piece.append(record)
             size += len(record.key) + len(record.value) + 16
             if size >= PIECE:

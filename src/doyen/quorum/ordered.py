@@ -1,37 +1,33 @@
 """A sorted map whose picture can be taken in no time, however large it is.
 
-Keys stand in blocks of a few hundred. A picture is the list of blocks of that instant; whoever
-changes a block that a picture shows changes a copy. So a picture costs a pointer a block, nobody
-waits for it, and another thread may read it while the map goes on changing.
+Keys stand in small blocks that never change: whoever changes the map puts another block in the
+place of one. So a picture is the list of blocks of that instant, nobody waits for it, and another
+thread may read it while the map goes on changing.
 
-Invariants: no block is empty; the keys of a block ascend, and so do the blocks; a block of an
-epoch before the map's belongs to a picture and is never changed. Pure; imports nothing of doyen.
+Blocks are made of tuples, because Python's collector lets go of tuples in which it has nothing to
+follow: a map of a million keys, all of them plain, does not make it pause.
+
+Invariants: no block is empty; the keys of a block ascend, and so do the blocks. Pure; imports
+nothing of doyen.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
-from typing import Generic, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Generic, TypeAlias, TypeVar
 
 __all__ = ["Block", "Ordered"]
 
-FULL = 512
-"""A block that grows beyond this is split."""
+FULL = 64
+"""A block that grows beyond this is split. To change one costs as much as to copy it."""
 
 K = TypeVar("K", int, str)
 V = TypeVar("V")
 
 
-class Block(Generic[K, V]):
-    """Some keys, in order, and what stands at them."""
-
-    __slots__ = ("epoch", "keys", "values")
-
-    def __init__(self, keys: list[K], values: list[V], epoch: int) -> None:
-        self.keys: list[K] = keys
-        self.values: list[V] = values
-        self.epoch = epoch
+Block: TypeAlias = tuple[tuple[K, ...], tuple[V, ...]]
+"""Some keys, in order, and what stands at them."""
 
 
 class Ordered(Generic[K, V]):
@@ -41,26 +37,26 @@ class Ordered(Generic[K, V]):
     >>> ordered.put("b", 2); ordered.put("a", 1)
     >>> picture = ordered.picture()
     >>> ordered.remove("a")
-    >>> [block.keys for block in picture], list(ordered.upward(""))
-    ([['a', 'b']], [('b', 2)])
+    >>> [keys for keys, _ in picture], list(ordered.upward(""))
+    ([('a', 'b')], [('b', 2)])
     """
 
-    __slots__ = ("_blocks", "_epoch", "_firsts", "_size", "_sought")
+    __slots__ = ("_blocks", "_firsts", "_size", "_sought")
 
     def __init__(self) -> None:
-        self._epoch = 0
-        # Where a key was found, or would stand: whoever reads one often writes it next.
-        self._sought: tuple[K, int, int] | None = None
         self._blocks: list[Block[K, V]] = []
         self._firsts: list[K] = []
         self._size = 0
+        # Where a key was found, or would stand: whoever reads one often writes it next.
+        self._sought: tuple[K, int, int] | None = None
 
-    def append(self, keys: list[K], values: list[V]) -> None:
-        """Take these in, as they are; they stand in order, behind everything there is."""
+    def append(self, keys: Sequence[K], values: Sequence[V]) -> None:
+        """Take these in; they stand in order, behind everything there is."""
         self._sought = None
-        for at in range(0, len(keys), FULL // 2):
-            upto = at + FULL // 2
-            self._blocks.append(Block(keys[at:upto], values[at:upto], self._epoch))
+        step = FULL * 3 // 4
+        for at in range(0, len(keys), step):
+            upto = at + step
+            self._blocks.append((tuple(keys[at:upto]), tuple(values[at:upto])))
             self._firsts.append(keys[at])
         self._size += len(keys)
 
@@ -72,9 +68,9 @@ class Ordered(Generic[K, V]):
         if not self._blocks:
             return None
         index, at = self._seek(key)
-        block = self._blocks[index]
-        if at < len(block.keys) and block.keys[at] == key:
-            return block.values[at]
+        keys, values = self._blocks[index]
+        if at < len(keys) and keys[at] == key:
+            return values[at]
         return None
 
     def put(self, key: K, value: V) -> None:
@@ -83,19 +79,22 @@ class Ordered(Generic[K, V]):
             self.append([key], [value])
             return
         index, at = self._seek(key)
-        block = self._own(index)
-        keys, values = block.keys, block.values
+        keys, values = self._blocks[index]
         if at < len(keys) and keys[at] == key:
-            values[at] = value
+            changed = list(values)
+            changed[at] = value
+            self._blocks[index] = keys, tuple(changed)
             return
         self._sought = None
-        keys.insert(at, key)
-        values.insert(at, value)
+        more_keys, more = list(keys), list(values)
+        more_keys.insert(at, key)
+        more.insert(at, value)
         self._size += 1
+        self._blocks[index] = tuple(more_keys), tuple(more)
         if at == 0:
             self._firsts[index] = key
-        if len(keys) > FULL:
-            self._split(index, block)
+        if len(more) > FULL:
+            self._split(index)
 
     def remove(self, key: K) -> None:
         """Have nothing stand at `key`, where something does."""
@@ -103,17 +102,39 @@ class Ordered(Generic[K, V]):
             raise KeyError(key)
         index, at = self._seek(key)
         self._sought = None
-        block = self._own(index)
-        if at == len(block.keys) or block.keys[at] != key:
+        keys, values = self._blocks[index]
+        if at == len(keys) or keys[at] != key:
             raise KeyError(key)
-        del block.keys[at]
-        del block.values[at]
         self._size -= 1
-        if not block.keys:
+        if len(keys) == 1:
             del self._blocks[index]
             del self._firsts[index]
-        elif at == 0:
-            self._firsts[index] = block.keys[0]
+            return
+        keys = keys[:at] + keys[at + 1 :]
+        self._blocks[index] = keys, values[:at] + values[at + 1 :]
+        self._firsts[index] = keys[0]
+
+    def upward(self, key: K) -> Iterator[tuple[K, V]]:
+        """Everything from `key` on. The map must not change meanwhile."""
+        index = max(bisect_right(self._firsts, key) - 1, 0)
+        for keys, values in self._blocks[index : index + 1]:
+            at = bisect_left(keys, key)
+            yield from zip(keys[at:], values[at:], strict=True)
+        for later in range(index + 1, len(self._blocks)):
+            yield from zip(*self._blocks[later], strict=True)
+
+    def below(self, key: K) -> tuple[K, V] | None:
+        """What stands directly before `key`."""
+        index = bisect_left(self._firsts, key) - 1
+        if index < 0:
+            return None
+        keys, values = self._blocks[index]
+        at = bisect_left(keys, key) - 1
+        return keys[at], values[at]
+
+    def picture(self) -> list[Block[K, V]]:
+        """The map as it is now, in blocks that never change."""
+        return self._blocks.copy()
 
     def _seek(self, key: K) -> tuple[int, int]:
         """The block, of those that there are, and the place in it, where `key` stands or would."""
@@ -121,47 +142,15 @@ class Ordered(Generic[K, V]):
         if sought is not None and sought[0] is key:
             return sought[1], sought[2]
         index = max(bisect_right(self._firsts, key) - 1, 0)
-        at = bisect_left(self._blocks[index].keys, key)
+        at = bisect_left(self._blocks[index][0], key)
         self._sought = key, index, at
         return index, at
 
-    def upward(self, key: K) -> Iterator[tuple[K, V]]:
-        """Everything from `key` on. The map must not change meanwhile."""
-        index = max(bisect_right(self._firsts, key) - 1, 0)
-        for block in self._blocks[index : index + 1]:
-            at = bisect_left(block.keys, key)
-            yield from zip(block.keys[at:], block.values[at:], strict=True)
-        for later in range(index + 1, len(self._blocks)):
-            yield from zip(self._blocks[later].keys, self._blocks[later].values, strict=True)
-
-    def below(self, key: K) -> tuple[K, V] | None:
-        """What stands directly before `key`."""
-        index = bisect_left(self._firsts, key) - 1
-        if index < 0:
-            return None
-        block = self._blocks[index]
-        at = bisect_left(block.keys, key) - 1
-        return block.keys[at], block.values[at]
-
-    def picture(self) -> list[Block[K, V]]:
-        """The map as it is now, in blocks that never change."""
-        self._epoch += 1
-        return self._blocks.copy()
-
-    def _own(self, index: int) -> Block[K, V]:
-        """The block, as one that no picture shows."""
-        block = self._blocks[index]
-        if block.epoch != self._epoch:
-            block = Block(block.keys.copy(), block.values.copy(), self._epoch)
-            self._blocks[index] = block
-        return block
-
-    def _split(self, index: int, block: Block[K, V]) -> None:
+    def _split(self, index: int) -> None:
+        keys, values = self._blocks[index]
         # Keys that count up, as tickets and leases do, leave full blocks behind.
         ascending = index == len(self._blocks) - 1
         half = FULL - FULL // 8 if ascending else FULL // 2
-        upper = Block(block.keys[half:], block.values[half:], self._epoch)
-        del block.keys[half:]
-        del block.values[half:]
-        self._blocks.insert(index + 1, upper)
-        self._firsts.insert(index + 1, upper.keys[0])
+        self._blocks[index] = keys[:half], values[:half]
+        self._blocks.insert(index + 1, (keys[half:], values[half:]))
+        self._firsts.insert(index + 1, keys[half])
