@@ -525,6 +525,30 @@ def test_nodes_come_and_go() -> None:
     run(main)
 
 
+def test_a_snapshot_has_the_members_of_its_own_place_in_the_log() -> None:
+    """Not a later one's, which is in the log already and may yet be cut off: whoever started from
+    such a snapshot would count majorities of a quorum that never was."""
+
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        await leader.propose(USER, b"a")
+        await leader.add("n4", "n4:1")
+        follower = follower_of(world)
+        await world.until(lambda: follower.applied == leader.applied)
+        world.crash(follower.id)
+        world.cut(follower.id)
+        await world.boot_one(follower.id)
+        again = world.nodes[follower.id]
+        assert again.membership.learners == ("n4",)
+        assert again.applied == 0
+        assert again.copy()[0].membership == Membership(VOTERS)
+        world.heal()
+        await again.barrier()
+        assert again.copy()[0].membership == leader.membership
+
+    run(main)
+
+
 def test_a_long_backlog_does_not_hold_up_the_loop() -> None:
     async def main(world: World) -> None:
         (leader,) = world.leaders()

@@ -337,6 +337,9 @@ class Core(Protocol):
     next_deadline: float
     """When to tell `Elapsed`; infinite if never."""
     membership: Membership
+    """The one in force: the latest there is, committed or not."""
+    founders: Membership
+    """The one in force before the first entry of the log."""
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event, and say what has to be done about it, in order."""

@@ -113,7 +113,7 @@ class Server:
     ) -> None:
         _check(id, membership, recovered)
         self.id = id
-        self.membership = membership
+        self.membership = self.founders = membership
         self.role = Role.LOOKING
         self.generation = 0
         self.leader: str | None = None

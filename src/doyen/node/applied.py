@@ -76,7 +76,7 @@ class Applied:
         self,
         machine: Machine,
         journal: Journal,
-        membership: Membership,
+        founders: Membership,
         limits: Limits,
         owner: Owner,
     ) -> None:
@@ -85,7 +85,7 @@ class Applied:
         self._limits = limits
         self._owner = owner
         self._loop = asyncio.get_running_loop()
-        self._stand_at(journal.recovered.snapshot or Snapshot(0, 0, membership))
+        self._stand_at(journal.recovered.snapshot or Snapshot(0, 0, founders))
         self._queue: deque[Entry | Install] = deque()
         self._queued = self.index
         self._paused = False

@@ -153,7 +153,7 @@ class Driver:
         self._held: deque[Send] = deque()
         self._membership = core.membership
 
-        self._applied = Applied(machine, journal, core.membership, limits, self)
+        self._applied = Applied(machine, journal, core.founders, limits, self)
         self._proposals = Proposals(core.id, incarnation, limits)
         self._sweeper: asyncio.TimerHandle | None = None
         # Batches of peers, with the bytes as they came.

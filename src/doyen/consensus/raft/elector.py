@@ -88,7 +88,7 @@ class Elector:
         self.generation = max(ballot.generation, self.log.last_generation)
         self.vote = ballot.vote if self.generation == ballot.generation else None
         self.commit = self.log.base
-        self._founders = ballot.founders
+        self.founders = ballot.founders
         self._jitter = jitter
         self._now = now
         self._out: list[Effect] = []
@@ -185,7 +185,7 @@ class Elector:
     def _save(self) -> None:
         """Have generation and vote on disk."""
         self._token += 1
-        ballot = Ballot(self.generation, self.vote, self._founders)
+        ballot = Ballot(self.generation, self.vote, self.founders)
         self._out.append(Persist(self._token, ballot, keep=True))
 
     # Looking and standing.
