@@ -332,6 +332,23 @@ def test_snapshot_that_failed_is_tried_again_on_a_sign_of_life() -> None:
     assert SendSnapshot("b", 3) in hear(core, HeartbeatReply(3, 1), now=2.0)
 
 
+def test_follower_whose_lost_stream_is_compacted_away_gets_a_snapshot() -> None:
+    """The window is full of what was lost in silence, and nothing in it can be asked about."""
+    settings = RaftSettings(window_messages=3, tail_entries=0)
+    cluster = RaftCluster(["a", "b", "c"], settings=settings)
+    cluster.elapse("a")
+    cluster.settle()
+    cluster.cut("a", "b")
+    for _ in range(9):
+        cluster.tell("a", Proposed(b"x"))
+        cluster.settle()
+    cluster.compact("a")
+    assert cluster.core("a").log.base == 10
+    cluster.cuts.clear()
+    cluster.run(0.5)
+    assert cluster.core("b").commit == 10
+
+
 def test_compaction_keeps_a_tail() -> None:
     core = raft(recovered=recovered(1, *[1] * 50), settings=RaftSettings(tail_entries=10))
     hear(core, Heartbeat(1, 40, 1))

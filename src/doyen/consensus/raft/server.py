@@ -432,11 +432,14 @@ class Raft(Elector):
 
     def _nudge(self, peer: str, progress: Progress) -> None:
         """An append with nothing in it: if something before it was lost, the answer says so."""
+        if progress.pace is SNAPSHOT:
+            return
         previous = progress.next - 1
         if previous < self.log.base:
-            progress.paused = False
+            # Nothing can be asked there any more; the window may be full of what was lost.
+            progress.resume()
             self._replicate(peer, progress)
-        elif progress.pace is not SNAPSHOT:
+        else:
             generation = self.log.generation_at(previous)
             message = Append(self.generation, previous, generation, (), self.commit, self._round)
             self._tell(peer, progress, message, previous)
