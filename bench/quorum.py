@@ -259,7 +259,7 @@ def _snapshot(keys: int, entries: int) -> list[Figure]:
         crew.wait("ready", "writer")
         crew.tell("writer", json.dumps({"do": "fill", "keys": keys}))
         crew.wait("filled", "writer", within_s=600)
-        filling = max(crew.order(who, "pauses", do="pauses")["ms"] for who in nodes)
+        filling = [crew.order(who, "pauses", do="pauses") for who in nodes]
         quiet = _write_on(crew, nodes)
         taken = crew.standing(leader)["snapshot"]
         slices = [_write_on(crew, nodes)]
@@ -275,7 +275,9 @@ def _snapshot(keys: int, entries: int) -> list[Figure]:
             limit=50.0,
             details={
                 "without_ms": quiet["loop_ms"],
-                "filling_ms": filling,
+                "own_processor_ms": max(each["loop_cpu_ms"] for each in slices),
+                "filling_ms": max(each["ms"] for each in filling),
+                "filling_own_processor_ms": max(each["cpu_ms"] for each in filling),
                 "changes_of_leader": changes,
             },
         ),
@@ -298,5 +300,9 @@ def _write_on(crew: Members, nodes: Iterable[str]) -> Report:
     for who in nodes:
         crew.order(who, "pauses", do="pauses")
     report = crew.order("writer", "loaded", do="load", in_flight=1, seconds=SLICE_S)
-    loops = [crew.order(who, "pauses", do="pauses")["ms"] for who in nodes]
-    return {**report, "loop_ms": max(loops)}
+    loops = [crew.order(who, "pauses", do="pauses") for who in nodes]
+    return {
+        **report,
+        "loop_ms": max(each["ms"] for each in loops),
+        "loop_cpu_ms": max(each["cpu_ms"] for each in loops),
+    }

@@ -84,13 +84,17 @@ class Pauses:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self.longest_s = 0.0
+        self.longest_s = self.busiest_s = 0.0
+        """By the clock, and by the processor time that the loop itself used up."""
+        self._used = 0.0
         loop.call_soon_threadsafe(self._tick, None)
 
     def _tick(self, due: float | None) -> None:
-        now = time.perf_counter()
+        now, used = time.perf_counter(), time.thread_time()
         if due is not None:
             self.longest_s = max(self.longest_s, now - due)
+            self.busiest_s = max(self.busiest_s, used - self._used)
+        self._used = used
         self._loop.call_later(TICK_S, self._tick, now + TICK_S)
 
 
@@ -123,8 +127,8 @@ async def node(orders: asyncio.Queue[dict[str, Any]]) -> None:
                         snapshot=status.snapshot,
                     )
                 case "pauses" if pauses is not None:
-                    say("pauses", ms=pauses.longest_s * 1e3)
-                    pauses.longest_s = 0.0
+                    say("pauses", ms=pauses.longest_s * 1e3, cpu_ms=pauses.busiest_s * 1e3)
+                    pauses.longest_s = pauses.busiest_s = 0.0
                 case "load":
                     say("loaded", **await load(propose, order["in_flight"], order["seconds"]))
 
