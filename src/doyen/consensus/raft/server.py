@@ -233,7 +233,8 @@ class Raft(Elector):
             if message.commit > self.log.last:
                 raise InvariantBroken(
                     f"{self.id} acknowledged up to {message.commit} and has only {self.log.last}: "
-                    "its disk has lost what it had written"
+                    "its disk has lost what it had written, or its folder is an older copy. "
+                    "Remove it from the cluster, delete the folder and add it again"
                 )
             self._commit_to(message.commit)
         if message.round:
