@@ -39,6 +39,7 @@ DISTANCES = {"one room": 0.00025, "one region": 0.005, "across an ocean": 0.05}
 """One way, in seconds."""
 TTL_S = 3600.0
 """So long that no renewal falls into what is measured."""
+LARGE = 10_000
 FRAME = 32
 """What a message takes beside its key and value: an estimate."""
 
@@ -288,10 +289,14 @@ def measure(
     race_to: int = 1_000,
     progress: Callable[[str], object] = lambda line: None,
 ) -> list[Cost]:
-    """All of it, at every distance. A race is a herd, and is measured up to `race_to` only."""
+    """All of it. A race is a herd, and is measured up to `race_to` only; what is very large, at the
+    greatest distance only, since the number of messages does not depend on it."""
     costs = []
+    farthest = max(DISTANCES.values())
     for name, one_way_s in DISTANCES.items():
         for size in sizes:
+            if size > LARGE and one_way_s < farthest:
+                continue
             progress(f"{name}: {size:,} candidates, then as many elections")
             costs += crowd(size, one_way_s)
             if size <= race_to:
@@ -304,7 +309,7 @@ def panels(costs: Sequence[Cost]) -> list[Panel]:
     """Messages and time over the number of candidates and of elections."""
     sizes = sorted({cost.count for cost in costs})
     names = {one_way_s: name for name, one_way_s in DISTANCES.items()}
-    near = min(cost.one_way_s for cost in costs)
+    far = max(cost.one_way_s for cost in costs)
 
     def line(what: str, one_way_s: float, of: Callable[[Cost], float]) -> list[float]:
         found = {
@@ -318,7 +323,7 @@ def panels(costs: Sequence[Cost]) -> list[Panel]:
         def of(cost: Cost) -> float:
             return cost.messages / (cost.count if per_one else 1)
 
-        series = {kind: line(kind, near, of) for kind in kinds}
+        series = {kind: line(kind, far, of) for kind in kinds}
         unit = "messages per election" if per_one else "messages"
         return Panel(title=title, unit=unit, series=series, x=sizes, x_label=x_label)
 
