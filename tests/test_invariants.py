@@ -36,7 +36,7 @@ class Puppet:
         self.commit = 0
         self.vote: str | None = None
         self.next_deadline = 1.0
-        self.membership = ABC
+        self.membership = self.founders = ABC
 
     def handle(self, event: object, now: float) -> list[Effect]:
         return []
