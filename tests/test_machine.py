@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from doyen.errors import StoreUnusable
 from doyen.node import machine as module
 from doyen.node.machine import KEYSPACE, USER, Command, Failure, Machine, decode_batch, encode_batch
+from doyen.quorum import keyspace as words
+from doyen.quorum.keyspace import Keyspace
 from drivers import Tally
 
 
@@ -48,6 +50,29 @@ def test_results_are_kept_until_they_are_had() -> None:
     assert one(replica, 8, "a", 3, 1, USER, b"x").forgotten
     assert one(replica, 9, "a", 7, 1 << 60, USER, b"x").forgotten
     assert len(tally.done) == 6
+
+
+def test_a_large_result_of_the_keyspace_is_not_kept() -> None:
+    """It is what stood in the way. Asked again, the command may meet with something else."""
+    keyspace = Keyspace()
+    machine = Machine({KEYSPACE: keyspace})
+
+    def write(client: str, command: words.Command) -> words.Result:
+        body = words.encode(command)
+        (result,) = machine.apply(1, [Command(client, 1, 1, KEYSPACE, body)])
+        return words.decode_result(result)
+
+    lease = write("a", words.Grant(5.0))
+    assert isinstance(lease, words.Granted)
+    write("b", words.Create("k", b"x" * 100_000, lease.lease))
+    for number in range(50):
+        refused = write(f"c{number}", words.Create("k", b"mine", lease.lease))
+        assert isinstance(refused, words.Stands)
+    assert sum(map(len, machine.snapshot())) < 200_000
+    write("d", words.Delete("k", 0))
+    again = write("c7", words.Create("k", b"mine", lease.lease))
+    assert isinstance(again, words.Written)
+    assert write("c7", words.Create("k", b"mine", lease.lease)) == again
 
 
 def test_a_client_with_a_history_that_is_not_known_is_refused() -> None:

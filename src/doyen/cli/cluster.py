@@ -55,6 +55,8 @@ examples:
 
 AGAIN_S = 0.1
 """How soon an order is given again that was refused for now."""
+SILENCE_S = 30.0
+"""How long a backup waits for its next piece."""
 TOKENS = 10**9
 """How far above a backup's tokens a restored cluster goes on."""
 
@@ -234,8 +236,11 @@ async def _backup(args: argparse.Namespace) -> int:
     target = Path(args.file)
     pieces: SimpleQueue[Copied | None] = SimpleQueue()
     origins: list[Origin] = []
+    loop = asyncio.get_running_loop()
+    patience = asyncio.timeout(SILENCE_S)
 
     def take(piece: Copied) -> None:
+        patience.reschedule(loop.time() + SILENCE_S)
         if piece.origin is not None:
             origins.append(piece.origin)
             if len(origins) > 1:
@@ -253,10 +258,15 @@ async def _backup(args: argparse.Namespace) -> int:
     async with _quorum(args) as store:
         writing = asyncio.create_task(asyncio.to_thread(write))
         try:
-            await store.copy(take)
-        except BaseException:
+            async with patience:
+                await store.copy(take)
+        except BaseException as error:
             pieces.put(None)
             await asyncio.wait({writing})
+            if isinstance(error, TimeoutError):
+                raise StoreUnavailable(
+                    f"no node has sent anything for {SILENCE_S:g} s; nothing was written"
+                ) from error
             raise
         size = await writing
     index = origins[-1].snapshot.index

@@ -45,6 +45,11 @@ RESULTS = 1 << 14
 """How many results of one client are kept for it to ask again."""
 
 
+LARGE = 1024
+"""A result of the keyspace beyond this many bytes is not kept: it shows what stood in the way of a
+command that changed nothing, and that one may as well be carried out again."""
+
+
 class Command(Struct, frozen=True, array_like=True, gc=False):
     """One thing to do, and who asks for it, for the how manieth time."""
 
@@ -158,8 +163,10 @@ class Machine:
                 results.append(Failure("its result was had before, and is not kept", True))
             else:
                 result = self._carry_out(command)
-                kept[seq] = result
                 results.append(result)
+                if command.target == KEYSPACE and type(result) is bytes and len(result) > LARGE:
+                    continue
+                kept[seq] = result
                 if len(kept) > RESULTS:
                     client.settle_below(next(iter(kept)) + 1)
         self._forget(index)

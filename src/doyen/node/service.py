@@ -79,6 +79,8 @@ __all__ = ["Limits", "Service"]
 
 log = logging.getLogger("doyen.node")
 
+LISTS: Final = 8
+"""How many long lists may be under way to one client."""
 PIECE: Final = 1 << 20
 """About how many bytes of a list go into one frame."""
 
@@ -132,11 +134,12 @@ class Link(Protocol):
 class _Client:
     """One connection."""
 
-    __slots__ = ("link", "name", "watches")
+    __slots__ = ("link", "lists", "name", "watches")
 
     def __init__(self, link: Link) -> None:
         self.link = link
         self.name = ""
+        self.lists = 0
         self.watches: dict[int, str] = {}
 
     def tell(self, answer: words.Answer) -> None:
@@ -339,19 +342,27 @@ class Service:
         pieces = _pieces(self._keyspace.list(request.prefix))
         if len(pieces) == 1:
             client.tell(Listed(request.id, pieces[0], False))
+        elif client.lists >= LISTS:
+            client.fail(
+                request.id, Trouble.UNAVAILABLE, f"{LISTS} long lists are under way to this client"
+            )
         else:
+            client.lists += 1
             self._start(self._have_listed(client, request.id, pieces))
 
     async def _have_listed(
         self, client: _Client, request: int, pieces: Sequence[list[Record]]
     ) -> None:
         """Piece by piece, no faster than the client reads."""
-        for number, piece in enumerate(pieces, 1):
-            await client.link.drain()
-            if client.link.closed:
-                return
-            client.tell(Listed(request, piece, number < len(pieces)))
-            await asyncio.sleep(0)
+        try:
+            for number, piece in enumerate(pieces, 1):
+                await client.link.drain()
+                if client.link.closed:
+                    return
+                client.tell(Listed(request, piece, number < len(pieces)))
+                await asyncio.sleep(0)
+        finally:
+            client.lists -= 1
 
     def _inquire(self, client: _Client, request: words.Inquire) -> None:
         client.tell(self.condition(request.id))
