@@ -8,7 +8,8 @@
 `Install` effects make it, so that any protocol can be held to it. It is incremental: an event in
 which nothing is written costs a few comparisons.
 
-- *Election safety*: at most one leader in a generation, and one vote per server in each.
+- *Election safety*: at most one leader in a generation, who leads it once, with the votes of a
+  majority; and one vote per server in each, which a restart does not undo.
 - *Log matching*: an entry of one generation at one index is the same everywhere, and so is all
   before it.
 - *Leader completeness*: whoever leads has everything that was ever committed.
@@ -143,8 +144,15 @@ class Cluster:
         self._leading: dict[str, int] = {}
         self._entries: dict[tuple[int, int], tuple[int | None, Entry]] = {}
         self._votes: dict[tuple[str, int], str] = {}
+        self._bound: dict[str, int] = {}
+        """The latest generation in which each server has given its vote."""
 
     def started(self, core: Core, recovered: Recovered) -> None:
+        bound = self._bound.get(core.id, 0)
+        if core.generation < bound:
+            raise InvariantBroken(
+                f"{core.id} has voted in generation {bound}, and is back in {core.generation}"
+            )
         self._mirrors[core.id] = _Mirror(core.generation, recovered)
 
     def crashed(self, name: str) -> None:
@@ -173,7 +181,7 @@ class Cluster:
                 self._installed(name, mirror, effect.snapshot)  # type: ignore[attr-defined]
         if core.role is Role.LEADING:
             if self._leading.get(name) != core.generation:
-                self._elected(name, mirror)
+                self._elected(core, mirror)
         elif name in self._leading:
             del self._leading[name]
 
@@ -189,14 +197,27 @@ class Cluster:
                 raise InvariantBroken(
                     f"{name} votes for {before} and for {candidate} in generation {generation}"
                 )
+            self._bound[name] = max(generation, self._bound.get(name, 0))
 
-    def _elected(self, name: str, mirror: _Mirror) -> None:
-        leader = self.leaders.setdefault(mirror.generation, name)
-        if leader != name:
-            raise InvariantBroken(f"{leader} and {name} both lead generation {mirror.generation}")
-        self._leading[name] = mirror.generation
+    def _elected(self, core: Core, mirror: _Mirror) -> None:
+        name, generation = core.id, mirror.generation
+        leader = self.leaders.get(generation)
+        if leader == name:
+            raise InvariantBroken(f"{name} leads generation {generation} for the second time")
+        if leader is not None:
+            raise InvariantBroken(f"{leader} and {name} both lead generation {generation}")
+        if self._vote_in is not None:
+            voters = core.membership.voters
+            votes = sum(self._votes.get((each, generation)) == name for each in voters)
+            votes += name in voters and (name, generation) not in self._votes
+            if votes < core.membership.majority:
+                raise InvariantBroken(
+                    f"{name} leads generation {generation} with {votes} votes of {len(voters)}"
+                )
+        self.leaders[generation] = name
+        self._leading[name] = generation
         if not self._ballots:
-            index = bisect_left(self._committed_in, mirror.generation)
+            index = bisect_left(self._committed_in, generation)
             if index:
                 self._has(name, index)
 

@@ -5,6 +5,7 @@ The checkers see everything at once, which no server can. What holds of any clus
 state machine safety, and what each core knows of itself. What only a world can know is said here:
 
 - what is committed is on the disks of a majority by the time the first server says so;
+- nobody whose disk lacks it could win an election after a crash of all, then or at any later time;
 - a snapshot stands for exactly what was applied up to its index;
 - a leader with whom nothing is wrong is not deposed;
 - no core raises.
@@ -66,6 +67,8 @@ class Checkers:
         """Of everything applied up to an index."""
         self.counts = [0]
         """How many requests were carried out up to an index."""
+        self._fixed = all(fault.kind != "churn" for fault in world.plan.faults)
+        """Whether it is always the same servers that vote."""
 
     def object(self, kind: str, text: str) -> None:
         raise Broken(Violation(kind, round(self._world.now, 6), text))
@@ -76,6 +79,28 @@ class Checkers:
         for index in range(len(self.digests), len(log) + 1):
             self._agree(host, index, log[index - 1])
         self._world.checked = len(log)
+        for each in self._world.hosts.values():
+            self.kept(each)
+
+    def kept(self, host: Host) -> None:
+        """What is committed cannot be lost by way of this server, were all to crash now."""
+        world = self._world
+        reach = world.protocol.reach
+        index = len(self.log)
+        if reach is None or not index or not self._fixed or host.disk.flipped is not None:
+            return
+        if world.protocol.holds(host.disk, index, self.log[-1]):
+            return
+        own = reach(host.disk)
+        votes = sum(
+            each.disk.flipped is None and reach(each.disk) <= own for each in world.hosts.values()
+        )
+        if votes >= world.membership.majority:
+            self.object(
+                "durability",
+                f"{host.id} lacks {describe(self.log[-1])} at index {index}, which is committed,"
+                f" and {votes} of {len(world.hosts)} would let it lead",
+            )
 
     def _agree(self, host: Host, index: int, entry: Entry) -> None:
         world = self._world
@@ -153,16 +178,22 @@ class Stability:
             )
         return near >= membership.majority
 
+    def _calm(self) -> bool:
+        """Whether there is nothing to complain of, and has not been for a while."""
+        calm_s = self._world.now - self._disturbed_at
+        long_s = 2 * self._world.plan.election_timeout_s
+        return self._fair and not self._others and not self._cut_off and calm_s > long_s
+
+    def gave_up(self, host: Host) -> None:
+        """One that led does not any more. It may have had its reasons."""
+        if not self._calm():
+            host.was_leading = False
+
     def elected(self, host: Host) -> None:
         """Another leads."""
         world = self._world
-        calm_s = world.now - self._disturbed_at
-        if (
-            self._fair
-            and not self._others
-            and not self._cut_off
-            and calm_s > 2 * world.plan.election_timeout_s
-            and any(other.was_leading and other is not host for other in world.hosts.values())
+        if self._calm() and any(
+            other.was_leading and other is not host for other in world.hosts.values()
         ):
             raise Broken(
                 Violation(

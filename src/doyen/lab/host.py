@@ -58,7 +58,9 @@ _NUMBERS = {kind: number for number, kind in enumerate(Event.__subclasses__())}
 _ELAPSED = Elapsed()
 _GRAIN = 1e-9
 _SNAPSHOT_S = 0.05
-_BINDING = frozenset(["Vote", "VoteReply", "Stand"])
+_BINDING = frozenset(
+    ["Vote", "VoteReply", "Stand", "LeaderInfo", "AckEpoch", "Promise", "DoViewChange"]
+)
 """Messages that may bind their sender to a candidate."""
 _CHECK_EVERY = 64
 """Events between two looks at everything that a core knows of itself: they cost the length of its
@@ -92,7 +94,7 @@ class Host:
         self.downs = 0
         self._unchecked = 0
         self.was_leading = False
-        """Whether it is the last that was elected, and lives."""
+        """Whether it is the last that was elected, and neither died nor gave up for a reason."""
         self.rng = stream(world.noise, name)
         self._base = self.rng.uniform(0.0, 1000.0)
         self._anchor = 0.0
@@ -207,6 +209,7 @@ class Host:
         self.backlog.clear()
         self._cluster.crashed(self.id)
         self.disk.crash(self.rng)
+        self.world.checkers.kept(self)
         self.world.network.ended(self, told=told)
 
     def pause(self) -> None:
@@ -320,7 +323,10 @@ class Host:
         life, count = what
         if life != self.life or self.core is None:
             return
+        state = self.disk.state
         token = self.disk.settle(count)
+        if self.disk.state is not state:
+            self.world.checkers.kept(self)
         if self.paused:
             self.backlog.append((self._durable_to, token))
         else:

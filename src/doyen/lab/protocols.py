@@ -51,6 +51,7 @@ class Protocol:
         ballots: bool = False,
         make_disk: Callable[[], Disk] = Disk,
         vote_in: Callable[[Send], tuple[int, str | None] | None] | None = None,
+        reach: Callable[[Disk], tuple[int, ...]] | None = None,
         make_settings: Callable[[Plan], Settings] = settings_of,
     ) -> None:
         self.name = name
@@ -64,7 +65,10 @@ class Protocol:
         self.make_disk = make_disk
         self.make_settings = make_settings
         self.vote_in = vote_in
-        """Tells, of a message that binds its sender to a candidate, the generation and whom."""
+        """Tells, of a message that binds its sender to a candidate, the generation and whom; None
+        stands for the sender."""
+        self.reach = reach
+        """How far what is on a disk goes, as elections compare it; None if they compare nothing."""
 
     def but(self, **changes: Any) -> Protocol:
         """The same, with some of it changed: how tests put a broken core or disk in."""
@@ -84,30 +88,49 @@ class Protocol:
 
 
 def _vote_in(send: Send) -> tuple[int, str | None] | None:
-    """Raft's and the smallest id's: who asks for votes has given its own."""
+    """Who asks for votes, or opens an epoch, has given its own."""
     message = send.message
     match type(message).__name__:
         case "Vote" if not hasattr(message, "granted"):
             return message.generation, None
-        case "Stand":
+        case "Stand" | "LeaderInfo":
             return message.generation, None
         case "VoteReply" | "Vote" if getattr(message, "granted", False):
             return message.generation, send.peer
+        case "AckEpoch" if getattr(message, "counts", False):
+            return message.generation, send.peer
+        case "Promise" | "DoViewChange":
+            return message.generation, send.peer
     return None
+
+
+def _last(disk: Disk) -> tuple[int, int]:
+    """Generation and index of the last entry."""
+    if disk.entries:
+        return disk.entries[-1].generation, disk.base + len(disk.entries)
+    return (disk.snapshot.generation if disk.snapshot is not None else 0), disk.base
+
+
+def _zab_reach(disk: Disk) -> tuple[int, ...]:
+    return (disk.state.current_epoch if disk.state is not None else 0), *_last(disk)
+
+
+def _viewstamped_reach(disk: Disk) -> tuple[int, ...]:
+    return (disk.state.normal if disk.state is not None else 0), len(disk.entries)
 
 
 _RAFT = {
     "snapshots": True,
     "membership": True,
-    "vote_in": _vote_in,
     "make_settings": _raft_settings,
+    "reach": _last,
 }
 _WHERE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "raft": ("doyen.consensus.raft", "Raft", _RAFT),
-    "zab": ("doyen.consensus.zab", "Zab", {}),
-    "viewstamped": ("doyen.consensus.viewstamped", "Viewstamped", {}),
+    "zab": ("doyen.consensus.zab", "Zab", {"reach": _zab_reach}),
+    "viewstamped": ("doyen.consensus.viewstamped", "Viewstamped", {"reach": _viewstamped_reach}),
     "paxos": ("doyen.consensus.paxos", "Paxos", {"ballots": True}),
-    "smallest-id": ("doyen.consensus.smallest_id", "SmallestId", {"vote_in": _vote_in}),
+    "smallest-id": ("doyen.consensus.smallest_id", "SmallestId", {"reach": _last}),
 }
 
 PROTOCOLS = tuple(_WHERE)
@@ -119,4 +142,4 @@ def known(name: str) -> Protocol:
         raise ConfigError(f"no protocol {name!r}; there are {', '.join(PROTOCOLS)}")
     module, core, options = _WHERE[name]
     make = cast("Making", getattr(import_module(module), core))
-    return Protocol(name, make, module=module, **options)
+    return Protocol(name, make, module=module, vote_in=_vote_in, **options)

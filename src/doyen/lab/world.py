@@ -200,6 +200,8 @@ class World:
             self.stability.elected(host)
             for call in self.on_leading[:]:
                 self.push(self.now, call, host)
+        elif host.was_leading:
+            self.stability.gave_up(host)
         if self.chronicle is not None:
             match effect.role:
                 case Role.LEADING:
