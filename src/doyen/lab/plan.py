@@ -3,7 +3,8 @@
 A plan is drawn from a seed, swarm-style: each seed switches some kinds of fault off altogether and
 draws others often, so that between them the seeds go where no single mixture would. What comes out
 is a list of decisions that can be written down, taken apart and run again; the same plan always
-gives the same run.
+gives the same run. A plot is a mixture whose parts are timed on one another, for what hardly ever
+comes about by itself.
 
 Chance is forked: `stream(seed, purpose)` gives every purpose a stream of its own, so that one more
 draw here changes nothing there.
@@ -14,11 +15,12 @@ Imports msgspec and the standard library's pure parts.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import msgspec
 from msgspec import Struct
 
-__all__ = ["KINDS", "LEADER", "Fault", "Plan", "Weather", "draw", "stream"]
+__all__ = ["KINDS", "LEADER", "PLOTS", "Fault", "Plan", "Weather", "draw", "stream"]
 
 LEADER = "leader"
 """Stands, in a fault, for whoever leads when it happens."""
@@ -143,6 +145,8 @@ def draw(
         heartbeat_s=rng.choice([0.1, 0.2, 0.4]),
         message_bytes=rng.choice([1, 100, 1 << 20]),
     )
+    if kinds and kinds[0] in PLOTS:
+        return PLOTS[kinds[0]](rng, plan)
     themes = [theme for theme in THEMES if set(theme) <= set(kinds)]
     if themes and rng.random() < 0.5:
         chosen = list(rng.choice(themes))
@@ -164,6 +168,81 @@ def draw(
             faults.append(Fault("crash", round(at + 0.01, 4), rng.choice([0.01, 1.0]), (LEADER,)))
         at += rng.expovariate(1 / gap_s)
     return plan.but(faults=tuple(faults))
+
+
+def _seesaw(rng: random.Random, plan: Plan) -> Plan:
+    """One leader after another has what hardly anybody else has, is gone, and comes back when the
+    next one has done the same."""
+    faults = []
+    at = 1.0
+    while at < plan.for_s:
+        others = rng.sample(plan.names, rng.randint(0, max(0, plan.nodes // 2 - 1)))
+        cut_s = rng.choice([0.05, 0.3, 1.2, 2.5])
+        faults.append(Fault("partition", round(at, 4), cut_s, (LEADER, *others)))
+        # Some effects after it has written that it stands, a server has just been elected.
+        doomed = tuple(rng.sample(plan.names, rng.randint(1, plan.nodes)))
+        down_s = rng.choice([0.3, 1.0, 2.5])
+        effects = rng.randint(plan.nodes - 1, 2 * plan.nodes + 2)
+        faults.append(Fault("ballot", round(at + 0.01, 4), down_s, doomed, effects))
+        if rng.random() < 0.5:
+            gone_s = rng.choice([0.3, 1.5, 3.0])
+            faults.append(Fault("crash", round(at + cut_s / 2, 4), gone_s, (LEADER,)))
+        at += rng.expovariate(1.0) + cut_s
+    return plan.but(
+        pause_s=0.02,
+        patience_s=0.7,
+        message_bytes=1,
+        weather=msgspec.structs.replace(plan.weather, latency_s=rng.choice([0.0003, 0.002, 0.01])),
+        faults=tuple(faults),
+    )
+
+
+def _remnant(rng: random.Random, plan: Plan) -> Plan:
+    """A leader is cut off with what only it has; of the others, who stands is gone the instant it
+    has written so; somebody is lost for good. What is left must get on."""
+    faults = []
+    at = rng.uniform(1.0, 4.0)
+    while at < plan.for_s:
+        cut_s = rng.uniform(1.2, 3.0)
+        faults.append(Fault("partition", round(at, 4), round(cut_s, 4), (LEADER,)))
+        if rng.random() < 0.3:
+            faults.append(Fault("rot", round(at + 0.1, 4), 0.5, (LEADER,)))
+        down_s = rng.choice([0.5, 1.5, 3.0])
+        faults.append(Fault("ballot", round(at + 0.8, 4), down_s, plan.names, rng.randint(0, 1)))
+        lost = rng.choice(plan.names)
+        faults.append(Fault("rot", round(at + rng.uniform(1.0, cut_s), 4), 0.5, (lost,)))
+        at += cut_s + rng.expovariate(1 / 3)
+    return plan.but(pause_s=0.02, patience_s=0.7, faults=tuple(faults))
+
+
+def _rivals(rng: random.Random, plan: Plan) -> Plan:
+    """Of four, two that lead one after the other are asked for different changes of who votes, each
+    when hardly anybody hears it."""
+    plan = plan.but(nodes=4)
+    faults = []
+    at = rng.uniform(1.0, 3.0)
+    while at < plan.for_s:
+        one, other = rng.sample(plan.names, 2)
+        cut_s = rng.uniform(1.3, 3.0)
+        faults.append(Fault("partition", round(at, 4), round(cut_s, 4), (LEADER,)))
+        faults.append(Fault("churn", round(at + 0.01, 4), 0.1, (one,)))
+        faults.append(Fault("loss", round(at + 0.5, 4), 2.0, (), rng.choice([0.1, 0.3, 0.5])))
+        faults.append(Fault("churn", round(at + 0.5, 4), 2.0, (other,)))
+        gone_at = at + rng.uniform(1.0, 2.5)
+        faults.append(Fault("crash", round(gone_at, 4), rng.choice([0.5, 2.0, 4.0]), (LEADER,)))
+        # Whoever has been removed comes back, in turn.
+        faults.append(Fault("churn", round(at + cut_s + 2.0, 4), 1.0, (one,), 1.0))
+        faults.append(Fault("churn", round(at + cut_s + 3.5, 4), 1.0, (one,), 1.0))
+        at += cut_s + 5.0 + rng.expovariate(1.0)
+    weather = msgspec.structs.replace(plan.weather, latency_s=rng.choice([0.01, 0.03, 0.1]))
+    return plan.but(weather=weather, faults=tuple(faults))
+
+
+PLOTS: dict[str, Callable[[random.Random, Plan], Plan]] = {
+    "seesaw": _seesaw,
+    "remnant": _remnant,
+    "rivals": _rivals,
+}
 
 
 def _decide(

@@ -24,7 +24,7 @@ from msgspec import Struct
 
 from doyen.consensus.core import Making, Message
 from doyen.errors import ConfigError
-from doyen.lab.plan import KINDS, Plan, draw
+from doyen.lab.plan import KINDS, PLOTS, Plan, draw
 from doyen.lab.protocols import Protocol, known
 from doyen.lab.shrink import shrink
 from doyen.lab.story import make_world, tell
@@ -53,15 +53,20 @@ _BATCH = 8
 
 
 def kinds_of(faults: str | Iterable[str]) -> tuple[str, ...]:
-    """The kinds of fault that a person has named: `all`, `none`, or some of them."""
+    """The kinds of fault that a person has named: `all`, `none`, a plot, or some of them."""
     names = faults.split(",") if isinstance(faults, str) else list(faults)
     if names == ["all"]:
         return KINDS
     if names in (["none"], [""], []):
         return ()
+    if len(names) == 1 and names[0] in PLOTS:
+        return (names[0],)
     for name in names:
+        if name in PLOTS:
+            raise ConfigError(f"{name!r} is a plot of its own: name it alone")
         if name not in KINDS:
-            raise ConfigError(f"no fault {name!r}; there are all, none, {', '.join(KINDS)}")
+            known_ones = ", ".join((*KINDS, *PLOTS))
+            raise ConfigError(f"no fault {name!r}; there are all, none, {known_ones}")
     return tuple(kind for kind in KINDS if kind in names)
 
 
@@ -105,6 +110,8 @@ def plan_for(
         return draw(protocol, nodes, seed, kinds=kinds, for_s=for_s, clients=clients)
     if world != "quorum":
         raise ConfigError(f"no world {world!r}; there are cores and quorum")
+    if kinds and kinds[0] in PLOTS:
+        raise ConfigError(f"the plot {kinds[0]!r} is for bare cores: leave --world out")
     from doyen.lab import quorum  # nodes and sessions, which bare cores do without
 
     return quorum.draw(protocol, nodes, seed, kinds=kinds, for_s=for_s, clients=clients)
