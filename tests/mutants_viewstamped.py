@@ -5,9 +5,10 @@ The numbers are those of the project's list of mutants.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from doyen.consensus.core import Message, Recovered
+from doyen.consensus.core import Entry, Message, Recovered
 from doyen.consensus.server import Peer
 from doyen.consensus.viewstamped import DoViewChange, PrepareOk, State, Viewstamped
 
@@ -47,12 +48,27 @@ class LeadsOnAfterRestart(Viewstamped):
         super().__init__(id, membership, recovered, **others)
         self._barred = 0
 
+    def _due(self) -> None:
+        begun = self._token or not self.generation
+        if begun or self.normal < self.generation or self.primary(self.generation) != self.id:
+            super()._due()
+        else:
+            self._lead()
+            self._start_others()
+
 
 class KeepsTheRest(Viewstamped):
     """What a replica has beyond the view's log is not cut off."""
 
     def _shorten(self, op: int) -> None:
         pass
+
+    def _take(self, previous: int, entries: Sequence[Entry]) -> None:
+        rest = self.log[previous + len(entries) :]
+        super()._take(previous, entries)
+        if rest and len(self.log) == previous + len(entries):
+            self.log.extend(rest)
+            self._persist(first=len(self.log) - len(rest) + 1, entries=rest)
 
 
 MUTANTS = (

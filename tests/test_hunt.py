@@ -17,7 +17,7 @@ pytestmark = pytest.mark.hunt
 
 VARIANTS: list[tuple[Protocol, str]] = [
     *((known("raft").but(make=mutant), faults) for mutant, _, faults in RAFT),
-    *((known(protocol).but(make=mutant), "all") for protocol, mutant, _ in OTHERS),
+    *((known(protocol).but(make=mutant), faults) for protocol, mutant, _, faults in OTHERS),
     *((known("raft").but(make_disk=disk), faults) for disk, _, faults in DISKS),
 ]
 

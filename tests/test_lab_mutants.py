@@ -58,7 +58,10 @@ RAFT: list[tuple[Making, int, str]] = [
     (raft.ComparesIndexOnly, 395, "partition,crash"),
     (raft.ReadsWithoutRounds, 138, "partition,rate"),
     (raft.InstallsEverySnapshot, 13, "compact,power,partition"),
-    (raft.ChangesTooSoon, 31, "churn,partition"),
+    (raft.ChangesTooSoon, 194, "rivals"),
+    (raft.CommitsOldGenerations, 56, "seesaw"),
+    (raft.CountsRepliesNotVoters, 15, "duplicate,crash"),
+    (raft.DropsStalePreVotes, 6, "remnant"),
     (raft.ListensToEveryCampaign, 102, CUTS),
 ]
 
@@ -82,27 +85,39 @@ def test_a_pre_candidate_that_keeps_its_leader_is_slow() -> None:
     assert failover_s(raft.KeepsItsLeader) > 0.8
 
 
-OTHERS: list[tuple[str, Making, int]] = [
-    ("zab", zab.AcknowledgesBeforeWriting, 4),
-    ("zab", zab.AcceptsAnyLeader, 10),
-    ("paxos", paxos.AcceptsBeforeWriting, 0),
-    ("paxos", paxos.FirstReportWins, 172),
-    ("paxos", paxos.HearsNoReports, 13),
-    ("paxos", paxos.ForgetsBallots, 172),
-    ("viewstamped", viewstamped.LongestLogWins, 204),
-    ("viewstamped", viewstamped.ForgetsView, 4),
-    ("viewstamped", viewstamped.AcknowledgesBeforeWriting, 4),
-    ("smallest-id", smallest_id.VotesTwice, 14),
-    ("smallest-id", smallest_id.VotesBeforeWriting, 91),
-    ("smallest-id", smallest_id.ForgetsGeneration, 14),
-    ("smallest-id", smallest_id.LooksAtIndexOnly, 62),
-    ("smallest-id", smallest_id.IdAloneDecides, 14),
+OTHERS: list[tuple[str, Making, int, str]] = [
+    ("zab", zab.AcknowledgesBeforeWriting, 4, "all"),
+    ("zab", zab.AcceptsAnyLeader, 10, "all"),
+    ("zab", zab.EpochBeforeLog, 1, "all"),
+    ("zab", zab.ForgetsEpoch, 4, "all"),
+    ("zab", zab.ForgetsCurrentEpoch, 43, "all"),
+    ("zab", zab.PromisesBeforeWriting, 11, "all"),
+    ("zab", zab.FollowsOnHearsay, 1, "remnant"),
+    ("paxos", paxos.AcceptsBeforeWriting, 0, "all"),
+    ("paxos", paxos.FirstReportWins, 172, "all"),
+    ("paxos", paxos.HearsNoReports, 13, "all"),
+    ("paxos", paxos.ForgetsBallots, 172, "all"),
+    ("paxos", paxos.ForgetsPromise, 1, "all"),
+    ("paxos", paxos.PromisesBeforeWriting, 1, "all"),
+    ("viewstamped", viewstamped.LongestLogWins, 204, "all"),
+    ("viewstamped", viewstamped.ForgetsView, 4, "all"),
+    ("viewstamped", viewstamped.AcknowledgesBeforeWriting, 4, "all"),
+    ("viewstamped", viewstamped.ReportsBeforeWriting, 23, "all"),
+    ("viewstamped", viewstamped.LeadsOnAfterRestart, 1, "all"),
+    ("viewstamped", viewstamped.KeepsTheRest, 13, "all"),
+    ("smallest-id", smallest_id.VotesTwice, 14, "all"),
+    ("smallest-id", smallest_id.VotesBeforeWriting, 91, "all"),
+    ("smallest-id", smallest_id.ForgetsGeneration, 14, "all"),
+    ("smallest-id", smallest_id.LooksAtIndexOnly, 62, "all"),
+    ("smallest-id", smallest_id.LooksAtNoLog, 68, "all"),
+    ("smallest-id", smallest_id.CountsRepliesNotVoters, 23, "all"),
+    ("smallest-id", smallest_id.IdAloneDecides, 14, "all"),
 ]
 
 
-@pytest.mark.parametrize(("protocol", "mutant", "pinned"), OTHERS)
-def test_the_other_protocols(protocol: str, mutant: Making, pinned: int) -> None:
-    kill(known(protocol).but(make=mutant), pinned)
+@pytest.mark.parametrize(("protocol", "mutant", "pinned", "faults"), OTHERS)
+def test_the_other_protocols(protocol: str, mutant: Making, pinned: int, faults: str) -> None:
+    kill(known(protocol).but(make=mutant), pinned, faults)
 
 
 class AcceptsTornTail(Disk):
@@ -142,9 +157,9 @@ class RetriesAfterError(Disk):
 _EMPTY: dict[str, object] = {"state": None, "first": 0, "entries": ()}
 
 DISKS: list[tuple[Callable[[], Disk], int, str]] = [
-    (AcceptsTornTail, 0, "crash,power,fsync"),
-    (CutsOffCorruption, 0, "rot,crash"),
-    (RetriesAfterError, 0, "fsync,crash,stall"),
+    (AcceptsTornTail, 1, "crash,power,fsync"),
+    (CutsOffCorruption, 2, "rot,crash"),
+    (RetriesAfterError, 4, "fsync,crash,stall"),
 ]
 
 
