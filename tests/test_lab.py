@@ -21,7 +21,7 @@ from doyen.errors import ConfigError
 from doyen.lab.disk import Disk, Rotten
 from doyen.lab.host import Host
 from doyen.lab.linearizability import Operation, linearizable, witnessed
-from doyen.lab.plan import KINDS, LEADER, Fault, Plan, draw, stream
+from doyen.lab.plan import KINDS, LEADER, PLOTS, Fault, Plan, draw, stream
 from doyen.lab.protocols import PROTOCOLS, known
 from doyen.lab.runner import Progress, compare, hunt, hunt_mutant, kinds_of, replay, run, save
 from doyen.lab.shrink import shrink
@@ -73,6 +73,15 @@ def test_nothing_breaks(protocol: str) -> None:
     for seed in range(15):
         outcome = run(protocol, 3 + seed % 3, seed, for_s=12)
         assert outcome.ok, (seed, outcome.violations)
+
+
+@pytest.mark.parametrize("plot", PLOTS)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_no_plot_breaks_anything(protocol: str, plot: str) -> None:
+    for seed in range(3):
+        outcome = run(protocol, 3 + seed, seed, plot)
+        assert outcome.ok, (seed, outcome.violations)
+        assert outcome.statistics.faults > 0
 
 
 def test_a_calm_cluster_elects_once_and_serves() -> None:
@@ -367,6 +376,10 @@ def test_names_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ConfigError, match="no protocol 'rafft'"):
         run("rafft")
     assert kinds_of("crash,partition") == ("partition", "crash")
+    with pytest.raises(ConfigError, match="name it alone"):
+        kinds_of("crash,seesaw")
+    with pytest.raises(ConfigError, match="is for bare cores"):
+        run(faults="seesaw", world="quorum")
 
 
 # Checkers can see: a host that breaks its word.

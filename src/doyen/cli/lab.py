@@ -111,7 +111,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         each.add_argument("--nodes", type=int, default=5, help="default: 5")
     for each in (one, many, side):
         each.add_argument(
-            "--faults", default="all", metavar="KIND,…", help="or none (default: all)"
+            "--faults",
+            default="all",
+            metavar="KIND,…",
+            help="or none, or a plot: seesaw, remnant, rivals (default: all)",
         )
         each.add_argument(
             "--for",
