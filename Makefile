@@ -46,6 +46,9 @@ LIMIT ?= 10m
 
 hunt: $(VENV)/.dev
 	@$(call stage,hunt,$(BIN)/doyen lab hunt --protocols all --limit $(LIMIT))
+	@$(call stage,seesaw,$(BIN)/doyen lab hunt --protocols all --faults seesaw --limit $(LIMIT))
+	@$(call stage,remnant,$(BIN)/doyen lab hunt --protocols all --faults remnant --limit $(LIMIT))
+	@$(call stage,rivals,$(BIN)/doyen lab hunt --faults rivals --limit $(LIMIT))
 	@$(call stage,hunt,$(BIN)/doyen lab hunt --world quorum --limit $(LIMIT))
 	@$(call stage,mutants,$(BIN)/pytest -m hunt -rP)
 
