@@ -132,10 +132,12 @@ def test_one_holder_at_a_time(seed: int) -> None:
     assert hall.tokens == sorted(set(hall.tokens))
 
 
-def test_one_that_is_not_silent_is_caught() -> None:
+@pytest.mark.parametrize(("mutant", "seed"), [(WithoutSilence, 0), (TimerStartedLate, 22)])
+def test_what_makes_it_safe_is_missed(mutant: Any, seed: int) -> None:
+    Hall(PaxosLease, seed).run(120.0)
     with pytest.raises(Overlap):
-        for seed in range(12):
-            Hall(WithoutSilence, seed).run(120.0)
+        for each in range(seed, seed + 60):
+            Hall(mutant, each).run(120.0)
 
 
 def test_a_server_that_starts_is_silent_for_the_longest_lease() -> None:
