@@ -150,7 +150,7 @@ class Stability:
         self._fair = plan.weather.latency_s <= 0.03 and plan.heartbeat_s <= 0.2
 
     def disturb(self) -> None:
-        self._disturbed_at = self._world.now
+        self._disturbed_at = max(self._disturbed_at, self._world.now)
 
     def changed(self, fault: Fault, by: int) -> None:
         """A fault has begun or ended."""
@@ -163,6 +163,10 @@ class Stability:
         else:
             self._others += by
             self.disturb()
+            # What was slow to arrive still is, when the link no longer is.
+            for host in self._world.hosts.values():
+                for link in host.links.values():
+                    self._disturbed_at = max(self._disturbed_at, link.last)
 
     def _heard(self, leader: Host) -> bool:
         """Whether a majority is up, hears the leader, and is heard by it."""
