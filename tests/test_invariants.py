@@ -56,6 +56,7 @@ def persist(first: int, *entries: Entry, keep: bool = False) -> Persist:
 
 def cluster(*puppets: Puppet, ballots: bool = False) -> Cluster:
     them = Cluster(ballots=ballots, vote_in=lambda send: (send.message.generation, send.peer))
+    them.majorities = False
     for puppet in puppets:
         them.started(puppet, Recovered())
     return them

@@ -140,6 +140,8 @@ class Cluster:
         an earlier one, however late it learns of that, need not have it."""
         self._ballots = ballots
         self._vote_in = vote_in
+        self.majorities = True
+        """Whether the votes of a leader are counted; without, one sees what comes of too few."""
         self._mirrors: dict[str, _Mirror] = {}
         self._leading: dict[str, int] = {}
         self._entries: dict[tuple[int, int], tuple[int | None, Entry]] = {}
@@ -206,7 +208,7 @@ class Cluster:
             raise InvariantBroken(f"{name} leads generation {generation} for the second time")
         if leader is not None:
             raise InvariantBroken(f"{leader} and {name} both lead generation {generation}")
-        if self._vote_in is not None:
+        if self._vote_in is not None and self.majorities:
             voters = core.membership.voters
             votes = sum(self._votes.get((each, generation)) == name for each in voters)
             votes += name in voters and (name, generation) not in self._votes

@@ -271,6 +271,7 @@ def votes_too_early(script: Script, early: Making = CountsWhoIsUp) -> None:
     """Those who start first, and take themselves for everybody."""
     script.note("A mutant: a server that has just started counts a majority of those it has met.")
     hasty = Stage(script, FIVE, "raft", core=early)
+    hasty.checkers.cluster.majorities = False  # let it be seen what comes of it
     broken = objection(lambda: _start_up(hasty))
     _tell_objection(hasty, broken)
     script.note("Raft as it is: a majority is one of all five, whoever has started so far.")

@@ -175,7 +175,9 @@ class Stage(World):
     def _heard(self, host: Host, event: Event, effects: Sequence[Effect]) -> None:
         for call in self.hearing:
             call(host, event, effects)
-        vote_in = self.protocol.vote_in
+        # Zab's votes are its notifications, which its scenarios tell; a vote to the lab is what
+        # binds a server to a leader, and there that is to accept its epoch.
+        vote_in = self.protocol.vote_in if self.protocol.name != "zab" else None
         for effect in effects:
             if vote_in is not None and type(effect) is Send:
                 vote = vote_in(effect)
