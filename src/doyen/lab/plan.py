@@ -216,26 +216,28 @@ def _remnant(rng: random.Random, plan: Plan) -> Plan:
 
 
 def _rivals(rng: random.Random, plan: Plan) -> Plan:
-    """Of four, two that lead one after the other are asked for different changes of who votes, each
-    when hardly anybody hears it."""
+    """Of four, two that lead one after the other are asked for different changes of who votes: the
+    first when it is cut off, the second when one of its voters is gone as soon as it has voted.
+    Then it is gone itself, and perhaps whoever knew, and the first is back."""
     plan = plan.but(nodes=4)
     faults = []
-    at = rng.uniform(1.0, 3.0)
+    at = rng.uniform(2.5, 4.0)
     while at < plan.for_s:
         one, other = rng.sample(plan.names, 2)
-        cut_s = rng.uniform(1.3, 3.0)
+        voter, witness = rng.sample(plan.names, 2)
+        cut_s = rng.uniform(2.5, 4.0)
         faults.append(Fault("partition", round(at, 4), round(cut_s, 4), (LEADER,)))
         faults.append(Fault("churn", round(at + 0.01, 4), 0.1, (one,)))
-        faults.append(Fault("loss", round(at + 0.5, 4), 2.0, (), rng.choice([0.1, 0.3, 0.5])))
+        faults.append(Fault("ballot", round(at + 0.5, 4), 2.5, (voter,), rng.randint(2, 4)))
         faults.append(Fault("churn", round(at + 0.5, 4), 2.0, (other,)))
-        gone_at = at + rng.uniform(1.0, 2.5)
-        faults.append(Fault("crash", round(gone_at, 4), rng.choice([0.5, 2.0, 4.0]), (LEADER,)))
-        # Whoever has been removed comes back, in turn.
+        gone_at = at + rng.uniform(1.6, 2.8)
+        faults.append(Fault("crash", round(gone_at, 4), 4.0, (LEADER,)))
+        faults.append(Fault("crash", round(gone_at + 0.01, 4), 4.0, (witness,)))
+        # Whoever has been removed is replaced, as a learner and then as a voter.
         faults.append(Fault("churn", round(at + cut_s + 2.0, 4), 1.0, (one,), 1.0))
         faults.append(Fault("churn", round(at + cut_s + 3.5, 4), 1.0, (one,), 1.0))
         at += cut_s + 5.0 + rng.expovariate(1.0)
-    weather = msgspec.structs.replace(plan.weather, latency_s=rng.choice([0.01, 0.03, 0.1]))
-    return plan.but(weather=weather, faults=tuple(faults))
+    return plan.but(faults=tuple(faults))
 
 
 PLOTS: dict[str, Callable[[random.Random, Plan], Plan]] = {
