@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from msgspec import Struct
 
 from doyen.clock import VirtualClock
-from doyen.events import Elected, Record
+from doyen.events import Elected, Record, Waiting
 from doyen.heart import Heart
 from doyen.lab.plot import Panel
 from doyen.model import Entry, Lease, Version
@@ -155,6 +155,7 @@ class _Place:
         self.meter = _Meter()
         self.one_way_s = one_way_s
         self.elected: list[Record] = []
+        self.waiting = 0
         self._news = asyncio.Event()
         self._runtime = _Patient(self.clock)
 
@@ -167,6 +168,9 @@ class _Place:
     def _sink(self, record: Record) -> None:
         if isinstance(record.event, Elected):
             self.elected.append(record)
+            self._news.set()
+        elif isinstance(record.event, Waiting):
+            self.waiting += 1
             self._news.set()
 
     def begin(self) -> tuple[int, int, float]:
@@ -187,6 +191,13 @@ class _Place:
     async def won(self, count: int = 1) -> None:
         """Until so many have been elected since `begin`, and all under way has arrived."""
         while len(self.elected) < count:
+            self._news.clear()
+            await self._news.wait()
+        await self.settle()
+
+    async def stood(self, count: int) -> None:
+        """Until so many wait, and all under way has arrived."""
+        while self.waiting < count:
             self._news.clear()
             await self._news.wait()
         await self.settle()
@@ -264,7 +275,8 @@ async def _holdings(count: int, one_way_s: float) -> list[Cost]:
         if name == "server1":
             await place.won(count)
             costs.append(place.cost("elects", count, before, before[2]))
-        await asyncio.sleep(60.0)
+        else:
+            await place.stood(count)
     record = place.server.list("elections")[0]
     stores[0].dead = True
     begun = place.begin()
