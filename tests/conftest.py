@@ -13,9 +13,14 @@ from __future__ import annotations
 import signal
 from collections.abc import Generator, Iterator
 
+import hypothesis
 import pytest
 
 import servers
+
+# How long an example takes says nothing: other tests run beside it.
+hypothesis.settings.register_profile("doyen", deadline=None)
+hypothesis.settings.load_profile("doyen")
 
 
 def pytest_configure() -> None:

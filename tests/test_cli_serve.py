@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import subprocess
 import urllib.error
@@ -181,8 +182,10 @@ def test_a_port_that_is_taken_is_named_with_the_remedy(tmp_path: Path) -> None:
 
 
 def test_peers_that_are_not_those_on_disk_are_told_apart(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Two `doyen run` at once in one process, as other tests have them, may leave it otherwise.
+    monkeypatch.setattr(logging.getLogger("doyen"), "propagate", True)
     one, other = addresses(2)
 
     async def begin(**peers: str) -> None:

@@ -216,6 +216,9 @@ class Server(ABC):
             for pid in new:
                 send_signal(pid, signal.SIGSTOP)
             stopped.update(new)
+        # A thread that runs on another core goes on for a moment.
+        while not all(map(_stands_still, stopped)):
+            time.sleep(0.001)
 
     def thaw(self) -> None:
         """Let a frozen server go on. Idempotent."""
@@ -317,3 +320,13 @@ def ports_of(pids: Sequence[int]) -> set[int]:
             if state == LISTENING and f"socket:[{inode}]" in sockets:
                 ports.add(int(local.rpartition(":")[2], 16))
     return ports
+
+
+def _stands_still(pid: int) -> bool:
+    """Whether every thread of it is stopped, or it is gone."""
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        states = [(each / "stat").read_text().rpartition(")")[2].split()[0] for each in threads]
+    except OSError:
+        return True
+    return all(state in "TtZX" for state in states)
