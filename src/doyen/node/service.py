@@ -79,6 +79,8 @@ __all__ = ["Limits", "Service"]
 
 log = logging.getLogger("doyen.node")
 
+SLICE: Final = 128
+"""How many requests of one client are taken in one turn of the loop."""
 LISTS: Final = 8
 """How many long lists may be under way to one client."""
 PIECE: Final = 1 << 20
@@ -134,11 +136,13 @@ class Link(Protocol):
 class _Client:
     """One connection."""
 
-    __slots__ = ("link", "lists", "name", "watches")
+    __slots__ = ("backlog", "link", "lists", "name", "watches")
 
     def __init__(self, link: Link) -> None:
         self.link = link
         self.name = ""
+        self.backlog: list[tuple[int, bytes]] = []
+        """Frames that have arrived and are not looked at yet."""
         self.lists = 0
         self.watches: dict[int, str] = {}
 
@@ -270,6 +274,27 @@ class Service:
         client = self._clients.get(link)
         if client is None:
             return
+        if not client.backlog and len(frames) <= SLICE:
+            self._serve(client, frames)
+            return
+        # In slices, so that what the first have asked for is on its way to disks and peers while
+        # the rest is read; and one that asks for much does not keep the others waiting.
+        if not client.backlog:
+            self._loop.call_soon(self._serve_more, client)
+        client.backlog += frames
+
+    def _serve_more(self, client: _Client) -> None:
+        if client.link.closed:
+            client.backlog.clear()
+            return
+        frames = client.backlog[:SLICE]
+        del client.backlog[:SLICE]
+        if client.backlog:
+            self._loop.call_soon(self._serve_more, client)
+        self._serve(client, frames)
+
+    def _serve(self, client: _Client, frames: Sequence[tuple[int, bytes]]) -> None:
+        link = client.link
         reads: list[Any] = []
         for kind, payload in frames:
             if kind != REQUEST:
