@@ -13,7 +13,7 @@ from doyen.node import machine as machines
 from doyen.node.driver import Driver
 from doyen.node.machine import KEYSPACE, Machine
 from doyen.node.ports import StateMachine
-from doyen.node.service import Limits, Service
+from doyen.node.service import SLICE, Limits, Service
 from doyen.quorum.keyspace import (
     Advance,
     Begin,
@@ -261,6 +261,23 @@ def test_lines() -> None:
         gone = await client.ask(Ahead, first.key)
         assert gone.trouble is Trouble.TICKET_GONE
         assert (await client.ask(Get, "nothing")) == Found(client._ids, None)
+
+    on_quorum(test)
+
+
+def test_much_that_arrives_at_once_is_carried_out_in_order() -> None:
+    async def test(quorum: Quorum) -> None:
+        client, gone = (Client(quorum.services["n1"], name) for name in ("a-client", "b-client"))
+        count = 3 * SLICE + 7
+        client.put(*(Write(n, 1, encode(Put(f"k/{n}", b"", 0))) for n in range(1, count + 1)))
+        client.put(Write(count + 1, 1, encode(Put("k/last", b"", 0))))
+        gone.put(*(Write(n, 1, encode(Put(f"g/{n}", b"", 0))) for n in range(1, count + 1)))
+        gone.close()
+        await client.answer_to(count + 1)
+        answers = [each for each in client.told if isinstance(each, Wrote)]
+        assert [each.id for each in answers] == list(range(1, count + 2))
+        listed = await client.ask(Scan, "g")
+        assert len(listed.records) < count, "whoever has gone is not served any more"
 
     on_quorum(test)
 
