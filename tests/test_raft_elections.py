@@ -102,6 +102,7 @@ def test_votes_of_strangers_do_not_count() -> None:
 
 
 def test_one_vote_per_generation_across_a_restart() -> None:
+    """PySyncObj#84, #202: generation and vote were in memory only."""
     core = raft(recovered=recovered(4, vote="b"))
     assert only(hear(core, Vote(4, 9, 9), "c"), VoteReply) == VoteReply(4, False)
     assert only(hear(core, Vote(4, 0, 0), "b"), VoteReply) == VoteReply(4, True)
