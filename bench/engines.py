@@ -21,15 +21,14 @@ from bench.failover import Contest, settle
 from bench.figures import Figure, spread
 from doyen.clock import SystemClock
 from doyen.store import Context, Store, open_store
-from doyen.timing import Timing
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import servers
+from engines import SLACK_S, worst_s
 
 __all__ = ["ENGINES", "engines"]
 
 HANDOVER_MS = 10.0
-SLACK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -105,16 +104,6 @@ async def floor_ms(url: str, trials: int) -> list[float]:
     return took
 
 
-async def worst_s(url: str, ttl_s: float) -> float:
-    store = await open_store(url, Context(SystemClock(), lambda event: None))
-    lease = await store.grant(ttl_s)
-    await store.revoke(lease)
-    await store.close()
-    able = store.capabilities
-    timing = Timing(ttl_s=lease.ttl_s, renewals_lag=able.renewals_lag)
-    return timing.worst_failover_s(expiry_factor=able.expiry_factor, notice_s=able.notice_s)
-
-
 def engines(
     *, trials: int = 40, crashes: int = 6, only: str = "", peers: bool = True
 ) -> list[Figure]:
@@ -161,7 +150,7 @@ def measure(
                     raise
                 stuck.append(kind)
             crew.dismiss()
-    worst = asyncio.run(worst_s(server.url, ttl_s))
+    worst = worst_s(server.url, ttl_s)
     p50 = statistics.median
     ours = max(crashed["doyen"]) / 1e3
     others: dict[str, Any] = {kind: spread(gaps, 0) for kind, gaps in crashed.items()}
