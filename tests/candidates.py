@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from urllib.parse import urlsplit
 
 import doyen
+from frozen import freeze
 
 DOYEN = [sys.executable, "-c", "from doyen.cli import main; raise SystemExit(main())"]
 IDLE = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
@@ -49,8 +50,11 @@ class Candidates:
             )
             eventually(lambda: session.leader(self.election), "somebody leads")
 
-    def signal(self, name: str, signum: signal.Signals) -> None:
-        os.kill(self._running[name].pid, signum)
+    def freeze(self, name: str) -> None:
+        freeze(self._running[name].pid, urlsplit(self.store).path)
+
+    def thaw(self, name: str) -> None:
+        self._running[name].send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         for process in self._running.values():

@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import select
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -86,7 +85,7 @@ def test_a_leader_that_does_not_obey_goes_on_until_forced(
     """Frozen, its lease good for a minute: an order cannot reach it. Its record can be removed."""
     with candidates(store, "server1", "server2") as started:
         first = leader(store)
-        started.signal("server1", signal.SIGSTOP)
+        started.freeze("server1")
         assert main(["resign", "billing", "--wait", "0.3", "--store", store]) == 1
         out, err = capsys.readouterr()
         assert (out, "'server1' has been told and has not let go" in err) == ("", True)
@@ -101,7 +100,7 @@ def test_a_leader_that_does_not_obey_goes_on_until_forced(
             f" server2 leads it now, token {second.token};"
             " only tokens protect what server1 may still write\n"
         )
-        started.signal("server1", signal.SIGCONT)
+        started.thaw("server1")
         with doyen.connect_blocking(store) as session:
             eventually(
                 lambda: [each.name for each in session.line("billing")] == ["server2", "server1"],

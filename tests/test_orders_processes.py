@@ -27,6 +27,7 @@ from doyen.audit import Report, verify
 from doyen.clock import SystemClock
 from doyen.election import OVERRUN_EXIT_CODE
 from doyen.events import Record
+from frozen import freeze
 
 ELECTION = "e"
 PATIENCE_S = 30.0
@@ -63,7 +64,7 @@ class Actor:
         os.kill(self.process.pid, number)
 
     def freeze(self) -> None:
-        self.send(signal.SIGSTOP)
+        freeze(self.process.pid, self._stage.database)
 
     def thaw(self) -> None:
         self.send(signal.SIGCONT)
@@ -94,7 +95,8 @@ class Stage:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.url = f"sqlite://{folder}/doyen.db"
+        self.database = folder / "doyen.db"
+        self.url = f"sqlite://{self.database}"
         self.heard: list[Said] = []
         self._news = threading.Condition()
         self._actors: list[Actor] = []

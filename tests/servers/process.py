@@ -217,7 +217,7 @@ class Server(ABC):
                 send_signal(pid, signal.SIGSTOP)
             stopped.update(new)
         # A thread that runs on another core goes on for a moment.
-        while not all(map(_stands_still, stopped)):
+        while not all(map(stands_still, stopped)):
             time.sleep(0.001)
 
     def thaw(self) -> None:
@@ -322,7 +322,7 @@ def ports_of(pids: Sequence[int]) -> set[int]:
     return ports
 
 
-def _stands_still(pid: int) -> bool:
+def stands_still(pid: int) -> bool:
     """Whether every thread of it is stopped, or it is gone."""
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())

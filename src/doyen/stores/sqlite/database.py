@@ -449,7 +449,7 @@ def _meaning(error: sqlite3.Error, path: str) -> StoreError:
 def _who_writes(path: str, waited_s: float) -> str:
     """Say who keeps the database locked for writing."""
     begin = f"for {waited_s:g} s {path} has been locked for writing by "
-    pid = _writer(path)
+    pid = writer(path)
     if pid is None:
         return begin + "another process; if that lasts, look for one that hangs"
     if pid == os.getpid():
@@ -467,7 +467,7 @@ def _who_writes(path: str, waited_s: float) -> str:
     return begin + f"process {pid} ({name}): if it hangs, kill it"
 
 
-def _writer(path: str) -> int | None:
+def writer(path: str) -> int | None:
     """The process that holds SQLite's write lock, by the kernel's table of locks."""
     try:
         inode = str(os.stat(path + "-shm").st_ino)
