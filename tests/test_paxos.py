@@ -10,6 +10,7 @@ import mutants_paxos as mutants
 from doyen.consensus.core import (
     Accepted,
     Committed,
+    Elapsed,
     Entry,
     Kind,
     Membership,
@@ -133,6 +134,19 @@ def test_a_ballot_that_is_not_the_senders_is_ignored() -> None:
     assert core.generation == 0
 
 
+def test_whoever_is_not_answered_prepares_nothing() -> None:
+    """It hears the others doubt, and they do not hear it. A ballot of its own would be of no use
+    but to depose, when it is heard again, the leader that they have found meanwhile."""
+    core = one("n0")
+    core._look()
+    for doubter in ("n1", "n2"):
+        hear(core, doubter, Doubt(0, False))
+    core.handle(Elapsed(), core.next_deadline)
+    assert core.generation == 0
+    hear(core, "n1", Doubt(0, True))
+    assert core.generation > 0
+
+
 @pytest.mark.parametrize("make", [Paxos, mutants.FirstReportWins])
 def test_the_value_of_the_highest_ballot_is_proposed_anew(make: Any) -> None:
     """It may have been chosen; the others cannot have been."""
@@ -246,7 +260,7 @@ def test_what_may_be_chosen_is_not_lost(make: Any) -> None:
     ("mutant", "nodes", "seed"),
     [
         (mutants.AcceptsBeforeWriting, 5, 0),
-        (mutants.FirstReportWins, 5, 17),
+        (mutants.FirstReportWins, 3, 44),
         (mutants.HearsNoReports, 5, 1),
         (mutants.ForgetsBallots, 3, 44),
     ],

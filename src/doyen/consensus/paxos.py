@@ -62,6 +62,8 @@ class Doubt(Message, frozen=True, gc=False):
     """I miss the leader. `generation` is the latest ballot I have promised."""
 
     answer: bool
+    """Said to one who doubts. Only answers count: who cannot be heard shall not prepare a ballot,
+    with which it would depose a healthy leader when it comes back."""
 
 
 class Prepare(Message, frozen=True, gc=False):
@@ -211,10 +213,11 @@ class Paxos(Server):
             self._look()
         if self.role is not Role.LOOKING:
             return
-        self._doubters.add(peer.name)
-        if not message.answer:
+        if message.answer:
+            self._doubters.add(peer.name)
+            self._consider()
+        else:
             self._send(peer, Doubt(self.generation, True))
-        self._consider()
 
     def _consider(self) -> None:
         """Prepare, if enough others doubt; but not all at the same instant."""

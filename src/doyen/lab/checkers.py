@@ -163,8 +163,9 @@ class Stability:
         else:
             self._others += by
             self.disturb()
-            # What was slow to arrive still is, when the link no longer is.
+            # What was slow to arrive, or to be written, still is when the link or the disk is not.
             for host in self._world.hosts.values():
+                self._disturbed_at = max(self._disturbed_at, host.disk.until)
                 for link in host.links.values():
                     self._disturbed_at = max(self._disturbed_at, link.last)
 

@@ -42,6 +42,7 @@ class Disk:
         "snapshot",
         "stall_s",
         "state",
+        "until",
     )
 
     def __init__(self) -> None:
@@ -58,6 +59,8 @@ class Disk:
         """Snapshots that leaders have sent, beside what is in force."""
         self.full = 0
         self.stall_s = 0.0
+        self.until = 0.0
+        """When the sync under way, or the last one, is over."""
         self.flipped: int | None = None
         """The index at which a bit has flipped."""
 

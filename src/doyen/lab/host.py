@@ -317,7 +317,8 @@ class Host:
         self._syncing = len(self.disk.queue)
         world = self.world
         took = world.fsync_s * (0.5 + self.rng.random()) + self.disk.stall_s
-        world.push(world.now + took, self._synced, (self.life, self._syncing))
+        self.disk.until = world.now + took
+        world.push(self.disk.until, self._synced, (self.life, self._syncing))
 
     def _synced(self, what: tuple[int, int]) -> None:
         life, count = what
