@@ -82,6 +82,7 @@ class Client:
         self.refused: Fault | None = None
         self.faults: list[Fault] = []
         self.told: list[Any] = []
+        self.results: dict[int, bytes] = {}
         self.deaf = False
         self._on_frames: Callable[..., None] | None = None
         self._ids = 0
@@ -100,7 +101,10 @@ class Client:
         if self.closed:
             return False
         if not self.deaf:
-            self.told.append(decode_answer(b"".join(parts)))
+            answer = decode_answer(b"".join(parts))
+            self.told.append(answer)
+            if isinstance(answer, Wrote):
+                self.results |= zip(answer.ids, answer.results, strict=True)
         return not self.deaf
 
     async def drain(self) -> None:
@@ -128,8 +132,10 @@ class Client:
     async def answer_to(self, id: int) -> Any:  # noqa: A002
         async with asyncio.timeout(30):
             while True:
+                if id in self.results:
+                    return self.results[id]
                 for answer in self.told:
-                    if not isinstance(answer, Changed) and answer.id == id:
+                    if not isinstance(answer, Changed | Wrote) and answer.id == id:
                         return answer
                 await asyncio.sleep(0.001)
 
@@ -138,8 +144,9 @@ class Client:
         return await self.answer(kind(self._ids, *arguments))
 
     async def do(self, id: int, command: Command, floor: int = 1) -> Any:  # noqa: A002
-        answer = await self.answer(Write(id, floor, encode(command)))
-        return decode_result(answer.result) if isinstance(answer, Wrote) else answer
+        self.put(Write(floor, [id], [encode(command)]))
+        answer = await self.answer_to(id)
+        return decode_result(answer) if isinstance(answer, bytes) else answer
 
 
 class Quorum:
@@ -225,11 +232,11 @@ def test_a_write_outlives_the_leader_it_was_sent_to() -> None:
         follower = await quorum.follower()
         client = Client(quorum.services[follower])
         leader = await quorum.leader()
-        client.put(Write(1, 1, encode(Put("k", b"v", 0))))
+        client.put(Write(1, [1], [encode(Put("k", b"v", 0))]))
         quorum.crash(leader)
         answer = await client.answer_to(1)
-        assert isinstance(decode_result(answer.result), Written)
-        assert await client.do(1, Put("k", b"v", 0)) == decode_result(answer.result)
+        assert isinstance(decode_result(answer), Written)
+        assert await client.do(1, Put("k", b"v", 0)) == decode_result(answer)
 
     on_quorum(test)
 
@@ -267,17 +274,35 @@ def test_lines() -> None:
 
 def test_much_that_arrives_at_once_is_carried_out_in_order() -> None:
     async def test(quorum: Quorum) -> None:
-        client, gone = (Client(quorum.services["n1"], name) for name in ("a-client", "b-client"))
+        service = quorum.services[await quorum.leader()]
+        client, gone = (Client(service, name) for name in ("a-client", "b-client"))
         count = 3 * SLICE + 7
-        client.put(*(Write(n, 1, encode(Put(f"k/{n}", b"", 0))) for n in range(1, count + 1)))
-        client.put(Write(count + 1, 1, encode(Put("k/last", b"", 0))))
-        gone.put(*(Write(n, 1, encode(Put(f"g/{n}", b"", 0))) for n in range(1, count + 1)))
+        client.put(*(Write(1, [n], [encode(Put(f"k/{n}", b"", 0))]) for n in range(1, count + 1)))
+        client.put(Write(1, [count + 1], [encode(Put("k/last", b"", 0))]))
+        gone.put(*(Write(1, [n], [encode(Put(f"g/{n}", b"", 0))]) for n in range(1, count + 1)))
         gone.close()
         await client.answer_to(count + 1)
-        answers = [each for each in client.told if isinstance(each, Wrote)]
-        assert [each.id for each in answers] == list(range(1, count + 2))
+        assert [*client.results] == list(range(1, count + 2))
         listed = await client.ask(Scan, "g")
         assert len(listed.records) < count, "whoever has gone is not served any more"
+
+    on_quorum(test)
+
+
+def test_results_of_one_turn_come_together_and_within_bounds() -> None:
+    async def test(quorum: Quorum) -> None:
+        client = Client(quorum.services[await quorum.leader()])
+        lease = await granted(client)
+        large = encode(Create("k", bytes(400_000), lease))
+        client.put(Write(1, [*range(2, 12)], [large] * 10))
+        client.put(Write(1, [*range(12, 20)], [encode(Delete("none", 0))] * 8))
+        await client.answer_to(19)
+        together = [answer.ids for answer in client.told if isinstance(answer, Wrote)][1:]
+        assert [number for ids in together for number in ids] == [*range(2, 20)]
+        assert len(together) <= 5, "as many as fit"
+        assert all(
+            sum(len(client.results[number]) for number in ids) < 2_000_000 for ids in together
+        )
 
     on_quorum(test)
 
@@ -483,8 +508,11 @@ def test_nonsense_ends_the_connection() -> None:
             (REQUEST, b"nonsense"),
             (REQUEST, b""),
             (77, encode(Get(-1, "k"))),
-            (REQUEST, encode(Write(0, 0, b""))),
-            (REQUEST, encode(Write(1, 2, b""))),
+            (REQUEST, encode(Write(0, [0], [b""]))),
+            (REQUEST, encode(Write(2, [1], [b""]))),
+            (REQUEST, encode(Write(1, [], []))),
+            (REQUEST, encode(Write(1, [1, 2], [b""]))),
+            (REQUEST, encode(Write(1, [*range(1, 999)], [b""] * 998))),
             (REQUEST, encode(Hello("short"))),
         ):
             client = Client(service)

@@ -134,7 +134,7 @@ def test_clients_that_know_the_secret_and_talk_nonsense(trial: Trial) -> None:
                 await ended(caller)
             caller = await client(address)
             caller.link.send(REQUEST, encode(Hello("a client of ours")))
-            caller.link.send(REQUEST, encode(Write(1, 1, b"\xc1 not a command")))
+            caller.link.send(REQUEST, encode(Write(1, [1], [b"\xc1 not a command"])))
             caller.link.send(99, b"a kind of frame that there is not")
             await ended(caller)
 

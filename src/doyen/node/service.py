@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -80,7 +81,7 @@ __all__ = ["Limits", "Service"]
 log = logging.getLogger("doyen.node")
 
 SLICE: Final = 128
-"""How many requests of one client are taken in one turn of the loop."""
+"""About how many requests of one client are taken in one turn of the loop."""
 LISTS: Final = 8
 """How many long lists may be under way to one client."""
 PIECE: Final = 1 << 20
@@ -136,17 +137,41 @@ class Link(Protocol):
 class _Client:
     """One connection."""
 
-    __slots__ = ("backlog", "link", "lists", "name", "watches")
+    __slots__ = ("_loop", "_size", "_wrote", "backlog", "link", "lists", "name", "watches")
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:
         self.link = link
         self.name = ""
-        self.backlog: list[tuple[int, bytes]] = []
+        self.backlog: deque[tuple[int, bytes]] = deque()
         """Frames that have arrived and are not looked at yet."""
         self.lists = 0
         self.watches: dict[int, str] = {}
+        self._loop = loop
+        self._wrote: tuple[list[int], list[bytes]] = [], []
+        self._size = 0
 
     def tell(self, answer: words.Answer) -> None:
+        self._tell_results()
+        self._send(answer)
+
+    def wrote(self, request: int, result: bytes) -> None:
+        """Tell the result of a write, with those of others in this turn of the loop."""
+        ids, results = self._wrote
+        if not ids:
+            self._loop.call_soon(self._tell_results)
+        ids.append(request)
+        results.append(result)
+        self._size += len(result)
+        if self._size > PIECE:
+            self._tell_results()
+
+    def _tell_results(self) -> None:
+        if self._wrote[0]:
+            answer = Wrote(*self._wrote)
+            self._wrote, self._size = ([], []), 0
+            self._send(answer)
+
+    def _send(self, answer: words.Answer) -> None:
         link = self.link
         if not link.send(ANSWER, encode(answer)) and not link.closed:
             link.fault(Fault.OVERFLOW, "reads no answers")
@@ -228,7 +253,7 @@ class Service:
         elif not self._serving:
             link.refuse(Fault.NOT_SERVING, "this node knows of no leader; ask another")
         else:
-            self._clients[link] = _Client(link)
+            self._clients[link] = _Client(link, self._loop)
             link.welcome(self._take, self._ended)
 
     def close(self) -> None:
@@ -272,44 +297,38 @@ class Service:
 
     def _take(self, link: Link, frames: Sequence[tuple[int, bytes]]) -> None:
         client = self._clients.get(link)
-        if client is None:
-            return
-        if not client.backlog and len(frames) <= SLICE:
-            self._serve(client, frames)
-            return
-        # In slices, so that what the first have asked for is on its way to disks and peers while
-        # the rest is read; and one that asks for much does not keep the others waiting.
-        if not client.backlog:
-            self._loop.call_soon(self._serve_more, client)
-        client.backlog += frames
+        if client is not None:
+            waiting = bool(client.backlog)
+            client.backlog.extend(frames)
+            if not waiting:
+                self._serve(client)
 
-    def _serve_more(self, client: _Client) -> None:
-        if client.link.closed:
-            client.backlog.clear()
-            return
-        frames = client.backlog[:SLICE]
-        del client.backlog[:SLICE]
-        if client.backlog:
-            self._loop.call_soon(self._serve_more, client)
-        self._serve(client, frames)
-
-    def _serve(self, client: _Client, frames: Sequence[tuple[int, bytes]]) -> None:
-        link = client.link
+    def _serve(self, client: _Client) -> None:
+        """In slices, so that what the first have asked for is on its way to disks and peers while
+        the rest is read; and one that asks for much does not keep the others waiting."""
+        link, backlog, room = client.link, client.backlog, SLICE
         reads: list[Any] = []
-        for kind, payload in frames:
+        while backlog and room > 0 and not link.closed:
+            kind, payload = backlog.popleft()
             if kind != REQUEST:
                 link.fault(Fault.OUT_OF_TURN, f"a frame of kind {kind} from a client")
-                return
+                break
             try:
                 request = decode_request(payload)
             except (MsgspecError, UnicodeDecodeError) as error:
                 link.fault(Fault.MALFORMED, f"not a request of this protocol: {error}")
-                return
+                break
             handler = self._handlers.get(type(request))
             if handler is None:
                 reads.append(request)
             else:
                 handler(client, request)
+            room -= len(request.ids) if type(request) is words.Write else 1
+        if link.closed:
+            backlog.clear()
+            return
+        if backlog:
+            self._loop.call_soon(self._serve, client)
         if reads:
             # One round for all of them, and it begins after the last of them has arrived.
             try:
@@ -325,23 +344,24 @@ class Service:
         client.name = request.client
 
     def _write(self, client: _Client, request: words.Write) -> None:
-        if not client.name or request.id < 1 or request.floor > request.id:
-            client.link.fault(Fault.OUT_OF_TURN, "a write that nobody could count")
+        name, floor, ids, bodies = client.name, request.floor, request.ids, request.bodies
+        if not name or not ids or len(ids) != len(bodies) or min(ids) < max(floor, 1):
+            client.link.fault(Fault.OUT_OF_TURN, "writes that nobody could count")
             return
-        flaw = _flaw(request.body)
-        if flaw is not None:
-            client.fail(request.id, Trouble.UNUSABLE, flaw)
-            return
-        try:
-            self._driver.submit(
-                KEYSPACE,
-                request.body,
-                partial(_settle, client, request.id),
-                request=(client.name, request.id, request.floor),
-            )
-        except (DoyenError, ConfigError) as error:
-            trouble = Trouble.UNUSABLE if isinstance(error, ConfigError) else Trouble.UNAVAILABLE
-            client.fail(request.id, trouble, str(error))
+        submit = self._driver.submit
+        for number, body in zip(ids, bodies, strict=True):
+            flaw = _flaw(body)
+            if flaw is not None:
+                client.fail(number, Trouble.UNUSABLE, flaw)
+                continue
+            try:
+                submit(
+                    KEYSPACE, body, partial(_settle, client, number), request=(name, number, floor)
+                )
+            except DoyenError as error:
+                unusable = isinstance(error, ConfigError)
+                trouble = Trouble.UNUSABLE if unusable else Trouble.UNAVAILABLE
+                client.fail(number, trouble, str(error))
 
     def _read(self, client: _Client, reads: list[Any]) -> None:
         for request in reads:
@@ -554,7 +574,7 @@ class Service:
 def _settle(client: _Client, request: int, result: Any, error: BaseException | None) -> None:
     """Tell a client what became of its write."""
     if error is None:
-        client.tell(Wrote(request, result))
+        client.wrote(request, result)
         return
     if isinstance(error, Forgotten):
         trouble = Trouble.FORGOTTEN

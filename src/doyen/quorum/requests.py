@@ -6,17 +6,17 @@ and may be sent again, to any node, under the same id (see `node.machine`); ever
 negative id, and may be repeated because it changes nothing.
 
 A write's body is a command of the keyspace and its answer a result of it, both encoded; nodes pass
-them on as they are.
+them on as they are. Writes that are asked for together go in one frame, and so do their results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from doyen.consensus.core import Snapshot
 from doyen.quorum.keyspace import Record
@@ -26,6 +26,7 @@ __all__ = [
     "MAX_KEY",
     "MAX_TTL_S",
     "MAX_VALUE",
+    "MAX_WRITES",
     "MIN_TTL_S",
     "REQUEST",
     "Ahead",
@@ -65,6 +66,8 @@ ANSWER: Final = 33
 
 MAX_KEY: Final = 4096
 MAX_VALUE: Final = 1_000_000
+MAX_WRITES: Final = 128
+"""In one frame."""
 MIN_TTL_S: Final = 0.5
 MAX_TTL_S: Final = 366 * 86400.0
 
@@ -80,12 +83,12 @@ class Hello(Request, frozen=True, gc=False, tag=0):
 
 
 class Write(Request, frozen=True, gc=False, tag=1):
-    """Carry out a command, once. → Wrote"""
+    """Carry out these commands, each once. → Wrote, for some at a time, or Failed for one"""
 
-    id: int
     floor: int
     """The answers to all writes below this have been had, or are not wanted any more."""
-    body: bytes
+    ids: Annotated[list[int], Meta(max_length=MAX_WRITES)]
+    bodies: list[bytes]
 
 
 class Get(Request, frozen=True, gc=False, tag=2):
@@ -165,10 +168,10 @@ class Answer(Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class Wrote(Answer, frozen=True, gc=False, tag=1):
-    """What became of a write."""
+    """What became of these writes."""
 
-    id: int
-    result: bytes
+    ids: list[int]
+    results: list[bytes]
 
 
 class Found(Answer, frozen=True, gc=False, tag=2):

@@ -22,7 +22,7 @@ import asyncio
 import logging
 import random
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from msgspec import MsgspecError, Struct
@@ -39,6 +39,7 @@ from doyen.quorum.keyspace import Record, encode
 from doyen.quorum.link import End, Link, dial
 from doyen.quorum.requests import (
     ANSWER,
+    MAX_WRITES,
     REQUEST,
     Arranged,
     Changed,
@@ -68,6 +69,8 @@ STAGGER_S = 0.25
 """How long a node may take to answer before another is dialled as well."""
 PATIENCE_S = 0.3
 """How long an answer may take before the node is asked for a sign of life, and that as well."""
+WRITES_BYTES = 1 << 18
+"""About how many bytes of writes go into one frame."""
 PAUSES_S = (0.02, 0.5)
 """Between two rounds of dialling in which no node could be had: at first, and at most."""
 
@@ -89,11 +92,15 @@ class _Call(Struct, eq=False):
     """Something under way."""
 
     number: int
-    make: Callable[[int], Request]
+    make: Callable[[int], Request] | None
+    """Gives the request, with its id; None: it is a write."""
     future: asyncio.Future[Any]
     begun_at: float
     take: Callable[[Copied], None] | None = None
+    body: bytes = b""
     sent: int = 0
+    name: str = ""
+    """Under which a write was sent."""
     records: list[Record] = []
 
 
@@ -156,6 +163,8 @@ class Wire:
         self._writes = 0
         self._others = 0
         self._open_writes: set[int] = set()
+        self._unsent: list[_Call] = []
+        """Writes that go out together, at the end of this turn of the loop."""
         self._floor = 1
         """No open write has a lower number."""
         self._name = uuid.uuid4().hex
@@ -167,6 +176,7 @@ class Wire:
         self._impatient: asyncio.TimerHandle | None = None
         self._closed = False
         self._hear: dict[type, Callable[[Any], None]] = {
+            Wrote: self._wrote,
             Changed: self._changed,
             Watching: self._watching,
             Failed: self._failed,
@@ -181,23 +191,19 @@ class Wire:
 
     # Asking.
 
-    async def ask(
+    def ask(
         self,
         make: Callable[[int], Request],
         take: Callable[[Copied], None] | None = None,
-    ) -> Any:
+    ) -> Coroutine[Any, Any, Any]:
         """Put a request that may be repeated; `make` gives it, with its id, and `take` takes the
         pieces of a copy."""
         self._others -= 1
-        return await self._call(self._others, make, take)
+        return self._call(self._others, make, take)
 
-    async def write(self, body: bytes) -> bytes:
+    def write(self, body: bytes) -> Coroutine[Any, Any, bytes]:
         """Have a command carried out, once; its result."""
-        answer: Wrote = await self._call(
-            self._next_write(),
-            lambda id: Write(id, self._settled_below(), body),  # noqa: A006
-        )
-        return answer.result
+        return self._call(self._next_write(), None, body=body)
 
     def _next_write(self) -> int:
         self._writes += 1
@@ -216,45 +222,80 @@ class Wire:
     async def _call(
         self,
         number: int,
-        make: Callable[[int], Request],
+        make: Callable[[int], Request] | None,
         take: Callable[[Copied], None] | None = None,
+        body: bytes = b"",
     ) -> Any:
         loop = self._loop
-        call = self._calls[number] = _Call(number, make, loop.create_future(), loop.time(), take)
+        future = loop.create_future()
+        call = self._calls[number] = _Call(number, make, future, loop.time(), take, body)
         if self._link is not None:
             self._send(call)
         else:
             self._connect()
         try:
-            return await call.future
+            return await future
         except asyncio.CancelledError:
             self.suspect()
             raise
         finally:
-            self._drop(call.number)
-
-    def _drop(self, number: int) -> None:
-        self._calls.pop(number, None)
-        self._open_writes.discard(number)
+            self._calls.pop(number, None)
+            self._open_writes.discard(number)
 
     def _send(self, call: _Call) -> None:
+        if call.make is not None:
+            self._put((call,), call.make, call.number)
+            return
+        if not self._unsent:
+            self._loop.call_soon(self._send_writes)
+        self._unsent.append(call)
+
+    def _send_writes(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        if self._link is None:
+            return  # the next link takes them
+        calls: list[_Call] = []
+        size = 0
+        for call in unsent:
+            if call.future.done():
+                continue
+            if call.sent and call.name != self._name:
+                # It may have been carried out, under a name that it cannot be asked for any more.
+                self._settle(call, OutcomeUnknown("this client was forgotten by the quorum"))
+                continue
+            if calls and (len(calls) == MAX_WRITES or size + len(call.body) > WRITES_BYTES):
+                self._put_writes(calls)
+                calls, size = [], 0
+            call.name = self._name
+            calls.append(call)
+            size += len(call.body)
+        if calls:
+            self._put_writes(calls)
+
+    def _put_writes(self, calls: list[_Call]) -> None:
+        ids, bodies = [call.number for call in calls], [call.body for call in calls]
+        self._put(calls, Write, self._settled_below(), ids, bodies)
+
+    def _put(self, calls: Sequence[_Call], make: Callable[..., Request], *given: Any) -> None:
+        """Send what is asked by these, in one frame."""
         link = self._link
         if link is None:
             return
+        error: StoreError | None = None
         try:
-            payload = encode(call.make(call.number))
-            accepted = link.send(REQUEST, payload)
-        except ValueError as error:  # larger than a frame, or text that UTF-8 cannot carry
-            if not call.future.done():
-                call.future.set_exception(StoreUnusable(f"this cannot be sent: {error}"))
-            return
-        if accepted:
-            call.sent += 1
-        elif not link.ending and not call.future.done():  # if it is, the next link takes it
-            call.future.set_exception(
-                StoreUnavailable(f"{link.where} takes in less than is asked of it; wait for some")
-            )
-        if self._impatient is None:
+            if link.send(REQUEST, encode(make(*given))):
+                for call in calls:
+                    call.sent += 1
+            elif not link.ending:  # if it is, the next link takes it
+                error = StoreUnavailable(
+                    f"{link.where} takes in less than is asked of it; wait for some"
+                )
+        except ValueError as cause:  # larger than a frame, or text that UTF-8 cannot carry
+            error = StoreUnusable(f"this cannot be sent: {cause}")
+        if error is not None:
+            for call in calls:
+                self._settle(call, type(error)(str(error)))
+        elif self._impatient is None:
             self._impatient = self._loop.call_later(PATIENCE_S, self._grow_impatient)
 
     # Watching.
@@ -307,7 +348,15 @@ class Wire:
             self._seen = max(self._seen, answer.revision)
             watch.begun.set_result(None)
 
-    def _answered(self, answer: Wrote | Found | Renewed | Condition | Arranged) -> None:
+    def _wrote(self, answer: Wrote) -> None:
+        self._named = True
+        calls = self._calls
+        for number, result in zip(answer.ids, answer.results, strict=False):
+            call = calls.get(number)
+            if call is not None and not call.future.done():
+                call.future.set_result(result)
+
+    def _answered(self, answer: Found | Renewed | Condition | Arranged) -> None:
         call = self._calls.get(answer.id)
         if call is not None:
             self._resolve(call, answer)
@@ -329,8 +378,6 @@ class Wire:
                 self._resolve(call, answer)
 
     def _resolve(self, call: _Call, value: object) -> None:
-        if call.number > 0:
-            self._named = True
         if not call.future.done():
             call.future.set_result(value)
 
@@ -456,6 +503,7 @@ class Wire:
     def _ended(self, link: Link, end: End) -> None:
         if link is self._link:
             self._link = None
+            self._unsent.clear()
             self._next = (self._next + 1) % len(self._nodes)
             for call in self._calls.values():
                 call.records.clear()

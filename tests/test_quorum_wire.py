@@ -1,0 +1,193 @@
+"""A client's connection on links that the test holds in its hand: what goes out, and as what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from doyen.errors import OutcomeUnknown, StoreUnusable
+from doyen.quorum.keyspace import encode
+from doyen.quorum.link import End
+from doyen.quorum.requests import (
+    ANSWER,
+    MAX_WRITES,
+    REQUEST,
+    Answer,
+    Failed,
+    Hello,
+    Trouble,
+    Write,
+    Wrote,
+    decode_request,
+)
+from doyen.quorum.wire import ANY, MAX_FRAME, Identity, Security
+from doyen.stores.quorum import wire
+from doyen.stores.quorum.wire import Wire
+
+
+class FakeLink:
+    """An open link to a node; the test answers in the node's place."""
+
+    where = "a node"
+    closed = ending = False
+    them = Identity("cluster", "n1", 1)
+
+    def __init__(self, on_frames: Any, on_end: Any) -> None:
+        self._on_frames, self._on_end = on_frames, on_end
+        self.asked: list[Any] = []
+
+    def send(self, kind: int, payload: bytes) -> bool:
+        assert kind == REQUEST
+        if len(payload) >= MAX_FRAME:
+            raise ValueError("too large for a frame")
+        self.asked.append(decode_request(payload))
+        return True
+
+    def answer(self, *answers: Answer) -> None:
+        self._on_frames(self, [(ANSWER, encode(each)) for each in answers])
+
+    def end(self) -> None:
+        self.closed = self.ending = True
+        self._on_end(self, End.LEFT)
+
+    def close(self) -> None:
+        pass
+
+    async def wait(self) -> None:
+        pass
+
+    async def alive(self, within_s: float) -> bool:
+        return True
+
+    @property
+    def writes(self) -> list[Write]:
+        return [each for each in self.asked if isinstance(each, Write)]
+
+    @property
+    def names(self) -> list[str]:
+        return [each.client for each in self.asked if isinstance(each, Hello)]
+
+
+def on_wire(
+    test: Callable[[Wire, list[FakeLink]], Coroutine[Any, Any, None]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    links: list[FakeLink] = []
+
+    async def dial(address: str, me: Identity, *, on_frames: Any, on_end: Any, **_: Any) -> Any:
+        links.append(FakeLink(on_frames, on_end))
+        return links[-1]
+
+    async def main() -> None:
+        client = Wire(["h:1"], Security(), cluster=ANY, connect_timeout_s=1.0)
+        await test(client, links)
+        await client.close()
+
+    monkeypatch.setattr(wire, "dial", dial)
+    asyncio.run(main())
+
+
+async def settle() -> None:
+    """Let everything go out that is about to."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def asked(client: Wire, *bodies: bytes) -> list[asyncio.Task[bytes]]:
+    return [asyncio.create_task(client.write(body)) for body in bodies]
+
+
+def test_writes_of_one_turn_go_out_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(client: Wire, links: list[FakeLink]) -> None:
+        writes = asked(client, *(b"%d" % n for n in range(2 * MAX_WRITES + 5)))
+        await settle()
+        frames = links[0].writes
+        assert [len(each.ids) for each in frames] == [MAX_WRITES, MAX_WRITES, 5]
+        assert [n for each in frames for n in each.ids] == [*range(1, 2 * MAX_WRITES + 6)]
+        for each in frames:
+            links[0].answer(Wrote(each.ids, each.bodies))
+        assert [int(result) for result in await asyncio.gather(*writes)] == [*range(len(writes))]
+        more = asked(client, b"more")
+        await settle()
+        assert links[0].writes[-1].floor == links[0].writes[-1].ids[0], "all before are settled"
+        links[0].answer(Wrote(links[0].writes[-1].ids, [b""]))
+        await asyncio.gather(*more)
+
+    on_wire(test, monkeypatch)
+
+
+def test_large_writes_go_out_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(client: Wire, links: list[FakeLink]) -> None:
+        small, too_large, large = asked(client, b"", bytes(MAX_FRAME), bytes(MAX_FRAME // 2))
+        await settle()
+        assert [each.ids for each in links[0].writes] == [[1], [3]]
+        with pytest.raises(StoreUnusable, match="cannot be sent"):
+            await too_large
+        links[0].answer(Wrote([1, 3], [b"a", b"b"]))
+        assert (await small, await large) == (b"a", b"b")
+
+    on_wire(test, monkeypatch)
+
+
+def test_what_nobody_waits_for_any_more_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(client: Wire, links: list[FakeLink]) -> None:
+        first = asked(client, b"first")
+        await settle()
+        kept, given_up = asked(client, b"kept", b"given up")
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await settle()
+        assert [body for each in links[0].writes for body in each.bodies] == [b"first", b"kept"]
+        links[0].answer(Wrote([1, 2], [b"", b""]))
+        await asyncio.gather(*first, kept)
+
+    on_wire(test, monkeypatch)
+
+
+def test_a_new_link_is_asked_for_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for what was on its way out when the old one ended."""
+
+    async def test(client: Wire, links: list[FakeLink]) -> None:
+        writes = asked(client, b"sent")
+        await settle()
+        writes += asked(client, b"about to be")
+        await asyncio.sleep(0)
+        links[0].end()
+        await settle()
+        assert [each.bodies for each in links[1].writes] == [[b"sent", b"about to be"]]
+        assert links[1].names == links[0].names
+        links[1].answer(Wrote([1, 2], [b"", b""]))
+        await asyncio.gather(*writes)
+
+    on_wire(test, monkeypatch)
+
+
+def test_under_another_name_nothing_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quorum has forgotten the client, and the link ends. What was asked under the old name
+    may have been carried out: under the new one it would be carried out once more."""
+
+    async def test(client: Wire, links: list[FakeLink]) -> None:
+        (first,) = asked(client, b"first")
+        await settle()
+        links[0].answer(Wrote([1], [b""]))
+        await first
+        old, refused = asked(client, b"old", b"refused")
+        await settle()
+        links[0].answer(Failed(3, Trouble.FORGOTTEN, "forgotten"))
+        await settle()
+        assert links[0].writes[-1] == Write(1, [3], [b"refused"])
+        before, after = links[0].names
+        assert before != after
+        links[0].end()
+        await settle()
+        assert links[1].names == [after]
+        assert links[1].writes == [Write(1, [3], [b"refused"])]
+        with pytest.raises(OutcomeUnknown, match="forgotten"):
+            await old
+        links[1].answer(Wrote([3], [b"done"]))
+        assert await refused == b"done"
+
+    on_wire(test, monkeypatch)
