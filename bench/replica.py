@@ -138,12 +138,11 @@ async def doyen_client(orders: asyncio.Queue[dict[str, Any]]) -> None:
     store = await open_store(OPTIONS["url"], Context(SystemClock(), lambda event: None))
     value = b"." * BYTES
 
+    keys = [f"bench/{OPTIONS['who']}/{number}" for number in range(1024)]
     versions: dict[int, Version | None] = {}
 
     async def put(number: int) -> None:
-        entry = await store.put(
-            f"bench/{OPTIONS['who']}/{number}", value, if_version=versions.get(number)
-        )
+        entry = await store.put(keys[number], value, if_version=versions.get(number))
         if entry is None:
             raise AssertionError("a key that nobody else writes has changed")
         versions[number] = entry.version

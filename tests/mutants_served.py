@@ -31,7 +31,7 @@ class DoesItAgain(Machine):
     """What is asked again, because nobody answered, is done again."""
 
     def apply(self, index: int, commands: Sequence[Command]) -> list[Any]:
-        return [self._carry_out(command) for command in commands]
+        return [self._applies[command.target](command.body) for command in commands]
 
 
 def install(mutant: str) -> None:

@@ -103,7 +103,7 @@ class Forgetful(Machine):
     """Does again what it has done."""
 
     def apply(self, index: int, commands: Sequence[Command]) -> list[Any]:
-        return [self._carry_out(command) for command in commands]
+        return [self._applies[command.target](command.body) for command in commands]
 
 
 class Credulous(Driver):

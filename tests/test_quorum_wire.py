@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
 
 from doyen.errors import OutcomeUnknown, StoreUnusable
-from doyen.quorum.keyspace import encode
+from doyen.quorum.keyspace import Put, Result, Written, decode_command, encode
 from doyen.quorum.link import End
 from doyen.quorum.requests import (
     ANSWER,
@@ -23,7 +23,7 @@ from doyen.quorum.requests import (
     Wrote,
     decode_request,
 )
-from doyen.quorum.wire import ANY, MAX_FRAME, Identity, Security
+from doyen.quorum.wire import ANY, MAX_FRAME, Fault, Identity, Security
 from doyen.stores.quorum import wire
 from doyen.stores.quorum.wire import Wire
 
@@ -38,6 +38,7 @@ class FakeLink:
     def __init__(self, on_frames: Any, on_end: Any) -> None:
         self._on_frames, self._on_end = on_frames, on_end
         self.asked: list[Any] = []
+        self.faults: list[Fault] = []
 
     def send(self, kind: int, payload: bytes) -> bool:
         assert kind == REQUEST
@@ -58,6 +59,10 @@ class FakeLink:
 
     async def wait(self) -> None:
         pass
+
+    def fault(self, fault: Fault, text: str) -> None:
+        self.faults.append(fault)
+        self.end()
 
     async def alive(self, within_s: float) -> bool:
         return True
@@ -96,8 +101,22 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def asked(client: Wire, *bodies: bytes) -> list[asyncio.Task[bytes]]:
-    return [asyncio.create_task(client.write(body)) for body in bodies]
+def asked(client: Wire, *values: bytes) -> list[asyncio.Task[Result]]:
+    return [asyncio.create_task(client.write(put(value))) for value in values]
+
+
+def put(value: bytes) -> Put:
+    return Put("k", value, 0)
+
+
+def results(*versions: int) -> list[bytes]:
+    return [encode(Written(version, version)) for version in versions]
+
+
+def values(writes: Sequence[Write]) -> list[list[bytes]]:
+    """What is to be written, frame by frame."""
+    commands = [[decode_command(body) for body in each.bodies] for each in writes]
+    return [[each.value for each in frame if isinstance(each, Put)] for frame in commands]
 
 
 def test_writes_of_one_turn_go_out_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,12 +127,13 @@ def test_writes_of_one_turn_go_out_together(monkeypatch: pytest.MonkeyPatch) -> 
         assert [len(each.ids) for each in frames] == [MAX_WRITES, MAX_WRITES, 5]
         assert [n for each in frames for n in each.ids] == [*range(1, 2 * MAX_WRITES + 6)]
         for each in frames:
-            links[0].answer(Wrote(each.ids, each.bodies))
-        assert [int(result) for result in await asyncio.gather(*writes)] == [*range(len(writes))]
+            links[0].answer(Wrote(each.ids, results(*each.ids)))
+        answers = await asyncio.gather(*writes)
+        assert answers == [Written(n, n) for n in range(1, len(writes) + 1)]
         more = asked(client, b"more")
         await settle()
         assert links[0].writes[-1].floor == links[0].writes[-1].ids[0], "all before are settled"
-        links[0].answer(Wrote(links[0].writes[-1].ids, [b""]))
+        links[0].answer(Wrote(links[0].writes[-1].ids, results(1)))
         await asyncio.gather(*more)
 
     on_wire(test, monkeypatch)
@@ -126,8 +146,8 @@ def test_large_writes_go_out_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None
         assert [each.ids for each in links[0].writes] == [[1], [3]]
         with pytest.raises(StoreUnusable, match="cannot be sent"):
             await too_large
-        links[0].answer(Wrote([1, 3], [b"a", b"b"]))
-        assert (await small, await large) == (b"a", b"b")
+        links[0].answer(Wrote([1, 3], results(7, 8)))
+        assert (await small, await large) == (Written(7, 7), Written(8, 8))
 
     on_wire(test, monkeypatch)
 
@@ -140,8 +160,8 @@ def test_what_nobody_waits_for_any_more_is_not_sent(monkeypatch: pytest.MonkeyPa
         await asyncio.sleep(0)
         given_up.cancel()
         await settle()
-        assert [body for each in links[0].writes for body in each.bodies] == [b"first", b"kept"]
-        links[0].answer(Wrote([1, 2], [b"", b""]))
+        assert values(links[0].writes) == [[b"first"], [b"kept"]]
+        links[0].answer(Wrote([1, 2], results(1, 2)))
         await asyncio.gather(*first, kept)
 
     on_wire(test, monkeypatch)
@@ -157,9 +177,9 @@ def test_a_new_link_is_asked_for_everything_once(monkeypatch: pytest.MonkeyPatch
         await asyncio.sleep(0)
         links[0].end()
         await settle()
-        assert [each.bodies for each in links[1].writes] == [[b"sent", b"about to be"]]
+        assert values(links[1].writes) == [[b"sent", b"about to be"]]
         assert links[1].names == links[0].names
-        links[1].answer(Wrote([1, 2], [b"", b""]))
+        links[1].answer(Wrote([1, 2], results(1, 2)))
         await asyncio.gather(*writes)
 
     on_wire(test, monkeypatch)
@@ -172,22 +192,36 @@ def test_under_another_name_nothing_is_asked_again(monkeypatch: pytest.MonkeyPat
     async def test(client: Wire, links: list[FakeLink]) -> None:
         (first,) = asked(client, b"first")
         await settle()
-        links[0].answer(Wrote([1], [b""]))
+        links[0].answer(Wrote([1], results(1)))
         await first
         old, refused = asked(client, b"old", b"refused")
         await settle()
         links[0].answer(Failed(3, Trouble.FORGOTTEN, "forgotten"))
         await settle()
-        assert links[0].writes[-1] == Write(1, [3], [b"refused"])
+        again = Write(1, [3], [encode(put(b"refused"))])
+        assert links[0].writes[-1] == again
         before, after = links[0].names
         assert before != after
         links[0].end()
         await settle()
         assert links[1].names == [after]
-        assert links[1].writes == [Write(1, [3], [b"refused"])]
+        assert links[1].writes == [again]
         with pytest.raises(OutcomeUnknown, match="forgotten"):
             await old
-        links[1].answer(Wrote([3], [b"done"]))
-        assert await refused == b"done"
+        links[1].answer(Wrote([3], results(9)))
+        assert await refused == Written(9, 9)
+
+    on_wire(test, monkeypatch)
+
+
+def test_an_answer_that_makes_no_sense_ends_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(client: Wire, links: list[FakeLink]) -> None:
+        (write,) = asked(client, b"v")
+        await settle()
+        links[0].answer(Wrote([1], [b"no result"]))
+        assert links[0].faults == [Fault.MALFORMED]
+        await settle()
+        links[1].answer(Wrote([1], results(3)))
+        assert await write == Written(3, 3)
 
     on_wire(test, monkeypatch)

@@ -344,7 +344,7 @@ def new_loop() -> asyncio.AbstractEventLoop:
     return new_event_loop()
 
 
-Submit = Callable[[int, bytes, Callable[[Any, BaseException | None], None]], None]
+Submit = Callable[[int, bytes, Callable[[int, Any, BaseException | None], None]], None]
 
 
 class _Desk:
@@ -385,10 +385,10 @@ class _Desk:
             try:
                 self._submit(_USER, command, settle)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is the proposer's
-                settle(None, error)
+                settle(0, None, error)
 
     def _settled(
-        self, future: asyncio.Future[Any], value: Any, error: BaseException | None
+        self, future: asyncio.Future[Any], _: int, value: Any, error: BaseException | None
     ) -> None:
         outbox = self._outbox
         outbox.append((future, value, error))

@@ -482,7 +482,7 @@ class Driver:
         """
         future: asyncio.Future[Any] = self._loop.create_future()
 
-        def settle(value: Any, error: BaseException | None) -> None:
+        def settle(_: int, value: Any, error: BaseException | None) -> None:
             if future.done():
                 return
             if error is None:

@@ -67,6 +67,8 @@ STEP_S = 0.003
 """How much of a snapshot is written or read at a time, and for how long at most."""
 SYNC_BYTES = 8 << 20
 """How much of a snapshot may wait to be synced: a long sync delays those of the log."""
+IDLE_S = 0.1
+"""How long nothing has to come until the last batch is sealed."""
 RETRY_S = 0.25
 """How often a full disk is looked at again."""
 
@@ -295,6 +297,8 @@ class FileJournal:
             self._log.seal()
 
     def _wait(self) -> _Write | None:
+        with suppress(queue.Empty):
+            return self._queue.get(timeout=IDLE_S)
         self._seal()
         while self._full:
             with suppress(queue.Empty):

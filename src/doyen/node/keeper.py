@@ -99,7 +99,7 @@ class Keeper:
         self._beginning = era = self._keyspace.era + 1
         self._submit(Begin(era), partial(self._begun, era))
 
-    def _begun(self, era: int, result: Any, error: BaseException | None) -> None:
+    def _begun(self, era: int, _: int, result: Any, error: BaseException | None) -> None:
         if not self._leading or era != self._beginning:
             return
         if error is not None or isinstance(decode_result(result), Refused):
@@ -208,7 +208,7 @@ class Keeper:
             self._submit(Expire(self._era, leases), partial(self._ended, clock))
         self._set_timer()
 
-    def _ended(self, clock: LeaseClock, result: Any, error: BaseException | None) -> None:
+    def _ended(self, clock: LeaseClock, _: int, result: Any, error: BaseException | None) -> None:
         """The end of some leases was agreed on, or not. If not, they are neither renewed nor
         ended in this era, so we begin another, in which all get their time anew."""
         if self._clock is not clock:
@@ -222,4 +222,4 @@ class Keeper:
         try:
             self._driver.submit(KEYSPACE, encode(command), settle)
         except DoyenError as error:
-            self._loop.call_later(0.1, settle, None, error)
+            self._loop.call_later(0.1, settle, 0, None, error)

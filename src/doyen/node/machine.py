@@ -78,6 +78,9 @@ class Failure(Struct, frozen=True, array_like=True, gc=False):
     """Not carried out now, and nobody knows any more whether it once was."""
 
 
+_IDLE = Failure("its proposer was idle for so long that it was forgotten", True)
+_HAD = Failure("its result was had before, and is not kept", True)
+
 _encode = Encoder().encode
 _decode_any: Decoder[Any] = Decoder()
 
@@ -144,31 +147,35 @@ class Machine:
         """Carry out the batch at `index` of the log: a result, or a `Failure`, for each."""
         results: list[Any] = []
         name, client = "", None
+        applies = self._applies
         for command in commands:
             if command.client != name or client is None:
                 name = command.client
                 client = self._client(name, index, command.floor)
             if client is None:
-                results.append(
-                    Failure("its proposer was idle for so long that it was forgotten", True)
-                )
-                continue
-            if command.floor > client.floor:
-                client.settle_below(command.floor)
-            seq = command.seq
-            kept = client.results
-            if seq in kept:
-                results.append(kept[seq])
-            elif seq < client.floor:
-                results.append(Failure("its result was had before, and is not kept", True))
+                result: Any = _IDLE
             else:
-                result = self._carry_out(command)
-                results.append(result)
-                if command.target == KEYSPACE and type(result) is bytes and len(result) > LARGE:
-                    continue
-                kept[seq] = result
-                if len(kept) > RESULTS:
-                    client.settle_below(next(iter(kept)) + 1)
+                if command.floor > client.floor:
+                    client.settle_below(command.floor)
+                seq, kept = command.seq, client.results
+                if seq in kept:
+                    result = kept[seq]
+                elif seq < client.floor:
+                    result = _HAD
+                else:
+                    try:
+                        result = applies.get(command.target, _nobody)(command.body)
+                        if type(result) not in _PLAIN:
+                            result = _plain(result)
+                    except MemoryError:
+                        raise  # this machine's trouble, not the command's: the node must end
+                    except Exception as error:  # noqa: BLE001 - the same on every node
+                        result = Failure(f"{type(error).__name__}: {error}")
+                    if type(result) is not bytes or len(result) <= LARGE or command.target:
+                        kept[seq] = result
+                        if len(kept) > RESULTS:
+                            client.settle_below(next(iter(kept)) + 1)
+            results.append(result)
         self._forget(index)
         return results
 
@@ -191,20 +198,6 @@ class Machine:
             if len(clients) <= CLIENTS and index - clients[name].last < FORGOTTEN_AFTER:
                 return
             del clients[name]
-
-    def _carry_out(self, command: Command) -> Any:
-        apply = self._applies.get(command.target)
-        if apply is None:
-            return Failure(
-                "this quorum has no state machine for it; give every node one, with machine="
-            )
-        try:
-            result = apply(command.body)
-            return result if type(result) in _PLAIN else _plain(result)
-        except MemoryError:
-            raise  # this machine's trouble, not the command's: the node must end
-        except Exception as error:  # noqa: BLE001 - the same on every node, and the proposer's
-            return Failure(f"{type(error).__name__}: {error}")
 
     def snapshot(self) -> Iterator[bytes]:
         """Everything as it is now, in pieces; see `StateMachine.snapshot`."""
@@ -233,7 +226,11 @@ class Machine:
 
 _decode_remembered: Callable[[bytes], list[_Remembered]] = Decoder(list[_Remembered]).decode
 
-_PLAIN = (bytes, type(None), bool, str, float)
+_PLAIN = (bytes, type(None), bool, str, float, Failure)
+
+
+def _nobody(_: bytes) -> Failure:
+    return Failure("this quorum has no state machine for it; give every node one, with machine=")
 
 
 def _plain(result: Any) -> Any:

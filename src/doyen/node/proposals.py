@@ -34,8 +34,9 @@ __all__ = [
 
 log = logging.getLogger("doyen.node")
 
-Settle = Callable[[Any, BaseException | None], None]
-"""Told the result of a proposal, or what became of it. Called once, on the driver's loop."""
+Settle = Callable[[int, Any, BaseException | None], None]
+"""Told the number of a proposal in its proposer's count, and its result or what became of it.
+Called once, on the driver's loop."""
 Request = tuple[str, int, int]
 """Who proposes, the how manieth time, and up to where it has its answers: client, seq, floor."""
 
@@ -93,11 +94,11 @@ class _Proposal(Struct, eq=False, gc=False):
     body: bytes
     settle: Settle
     deadline: float
-    request: Request | None
-    """The id of a client that keeps its own count. Without one, it has an identity and a number
-    of ours."""
+    seq: int
+    command: Command | None
+    """If it has the id of a client that keeps its own count. Without one, it has an identity and
+    a number of ours."""
     identity: _Identity | None = None
-    seq: int = 0
     born: int = 0
     """Where in the log we were when it was first proposed."""
     tried: int = 0
@@ -214,8 +215,12 @@ class Proposals:
                 f"{len(self._live)} proposals are under way on node {self._node} already; wait for"
                 " some of them"
             )
-        proposal = _Proposal(target, body, settle, deadline, request)
-        if request is None:
+        if request is not None:
+            client, seq, floor = request
+            command = Command(client, seq, floor, target, body)
+            proposal = _Proposal(target, body, settle, deadline, seq, command)
+        else:
+            proposal = _Proposal(target, body, settle, deadline, 0, None)
             self._identify(proposal)
         self._live[proposal] = None
         self._live_bytes += size
@@ -249,14 +254,12 @@ class Proposals:
                 self._finish(proposal, None, OutcomeUnknown("it went round for too long"))
                 continue
             body = proposal.body
-            identity = proposal.identity
+            command, identity = proposal.command, proposal.identity
             if identity is not None:
                 if identity is not known:
                     known, name, floor = identity, identity.name, identity.floor
                 command = Command(name, proposal.seq, floor, proposal.target, body)
-            else:
-                client, seq, lowest = proposal.request or ("", 0, 0)
-                command = Command(client, seq, lowest, proposal.target, body)
+            assert command is not None
             commands.append(command)
             proposals.append(proposal)
             room -= len(body)
@@ -300,7 +303,7 @@ class Proposals:
         self._live_bytes -= len(proposal.body)
         if proposal.identity is not None:
             proposal.identity.open.pop(proposal.seq, None)
-        inform(proposal.settle, value, error)
+        inform(proposal.settle, proposal.seq, value, error)
 
     def refuse(self, batch: Batch, reason: str) -> None:
         """The leader would not have it."""

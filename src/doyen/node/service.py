@@ -80,7 +80,7 @@ __all__ = ["Limits", "Service"]
 
 log = logging.getLogger("doyen.node")
 
-SLICE: Final = 128
+SLICE: Final = 256
 """About how many requests of one client are taken in one turn of the loop."""
 LISTS: Final = 8
 """How many long lists may be under way to one client."""
@@ -154,8 +154,11 @@ class _Client:
         self._tell_results()
         self._send(answer)
 
-    def wrote(self, request: int, result: bytes) -> None:
-        """Tell the result of a write, with those of others in this turn of the loop."""
+    def settle(self, request: int, result: Any, error: BaseException | None) -> None:
+        """Tell what became of a write, with others of this turn of the loop."""
+        if error is not None:
+            self.fail(request, _trouble(error), str(error))
+            return
         ids, results = self._wrote
         if not ids:
             self._loop.call_soon(self._tell_results)
@@ -348,16 +351,14 @@ class Service:
         if not name or not ids or len(ids) != len(bodies) or min(ids) < max(floor, 1):
             client.link.fault(Fault.OUT_OF_TURN, "writes that nobody could count")
             return
-        submit = self._driver.submit
+        submit, settle = self._driver.submit, client.settle
         for number, body in zip(ids, bodies, strict=True):
             flaw = _flaw(body)
             if flaw is not None:
                 client.fail(number, Trouble.UNUSABLE, flaw)
                 continue
             try:
-                submit(
-                    KEYSPACE, body, partial(_settle, client, number), request=(name, number, floor)
-                )
+                submit(KEYSPACE, body, settle, request=(name, number, floor))
             except DoyenError as error:
                 unusable = isinstance(error, ConfigError)
                 trouble = Trouble.UNUSABLE if unusable else Trouble.UNAVAILABLE
@@ -571,20 +572,15 @@ class Service:
         return verdicts, "the leader has changed, or is about to end this lease"
 
 
-def _settle(client: _Client, request: int, result: Any, error: BaseException | None) -> None:
-    """Tell a client what became of its write."""
-    if error is None:
-        client.wrote(request, result)
-        return
+def _trouble(error: BaseException) -> Trouble:
+    """What a client is told of why its write has failed."""
     if isinstance(error, Forgotten):
-        trouble = Trouble.FORGOTTEN
-    elif isinstance(error, OutcomeUnknown):
-        trouble = Trouble.UNKNOWN
-    elif isinstance(error, StoreError):
-        trouble = Trouble.UNAVAILABLE
-    else:
-        trouble = Trouble.UNUSABLE if isinstance(error, CommandFailed) else Trouble.UNKNOWN
-    client.fail(request, trouble, str(error))
+        return Trouble.FORGOTTEN
+    if isinstance(error, OutcomeUnknown):
+        return Trouble.UNKNOWN
+    if isinstance(error, StoreError):
+        return Trouble.UNAVAILABLE
+    return Trouble.UNUSABLE if isinstance(error, CommandFailed) else Trouble.UNKNOWN
 
 
 def _flaw(body: bytes) -> str | None:

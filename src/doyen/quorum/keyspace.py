@@ -259,9 +259,9 @@ class Keyspace:
         """The last one that a leader began."""
         self._records: Ordered[str, Record] = Ordered()
         self._leases: Ordered[int, _Held] = Ordered()
-        self._history: deque[tuple[int, str]] = deque()
-        self._horizon = 0
-        """Changes up to this number may be missing from the history."""
+        self._history: deque[tuple[int, str]] = deque(maxlen=HISTORY)
+        self._restored = 0
+        """Changes up to this number were never in the history."""
         self._recent: dict[str, int] = {}
         self._recent_to = 0
         self._handlers: dict[type[Command], Callable[[Any], bytes]] = {
@@ -330,13 +330,13 @@ class Keyspace:
 
     def changes(self, since: int) -> Iterator[str] | None:
         """The keys that changed after `since`, latest first; None if too much has happened."""
-        if since < self._horizon:
+        if since < self._horizon():
             return None
         return self._changes(since)
 
     def changed(self, scope: str, since: int) -> bool:
         """Whether anything at `scope` or under it changed, or may have changed, after `since`."""
-        if since < self._horizon:
+        if since < self._horizon():
             return True
         self._catch_up()
         return self._recent.get(scope, 0) > since
@@ -363,7 +363,7 @@ class Keyspace:
                     if record.lease and (held := leases.get(record.lease)) is not None:
                         held.keys[record.key] = None
         self._leases, self._records = leases, records
-        self.revision = self._horizon = head.counter
+        self.revision = self._restored = head.counter
         self.era = head.era
         self._history.clear()
         self._recent.clear()
@@ -391,15 +391,19 @@ class Keyspace:
         return encode(Written(revision, revision))
 
     def _put(self, command: Put) -> bytes:
-        standing = self._records.get(command.key)
+        key = command.key
+        sought = self._records.seek(key)
+        standing = sought[2]
         if (standing.version if standing else 0) != command.if_version:
             return _REFUSED
         version = revision = self.revision = self.revision + 1
         ticket = False
         if standing is not None:
-            self._unbind(standing)
+            if standing.lease:
+                self._unbind(standing)
             revision, ticket = standing.revision, standing.ticket
-        self._write(Record(command.key, command.value, revision, version, 0, ticket))
+        self._records.put(key, Record(key, command.value, revision, version, 0, ticket), sought)
+        self._history.append((version, key))
         return encode(Written(revision, version))
 
     def _delete(self, command: Delete) -> bytes:
@@ -452,11 +456,11 @@ class Keyspace:
 
     def _write(self, record: Record) -> None:
         self._records.put(record.key, record)
-        self._note(record.key)
+        self._history.append((self.revision, record.key))
 
     def _remove(self, key: str) -> None:
         self._records.remove(key)
-        self._note(key)
+        self._history.append((self.revision, key))
 
     def _unbind(self, record: Record) -> None:
         if record.lease:
@@ -471,11 +475,10 @@ class Keyspace:
                 return
             yield record
 
-    def _note(self, key: str) -> None:
+    def _horizon(self) -> int:
+        """Changes up to this number may be missing from the history."""
         history = self._history
-        if len(history) >= HISTORY:
-            self._horizon = history.popleft()[0]
-        history.append((self.revision, key))
+        return history[0][0] if len(history) == history.maxlen else self._restored
 
     def _changes(self, since: int) -> Iterator[str]:
         for revision, key in reversed(self._history):
@@ -486,9 +489,10 @@ class Keyspace:
     def _catch_up(self) -> None:
         """Have `_recent` tell of every scope when it last changed. Only those who come back ask,
         so it is not kept while nobody does."""
-        if self._recent_to < self._horizon or len(self._recent) > 8 * HISTORY:
+        horizon = self._horizon()
+        if self._recent_to < horizon or len(self._recent) > 8 * HISTORY:
             self._recent.clear()
-            self._recent_to = self._horizon
+            self._recent_to = horizon
         fresh: dict[str, int] = {}
         for revision, key in reversed(self._history):
             if revision <= self._recent_to:

@@ -19,7 +19,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 __all__ = ["Block", "Ordered"]
 
-FULL = 64
+FULL = 32
 """A block that grows beyond this is split. To change one costs as much as to copy it."""
 
 K = TypeVar("K", int, str)
@@ -41,18 +41,15 @@ class Ordered(Generic[K, V]):
     ([('a', 'b')], [('b', 2)])
     """
 
-    __slots__ = ("_blocks", "_firsts", "_size", "_sought")
+    __slots__ = ("_blocks", "_firsts", "_size")
 
     def __init__(self) -> None:
         self._blocks: list[Block[K, V]] = []
         self._firsts: list[K] = []
         self._size = 0
-        # Where a key was found, or would stand: whoever reads one often writes it next.
-        self._sought: tuple[K, int, int] | None = None
 
     def append(self, keys: Sequence[K], values: Sequence[V]) -> None:
         """Take these in; they stand in order, behind everything there is."""
-        self._sought = None
         step = FULL * 3 // 4
         for at in range(0, len(keys), step):
             upto = at + step
@@ -65,27 +62,32 @@ class Ordered(Generic[K, V]):
 
     def get(self, key: K) -> V | None:
         """What stands at `key`, or None."""
-        if not self._blocks:
-            return None
-        index, at = self._seek(key)
-        keys, values = self._blocks[index]
-        if at < len(keys) and keys[at] == key:
-            return values[at]
-        return None
+        return self.seek(key)[2]
 
-    def put(self, key: K, value: V) -> None:
-        """Have `value` stand at `key`."""
+    def seek(self, key: K) -> tuple[int, int, V | None]:
+        """Where `key` stands, or would, for `put`; and what stands there."""
+        index = bisect_right(self._firsts, key) - 1
+        if index < 0:
+            return 0, 0, None
+        keys, values = self._blocks[index]
+        at = bisect_left(keys, key)
+        if at < len(keys) and keys[at] == key:
+            return index, at, values[at]
+        return index, at, None
+
+    def put(self, key: K, value: V, sought: tuple[int, int, V | None] | None = None) -> None:
+        """Have `value` stand at `key`. `sought` is what `seek` gave for it, if nothing has
+        changed since."""
+        index, at, standing = sought or self.seek(key)
         if not self._blocks:
             self.append([key], [value])
             return
-        index, at = self._seek(key)
         keys, values = self._blocks[index]
-        if at < len(keys) and keys[at] == key:
+        if standing is not None:
             changed = list(values)
             changed[at] = value
             self._blocks[index] = keys, tuple(changed)
             return
-        self._sought = None
         more_keys, more = list(keys), list(values)
         more_keys.insert(at, key)
         more.insert(at, value)
@@ -98,13 +100,10 @@ class Ordered(Generic[K, V]):
 
     def remove(self, key: K) -> None:
         """Have nothing stand at `key`, where something does."""
-        if not self._blocks:
+        index, at, standing = self.seek(key)
+        if standing is None:
             raise KeyError(key)
-        index, at = self._seek(key)
-        self._sought = None
         keys, values = self._blocks[index]
-        if at == len(keys) or keys[at] != key:
-            raise KeyError(key)
         self._size -= 1
         if len(keys) == 1:
             del self._blocks[index]
@@ -135,16 +134,6 @@ class Ordered(Generic[K, V]):
     def picture(self) -> list[Block[K, V]]:
         """The map as it is now, in blocks that never change."""
         return self._blocks.copy()
-
-    def _seek(self, key: K) -> tuple[int, int]:
-        """The block, of those that there are, and the place in it, where `key` stands or would."""
-        sought = self._sought
-        if sought is not None and sought[0] is key:
-            return sought[1], sought[2]
-        index = max(bisect_right(self._firsts, key) - 1, 0)
-        at = bisect_left(self._blocks[index][0], key)
-        self._sought = key, index, at
-        return index, at
 
     def _split(self, index: int) -> None:
         keys, values = self._blocks[index]

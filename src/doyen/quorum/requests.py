@@ -66,7 +66,7 @@ ANSWER: Final = 33
 
 MAX_KEY: Final = 4096
 MAX_VALUE: Final = 1_000_000
-MAX_WRITES: Final = 128
+MAX_WRITES: Final = 256
 """In one frame."""
 MIN_TTL_S: Final = 0.5
 MAX_TTL_S: Final = 366 * 86400.0

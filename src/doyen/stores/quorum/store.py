@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,8 +34,6 @@ from doyen.quorum.keyspace import (
     Stands,
     Ticketed,
     Written,
-    decode_result,
-    encode,
 )
 from doyen.quorum.requests import (
     MIN_TTL_S,
@@ -150,13 +148,12 @@ class QuorumStore(Store):
                 raise _surprised(other)
 
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
-        match await self._do(Put(key, value, _version(if_version))):
-            case Written(revision=revision, version=version):
-                return Entry(key, value, revision, version)
-            case Refused():
-                return None
-            case other:
-                raise _surprised(other)
+        result = await self._do(Put(key, value, _version(if_version)))
+        if isinstance(result, Written):
+            return Entry(key, value, result.revision, result.version)
+        if isinstance(result, Refused):
+            return None
+        raise _surprised(result)
 
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
         result = await self._do(Delete(key, _version(if_version)))
@@ -252,9 +249,9 @@ class QuorumStore(Store):
         finally:
             await wire.close()
 
-    async def _do(self, command: Command) -> Result:
+    def _do(self, command: Command) -> Coroutine[Any, Any, Result]:
         self._require_usable()
-        return decode_result(await self._wire.write(encode(command)))
+        return self._wire.write(command)
 
     async def _find(self, make: Callable[[int], Any]) -> Entry | None:
         self._require_usable()

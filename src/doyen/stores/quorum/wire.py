@@ -35,7 +35,7 @@ from doyen.errors import (
     StoreUnusable,
     TicketGone,
 )
-from doyen.quorum.keyspace import Record, encode
+from doyen.quorum.keyspace import Command, Record, Result, decode_result, encode
 from doyen.quorum.link import End, Link, dial
 from doyen.quorum.requests import (
     ANSWER,
@@ -162,7 +162,6 @@ class Wire:
         self._calls: dict[int, _Call] = {}
         self._writes = 0
         self._others = 0
-        self._open_writes: set[int] = set()
         self._unsent: list[_Call] = []
         """Writes that go out together, at the end of this turn of the loop."""
         self._floor = 1
@@ -201,21 +200,17 @@ class Wire:
         self._others -= 1
         return self._call(self._others, make, take)
 
-    def write(self, body: bytes) -> Coroutine[Any, Any, bytes]:
+    def write(self, command: Command) -> Coroutine[Any, Any, Result]:
         """Have a command carried out, once; its result."""
-        return self._call(self._next_write(), None, body=body)
-
-    def _next_write(self) -> int:
         self._writes += 1
-        self._open_writes.add(self._writes)
-        return self._writes
+        return self._call(self._writes, None, body=encode(command))
 
     def _settled_below(self) -> int:
         """Up to where we have the answers to all our writes, as far as the quorum may rely on
         it. One at least is open."""
         if not self._named:
             return 1
-        while self._floor not in self._open_writes:
+        while self._floor not in self._calls:
             self._floor += 1
         return self._floor
 
@@ -239,8 +234,7 @@ class Wire:
             self.suspect()
             raise
         finally:
-            self._calls.pop(number, None)
-            self._open_writes.discard(number)
+            del self._calls[number]
 
     def _send(self, call: _Call) -> None:
         if call.make is not None:
@@ -330,10 +324,10 @@ class Wire:
                 if kind != ANSWER:
                     raise ValueError(f"a frame of kind {kind}")
                 answer = decode_answer(payload)
+                self._hear.get(type(answer), self._answered)(answer)
             except (MsgspecError, ValueError) as error:
                 link.fault(Fault.MALFORMED, f"not an answer of this protocol: {error}")
                 return
-            self._hear.get(type(answer), self._answered)(answer)
 
     def _changed(self, answer: Changed) -> None:
         self._seen = max(self._seen, answer.revision)
@@ -354,7 +348,7 @@ class Wire:
         for number, result in zip(answer.ids, answer.results, strict=False):
             call = calls.get(number)
             if call is not None and not call.future.done():
-                call.future.set_result(result)
+                call.future.set_result(decode_result(result))
 
     def _answered(self, answer: Found | Renewed | Condition | Arranged) -> None:
         call = self._calls.get(answer.id)
