@@ -42,6 +42,7 @@ from doyen.lab.plan import LEADER, Fault, Plan, Weather, stream
 from doyen.lab.protocols import Protocol, known
 from doyen.lab.residents import CandidateHost, Host, NodeHost, decode_swap
 from doyen.lab.world import Outcome, Statistics
+from doyen.node.driver import Driver
 from doyen.term import Term
 
 __all__ = ["HOLDER", "KINDS", "QuorumWorld", "draw"]
@@ -53,9 +54,13 @@ KINDS = (
     *("crash", "power", "pause"),
     *("stall", "full", "fsync"),
     *("rate", "jump"),
+    *("transfer", "churn"),
 )
+"""Of those that plans know. Links are TCP here, so nothing is repeated or comes out of order."""
 DRIFT = 0.004
 LIVENESS_S = 60.0
+INSISTENCE = 10
+"""How often an order is given if it is refused."""
 
 
 class Oracle:
@@ -539,6 +544,42 @@ def _jump(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
     return None
 
 
+def _transfer(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
+    _order(world, ("transfer", hosts[0].name if hosts else ""))
+    return None
+
+
+def _churn(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
+    """A node goes, and comes back with what it knew."""
+    host = hosts[0]
+    if not isinstance(host, NodeHost) or not world.protocol.membership:
+        return None
+    _order(world, ("remove", host.name))
+    return lambda: _order(world, ("add", host.name), ("promote", host.name))
+
+
+def _order(world: QuorumWorld, *orders: tuple[str, str]) -> None:
+    """Have the leader, or whichever node is up, give orders one after the other."""
+    nodes = [world.leader(), *(host for host in world.hosts.values() if isinstance(host, NodeHost))]
+    giver = next((host for host in nodes if host is not None and host.driver is not None), None)
+    if giver is None:
+        return
+
+    async def give(driver: Driver) -> None:
+        for what, node in orders:
+            world.tell(giver.name, f"is told to {what} {node or 'to another'}")
+            for _ in range(INSISTENCE):
+                try:
+                    await driver.arrange(what, node, f"{node}:1")
+                    break
+                except DoyenError:
+                    await asyncio.sleep(0.2)
+
+    assert giver.process is not None
+    assert giver.driver is not None
+    giver.process.start(give(giver.driver))
+
+
 _BEGIN: dict[str, Callable[[QuorumWorld, Fault, list[Host]], Undo | None]] = {
     "partition": _cut,
     "oneway": _cut,
@@ -554,6 +595,8 @@ _BEGIN: dict[str, Callable[[QuorumWorld, Fault, list[Host]], Undo | None]] = {
     "fsync": _fsync,
     "rate": _rate,
     "jump": _jump,
+    "transfer": _transfer,
+    "churn": _churn,
 }
 
 
