@@ -119,9 +119,36 @@ def test_a_backup_is_restored_as_another_cluster(
         assert leader is None
 
 
+def test_when_the_majority_is_lost_a_folder_is_a_backup(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Quorum(tmp_path / "old") as quorum:
+        quorum.leader()
+        with doyen.connect_blocking(quorum.url) as session, session.campaign("e") as term:
+            token = term.token
+            running = ["--data-dir", str(tmp_path / "old" / "n1")]
+            assert main(["cluster", "backup", str(tmp_path / "none"), *running]) == 69
+            assert "in use by process" in capsys.readouterr().err
+    made = {
+        name: told(capsys, "backup", str(tmp_path / name), "--data-dir", f"{tmp_path}/old/{name}")
+        for name in quorum.peers
+    }
+    best = max(made, key=lambda name: (made[name]["generation"], made[name]["index"]))
+    new = Quorum(tmp_path / "new", cluster="test-2")
+    for name in new.peers:
+        where = ["--id", name, "--data-dir", str(tmp_path / "new" / name)]
+        shared = ["--peers", new.peers_text, "--cluster", "test-2"]
+        told(capsys, "restore", str(tmp_path / best), *shared, *where)
+    with new:
+        new.leader()
+        with doyen.connect_blocking(new.url) as session, session.campaign("e") as term:
+            assert term.token > token + 10**9
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "complaint"),
     [
+        (["backup", "/tmp/x", "--data-dir", "/nowhere"], 69, "does not exist"),
         (["status", "--store", "sqlite:///tmp/x.db"], 2, "is not a quorum"),
         (["add", "n4", "h", "--store", "doyen://127.0.0.1:1"], 69, "can be had"),
         (["status", "--store", "doyen://127.0.0.1:1"], 1, ""),

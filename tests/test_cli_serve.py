@@ -99,6 +99,16 @@ def test_what_makes_no_sense_is_refused(change: dict[str, str | None], complaint
 
 
 @pytest.mark.parametrize(
+    ("variable", "hint"),
+    [("DOYEN_NODE_ELECTIONS_S", "did you mean DOYEN_NODE_ELECTION_S"), ("DOYEN_NODE_X", "ID")],
+)
+def test_a_variable_that_nobody_reads_is_refused(variable: str, hint: str) -> None:
+    given = {"id": "n1", "data_dir": "d", "peers": PEERS}
+    with pytest.raises(ConfigError, match=f"nothing reads the variable {variable}; .*{hint}"):
+        options(given, {"DOYEN_NODE_ID": "n1", variable: "1"})
+
+
+@pytest.mark.parametrize(
     ("text", "complaint"),
     [
         ("id = ", "is not TOML"),

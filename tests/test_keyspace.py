@@ -204,7 +204,7 @@ class Same(RuleBasedStateMachine):
         if not hasattr(self, "model"):
             return
         for prefix in ("a", "a/b", "line", "line/5", "a/line", "b"):
-            entries, records = self.model.list(prefix), self.real.list(prefix)
+            entries, records = self.model.list(prefix), [*self.real.list(prefix)]
             assert len(entries) == len(records)
             for entry, record in zip(entries, records, strict=True):
                 self.same(entry, record)
@@ -272,6 +272,16 @@ def test_a_rank_of_more_than_64_bits_is_refused() -> None:
     assert keyspace.revision == lease
 
 
+def test_a_nest_of_lists_behind_a_command_is_refused_however_deep_it_is() -> None:
+    """A node that skipped it would run out of stack, or not, by how deep in its own calls it is."""
+    keyspace = Keyspace()
+    put = b"\x95" + encode(Put("k", b"", 0))[1:]
+    for depth in (0, 10, 960, 10_000):
+        result = decode_result(keyspace.apply(put + b"\x91" * depth + b"\xc0"))
+        assert isinstance(result, Malformed)
+    assert keyspace.revision == 0
+
+
 def test_history_tells_what_changed_since() -> None:
     keyspace = Keyspace()
     do(keyspace, Put("a/b/c", b"", 0))
@@ -305,6 +315,23 @@ def test_what_history_has_forgotten_counts_as_changed(monkeypatch: pytest.Monkey
     assert keyspace.changes(since) is None
     assert not keyspace.changed("quiet", keyspace.revision - 3)
     assert keyspace.changed("k", keyspace.revision - 1)
+
+
+def test_a_list_is_of_one_instant_however_late_it_is_taken() -> None:
+    keyspace = Keyspace()
+    for number in range(500):
+        do(keyspace, Put(f"k/{number:03}", b"then", 0))
+    do(keyspace, Put("k", b"beside", 0))
+    do(keyspace, Put("k0", b"beside", 0))
+    listed = keyspace.list("k")
+    first = next(listed)
+    for number in range(500):
+        do(keyspace, Delete(f"k/{number:03}", 0))
+        do(keyspace, Put(f"k/{number:03}x", b"now", 0))
+    records = [first, *listed]
+    assert [record.key for record in records] == [f"k/{number:03}" for number in range(500)]
+    assert {record.value for record in records} == {b"then"}
+    assert {record.value for record in keyspace.list("k")} == {b"now"}
 
 
 def test_a_restored_node_remembers_no_history() -> None:
@@ -342,7 +369,7 @@ def test_pieces_may_be_taken_on_another_thread_while_commands_go_on() -> None:
     other = Keyspace()
     other.restore(pieces)
     assert [record.key for record in other.list("k")] == expected
-    assert other.list("n") == []
+    assert [*other.list("n")] == []
     assert len(pieces) > 2
 
 

@@ -512,8 +512,10 @@ def test_nonsense_ends_the_connection() -> None:
             (REQUEST, encode(Write(2, [1], [b""]))),
             (REQUEST, encode(Write(1, [], []))),
             (REQUEST, encode(Write(1, [1, 2], [b""]))),
+            (REQUEST, encode(Write(1, [2**64 - 1], [b""]))),
             (REQUEST, encode(Write(1, [*range(1, 999)], [b""] * 998))),
             (REQUEST, encode(Hello("short"))),
+            (REQUEST, b"\x93\x00\xa8a-client" + b"\x91" * 3000),
         ):
             client = Client(service)
             assert client._on_frames is not None

@@ -35,10 +35,13 @@ until status shows that it has caught up, promote it; then remove the old one. O
 each is refused until the one before it is agreed on, or if too few of those who then count answer.
 To add a node that belongs already, at another address, is how it moves.
 
-A backup is taken from the running quorum, at one instant, as one checksummed file. It is restored
-on every node of a new cluster, with the same file and a cluster name of its own, before they are
-started. Tokens then go on far above those of the backup; name --token-floor if the old cluster may
-have given out more than a thousand million since.
+A backup is taken from the running quorum, at one instant, as one checksummed file. If a majority of
+the nodes is lost for good, --data-dir takes one from the folder of a node that is stopped. Take one
+from each folder there is, and keep that of the latest generation, and among those of the highest
+index; what only lost nodes had is lost. A backup is restored on every node of a new cluster, with
+the same file and a cluster name of its own, before they are started. Tokens then go on far above
+those of the backup; name --token-floor if the old cluster may have given out more than a thousand
+million since.
 
 exit codes:
   0    done; status: somebody leads and every node answers
@@ -50,6 +53,7 @@ examples:
   doyen cluster add n4 h4:7400 && doyen cluster promote n4
   doyen cluster remove n1
   doyen cluster backup /backups/today
+  doyen cluster backup /backups/what-is-left --data-dir /var/lib/doyen
   doyen cluster restore /backups/today --config node.toml --cluster prod-2
 """
 
@@ -98,7 +102,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     action("remove", "take a node out").add_argument("node", metavar="NAME")
     transfer = action("transfer", "have another node lead")
     transfer.add_argument("node", metavar="NAME", nargs="?", default="", help="default: the best")
-    action("backup", "copy everything into a file").add_argument("file", metavar="FILE")
+    backup = action("backup", "copy everything into a file")
+    backup.add_argument("file", metavar="FILE")
+    backup.add_argument(
+        "--data-dir", metavar="FOLDER", help="from the memory of a node that is stopped"
+    )
     restore = action("restore", "begin a new cluster from a backup, on this node")
     restore.add_argument("file", metavar="FILE")
     restore.add_argument(
@@ -120,6 +128,8 @@ def run(args: argparse.Namespace) -> int:
         return _restore(args)
     if args.action == "backup" and Path(args.file).exists():
         raise ConfigError(f"{args.file} is there already: name a new file")
+    if args.action == "backup" and args.data_dir:
+        return _backup_folder(args)
     code: int = asyncio.run(ACTIONS.get(args.action, _arrange)(args))
     return code
 
@@ -269,11 +279,27 @@ async def _backup(args: argparse.Namespace) -> int:
                 ) from error
             raise
         size = await writing
-    index = origins[-1].snapshot.index
+    upto = origins[-1].snapshot
+    return _backed_up(args, size, upto.index, upto.generation)
+
+
+def _backup_folder(args: argparse.Namespace) -> int:
+    try:
+        from doyen.node.backup import backup
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"a node needs {error.name}: pip install 'doyen[quorum]'") from error
+    contents = backup(Path(args.data_dir), Path(args.file))
+    return _backed_up(args, contents.bytes, contents.last, contents.generation)
+
+
+def _backed_up(args: argparse.Namespace, size: int, index: int, generation: int) -> int:
     if args.json:
-        print_json({"file": str(target), "bytes": size, "index": index})
+        print_json({"file": args.file, "bytes": size, "index": index, "generation": generation})
     else:
-        console().print(f"{target} has everything up to index {index}, {size:,} bytes")
+        console().print(
+            f"{args.file} has everything up to index {index} of generation {generation},"
+            f" {size:,} bytes"
+        )
     return Exit.DONE
 
 

@@ -155,6 +155,7 @@ def options(given: Mapping[str, str | None], environment: Mapping[str, str]) -> 
                 asked[name] = read(text)
             except argparse.ArgumentTypeError as error:
                 raise ConfigError(f"{name}: {error}") from error
+    _check_variables(environment)
     for name in ("id", "peers", "data_dir"):
         if not asked.get(name):
             raise ConfigError(
@@ -170,6 +171,16 @@ def options(given: Mapping[str, str | None], environment: Mapping[str, str]) -> 
 
         asked["tls"] = TLS(**tls)
     return asked
+
+
+def _check_variables(environment: Mapping[str, str]) -> None:
+    """Refuse one that nobody reads: it was meant to do something."""
+    known = [f"DOYEN_NODE_{name.upper()}" for name in (*SETTINGS, "config", "secret")]
+    for variable in environment:
+        if variable.startswith("DOYEN_NODE_") and variable not in known:
+            near = difflib.get_close_matches(variable, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
+            raise ConfigError(f"nothing reads the variable {variable}{hint}")
 
 
 TLS_PARTS = ("certificate", "key", "authority", "mutual")

@@ -57,6 +57,9 @@ class Contents(Struct, frozen=True):
     """The index of the first entry that follows the snapshot."""
     last: int
     """The index of the last entry: `first - 1` if there is none."""
+    generation: int
+    """Of the last entry, or of the snapshot. The later it is, and then the higher the index, the
+    more a folder has."""
     bytes: int
     segments: Sequence[Segment] = ()
     torn: int = 0
@@ -105,6 +108,7 @@ def _inspect(disk: Disk, folder: Path) -> Contents:
         ledger.kept.snapshot if ledger.kept else None,
         ledger.base + 1,
         ledger.end,
+        _generation(ledger.kept.snapshot if ledger.kept else None, ledger.following()),
         size,
         findings.segments,
         findings.torn,
@@ -151,7 +155,14 @@ def write_backup(
         writer.abandon()
         raise
     last = first + len(entries) - 1
-    return Contents(identity, _plain(state), snapshot, first, last, writer.bytes)
+    generation = _generation(snapshot, entries)
+    return Contents(identity, _plain(state), snapshot, first, last, generation, writer.bytes)
+
+
+def _generation(snapshot: Snapshot | None, entries: Sequence[Entry]) -> int:
+    if entries:
+        return entries[-1].generation
+    return snapshot.generation if snapshot else 0
 
 
 def restore(

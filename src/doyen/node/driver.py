@@ -63,7 +63,7 @@ from doyen.consensus.core import (
     TransferAsked,
     TransferFailed,
 )
-from doyen.errors import OrderFailed, OutcomeUnknown, SessionClosed, StoreUnavailable
+from doyen.errors import DoyenError, OrderFailed, OutcomeUnknown, SessionClosed, StoreUnavailable
 from doyen.node.applied import Applied
 from doyen.node.machine import Machine, decode_batch, encode_batch
 from doyen.node.orders import Orders
@@ -249,7 +249,8 @@ class Driver:
     def fail(self, error: BaseException) -> None:
         """Nothing is certain any more."""
         if not self._ended:
-            log.critical("node %s cannot go on: %r", self.id, error, exc_info=error)
+            trace = None if isinstance(error, OSError | DoyenError) else error
+            log.critical("node %s cannot go on: %s", self.id, error, exc_info=trace)
             self.crash()
             self._abort(error)
 
@@ -546,10 +547,7 @@ class Driver:
         else:
             while self._offers:
                 _tell(self._next_offer()[1], _NOT_LEADING)
-            if (
-                leader is not None
-                and (batch := self._proposals.gather(self._applied.index)) is not None
-            ):
+            if leader is not None and (batch := self._proposals.gather(self._applied.index)):
                 self.start_task(self._forward(leader, batch))
                 self._flush_soon()
 

@@ -482,7 +482,7 @@ class _Incoming:
             if kind == MESSAGE:
                 try:
                     message = decode(payload)
-                except (MsgspecError, UnicodeDecodeError) as error:
+                except (MsgspecError, UnicodeDecodeError, RecursionError) as error:
                     raise FrameError(Fault.MALFORMED, f"not a message: {error}") from None
                 received(node, message)
             elif kind == QUESTION and len(payload) >= 8:

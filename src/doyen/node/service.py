@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, Protocol
@@ -318,7 +318,7 @@ class Service:
                 break
             try:
                 request = decode_request(payload)
-            except (MsgspecError, UnicodeDecodeError) as error:
+            except (MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 link.fault(Fault.MALFORMED, f"not a request of this protocol: {error}")
                 break
             handler = self._handlers.get(type(request))
@@ -348,7 +348,7 @@ class Service:
 
     def _write(self, client: _Client, request: words.Write) -> None:
         name, floor, ids, bodies = client.name, request.floor, request.ids, request.bodies
-        if not name or not ids or len(ids) != len(bodies) or min(ids) < max(floor, 1):
+        if not name or len(ids) != len(bodies) or min(ids) < floor:
             client.link.fault(Fault.OUT_OF_TURN, "writes that nobody could count")
             return
         submit, settle = self._driver.submit, client.settle
@@ -386,26 +386,34 @@ class Service:
 
     def _scan(self, client: _Client, request: words.Scan) -> None:
         pieces = _pieces(self._keyspace.list(request.prefix))
-        if len(pieces) == 1:
-            client.tell(Listed(request.id, pieces[0], False))
+        first, second = next(pieces), next(pieces, None)
+        if second is None:
+            client.tell(Listed(request.id, first, False))
         elif client.lists >= LISTS:
             client.fail(
                 request.id, Trouble.UNAVAILABLE, f"{LISTS} long lists are under way to this client"
             )
         else:
             client.lists += 1
-            self._start(self._have_listed(client, request.id, pieces))
+            client.tell(Listed(request.id, first, True))
+            self._start(self._have_listed(client, request.id, second, pieces))
 
     async def _have_listed(
-        self, client: _Client, request: int, pieces: Sequence[list[Record]]
+        self,
+        client: _Client,
+        request: int,
+        piece: list[Record] | None,
+        pieces: Iterator[list[Record]],
     ) -> None:
         """Piece by piece, no faster than the client reads."""
         try:
-            for number, piece in enumerate(pieces, 1):
+            while piece is not None:
                 await client.link.drain()
                 if client.link.closed:
                     return
-                client.tell(Listed(request, piece, number < len(pieces)))
+                following = next(pieces, None)
+                client.tell(Listed(request, piece, following is not None))
+                piece = following
                 await asyncio.sleep(0)
         finally:
             client.lists -= 1
@@ -640,17 +648,17 @@ _CHECKS: dict[type, Callable[[Any], str | None]] = {
 """What clients may have carried out. The rest is for the quorum's leader."""
 
 
-def _pieces(records: list[Record]) -> list[list[Record]]:
+def _pieces(records: Iterable[Record]) -> Iterator[list[Record]]:
     """A list, cut where a frame would become large; one piece at least."""
-    pieces: list[list[Record]] = [[]]
+    piece: list[Record] = []
     size = 0
     for record in records:
         if size > PIECE:
-            pieces.append([])
-            size = 0
-        pieces[-1].append(record)
+            yield piece
+            piece, size = [], 0
+        piece.append(record)
         size += len(record.key) + len(record.value) + 32
-    return pieces
+    yield piece
 
 
 def _scopes(changes: Any, watched: dict[str, Any]) -> dict[str, None]:

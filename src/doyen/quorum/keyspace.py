@@ -61,6 +61,8 @@ HISTORY: Final = 2**16
 """How many changes are remembered for those who ask what they missed."""
 PIECE: Final = 2**18
 """About how many bytes a piece of a snapshot has."""
+LEASES: Final = 2**12
+"""How many leases a piece of a snapshot has."""
 FORMAT: Final = 1
 
 
@@ -76,8 +78,9 @@ class Record(Struct, frozen=True, array_like=True, gc=False):
     ticket: bool = False
 
 
-class Command(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """What can be done to a keyspace."""
+class Command(Struct, frozen=True, array_like=True, tag=True, gc=False, forbid_unknown_fields=True):
+    """What can be done to a keyspace. Has nothing behind its fields: how deep a nest of lists could
+    be skipped there depends on the stack, and so on the node."""
 
 
 class Grant(Command, frozen=True, gc=False, tag=1):
@@ -290,13 +293,17 @@ class Keyspace:
     def get(self, key: str) -> Record | None:
         return self._records.get(key)
 
-    def list(self, prefix: str) -> list[Record]:
-        """Everything whose key begins with `prefix` and a slash, in order."""
-        return list(self._under(prefix))
+    def list(self, prefix: str) -> Iterator[Record]:
+        """Everything whose key begins with `prefix` and a slash, in order, as it is now, however
+        much is applied until it is taken."""
+        prefix += "/"
+        return _under(self._records.picture(prefix), prefix)
 
     def head(self, line: str) -> Record | None:
         """The first of `list`."""
-        return next(self._under(line), None)
+        prefix = line + "/"
+        _, record = next(self._records.upward(prefix), ("", None))
+        return record if record is not None and record.key.startswith(prefix) else None
 
     def ahead(self, ticket: Record) -> Record | None:
         """The ticket directly before this one, which stands."""
@@ -468,13 +475,6 @@ class Keyspace:
             if held is not None:
                 del held.keys[record.key]
 
-    def _under(self, prefix: str) -> Iterator[Record]:
-        prefix += "/"
-        for key, record in self._records.upward(prefix):
-            if not key.startswith(prefix):
-                return
-            yield record
-
     def _horizon(self) -> int:
         """Changes up to this number may be missing from the history."""
         history = self._history
@@ -505,12 +505,30 @@ class Keyspace:
         self._recent_to = self.revision
 
 
+def _under(picture: list[Block[str, Record]], prefix: str) -> Iterator[Record]:
+    for keys, records in picture:
+        for key, record in zip(keys, records, strict=True):
+            if key.startswith(prefix):
+                yield record
+            elif key > prefix:
+                return
+
+
 def _pieces(
     head: _Head, leases: list[Block[int, _Held]], records: list[Block[str, Record]]
 ) -> Iterator[bytes]:
     yield encode(head)
+    # Cut by size, not by block: how keys lie in blocks differs between nodes.
+    granted = _Leases([], [])
     for numbers, held in leases:
-        yield encode(_Leases([*numbers], [each.ttl_s for each in held]))
+        for number, each in zip(numbers, held, strict=True):
+            granted.leases.append(number)
+            granted.ttls.append(each.ttl_s)
+            if len(granted.leases) == LEASES:
+                yield encode(granted)
+                granted = _Leases([], [])
+    if granted.leases:
+        yield encode(granted)
     piece: list[Record] = []
     size = 0
     for _, block in records:

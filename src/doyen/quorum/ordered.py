@@ -131,9 +131,12 @@ class Ordered(Generic[K, V]):
         at = bisect_left(keys, key) - 1
         return keys[at], values[at]
 
-    def picture(self) -> list[Block[K, V]]:
-        """The map as it is now, in blocks that never change."""
-        return self._blocks.copy()
+    def picture(self, key: K | None = None) -> list[Block[K, V]]:
+        """The map as it is now, in blocks that never change; from that on in which `key` stands
+        or would."""
+        if key is None:
+            return self._blocks.copy()
+        return self._blocks[max(bisect_right(self._firsts, key) - 1, 0) :]
 
     def _split(self, index: int) -> None:
         keys, values = self._blocks[index]

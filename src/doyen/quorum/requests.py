@@ -82,13 +82,17 @@ class Hello(Request, frozen=True, gc=False, tag=0):
     client: str
 
 
+Count = Annotated[int, Meta(ge=1, lt=2**62)]
+"""Far from where msgpack ends: nodes keep these, and count on from them."""
+
+
 class Write(Request, frozen=True, gc=False, tag=1):
     """Carry out these commands, each once. → Wrote, for some at a time, or Failed for one"""
 
-    floor: int
+    floor: Count
     """The answers to all writes below this have been had, or are not wanted any more."""
-    ids: Annotated[list[int], Meta(max_length=MAX_WRITES)]
-    bodies: list[bytes]
+    ids: Annotated[list[Count], Meta(min_length=1, max_length=MAX_WRITES)]
+    bodies: Annotated[list[bytes], Meta(max_length=MAX_WRITES)]
 
 
 class Get(Request, frozen=True, gc=False, tag=2):

@@ -245,7 +245,7 @@ _refusal = Decoder(_Refusal)
 def _decode(decoder: Decoder[T], payload: bytes) -> T:
     try:
         return decoder.decode(payload)
-    except (MsgspecError, UnicodeDecodeError) as error:
+    except (MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FrameError(Fault.GARBAGE, f"not a greeting of this protocol: {error}") from None
 
 
