@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import difflib
+import gc
 import logging
 import os
 import signal
@@ -259,6 +260,10 @@ async def _serve(asked: Options, http: str | None, tell: Tell) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told, number)
     server = await Server.open(asked, http=http)
+    # What exists by now will stay: the collector need not look at it again, and its pauses are
+    # what makes a healthy leader look dead.
+    gc.collect()
+    gc.freeze()
     _tell_of_roles(server, asked, tell)
     try:
         await stop.wait()

@@ -7,7 +7,6 @@ one on a thread of its own, `doyen serve` in a process of its own.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import random
@@ -247,10 +246,6 @@ class Server:
             await peers.close()
             await journal.close()
             raise
-        # What exists by now will stay: the collector need not look at it again, and its pauses
-        # are what makes a healthy leader look dead.
-        gc.collect()
-        gc.freeze()
         return cls(driver, door, keyspace, service, port)
 
     async def close(self) -> None:
