@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from doyen.errors import OutcomeUnknown, StoreUnusable
+from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.quorum.keyspace import Put, Result, Written, decode_command, encode
 from doyen.quorum.link import End
 from doyen.quorum.requests import (
@@ -32,7 +32,7 @@ class FakeLink:
     """An open link to a node; the test answers in the node's place."""
 
     where = "a node"
-    closed = ending = False
+    closed = ending = full = False
     them = Identity("cluster", "n1", 1)
 
     def __init__(self, on_frames: Any, on_end: Any) -> None:
@@ -44,6 +44,8 @@ class FakeLink:
         assert kind == REQUEST
         if len(payload) >= MAX_FRAME:
             raise ValueError("too large for a frame")
+        if self.full or self.ending:
+            return False
         self.asked.append(decode_request(payload))
         return True
 
@@ -53,6 +55,10 @@ class FakeLink:
     def end(self) -> None:
         self.closed = self.ending = True
         self._on_end(self, End.LEFT)
+
+    def abort(self) -> None:
+        self.ending = True
+        asyncio.get_running_loop().call_soon(self.end)
 
     def close(self) -> None:
         pass
@@ -163,6 +169,67 @@ def test_what_nobody_waits_for_any_more_is_not_sent(monkeypatch: pytest.MonkeyPa
         assert values(links[0].writes) == [[b"first"], [b"kept"]]
         links[0].answer(Wrote([1, 2], results(1, 2)))
         await asyncio.gather(*first, kept)
+
+    on_wire(test, monkeypatch)
+
+
+def test_a_write_has_a_number_only_when_it_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the floor would pass over one that is asked for, and begun later than others."""
+
+    async def test(client: Wire, links: list[FakeLink]) -> None:
+        (first,) = asked(client, b"first")
+        await settle()
+        links[0].answer(Wrote([1], results(1)))
+        await first
+        later, sooner = client.write(put(b"later")), client.write(put(b"sooner"))
+        for number, write in ((2, sooner), (3, later)):
+            task = asyncio.create_task(write)
+            await settle()
+            assert (links[0].writes[-1].floor, links[0].writes[-1].ids) == (number, [number])
+            links[0].answer(Wrote([number], results(number)))
+            assert await task == Written(number, number)
+
+    on_wire(test, monkeypatch)
+
+
+def test_a_link_that_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was sent before, on another link, may have been carried out."""
+
+    async def test(client: Wire, links: list[FakeLink]) -> None:
+        (sent,) = asked(client, b"sent")
+        await settle()
+        monkeypatch.setattr(FakeLink, "full", True)
+        (unsent,) = asked(client, b"unsent")
+        await settle()
+        with pytest.raises(StoreUnavailable, match="takes in less"):
+            await unsent
+        links[0].end()
+        await settle()
+        with pytest.raises(OutcomeUnknown, match="takes in less"):
+            await sent
+
+    on_wire(test, monkeypatch)
+
+
+def test_a_link_that_does_not_take_the_new_name_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node would count under the old one what the next is then asked for under the new."""
+
+    async def test(client: Wire, links: list[FakeLink]) -> None:
+        (first,) = asked(client, b"first")
+        await settle()
+        links[0].answer(Wrote([1], results(1)))
+        await first
+        (refused,) = asked(client, b"refused")
+        await settle()
+        links[0].full = True
+        links[0].answer(Failed(2, Trouble.FORGOTTEN, "forgotten"))
+        links[0].full = False
+        await settle()
+        assert values(links[0].writes) == [[b"first"], [b"refused"]]
+        assert values(links[1].writes) == [[b"refused"]]
+        assert links[1].names != links[0].names
+        links[1].answer(Wrote([2], results(2)))
+        assert await refused == Written(2, 2)
 
     on_wire(test, monkeypatch)
 

@@ -197,13 +197,11 @@ class Wire:
     ) -> Coroutine[Any, Any, Any]:
         """Put a request that may be repeated; `make` gives it, with its id, and `take` takes the
         pieces of a copy."""
-        self._others -= 1
-        return self._call(self._others, make, take)
+        return self._call(make, take)
 
     def write(self, command: Command) -> Coroutine[Any, Any, Result]:
         """Have a command carried out, once; its result."""
-        self._writes += 1
-        return self._call(self._writes, None, body=encode(command))
+        return self._call(None, body=encode(command))
 
     def _settled_below(self) -> int:
         """Up to where we have the answers to all our writes, as far as the quorum may rely on
@@ -216,11 +214,15 @@ class Wire:
 
     async def _call(
         self,
-        number: int,
         make: Callable[[int], Request] | None,
         take: Callable[[Copied], None] | None = None,
         body: bytes = b"",
     ) -> Any:
+        # Numbered when it is under way, and not before: the floor passes over other numbers.
+        if make is None:
+            self._writes = number = self._writes + 1
+        else:
+            self._others = number = self._others - 1
         loop = self._loop
         future = loop.create_future()
         call = self._calls[number] = _Call(number, make, future, loop.time(), take, body)
@@ -275,21 +277,19 @@ class Wire:
         link = self._link
         if link is None:
             return
-        error: StoreError | None = None
         try:
             if link.send(REQUEST, encode(make(*given))):
                 for call in calls:
                     call.sent += 1
             elif not link.ending:  # if it is, the next link takes it
-                error = StoreUnavailable(
-                    f"{link.where} takes in less than is asked of it; wait for some"
-                )
-        except ValueError as cause:  # larger than a frame, or text that UTF-8 cannot carry
-            error = StoreUnusable(f"this cannot be sent: {cause}")
-        if error is not None:
+                text = f"{link.where} takes in less than is asked of it; wait for some"
+                for call in calls:
+                    unsure = call.sent and call.make is None
+                    self._settle(call, (OutcomeUnknown if unsure else StoreUnavailable)(text))
+        except ValueError as error:  # larger than a frame, or text that UTF-8 cannot carry
             for call in calls:
-                self._settle(call, type(error)(str(error)))
-        elif self._impatient is None:
+                self._settle(call, StoreUnusable(f"this cannot be sent: {error}"))
+        if self._impatient is None:
             self._impatient = self._loop.call_later(PATIENCE_S, self._grow_impatient)
 
     # Watching.
@@ -399,8 +399,9 @@ class Wire:
         if self._named:
             self._named = False
             self._name = uuid.uuid4().hex
-            if self._link is not None:
-                self._link.send(REQUEST, encode(Hello(self._name)))
+            link = self._link
+            if link is not None and not link.send(REQUEST, encode(Hello(self._name))):
+                link.abort()  # or what follows would be counted under the old name
         if call.sent > 1:
             self._settle(call, _error(answer))
         else:
