@@ -6,10 +6,14 @@ ZooKeeper keeps its certificates in Java's way: see test_zookeeper.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import json
 import os
 import shutil
+import socket
 import ssl
+import threading
 from collections.abc import Callable, Iterator
 from http.client import HTTPSConnection
 from pathlib import Path
@@ -275,3 +279,31 @@ def test_who_is_refused_is_told_why(
     with pytest.raises(StoreError, match=says) as caught:
         asyncio.run(opened(url))
     assert server.tls.rpartition("@")[2].rpartition("//")[2].partition("/")[0] in str(caught.value)
+
+
+def test_a_redis_that_does_not_say_farewell_is_left_at_once(certificates: Certificates) -> None:
+    """It shakes hands, refuses, and is heard of no more. What was opened is closed when the loop
+    ends; if it were not, the collector would complain."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificates.certificate("server"), certificates.key("server"))
+
+    def serve(listening: socket.socket) -> None:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            while True:
+                link = stack.enter_context(listening.accept()[0])
+                secured = stack.enter_context(context.wrap_socket(link, server_side=True))
+                secured.recv(1024)
+                secured.sendall(b"-ERR not today\r\n" * 4)
+
+    with socket.create_server((HOST, 0)) as listening:
+        server = threading.Thread(target=serve, args=(listening,))
+        server.start()
+        port = listening.getsockname()[1]
+        url = f"redis://{HOST}:{port}?connect_timeout_s=2&{certificates.options(own='')}"
+        try:
+            with pytest.raises(StoreError, match="not today"):
+                asyncio.run(opened(url))
+            gc.collect()
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
+            server.join()

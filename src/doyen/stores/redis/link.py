@@ -61,6 +61,31 @@ class ConnectionLost(Exception):
     """The connection has ended with a call under way."""
 
 
+class _Plain(Connection):
+    """A connection that can be let go at once. Over TLS, redis-py waits for the other side's
+    farewell, or leaves the loop to do so; it may never come, and the loop may be about to end."""
+
+    _way: asyncio.WriteTransport | None = None
+
+    async def _connect(self) -> None:
+        self._abandon()
+        await super()._connect()  # type: ignore[no-untyped-call]
+        self._way = self._writer.transport if self._writer is not None else None
+
+    def _abandon(self) -> None:
+        if self._way is not None:
+            self._way.abort()
+            self._way = None
+
+    async def end(self) -> None:
+        self._abandon()
+        await self.disconnect(nowait=True)
+
+
+class _Secured(_Plain, SSLConnection):
+    """The same, over TLS."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Address:
     """Where the servers are, and who asks. With a `service`, the hosts are sentinels."""
@@ -142,7 +167,7 @@ class Address:
     async def _connect(
         self, host: str, port: int, user: str | None, password: str | None, database: int
     ) -> Wire:
-        kind: type[Connection] = Connection if self.tls is None else SSLConnection
+        kind = _Plain if self.tls is None else _Secured
         connection = kind(
             host=host,
             port=port,
@@ -158,7 +183,7 @@ class Address:
         try:
             await connection.connect()  # type: ignore[no-untyped-call]
         except BaseException as error:
-            await connection.disconnect(nowait=True)
+            await connection.end()
             if isinstance(error, AuthenticationError):
                 raise _refused(where, error) from error
             if isinstance(error, ResponseError):
@@ -184,7 +209,7 @@ class _Expected:
 class Wire:
     """One connection. With `hear`, whatever arrives is told there, errors too."""
 
-    connection: Connection
+    connection: _Plain
     where: str
     host: str
     run: str = ""
@@ -289,7 +314,7 @@ class Wire:
             for left in self._expected:
                 if not left.answer.done():
                     left.answer.set_exception(lost)
-            await self.connection.disconnect(nowait=True)
+            await self.connection.end()
 
 
 class Link:
