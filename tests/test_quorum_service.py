@@ -10,6 +10,7 @@ import pytest
 
 from doyen.consensus.core import Role
 from doyen.node import machine as machines
+from doyen.node import service as services
 from doyen.node.driver import Driver
 from doyen.node.machine import KEYSPACE, Machine
 from doyen.node.ports import StateMachine
@@ -83,7 +84,7 @@ class Client:
         self.faults: list[Fault] = []
         self.told: list[Any] = []
         self.results: dict[int, bytes] = {}
-        self.deaf = False
+        self.deaf = self.paused = False
         self._on_frames: Callable[..., None] | None = None
         self._ids = 0
         service.admit(self)
@@ -109,6 +110,12 @@ class Client:
 
     async def drain(self) -> None:
         return
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
 
     def close(self) -> None:
         if not self.closed:
@@ -285,6 +292,21 @@ def test_much_that_arrives_at_once_is_carried_out_in_order() -> None:
         assert [*client.results] == list(range(1, count + 2))
         listed = await client.ask(Scan, "g")
         assert len(listed.records) < count, "whoever has gone is not served any more"
+
+    on_quorum(test)
+
+
+def test_no_more_is_read_than_a_node_can_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "BACKLOG", 2 * SLICE)
+
+    async def test(quorum: Quorum) -> None:
+        client = Client(quorum.services["n1"])
+        client.put(*(Unwatch(-1) for _ in range(2 * SLICE)))
+        assert not client.paused
+        client.put(*(Unwatch(-1) for _ in range(2 * SLICE)), Inquire(-2))
+        assert client.paused
+        await client.answer_to(-2)
+        assert not client.paused
 
     on_quorum(test)
 

@@ -82,6 +82,9 @@ log = logging.getLogger("doyen.node")
 
 SLICE: Final = 256
 """About how many requests of one client are taken in one turn of the loop."""
+BACKLOG: Final = 1 << 18
+"""How many frames of one client may wait to be looked at: more than one that comes back with all
+its watches has. Beyond, no more is read from it for now."""
 LISTS: Final = 8
 """How many long lists may be under way to one client."""
 PIECE: Final = 1 << 20
@@ -126,6 +129,10 @@ class Link(Protocol):
     def send(self, kind: int, *parts: bytes) -> bool: ...
 
     async def drain(self) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -303,6 +310,8 @@ class Service:
         if client is not None:
             waiting = bool(client.backlog)
             client.backlog.extend(frames)
+            if len(client.backlog) > BACKLOG:
+                link.pause()
             if not waiting:
                 self._serve(client)
 
@@ -332,6 +341,8 @@ class Service:
             return
         if backlog:
             self._loop.call_soon(self._serve, client)
+        if len(backlog) <= BACKLOG:
+            link.resume()
         if reads:
             # One round for all of them, and it begins after the last of them has arrived.
             try:
