@@ -281,11 +281,14 @@ def test_under_another_name_nothing_is_asked_again(monkeypatch: pytest.MonkeyPat
     on_wire(test, monkeypatch)
 
 
-def test_an_answer_that_makes_no_sense_ends_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("answer", [Wrote([1], [b"no result"]), Wrote([1], []), Wrote([], [b""])])
+def test_an_answer_that_makes_no_sense_ends_the_link(
+    answer: Wrote, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test(client: Wire, links: list[FakeLink]) -> None:
         (write,) = asked(client, b"v")
         await settle()
-        links[0].answer(Wrote([1], [b"no result"]))
+        links[0].answer(answer)
         assert links[0].faults == [Fault.MALFORMED]
         await settle()
         links[1].answer(Wrote([1], results(3)))

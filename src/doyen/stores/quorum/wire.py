@@ -345,7 +345,7 @@ class Wire:
     def _wrote(self, answer: Wrote) -> None:
         self._named = True
         calls = self._calls
-        for number, result in zip(answer.ids, answer.results, strict=False):
+        for number, result in zip(answer.ids, answer.results, strict=True):
             call = calls.get(number)
             if call is not None and not call.future.done():
                 call.future.set_result(decode_result(result))
