@@ -14,8 +14,9 @@ else is written. From this follows how a damaged log is read:
 - At most one batch, the last, was not yet on disk when the process ended. If it is damaged it has
   been acknowledged to nobody: it is cut off.
 - Damage with a batch after it is damage to something acknowledged: the folder is refused. When
-  nothing is left to do after a sync, an empty *seal* is written behind the batch (and overwritten
-  by the next), so this holds for the last batch too.
+  nothing has followed a batch for a moment, or nothing will, an empty *seal* is written behind it
+  (and overwritten by the next), so this holds for the last batch of a node at rest too. If a node
+  is killed at its work, a last batch that is damaged afterwards looks like one never finished.
 - The next segment exists before the batch that fills the last one up is written; that batch says
   so, and a log that ends with it has lost a segment.
 
