@@ -203,6 +203,9 @@ def test_a_link_that_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
         await settle()
         with pytest.raises(StoreUnavailable, match="takes in less"):
             await unsent
+        with pytest.raises(StoreUnavailable, match="takes in less"):
+            async with asyncio.timeout(1):
+                await client.watch("k", lambda: None)
         links[0].end()
         await settle()
         with pytest.raises(OutcomeUnknown, match="takes in less"):

@@ -282,10 +282,10 @@ class Wire:
                 for call in calls:
                     call.sent += 1
             elif not link.ending:  # if it is, the next link takes it
-                text = f"{link.where} takes in less than is asked of it; wait for some"
                 for call in calls:
                     unsure = call.sent and call.make is None
-                    self._settle(call, (OutcomeUnknown if unsure else StoreUnavailable)(text))
+                    kind = OutcomeUnknown if unsure else StoreUnavailable
+                    self._settle(call, kind(_stuffed(link)))
         except ValueError as error:  # larger than a frame, or text that UTF-8 cannot carry
             for call in calls:
                 self._settle(call, StoreUnusable(f"this cannot be sent: {error}"))
@@ -298,10 +298,11 @@ class Wire:
         """Have `notify` called; returns when the watch has begun."""
         self._others -= 1
         watch = self._watches[self._others] = Standing(self, self._others, scope, notify)
-        if self._link is not None:
-            self._link.send(REQUEST, encode(Watch(watch.id, scope, -1)))
-        else:
+        link = self._link
+        if link is None:
             self._connect()
+        elif not link.send(REQUEST, encode(Watch(watch.id, scope, -1))) and not link.ending:
+            watch.begun.set_exception(StoreUnavailable(_stuffed(link)))
         try:
             await watch.begun
         except BaseException:
@@ -554,6 +555,10 @@ class Wire:
 
 def _error(answer: Failed) -> StoreError:
     return _ERRORS[answer.trouble](answer.text)
+
+
+def _stuffed(link: Link) -> str:
+    return f"{link.where} takes in less than is asked of it; wait for some"
 
 
 def _hang_up(task: asyncio.Task[Link]) -> None:
