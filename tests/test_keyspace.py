@@ -409,6 +409,10 @@ class Sorted(RuleBasedStateMachine):
         assert list(self.real.upward(key)) == sorted(
             item for item in self.model.items() if item[0] >= key
         )
+        detail = [block for block, _ in self.real.detail(key, key + 40)]
+        found = [each for block in detail for each in block if key <= each < key + 40]
+        assert found == sorted(each for each in self.model if key <= each < key + 40)
+        assert all(block[-1] >= key and block[0] < key + 40 for block in detail[1:])
         below = [item for item in self.model.items() if item[0] < key]
         assert self.real.below(key) == (max(below) if below else None)
 

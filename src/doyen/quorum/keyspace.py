@@ -296,8 +296,8 @@ class Keyspace:
     def list(self, prefix: str) -> Iterator[Record]:
         """Everything whose key begins with `prefix` and a slash, in order, as it is now, however
         much is applied until it is taken."""
-        prefix += "/"
-        return _under(self._records.picture(prefix), prefix)
+        # 0 comes after the slash.
+        return _under(self._records.detail(f"{prefix}/", f"{prefix}0"), f"{prefix}/")
 
     def head(self, line: str) -> Record | None:
         """The first of `list`."""

@@ -131,12 +131,15 @@ class Ordered(Generic[K, V]):
         at = bisect_left(keys, key) - 1
         return keys[at], values[at]
 
-    def picture(self, key: K | None = None) -> list[Block[K, V]]:
-        """The map as it is now, in blocks that never change; from that on in which `key` stands
-        or would."""
-        if key is None:
-            return self._blocks.copy()
-        return self._blocks[max(bisect_right(self._firsts, key) - 1, 0) :]
+    def picture(self) -> list[Block[K, V]]:
+        """The map as it is now, in blocks that never change."""
+        return self._blocks.copy()
+
+    def detail(self, key: K, beyond: K) -> list[Block[K, V]]:
+        """Those blocks of a picture in which something from `key` on and below `beyond` may
+        stand."""
+        first = max(bisect_right(self._firsts, key) - 1, 0)
+        return self._blocks[first : bisect_left(self._firsts, beyond)]
 
     def _split(self, index: int) -> None:
         keys, values = self._blocks[index]
