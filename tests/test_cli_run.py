@@ -295,7 +295,10 @@ def test_no_two_commands_run_at_once(bench: Bench, fault: str) -> None:
     leader = bench.lead(work.command, "--audit", str(logs[0]))
     until(work.all_write, "the first tree runs")
     follower = bench.lead(next_one.command, "--audit", str(logs[1]))
-    leader.kill() if fault == "killed" else bench.freeze(leader)
+    if fault == "killed":
+        leader.kill()
+    else:
+        bench.freeze(leader)
     until(lambda: next_one.begun, "the second leads")
     assert not work.any_alive()
     assert work.last() < next_one.begun_at

@@ -67,8 +67,9 @@ STEP_S = 0.003
 """How much of a snapshot is written or read at a time, and for how long at most."""
 SYNC_BYTES = 8 << 20
 """How much of a snapshot may wait to be synced: a long sync delays those of the log."""
-IDLE_S = 0.1
-"""How long nothing has to come until the last batch is sealed."""
+IDLE_S = 0.005
+"""How long nothing has to come until the last batch is sealed: under load another comes sooner, and
+shows as well that the one before it was synced."""
 RETRY_S = 0.25
 """How often a full disk is looked at again."""
 

@@ -94,11 +94,10 @@ class _Proposal(Struct, eq=False, gc=False):
     body: bytes
     settle: Settle
     deadline: float
+    origin: Command | _Identity
+    """The command, with the id of a client that keeps its own count; or an identity of ours."""
     seq: int
-    command: Command | None
-    """If it has the id of a client that keeps its own count. Without one, it has an identity and
-    a number of ours."""
-    identity: _Identity | None = None
+    """Its number in that count."""
     born: int = 0
     """Where in the log we were when it was first proposed."""
     tried: int = 0
@@ -218,9 +217,9 @@ class Proposals:
         if request is not None:
             client, seq, floor = request
             command = Command(client, seq, floor, target, body)
-            proposal = _Proposal(target, body, settle, deadline, seq, command)
+            proposal = _Proposal(target, body, settle, deadline, command, seq)
         else:
-            proposal = _Proposal(target, body, settle, deadline, 0, None)
+            proposal = _Proposal(target, body, settle, deadline, self._identity, 0)
             self._identify(proposal)
         self._live[proposal] = None
         self._live_bytes += size
@@ -231,7 +230,7 @@ class Proposals:
         return _Identity(f"{self._name}/{self._identities}")
 
     def _identify(self, proposal: _Proposal) -> None:
-        proposal.identity = identity = self._identity
+        proposal.origin = identity = self._identity
         proposal.seq = identity.seq = seq = identity.seq + 1
         identity.open[seq] = None
 
@@ -254,13 +253,12 @@ class Proposals:
                 self._finish(proposal, None, OutcomeUnknown("it went round for too long"))
                 continue
             body = proposal.body
-            command, identity = proposal.command, proposal.identity
-            if identity is not None:
-                if identity is not known:
-                    known, name, floor = identity, identity.name, identity.floor
-                command = Command(name, proposal.seq, floor, proposal.target, body)
-            assert command is not None
-            commands.append(command)
+            origin = proposal.origin
+            if not isinstance(origin, Command):
+                if origin is not known:
+                    known, name, floor = origin, origin.name, origin.floor
+                origin = Command(name, proposal.seq, floor, proposal.target, body)
+            commands.append(origin)
             proposals.append(proposal)
             room -= len(body)
         return Batch(commands, proposals) if proposals else None
@@ -282,9 +280,9 @@ class Proposals:
 
     def _forgotten(self, proposal: _Proposal, failure: Failure) -> None:
         """It was not carried out this time. If this was the only time, it may have a new id."""
-        identity = proposal.identity
-        if identity is None or proposal.tried > 1 or proposal not in self._live:
-            once = identity is None and proposal.tried <= 1
+        identity = proposal.origin
+        if isinstance(identity, Command) or proposal.tried > 1 or proposal not in self._live:
+            once = isinstance(identity, Command) and proposal.tried <= 1
             error = (Forgotten if once else OutcomeUnknown)(failure.reason)
             self._finish(proposal, None, error)
             return
@@ -301,8 +299,8 @@ class Proposals:
             return
         del live[proposal]
         self._live_bytes -= len(proposal.body)
-        if proposal.identity is not None:
-            proposal.identity.open.pop(proposal.seq, None)
+        if not isinstance(proposal.origin, Command):
+            proposal.origin.open.pop(proposal.seq, None)
         inform(proposal.settle, proposal.seq, value, error)
 
     def refuse(self, batch: Batch, reason: str) -> None:
