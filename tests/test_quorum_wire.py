@@ -284,6 +284,33 @@ def test_under_another_name_nothing_is_asked_again(monkeypatch: pytest.MonkeyPat
     on_wire(test, monkeypatch)
 
 
+def test_a_first_write_is_not_asked_again_after_a_long_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The quorum may have carried it out and forgotten the client since. Once it has answered
+    anything under this name, it can tell."""
+
+    async def test(client: Wire, links: list[FakeLink]) -> None:
+        monkeypatch.setattr(wire, "REMEMBERED_S", -1.0)
+        (first,) = asked(client, b"first")
+        await settle()
+        links[0].end()
+        with pytest.raises(OutcomeUnknown, match="forgotten"):
+            await first
+        (second,) = asked(client, b"second")
+        await settle()
+        links[-1].answer(Wrote([2], results(2)))
+        await second
+        (third,) = asked(client, b"third")
+        await settle()
+        links[-1].end()
+        await settle()
+        links[-1].answer(Wrote(links[-1].writes[0].ids, results(3)))
+        assert await third == Written(3, 3)
+
+    on_wire(test, monkeypatch)
+
+
 @pytest.mark.parametrize("answer", [Wrote([1], [b"no result"]), Wrote([1], []), Wrote([], [b""])])
 def test_an_answer_that_makes_no_sense_ends_the_link(
     answer: Wrote, monkeypatch: pytest.MonkeyPatch

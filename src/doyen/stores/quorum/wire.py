@@ -69,6 +69,8 @@ STAGGER_S = 0.25
 """How long a node may take to answer before another is dialled as well."""
 PATIENCE_S = 0.3
 """How long an answer may take before the node is asked for a sign of life, and that as well."""
+REMEMBERED_S = 60.0
+"""How long a quorum certainly remembers what a client has asked for that asks no more."""
 WRITES_BYTES = 1 << 18
 """About how many bytes of writes go into one frame."""
 PAUSES_S = (0.02, 0.5)
@@ -255,9 +257,8 @@ class Wire:
         for call in unsent:
             if call.future.done():
                 continue
-            if call.sent and call.name != self._name:
-                # It may have been carried out, under a name that it cannot be asked for any more.
-                self._settle(call, OutcomeUnknown("this client was forgotten by the quorum"))
+            if call.sent and self._too_late(call):
+                self._settle(call, OutcomeUnknown("the quorum may have forgotten this client"))
                 continue
             if calls and (len(calls) == MAX_WRITES or size + len(call.body) > WRITES_BYTES):
                 self._put_writes(calls)
@@ -267,6 +268,13 @@ class Wire:
             size += len(call.body)
         if calls:
             self._put_writes(calls)
+
+    def _too_late(self, call: _Call) -> bool:
+        """Whether a write that may have been carried out must not be asked for again: it would be
+        carried out once more if the quorum knows it no longer, and cannot tell, since nothing was
+        answered under this name before."""
+        old = self._loop.time() - call.begun_at > REMEMBERED_S
+        return call.name != self._name or (old and not self._named)
 
     def _put_writes(self, calls: list[_Call]) -> None:
         ids, bodies = [call.number for call in calls], [call.body for call in calls]
