@@ -147,6 +147,26 @@ def test_whoever_is_not_answered_prepares_nothing() -> None:
     assert core.generation > 0
 
 
+def test_a_ballot_that_came_to_nothing_deposes_nobody() -> None:
+    """Its proposer was gone as soon as it had promised it to itself."""
+    room = Room(Paxos, THREE)
+    room.start("n1", "n2")
+    room.run(2.0)
+    leader = room.leader()
+    assert leader == "n1"
+    room.start("n0")
+    room.propose(b"x")
+    room.run(1.0)
+    room.crash("n2")
+    room.states["n2"] = State(122, room.states["n2"].accepted)
+    room.start("n2")
+    room.run(1.0)
+    assert room.leader() == leader
+    assert room.cores[leader].generation > 122
+    assert room.settled()
+    assert [*map(room.data, THREE)] == [[b"x"]] * 3
+
+
 @pytest.mark.parametrize("make", [Paxos, mutants.FirstReportWins])
 def test_the_value_of_the_highest_ballot_is_proposed_anew(make: Any) -> None:
     """It may have been chosen; the others cannot have been."""

@@ -85,6 +85,43 @@ def test_a_smaller_id_that_returns_deposes_nobody() -> None:
     assert room.settled()
 
 
+def test_a_generation_that_came_to_nothing_deposes_nobody() -> None:
+    """Whoever opened it was gone as soon as it had voted for itself."""
+    room = Room(SmallestId, FIVE)
+    room.start("n3", "n4", "n5")
+    room.run(1.0)
+    room.propose(b"x")
+    room.start("n1", "n2")
+    room.run(1.0)
+    room.crash("n5")
+    room.states["n5"] = State(40, "n5")
+    room.start("n5")
+    room.run(1.0)
+    assert room.leader() == "n3"
+    assert room.cores["n3"].generation > 40
+    assert room.settled()
+    assert [*map(room.data, FIVE)] == [[b"x"]] * 5
+
+
+def test_whoever_is_not_answered_stands_not() -> None:
+    """It hears the others look for a leader, and they do not hear it."""
+    room = Room(SmallestId, ("n1", "n2", "n3"))
+    room.cuts = {("n1", "n2"), ("n1", "n3")}
+    room.start()
+    room.run(5.0)
+    assert room.leader() == "n2"
+    stood = {
+        name
+        for name, effect in room.said
+        if isinstance(effect, Sending) and isinstance(effect.message, Stand)
+    }
+    assert stood == {"n2"}
+    room.cuts = set()
+    room.run(1.0)
+    assert room.leader() == "n2"
+    assert room.settled()
+
+
 def test_without_a_majority_nobody_stands_round_after_round() -> None:
     """Nobody votes too early, and nobody's generation runs away meanwhile."""
     room = Room(SmallestId, FIVE)

@@ -8,6 +8,8 @@
     take over   with the promises of a majority: in each open slot the value accepted in the highest
                 ballot, and nothing (a no-op) where none was reported, all proposed anew in its own
                 ballot.
+    outbid      a leader that hears of a later ballot, and whom a majority still follows, prepares
+                one later still.
     accept      new values take the next slots. An acceptor takes them in whatever order they come,
                 so its log may have gaps until a leader fills them.
     chosen      what a majority has accepted in one ballot, without a gap before it.
@@ -267,7 +269,8 @@ class Paxos(Server):
     def _hear_prepare(self, peer: Peer, message: Prepare) -> None:
         ballot = message.generation
         self._seen = max(self._seen, ballot)
-        if self._leader_lives() or self.owner(ballot) != peer.name:
+        another_leads = self._leader_lives() and self.leader != peer.name
+        if another_leads or self.owner(ballot) != peer.name:
             return
         if ballot < self.generation:
             self._send(peer, Later(self.generation), after=self._token)
@@ -462,9 +465,13 @@ class Paxos(Server):
 
     def _hear_later(self, peer: Peer, message: Later) -> None:
         self._seen = max(self._seen, message.generation)
-        if message.generation > self.generation and (
-            self.role is Role.LEADING or self._promise_token
-        ):
+        if message.generation <= self.generation:
+            return
+        if self.role is Role.LEADING and self._supported(2 * self._settings.heartbeat_s):
+            # Somebody prepared that ballot and got no further. Whoever follows us promises us a
+            # later one, and nobody needs another leader.
+            self._stand()
+        elif self.role is Role.LEADING or self._promise_token:
             self._look()
 
 

@@ -377,17 +377,21 @@ class Server:
 
     def _beat(self) -> None:
         """A heartbeat is due; so is the question whether anybody is there to hear it."""
-        since = self._now - self._settings.election_timeout_s
-        heard = 1
-        for peer in self._peers.values():
-            heard += peer.heard > since
-        if heard < self._majority:
+        if not self._supported(self._settings.election_timeout_s):
             self._look()
             return
         self.next_deadline = self._now + self._settings.heartbeat_s
         self._begin_round()
         if not self._peers:
             self._confirm()
+
+    def _supported(self, within_s: float) -> bool:
+        """Whether a majority has answered, as followers do, within this time."""
+        since = self._now - within_s
+        heard = 1
+        for peer in self._peers.values():
+            heard += peer.heard > since
+        return heard >= self._majority
 
     def _begin_round(self) -> None:
         self._round += 1

@@ -12,7 +12,8 @@ undoes what was agreed. So the id decides nothing here but *who stands first*:
               within a patience that grows with the id, the next one stands.
     vote      once per generation, for somebody whose log goes at least as far as one's own, and on
               disk before it is said; not at all while a leader is alive.
-    lead      with the votes of a majority, its own included once that is on disk.
+    lead      with the votes of a majority, its own included once that is on disk. A leader that
+              hears of a later generation, and whom a majority still follows, opens the next one.
 
 Replication is the leader's log streamed to the followers, each message saying what must stand
 before it. Only an entry of the leader's own generation is committed by being counted.
@@ -121,6 +122,9 @@ class SmallestId(Server):
         self._rank = {name: n for n, name in enumerate(sorted(membership.voters, key=order))}
         self._present: dict[str, tuple[int, int]] = {}
         """Who is known to be looking in this round, and how far their logs go."""
+        self._answered_by: set[str] = set()
+        """Who of them has heard us: who is not heard shall not open a generation, with which it
+        would depose a healthy leader when it comes back."""
         self._votes: set[str] = set()
         self._vote_token = 0
         """Our own vote for ourselves counts once this is on disk; 0: we do not stand."""
@@ -148,6 +152,7 @@ class SmallestId(Server):
     def _new_round(self) -> None:
         """Forget who was up, and ask again. A candidate remains one: its votes may yet come."""
         self._present = {self.id: self._last()}
+        self._answered_by = {self.id}
         self._gathered = self._now + self._settings.heartbeat_s
         stagger = self._rank[self.id] / len(self._rank)
         self._patience = self._now + self._settings.election_timeout_s * (
@@ -172,7 +177,7 @@ class SmallestId(Server):
         else:
             # A round without a winner: whoever runs out of patience first stands, and it is then
             # for the voters to say.
-            if len(self._present) >= self._majority and not self._vote_token:
+            if len(self._answered_by) >= self._majority and not self._vote_token:
                 self._stand()
             else:
                 self._abandon()
@@ -186,13 +191,15 @@ class SmallestId(Server):
         if self.role is not Role.LOOKING:
             return
         self._present[peer.name] = (message.last_generation, message.last)
-        if not message.answer:
+        if message.answer:
+            self._answered_by.add(peer.name)
+        else:
             self._send(peer, self._looking(answer=True))
         self._judge()
 
     def _judge(self) -> None:
         """Stand, if of all who are up it is for us to stand, and enough are."""
-        if self._vote_token or len(self._present) < self._majority:
+        if self._vote_token or len(self._answered_by) < self._majority:
             return
         everybody = len(self._present.keys() | self._gone) == len(self._rank)
         if (self._now >= self._gathered or everybody) and self._first_to_stand() == self.id:
@@ -231,7 +238,7 @@ class SmallestId(Server):
             self._count(self.id)
 
     def _hear_stand(self, peer: Peer, message: Stand) -> None:
-        if self._leader_lives():
+        if self._leader_lives() and self.leader != peer.name:
             return
         newer = message.generation > self.generation
         vote = None if newer else self.vote
@@ -274,8 +281,16 @@ class SmallestId(Server):
 
     def _overtaken(self, generation: int) -> None:
         """Others are in a later generation."""
-        self._enter(generation)
-        self._look()
+        if self.role is Role.LEADING and self._supported(2 * self._settings.heartbeat_s):
+            # Somebody opened that one and got no further: those who follow us do so in the next.
+            self.generation = generation
+            self._present = {self.id: self._last()}
+            self._answered_by = {self.id}
+            self._stand()
+            self._look_on()
+        else:
+            self._enter(generation)
+            self._look()
 
     # Replicating.
 

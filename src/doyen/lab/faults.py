@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from doyen.consensus.core import ChangeAsked, Membership, TransferAsked
+from doyen.consensus.core import ChangeAsked, Kind, Membership, TransferAsked
+from doyen.lab.load import membership_of
 from doyen.lab.plan import LEADER, Fault
 
 if TYPE_CHECKING:
@@ -189,9 +190,7 @@ def _rot(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
     """A bit flips while the machine is down: it must not start again."""
     host = hosts[0]
     if host.core is None or not all(
-        _bearable(world, each.core.membership, host.id)
-        for each in world.hosts.values()
-        if each.core is not None
+        _bearable(world, _in_force(world, each), host.id) for each in world.hosts.values()
     ):
         return None
     world.tell(host.id, "is killed, and a bit flips on its disk")
@@ -199,6 +198,16 @@ def _rot(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
     host.disk.flip(world.rng)
     _start_later(world, host, fault.for_s)
     return None
+
+
+def _in_force(world: World, host: Host) -> Membership:
+    """Whom a server holds to be the members, or will when it is back."""
+    if host.core is not None:
+        return host.core.membership
+    for entry in reversed(host.disk.entries):
+        if entry.kind == Kind.MEMBERSHIP:
+            return membership_of(entry.data)
+    return host.disk.snapshot.membership if host.disk.snapshot else world.membership
 
 
 def _bearable(world: World, membership: Membership, *lost: str) -> bool:
