@@ -196,9 +196,30 @@ def test_a_primary_that_wanted_another_view_hears_of_those_who_have_entered_it()
     hear(core, "n3", DoViewChange(1, 0, 0))
     core.handle(Persisted(2), 0.0)
     assert core.role is Role.LEADING
-    effects = hear(core, "n2", Later(2))
+    effects = hear(core, "n2", Later(2), now=0.9)
     assert core.leader is None
     assert StartViewChange(2, False) in sent(effects, StartViewChange)
+
+
+def test_a_view_that_came_to_nothing_deposes_nobody() -> None:
+    """Whoever entered it was gone at once. The primary goes on in the next view of its own."""
+    room = Room(Viewstamped, THREE)
+    room.start()
+    room.run(2.0)
+    leader = room.leader()
+    assert leader is not None
+    room.propose(b"x")
+    room.run(0.5)
+    other = next(name for name in THREE if name != leader)
+    room.crash(other)
+    entered = 40 * 3 + (THREE.index(leader) + 1) % 3
+    room.states[other] = State(entered, room.states[other].normal)
+    room.start(other)
+    room.run(1.0)
+    assert room.leader() == leader
+    assert room.cores[leader].generation > entered
+    assert room.settled()
+    assert [*map(room.data, THREE)] == [[b"x"]] * 3
 
 
 def test_a_crash_of_all_is_survived() -> None:
