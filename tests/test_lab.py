@@ -312,6 +312,12 @@ def test_a_hunt_finds_what_is_broken() -> None:
     assert run("smallest-id", outcome.plan.nodes, seed).ok
 
 
+def test_a_hunt_leaves_no_seed_out() -> None:
+    assert (
+        hunt(["smallest-id"], range(21), limit_s=600, faults="none", for_s=1.0).progress.seeds == 21
+    )
+
+
 def broken_plan() -> Plan:
     return next(
         plan

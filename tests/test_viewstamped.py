@@ -30,6 +30,8 @@ from doyen.consensus.viewstamped import (
     State,
     Viewstamped,
 )
+from doyen.lab.plan import Fault, Plan, Weather
+from doyen.lab.world import run_plan
 from room import SETTINGS, Room, kill
 
 THREE = ("n0", "n1", "n2")
@@ -220,6 +222,24 @@ def test_a_view_that_came_to_nothing_deposes_nobody() -> None:
     assert room.cores[leader].generation > entered
     assert room.settled()
     assert [*map(room.data, THREE)] == [[b"x"]] * 3
+
+
+def test_two_primaries_do_not_outbid_each_other_for_ever() -> None:
+    """Messages take as long as heartbeats are apart: each hears of the other's view before it has
+    decided anything in its own."""
+    for seed in range(8):
+        plan = Plan(
+            protocol="viewstamped",
+            nodes=5,
+            seed=seed,
+            for_s=20.0,
+            clients=1,
+            weather=Weather(latency_s=0.1, spread=0.1, fsync_s=0.003),
+            election_timeout_s=1.0,
+            heartbeat_s=0.1,
+            faults=(Fault("pause", 17.1199, 1.2638, ("leader",)),),
+        )
+        assert run_plan(plan).ok
 
 
 def test_a_crash_of_all_is_survived() -> None:

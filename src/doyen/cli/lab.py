@@ -243,6 +243,14 @@ def _hunt(args: argparse.Namespace) -> int:
     from doyen.lab import runner
 
     shown = _Progress(silent=args.json)
+    files: list[Path] = []
+
+    def keep(found: Found) -> None:
+        """At once: a hunt may be long, and broken off."""
+        file = Path(args.out) / f"lab-{found.protocol}-{found.seed}.json"
+        runner.save(file, found.outcome, found.story)
+        files.append(file)
+
     hunted = runner.hunt(
         _protocols(args.protocols),
         count(args.first),
@@ -252,13 +260,9 @@ def _hunt(args: argparse.Namespace) -> int:
         for_s=args.for_s,
         world=args.world,
         progress=shown,
+        tell=keep,
     )
     shown.end()
-    files = []
-    for found in hunted.found:
-        file = Path(args.out) / f"lab-{found.protocol}-{found.seed}.json"
-        runner.save(file, found.outcome, found.story)
-        files.append(file)
     progress = hunted.progress
     if args.json:
         import msgspec

@@ -8,8 +8,7 @@
     take over   with the promises of a majority: in each open slot the value accepted in the highest
                 ballot, and nothing (a no-op) where none was reported, all proposed anew in its own
                 ballot.
-    outbid      a leader that hears of a later ballot, and whom a majority still follows, prepares
-                one later still.
+    outbid      an established leader that hears of a later ballot prepares one later still.
     accept      new values take the next slots. An acceptor takes them in whatever order they come,
                 so its log may have gaps until a leader fills them.
     chosen      what a majority has accepted in one ballot, without a gap before it.
@@ -467,7 +466,7 @@ class Paxos(Server):
         self._seen = max(self._seen, message.generation)
         if message.generation <= self.generation:
             return
-        if self.role is Role.LEADING and self._supported(2 * self._settings.heartbeat_s):
+        if self._established():
             # Somebody prepared that ballot and got no further. Whoever follows us promises us a
             # later one, and nobody needs another leader.
             self._stand()

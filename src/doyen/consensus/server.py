@@ -393,6 +393,15 @@ class Server:
             heard += peer.heard > since
         return heard >= self._majority
 
+    def _established(self) -> bool:
+        """Whether we lead, have decided something in this generation, and are still followed. One
+        that has only just begun to may have a rival who has, too."""
+        return (
+            self.role is Role.LEADING
+            and self.commit >= self._floor
+            and self._supported(2 * self._settings.heartbeat_s)
+        )
+
     def _begin_round(self) -> None:
         self._round += 1
         self._tell_news()

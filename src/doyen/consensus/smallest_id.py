@@ -12,8 +12,8 @@ undoes what was agreed. So the id decides nothing here but *who stands first*:
               within a patience that grows with the id, the next one stands.
     vote      once per generation, for somebody whose log goes at least as far as one's own, and on
               disk before it is said; not at all while a leader is alive.
-    lead      with the votes of a majority, its own included once that is on disk. A leader that
-              hears of a later generation, and whom a majority still follows, opens the next one.
+    lead      with the votes of a majority, its own included once that is on disk. One that is
+              established and hears of a later generation opens the next one.
 
 Replication is the leader's log streamed to the followers, each message saying what must stand
 before it. Only an entry of the leader's own generation is committed by being counted.
@@ -281,7 +281,7 @@ class SmallestId(Server):
 
     def _overtaken(self, generation: int) -> None:
         """Others are in a later generation."""
-        if self.role is Role.LEADING and self._supported(2 * self._settings.heartbeat_s):
+        if self._established():
             # Somebody opened that one and got no further: those who follow us do so in the next.
             self.generation = generation
             self._present = {self.id: self._last()}

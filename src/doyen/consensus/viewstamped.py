@@ -15,11 +15,11 @@ for good when all crash at once. Here the view, the last normal view and the log
 server does not lead a view that it was in before a crash: of what it said there, the disk may have
 missed the last part. Nor does it lead a view again that it has led and given up.
 
-A primary that hears of a later view, and whom a majority still follows, wants the next one that is
-its own. Wanting a view binds nobody: a server that is cut off wants the same one for ever and
-disturbs nobody by it, and those whose primary is alive do not listen. The core's `generation` is
-the view entered. Logs are brought into step from the last entry that both have of the same view, so
-nothing uncommitted of an earlier view survives in a later one.
+An established primary that hears of a later view wants the next one that is its own. Wanting a view
+binds nobody: a server that is cut off wants the same one for ever and disturbs nobody by it, and
+those whose primary is alive do not listen. The core's `generation` is the view entered. Logs are
+brought into step from the last entry that both have of the same view, so nothing uncommitted of an
+earlier view survives in a later one.
 """
 
 from __future__ import annotations
@@ -293,7 +293,7 @@ class Viewstamped(Server):
         view = message.generation
         if view <= max(self.generation, self.wanted):
             return
-        if self.role is Role.LEADING and self._supported(2 * self._settings.heartbeat_s):
+        if self._established():
             # Somebody entered that view and got no further: nobody needs another primary.
             while self.primary(view) != self.id:
                 view += 1

@@ -16,6 +16,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from itertools import islice
 from pathlib import Path
 from statistics import median
 
@@ -234,9 +235,11 @@ def hunt(
     for_s: float = FOR_S,
     world: str = "cores",
     progress: Callable[[Progress], object] = lambda progress: None,
+    tell: Callable[[Found], object] = lambda found: None,
     stop_at: int = 3,
 ) -> Hunt:
-    """Try seed after seed until the time is up, the seeds are, or enough has been found."""
+    """Try seed after seed until the time is up, the seeds are, or enough has been found; `tell` is
+    told of each failure as soon as there is one."""
     kinds = kinds_of(faults)
     began = time.monotonic()
     total = Progress()
@@ -261,6 +264,8 @@ def hunt(
                 total.events += some.events
                 total.virtual_s += some.virtual_s
                 found += more
+                for one in more:
+                    tell(one)
             total.elapsed_s = time.monotonic() - began
             total.found = len(found)
             progress(total)
@@ -271,7 +276,7 @@ def _batches(
     protocols: Sequence[str], seeds: Iterable[int] | None
 ) -> Iterator[tuple[str, list[int]]]:
     numbers = iter(range(1 << 62) if seeds is None else seeds)
-    while batch := [seed for seed, _ in zip(numbers, range(_BATCH), strict=False)]:
+    while batch := [*islice(numbers, _BATCH)]:
         for protocol in protocols:
             yield protocol, batch
 
