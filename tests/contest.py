@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import doyen
+from candidates import eventually
 from doyen.audit import Report, verify
 from doyen.clock import SystemClock
 from doyen.events import Record
@@ -65,6 +66,10 @@ class Candidate:
             for line in self.process.stdout:
                 self._contest.hear(self, json.loads(line))
         self._contest.hear(self, {"event": "ended", "code": self.process.wait()})
+
+    def written(self) -> str:
+        """Its audit log. What it says is told before it is written there."""
+        return self.audit.read_text() if self.audit.exists() else ""
 
     def kill(self) -> None:
         self.process.kill()
@@ -187,6 +192,7 @@ class Contest:
     def failover_s(self, hurt: Callable[[Candidate], object]) -> float:
         """Do something to the leader; how long until another has been elected."""
         leader, term = self.leader()
+        eventually(lambda: str(term["token"]) in leader.written(), "its term is in its log")
         began = now()
         hurt(leader)
         successor, new = self.leader(after=term["token"])

@@ -152,7 +152,9 @@ class Paxos(Server):
         self._promise_token = 0
         """We prepare; our own promise counts once this is on disk."""
         self._reported: dict[str, int] = {}
-        """Who has promised, and the slot up to which we know what it has accepted; -1: all."""
+        """Who has promised, and the slot up to which we know what it has accepted."""
+        self._complete: set[str] = set()
+        """Of whom we know everything."""
         self._found: dict[int, tuple[int, Entry]] = {}
         """Per open slot, the value reported in the highest ballot."""
         self._known = 0
@@ -241,6 +243,7 @@ class Paxos(Server):
         self._promise(ballot)
         self._promise_token = self._token
         self._reported = {}
+        self._complete = set()
         self._found = {}
         self._patience = self._now + self._draw()
         self._prepare_others()
@@ -258,11 +261,10 @@ class Paxos(Server):
         self._promise_token = 0
 
     def _prepare_others(self) -> None:
+        """Also those who have told everything: they are patient for as long as they hear of us."""
         for name, peer in self._peers.items():
-            upto = self._reported.get(name, self.commit)
-            if upto >= 0:
-                message = Prepare(self.generation, upto + 1)
-                self._send(peer, message, after=self._promise_token)
+            message = Prepare(self.generation, self._reported.get(name, self.commit) + 1)
+            self._send(peer, message, after=self._promise_token)
         self.next_deadline = self._now + self._settings.heartbeat_s
 
     def _hear_prepare(self, peer: Peer, message: Prepare) -> None:
@@ -297,7 +299,7 @@ class Paxos(Server):
         if message.generation != self.generation or not self._promise_token:
             return
         upto = self._reported.get(peer.name, self.commit)
-        if upto < 0 or message.first != upto + 1:
+        if peer.name in self._complete or message.first != upto + 1:
             return
         for slot, (ballot, entry) in enumerate(
             zip(message.ballots, message.entries, strict=True), message.first
@@ -306,9 +308,9 @@ class Paxos(Server):
                 self._find(slot, ballot, entry)
         self._patience = self._now + self._draw()
         upto += len(message.entries)
-        done = upto >= message.last
-        self._reported[peer.name] = -1 if done else upto
-        if done:
+        self._reported[peer.name] = upto
+        if upto >= message.last:
+            self._complete.add(peer.name)
             self._count_promises()
         else:
             self._send(peer, Prepare(self.generation, upto + 1))
@@ -325,8 +327,7 @@ class Paxos(Server):
     def _count_promises(self) -> None:
         if self._durable < self._promise_token:
             return
-        complete = 1 + sum(upto < 0 for upto in self._reported.values())
-        if complete >= self._majority:
+        if 1 + len(self._complete) >= self._majority:
             self._take_over()
 
     def _take_over(self) -> None:

@@ -260,13 +260,14 @@ class QuorumWorld:
         collecting = gc.isenabled()
         gc.disable()
         logger = logging.getLogger("doyen")
-        level, logger.level = logger.level, logging.CRITICAL + 1
+        level = logger.level
+        logger.setLevel(logging.CRITICAL + 1)
         try:
             with asyncio.Runner(loop_factory=self._make_loop) as runner:
                 runner.run(self._main())
         finally:
             random.setstate(before)
-            logger.level = level
+            logger.setLevel(level)
             if collecting:
                 gc.enable()
         return self._outcome()
