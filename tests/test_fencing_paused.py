@@ -25,13 +25,13 @@ from doyen.fencing import GuardedFile, SQLGuard
 REFUSED = 3
 
 PRELUDE = f"""
-import os, signal, sqlite3, sys
+import os, signal, sqlite3, sys, threading
 from pathlib import Path
 from doyen.errors import StaleToken
 from doyen.fencing import GuardedFile, SQLGuard
 
 def pause():
-    os.kill(os.getpid(), signal.SIGSTOP)
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 def refusable(action):
     try:

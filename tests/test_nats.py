@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
+import json
+import socket
+import struct
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -93,6 +99,34 @@ def test_a_wrong_password_is_told() -> None:
     with Guarded() as server:
         at = f"127.0.0.1:{server.port}?connect_timeout_s=1"
         refused(f"nats://app:wrong@{at}", StoreUnusable, "correct the user, password or token")
+
+
+def test_a_refusal_is_told_though_later_attempts_are_only_cut_off() -> None:
+    """The server hangs up on whoever it refuses, and what it said may be lost by that."""
+    info = {"server_id": "x", "version": "2.10.0", "max_payload": 1024, "auth_required": True}
+
+    def serve(listening: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            for attempt in itertools.count():
+                link, _ = listening.accept()
+                with link:
+                    link.sendall(f"INFO {json.dumps(info)}\r\n".encode())
+                    link.recv(4096)
+                    if attempt == 0:
+                        link.sendall(b"-ERR 'Authorization Violation'\r\n")
+                    else:
+                        linger = struct.pack("ii", 1, 0)
+                        link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = threading.Thread(target=serve, args=(listening,))
+        server.start()
+        try:
+            at = f"127.0.0.1:{listening.getsockname()[1]}?connect_timeout_s=1"
+            refused(f"nats://app:wrong@{at}", StoreUnusable, "correct the user, password or token")
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
+            server.join()
 
 
 def test_a_bucket_that_forgets_is_refused(nats: servers.Nats, tmp_path: Path) -> None:

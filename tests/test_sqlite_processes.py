@@ -539,7 +539,8 @@ class _Performer:
         def stopping(tables: Transaction, *arguments: Any) -> None:
             finish(tables, *arguments)
             Transaction.finish = finish  # type: ignore[method-assign]
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # This very thread: another may be stopped late, and this one go on for a moment.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
         Transaction.finish = stopping  # type: ignore[method-assign, assignment]
         return (await self._store.create(key, b"v", self._lease)).won

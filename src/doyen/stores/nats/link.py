@@ -75,8 +75,12 @@ class Link:
         """Connect to any of the servers, within the time for that."""
         where = ", ".join(self._address.hosts)
 
+        refused: list[Exception] = []
+
         async def failed(error: Exception) -> None:
             self._trouble = error
+            if "authorization" in str(error).lower():
+                refused.append(error)
 
         async def lost() -> None:
             for request in list(self._under_way):
@@ -102,11 +106,13 @@ class Link:
                     **self._address.options,
                 )
         except TimeoutError as error:
-            cause = self._trouble
-            if cause is not None and "authorization" in str(cause).lower():
+            # A server that refuses us hangs up at once: of some attempts only that is seen.
+            if refused:
                 raise StoreUnusable(
-                    f"NATS at {where} refuses us ({cause}): correct the user, password or token"
-                ) from cause
+                    f"NATS at {where} refuses us ({refused[-1]}): correct the user, password or"
+                    " token"
+                ) from refused[-1]
+            cause = self._trouble
             reason = f"{cause}" if cause and str(cause) else f"no answer within {timeout_s:g} s"
             raise StoreUnavailable(f"NATS at {where} cannot be reached: {reason}") from error
         except (OSError, nats.errors.Error) as error:
