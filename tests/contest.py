@@ -192,7 +192,8 @@ class Contest:
     def failover_s(self, hurt: Callable[[Candidate], object]) -> float:
         """Do something to the leader; how long until another has been elected."""
         leader, term = self.leader()
-        eventually(lambda: str(term["token"]) in leader.written(), "its term is in its log")
+        line = f'"token":{term["token"]},'
+        eventually(lambda: line in leader.written(), "its term is in its log")
         began = now()
         hurt(leader)
         successor, new = self.leader(after=term["token"])

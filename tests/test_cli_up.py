@@ -12,13 +12,14 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from candidates import WITHIN_S, eventually
 from doyen.cli import main
 from doyen.cli.up.cluster import Chronicle, Cluster, Fault
 from doyen.cli.up.drill import judge, summary
@@ -31,14 +32,6 @@ AT_TERMINAL = [
     "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
     "from doyen.cli import main; raise SystemExit(main())",
 ]
-WITHIN_S = 30.0
-
-
-def eventually(reached: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not reached():
-        assert time.monotonic() < deadline, f"not in time: {what}"
-        time.sleep(0.01)
 
 
 def environment(tmp: Path, **more: str) -> dict[str, str]:

@@ -21,7 +21,7 @@ from doyen.errors import ConfigError
 from doyen.lab.disk import Disk, Rotten
 from doyen.lab.host import Host
 from doyen.lab.linearizability import Operation, linearizable, witnessed
-from doyen.lab.plan import KINDS, LEADER, PLOTS, Fault, Plan, draw, stream
+from doyen.lab.plan import KINDS, LEADER, PLOTS, Fault, Plan, Weather, draw, stream
 from doyen.lab.protocols import PROTOCOLS, known
 from doyen.lab.runner import Progress, compare, hunt, hunt_mutant, kinds_of, replay, run, save
 from doyen.lab.shrink import shrink
@@ -302,6 +302,31 @@ def test_what_the_log_explains_is_explained(history: list[Operation], places: li
 
 
 # What breaks is found, made small, told and kept.
+
+
+def test_no_disk_rots_that_a_stopped_servers_members_need() -> None:
+    """n1 knows, and will when it is back, that n1 and n3 are all there is; nobody else does."""
+    plan = Plan(
+        protocol="raft",
+        nodes=3,
+        seed=37730,
+        for_s=20.0,
+        clients=0,
+        weather=Weather(latency_s=0.0003, spread=0.8, fsync_s=0.02),
+        election_timeout_s=1.0,
+        heartbeat_s=0.4,
+        compact_every=10,
+        faults=(
+            Fault("fsync", 1.9082, 1.012, ("leader",)),
+            Fault("churn", 2.8054, 1.062, ("n2",)),
+            Fault("pause", 2.8208, 3.22, ("n1",)),
+            Fault("pause", 5.8609, 9.757, ("leader",)),
+            Fault("fsync", 12.0659, 4.476, ("leader",)),
+            Fault("fsync", 12.6415, 2.787, ("n2",)),
+            Fault("rot", 14.8576, 2.41, ("n3",)),
+        ),
+    )
+    assert run_plan(plan).ok
 
 
 def test_a_hunt_finds_what_is_broken() -> None:

@@ -147,6 +147,26 @@ def test_whoever_is_not_answered_prepares_nothing() -> None:
     assert core.generation > 0
 
 
+def test_who_has_told_everything_is_kept_patient_while_others_are_asked() -> None:
+    """Else it would stand itself before all there is to read has been read."""
+    core = Paxos(
+        "n0",
+        Membership(("n0", "n1", "n2", "n3", "n4")),
+        Recovered(),
+        settings=SETTINGS,
+        jitter=lambda: 0.0,
+        now=0.0,
+    )
+    core._look()
+    for doubter in ("n1", "n2"):
+        hear(core, doubter, Doubt(0, True))
+    core.handle(Persisted(core._token), 0.0)
+    hear(core, "n1", Promise(core.generation, 1, (), (), 0))
+    effects = core.handle(Elapsed(), core.next_deadline)
+    assert sent(effects, Prepare, "n1") == [Prepare(core.generation, 1)]
+    assert role_of(core) is Role.LOOKING
+
+
 def test_a_ballot_that_came_to_nothing_deposes_nobody() -> None:
     """Its proposer was gone as soon as it had promised it to itself."""
     room = Room(Paxos, THREE)

@@ -36,6 +36,7 @@ from doyen.store import Context, Store, open_store
 from doyen.stores.sqlite import SQLiteStore
 from doyen.stores.sqlite.database import Database
 from doyen.stores.sqlite.ledger import Transaction
+from servers.process import stands_still
 
 TTL_S = 60.0
 BOUND_S = 20.0
@@ -123,10 +124,6 @@ async def opened(path: Path, events: list[Event] | None = None) -> AsyncIterator
         yield store
     finally:
         await store.close()
-
-
-def stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
@@ -230,7 +227,7 @@ def test_one_stopped_inside_a_transaction_is_named_and_stops_no_heart(tmp_path: 
             told = asyncio.Event()
             await store.watch("theirs", told.set)
             frozen.tell("stop_in_transaction", key="theirs")
-            await asyncio.to_thread(wait_for, lambda: stopped(frozen.pid), "the actor stops")
+            await asyncio.to_thread(wait_for, lambda: stands_still(frozen.pid), "the actor stops")
             write = asyncio.create_task(store.create("other", b"v", lease))
             while not write.done():
                 await store.renew(lease)

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -179,9 +179,12 @@ def _check_variables(environment: Mapping[str, str]) -> None:
     known = [f"DOYEN_NODE_{name.upper()}" for name in (*SETTINGS, "config", "secret")]
     for variable in environment:
         if variable.startswith("DOYEN_NODE_") and variable not in known:
-            near = difflib.get_close_matches(variable, known, 1)
-            hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
-            raise ConfigError(f"nothing reads the variable {variable}{hint}")
+            raise ConfigError(f"nothing reads the variable {variable}; {_hint(variable, known)}")
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
 
 
 TLS_PARTS = ("certificate", "key", "authority", "mutual")
@@ -208,9 +211,7 @@ def _from_file(path: Path) -> dict[str, Any]:
     found = {**raw, **{f"tls_{name}": value for name, value in tls.items()}}
     for name, value in found.items():
         if name not in SETTINGS:
-            near = difflib.get_close_matches(name, SETTINGS, 1)
-            hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(SETTINGS)}"
-            raise ConfigError(f"{path}: there is no setting {name!r}{hint}")
+            raise ConfigError(f"{path}: there is no setting {name!r}; {_hint(name, SETTINGS)}")
         kind = _KINDS.get(SETTINGS[name][0], (str,))
         if not isinstance(value, kind) or (isinstance(value, bool) and bool not in kind):
             raise ConfigError(f"{path}: {name} cannot be {value!r}; it looks like {_example(name)}")

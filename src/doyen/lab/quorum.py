@@ -20,8 +20,6 @@ Imports the node, the session and the rest of the lab.
 from __future__ import annotations
 
 import asyncio
-import gc
-import logging
 import random
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -37,7 +35,7 @@ from doyen.errors import DoyenError
 from doyen.events import Elected, Record
 from doyen.lab.checkers import Violation
 from doyen.lab.linearizability import Operation, linearizable, witnessed
-from doyen.lab.machines import Killed, LabLoop, Network, Process
+from doyen.lab.machines import Killed, LabLoop, Network, Process, undisturbed
 from doyen.lab.plan import LEADER, Fault, Plan, Weather, stream
 from doyen.lab.protocols import Protocol, known
 from doyen.lab.residents import CandidateHost, Host, NodeHost, decode_swap
@@ -257,19 +255,11 @@ class QuorumWorld:
         """From the first event to the verdict."""
         before = random.getstate()
         random.seed(self.noise)  # the links' and stores' own jitter
-        collecting = gc.isenabled()
-        gc.disable()
-        logger = logging.getLogger("doyen")
-        level = logger.level
-        logger.setLevel(logging.CRITICAL + 1)
         try:
-            with asyncio.Runner(loop_factory=self._make_loop) as runner:
+            with undisturbed(), asyncio.Runner(loop_factory=self._make_loop) as runner:
                 runner.run(self._main())
         finally:
             random.setstate(before)
-            logger.setLevel(level)
-            if collecting:
-                gc.enable()
         return self._outcome()
 
     def _make_loop(self) -> LabLoop:

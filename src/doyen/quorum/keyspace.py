@@ -406,8 +406,7 @@ class Keyspace:
         version = revision = self.revision = self.revision + 1
         ticket = False
         if standing is not None:
-            if standing.lease:
-                self._unbind(standing)
+            self._unbind(standing)
             revision, ticket = standing.revision, standing.ticket
         self._records.put(key, Record(key, command.value, revision, version, 0, ticket), sought)
         self._history.append((version, key))

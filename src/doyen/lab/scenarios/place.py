@@ -10,8 +10,6 @@ Imports the lab's machines, the session and the memory store.
 from __future__ import annotations
 
 import asyncio
-import gc
-import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import Context as Variables
 from contextvars import copy_context
@@ -19,7 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from doyen.clock import VirtualClock
-from doyen.lab.machines import LabLoop, Process
+from doyen.lab.machines import LabLoop, Process, undisturbed
 from doyen.lab.scenarios.play import Script
 from doyen.model import Lease
 from doyen.presence import Settings
@@ -174,15 +172,5 @@ def meet(
         finally:
             await place.close()
 
-    logger = logging.getLogger("doyen")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    collecting = gc.isenabled()
-    gc.disable()  # a crowd is a third of its time cheaper without
-    try:
-        with asyncio.Runner(loop_factory=lambda: LabLoop(clock)) as runner:
-            return runner.run(whole())
-    finally:
-        logger.setLevel(level)
-        if collecting:
-            gc.enable()
+    with undisturbed(), asyncio.Runner(loop_factory=lambda: LabLoop(clock)) as runner:
+        return runner.run(whole())

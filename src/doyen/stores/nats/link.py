@@ -66,7 +66,6 @@ class Link:
     def __init__(self, address: Address, on_reconnect: Callable[[], None] | None = None) -> None:
         self._address = address
         self._on_reconnect = on_reconnect
-        self._trouble: Exception | None = None
         self._under_way: set[asyncio.Future[Msg]] = set()
         self._opened = False
         self.client = Client()
@@ -74,13 +73,14 @@ class Link:
     async def open(self) -> None:
         """Connect to any of the servers, within the time for that."""
         where = ", ".join(self._address.hosts)
-
-        refused: list[Exception] = []
+        trouble: Exception | None = None
+        refusal: Exception | None = None
 
         async def failed(error: Exception) -> None:
-            self._trouble = error
+            nonlocal trouble, refusal
+            trouble = error
             if "authorization" in str(error).lower():
-                refused.append(error)
+                refusal = error
 
         async def lost() -> None:
             for request in list(self._under_way):
@@ -107,13 +107,11 @@ class Link:
                 )
         except TimeoutError as error:
             # A server that refuses us hangs up at once: of some attempts only that is seen.
-            if refused:
+            if refusal is not None:
                 raise StoreUnusable(
-                    f"NATS at {where} refuses us ({refused[-1]}): correct the user, password or"
-                    " token"
-                ) from refused[-1]
-            cause = self._trouble
-            reason = f"{cause}" if cause and str(cause) else f"no answer within {timeout_s:g} s"
+                    f"NATS at {where} refuses us ({refusal}): correct the user, password or token"
+                ) from refusal
+            reason = str(trouble or "") or f"no answer within {timeout_s:g} s"
             raise StoreUnavailable(f"NATS at {where} cannot be reached: {reason}") from error
         except (OSError, nats.errors.Error) as error:
             raise StoreUnavailable(f"NATS at {where} cannot be reached: {error}") from error
