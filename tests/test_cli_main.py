@@ -151,6 +151,12 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"doyen {doyen.__version__}\n"
 
 
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "doyen", "--version"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (0, f"doyen {doyen.__version__}\n"), result.stderr
+
+
 def python(code: str) -> list[str]:
     return [sys.executable, "-c", f"import sys; from doyen.cli import main; {code}"]
 
