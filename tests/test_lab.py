@@ -163,6 +163,18 @@ def test_the_end_of_a_process_is_told_and_that_of_a_machine_is_not() -> None:
     assert took("power") > 0.9
 
 
+def test_a_client_that_nobody_answers_asks_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By chance alone it may ask the same few again and again, dead as they are."""
+    asked: list[str] = []
+    monkeypatch.setattr(Host, "asked", lambda host, request: asked.append(host.id))
+    for seed in range(20):
+        world = World(msgspec.structs.replace(CALM, seed=seed, clients=1))
+        asked.clear()
+        world.clients[0].begin()
+        world._go(10 * CALM.patience_s)
+        assert set(asked) == set(world.hosts)
+
+
 def test_a_rotten_disk_keeps_a_server_from_starting() -> None:
     rot = Fault("rot", 2.0, 0.5, ("n2",))
     assert any("n2 refuses to start" in line for line in believed(CALM.but(faults=(rot,))))

@@ -210,7 +210,7 @@ def test_a_vote_that_comes_twice_counts_once() -> None:
     [
         (mutants.VotesTwice, 3, 0),
         (mutants.ForgetsGeneration, 3, 0),
-        (mutants.LooksAtIndexOnly, 5, 30),
+        (mutants.LooksAtIndexOnly, 5, 254),
         (mutants.LooksAtNoLog, 3, 45),
         (mutants.IdAloneDecides, 5, 1),
     ],

@@ -269,7 +269,7 @@ def test_those_whose_primary_lives_do_not_listen() -> None:
 
 @pytest.mark.parametrize(
     ("mutant", "nodes", "seed"),
-    [(mutants.LongestLogWins, 3, 11), (mutants.AcknowledgesBeforeWriting, 3, 1)],
+    [(mutants.LongestLogWins, 3, 577), (mutants.AcknowledgesBeforeWriting, 3, 1)],
 )
 def test_the_lab_kills(mutant: Any, nodes: int, seed: int) -> None:
     kill("viewstamped", mutant, nodes, seed)

@@ -1,7 +1,7 @@
 """Clients, what they ask for, and the machine that carries it out.
 
 A client has one request under way at a time. It asks a server, follows its word to whoever leads,
-tries another when none answers, under the same number for as long as it takes: the machine carries
+tries the next when none answers, under the same number for as long as it takes: the machine carries
 a numbered request out once. What it saw is kept for the checker of linearizability.
 
 Imports msgspec, the words of consensus and the plan.
@@ -98,6 +98,7 @@ class Client:
         self._seq = 0
         self._request: Request | None = None
         self._tries = 0
+        self._whom = ""
         self._last: str | None = None
         self.history: list[Operation] = []
 
@@ -121,12 +122,14 @@ class Client:
         if host is None or self._rng.random() < 0.1:
             host = self._rng.choice(list(world.hosts.values()))
         assert self._request is not None
+        self._whom = host.id
         world.push(world.now + world.network.latency(), host.asked, self._request)
         world.push(world.now + world.plan.patience_s, self._impatient, (self._seq, self._tries))
 
     def _impatient(self, sent: tuple[int, int]) -> None:
         if sent == (self._seq, self._tries) and self._request is not None:
-            self._ask(None)
+            names = list(self._world.hosts)
+            self._ask(names[(names.index(self._whom) + 1) % len(names)])
 
     def refused(self, what: tuple[Request, str | None]) -> None:
         """The server asked cannot do it, and perhaps says who can."""
