@@ -31,6 +31,10 @@ def test_a_node_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert told(capsys, "promote", "n4", *store)["voters"] == ["n1", "n2", "n3", "n4"]
         done = told(capsys, "remove", old.name, *store)
         assert old.name not in done["voters"]
+        status = told(capsys, "status", *store)
+        assert [node["node"] for node in status["nodes"] if node["removed"]] == [old.name]
+        assert main(["cluster", "status", *store]) == 0
+        assert f"{old.name}    {old.address}  removed" in capsys.readouterr().out
         assert old.stop() == 0
         store = ["--store", quorum.url]
         status = told(capsys, "status", *store, code=1)  # the one that was removed is silent
@@ -61,12 +65,15 @@ def test_status_in_words_and_with_nobody_leading(
             *("applied", "keys", "clients", "disk"),
         ]
         assert f"{leader.name}    {leader.address}  leading" in out
+        leader.hear("role", role="leading")
         for name in list(quorum.nodes):
             if name != leader.name:
                 quorum.nodes[name].kill()
         leader.hear("role", role="looking")
         assert main(["cluster", "status", "--store", quorum.url]) == 1
-        assert "silent" in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert f"{leader.name}    {leader.address}  looking" in out
+        assert out.count("silent") == 2
 
 
 def test_whoever_is_silent_is_named_once(

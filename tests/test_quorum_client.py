@@ -487,6 +487,12 @@ def test_what_is_wrong_with_a_quorum_is_told() -> None:
     assert any("full" in text for text in full["problem"])
     headless = told(*(State(f"h{n}", condition(f"n{n}", leader=None)) for n in (1, 2, 3)))
     assert any("no leader" in text for text in headless["problem"])
+    cut_off = condition("n3", leader=None, generation=4)
+    led = [State(f"h{n}", condition(f"n{n}")) for n in (1, 2)]
+    assert "problem" not in told(*led, State("h3", cut_off))
+    leads = State("h1", condition("n1", role="leading"))
+    extra = told(leads, *led[1:], State("h3", condition("n3")), State("h4", condition("n4")))
+    assert extra["note"] == ["this node runs, and does not belong to the quorum"]
     mixed = told(*(State(f"h{n}", condition(f"n{n}", version=str(n))) for n in (1, 2, 3)))
     assert any("1, 2, 3" in text for text in mixed["note"])
     alone = told(State("h1", condition("n1", voters=("n1",), learners=("n2",))))

@@ -78,7 +78,8 @@ class WithKeyspace(Machine):
 class Client:
     """A client's connection, and what it was told on it."""
 
-    def __init__(self, service: Service, name: str = "a-client") -> None:
+    def __init__(self, service: Service, name: str = "a-client", role: str = "client") -> None:
+        self.role = role
         self.closed = False
         self.refused: Fault | None = None
         self.faults: list[Fault] = []
@@ -88,7 +89,7 @@ class Client:
         self._on_frames: Callable[..., None] | None = None
         self._ids = 0
         service.admit(self)
-        if self._on_frames is not None:
+        if self._on_frames is not None and role == "client":
             self.put(Hello(name))
 
     def welcome(self, on_frames: Any, on_end: Any) -> None:
@@ -587,6 +588,28 @@ def test_a_node_tells_how_it_is() -> None:
         assert (condition.keys, condition.leases, condition.clients) == (1, 1, 1)
         assert sorted(condition.voters) == ["n1", "n2", "n3"]
         assert not condition.full
+
+    on_quorum(test)
+
+
+def test_an_onlooker_may_ask_how_a_node_without_a_leader_is_and_no_more() -> None:
+    async def test(quorum: Quorum) -> None:
+        follower = await quorum.follower()
+        service = quorum.services[follower]
+        quorum.world.cut(follower)
+        await quorum.world.until(lambda: not service.serving)
+        onlooker = Client(service, role="onlooker")
+        condition = await onlooker.ask(Inquire)
+        assert isinstance(condition, Condition)
+        assert (condition.node, condition.leader, condition.clients) == (follower, None, 0)
+        onlooker.put(Get(-9, "k"))
+        assert onlooker.faults == [Fault.OUT_OF_TURN]
+        garbage = Client(service, role="onlooker")
+        assert garbage._on_frames is not None
+        garbage._on_frames(garbage, [(REQUEST, b"\xc1")])
+        assert garbage.faults == [Fault.MALFORMED]
+        service.close()
+        assert Client(service, role="onlooker").refused is Fault.NOT_SERVING
 
     on_quorum(test)
 

@@ -195,19 +195,22 @@ async def _arrange(args: argparse.Namespace) -> int:
 
 
 async def _status(args: argparse.Namespace) -> int:
+    from doyen.stores.quorum.diagnosis import removed
+
     async with _quorum(args) as store:
         states = await store.inspect()
     well = all(state.condition for state in states) and any(
         state.condition and state.condition.leader for state in states
     )
+    gone = removed(states)
     if args.json:
-        print_json({"well": well, "nodes": [_as_dict(state) for state in states]})
+        print_json({"well": well, "nodes": [_as_dict(state, gone) for state in states]})
     else:
         table = Table(
             ["node", "address", "role", ">generation", ">applied", ">keys", ">clients", "disk"]
         )
         for state in states:
-            table.rows.append(_row(state))
+            table.rows.append(_row(state, gone))
             if state.condition is None:
                 table.styles[len(table.rows) - 1] = "red"
             elif state.condition.role == "leading":
@@ -219,20 +222,21 @@ async def _status(args: argparse.Namespace) -> int:
     return Exit.DONE if well else Exit.NO
 
 
-def _as_dict(state: State) -> dict[str, Any]:
+def _as_dict(state: State, gone: set[str]) -> dict[str, Any]:
     if state.condition is None:
         node = {"node": state.node} if state.node else {}
         return {"address": state.address, **node, "silent_because": state.silent_because}
     condition = state.condition
     told = {name: getattr(condition, name) for name in condition.__struct_fields__ if name != "id"}
-    return {"address": state.address, **told}
+    return {"address": state.address, "removed": condition.node in gone, **told}
 
 
-def _row(state: State) -> list[str]:
+def _row(state: State, gone: set[str]) -> list[str]:
     told = state.condition
     if told is None:
         return [printable(state.node) or "?", state.address, "silent", "", "", "", "", ""]
     role = "learning" if told.node in told.learners else told.role
+    role = "removed" if told.node in gone else role
     numbers = map(str, (told.generation, told.applied, told.keys, told.clients))
     disk = "full" if told.full else "ok"
     return [printable(told.node), state.address, role, *numbers, disk]

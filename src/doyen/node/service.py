@@ -122,6 +122,9 @@ class Link(Protocol):
     @property
     def closed(self) -> bool: ...
 
+    @property
+    def role(self) -> str: ...
+
     def welcome(self, on_frames: Any, on_end: Any) -> None: ...
 
     def refuse(self, fault: Fault, text: str) -> None: ...
@@ -257,9 +260,11 @@ class Service:
     # Who comes and goes.
 
     def admit(self, link: Link) -> None:
-        """Let a client in, if this node can serve it."""
+        """Let a client in, if this node can serve it; an onlooker at any time."""
         if self._closed:
             link.refuse(Fault.NOT_SERVING, "this node is stopping; ask another")
+        elif link.role == "onlooker":
+            link.welcome(self._show, lambda link, end: None)
         elif not self._serving:
             link.refuse(Fault.NOT_SERVING, "this node knows of no leader; ask another")
         else:
@@ -303,6 +308,18 @@ class Service:
             log.warning("no leader is known: sending %d clients away", len(self._clients))
         self._send_away()
 
+    def _show(self, link: Link, frames: Sequence[tuple[int, bytes]]) -> None:
+        onlooker = _Client(link, self._loop)
+        for kind, payload in frames:
+            match _request(link, kind, payload):
+                case words.Inquire() as request:
+                    self._inquire(onlooker, request)
+                case None:
+                    return
+                case _:
+                    link.fault(Fault.OUT_OF_TURN, "an onlooker that does more than inquire")
+                    return
+
     # What clients ask.
 
     def _take(self, link: Link, frames: Sequence[tuple[int, bytes]]) -> None:
@@ -321,14 +338,8 @@ class Service:
         link, backlog, room = client.link, client.backlog, SLICE
         reads: list[Any] = []
         while backlog and room > 0 and not link.closed:
-            kind, payload = backlog.popleft()
-            if kind != REQUEST:
-                link.fault(Fault.OUT_OF_TURN, f"a frame of kind {kind} from a client")
-                break
-            try:
-                request = decode_request(payload)
-            except (MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                link.fault(Fault.MALFORMED, f"not a request of this protocol: {error}")
+            request = _request(link, *backlog.popleft())
+            if request is None:
                 break
             handler = self._handlers.get(type(request))
             if handler is None:
@@ -589,6 +600,18 @@ class Service:
         if len(verdicts) != len(leases):
             verdicts = [AGAIN] * len(leases)
         return verdicts, "the leader has changed, or is about to end this lease"
+
+
+def _request(link: Link, kind: int, payload: bytes) -> Any:
+    """What was asked; or None, and the link is at fault."""
+    if kind != REQUEST:
+        link.fault(Fault.OUT_OF_TURN, f"a frame of kind {kind} from a client")
+        return None
+    try:
+        return decode_request(payload)
+    except (MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        link.fault(Fault.MALFORMED, f"not a request of this protocol: {error}")
+        return None
 
 
 def _trouble(error: BaseException) -> Trouble:

@@ -16,13 +16,13 @@ than `MAX_GREETING`. The first byte of a connection is therefore 0, which no HTT
 with.
 
 **The handshake**: the dialler says `Hello` (the protocol versions that it speaks, whether it is a
-peer or a client, its cluster, its own id, whom it wants), the listener `Challenge` (the version
-chosen, who it is), the dialler `Proof`, the listener `Welcome`, or `Refusal` with the reason. With
-a shared secret both prove that they know it: HMAC-SHA256 over everything that was said in `Hello`
-and `Challenge`, both nonces included, under a label that differs for the two sides. What was heard
-on one connection is therefore worth nothing on another, nor sent back on the same. Without TLS,
-whoever can alter packets on the way can still take over a connection once it is made; a secret is
-for networks that one trusts, and TLS for the others.
+peer, a client or an onlooker, its cluster, its own id, whom it wants), the listener `Challenge`
+(the version chosen, who it is), the dialler `Proof`, the listener `Welcome`, or `Refusal` with the
+reason. With a shared secret both prove that they know it: HMAC-SHA256 over everything that was said
+in `Hello` and `Challenge`, both nonces included, under a label that differs for the two sides. What
+was heard on one connection is therefore worth nothing on another, nor sent back on the same.
+Without TLS, whoever can alter packets on the way can still take over a connection once it is made;
+a secret is for networks that one trusts, and TLS for the others.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ ANY = ""
 """As a cluster or a node that is wanted: whichever it is."""
 
 MIN_SECRET = 16
-Role = Literal["peer", "client"]
+Role = Literal["peer", "client", "onlooker"]
+"""An onlooker only asks how a node is doing, and may while there is no leader."""
 
 _HEAD = Layout(">IB")
 HEAD_SIZE = _HEAD.size

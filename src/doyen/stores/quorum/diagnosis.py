@@ -8,7 +8,7 @@ from typing import NamedTuple
 from doyen.model import Finding
 from doyen.quorum.requests import Condition
 
-__all__ = ["State", "findings"]
+__all__ = ["State", "findings", "removed"]
 
 
 class State(NamedTuple):
@@ -19,6 +19,17 @@ class State(NamedTuple):
     silent_because: str = ""
     node: str = ""
     """Who should be there, if others know."""
+
+
+def removed(states: Sequence[State]) -> set[str]:
+    """Who runs and does not belong to the quorum: by its leader's word, since one that was taken
+    out may not have heard of it."""
+    up = [state.condition for state in states if state.condition is not None]
+    leaders = [each for each in up if each.role == "leading"]
+    if not leaders:
+        return set()
+    leads = max(leaders, key=lambda each: each.generation)
+    return {each.node for each in up}.difference(leads.voters, leads.learners)
 
 
 def findings(states: Sequence[State]) -> list[Finding]:
@@ -36,10 +47,18 @@ def _nodes(states: Sequence[State]) -> Iterator[Finding]:
                 text=f"this node does not serve: {state.silent_because}",
                 remedy="start it, or correct the URL",
             )
+    for node in sorted(removed(states)):
+        yield Finding(
+            level="note",
+            subject=node,
+            text="this node runs, and does not belong to the quorum",
+            remedy="stop it, and take it out of the URL; or add it",
+        )
 
 
 def _leadership(up: Sequence[Condition]) -> Iterator[Finding]:
-    latest = max(up, key=lambda each: each.generation, default=None)
+    led = [each for each in up if each.leader is not None]
+    latest = max(led or up, key=lambda each: each.generation, default=None)
     if latest is None:
         return
     if latest.leader is None:

@@ -51,7 +51,7 @@ from doyen.quorum.requests import (
 from doyen.quorum.wire import Security
 from doyen.store import Capabilities, Creation, Store, Watch
 from doyen.stores.quorum.diagnosis import State, findings
-from doyen.stores.quorum.wire import Electing, Wire
+from doyen.stores.quorum.wire import Electing, Wire, inquire
 
 __all__ = ["QuorumStore"]
 
@@ -232,22 +232,14 @@ class QuorumStore(Store):
             await asyncio.gather(self._wire.close(), self._renewals.close())
 
     async def _inspect(self, address: str) -> State:
-        """What one node says of itself; on a connection of its own."""
-        wire = Wire(
-            [address],
-            self._security,
-            cluster=self._wire.cluster,
-            connect_timeout_s=self._connect_timeout_s,
-        )
+        """What one node says of itself."""
         try:
             async with asyncio.timeout(2 * self._connect_timeout_s):
-                return State(address, await wire.ask(Inquire))
+                return State(address, await inquire(address, self._security, self._wire.cluster))
         except TimeoutError:
             return State(address, None, "it does not answer")
         except Exception as error:  # noqa: BLE001 - whatever it is, it is what there is to tell
             return State(address, None, str(error))
-        finally:
-            await wire.close()
 
     def _do(self, command: Command) -> Coroutine[Any, Any, Result]:
         self._require_usable()

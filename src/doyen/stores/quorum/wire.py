@@ -48,6 +48,7 @@ from doyen.quorum.requests import (
     Failed,
     Found,
     Hello,
+    Inquire,
     Listed,
     Renewed,
     Request,
@@ -59,9 +60,9 @@ from doyen.quorum.requests import (
     Wrote,
     decode_answer,
 )
-from doyen.quorum.wire import ANY, Fault, Identity, Refused, Security
+from doyen.quorum.wire import ANY, Fault, FrameError, Identity, Refused, Security
 
-__all__ = ["Electing", "Standing", "Wire"]
+__all__ = ["Electing", "Standing", "Wire", "inquire"]
 
 log = logging.getLogger("doyen")
 
@@ -136,6 +137,38 @@ class Standing:
         if not self._closed:
             self._closed = True
             self._wire.forget(self)
+
+
+async def inquire(address: str, security: Security, cluster: str) -> Condition:
+    """How one node is doing, on a connection of its own. There need be no leader."""
+    answer: asyncio.Future[Condition] = asyncio.get_running_loop().create_future()
+
+    def take(link: Link, frames: Sequence[tuple[int, bytes]]) -> None:
+        try:
+            told = decode_answer(frames[0][1])
+        except MsgspecError as error:
+            raise FrameError(Fault.MALFORMED, f"not an answer of this protocol: {error}") from None
+        if answer.done() or not isinstance(told, Condition):
+            raise FrameError(Fault.OUT_OF_TURN, "an answer to what was not asked")
+        answer.set_result(told)
+
+    def ended(link: Link, end: End) -> None:
+        if not answer.done():
+            answer.set_exception(StoreUnavailable(f"{address}: {end.value}"))
+
+    link = await dial(
+        address,
+        Identity(cluster, ANY, 0),
+        role="onlooker",
+        security=security,
+        on_frames=take,
+        on_end=ended,
+    )
+    try:
+        link.send(REQUEST, encode(Inquire(0)))
+        return await answer
+    finally:
+        link.abort()
 
 
 class Wire:
