@@ -180,6 +180,18 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (141, b"")
 
 
+def test_a_terminal_with_few_letters_gets_what_it_can() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "doyen", "lab", "scenario", "five-servers"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "\\u2713 server1 alone stays LOOKING" in result.stdout
+
+
 def test_an_output_that_cannot_be_written_is_a_line_and_a_code() -> None:
     command = python("sys.exit(main(['help']))")
     with open("/dev/full", "wb") as full:

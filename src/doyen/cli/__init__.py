@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -133,6 +134,10 @@ def _open_standard_streams() -> None:
                 os.close(null)
             os.set_inheritable(descriptor, True)
             setattr(sys, stream, os.fdopen(descriptor, "w" if descriptor else "r", closefd=False))
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and out.errors in ("strict", "surrogateescape"):
+        # A terminal that has no ✓ gets \u2713, and nobody a traceback.
+        out.reconfigure(errors="backslashreplace")
 
 
 def _discard_output() -> None:
