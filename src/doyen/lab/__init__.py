@@ -14,7 +14,8 @@
     shrink, story    a failing run made small, and told
     runner           run, hunt, compare, save, replay
     protocols        what the lab knows of each protocol
-    plots            results to look at
+    scale            what an election costs, however many stand or are held
+    plot             results to look at
     scenarios        what the documents teach, acted out
 
 Nothing here is needed by what users run; it imports msgspec, of the extra `doyen[quorum]`.

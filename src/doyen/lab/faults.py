@@ -68,23 +68,25 @@ def _cut(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
     cut: list[Link] = []
     if fault.kind == "oneway":
         cut += [hosts[0].links[other.id] for other in hosts[1:]]
-        world.tell(hosts[0].id, f"is no longer heard by {_and(hosts[1:])}")
+        told = hosts[:1], f"is no longer heard by {_and(hosts[1:])}"
     else:
         side = hosts if fault.kind == "partition" else hosts[1:]
         for one in side:
             for other in others:
                 cut += [one.links[other.id], other.links[one.id]]
-        if fault.kind == "partition":
-            world.tell(_and(hosts), "can reach nobody else")
-        else:
-            world.tell(hosts[0].id, f"alone reaches both {_and(side)} and the others")
+        told = hosts, "can reach nobody else"
+        if fault.kind == "bridge":
+            told = hosts[:1], f"alone reaches both {_and(side)} and the others"
+    if cut:
+        world.tell(_and(told[0]), told[1])
     for link in cut:
         link.cuts += 1
 
     def undo() -> None:
         for link in cut:
             link.cuts -= 1
-        world.tell(_and(hosts), "can reach the others again")
+        if cut:
+            world.tell(_and(hosts), "can reach the others again")
         world.network.reach()
 
     return undo

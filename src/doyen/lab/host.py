@@ -80,7 +80,7 @@ class Host:
         self.life = 0
         """Which process this is, counted from 1."""
         self.gone = False
-        """It will not start again: its disk is rotten, or it was removed."""
+        """It will not start again: its disk is rotten."""
         self.machine = Machine()
         self.applied = 0
         self.paused = 0

@@ -24,6 +24,7 @@ from asyncio import events
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
+from heapq import heappush
 from typing import Any
 
 from doyen.clock import VirtualClock
@@ -197,7 +198,7 @@ class LabLoop(VirtualLoop):
             return super().call_at(when, callback, *args, context=context)
         self._check_closed()  # type: ignore[attr-defined]
         timer = _TimerHandle(process, when, callback, args, self, context)
-        _push(self._scheduled, timer)  # type: ignore[attr-defined]
+        heappush(self._scheduled, timer)  # type: ignore[attr-defined]
         timer._scheduled = True  # type: ignore[attr-defined]
         return timer
 
@@ -217,12 +218,6 @@ class LabLoop(VirtualLoop):
         assert process is not None
         assert self.network is not None
         return await self.network.connect(process, protocol_factory, host)
-
-
-def _push(heap: list[Any], timer: asyncio.TimerHandle) -> None:
-    from heapq import heappush
-
-    heappush(heap, timer)
 
 
 def _make_task(loop: Any, coro: Any, *, context: Context | None = None) -> asyncio.Task[Any]:
@@ -259,6 +254,7 @@ class Connection(asyncio.Transport):
     def write(self, data: Any) -> None:
         if self._closing or self.process.dead:
             return
+        self._network.messages += 1
         self._network.carry(self, self.other.arrive, bytes(data))
 
     def held_back(self, data: Any) -> None:
@@ -363,6 +359,8 @@ class Network:
         self.cuts: dict[tuple[str, str], int] = {}
         self.extra_s: dict[tuple[str, str], float] = {}
         self.loss = 0.0
+        self.messages = 0
+        """Writes to connections; one may hold several frames."""
         self._listening: dict[str, tuple[Process, Callable[[], asyncio.Protocol]]] = {}
         self._off: dict[str, None] = {}
         self._waiting: list[Connection] = []

@@ -57,7 +57,6 @@ class Network:
         self.loss = self.duplicate = self.reorder = 0.0
         self.rough = False
         self.messages = 0
-        self.lost = 0
 
     def latency(self) -> float:
         return self._latencies[self._bits(_BITS)]
@@ -73,13 +72,11 @@ class Network:
         """Let a message go."""
         self.messages += 1
         if link.cuts or not link.connected:
-            self.lost += 1
             return
         world = self._world
         at = world.now + self._latencies[self._bits(_BITS)] + link.extra_s
         if self.rough:
             if self._chance() < self.loss:
-                self.lost += 1
                 return
             if self._chance() < self.duplicate:
                 world.push(at + self.latency() * 20 * self._chance(), link.target.take, event)

@@ -12,7 +12,7 @@ What must hold, looked at after every turn of the loop:
 - at most one term is valid at any instant of *true* time, whatever the machines' clocks say;
 - tokens increase from term to term;
 - what clients saw is linearizable; what was refused was not carried out; and after the healing
-  somebody is elected and every node can have a command carried out.
+  somebody is elected and a command is carried out.
 
 Imports the node, the session and the rest of the lab.
 """
@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Iterable
+from contextvars import copy_context
 from functools import partial
 from math import inf
 from typing import Any
@@ -277,8 +278,6 @@ class QuorumWorld:
             self.complain("defect", f"{told['message']}: {error!r}")
 
     async def _main(self) -> None:
-        from contextvars import copy_context
-
         self._outside = copy_context()
         self._stop = self.loop.create_future()
         rng = stream(self.noise, "start")
@@ -293,12 +292,14 @@ class QuorumWorld:
         for number, fault in enumerate(self.plan.faults):
             if fault.at < self.plan.for_s:
                 self._later(fault.at, self._begin, number)
-        await self._wait(self.plan.for_s)
-        if self.violation is None:
-            await self._heal()
-        if self.violation is None:
-            self._judge()
-        await self._clean_up()
+        try:
+            await self._wait(self.plan.for_s)
+            if self.violation is None:
+                await self._heal()
+            if self.violation is None:
+                self._judge()
+        finally:
+            await self._clean_up()
 
     async def _wait(self, seconds: float) -> None:
         await asyncio.wait({self._stop}, timeout=seconds)
@@ -323,10 +324,9 @@ class QuorumWorld:
                 self.complain("liveness", f"{LIVENESS_S:g} s after everything was healed: {led}")
 
     def _served_since(self, healed_at: float) -> bool:
-        elected = not self.plan.clients or self.oracle.latest > healed_at
-        if self.plan.clients and self.oracle.holder is not None:
-            elected = True
-        return elected and any(tenth / 10 > healed_at for tenth in self._tenths)
+        oracle = self.oracle
+        led = oracle.latest > healed_at or oracle.holder is not None or not self.plan.clients
+        return led and any(tenth / 10 > healed_at for tenth in self._tenths)
 
     def _judge(self) -> None:
         places: dict[tuple[int, int], float] = {}
@@ -374,6 +374,7 @@ class QuorumWorld:
         figures = self.statistics
         figures.events = self.loop.steps
         figures.virtual_s = round(self.clock.monotonic(), 3)
+        figures.messages = self.network.messages
         figures.leaders = len(self.cluster.leaders)
         figures.commits = len(self.cluster.committed)
         tenths = max(1, int(self.plan.for_s * 10))
@@ -415,20 +416,25 @@ def _cut(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
     pairs: list[tuple[str, str]] = []
     if fault.kind == "oneway":
         pairs += [(hosts[0].name, other.name) for other in hosts[1:]]
-        world.tell(hosts[0].name, f"is no longer heard by {_and(hosts[1:])}")
+        told = hosts[:1], f"is no longer heard by {_and(hosts[1:])}"
     else:
         side = hosts if fault.kind == "partition" else hosts[1:]
         for one in side:
             for other in others:
                 pairs += [(one.name, other.name), (other.name, one.name)]
-        world.tell(_and(side), "can reach nobody else")
+        told = hosts, "can reach nobody else"
+        if fault.kind == "bridge":
+            told = hosts[:1], f"alone reaches both {_and(side)} and the others"
+    if pairs:
+        world.tell(_and(told[0]), told[1])
     for here, there in pairs:
         world.network.cut(here, there)
 
     def undo() -> None:
         for here, there in pairs:
             world.network.cut(here, there, -1)
-        world.tell(_and(hosts), "can reach the others again")
+        if pairs:
+            world.tell(_and(hosts), "can reach the others again")
 
     return undo
 
@@ -460,6 +466,7 @@ def _loss(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
         world.network.loss = max(0.0, world.network.loss + share)
 
     more(fault.amount)
+    world.tell("the network", f"loses {fault.amount:.0%} of all packets, and sends them again")
     return lambda: more(-fault.amount)
 
 
@@ -525,13 +532,17 @@ def _fsync(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
 
 def _rate(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
     """Within the drift that validity allows for."""
-    hosts[0].clock.adjust(rate=1 - DRIFT * min(1.0, fault.amount))
+    rate = 1 - DRIFT * min(1.0, fault.amount)
+    hosts[0].clock.adjust(rate=rate)
+    world.tell(hosts[0].name, f"has a clock that runs at {rate:g} times the rate")
     return None
 
 
 def _jump(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
     """Of wall time, which nothing may rest on."""
-    hosts[0].clock.step_wall(3600.0 * fault.amount if fault.amount > 1 else -3600.0)
+    seconds = 3600.0 * fault.amount if fault.amount > 1 else -3600.0
+    hosts[0].clock.step_wall(seconds)
+    world.tell(hosts[0].name, f"has its wall clock set {seconds:+g} s")
     return None
 
 
@@ -558,7 +569,8 @@ def _order(world: QuorumWorld, *orders: tuple[str, str]) -> None:
 
     async def give(driver: Driver) -> None:
         for what, node in orders:
-            world.tell(giver.name, f"is told to {what} {node or 'to another'}")
+            asked = f"let {node or 'another'} lead" if what == "transfer" else f"{what} {node}"
+            world.tell(giver.name, f"is asked to {asked}")
             for _ in range(INSISTENCE):
                 try:
                     await driver.arrange(what, node, f"{node}:1")
