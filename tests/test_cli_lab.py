@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -10,8 +11,11 @@ from xml.etree import ElementTree
 import pytest
 
 from doyen.cli import main
-from doyen.lab import protocols
+from doyen.lab import protocols, runner
+from doyen.lab.plan import Plan
 from doyen.lab.protocols import known
+from doyen.lab.runner import Found
+from doyen.lab.world import run_plan
 from mutants_raft import ComparesNothing
 
 BROKEN = known("raft").but(make=ComparesNothing)
@@ -20,6 +24,12 @@ BROKEN = known("raft").but(make=ComparesNothing)
 def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
     assert main(["lab", *arguments, "--json"]) == code
     return json.loads(capsys.readouterr().out)
+
+
+def test_a_run_tells_programs_its_story(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["run", "--nodes", "3", "--faults", "none", "--for", "3s"]
+    assert "story" not in told(capsys, *arguments)
+    assert any(" leads in " in line for line in told(capsys, *arguments, "--tell")["story"])
 
 
 def test_a_run_is_the_same_twice(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +68,7 @@ def test_a_hunt_shows_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_what_breaks_is_reduced_told_and_written_down(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from doyen.lab import runner, story, world
+    from doyen.lab import story, world
 
     for module in (runner, protocols, story, world):
         monkeypatch.setattr(module, "known", lambda name: BROKEN, raising=False)
@@ -70,6 +80,38 @@ def test_what_breaks_is_reduced_told_and_written_down(
     assert "BROKEN at" in out
     assert f"doyen lab replay lab-raft-{seed}.json" in out
     assert main(["lab", "replay", f"lab-raft-{seed}.json"]) == 1
+
+    def interrupted(plan: Plan) -> Found:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "reduce", interrupted)
+    capsys.readouterr()
+    again = told(capsys, "run", "--seed", str(seed), "--nodes", "3", code=130)
+    assert again["file"] == f"lab-raft-{seed}-2.json"
+    assert again["violations"]
+    assert main(["lab", "replay", again["file"]]) == 1
+
+
+def test_a_hunt_that_is_interrupted_tells_and_keeps_what_it_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = runner.unreduced(run_plan(Plan(protocol="raft", nodes=3, seed=4711, for_s=1.0)))
+
+    def hunt(*given: object, tell: Callable[[Found], None], **others: object) -> None:
+        tell(failed)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "hunt", hunt)
+    assert main(["lab", "hunt", "--out", str(tmp_path)]) == 130
+    out = capsys.readouterr().out
+    assert "interrupted" in out
+    assert f"doyen lab replay {tmp_path / 'lab-raft-4711.json'}" in out
+    assert main(["lab", "replay", str(tmp_path / "lab-raft-4711.json")]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(runner, "keep", lambda *given: (tmp_path / "no" / "such").open("xb"))
+    hunted = told(capsys, "hunt", "--out", str(tmp_path), code=130)
+    assert hunted["interrupted"]
+    assert [each["file"] for each in hunted["failures"]] == [None]
 
 
 def test_protocols_side_by_side_in_a_table_and_a_plot(
@@ -113,6 +155,12 @@ def test_a_change_of_leader_costs_the_same_however_many_wait(
             "gif",
         ),
         (["scenario", "nonsense"], "no scenario 'nonsense'"),
+        (["run", "--world", "quorum", "--faults", "rot"], "no fault 'rot' in the world 'quorum'"),
+        (["run", "--for", "9999h", "--save", "no/such/run.json"], "cannot be written"),
+        (["compare", "--for", "9999h", "--plot", "no/such/plot.svg"], "cannot be written"),
+        (["compare", "--for", "9999h", "--plot", "x"], "plots are .svg or .png, not 'x'"),
+        (["scale", "--most", "100000", "--plot", "x.gif"], "not '.gif'"),
+        (["hunt", "--out", "no/such"], "there is no folder 'no/such'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
@@ -120,3 +168,22 @@ def test_what_makes_no_sense_is_refused(
 ) -> None:
     assert main(["lab", *arguments]) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "--nodes", "0"],
+        ["run", "--nodes", "three"],
+        ["run", "--proto", "raft"],
+        ["run", "--for", "0"],
+        ["hunt", "--jobs", "0"],
+        ["compare", "--seeds", "-1"],
+        ["scale", "--most", "0"],
+    ],
+)
+def test_wrong_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["lab", *arguments])
+    assert refused.value.code == 2
+    assert "error: " in capsys.readouterr().err

@@ -3,9 +3,11 @@ and told. That its checkers can see is shown on broken variants, here and in `te
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
+from concurrent.futures import Executor, Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,15 +20,28 @@ from hypothesis import strategies as st
 from doyen.consensus.core import Effect, Entry, Event, Kind, Persist, Send
 from doyen.consensus.smallest_id import SmallestId, Stand
 from doyen.errors import ConfigError
+from doyen.lab import runner
+from doyen.lab.checkers import Violation
 from doyen.lab.disk import Disk, Rotten
 from doyen.lab.host import Host
 from doyen.lab.linearizability import Operation, linearizable, witnessed
 from doyen.lab.plan import KINDS, LEADER, PLOTS, Fault, Plan, Weather, draw, stream
 from doyen.lab.protocols import PROTOCOLS, known
-from doyen.lab.runner import Progress, compare, hunt, hunt_mutant, kinds_of, replay, run, save
+from doyen.lab.runner import (
+    Found,
+    Progress,
+    compare,
+    hunt,
+    hunt_mutant,
+    keep,
+    kinds_of,
+    replay,
+    run,
+    save,
+)
 from doyen.lab.shrink import shrink
 from doyen.lab.story import tell
-from doyen.lab.world import World, run_plan
+from doyen.lab.world import Outcome, Statistics, World, run_plan
 
 CALM = Plan(protocol="raft", nodes=5, seed=1, for_s=6.0)
 
@@ -355,6 +370,84 @@ def test_a_hunt_leaves_no_seed_out() -> None:
     )
 
 
+def test_a_hunt_ends_when_its_time_is_up() -> None:
+    assert hunt(["raft"], range(80), limit_s=0.001, for_s=60.0).progress.seeds < 8
+
+
+def test_nobody_hunts_for_whoever_has_gone() -> None:
+    context = multiprocessing.get_context("spawn")
+    leash, held = context.Pipe(duplex=False)
+    with held:
+        worker = context.Process(target=led_and_busy, args=(leash,))
+        worker.start()
+        leash.close()
+        assert worker.is_alive()
+    worker.join(30)
+    assert worker.exitcode == 1
+
+
+def led_and_busy(leash: Any) -> None:
+    runner._on_a_leash(leash)
+    hunt_mutant(known("raft"), limit_s=60)
+
+
+class Here(Executor):
+    """Does at once, in this process, what it is given; and is interrupted at some point."""
+
+    def __init__(self, interrupted_by: object = None) -> None:
+        self._interrupted_by = interrupted_by
+
+    def submit(self, do: Any, /, *given: Any, **others: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        if do is not self._interrupted_by:
+            done.set_result(do(*given, **others))
+        return done
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "known", lambda name: BROKEN)
+    monkeypatch.setattr(runner, "_workers", lambda jobs: Here())
+
+
+@pytest.mark.usefixtures("failing")
+def test_what_a_hunt_finds_is_reduced_and_told() -> None:
+    told: list[Found] = []
+    seen: list[int] = []
+    done = hunt(
+        ["smallest-id"],
+        range(1000),
+        tell=told.append,
+        progress=lambda progress: seen.append(progress.found),
+        stop_at=1,
+    )
+    assert told == done.found
+    assert done.progress.found == len(told) >= 1
+    assert seen[-1] == len(told)
+    first = told[0]
+    assert first.story[-1].endswith(first.outcome.violations[0].text)
+    drawn = draw("smallest-id", runner.nodes_for(first.seed), first.seed)
+    assert len(first.outcome.plan.faults) < len(drawn.faults)
+
+
+@pytest.mark.usefixtures("failing")
+def test_what_a_hunt_had_found_when_it_was_interrupted_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner, "_workers", lambda jobs: Here(interrupted_by=runner.reduce))
+    told: list[Found] = []
+
+    def interrupt(progress: Progress) -> None:
+        if progress.found:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hunt(["smallest-id"], range(1000), tell=told.append, progress=interrupt)
+    assert told
+    assert not told[0].outcome.ok
+    assert not told[0].story
+
+
 def broken_plan() -> Plan:
     return next(
         plan
@@ -382,6 +475,21 @@ def test_what_fails_is_made_small_and_can_be_run_again(tmp_path: Path) -> None:
     assert not replay(path)[2], "the same plan, unbroken, is another run"
 
 
+def test_shrinking_takes_the_fewest_clients_and_servers_at_once() -> None:
+    tried: list[Plan] = []
+
+    def fails(plan: Plan) -> Outcome:
+        tried.append(plan)
+        found = [Violation("always", 20.0, "")]
+        return Outcome(
+            plan=plan, events=0, trace_hash="", violations=found, statistics=Statistics()
+        )
+
+    smallest, _ = shrink(fails, Plan(protocol="raft", nodes=7, seed=1, for_s=20.0))
+    assert (smallest.clients, smallest.nodes) == (0, 3)
+    assert len(tried) == 3, "as it is, without clients, with three servers"
+
+
 def test_a_plan_that_does_not_fail_is_not_shrunk() -> None:
     with pytest.raises(ValueError, match="does not fail"):
         shrink(run_plan, CALM)
@@ -392,6 +500,52 @@ def test_a_file_that_is_no_run_is_refused(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(ConfigError, match="not a run"):
         replay(path)
+
+
+def edited(**changes: object) -> dict[str, Any]:
+    plan: dict[str, Any] = {**msgspec.to_builtins(CALM), **changes}
+    return {"plan": plan, "trace_hash": "", "violations": [], "story": []}
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"protocol": "rafft"}, "no protocol 'rafft'"),
+        ({"world": "moon"}, "no world 'moon'"),
+        ({"nodes": 0}, "`int` >= 1 - at `$.plan.nodes`"),
+        ({"keys": 0}, "`$.plan.keys`"),
+        ({"pause_s": 0}, "`$.plan.pause_s`"),
+        ({"faults": [{"kind": "flood", "at": 1.0}]}, "no fault 'flood' in the world 'cores'"),
+        ({"faults": [{"kind": "crash", "at": 1.0}]}, "'crash' at 1 s befalls nobody"),
+        ({"faults": [{"kind": "crash", "at": -1.0}]}, "`$.plan.faults[0].at`"),
+        ({"faults": [{"kind": "rate", "at": 1.0, "nodes": ["n1"]}]}, "stops a clock"),
+        (
+            {"world": "quorum", "faults": [{"kind": "rot", "at": 1.0, "nodes": ["n1"]}]},
+            "no fault 'rot' in the world 'quorum'",
+        ),
+    ],
+)
+def test_a_file_that_no_seed_would_give_is_refused(
+    changes: dict[str, object], complaint: str, tmp_path: Path
+) -> None:
+    """It would seem to be a defect of the protocol's."""
+    path = tmp_path / "run.json"
+    path.write_bytes(msgspec.json.encode(edited(**changes)))
+    with pytest.raises(ConfigError) as refused:
+        replay(path)
+    assert complaint in str(refused.value)
+
+
+def test_a_failure_takes_no_other_ones_file(tmp_path: Path) -> None:
+    one, other = run_plan(CALM), run_plan(CALM.but(nodes=3))
+    first = keep(tmp_path, one)
+    assert first.name == "lab-raft-1.json"
+    assert keep(tmp_path, one) == first
+    second = keep(tmp_path, other)
+    assert second.name == "lab-raft-1-2.json"
+    assert keep(tmp_path, other) == second
+    assert replay(first)[2]
+    assert replay(second)[2]
 
 
 def test_plans_are_data() -> None:
@@ -423,6 +577,23 @@ def test_names_that_do_not_exist_are_refused() -> None:
         kinds_of("crash,seesaw")
     with pytest.raises(ConfigError, match="is for bare cores"):
         run(faults="seesaw", world="quorum")
+    with pytest.raises(ConfigError, match="no fault 'rot' in the world 'quorum'"):
+        run(faults="rot", world="quorum")
+    with pytest.raises(ConfigError, match="no world 'moon'"):
+        run(world="moon")
+    with pytest.raises(ConfigError, match="'all' goes with nothing else"):
+        kinds_of("all,crash")
+
+
+def test_numbers_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at least one node, not 0"):
+        run(nodes=0)
+    with pytest.raises(ConfigError, match="at least one process, not 0"):
+        hunt(jobs=0)
+    with pytest.raises(ConfigError, match="one seed or more"):
+        compare(["raft"], seeds=[])
+    with pytest.raises(ConfigError, match="'churn' is an order"):
+        compare(["raft"], faults="churn,crash")
 
 
 # Checkers can see: a host that breaks its word.

@@ -22,12 +22,14 @@ __all__ = ["MANUAL", "configure", "run"]
 MANUAL = """\
 The cores, nodes, sessions and elections that run on real machines, in a world where time, links,
 disks, clocks and crashes follow from one seed. The same seed gives the same run, to the event.
-After every event it is checked that nobody leads beside another, that tokens increase, that what
-was agreed on never changes and nothing acknowledged is lost; in the end, that clients saw one
-history, and that once all is healed somebody leads again.
+After every event it is checked that nobody leads beside another, that what was agreed on never
+changes and is on enough disks, and, of whole nodes, that terms do not overlap and tokens increase;
+in the end, that clients saw one history, that nothing acknowledged is lost, and that once all is
+healed somebody leads again.
 
 A run that breaks something is reduced to the few decisions that matter and told as a story; the
-file that is written replays it.
+file that is written replays it. A hunt ends when its time is up or three runs have failed;
+interrupted, it tells and writes down what it has.
 
 exit codes:
   0    everything held
@@ -63,6 +65,17 @@ def duration(text: str) -> float:
     return value
 
 
+def number(text: str) -> int:
+    """The type of an option that says how many.
+
+    >>> number("5")
+    5
+    """
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 up")
+    return int(text)
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     manual(parser, MANUAL)
@@ -71,7 +84,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
     def action(name: str, summary: str) -> argparse.ArgumentParser:
-        added = actions.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
+        added = actions.add_parser(
+            name, help=summary, description=f"{summary.capitalize()}.", allow_abbrev=False
+        )
         added.add_argument(
             "--json",
             action="store_true",
@@ -87,12 +102,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--save", metavar="FILE", help="write the run down (default: only if it fails)"
     )
-    many = action("hunt", "try seed after seed, on every core, until something breaks")
+    many = action("hunt", "try seed after seed, on every core, and see whether something breaks")
     many.add_argument(
         "--protocols", default="raft", metavar="NAME,…", help="or all (default: raft)"
     )
     many.add_argument("--limit", type=duration, default=60.0, metavar="TIME", help="default: 60s")
-    many.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="default: every core")
+    many.add_argument(
+        "--jobs", type=number, default=os.cpu_count() or 1, metavar="N", help="default: every core"
+    )
     many.add_argument("--first", type=int, default=0, metavar="SEED", help="default: 0")
     many.add_argument(
         "--out", default=".", metavar="FOLDER", help="where failures are written (default: here)"
@@ -106,9 +123,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         )
     side = action("compare", "the same faults to each protocol, side by side")
     side.add_argument("--protocols", default="all", metavar="NAME,…", help="default: all")
-    side.add_argument("--seeds", type=int, default=10, help="how many (default: 10)")
+    side.add_argument(
+        "--seeds", type=number, default=10, metavar="N", help="how many (default: 10)"
+    )
     for each in (one, side):
-        each.add_argument("--nodes", type=int, default=5, help="default: 5")
+        each.add_argument("--nodes", type=number, default=5, metavar="N", help="default: 5")
     for each in (one, many, side):
         each.add_argument(
             "--faults",
@@ -125,7 +144,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
             help="how long there is trouble in a run, in virtual time (default: 20s)",
         )
     cost = action("scale", "what an election costs, for ten candidates and a hundred thousand")
-    cost.add_argument("--most", type=int, default=1000, metavar="N", help="default: 1000")
+    cost.add_argument("--most", type=number, default=1000, metavar="N", help="default: 1000")
     for each in (side, cost):
         each.add_argument(
             "--plot",
@@ -150,19 +169,33 @@ def run(args: argparse.Namespace) -> int:
 def _protocols(text: str) -> tuple[str, ...]:
     from doyen.lab.protocols import PROTOCOLS, known
 
-    names = PROTOCOLS if text == "all" else tuple(text.split(","))
+    names = PROTOCOLS if text == "all" else tuple(dict.fromkeys(text.split(",")))
     for name in names:
         known(name)
     return names
 
 
+def _check_file(file: str | None) -> None:
+    """Whether it can be written, as far as can be told before the work rather than after it."""
+    if file and (Path(file).is_dir() or not Path(file).parent.is_dir()):
+        raise ConfigError(f"{file!r} cannot be written: name a file in a folder that is there")
+
+
+def _check_plot(file: str | None) -> None:
+    from doyen.lab import plot
+
+    _check_file(file)
+    if file:
+        plot.check(Path(file))
+
+
 def _run(args: argparse.Namespace) -> int:
     from doyen.lab import runner
     from doyen.lab.protocols import known
-    from doyen.lab.story import tell
+    from doyen.lab.story import make_world, tell
 
     known(args.protocol)
-    began = time.monotonic()
+    _check_file(args.save)
     plan = runner.plan_for(
         args.world,
         args.protocol,
@@ -171,31 +204,46 @@ def _run(args: argparse.Namespace) -> int:
         kinds=runner.kinds_of(args.faults),
         for_s=args.for_s,
     )
-    story: list[str] = []
-    if args.tell:
-        outcome, story = tell(plan)
-    else:
-        outcome = runner.run(
-            args.protocol, args.nodes, args.seed, args.faults, args.for_s, world=args.world
-        )
+    began = time.monotonic()
+    outcome, story = tell(plan) if args.tell else (make_world(plan).run(), [])
     took_s = time.monotonic() - began
-    if args.save and outcome.ok:
-        runner.save(Path(args.save), outcome, story)
-    found = None if outcome.ok else runner.reduce(plan)
-    file = None
-    if found is not None:
-        file = Path(args.save or f"lab-{args.protocol}-{args.seed}.json")
-        runner.save(file, found.outcome, found.story)
-    if args.json:
-        print_json({**_as_dict(outcome), "took_s": round(took_s, 3), "file": file and str(file)})
-    else:
-        out = console()
+    out = console()
+    if not args.json:
         for line in story:
             out.print(line)
         _show(out, outcome, took_s)
-        if found is not None:
-            _show_found(out, found, str(file))
-    return Exit.DONE if outcome.ok else Exit.NO
+    if outcome.ok:
+        if args.save:
+            runner.save(Path(args.save), outcome, story)
+        if args.json:
+            _print_run(outcome, story, took_s, args.save or None)
+        return Exit.DONE
+    found, code = _reduce(outcome)
+    if args.save:
+        file = Path(args.save)
+        runner.save(file, found.outcome, found.story)
+    else:
+        file = runner.keep(Path(), found.outcome, found.story)
+    if args.json:
+        _print_run(outcome, found.story, took_s, str(file))
+    else:
+        _show_found(out, found, file)
+    return code
+
+
+def _reduce(outcome: Outcome) -> tuple[Found, Exit]:
+    """Make it small, which takes hundreds of runs, unless it is interrupted."""
+    from doyen.lab import runner
+
+    try:
+        return runner.reduce(outcome.plan), Exit.NO
+    except KeyboardInterrupt:
+        return runner.unreduced(outcome), Exit.INTERRUPTED
+
+
+def _print_run(outcome: Outcome, story: list[str], took_s: float, file: str | None) -> None:
+    told = {**_as_dict(outcome), "took_s": round(took_s, 3), "file": file}
+    print_json({**told, "story": story} if story else told)
 
 
 def _as_dict(outcome: Outcome) -> dict[str, Any]:
@@ -229,12 +277,18 @@ def _show(out: Console, outcome: Outcome, took_s: float) -> None:
         out.print(f"BROKEN at {violation.at:g} s: {violation.kind}: {violation.text}", style="red")
 
 
-def _show_found(out: Console, found: Found, file: str) -> None:
-    faults = found.outcome.plan.faults
-    out.print(f"reduced to {len(faults)} decisions, {found.outcome.plan.nodes} nodes; its story:")
-    for line in found.story:
-        out.print(line)
-    out.print(f"doyen lab replay {file}")
+def _show_found(out: Console, found: Found, file: Path | None) -> None:
+    plan = found.outcome.plan
+    if found.story:
+        out.print(f"reduced to {len(plan.faults)} decisions, {plan.nodes} nodes; its story:")
+        for line in found.story:
+            out.print(line)
+    else:
+        out.print(f"not reduced: {len(plan.faults)} decisions, {plan.nodes} nodes")
+        for violation in found.outcome.violations:
+            out.print(f"{violation.kind}: {violation.text}")
+    if file is not None:
+        out.print(f"doyen lab replay {file}")
 
 
 def _hunt(args: argparse.Namespace) -> int:
@@ -242,49 +296,62 @@ def _hunt(args: argparse.Namespace) -> int:
 
     from doyen.lab import runner
 
-    shown = _Progress(silent=args.json)
-    files: list[Path] = []
+    shown = _Progress(runner.Progress(), silent=args.json)
+    kept: list[tuple[Found, Path | None]] = []
 
     def keep(found: Found) -> None:
         """At once: a hunt may be long, and broken off."""
-        file = Path(args.out) / f"lab-{found.protocol}-{found.seed}.json"
-        runner.save(file, found.outcome, found.story)
-        files.append(file)
+        try:
+            file = runner.keep(Path(args.out), found.outcome, found.story)
+        except OSError as error:
+            file = None
+            shown.warn(f"doyen: a failure was not written down: {error}")
+        kept.append((found, file))
 
-    hunted = runner.hunt(
-        _protocols(args.protocols),
-        count(args.first),
-        jobs=args.jobs,
-        limit_s=args.limit,
-        faults=args.faults,
-        for_s=args.for_s,
-        world=args.world,
-        progress=shown,
-        tell=keep,
-    )
-    shown.end()
-    progress = hunted.progress
-    if args.json:
-        import msgspec
-
-        print_json(
-            {
-                **msgspec.to_builtins(progress),
-                "failures": [
-                    {**_as_dict(found.outcome), "story": found.story, "file": str(file)}
-                    for found, file in zip(hunted.found, files, strict=True)
-                ],
-            }
+    if not Path(args.out).is_dir():
+        raise ConfigError(f"there is no folder {args.out!r} to write failures to")
+    interrupted = False
+    try:
+        runner.hunt(
+            _protocols(args.protocols),
+            count(args.first),
+            jobs=args.jobs,
+            limit_s=args.limit,
+            faults=args.faults,
+            for_s=args.for_s,
+            world=args.world,
+            progress=shown,
+            tell=keep,
         )
+    except KeyboardInterrupt:
+        interrupted = True
+    shown.end()
+    if args.json:
+        _print_hunt(shown.latest, kept, interrupted)
     else:
         out = console()
-        out.print(_progress_line(progress))
-        for found, file in zip(hunted.found, files, strict=True):
+        out.print(_progress_line(shown.latest) + (", interrupted" if interrupted else ""))
+        for found, file in kept:
             out.print(f"{found.protocol}, seed {found.seed}:", style="red")
-            _show_found(out, found, str(file))
-        if not hunted.found:
+            _show_found(out, found, file)
+        if not kept:
             out.print("nothing was found", style="green")
-    return Exit.NO if hunted.found else Exit.DONE
+    if interrupted:
+        return Exit.INTERRUPTED
+    return Exit.NO if kept else Exit.DONE
+
+
+def _print_hunt(
+    progress: Progress, kept: list[tuple[Found, Path | None]], interrupted: bool
+) -> None:
+    import msgspec
+
+    failures = [
+        {**_as_dict(found.outcome), "story": found.story, "file": file and str(file)}
+        for found, file in kept
+    ]
+    told = {**msgspec.to_builtins(progress), "interrupted": interrupted, "failures": failures}
+    print_json(told)
 
 
 def _progress_line(progress: Progress) -> str:
@@ -299,12 +366,14 @@ def _progress_line(progress: Progress) -> str:
 class _Progress:
     """One line that is written over, on a terminal; a line a minute elsewhere."""
 
-    def __init__(self, *, silent: bool) -> None:
+    def __init__(self, begun: Progress, *, silent: bool) -> None:
+        self.latest = begun
         self._silent = silent
         self._live = sys.stderr.isatty()
         self._told_at = 0.0
 
     def __call__(self, progress: Progress) -> None:
+        self.latest = progress
         if self._silent:
             return
         if self._live:
@@ -317,10 +386,16 @@ class _Progress:
         if self._live and not self._silent:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
+    def warn(self, line: str) -> None:
+        self.end()
+        print(line, file=sys.stderr, flush=True)
+
 
 def _compare(args: argparse.Namespace) -> int:
     from doyen.lab import runner
+    from doyen.lab.plot import compared, write
 
+    _check_plot(args.plot)
     rows = runner.compare(
         _protocols(args.protocols),
         nodes=args.nodes,
@@ -329,8 +404,6 @@ def _compare(args: argparse.Namespace) -> int:
         for_s=args.for_s,
     )
     if args.plot:
-        from doyen.lab.plot import compared, write
-
         write(Path(args.plot), compared(rows))
     if args.json:
         import msgspec
@@ -339,7 +412,8 @@ def _compare(args: argparse.Namespace) -> int:
     else:
         out = console()
         out.print(_compared(rows))
-        out.print(f"medians of {args.seeds} runs with the same faults at the same times")
+        runs = f"{args.seeds} runs" if args.seeds > 1 else "one run"
+        out.print(f"medians of {runs} with the same faults at the same times")
         if args.plot:
             out.print(f"drawn in {args.plot}")
     return Exit.NO if any(row.violations for row in rows) else Exit.DONE
@@ -377,6 +451,7 @@ def _scale(args: argparse.Namespace) -> int:
     sizes = [size for size in SIZES if size <= args.most]
     if len(sizes) < 2:
         raise ConfigError(f"--most is {SIZES[1]} or more, not {args.most}")
+    _check_plot(args.plot)
 
     def progress(line: str) -> None:
         if not args.json:
@@ -450,7 +525,7 @@ def _replay(args: argparse.Namespace) -> int:
             out.print(line)
         out.print(f"trace {outcome.trace_hash}" + ("" if same else ", which is another run"))
         if not same:
-            out.print("the code has changed since this was written down", style="yellow")
+            out.print("the code, or the file, has changed since it was written", style="yellow")
         if outcome.ok:
             out.print("everything held", style="green")
     return Exit.DONE if outcome.ok else Exit.NO

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Annotated
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-__all__ = ["KINDS", "LEADER", "PLOTS", "Fault", "Plan", "Weather", "draw", "stream"]
+__all__ = ["KINDS", "LEADER", "ORDERS", "PLOTS", "Fault", "Plan", "Weather", "draw", "stream"]
 
 LEADER = "leader"
 """Stands, in a fault, for whoever leads when it happens."""
@@ -51,51 +52,57 @@ THEMES = (
 """Mixtures that are known for going where others do not."""
 
 
+# What a file that somebody has edited is held to.
+Number = Annotated[int, Meta(ge=1)]
+Amount = Annotated[float, Meta(ge=0.0)]
+Duration = Annotated[float, Meta(gt=0.0)]
+
+
 class Fault(Struct, frozen=True, omit_defaults=True):
     """One decision: what happens to whom, when, and for how long."""
 
     kind: str
-    at: float
-    for_s: float = 0.0
+    at: Amount
+    for_s: Amount = 0.0
     nodes: tuple[str, ...] = ()
-    amount: float = 0.0
+    amount: Amount = 0.0
     """What it means depends on the kind: seconds, a probability, a rate, effects until a crash."""
 
 
 class Weather(Struct, frozen=True):
     """What links and disks are like when nothing is wrong with them."""
 
-    latency_s: float = 0.001
+    latency_s: Duration = 0.001
     """The median, one way."""
-    spread: float = 0.3
+    spread: Amount = 0.3
     """Of the logarithm."""
-    fsync_s: float = 0.002
+    fsync_s: Duration = 0.002
 
 
 class Plan(Struct, frozen=True, kw_only=True):
     """A whole run. Everything but the code that runs is in here."""
 
     protocol: str
-    nodes: int
+    nodes: Number
     seed: int
     world: str = "cores"
     """Of which kind: bare cores, or whole nodes with candidates (`quorum`)."""
-    for_s: float
+    for_s: Amount
     """How long there is trouble. Then everything is healed, and somebody must lead."""
-    clients: int = 3
-    pause_s: float = 0.1
+    clients: Annotated[int, Meta(ge=0)] = 3
+    pause_s: Duration = 0.1
     """How long a client thinks between two requests, on average."""
-    patience_s: float = 0.7
+    patience_s: Duration = 0.7
     """How long a client waits for an answer before it asks elsewhere."""
-    keys: int = 4
+    keys: Number = 4
     weather: Weather = Weather()
-    election_timeout_s: float = 1.0
-    heartbeat_s: float = 0.1
-    message_bytes: int = 1 << 20
+    election_timeout_s: Duration = 1.0
+    heartbeat_s: Duration = 0.1
+    message_bytes: Number = 1 << 20
     """How much of the log goes into one message: at 1, a single entry."""
-    compact_every: int = 200
+    compact_every: Number = 200
     """Entries between two snapshots, where the protocol has them."""
-    tail_entries: int = 4096
+    tail_entries: Annotated[int, Meta(ge=0)] = 4096
     """Entries kept behind a snapshot for those who are a little behind."""
     faults: tuple[Fault, ...] = ()
     noise: int = 0

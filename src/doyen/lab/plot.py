@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from importlib.util import find_spec
 from math import ceil, floor, log10
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from msgspec import Struct
 from doyen.errors import ConfigError
 from doyen.lab.runner import Comparison
 
-__all__ = ["Panel", "compared", "write"]
+__all__ = ["Panel", "check", "compared", "write"]
 
 WIDTH, HEIGHT, MARGIN = 360, 220, 48
 COLOURS = ("#2a6fbb", "#c2571a", "#2f8f4e", "#8a4fa3", "#b8a12b", "#5b6770", "#c23a6b")
@@ -50,15 +51,24 @@ def compared(rows: Sequence[Comparison]) -> list[Panel]:
     ]
 
 
+def check(path: Path) -> None:
+    """Whether we can draw what the file's name says."""
+    suffix = path.suffix.lower()
+    if suffix not in (".svg", ".png"):
+        raise ConfigError(f"plots are .svg or .png, not {suffix or path.name!r}")
+    if suffix == ".png" and find_spec("matplotlib") is None:
+        raise ConfigError(
+            "to draw .png takes matplotlib: pip install matplotlib, or name a file .svg"
+        )
+
+
 def write(path: Path, panels: Sequence[Panel]) -> None:
     """Draw, as the file's name says."""
-    match path.suffix.lower():
-        case ".svg":
-            path.write_text(svg(panels))
-        case ".png":
-            _png(path, panels)
-        case other:
-            raise ConfigError(f"plots are .svg or .png, not {other or 'without a suffix'!r}")
+    check(path)
+    if path.suffix.lower() == ".svg":
+        path.write_text(svg(panels))
+    else:
+        _png(path, panels)
 
 
 def svg(panels: Sequence[Panel], columns: int = 3) -> str:
@@ -150,16 +160,12 @@ def _decades(values: Sequence[float]) -> tuple[int, int]:
 
 
 def _png(path: Path, panels: Sequence[Panel]) -> None:
-    try:
-        import matplotlib as mpl
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "to draw .png takes matplotlib: pip install matplotlib, or name a file .svg"
-        ) from error
+    import matplotlib as mpl
+
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(
+    figure, _ = pyplot.subplots(
         ceil(len(panels) / 3), min(3, len(panels)), figsize=(12, 3.5 * ceil(len(panels) / 3))
     )
     for axis, panel in zip(figure.axes, panels, strict=False):
@@ -172,7 +178,6 @@ def _png(path: Path, panels: Sequence[Panel]) -> None:
         if panel.x:
             axis.set_xlabel(panel.x_label)
             axis.legend()
-    del axes
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)

@@ -13,19 +13,26 @@ Imports the rest of the lab; processes and the monotonic clock from the standard
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from itertools import islice
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
+from threading import Thread
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from doyen.consensus.core import Making, Message
 from doyen.errors import ConfigError
-from doyen.lab.plan import KINDS, PLOTS, Plan, draw
+from doyen.lab.plan import KINDS, ORDERS, PLOTS, Plan, draw
 from doyen.lab.protocols import Protocol, known
 from doyen.lab.shrink import shrink
 from doyen.lab.story import make_world, tell
@@ -40,6 +47,7 @@ __all__ = [
     "compare",
     "hunt",
     "hunt_mutant",
+    "keep",
     "kinds_of",
     "nodes_for",
     "plan_for",
@@ -47,6 +55,7 @@ __all__ = [
     "replay",
     "run",
     "save",
+    "unreduced",
 ]
 
 FOR_S = 20.0
@@ -55,7 +64,8 @@ _BATCH = 8
 
 def kinds_of(faults: str | Iterable[str]) -> tuple[str, ...]:
     """The kinds of fault that a person has named: `all`, `none`, a plot, or some of them."""
-    names = faults.split(",") if isinstance(faults, str) else list(faults)
+    given = faults.split(",") if isinstance(faults, str) else faults
+    names = [name.strip() for name in given]
     if names == ["all"]:
         return KINDS
     if names in (["none"], [""], []):
@@ -63,8 +73,8 @@ def kinds_of(faults: str | Iterable[str]) -> tuple[str, ...]:
     if len(names) == 1 and names[0] in PLOTS:
         return (names[0],)
     for name in names:
-        if name in PLOTS:
-            raise ConfigError(f"{name!r} is a plot of its own: name it alone")
+        if name in (*PLOTS, "all", "none"):
+            raise ConfigError(f"{name!r} goes with nothing else: name it alone")
         if name not in KINDS:
             known_ones = ", ".join((*KINDS, *PLOTS))
             raise ConfigError(f"no fault {name!r}; there are all, none, {known_ones}")
@@ -88,8 +98,6 @@ def run(
     >>> run("raft", nodes=3, seed=1, faults="none", for_s=5).ok
     True
     """
-    if nodes < 1:
-        raise ConfigError(f"a cluster needs at least one node, not {nodes}")
     plan = plan_for(
         world, protocol, nodes, seed, kinds=kinds_of(faults), for_s=for_s, clients=clients
     )
@@ -107,15 +115,31 @@ def plan_for(
     clients: int = 3,
 ) -> Plan:
     """What this seed has in store for that kind of world."""
+    if nodes < 1:
+        raise ConfigError(f"a cluster needs at least one node, not {nodes}")
+    _check_kinds(world, kinds)
     if world == "cores":
         return draw(protocol, nodes, seed, kinds=kinds, for_s=for_s, clients=clients)
-    if world != "quorum":
-        raise ConfigError(f"no world {world!r}; there are cores and quorum")
-    if kinds and kinds[0] in PLOTS:
-        raise ConfigError(f"the plot {kinds[0]!r} is for bare cores: leave --world out")
     from doyen.lab import quorum  # nodes and sessions, which bare cores do without
 
     return quorum.draw(protocol, nodes, seed, kinds=kinds, for_s=for_s, clients=clients)
+
+
+def _check_kinds(world: str, kinds: Sequence[str]) -> None:
+    """Refuse faults that this kind of world does not know. All of them are those that it does."""
+    there: Sequence[str] = KINDS
+    if world == "quorum":
+        from doyen.lab import quorum
+
+        there = quorum.KINDS
+    elif world != "cores":
+        raise ConfigError(f"no world {world!r}; there are cores and quorum")
+    for kind in () if kinds == KINDS else kinds:
+        if world == "quorum" and kind in PLOTS:
+            raise ConfigError(f"the plot {kind!r} is for bare cores: leave --world out")
+        if kind not in (*there, *PLOTS):
+            known_ones = ", ".join(there)
+            raise ConfigError(f"no fault {kind!r} in the world {world!r}; there are {known_ones}")
 
 
 def _run(plan: Plan, protocol: Protocol, *, measure: bool = False) -> Outcome:
@@ -145,6 +169,26 @@ class Record(Struct, kw_only=True):
 
 def save(path: Path, outcome: Outcome, story: Sequence[str] = ()) -> None:
     """Write down a run, so that it can be run again."""
+    path.write_bytes(_written(outcome, story))
+
+
+def keep(folder: Path, outcome: Outcome, story: Sequence[str] = ()) -> Path:
+    """Write down a run that failed, in a file of its own: what stands there of another is left."""
+    name, text = f"lab-{outcome.plan.protocol}-{outcome.plan.seed}", _written(outcome, story)
+    number = 1
+    while True:
+        path = folder / (f"{name}.json" if number == 1 else f"{name}-{number}.json")
+        try:
+            with path.open("xb") as file:
+                file.write(text)
+            return path
+        except FileExistsError:
+            if path.read_bytes() == text:
+                return path
+            number += 1
+
+
+def _written(outcome: Outcome, story: Sequence[str]) -> bytes:
     told = [f"{violation.kind}: {violation.text}" for violation in outcome.violations]
     record = Record(
         plan=outcome.plan,
@@ -152,7 +196,7 @@ def save(path: Path, outcome: Outcome, story: Sequence[str] = ()) -> None:
         violations=told,
         story=list(story),
     )
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+    return msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
 
 
 def replay(path: Path, protocol: Protocol | None = None) -> tuple[Outcome, list[str], bool]:
@@ -161,8 +205,20 @@ def replay(path: Path, protocol: Protocol | None = None) -> tuple[Outcome, list[
         record = msgspec.json.decode(path.read_bytes(), type=Record)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path} is not a run that the lab has written: {error}") from error
+    _check(record.plan, path)
     outcome, story = tell(record.plan, protocol)
     return outcome, story, outcome.trace_hash == record.trace_hash
+
+
+def _check(plan: Plan, path: Path) -> None:
+    """Refuse what no seed would have given: it would seem to be a defect of the protocol's."""
+    known(plan.protocol)
+    _check_kinds(plan.world, [fault.kind for fault in plan.faults])
+    for fault in plan.faults:
+        if not fault.nodes and fault.kind not in ("loss", "duplicate", "reorder", "transfer"):
+            raise ConfigError(f"{path}: the fault {fault.kind!r} at {fault.at:g} s befalls nobody")
+        if fault.kind == "rate" and not fault.amount:
+            raise ConfigError(f"{path}: the fault 'rate' at {fault.at:g} s stops a clock")
 
 
 # Hunting.
@@ -200,21 +256,23 @@ def nodes_for(seed: int) -> int:
 
 
 def _hunt_some(
-    name: str, seeds: Sequence[int], world: str, kinds: tuple[str, ...], for_s: float
-) -> tuple[Progress, list[Found]]:
-    """A batch, in a process of its own."""
+    name: str, seeds: Sequence[int], world: str, kinds: tuple[str, ...], for_s: float, until: float
+) -> tuple[Progress, list[Outcome]]:
+    """A batch, in a process of its own: how far it came, and what failed."""
     protocol = known(name)
     progress = Progress()
-    found = []
+    failed = []
     for seed in seeds:
+        if time.monotonic() >= until:
+            break
         plan = plan_for(world, name, nodes_for(seed), seed, kinds=kinds, for_s=for_s)
         outcome = _run(plan, protocol)
         progress.seeds += 1
         progress.events += outcome.events
         progress.virtual_s += outcome.statistics.virtual_s
         if not outcome.ok:
-            found.append(reduce(plan, protocol))
-    return progress, found
+            failed.append(outcome)
+    return progress, failed
 
 
 def reduce(plan: Plan, protocol: Protocol | None = None, tries: int = 300) -> Found:
@@ -223,6 +281,12 @@ def reduce(plan: Plan, protocol: Protocol | None = None, tries: int = 300) -> Fo
     smallest, _ = shrink(lambda each: _run(each, protocol), plan, tries=tries)
     outcome, story = tell(smallest, protocol)
     return Found(protocol=protocol.name, seed=plan.seed, outcome=outcome, story=story)
+
+
+def unreduced(outcome: Outcome) -> Found:
+    """A failure as it was found, for which there was no time to make it small and tell it."""
+    plan = outcome.plan
+    return Found(protocol=plan.protocol, seed=plan.seed, outcome=outcome, story=[])
 
 
 def hunt(
@@ -239,37 +303,82 @@ def hunt(
     stop_at: int = 3,
 ) -> Hunt:
     """Try seed after seed until the time is up, the seeds are, or enough has been found; `tell` is
-    told of each failure as soon as there is one."""
+    told of each failure once it is reduced or, if the hunt is broken off before that, as it is."""
     kinds = kinds_of(faults)
+    _check_kinds(world, kinds)
     began = time.monotonic()
     total = Progress()
     found: list[Found] = []
     batches = _batches(protocols, seeds)
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        running: set[Future[tuple[Progress, list[Found]]]] = set()
+    running: dict[Future[tuple[Progress, list[Outcome]]], None] = {}
+    reducing: dict[Future[Found], Outcome] = {}
+    with _workers(jobs) as pool:
         exhausted = False
-        while running or not exhausted:
-            late = time.monotonic() - began >= limit_s or len(found) >= stop_at
-            exhausted = exhausted or late
-            while not exhausted and len(running) < 2 * jobs:
-                batch = next(batches, None)
-                if batch is None:
-                    exhausted = True
-                else:
-                    running.add(pool.submit(_hunt_some, *batch, world, kinds, for_s))
-            done, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
-            for each in done:
-                some, more = each.result()
-                total.seeds += some.seeds
-                total.events += some.events
-                total.virtual_s += some.virtual_s
-                found += more
-                for one in more:
-                    tell(one)
-            total.elapsed_s = time.monotonic() - began
-            total.found = len(found)
-            progress(total)
+        try:
+            while running or reducing or not exhausted:
+                late = time.monotonic() - began >= limit_s or total.found >= stop_at
+                exhausted = exhausted or late
+                while not exhausted and len(running) < 2 * jobs:
+                    batch = next(batches, None)
+                    if batch is None:
+                        exhausted = True
+                    else:
+                        given = (*batch, world, kinds, for_s, began + limit_s)
+                        running[pool.submit(_hunt_some, *given)] = None
+                pending: list[Future[Any]] = [*running, *reducing]
+                wait(pending, timeout=1.0, return_when=FIRST_COMPLETED)
+                for smaller in [each for each in reducing if each.done()]:
+                    found.append(smaller.result())
+                    del reducing[smaller]
+                    tell(found[-1])
+                for done in [each for each in running if each.done()]:
+                    del running[done]
+                    some, failed = done.result()
+                    total.seeds += some.seeds
+                    total.events += some.events
+                    total.virtual_s += some.virtual_s
+                    reducing |= {pool.submit(reduce, each.plan): each for each in failed}
+                total.elapsed_s = time.monotonic() - began
+                total.found = len(found) + len(reducing)
+                progress(total)
+        finally:
+            for outcome in reducing.values():
+                tell(unreduced(outcome))
     return Hunt(progress=total, found=found)
+
+
+@contextmanager
+def _workers(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that end when we do, however that is."""
+    if jobs < 1:
+        raise ConfigError(f"a hunt needs at least one process, not {jobs}")
+    context = multiprocessing.get_context("spawn")
+    leash, held = context.Pipe(duplex=False)
+    made = ProcessPoolExecutor(jobs, context, initializer=_on_a_leash, initargs=(leash,))
+    with leash, held, made as pool:
+        try:
+            yield pool
+        except BrokenProcessPool as error:
+            raise ChildProcessError(
+                "a process of the hunt was ended by somebody else, perhaps for want of memory:"
+                " try fewer jobs"
+            ) from error
+        except BaseException:
+            held.close()
+            raise
+
+
+def _on_a_leash(leash: Connection) -> None:
+    """In a worker: it ends when the leash is dropped or whoever holds it is gone, whatever it is
+    doing, and without a word when a terminal interrupts all of us."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def wait_for_the_end() -> None:
+        with suppress(EOFError, OSError):
+            leash.recv_bytes()
+        os._exit(1)
+
+    Thread(target=wait_for_the_end, daemon=True).start()
 
 
 def _batches(
@@ -336,10 +445,17 @@ def compare(
     faults: str | Iterable[str] = "all",
     for_s: float = FOR_S,
 ) -> list[Comparison]:
-    """The same faults at the same times, to each protocol in turn."""
-    chosen = [kind for kind in kinds_of(faults) if kind not in ("transfer", "compact", "churn")]
+    """The same faults at the same times, to each protocol in turn; orders, which only some take,
+    are left out."""
+    kinds = kinds_of(faults)
+    for kind in kinds if kinds != KINDS else ():
+        if kind in ORDERS:
+            raise ConfigError(f"{kind!r} is an order that not every protocol takes: leave it out")
+    chosen = [kind for kind in kinds if kind not in ORDERS]
     rows = []
     numbers = list(seeds)
+    if not numbers:
+        raise ConfigError("to compare takes one seed or more")
     for protocol in protocols:
         outcomes = [
             run(protocol, nodes, seed, chosen or "none", for_s, measure=True) for seed in numbers

@@ -13,7 +13,7 @@ Imports sessions, the memory store and virtual time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from msgspec import Struct
@@ -156,14 +156,35 @@ class _Place:
         self.one_way_s = one_way_s
         self.elected: list[Record] = []
         self.waiting = 0
+        self.stores: list[_Far] = []
+        self._standing: list[asyncio.Future[None]] = []
         self._news = asyncio.Event()
         self._runtime = _Patient(self.clock)
 
-    def session(self) -> tuple[Session, _Far]:
+    @classmethod
+    async def meet(
+        cls, one_way_s: float, happens: Callable[[_Place], Awaitable[list[Cost]]]
+    ) -> list[Cost]:
+        """Let it happen in a place of its own, and leave nobody standing there."""
+        place = cls(one_way_s)
+        try:
+            return await happens(place)
+        finally:
+            for task in place._standing:
+                task.cancel()
+            for store in place.stores:
+                store.dead = True
+            await asyncio.wait(place._standing, timeout=1.0)
+
+    def begin_to(self, stand: Coroutine[Any, Any, None]) -> None:
+        self._standing.append(asyncio.ensure_future(stand))
+
+    def session(self) -> Session:
         store = MemoryStore(self.server, Context(self.clock, lambda event: None))
         far = _Far(store, self.meter, self.one_way_s)
         settings = Settings(url="memory://", ttl_s=TTL_S, sinks=(self._sink,))
-        return Session(settings, self._runtime, far), far
+        self.stores.append(far)
+        return Session(settings, self._runtime, far)
 
     def _sink(self, record: Record) -> None:
         if isinstance(record.event, Elected):
@@ -214,17 +235,12 @@ async def _stand(
         await done.wait()
 
 
-async def _crowd(count: int, one_way_s: float, recipe: str) -> list[Cost]:
-    place = _Place(one_way_s)
-    standing, stores = [], []
+async def _crowd(place: _Place, count: int, recipe: str) -> list[Cost]:
     resign = asyncio.Event()
     for number in range(count):
-        session, store = place.session()
-        stores.append(store)
+        session = place.session()
         done = resign if number == 0 else asyncio.Event()
-        standing.append(
-            asyncio.ensure_future(_stand(session, "e", f"server{number}", recipe, done))
-        )
+        place.begin_to(_stand(session, "e", f"server{number}", recipe, done))
         if number == 0:
             await place.settle()
     await place.settle()
@@ -236,63 +252,48 @@ async def _crowd(count: int, one_way_s: float, recipe: str) -> list[Cost]:
     if recipe == "line":
         winner = int(place.elected[-1].event.name.removeprefix("server"))  # type: ignore[attr-defined]
         record = place.server.list("elections/e")[0]
-        stores[winner].dead = True
+        place.stores[winner].dead = True
         begun = place.begin()
         place.server.revoke(str(record.lease))  # as at the end of its time
         await place.won()
         costs.append(place.cost("dies", count, begun, begun[2]))
-    for task in standing:
-        task.cancel()
-    for store in stores:
-        store.dead = True
-    await asyncio.wait(standing, timeout=1.0)
     return costs
 
 
 def crowd(count: int, one_way_s: float, recipe: str = "line") -> list[Cost]:
     """One election with so many candidates."""
-    return run_virtual(_crowd(count, one_way_s, recipe))
+    return run_virtual(_Place.meet(one_way_s, lambda place: _crowd(place, count, recipe)))
 
 
-async def _holdings(count: int, one_way_s: float) -> list[Cost]:
-    place = _Place(one_way_s)
-    standing = []
-
+async def _holdings(place: _Place, count: int) -> list[Cost]:
     async def lead(session: Session, election: str, name: str) -> None:
         async with session.campaign(election, name=name):
             await asyncio.Event().wait()
 
-    stores = []
     costs: list[Cost] = []
     for name in ("server1", "server2"):
-        session, store = place.session()
-        stores.append(store)
+        session = place.session()
         await session.__aenter__()
         before = place.begin()
-        standing += [
-            asyncio.ensure_future(lead(session, f"e{number}", name)) for number in range(count)
-        ]
+        for number in range(count):
+            place.begin_to(lead(session, f"e{number}", name))
         if name == "server1":
             await place.won(count)
             costs.append(place.cost("elects", count, before, before[2]))
         else:
             await place.stood(count)
     record = place.server.list("elections")[0]
-    stores[0].dead = True
+    place.stores[0].dead = True
     begun = place.begin()
     place.server.revoke(str(record.lease))
     await place.won(count)
     costs.append(place.cost("takes over", count, begun, begun[2]))
-    for task in standing:
-        task.cancel()
-    stores[1].dead = True
-    await asyncio.wait(standing, timeout=1.0)
     return costs
 
 
 def holdings(count: int, one_way_s: float) -> list[Cost]:
     """So many elections of one session, while another waits for all of them."""
-    return run_virtual(_holdings(count, one_way_s))
+    return run_virtual(_Place.meet(one_way_s, lambda place: _holdings(place, count)))
 
 
 def measure(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from doyen.lab.plan import LEADER, Fault, Plan
+from doyen.lab.plan import Fault, Plan
 from doyen.lab.world import Outcome
 
 __all__ = ["shrink"]
@@ -56,8 +56,7 @@ def shrink(run: Run, plan: Plan, *, tries: int = 600) -> tuple[Plan, Outcome]:
         size = _size(search.plan)
         _end_sooner(search)
         _drop_faults(search)
-        for smaller in _simpler(search.plan):
-            search.take(smaller)
+        _simplify(search)
         _shorten(search)
     return search.plan, search.outcome
 
@@ -91,14 +90,17 @@ def _drop_faults(search: _Search) -> None:
         part = max(1, part // 2)
 
 
-def _simpler(plan: Plan) -> Iterator[Plan]:
-    for clients in range(plan.clients):
-        yield plan.but(clients=clients)
-    mentioned = {name for fault in plan.faults for name in fault.nodes} - {LEADER, "holder"}
+def _simplify(search: _Search) -> None:
+    """As few clients as will do, then as few servers."""
+    for clients in range(search.plan.clients):
+        if search.take(search.plan.but(clients=clients)):
+            break
+    plan = search.plan
+    mentioned = {name for fault in plan.faults for name in fault.nodes if name.startswith("n")}
     for nodes in range(3, plan.nodes):
         smaller = plan.but(nodes=nodes)
-        if mentioned <= set(smaller.names):
-            yield smaller
+        if mentioned <= set(smaller.names) and search.take(smaller):
+            break
 
 
 def _shorten(search: _Search) -> None:
