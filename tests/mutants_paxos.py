@@ -51,13 +51,3 @@ class ForgetsBallots(Paxos):
 
     def _state(self) -> State:
         return State(self.generation, ((1, 1),))
-
-
-MUTANTS = (
-    ForgetsPromise,
-    PromisesBeforeWriting,
-    AcceptsBeforeWriting,
-    FirstReportWins,
-    HearsNoReports,
-    ForgetsBallots,
-)

@@ -65,13 +65,3 @@ class IdAloneDecides(SmallestId):
 
     def _far_enough(self, candidate: Stand) -> bool:
         return True
-
-
-MUTANTS = (
-    VotesTwice,
-    VotesBeforeWriting,
-    ForgetsGeneration,
-    LooksAtIndexOnly,
-    LooksAtNoLog,
-    IdAloneDecides,
-)

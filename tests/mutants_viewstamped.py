@@ -69,13 +69,3 @@ class KeepsTheRest(Viewstamped):
         if rest and len(self.log) == previous + len(entries):
             self.log.extend(rest)
             self._persist(first=len(self.log) - len(rest) + 1, entries=rest)
-
-
-MUTANTS = (
-    LongestLogWins,
-    ForgetsView,
-    ReportsBeforeWriting,
-    AcknowledgesBeforeWriting,
-    LeadsOnAfterRestart,
-    KeepsTheRest,
-)

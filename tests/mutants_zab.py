@@ -66,12 +66,3 @@ class AcceptsAnyLeader(Zab):
 
     def _ahead(self) -> bool:
         return False
-
-
-MUTANTS = (
-    EpochBeforeLog,
-    AcknowledgesBeforeWriting,
-    ForgetsEpoch,
-    PromisesBeforeWriting,
-    AcceptsAnyLeader,
-)

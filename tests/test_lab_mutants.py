@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import ModuleType
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ import mutants_viewstamped as viewstamped
 import mutants_zab as zab
 from doyen.consensus.core import Making, Persist, Recovered
 from doyen.consensus.raft import Raft
+from doyen.consensus.server import Server
 from doyen.lab.disk import Disk
 from doyen.lab.plan import LEADER, Fault, Plan
 from doyen.lab.protocols import Protocol, known
@@ -118,6 +120,19 @@ OTHERS: list[tuple[str, Making, int, str]] = [
 @pytest.mark.parametrize(("protocol", "mutant", "pinned", "faults"), OTHERS)
 def test_the_other_protocols(protocol: str, mutant: Making, pinned: int, faults: str) -> None:
     kill(known(protocol).but(make=mutant), pinned, faults)
+
+
+@pytest.mark.parametrize("module", [raft, zab, paxos, viewstamped, smallest_id])
+def test_no_mutant_is_left_out(module: ModuleType) -> None:
+    tried = [*(each for each, _, _ in RAFT), *(each for _, each, _, _ in OTHERS)]
+    tried.append(raft.KeepsItsLeader)
+    there = [
+        each
+        for each in vars(module).values()
+        if getattr(each, "__module__", "") == module.__name__ and issubclass(each, (Raft, Server))
+    ]
+    assert there
+    assert [each.__name__ for each in there if each not in tried] == []
 
 
 class AcceptsTornTail(Disk):
