@@ -165,6 +165,15 @@ def test_whoever_is_cut_off_gives_up_leading() -> None:
     assert story.index(f"{leader} can reach nobody else") < story.index(leaders[1])
 
 
+def test_a_story_says_a_thing_once_and_nothing_of_nothing() -> None:
+    """Who asks for votes is looking; and who is cut off from nobody is not cut off."""
+    story = believed(CALM.but(faults=(Fault("oneway", 2.0, 1.0, ("n1",)),)))
+    assert any("asks for votes" in line for line in story)
+    assert not any("is looking" in line or "heard" in line for line in story)
+    story = believed(CALM.but(faults=(Fault("oneway", 2.0, 1.0, ("n1", "n2")),)))
+    assert story.index("n1 is no longer heard by n2") < story.index("n1 is heard again")
+
+
 def test_the_end_of_a_process_is_told_and_that_of_a_machine_is_not() -> None:
     """A leader whose process dies is replaced at once; a silent one after the timeout."""
 

@@ -68,15 +68,19 @@ def _cut(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
     cut: list[Link] = []
     if fault.kind == "oneway":
         cut += [hosts[0].links[other.id] for other in hosts[1:]]
-        told = hosts[:1], f"is no longer heard by {_and(hosts[1:])}"
+        told = hosts[:1], f"is no longer heard by {_and(hosts[1:])}", "is heard again"
     else:
         side = hosts if fault.kind == "partition" else hosts[1:]
         for one in side:
             for other in others:
                 cut += [one.links[other.id], other.links[one.id]]
-        told = hosts, "can reach nobody else"
+        told = hosts, "can reach nobody else", "can reach the others again"
         if fault.kind == "bridge":
-            told = hosts[:1], f"alone reaches both {_and(side)} and the others"
+            told = (
+                hosts[:1],
+                f"alone reaches both {_and(side)} and the others",
+                "is no longer alone",
+            )
     if cut:
         world.tell(_and(told[0]), told[1])
     for link in cut:
@@ -86,7 +90,7 @@ def _cut(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
         for link in cut:
             link.cuts -= 1
         if cut:
-            world.tell(_and(hosts), "can reach the others again")
+            world.tell(_and(told[0]), told[2])
         world.network.reach()
 
     return undo

@@ -416,15 +416,19 @@ def _cut(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
     pairs: list[tuple[str, str]] = []
     if fault.kind == "oneway":
         pairs += [(hosts[0].name, other.name) for other in hosts[1:]]
-        told = hosts[:1], f"is no longer heard by {_and(hosts[1:])}"
+        told = hosts[:1], f"is no longer heard by {_and(hosts[1:])}", "is heard again"
     else:
         side = hosts if fault.kind == "partition" else hosts[1:]
         for one in side:
             for other in others:
                 pairs += [(one.name, other.name), (other.name, one.name)]
-        told = hosts, "can reach nobody else"
+        told = hosts, "can reach nobody else", "can reach the others again"
         if fault.kind == "bridge":
-            told = hosts[:1], f"alone reaches both {_and(side)} and the others"
+            told = (
+                hosts[:1],
+                f"alone reaches both {_and(side)} and the others",
+                "is no longer alone",
+            )
     if pairs:
         world.tell(_and(told[0]), told[1])
     for here, there in pairs:
@@ -434,7 +438,7 @@ def _cut(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
         for here, there in pairs:
             world.network.cut(here, there, -1)
         if pairs:
-            world.tell(_and(hosts), "can reach the others again")
+            world.tell(_and(told[0]), told[2])
 
     return undo
 

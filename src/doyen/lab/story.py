@@ -30,6 +30,8 @@ class _Teller:
 
     def befell(self, at: float, who: str, what: str) -> None:
         last = self.lines[-1] if self.lines else (0.0, "", "")
+        if what.startswith("is looking") and last[:2] == (at, who):
+            return  # it has just asked for votes, or given its own
         if last[2] == what and at - last[0] < 0.5 and who and what.startswith("follows"):
             self.lines[-1] = (last[0], f"{last[1]} and {who}", what)
         else:
