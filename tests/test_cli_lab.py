@@ -129,6 +129,24 @@ def test_protocols_side_by_side_in_a_table_and_a_plot(
     assert capsys.readouterr().out.splitlines()[0].startswith("protocol")
 
 
+def test_plots_are_drawn_as_png_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path))  # where it keeps a list of fonts
+    for name, *arguments in (
+        ("bars.png", "compare", "--protocols", "raft", "--seeds", "1", "--for", "1s"),
+        ("lines.png", "scale", "--most", "100"),
+    ):
+        plot = tmp_path / name
+        assert told(capsys, *arguments, "--plot", str(plot))
+        head = plot.read_bytes()[:24]
+        assert head.startswith(b"\x89PNG\r\n\x1a\n")
+        assert int.from_bytes(head[16:20]) == 1800  # three panels wide
+    monkeypatch.setattr("doyen.lab.plot.find_spec", lambda name: None)
+    assert main(["lab", "compare", "--plot", str(tmp_path / "x.png")]) == 2
+    assert "doyen[plot]" in capsys.readouterr().err
+
+
 def test_a_change_of_leader_costs_the_same_however_many_wait(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from importlib.util import find_spec
+from itertools import cycle
 from math import ceil, floor, log10
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def check(path: Path) -> None:
         raise ConfigError(f"plots are .svg or .png, not {suffix or path.name!r}")
     if suffix == ".png" and find_spec("matplotlib") is None:
         raise ConfigError(
-            "to draw .png takes matplotlib: pip install matplotlib, or name a file .svg"
+            "to draw .png takes matplotlib: pip install 'doyen[plot]', or name a file .svg"
         )
 
 
@@ -160,24 +161,23 @@ def _decades(values: Sequence[float]) -> tuple[int, int]:
 
 
 def _png(path: Path, panels: Sequence[Panel]) -> None:
-    import matplotlib as mpl
+    from matplotlib.figure import Figure
 
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, _ = pyplot.subplots(
-        ceil(len(panels) / 3), min(3, len(panels)), figsize=(12, 3.5 * ceil(len(panels) / 3))
-    )
-    for axis, panel in zip(figure.axes, panels, strict=False):
+    columns = min(3, len(panels)) or 1
+    rows = ceil(len(panels) / columns)
+    figure = Figure(figsize=(4 * columns, 3 * rows), layout="constrained")
+    for number, panel in enumerate(panels, 1):
+        axis = figure.add_subplot(rows, columns, number)
         axis.set_title(f"{panel.title}, {panel.unit}")
-        for name, values in panel.series.items():
+        for (name, values), colour in zip(panel.series.items(), cycle(COLOURS)):
             if panel.x:
-                axis.loglog(panel.x[: len(values)], values, marker="o", label=name)
+                axis.loglog(panel.x[: len(values)], values, marker="o", label=name, color=colour)
             else:
-                axis.bar(name, values[0])
+                axis.bar_label(axis.bar(name, values[0], color=colour), fmt="%.3g")
         if panel.x:
             axis.set_xlabel(panel.x_label)
             axis.legend()
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+        else:
+            axis.margins(y=0.12)
+            axis.tick_params("x", labelsize="small")
+    figure.savefig(path, dpi=150)
