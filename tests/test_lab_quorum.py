@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 from msgspec.msgpack import decode
 
-from doyen.consensus.core import Kind, Membership
+from doyen.consensus.core import Kind, Membership, Received
+from doyen.consensus.raft import Raft
 from doyen.election import Candidacy
 from doyen.heart import Heart
 from doyen.lab.machines import OwnClock
 from doyen.lab.plan import Fault, Plan
+from doyen.lab.protocols import known
 from doyen.lab.quorum import HOLDER, KINDS, QuorumWorld, draw
 from doyen.lab.runner import replay, run, save
 from doyen.lab.shrink import shrink
@@ -78,6 +80,20 @@ def test_every_fault_does_something(kind: str) -> None:
     ]
     # Nothing rests on wall time, so that a jump of it changes nothing.
     assert (rough.trace_hash in calm) == (kind == "jump")
+
+
+def test_a_voter_that_does_not_come_along_is_seen() -> None:
+    class Deaf(Raft):
+        """n3 hears nobody."""
+
+        def _received(self, event: Received) -> None:
+            if self.id != "n3":
+                super()._received(event)
+
+    outcome = QuorumWorld(CALM.but(for_s=3.0), known("raft").but(make=Deaf)).run()
+    assert [each.text for each in outcome.violations] == [
+        "60 s after everything was healed n3, a voter, is not along"
+    ]
 
 
 def test_an_interrupted_run_leaves_nothing_behind() -> None:

@@ -462,11 +462,9 @@ class Network:
         process.frozen = 0
         if not told:
             self._off[process.machine] = None
+            return
         for connection in list(process.connections):
-            if told:
-                self.carry(connection, connection.other.ended, None)
-            else:
-                self.loop.call_later(0.0, _nothing)
+            self.carry(connection, connection.other.ended, None)
 
     def back(self, process: Process, dead: Process) -> None:
         """A machine is up again: what it knew of connections is gone, and it says so."""
@@ -476,7 +474,3 @@ class Network:
             self.carry(connection, connection.other.ended, reset)
         dead.connections.clear()
         self.release()
-
-
-def _nothing() -> None:
-    return

@@ -58,6 +58,8 @@ KINDS = (
 """Of those that plans know. Links are TCP here, so nothing is repeated or comes out of order."""
 DRIFT = 0.004
 LIVENESS_S = 60.0
+OF_NODES = frozenset({"stall", "full", "fsync", "transfer", "churn"})
+"""What cannot befall a candidate, which has no disk and belongs to nothing."""
 INSISTENCE = 10
 """How often an order is given if it is refused."""
 
@@ -126,6 +128,7 @@ class QuorumWorld:
         self._refused: dict[tuple[int, int], None] = {}
         self._active: dict[int, Callable[[], None]] = {}
         self._tenths: dict[int, None] = {}
+        self._applied = 0
         self._stop: asyncio.Future[None]
         self.loop: LabLoop
         self.network: Network
@@ -316,17 +319,32 @@ class QuorumWorld:
         while self.violation is None:
             await self._wait(0.5)
             since = self.loop.time() - healed_at
-            if self._served_since(healed_at):
+            lacking = self._lacking(healed_at)
+            if lacking is None:
                 self.statistics.healed_s = round(since, 3)
                 return
             if since > LIVENESS_S:
-                led = "nobody leads" if self.leader() is None else "the nodes have a leader"
-                self.complain("liveness", f"{LIVENESS_S:g} s after everything was healed: {led}")
+                self.complain("liveness", f"{LIVENESS_S:g} s after everything was healed {lacking}")
 
-    def _served_since(self, healed_at: float) -> bool:
+    def _lacking(self, healed_at: float) -> str | None:
+        """What is still not as it should be: somebody leads, the nodes serve, and every voter
+        follows and has all that the leader had applied half a second ago."""
+        leader = self.leader()
+        if leader is None or leader.driver is None:
+            return "nobody leads the nodes"
+        status, before = leader.driver.status(), self._applied
+        self._applied = status.applied
         oracle = self.oracle
-        led = oracle.latest > healed_at or oracle.holder is not None or not self.plan.clients
-        return led and any(tenth / 10 > healed_at for tenth in self._tenths)
+        if self.plan.clients and oracle.latest <= healed_at and oracle.holder is None:
+            return "no candidate leads"
+        if not any(tenth / 10 > healed_at for tenth in self._tenths):
+            return "nothing was answered"
+        for name in status.membership.voters:
+            host = self.hosts[name]
+            driver = host.driver if isinstance(host, NodeHost) else None
+            if driver is None or driver.leader != leader.name or driver.status().applied < before:
+                return f"{name}, a voter, is not along"
+        return None
 
     def _judge(self) -> None:
         places: dict[tuple[int, int], float] = {}
@@ -626,7 +644,7 @@ def draw(
     faults = []
     for fault in plan.faults:
         given = list(fault.nodes)
-        if given and clients and rng.random() < 0.4:
+        if given and clients and fault.kind not in OF_NODES and rng.random() < 0.4:
             given[0] = HOLDER if rng.random() < 0.5 else rng.choice(candidates)
         if fault.kind == "partition" and rng.random() < 0.5:
             given += rng.sample(candidates, rng.randint(0, clients))
