@@ -17,6 +17,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from doyen import errors, events
 from doyen.cli import COMMANDS, MANUAL, parsers
@@ -180,15 +181,25 @@ def commands() -> str:
 
 def _command(name: str) -> str:
     parser = parsers(name)[1][name]
-    actions = [each for each in parser._actions if each.dest != "help"]
-    usage = " ".join(["doyen", name, *filter(None, map(_usage, actions))])
-    rows = ((f"`{_shown(each)}`", each.help or "") for each in actions)
     codes = textwrap.dedent((parser.epilog or "").partition("\n")[2].partition("\n\n")[0])
-    return (
-        f"### `doyen {name}`\n\n{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.\n\n"
-        f"```text\n{usage}\n```\n\n{table('argument', 'meaning', rows=rows)}\n\n"
-        f"Exit codes:\n\n```text\n{codes}\n```"
-    )
+    told = f"### `doyen {name}`\n\n{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.\n\n"
+    choices: Any = next((each.choices for each in parser._actions if each.dest == "action"), None)
+    if choices is None:
+        told += _arguments(f"doyen {name}", parser)
+    else:
+        told += "\n\n".join(
+            f"{each.description}\n\n{_arguments(f'doyen {name} {action}', each)}"
+            for action, each in choices.items()
+        )
+    return f"{told}\n\nExit codes:\n\n```text\n{codes}\n```"
+
+
+def _arguments(command: str, parser: argparse.ArgumentParser) -> str:
+    actions = [each for each in parser._actions if each.dest != "help"]
+    actions.sort(key=lambda each: (bool(each.option_strings), each.dest == "json"))
+    usage = " ".join([command, *filter(None, map(_usage, actions))])
+    rows = ((f"`{_shown(each)}`", each.help or "") for each in actions)
+    return f"```text\n{usage}\n```\n\n{table('argument', 'meaning', rows=rows)}"
 
 
 def _usage(action: argparse.Action) -> str:

@@ -96,19 +96,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     action("status", "show every node: its role, how far along it is, what it holds")
     add = action("add", "add a node, which gets everything and counts for nothing yet")
-    add.add_argument("node", metavar="NAME")
+    add.add_argument("node", metavar="NAME", help="the node's name, its --id")
     add.add_argument("address", metavar="HOST:PORT", help="where the others reach it")
-    action("promote", "let a node that was added count").add_argument("node", metavar="NAME")
-    action("remove", "take a node out").add_argument("node", metavar="NAME")
+    promote = action("promote", "let a node that was added count")
+    promote.add_argument("node", metavar="NAME", help="the node's name")
+    remove = action("remove", "take a node out")
+    remove.add_argument("node", metavar="NAME", help="the node's name")
     transfer = action("transfer", "have another node lead")
     transfer.add_argument("node", metavar="NAME", nargs="?", default="", help="default: the best")
     backup = action("backup", "copy everything into a file")
-    backup.add_argument("file", metavar="FILE")
+    backup.add_argument("file", metavar="FILE", help="a new one")
     backup.add_argument(
         "--data-dir", metavar="FOLDER", help="from the memory of a node that is stopped"
     )
     restore = action("restore", "begin a new cluster from a backup, on this node")
-    restore.add_argument("file", metavar="FILE")
+    restore.add_argument("file", metavar="FILE", help="what backup has written")
     restore.add_argument(
         "--config", metavar="FILE", help="the node's settings, as for doyen serve (default: none)"
     )

@@ -96,8 +96,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         return added
 
     one = action("run", "run one seed")
-    one.add_argument("--protocol", default="raft", help="default: raft")
-    one.add_argument("--seed", type=int, default=0, help="default: 0")
+    one.add_argument("--protocol", default="raft", metavar="NAME", help="default: raft")
+    one.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     one.add_argument("--tell", action="store_true", help="tell what happened, a line each")
     one.add_argument(
         "--save", metavar="FILE", help="write the run down (default: only if it fails)"
@@ -154,7 +154,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     told = action("scenario", "what the documents teach, acted out")
     told.add_argument("name", nargs="?", metavar="NAME", help="default: a list of them")
     again = action("replay", "run again what was written down")
-    again.add_argument("file", metavar="FILE")
+    again.add_argument("file", metavar="FILE", help="what run or hunt has written")
 
 
 def run(args: argparse.Namespace) -> int:
