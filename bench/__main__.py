@@ -19,6 +19,7 @@ from bench.failover import crash, handover
 from bench.figures import Figure
 from bench.frozen import frozen
 from bench.idle import idle
+from bench.lab import lab
 from bench.loss import loss
 from bench.outages import outages
 from bench.quorum import upkeep, writes
@@ -37,6 +38,7 @@ BENCHES: dict[str, Callable[..., list[Figure]]] = {
     "herd": herd,
     "many": many,
     "idle": idle,
+    "lab": lab,
     "engines": engines,
     "writes": writes,
     "outages": outages,
@@ -56,6 +58,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "herd": {"processes": 2, "sessions": 4, "changes": 2},
     "many": {"elections": 50, "traced": 20, "settle_s": 0.1, "hold_s": 0.1},
     "idle": {"seconds": 0.5, "sessions": 2},
+    "lab": {"seeds": 1, "hours": 0.01},
     "engines": {"trials": 2, "crashes": 1, "only": "redis", "peers": False},
     "writes": {"rounds": 1, "seconds": 0.2, "levels": (1, 16), "peers": False},
     "outages": {"trials": 1, "freezes": 1, "transfers": 1, "peers": False},

@@ -21,6 +21,7 @@ FIGURES = {
     "herd": 1,
     "many": 3,
     "idle": 4,
+    "lab": 3,
     "writes": 2,
     "outages": 4,
     "upkeep": 3,
