@@ -608,6 +608,10 @@ def test_an_onlooker_may_ask_how_a_node_without_a_leader_is_and_no_more() -> Non
         assert garbage._on_frames is not None
         garbage._on_frames(garbage, [(REQUEST, b"\xc1")])
         assert garbage.faults == [Fault.MALFORMED]
+        flood = Client(service, role="onlooker")
+        flood.put(Inquire(1), Inquire(2))
+        assert flood.faults == [Fault.OUT_OF_TURN]
+        assert not flood.told
         service.close()
         assert Client(service, role="onlooker").refused is Fault.NOT_SERVING
 

@@ -19,7 +19,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, Protocol
 
@@ -309,16 +309,17 @@ class Service:
         self._send_away()
 
     def _show(self, link: Link, frames: Sequence[tuple[int, bytes]]) -> None:
-        onlooker = _Client(link, self._loop)
-        for kind, payload in frames:
-            match _request(link, kind, payload):
-                case words.Inquire() as request:
-                    self._inquire(onlooker, request)
-                case None:
-                    return
-                case _:
-                    link.fault(Fault.OUT_OF_TURN, "an onlooker that does more than inquire")
-                    return
+        """One question at a time: thousands that came at once would keep everybody waiting."""
+        if len(frames) > 1:
+            link.fault(Fault.OUT_OF_TURN, "an onlooker that does not wait for its answer")
+            return
+        match _request(link, *frames[0]):
+            case words.Inquire() as request:
+                self._inquire(_Client(link, self._loop), request)
+            case None:
+                pass
+            case _:
+                link.fault(Fault.OUT_OF_TURN, "an onlooker that does more than inquire")
 
     # What clients ask.
 
@@ -709,6 +710,7 @@ def _scopes(changes: Any, watched: dict[str, Any]) -> dict[str, None]:
     return found
 
 
+@cache
 def _version() -> str:
     try:
         return version("doyen")

@@ -144,13 +144,15 @@ async def inquire(address: str, security: Security, cluster: str) -> Condition:
     answer: asyncio.Future[Condition] = asyncio.get_running_loop().create_future()
 
     def take(link: Link, frames: Sequence[tuple[int, bytes]]) -> None:
-        try:
-            told = decode_answer(frames[0][1])
-        except MsgspecError as error:
-            raise FrameError(Fault.MALFORMED, f"not an answer of this protocol: {error}") from None
-        if answer.done() or not isinstance(told, Condition):
-            raise FrameError(Fault.OUT_OF_TURN, "an answer to what was not asked")
-        answer.set_result(told)
+        for kind, payload in frames:
+            try:
+                told = decode_answer(payload)
+            except (MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                text = f"not an answer of this protocol: {error}"
+                raise FrameError(Fault.MALFORMED, text) from None
+            if kind != ANSWER or answer.done() or not isinstance(told, Condition):
+                raise FrameError(Fault.OUT_OF_TURN, "an answer to what was not asked")
+            answer.set_result(told)
 
     def ended(link: Link, end: End) -> None:
         if not answer.done():
@@ -367,7 +369,7 @@ class Wire:
                     raise ValueError(f"a frame of kind {kind}")
                 answer = decode_answer(payload)
                 self._hear.get(type(answer), self._answered)(answer)
-            except (MsgspecError, ValueError) as error:
+            except (MsgspecError, ValueError, RecursionError) as error:
                 link.fault(Fault.MALFORMED, f"not an answer of this protocol: {error}")
                 return
 
