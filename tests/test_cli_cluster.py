@@ -10,6 +10,9 @@ import pytest
 
 import doyen
 from doyen.cli import main
+from doyen.quorum.requests import Condition
+from doyen.stores.quorum.diagnosis import State
+from doyen.stores.quorum.store import QuorumStore
 from served import Quorum
 
 
@@ -32,9 +35,9 @@ def test_a_node_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         done = told(capsys, "remove", old.name, *store)
         assert old.name not in done["voters"]
         status = told(capsys, "status", *store)
-        assert [node["node"] for node in status["nodes"] if node["removed"]] == [old.name]
+        assert [node["node"] for node in status["nodes"] if node["outside"]] == [old.name]
         assert main(["cluster", "status", *store]) == 0
-        assert f"{old.name}    {old.address}  removed" in capsys.readouterr().out
+        assert f"{old.name}    {old.address}  outside" in capsys.readouterr().out
         assert old.stop() == 0
         store = ["--store", quorum.url]
         status = told(capsys, "status", *store, code=1)  # the one that was removed is silent
@@ -74,6 +77,37 @@ def test_status_in_words_and_with_nobody_leading(
         out = capsys.readouterr().out
         assert f"{leader.name}    {leader.address}  looking" in out
         assert out.count("silent") == 2
+
+
+def test_status_of_nodes_that_do_not_all_know_who_leads(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that runs and is cut off is no better than a silent one; unless it does not belong."""
+    states: list[State] = []
+
+    async def inspect(self: QuorumStore) -> list[State]:
+        return states
+
+    monkeypatch.setattr(QuorumStore, "inspect", inspect)
+    store = ["--store", "doyen://h1"]
+    voters, counts = ("n1", "n2"), (0, 0, 0, 0, 0)
+
+    def condition(node: str, role: str, leader: str | None) -> Condition:
+        learners = () if node in voters else (node,)
+        start = (0, node, "1", role, 1, leader, 0, 0, 0, False)
+        return Condition(*start, voters, learners, {}, *counts)
+
+    states += [
+        State("h1:7400", condition("n1", "leading", "n1")),
+        State("h2\x1b[2J:7400", condition("n2", "loo\x1b[2Jking", None)),
+    ]
+    assert main(["cluster", "status", *store]) == 1
+    out = capsys.readouterr().out
+    assert "h2\\x1b[2J:7400  loo\\x1b[2Jking" in out
+    assert "\x1b" not in out
+    states[1:] = [State("h4:7400", condition("n4", "looking", None))]
+    assert main(["cluster", "status", *store]) == 0
+    assert "outside" in capsys.readouterr().out
 
 
 def test_whoever_is_silent_is_named_once(

@@ -20,9 +20,14 @@ from doyen.errors import (
     StoreUnusable,
 )
 from doyen.node import machine as machines
+from doyen.node.door import Door
 from doyen.node.server import Options, Server
-from doyen.quorum.requests import Condition
-from doyen.store import Context, open_store
+from doyen.quorum.keyspace import encode
+from doyen.quorum.link import Link
+from doyen.quorum.requests import ANSWER, Condition, Renewed
+from doyen.quorum.wire import Identity, Security
+from doyen.store import Context, StoreURL, open_store
+from doyen.stores.quorum import make_store
 from doyen.stores.quorum.diagnosis import State, findings
 from doyen.stores.quorum.store import QuorumStore
 from servers import Proxy, QuorumCluster, free_port
@@ -397,6 +402,11 @@ def test_secrets(tmp_path: Path) -> None:
                 with pytest.raises(StoreUnusable, match="secret"):
                     async with opened(url):
                         pass
+                store = make_store(StoreURL.parse(url))
+                (state,) = await store.inspect()
+                assert state.condition is None
+                assert "secret" in state.silent_because
+                await store.close()
 
     run(main)
 
@@ -489,7 +499,12 @@ def test_what_is_wrong_with_a_quorum_is_told() -> None:
     assert any("no leader" in text for text in headless["problem"])
     cut_off = condition("n3", leader=None, generation=4)
     led = [State(f"h{n}", condition(f"n{n}")) for n in (1, 2)]
-    assert "problem" not in told(*led, State("h3", cut_off))
+    lonely = told(*led, State("h3", cut_off))
+    assert "problem" not in lonely
+    assert [re.split("[:,]", text)[0] for text in lonely["warning"]] == [
+        "this node runs",
+        "at risk",
+    ]
     leads = State("h1", condition("n1", role="leading"))
     extra = told(leads, *led[1:], State("h3", condition("n3")), State("h4", condition("n4")))
     assert extra["note"] == ["this node runs, and does not belong to the quorum"]
@@ -510,5 +525,46 @@ def test_nodes_are_asked_how_they_are(tmp_path: Path) -> None:
                 quorum.peers["n2"],
                 "quorum",
             ]
+
+    run(main)
+
+
+NESTED = encode(condition("n1")).replace(b"\xdc\x00\x14", b"\xdc\x00\x15") + b"\x91" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer"),
+    [
+        (ANSWER, b"\xc1"),
+        (ANSWER, encode(condition("n1")).replace(b"following", b"f\xff\xff\xff\xff\xff\xffng")),
+        (ANSWER, NESTED),
+        (ANSWER, encode(Renewed(0))),
+        (ANSWER + 1, encode(condition("n1"))),
+    ],
+)
+def test_a_node_that_answers_nonsense_is_one_that_is_silent(kind: int, answer: bytes) -> None:
+    async def main() -> None:
+        amiss: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, told: amiss.append(told))
+
+        def reply(link: Link, frames: object) -> None:
+            link.send(kind, answer)
+
+        def admit(link: Link) -> None:
+            link.welcome(reply, lambda link, end: None)
+
+        door = Door(Identity("c", "n1", 1), Security(), peers=admit, clients=admit, pages={})
+        port = await door.listen("127.0.0.1", 0)
+        try:
+            store = make_store(StoreURL.parse(f"doyen://127.0.0.1:{port}"))
+            (state,) = await store.inspect()
+            assert (state.condition, state.silent_because) == (
+                None,
+                f"127.0.0.1:{port}: something malformed came",
+            )
+            await store.close()
+        finally:
+            await door.close()
+        assert not amiss
 
     run(main)

@@ -44,8 +44,8 @@ those of the backup; name --token-floor if the old cluster may have given out mo
 million since.
 
 exit codes:
-  0    done; status: somebody leads and every node answers
-  1    the order was not carried out; status: nobody leads, or a node is silent
+  0    done; status: every node answers, and knows who leads
+  1    the order was not carried out; status: a node is silent, or knows of no leader
   others as for every command: see doyen --help
 
 examples:
@@ -197,22 +197,23 @@ async def _arrange(args: argparse.Namespace) -> int:
 
 
 async def _status(args: argparse.Namespace) -> int:
-    from doyen.stores.quorum.diagnosis import removed
+    from doyen.stores.quorum.diagnosis import outsiders
 
     async with _quorum(args) as store:
         states = await store.inspect()
-    well = all(state.condition for state in states) and any(
-        state.condition and state.condition.leader for state in states
+    outside = outsiders(states)  # there are some only if somebody leads
+    well = all(
+        state.condition and (state.condition.leader or state.condition.node in outside)
+        for state in states
     )
-    gone = removed(states)
     if args.json:
-        print_json({"well": well, "nodes": [_as_dict(state, gone) for state in states]})
+        print_json({"well": well, "nodes": [_as_dict(state, outside) for state in states]})
     else:
         table = Table(
             ["node", "address", "role", ">generation", ">applied", ">keys", ">clients", "disk"]
         )
         for state in states:
-            table.rows.append(_row(state, gone))
+            table.rows.append(_row(state, outside))
             if state.condition is None:
                 table.styles[len(table.rows) - 1] = "red"
             elif state.condition.role == "leading":
@@ -220,28 +221,28 @@ async def _status(args: argparse.Namespace) -> int:
         console().print(table)
         for state in states:
             if state.condition is None:
-                console().print(f"{state.address}: {printable(state.silent_because)}")
+                console().print(printable(f"{state.address}: {state.silent_because}"))
     return Exit.DONE if well else Exit.NO
 
 
-def _as_dict(state: State, gone: set[str]) -> dict[str, Any]:
+def _as_dict(state: State, outside: set[str]) -> dict[str, Any]:
     if state.condition is None:
         node = {"node": state.node} if state.node else {}
         return {"address": state.address, **node, "silent_because": state.silent_because}
     condition = state.condition
     told = {name: getattr(condition, name) for name in condition.__struct_fields__ if name != "id"}
-    return {"address": state.address, "removed": condition.node in gone, **told}
+    return {"address": state.address, "outside": condition.node in outside, **told}
 
 
-def _row(state: State, gone: set[str]) -> list[str]:
-    told = state.condition
+def _row(state: State, outside: set[str]) -> list[str]:
+    told, address = state.condition, printable(state.address)
     if told is None:
-        return [printable(state.node) or "?", state.address, "silent", "", "", "", "", ""]
+        return [printable(state.node) or "?", address, "silent", "", "", "", "", ""]
     role = "learning" if told.node in told.learners else told.role
-    role = "removed" if told.node in gone else role
+    role = "outside" if told.node in outside else role
     numbers = map(str, (told.generation, told.applied, told.keys, told.clients))
     disk = "full" if told.full else "ok"
-    return [printable(told.node), state.address, role, *numbers, disk]
+    return [printable(told.node), address, printable(role), *numbers, disk]
 
 
 async def _backup(args: argparse.Namespace) -> int:

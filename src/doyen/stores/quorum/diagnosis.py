@@ -8,7 +8,7 @@ from typing import NamedTuple
 from doyen.model import Finding
 from doyen.quorum.requests import Condition
 
-__all__ = ["State", "findings", "removed"]
+__all__ = ["State", "findings", "outsiders"]
 
 
 class State(NamedTuple):
@@ -21,9 +21,9 @@ class State(NamedTuple):
     """Who should be there, if others know."""
 
 
-def removed(states: Sequence[State]) -> set[str]:
-    """Who runs and does not belong to the quorum: by its leader's word, since one that was taken
-    out may not have heard of it."""
+def outsiders(states: Sequence[State]) -> set[str]:
+    """Who runs and does not belong to the quorum, any more or yet: by its leader's word, since one
+    that was taken out may not have heard of it."""
     up = [state.condition for state in states if state.condition is not None]
     leaders = [each for each in up if each.role == "leading"]
     if not leaders:
@@ -47,7 +47,17 @@ def _nodes(states: Sequence[State]) -> Iterator[Finding]:
                 text=f"this node does not serve: {state.silent_because}",
                 remedy="start it, or correct the URL",
             )
-    for node in sorted(removed(states)):
+    outside = outsiders(states)
+    up = [state.condition for state in states if state.condition is not None]
+    for each in up if _led(up) else ():
+        if each.leader is None and each.node not in outside:
+            yield Finding(
+                level="warning",
+                subject=each.node,
+                text="this node runs, and knows of no leader, though there is one",
+                remedy="see that it can reach the other nodes",
+            )
+    for node in sorted(outside):
         yield Finding(
             level="note",
             subject=node,
@@ -56,9 +66,13 @@ def _nodes(states: Sequence[State]) -> Iterator[Finding]:
         )
 
 
+def _led(up: Sequence[Condition]) -> list[Condition]:
+    """Those who know of a leader. Others run, and take no part."""
+    return [each for each in up if each.leader is not None]
+
+
 def _leadership(up: Sequence[Condition]) -> Iterator[Finding]:
-    led = [each for each in up if each.leader is not None]
-    latest = max(led or up, key=lambda each: each.generation, default=None)
+    latest = max(_led(up) or up, key=lambda each: each.generation, default=None)
     if latest is None:
         return
     if latest.leader is None:
@@ -83,7 +97,7 @@ def _members(up: Sequence[Condition]) -> Iterator[Finding]:
         return
     voters = set(latest.voters)
     majority = len(voters) // 2 + 1
-    running = voters & {each.node for each in up}
+    running = voters & {each.node for each in _led(up) or up}
     missing = voters - running
     known = len({*latest.voters, *latest.learners})
     if missing and len(running) == majority and len(voters) > 1:
@@ -91,8 +105,8 @@ def _members(up: Sequence[Condition]) -> Iterator[Finding]:
         yield Finding(
             level="warning",
             subject="quorum",
-            text=f"at risk: of {len(voters)} voters, {names} cannot be reached from here; if one"
-            " more fails, nothing can be written",
+            text=f"at risk: of {len(voters)} voters, {names} cannot be reached from here, or"
+            " has no leader; if one more fails, nothing can be written",
             remedy="start what is missing, and name every node in the URL",
         )
     if len(voters) == 1:
