@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,9 +98,11 @@ def test_a_hunt_that_is_interrupted_tells_and_keeps_what_it_has(
 ) -> None:
     failed = runner.unreduced(run_plan(Plan(protocol="raft", nodes=3, seed=4711, for_s=1.0)))
 
+    by = signal.SIGINT
+
     def hunt(*given: object, tell: Callable[[Found], None], **others: object) -> None:
         tell(failed)
-        raise KeyboardInterrupt
+        signal.raise_signal(by)
 
     monkeypatch.setattr(runner, "hunt", hunt)
     assert main(["lab", "hunt", "--out", str(tmp_path)]) == 130
@@ -109,7 +112,8 @@ def test_a_hunt_that_is_interrupted_tells_and_keeps_what_it_has(
     assert main(["lab", "replay", str(tmp_path / "lab-raft-4711.json")]) == 0
     capsys.readouterr()
     monkeypatch.setattr(runner, "keep", lambda *given: (tmp_path / "no" / "such").open("xb"))
-    hunted = told(capsys, "hunt", "--out", str(tmp_path), code=130)
+    by = signal.SIGTERM
+    hunted = told(capsys, "hunt", "--out", str(tmp_path), code=143)
     assert hunted["interrupted"]
     assert [each["file"] for each in hunted["failures"]] == [None]
 

@@ -7,7 +7,10 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -457,6 +460,25 @@ def test_what_a_hunt_had_found_when_it_was_interrupted_is_told(
     assert not told[0].story
 
 
+def test_what_was_found_is_told_though_nobody_is_left_to_reduce_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Pool:
+        def submit(self, work: Callable[..., object], *given: object) -> Future[object]:
+            if work is runner.reduce:
+                raise BrokenProcessPool
+            done: Future[object] = Future()
+            done.set_result((Progress(seeds=1), [failed]))
+            return done
+
+    failed = run_plan(CALM)
+    monkeypatch.setattr(runner, "_workers", lambda jobs: nullcontext(Pool()))
+    told: list[Found] = []
+    with pytest.raises(BrokenProcessPool):
+        hunt(["raft"], range(8), tell=told.append)
+    assert [each.outcome for each in told] == [failed]
+
+
 def broken_plan() -> Plan:
     return next(
         plan
@@ -525,6 +547,7 @@ def edited(**changes: object) -> dict[str, Any]:
         ({"keys": 0}, "`$.plan.keys`"),
         ({"pause_s": 0}, "`$.plan.pause_s`"),
         ({"faults": [{"kind": "flood", "at": 1.0}]}, "no fault 'flood' in the world 'cores'"),
+        ({"faults": [{"kind": "seesaw", "at": 1.0, "nodes": ["n1"]}]}, "'seesaw' is a plot"),
         ({"faults": [{"kind": "crash", "at": 1.0}]}, "'crash' at 1 s befalls nobody"),
         ({"faults": [{"kind": "crash", "at": -1.0}]}, "`$.plan.faults[0].at`"),
         ({"faults": [{"kind": "rate", "at": 1.0, "nodes": ["n1"]}]}, "stops a clock"),
@@ -543,6 +566,13 @@ def test_a_file_that_no_seed_would_give_is_refused(
     with pytest.raises(ConfigError) as refused:
         replay(path)
     assert complaint in str(refused.value)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_bytes(b'{"trace_hash": "\xff"}')
+    with pytest.raises(ConfigError, match="is not a run"):
+        replay(path)
 
 
 def test_a_failure_takes_no_other_ones_file(tmp_path: Path) -> None:

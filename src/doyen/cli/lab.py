@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -310,7 +311,8 @@ def _hunt(args: argparse.Namespace) -> int:
 
     if not Path(args.out).is_dir():
         raise ConfigError(f"there is no folder {args.out!r} to write failures to")
-    interrupted = False
+    interrupted = 0
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         runner.hunt(
             _protocols(args.protocols),
@@ -323,11 +325,13 @@ def _hunt(args: argparse.Namespace) -> int:
             progress=shown,
             tell=keep,
         )
-    except KeyboardInterrupt:
-        interrupted = True
+    except KeyboardInterrupt as error:
+        interrupted = error.args[0] if error.args else signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, before)
     shown.end()
     if args.json:
-        _print_hunt(shown.latest, kept, interrupted)
+        _print_hunt(shown.latest, kept, bool(interrupted))
     else:
         out = console()
         out.print(_progress_line(shown.latest) + (", interrupted" if interrupted else ""))
@@ -337,8 +341,12 @@ def _hunt(args: argparse.Namespace) -> int:
         if not kept:
             out.print("nothing was found", style="green")
     if interrupted:
-        return Exit.INTERRUPTED
+        return 128 + interrupted
     return Exit.NO if kept else Exit.DONE
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt(number)
 
 
 def _print_hunt(

@@ -203,7 +203,7 @@ def replay(path: Path, protocol: Protocol | None = None) -> tuple[Outcome, list[
     """Run what was written down. What comes of it, its story, and whether it is the same run."""
     try:
         record = msgspec.json.decode(path.read_bytes(), type=Record)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a run that the lab has written: {error}") from error
     _check(record.plan, path)
     outcome, story = tell(record.plan, protocol)
@@ -215,6 +215,8 @@ def _check(plan: Plan, path: Path) -> None:
     known(plan.protocol)
     _check_kinds(plan.world, [fault.kind for fault in plan.faults])
     for fault in plan.faults:
+        if fault.kind in PLOTS:
+            raise ConfigError(f"{path}: {fault.kind!r} is a plot, which is many faults, not one")
         if not fault.nodes and fault.kind not in ("loss", "duplicate", "reorder", "transfer"):
             raise ConfigError(f"{path}: the fault {fault.kind!r} at {fault.at:g} s befalls nobody")
         if fault.kind == "rate" and not fault.amount:
@@ -312,6 +314,7 @@ def hunt(
     batches = _batches(protocols, seeds)
     running: dict[Future[tuple[Progress, list[Outcome]]], None] = {}
     reducing: dict[Future[Found], Outcome] = {}
+    untold: list[Outcome] = []
     with _workers(jobs) as pool:
         exhausted = False
         try:
@@ -329,7 +332,7 @@ def hunt(
                 wait(pending, timeout=1.0, return_when=FIRST_COMPLETED)
                 for smaller in [each for each in reducing if each.done()]:
                     found.append(smaller.result())
-                    del reducing[smaller]
+                    untold.remove(reducing.pop(smaller))
                     tell(found[-1])
                 for done in [each for each in running if each.done()]:
                     del running[done]
@@ -337,12 +340,13 @@ def hunt(
                     total.seeds += some.seeds
                     total.events += some.events
                     total.virtual_s += some.virtual_s
+                    untold += failed
                     reducing |= {pool.submit(reduce, each.plan): each for each in failed}
                 total.elapsed_s = time.monotonic() - began
                 total.found = len(found) + len(reducing)
                 progress(total)
         finally:
-            for outcome in reducing.values():
+            for outcome in untold:
                 tell(unreduced(outcome))
     return Hunt(progress=total, found=found)
 
