@@ -190,6 +190,16 @@ def test_the_end_of_a_process_is_told_and_that_of_a_machine_is_not() -> None:
     assert took("power") > 0.9
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_somebody_leads_though_messages_are_slower_than_supposed(protocol: str) -> None:
+    """There and back takes more than an election timeout: patience has to grow."""
+    slow = Weather(latency_s=0.7 * CALM.election_timeout_s, spread=0.0)
+    plan = Plan(protocol=protocol, nodes=3, seed=1, for_s=30.0, clients=0, weather=slow)
+    first_leader_s = run_plan(plan).statistics.first_leader_s
+    assert first_leader_s is not None
+    assert first_leader_s < plan.for_s
+
+
 def test_a_client_that_nobody_answers_asks_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
     """By chance alone it may ask the same few again and again, dead as they are."""
     asked: list[str] = []

@@ -72,6 +72,8 @@ def order(name: str) -> tuple[tuple[int, int, str], ...]:
     )
 
 
+FRUITLESS = 12
+"""After so many attempts in vain patience grows no more: it is four times what it was."""
 WINDOW = 1024
 """How many entries may be on their way to a peer before it has answered for the first of them."""
 
@@ -132,6 +134,8 @@ class Server:
         self._stable = len(self.log)
         self._writing: deque[tuple[int, int]] = deque()
         self._floor = 0
+        self._attempts = 0
+        """To have a leader, since there was one; that under way included."""
         self._round = 0
         self._reads: deque[tuple[int, int, int]] = deque()
         self._announced: tuple[Role, int, str | None] = (Role.LOOKING, 0, None)
@@ -316,6 +320,8 @@ class Server:
             self._effects.extend(ReadRefused(token) for token, _, _ in self._reads)
             self._reads.clear()
         self.role, self.leader = role, leader
+        if leader is not None:
+            self._attempts = 0
         now = (role, self.generation, leader)
         if now != self._announced:
             self._announced = now
@@ -324,6 +330,10 @@ class Server:
     def _draw(self) -> float:
         """An election timeout."""
         return self._settings.election_timeout_s * (1 + self._jitter() / 2)
+
+    def _grown(self, patience_s: float) -> float:
+        """Longer with every attempt that came to nothing: messages may be slower than supposed."""
+        return patience_s * (1 + min(max(0, self._attempts - 1), FRUITLESS) / 4)
 
     # Leading.
 

@@ -9,7 +9,8 @@ undoes what was agreed. So the id decides nothing here but *who stands first*:
               leader answer in kind. Nobody stands before a majority is known to be looking.
     stand     whoever, of those it knows to be up, has the furthest log, and among equals the
               smallest id, opens a new generation and asks for votes. If no leader comes of it
-              within a patience that grows with the id, the next one stands.
+              the next one stands, after a patience that grows with the id and with every attempt
+              in vain, since messages may be slower than supposed.
     vote      once per generation, for somebody whose log goes at least as far as one's own, and on
               disk before it is said; not at all while a leader is alive.
     lead      with the votes of a majority, its own included once that is on disk. One that is
@@ -155,9 +156,10 @@ class SmallestId(Server):
         self._answered_by = {self.id}
         self._gathered = self._now + self._settings.heartbeat_s
         stagger = self._rank[self.id] / len(self._rank)
-        self._patience = self._now + self._settings.election_timeout_s * (
+        patience_s = self._settings.election_timeout_s * (
             0.5 + 0.5 * stagger + 0.5 * self._jitter()
         )
+        self._patience = self._now + self._grown(patience_s)
         self.next_deadline = self._gathered
         self._tell_all(self._looking(answer=False))
         self._judge()
@@ -219,6 +221,7 @@ class SmallestId(Server):
 
     def _enter(self, generation: int, vote: str | None = None) -> None:
         """Be in this generation, having voted for this server or for nobody."""
+        self._attempts += generation > self.generation
         self.generation, self.vote = generation, vote
         self._abandon()
         self._persist(self._state())
@@ -255,7 +258,7 @@ class SmallestId(Server):
     def _look_on(self) -> None:
         """Another stands: give it the time to win."""
         self._turn(Role.LOOKING, None)
-        self._patience = max(self._patience, self._now + self._draw())
+        self._patience = max(self._patience, self._now + self._grown(self._draw()))
         self.next_deadline = self._now + self._settings.heartbeat_s
 
     def _leader_lives(self) -> bool:

@@ -12,9 +12,9 @@
     broadcast         proposals, acknowledgements and commits, in order.
 
 Safety rests on discovery and synchronisation alone; the election only picks somebody likely to get
-through them, and whoever does not looks again. A leader gives up if one of its majority is ahead of
-it by (current epoch, zxid): a transaction that a majority holds is in the history of whoever is
-ahead.
+through them, and whoever does not looks again, with more patience each time. A leader gives up if
+one of its majority is ahead of it by (current epoch, zxid): a transaction that a majority holds is
+in the history of whoever is ahead.
 
 A zxid is (epoch, index): the index counts on through all epochs, so it never has to roll over. The
 core's `generation` is the epoch it has accepted; it *follows* or *leads* only in the broadcast
@@ -362,6 +362,7 @@ class Zab(Server):
         """The election is over, for us."""
         self.chosen = leader
         self.phase = Phase.DISCOVERY
+        self._attempts += 1
         self._finalize = None
         self._infos = set()
         self._epoch_acks = {}
@@ -387,7 +388,7 @@ class Zab(Server):
     # Time.
 
     def _progress(self) -> None:
-        self._patience = self._now + self._settings.election_timeout_s
+        self._patience = self._now + self._grown(self._settings.election_timeout_s)
         self.next_deadline = self._now + self._settings.heartbeat_s
 
     def _due(self) -> None:

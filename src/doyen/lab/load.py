@@ -124,7 +124,10 @@ class Client:
         assert self._request is not None
         self._whom = host.id
         world.push(world.now + world.network.latency(), host.asked, self._request)
-        world.push(world.now + world.plan.patience_s, self._impatient, (self._seq, self._tries))
+        patience_s = world.plan.patience_s
+        if world.now > world.healed_at:
+            patience_s = min(patience_s, 1.0)
+        world.push(world.now + patience_s, self._impatient, (self._seq, self._tries))
 
     def _impatient(self, sent: tuple[int, int]) -> None:
         if sent == (self._seq, self._tries) and self._request is not None:

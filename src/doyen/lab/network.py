@@ -58,6 +58,10 @@ class Network:
         self.rough = False
         self.messages = 0
 
+    def calm(self, most_s: float) -> None:
+        """From now on nothing takes longer than this."""
+        self._latencies = [min(each, most_s) for each in self._latencies]
+
     def latency(self) -> float:
         return self._latencies[self._bits(_BITS)]
 
