@@ -77,6 +77,8 @@ def test_status_in_words_and_with_nobody_leading(
         out = capsys.readouterr().out
         assert f"{leader.name}    {leader.address}  looking" in out
         assert out.count("silent") == 2
+        silent = next(node for node in quorum.nodes.values() if node is not leader)
+        assert out.count(silent.address) == 2  # in the table, and why it is silent
 
 
 def test_status_of_nodes_that_do_not_all_know_who_leads(

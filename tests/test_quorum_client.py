@@ -262,6 +262,18 @@ def test_while_there_is_no_majority_nothing_is_promised(tmp_path: Path) -> None:
     run(main)
 
 
+def test_whoever_meets_a_quorum_without_a_leader_is_told_what_to_do(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with nodes(tmp_path, 3) as quorum:
+            await quorum.stop("n1", "n2")
+            await until(lambda: not quorum.running["n3"].service.serving)
+            with pytest.raises(StoreUnavailable, match=r"no leader.*doyen cluster status shows"):
+                async with opened(quorum.url(query="?connect_timeout_s=0.3")):
+                    pass
+
+    run(main)
+
+
 def test_a_store_that_is_closed_tells_whoever_waits(tmp_path: Path) -> None:
     async def main() -> None:
         async with nodes(tmp_path) as quorum:

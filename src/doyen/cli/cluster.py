@@ -73,7 +73,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
     def action(name: str, summary: str) -> argparse.ArgumentParser:
-        added = actions.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
+        added = actions.add_parser(
+            name, help=summary, description=f"{summary.capitalize()}.", allow_abbrev=False
+        )
         added.add_argument(
             "--json",
             action="store_true",
@@ -221,7 +223,7 @@ async def _status(args: argparse.Namespace) -> int:
         console().print(table)
         for state in states:
             if state.condition is None:
-                console().print(printable(f"{state.address}: {state.silent_because}"))
+                console().print(printable(state.silent_because))
     return Exit.DONE if well else Exit.NO
 
 

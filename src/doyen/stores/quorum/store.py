@@ -108,9 +108,12 @@ class QuorumStore(Store):
         while condition is None:
             try:
                 condition = await self._wire.ask(Inquire)
-            except Electing:
+            except Electing as error:
                 if loop.time() >= until:
-                    raise
+                    remedy = (
+                        "start nodes until a majority runs; doyen cluster status shows which do"
+                    )
+                    raise Electing(f"{error}: {remedy}") from error
                 await asyncio.sleep(ELECTING_S)
         notice_s = ELECTIONS * condition.election_s
         self.capabilities = replace(self.capabilities, notice_s=notice_s)
@@ -237,7 +240,7 @@ class QuorumStore(Store):
             async with asyncio.timeout(2 * self._connect_timeout_s):
                 return State(address, await inquire(address, self._security, self._wire.cluster))
         except TimeoutError:
-            return State(address, None, "it does not answer")
+            return State(address, None, f"{address} does not answer")
         except Exception as error:  # noqa: BLE001 - whatever it is, it is what there is to tell
             return State(address, None, str(error))
 
