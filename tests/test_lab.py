@@ -200,6 +200,17 @@ def test_somebody_leads_though_messages_are_slower_than_supposed(protocol: str) 
     assert first_leader_s < plan.for_s
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_nobody_duels_where_messages_are_slow_and_steady(protocol: str) -> None:
+    """Whoever has promised another its vote gives it the time to win."""
+    slow = Weather(latency_s=0.1 * CALM.election_timeout_s, spread=0.1)
+    for seed in range(10):
+        plan = Plan(protocol=protocol, nodes=2 + seed % 4, seed=seed, for_s=5.0, weather=slow)
+        outcome = run_plan(plan)
+        assert outcome.ok, outcome.violations
+        assert outcome.statistics.leaders == 1, plan
+
+
 def test_a_client_that_nobody_answers_asks_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
     """By chance alone it may ask the same few again and again, dead as they are."""
     asked: list[str] = []

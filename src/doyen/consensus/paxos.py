@@ -146,8 +146,6 @@ class Paxos(Server):
         """The latest ballot we have heard of."""
         self._doubters: set[str] = set()
         self._stand_at = now
-        self._attempts = 0
-        """How often we have prepared since somebody last led for long enough to decide a slot."""
         self._patience = now
         self._promise_token = 0
         """We prepare; our own promise counts once this is on disk."""
@@ -279,7 +277,8 @@ class Paxos(Server):
         if ballot > self.generation:
             self._promise(ballot)
         if self.role is Role.LOOKING:
-            self._patience = self._now + self._draw()
+            # It is given the time to win, whoever else still doubts.
+            self._patience = self._stand_at = self._now + self._draw()
             self.next_deadline = self._patience
             self._report(peer, max(1, message.first))
 
@@ -436,11 +435,6 @@ class Paxos(Server):
             self._send(peer, AcceptOk(self.generation, last, message.round))
 
     # The second phase, as the leader.
-
-    def _commit_to(self, index: int) -> None:
-        if index > self.commit:
-            self._attempts = 0
-        super()._commit_to(index)
 
     def _prepare(self, peer: Peer) -> None:
         peer.match = 0

@@ -135,7 +135,8 @@ class Server:
         self._writing: deque[tuple[int, int]] = deque()
         self._floor = 0
         self._attempts = 0
-        """To have a leader, since there was one; that under way included."""
+        """To have a leader, since one last led for long enough to decide something; that under way
+        included."""
         self._round = 0
         self._reads: deque[tuple[int, int, int]] = deque()
         self._announced: tuple[Role, int, str | None] = (Role.LOOKING, 0, None)
@@ -310,6 +311,7 @@ class Server:
 
     def _commit_to(self, index: int) -> None:
         if index > self.commit:
+            self._attempts = 0
             first = self.commit + 1
             self.commit = index
             self._effects.append(Committed(first, tuple(self.log[first - 1 : index])))
@@ -320,8 +322,6 @@ class Server:
             self._effects.extend(ReadRefused(token) for token, _, _ in self._reads)
             self._reads.clear()
         self.role, self.leader = role, leader
-        if leader is not None:
-            self._attempts = 0
         now = (role, self.generation, leader)
         if now != self._announced:
             self._announced = now
