@@ -21,7 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from doyen.consensus.core import Effect, Entry, Event, Kind, Persist, Send
+from doyen.consensus.server import Peer
 from doyen.consensus.smallest_id import SmallestId, Stand
+from doyen.consensus.zab import Zab
 from doyen.errors import ConfigError
 from doyen.lab import runner
 from doyen.lab.checkers import Violation
@@ -198,6 +200,20 @@ def test_somebody_leads_though_messages_are_slower_than_supposed(protocol: str) 
     first_leader_s = run_plan(plan).statistics.first_leader_s
     assert first_leader_s is not None
     assert first_leader_s < plan.for_s
+
+
+class SendsAllAgain(Zab):
+    """Whatever a peer says it lacks, it is sent all of it, every time."""
+
+    def _may_go_back(self, peer: Peer, last: int) -> bool:
+        return True
+
+
+def test_a_flood_is_seen() -> None:
+    plan = draw("zab", 3, 5021740)
+    broken = run_plan(plan, known("zab").but(make=SendsAllAgain))
+    assert [each.kind for each in broken.violations] == ["flood"]
+    assert run_plan(plan).ok
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

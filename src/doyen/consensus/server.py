@@ -81,7 +81,10 @@ WINDOW = 1024
 class Peer:
     """What a leader knows of another server."""
 
-    __slots__ = ("again", "heard", "match", "name", "next", "origin", "round", "synced")
+    __slots__ = (
+        *("again", "back", "heard", "low", "match"),
+        *("name", "next", "origin", "round", "synced"),
+    )
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -91,6 +94,9 @@ class Peer:
         """After which index the stream to it began."""
         self.again = -inf
         """Until when it need not be sent the same once more."""
+        self.back = -inf
+        self.low = 0
+        """Until when the stream to it goes back only if it is further than here."""
         self.heard = -inf
         self.round = 0
         self.synced = True
@@ -439,12 +445,22 @@ class Server:
             self._stream(peer)
 
     def _missing(self, peer: Peer, last: int, round_: int) -> None:
-        """A follower lacks what comes after `last`. It says so of everything that is on its way."""
-        if last + 1 < peer.next and (last != peer.origin or self._now >= peer.again):
+        """A follower lacks what comes after `last`."""
+        if last + 1 < peer.next and self._may_go_back(peer, last):
             peer.origin = last
             peer.next = last + 1
-            peer.again = self._now + self._settings.heartbeat_s / 2
         self._answered(peer, 0, round_)
+
+    def _may_go_back(self, peer: Peer, last: int) -> bool:
+        """At once if it is further than before, else twice in a heartbeat at most. A peer says what
+        it lacks of every message that has overtaken another, and says it twice where the network
+        repeats messages: if each word had all of it sent again, there would be no end to it."""
+        if self._now >= peer.back:
+            peer.back = self._now + self._settings.heartbeat_s / 2
+        elif last >= peer.low:
+            return False
+        peer.low = last
+        return True
 
     def _decide(self) -> None:
         """Commit what a majority has on disk."""

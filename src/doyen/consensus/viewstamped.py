@@ -391,7 +391,7 @@ class Viewstamped(Server):
         elif self.primary(self.generation) != peer.name or self.normal == self.generation:
             return
         agreed = min(message.agreed, len(self.log))
-        if agreed < peer.origin or self._now >= peer.again:
+        if self._now >= peer.again or (agreed < peer.origin and self._may_go_back(peer, agreed)):
             peer.origin = agreed
             peer.next = agreed + 1
             self._pump(peer)

@@ -545,7 +545,9 @@ class Zab(Server):
                 self._progress()
             if peer.next <= len(self.log):
                 self._pump(peer)
-        elif message.last < peer.origin or self._now >= peer.again:
+        elif self._now >= peer.again or (
+            message.last < peer.origin and self._may_go_back(peer, message.last)
+        ):
             self._synchronise(peer, message.last)
 
     def _hear_ack_leader(self, peer: Peer, message: AckLeader) -> None:

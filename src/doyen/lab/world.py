@@ -53,6 +53,8 @@ __all__ = ["Outcome", "Statistics", "World", "run_plan"]
 
 LIVENESS_S = 40.0
 """How long after the healing a write may take, in virtual time."""
+FLOOD = 200_000
+"""So many events wait only for a protocol that answers its own messages with ever more of them."""
 TIMELY = 1 / 8
 """Of an election timeout: what a message takes at most once all is healed."""
 
@@ -282,6 +284,8 @@ class World:
                 self.now = at
                 count += 1
                 do(argument)
+                if not count & 0x3FFF and len(heap) > FLOOD:
+                    self.checkers.object("flood", f"{FLOOD:,} messages and more are under way")
         finally:
             self.events += count
         self.now = until
