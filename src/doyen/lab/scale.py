@@ -39,7 +39,6 @@ DISTANCES = {"one room": 0.00025, "one region": 0.005, "across an ocean": 0.05}
 """One way, in seconds."""
 TTL_S = 3600.0
 """So long that no renewal falls into what is measured."""
-LARGE = 10_000
 FRAME = 32
 """What a message takes beside its key and value: an estimate."""
 
@@ -302,14 +301,10 @@ def measure(
     race_to: int = 1_000,
     progress: Callable[[str], object] = lambda line: None,
 ) -> list[Cost]:
-    """All of it. A race is a herd, and is measured up to `race_to` only; what is very large, at the
-    greatest distance only, since the number of messages does not depend on it."""
+    """All of it. A race is a herd, and is measured up to `race_to` only."""
     costs = []
-    farthest = max(DISTANCES.values())
     for name, one_way_s in DISTANCES.items():
         for size in sizes:
-            if size > LARGE and one_way_s < farthest:
-                continue
             progress(f"{name}: {size:,} candidates, then as many elections")
             costs += crowd(size, one_way_s)
             if size <= race_to:
