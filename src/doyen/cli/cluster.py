@@ -44,8 +44,9 @@ those of the backup; name --token-floor if the old cluster may have given out mo
 million since.
 
 exit codes:
-  0    done; status: every node answers, and knows who leads
-  1    the order was not carried out; status: a node is silent, or knows of no leader
+  0    done; status: every node answers, and every member knows who leads
+  1    the order was not carried out; status: a node is silent, or a member
+       knows of no leader
   others as for every command: see doyen --help
 
 examples:
