@@ -10,7 +10,7 @@ Imports the words of consensus and the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from doyen.consensus.core import ChangeAsked, Kind, Membership, TransferAsked
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from doyen.lab.network import Link
     from doyen.lab.world import World
 
-__all__ = ["Undo", "begin"]
+__all__ = ["Undo", "begin", "told_of_cut"]
 
 MAX_VOTERS = 7
 MAX_HOSTS = 12
@@ -61,6 +61,17 @@ def _and(names: Iterable[Host]) -> str:
 # Links.
 
 
+def told_of_cut(kind: str, names: Sequence[str]) -> tuple[str, str, str]:
+    """Of whom a cut is told, what when it begins, and what when it ends."""
+    first, rest = names[0], " and ".join(names[1:])
+    match kind:
+        case "oneway":
+            return first, f"is no longer heard by {rest}", "is heard again"
+        case "bridge":
+            return first, f"alone reaches both {rest} and the others", "is no longer alone"
+    return " and ".join(names), "can reach nobody else", "can reach the others again"
+
+
 def _cut(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
     if not hosts:
         return None
@@ -68,21 +79,13 @@ def _cut(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
     cut: list[Link] = []
     if fault.kind == "oneway":
         cut += [hosts[0].links[other.id] for other in hosts[1:]]
-        told = hosts[:1], f"is no longer heard by {_and(hosts[1:])}", "is heard again"
     else:
-        side = hosts if fault.kind == "partition" else hosts[1:]
-        for one in side:
+        for one in hosts if fault.kind == "partition" else hosts[1:]:
             for other in others:
                 cut += [one.links[other.id], other.links[one.id]]
-        told = hosts, "can reach nobody else", "can reach the others again"
-        if fault.kind == "bridge":
-            told = (
-                hosts[:1],
-                f"alone reaches both {_and(side)} and the others",
-                "is no longer alone",
-            )
+    who, begins, ends = told_of_cut(fault.kind, [host.id for host in hosts])
     if cut:
-        world.tell(_and(told[0]), told[1])
+        world.tell(who, begins)
     for link in cut:
         link.cuts += 1
 
@@ -90,7 +93,7 @@ def _cut(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
         for link in cut:
             link.cuts -= 1
         if cut:
-            world.tell(_and(told[0]), told[2])
+            world.tell(who, ends)
         world.network.reach()
 
     return undo

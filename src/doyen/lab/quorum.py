@@ -35,6 +35,7 @@ from doyen.consensus.invariants import Cluster, InvariantBroken
 from doyen.errors import DoyenError
 from doyen.events import Elected, Record
 from doyen.lab.checkers import Violation
+from doyen.lab.faults import Undo, told_of_cut
 from doyen.lab.linearizability import Operation, linearizable, witnessed
 from doyen.lab.machines import Killed, LabLoop, Network, Process, undisturbed
 from doyen.lab.plan import LEADER, Fault, Plan, Weather, stream
@@ -422,33 +423,25 @@ def _watched(making: Any, cluster: Cluster) -> Any:
 
 # Faults.
 
-Undo = Callable[[], None]
-
 
 def _and(hosts: Iterable[Host]) -> str:
     return " and ".join(host.name for host in hosts)
 
 
 def _cut(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
+    if not hosts:
+        return None
     others = [host for host in world.hosts.values() if host not in hosts]
     pairs: list[tuple[str, str]] = []
     if fault.kind == "oneway":
         pairs += [(hosts[0].name, other.name) for other in hosts[1:]]
-        told = hosts[:1], f"is no longer heard by {_and(hosts[1:])}", "is heard again"
     else:
-        side = hosts if fault.kind == "partition" else hosts[1:]
-        for one in side:
+        for one in hosts if fault.kind == "partition" else hosts[1:]:
             for other in others:
                 pairs += [(one.name, other.name), (other.name, one.name)]
-        told = hosts, "can reach nobody else", "can reach the others again"
-        if fault.kind == "bridge":
-            told = (
-                hosts[:1],
-                f"alone reaches both {_and(side)} and the others",
-                "is no longer alone",
-            )
+    who, begins, ends = told_of_cut(fault.kind, [host.name for host in hosts])
     if pairs:
-        world.tell(_and(told[0]), told[1])
+        world.tell(who, begins)
     for here, there in pairs:
         world.network.cut(here, there)
 
@@ -456,7 +449,7 @@ def _cut(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
         for here, there in pairs:
             world.network.cut(here, there, -1)
         if pairs:
-            world.tell(_and(told[0]), told[2])
+            world.tell(who, ends)
 
     return undo
 
