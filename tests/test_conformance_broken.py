@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import pytest
 
 from doyen.clock import VirtualClock
+from doyen.errors import LeaseGone, OutcomeUnknown, StoreUnavailable
 from doyen.model import Entry, Lease, Version
 from doyen.store import Context, Creation, Store, Watch
 from doyen.stores import memory
@@ -88,6 +89,17 @@ class Revives(MemoryServer):
         with self._turn() as now:
             self._leases.setdefault(lease, memory._Held(5.0, now + 5.0))
         super().renew(lease)
+
+
+@caught_by("a_revoked_lease_never_revives", "an_expired_lease_never_revives")
+class NeverTells(MemoryStore):
+    """Raises `OutcomeUnknown` for ever where the lease has ended."""
+
+    async def renew(self, lease: Lease) -> None:
+        try:
+            await super().renew(lease)
+        except LeaseGone as error:
+            raise OutcomeUnknown("the connection was closed") from error
 
 
 @caught_by("remaining_time_is_sane")
@@ -428,6 +440,31 @@ def test_a_broken_store_is_caught(
 ) -> None:
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         getattr(StoreConformance(), test)(BrokenHarness(broken))
+
+
+class HangsUp(MemoryStore):
+    """Meets a closed connection first, as a client of ZooKeeper does when the server expires its
+    session, and learns that its lease has ended after it has reconnected."""
+
+    def __init__(self, server: MemoryServer, context: Context) -> None:
+        super().__init__(server, context)
+        self._errors = [OutcomeUnknown("closed by the server"), StoreUnavailable("no connection")]
+
+    async def renew(self, lease: Lease) -> None:
+        try:
+            await super().renew(lease)
+        except LeaseGone:
+            if self._errors:
+                raise self._errors.pop(0) from None
+            raise
+
+
+@pytest.mark.parametrize(
+    "test", ["test_an_expired_lease_never_revives", "test_a_revoked_lease_never_revives"]
+)
+def test_a_store_whose_server_hangs_up_as_a_lease_ends_is_not_broken(test: str) -> None:
+    """The port lets any call end in doubt; what it forbids is that the lease be accepted."""
+    getattr(StoreConformance(), test)(BrokenHarness(HangsUp))
 
 
 def test_every_test_of_the_suite_catches_something() -> None:

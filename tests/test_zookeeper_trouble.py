@@ -194,6 +194,35 @@ def test_a_lost_session_is_not_replaced(
     asyncio.run(main())
 
 
+def test_a_session_that_expired_unseen_is_in_doubt_and_then_gone(
+    server: servers.ZooKeeper, link: servers.Proxy, election: str
+) -> None:
+    """The server closes the connection as it expires a session. A renewal that is sent before the
+    holder has seen that is in doubt, and every call after the reconnect says that it has ended."""
+
+    async def main() -> None:
+        async with opened(link.url) as holder, opened(server.url) as other:
+            lease = await holder.grant(0.6)
+            await holder.create(leader_key(election), b"", lease)
+            link.cut("down")
+
+            async def gone() -> bool:
+                return await other.get(leader_key(election)) is None
+
+            await eventually(gone, "the session has expired")
+            with pytest.raises(OutcomeUnknown):
+                await holder.renew(lease)
+            link.heal()
+            with pytest.raises(LeaseGone):
+                await eventually(lambda: never(holder.renew(lease)), "the end is known")
+            with pytest.raises(LeaseGone):
+                await holder.create(leader_key(election), b"", lease)
+            with pytest.raises(LeaseGone):
+                await holder.enqueue(line_key(election), b"", lease)
+
+    asyncio.run(main())
+
+
 async def never(call: Any) -> bool:
     await call
     return False
