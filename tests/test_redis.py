@@ -299,41 +299,6 @@ class TestFailover:
             run(main)
 
 
-class TestCluster:
-    """All of doyen is one slot, on one of the servers."""
-
-    def test_a_redirection_is_followed(self) -> None:
-        async def main() -> None:
-            wire.redis_command(owner.port, "CLUSTER", "ADDSLOTSRANGE", "0", "16383")
-            there = ("127.0.0.1", str(other.port), other.bus)
-            wire.redis_command(owner.port, "CLUSTER", "MEET", *there)
-
-            async def known() -> bool:
-                said = wire.redis_command(other.port, "CLUSTER", "INFO") or b""
-                return b"cluster_state:ok" in said and b"cluster_slots_ok:16384" in said
-
-            await until("both know who has which slot", known)
-            async with opened(other.url) as store, opened(owner.url) as direct:
-                changed = asyncio.Event()
-                await store.watch(KEY, changed.set)
-                first = await token(direct)
-                await told(changed)
-                assert await token(store) > first
-                levels = {each.subject: each.level for each in await store.diagnose()}
-                assert levels["cluster"] == "warning"
-
-        with Node() as owner, Node() as other:
-            run(main)
-
-
-class Node(servers.Redis):
-    """A server of a cluster."""
-
-    def __init__(self) -> None:
-        self.bus = str(servers.free_port())
-        super().__init__(cluster_enabled="yes", cluster_port=self.bus)
-
-
 class TestHints:
     """Publication is a hint: what it misses is told all the same."""
 
@@ -576,9 +541,21 @@ class TestOpening:
 
     def test_of_a_place_made_by_a_newer_doyen(self, redis: servers.Redis) -> None:
         async def main() -> None:
-            wire.redis_command(redis.port, "HSET", "{newer}:meta", "layout", "2")
+            wire.redis_command(redis.port, "HSET", "{newer}:meta", "layout", "3")
             with pytest.raises(StoreUnusable, match="newer doyen"):
                 async with opened(f"{redis.url}?prefix=newer"):
+                    pass
+
+        run(main)
+
+    def test_of_a_place_made_by_an_older_doyen(self, redis: servers.Redis) -> None:
+        """What an older version keeps, this one would not see: there would be two leaders."""
+
+        async def main() -> None:
+            wire.redis_command(redis.port, "HSET", "{older}:meta", "layout", "1")
+            wire.redis_command(redis.port, "ZADD", "{older}:leases", "0", "a")
+            with pytest.raises(StoreUnusable, match="older doyen"):
+                async with opened(f"{redis.url}?prefix=older"):
                     pass
 
         run(main)

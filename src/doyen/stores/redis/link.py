@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from redis.exceptions import (
     AuthenticationError,
     ClusterDownError,
     ConnectionError,  # noqa: A004 - redis-py's, which is not the standard library's
+    MovedError,
     NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
@@ -39,7 +39,7 @@ from redis.exceptions import (
 )
 
 from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable
-from doyen.stores.redis.scripts import SCRIPTS
+from doyen.stores.redis.scripts import KEYS, SCRIPTS
 
 __all__ = ["PORT", "SENTINEL_PORT", "Address", "Link", "Wire"]
 
@@ -50,7 +50,6 @@ _SILENT_S = 0.25
 _REDIRECTIONS = 3
 _DIGESTS = {name: hashlib.sha1(text.encode()).hexdigest() for name, text in SCRIPTS.items()}
 
-_MOVED = re.compile(r"(MOVED )?\d+ (?P<host>\S*):(?P<port>\d+)")
 _PASSING = (OutOfMemoryError, ClusterDownError, TryAgainError, AskError)
 _PASSING_WORDS = ("BUSY", "MISCONF", "NOREPLICAS", "OOM", "LOADING", "MASTERDOWN")
 
@@ -131,6 +130,16 @@ class Address:
         self.moved = None
         causes = "; ".join(map(str, failures))
         raise StoreUnavailable(f"no connection to a Redis master: {causes}") from failures[0]
+
+    async def visit(self, host: str, port: int) -> Wire:
+        """A wire to the server that a cluster names for one call."""
+        try:
+            async with asyncio.timeout(self.connect_timeout_s):
+                return await self._master(host, port)
+        except TimeoutError as error:
+            raise StoreUnavailable(
+                f"{host}:{port} does not answer within {self.connect_timeout_s:g} s"
+            ) from error
 
     def _candidates(self) -> Sequence[tuple[str, int]]:
         return self.hosts if self.moved is None else (self.moved, *self.hosts)
@@ -378,22 +387,46 @@ class Link:
     async def _run(
         self, script: str, given: Sequence[str | bytes], wait: Command | None
     ) -> tuple[list[Any], Wire]:
-        known = True
+        how: Command = ("EVALSHA", _DIGESTS[script])
         for _ in range(_REDIRECTIONS):
             wire = await self.wire()
-            how = ("EVALSHA", _DIGESTS[script]) if known else ("EVAL", SCRIPTS[script])
-            command = (*how, 1, f"{self._prefix}meta", self._prefix, wire.run, *given)
             try:
-                return await wire.send(command, *(() if wait is None else (wait,))), wire
+                return await wire.send(*self._commands(how, wire, given, wait)), wire
             except NoScriptError:
-                known = False
-            except ResponseError as error:
-                moved = _MOVED.fullmatch(str(error))
-                if moved is None:
-                    raise self._meaning(error, wire) from error
-                self._address.moved = (moved["host"] or wire.host, int(moved["port"]))
+                how = ("EVAL", SCRIPTS[script])
+            except MovedError as error:  # a kind of AskError, so it comes first
+                self._address.moved = _named(error, wire)
                 wire.drop()
+            except AskError as error:
+                return await self._ask(_named(error, wire), script, given, wait)
+            except ResponseError as error:
+                raise self._meaning(error, wire) from error
         raise StoreUnavailable(f"{self.where} did not take a script, nor say who does")
+
+    def _commands(
+        self, how: Command, wire: Wire, given: Sequence[str | bytes], wait: Command | None
+    ) -> list[Command]:
+        keys = [self._prefix + key for key in KEYS]
+        script: Command = (*how, len(keys), *keys, self._prefix, wire.run, *given)
+        return [script] if wait is None else [script, wait]
+
+    async def _ask(
+        self,
+        where: tuple[str, int],
+        script: str,
+        given: Sequence[str | bytes],
+        wait: Command | None,
+    ) -> tuple[list[Any], Wire]:
+        """Our slot is being moved, and its keys are at another server already, which does not own
+        it yet: this one call is for that server, the next is again for the one that sent us."""
+        wire = await self._address.visit(*where)
+        commands = self._commands(("EVAL", SCRIPTS[script]), wire, given, wait)
+        try:
+            return (await wire.send(("ASKING",), *commands))[1:], wire
+        except ResponseError as error:
+            raise self._meaning(error, wire) from error
+        finally:
+            wire.drop()
 
     def _meaning(self, error: ResponseError, wire: Wire) -> Exception:
         text = str(error)
@@ -417,6 +450,11 @@ class Link:
             await asyncio.wait({self._reaching})
         if self._wire is not None:
             await self._wire.close()
+
+
+def _named(error: AskError, wire: Wire) -> tuple[str, int]:
+    """The server that a redirection names; without a host it is the one that sent us."""
+    return error.host or wire.host, error.port
 
 
 def facts_in(info: bytes) -> dict[str, str]:

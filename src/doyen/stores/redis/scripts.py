@@ -1,16 +1,23 @@
 """What is done at the server, each as one script and so in one step.
 
-    {prefix}:meta        revision (the counter of all changes), run (of the server that last
-                         counted), layout
-    {prefix}:lease:<id>  ttl_us, counter, renewed_us: a lease; it has ended when this is gone
-    {prefix}:keys:<id>   the paths bound to it
-    {prefix}:leases      all leases, by when they would end if nobody renewed them
-    {prefix}:entry:<path>  value, revision, version, lease
-    {prefix}:index       all paths, in the order of their bytes; tickets sort as their line
-    {prefix}:at:<path>   the channel that tells of changes at a path or under it
+    {prefix}:meta     hash: revision (the counter of all changes), run (of the server that last
+                      counted), layout
+    {prefix}:leases   hash: ttl_us:<id>, counter:<id>, renewed_us:<id>; a lease has ended when its
+                      fields are gone
+    {prefix}:due      sorted set: all leases, by when they would end if nobody renewed them
+    {prefix}:entries  hash: value:<path>, revision:<path>, version:<path>, lease:<path>
+    {prefix}:index    sorted set: all paths, in the order of their bytes; tickets sort as their line
+    {prefix}:bound    sorted set: "<id> <path>" of every entry that is bound to a lease
+    {prefix}:at:<path>  the channel that tells of changes at a path or under it
 
-The prefix is a hash tag, so in a cluster everything lies in one slot. Nothing has a time to live
-of its own: a server's clock alone never ends anything.
+Every script declares these six keys and touches no other. The prefix is a hash tag, so in a
+cluster they lie in one slot. While that slot is being moved, a server refuses a command if it lacks
+one of its keys. It refuses such a command in the middle of a script too, and what the script has
+written by then stays. Six keys that are declared and always exist rule that out: a server that has
+all of them carries out the whole script, and one that lacks any refuses it before it begins. So
+that no key vanishes with its last lease or entry, each holds an element named by the empty string.
+
+Nothing has a time to live of its own: a server's clock alone never ends anything.
 
 Revisions are what tokens are made of. Each is above the one before, never below the server's
 microseconds, and a server that was not the last to count leaves a gap of more than an hour's
@@ -22,16 +29,25 @@ Numbers in Lua are exact up to 2**53, which microseconds reach in the year 2255.
 
 from __future__ import annotations
 
-__all__ = ["LARGEST", "LAYOUT", "SCRIPTS"]
+__all__ = ["KEYS", "LARGEST", "LAYOUT", "SCRIPTS"]
 
-LAYOUT = 1
+KEYS = ("meta", "leases", "due", "entries", "index", "bound")
+LAYOUT = 2
 LARGEST = 1 << 53
 _SWEPT = 64
 """How many leases that look over are followed up when a store is opened."""
 
-_PRELUDE = """
+_PRELUDE = f"""
+local META, LEASES, DUE, ENTRIES, INDEX, BOUND = unpack(KEYS)
 local P, RUN = ARGV[1], ARGV[2]
 local GAP = 4294967296
+
+if redis.call('EXISTS', META) == 0 then
+  redis.call('HSET', LEASES, '', ''); redis.call('HSET', ENTRIES, '', '')
+  redis.call('ZADD', DUE, '+inf', ''); redis.call('ZADD', INDEX, 0, '')
+  redis.call('ZADD', BOUND, 0, '')
+  redis.call('HSET', META, 'layout', {LAYOUT})
+end
 
 local function int(n) return string.format('%.0f', n) end
 
@@ -41,11 +57,11 @@ local function now()
 end
 
 local function number()
-  local last = redis.call('HMGET', P .. 'meta', 'revision', 'run')
+  local last = redis.call('HMGET', META, 'revision', 'run')
   local n = tonumber(last[1] or 0) + 1
   if last[2] and last[2] ~= RUN then n = n + GAP end
   n = int(math.max(n, now()))
-  redis.call('HSET', P .. 'meta', 'revision', n, 'run', RUN)
+  redis.call('HSET', META, 'revision', n, 'run', RUN)
   return n
 end
 
@@ -57,17 +73,19 @@ local function tell(path)
 end
 
 local function lease_row(id)
-  local l = redis.call('HMGET', P .. 'lease:' .. id, 'ttl_us', 'counter', 'renewed_us')
-  if not l[1] then return {id} end
-  return {id, l[1], l[2], int(now() - l[3])}
+  local l = redis.call('HMGET', LEASES, 'ttl_us:' .. id, 'counter:' .. id, 'renewed_us:' .. id)
+  if not l[1] then return {{id}} end
+  return {{id, l[1], l[2], int(now() - l[3])}}
 end
 
-local function lives(id) return redis.call('EXISTS', P .. 'lease:' .. id) == 1 end
+local function lives(id) return redis.call('HEXISTS', LEASES, 'ttl_us:' .. id) == 1 end
 
 local function entry(path)
-  local e = redis.call('HMGET', P .. 'entry:' .. path, 'value', 'revision', 'version', 'lease')
+  local e = redis.call(
+    'HMGET', ENTRIES, 'value:' .. path, 'revision:' .. path, 'version:' .. path, 'lease:' .. path
+  )
   if not e[1] then return false end
-  local row = {path, e[1], e[2], e[3]}
+  local row = {{path, e[1], e[2], e[3]}}
   if e[4] then
     local l = lease_row(e[4])
     if not l[2] then return false end
@@ -77,7 +95,7 @@ local function entry(path)
 end
 
 local function entries(paths)
-  local rows = {}
+  local rows = {{}}
   for _, path in ipairs(paths) do
     local row = entry(path)
     if row then rows[#rows + 1] = row end
@@ -86,81 +104,85 @@ local function entries(paths)
 end
 
 local function unbind(path)
-  local id = redis.call('HGET', P .. 'entry:' .. path, 'lease')
+  local id = redis.call('HGET', ENTRIES, 'lease:' .. path)
   if id then
-    redis.call('SREM', P .. 'keys:' .. id, path)
-    redis.call('HDEL', P .. 'entry:' .. path, 'lease')
+    redis.call('ZREM', BOUND, id .. ' ' .. path)
+    redis.call('HDEL', ENTRIES, 'lease:' .. path)
   end
 end
 
 local function write(path, value, revision, version, id)
   unbind(path)
-  local key = P .. 'entry:' .. path
-  redis.call('HSET', key, 'value', value, 'revision', revision, 'version', version)
+  redis.call(
+    'HSET', ENTRIES, 'value:' .. path, value, 'revision:' .. path, revision,
+    'version:' .. path, version
+  )
   if id then
-    redis.call('HSET', key, 'lease', id)
-    redis.call('SADD', P .. 'keys:' .. id, path)
+    redis.call('HSET', ENTRIES, 'lease:' .. path, id)
+    redis.call('ZADD', BOUND, 0, id .. ' ' .. path)
   end
-  redis.call('ZADD', P .. 'index', 0, path)
+  redis.call('ZADD', INDEX, 0, path)
   tell(path)
 end
 
 local function remove(path)
   unbind(path)
-  redis.call('DEL', P .. 'entry:' .. path)
-  redis.call('ZREM', P .. 'index', path)
+  redis.call('HDEL', ENTRIES, 'value:' .. path, 'revision:' .. path, 'version:' .. path)
+  redis.call('ZREM', INDEX, path)
   tell(path)
 end
 
 local function finish(id)
   number()
-  for _, path in ipairs(redis.call('SMEMBERS', P .. 'keys:' .. id)) do remove(path) end
-  redis.call('DEL', P .. 'lease:' .. id, P .. 'keys:' .. id)
-  redis.call('ZREM', P .. 'leases', id)
+  -- The character after the space is the exclamation mark.
+  for _, bound in ipairs(redis.call('ZRANGEBYLEX', BOUND, '[' .. id .. ' ', '(' .. id .. '!')) do
+    remove(string.sub(bound, #id + 2))
+  end
+  redis.call('HDEL', LEASES, 'ttl_us:' .. id, 'counter:' .. id, 'renewed_us:' .. id)
+  redis.call('ZREM', DUE, id)
 end
 
 local function renewed(id, ttl_us)
   local at = now()
-  redis.call('HSET', P .. 'lease:' .. id, 'renewed_us', int(at))
-  redis.call('ZADD', P .. 'leases', int(at + ttl_us), id)
+  redis.call('HSET', LEASES, 'renewed_us:' .. id, int(at))
+  redis.call('ZADD', DUE, int(at + ttl_us), id)
 end
 """
 
 _BODIES = {
     # Does a little of everything, where it leaves nothing, so that what is not permitted is known
-    # before it could interrupt a script that has done half of its work.
+    # before it could interrupt a script that has done half of its work. What was made by another
+    # version is not touched.
     "try": """
-local key = P .. 'trial'
-redis.call('HSET', key, 'a', '1'); redis.call('HINCRBY', key, 'a', 1)
-redis.call('HMGET', key, 'a'); redis.call('HGET', key, 'a'); redis.call('HDEL', key, 'a')
-redis.call('ZADD', key, 0, 'a'); redis.call('ZRANGEBYSCORE', key, '-inf', 0)
-redis.call('ZRANGEBYLEX', key, '-', '+'); redis.call('ZREVRANGEBYLEX', key, '+', '-')
-redis.call('ZREM', key, 'a')
-redis.call('SADD', key, 'a'); redis.call('SMEMBERS', key); redis.call('SREM', key, 'a')
-redis.call('EXISTS', key); redis.call('DEL', key)
+local layout = redis.call('HGET', META, 'layout')
+if layout ~= ARGV[3] then return layout end
+redis.call('HSET', LEASES, 'trial', '1'); redis.call('HINCRBY', LEASES, 'trial', 1)
+redis.call('HMGET', LEASES, 'trial'); redis.call('HGET', ENTRIES, 'trial')
+redis.call('HEXISTS', LEASES, 'trial'); redis.call('HDEL', LEASES, 'trial')
+redis.call('ZADD', BOUND, 0, 'trial'); redis.call('ZREM', BOUND, 'trial')
+redis.call('ZRANGEBYSCORE', DUE, '-inf', '-inf'); redis.call('ZRANGEBYLEX', INDEX, '-', '(')
+redis.call('ZREVRANGEBYLEX', INDEX, '(', '-')
 redis.call('PUBLISH', P .. 'at:', '')
-local layout = redis.call('HGET', P .. 'meta', 'layout')
-if not layout then redis.call('HSET', P .. 'meta', 'layout', ARGV[3]) end
-return layout or ARGV[3]
+return layout
 """,
     "raise": """
-local last = tonumber(redis.call('HGET', P .. 'meta', 'revision') or 0)
-if last < tonumber(ARGV[3]) then redis.call('HSET', P .. 'meta', 'revision', ARGV[3]) end
+local last = tonumber(redis.call('HGET', META, 'revision') or 0)
+if last < tonumber(ARGV[3]) then redis.call('HSET', META, 'revision', ARGV[3]) end
 """,
     "grant": """
-redis.call('HSET', P .. 'lease:' .. ARGV[3], 'ttl_us', ARGV[4], 'counter', '0')
+redis.call('HSET', LEASES, 'ttl_us:' .. ARGV[3], ARGV[4], 'counter:' .. ARGV[3], '0')
 renewed(ARGV[3], ARGV[4])
 """,
     "renew": """
-local ttl_us = redis.call('HGET', P .. 'lease:' .. ARGV[3], 'ttl_us')
+local ttl_us = redis.call('HGET', LEASES, 'ttl_us:' .. ARGV[3])
 if not ttl_us then return {} end
-redis.call('HINCRBY', P .. 'lease:' .. ARGV[3], 'counter', 1)
+redis.call('HINCRBY', LEASES, 'counter:' .. ARGV[3], 1)
 renewed(ARGV[3], ttl_us)
 return lease_row(ARGV[3])
 """,
     "revoke": "finish(ARGV[3])",
     "seal": """
-if redis.call('HGET', P .. 'lease:' .. ARGV[3], 'counter') ~= ARGV[4] then return 0 end
+if redis.call('HGET', LEASES, 'counter:' .. ARGV[3]) ~= ARGV[4] then return 0 end
 finish(ARGV[3])
 return 1
 """,
@@ -195,13 +217,13 @@ write(path, ARGV[4], n, n, ARGV[5])
 return {entry(path)}
 """,
     "get": "return entries({ARGV[3]})",
-    "list": "return entries(redis.call('ZRANGEBYLEX', P .. 'index', ARGV[3], ARGV[4]))",
+    "list": "return entries(redis.call('ZRANGEBYLEX', INDEX, ARGV[3], ARGV[4]))",
     "first": """
-local paths = redis.call('ZRANGEBYLEX', P .. 'index', ARGV[3], ARGV[4], 'LIMIT', 0, 1)
+local paths = redis.call('ZRANGEBYLEX', INDEX, ARGV[3], ARGV[4], 'LIMIT', 0, 1)
 return entries(paths)
 """,
     "last two": """
-local paths = redis.call('ZREVRANGEBYLEX', P .. 'index', ARGV[4], ARGV[3], 'LIMIT', 0, 2)
+local paths = redis.call('ZREVRANGEBYLEX', INDEX, ARGV[4], ARGV[3], 'LIMIT', 0, 2)
 return entries(paths)
 """,
     "look": """
@@ -210,19 +232,19 @@ for i = 3, #ARGV do rows[#rows + 1] = lease_row(ARGV[i]) end
 return rows
 """,
     "stale": f"""
-return redis.call('ZRANGEBYSCORE', P .. 'leases', '-inf', int(now()), 'LIMIT', 0, {_SWEPT})
+return redis.call('ZRANGEBYSCORE', DUE, '-inf', int(now()), 'LIMIT', 0, {_SWEPT})
 """,
-    "position": "return redis.call('HGET', P .. 'meta', 'revision') or '0'",
+    "position": "return redis.call('HGET', META, 'revision') or '0'",
     # By scope and owner: how much stands there, and the latest version of it.
     "survey": """
 local surveys = {}
 for i = 3, #ARGV do
   local first, last = '[' .. ARGV[i] .. '/', '(' .. ARGV[i] .. '0'
-  local paths = redis.call('ZRANGEBYLEX', P .. 'index', first, last)
+  local paths = redis.call('ZRANGEBYLEX', INDEX, first, last)
   paths[#paths + 1] = ARGV[i]
   local rows, at = {}, {}
   for _, path in ipairs(paths) do
-    local e = redis.call('HMGET', P .. 'entry:' .. path, 'version', 'lease')
+    local e = redis.call('HMGET', ENTRIES, 'version:' .. path, 'lease:' .. path)
     if e[1] then
       local id = e[2] or ''
       if not at[id] then

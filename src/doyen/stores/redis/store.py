@@ -65,6 +65,11 @@ class RedisStore(Store):
                 f"what lies at {self._work.where} was made by a newer doyen (layout {layout}, this"
                 f" one knows {LAYOUT}): upgrade doyen here, or name another prefix in the URL"
             )
+        if layout < LAYOUT:
+            raise StoreUnusable(
+                f"what lies at {self._work.where} was made by an older doyen (layout {layout}, this"
+                f" one needs {LAYOUT}): move all candidates at once, to another prefix= in the URL"
+            )
         if floor:
             await self._write("raise", str(floor))
         stale, _ = await self._read("stale")
