@@ -168,7 +168,8 @@ def test_the_newest_version_that_both_speak(
     theirs: tuple[int, int], chosen: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "NEWEST", 2)
-    hello = ["doyen", *theirs, "client", ["c", "x", 1], "", bytes(32), "of a later version"]
+    me, later = ["c", "x", 1], "of a later version"
+    hello = ["doyen", *theirs, "client", me, "", bytes(32), [1, 2], later]
     listener = Listener(N2)
     if chosen is not None:
         listener.take(Word.HELLO, msgspec.msgpack.encode(hello))
@@ -349,3 +350,14 @@ def test_addresses(text: str, found: tuple[str, int]) -> None:
 def test_what_is_no_address(text: str) -> None:
     with pytest.raises(ConfigError, match="no address"):
         parse_address(text)
+
+
+def test_both_sides_say_which_versions_of_the_state_they_support() -> None:
+    """A node of the first release says nothing, which means the first version."""
+    dialler, listener = Dialler(N1, "peer"), Listener(N2)
+    shake(dialler, listener)
+    assert dialler.supports == listener.supports == wire.SUPPORTED
+    kind, hello = only(dialler.begin())
+    old = Listener(N2)
+    old.take(kind, msgspec.msgpack.encode(msgspec.msgpack.decode(hello)[:7]))
+    assert old.supports == (1, 1)

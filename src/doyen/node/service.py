@@ -204,6 +204,7 @@ class Service:
         *,
         election_s: float = 1.0,
         cluster: str = "",
+        cluster_id: str = "",
         protocol: str = "raft",
         limits: Limits = Limits(),  # noqa: B008  (frozen)
     ) -> None:
@@ -212,6 +213,8 @@ class Service:
         self._limits = limits
         self._election_s = election_s
         self.cluster, self.protocol = cluster, protocol
+        self.cluster_id = cluster_id
+        """Tells this cluster from every other, whatever its name; empty if it has none."""
         self._loop = asyncio.get_running_loop()
         self._clients: dict[Link, _Client] = {}
         self._watchers: dict[str, dict[tuple[_Client, int], None]] = {}
@@ -523,9 +526,34 @@ class Service:
         self._notify()
         client.watches[request.id] = request.scope
         self._watchers.setdefault(request.scope, {})[client, request.id] = None
-        client.tell(Watching(request.id, self._told))
-        if request.since >= 0 and self._keyspace.changed(request.scope, request.since):
+        if request.since <= self._keyspace.revision:
+            self._confirm(client, request)
+            return
+        try:
+            self._driver.when_current(partial(self._confirm, client, request))
+        except DoyenError:
+            client.link.close()  # this node is stopping: another one confirms it
+
+    def _confirm(self, client: _Client, request: words.Watch) -> None:
+        """Tell a watch what it missed, if it is resumed, and only then that it has begun: were the
+        link to break in between, the client would take a confirmed watch for one that was told."""
+        if client.link.closed or request.id not in client.watches:
+            return
+        self._notify()
+        if request.since >= 0 and self._missed(request):
             client.tell(Changed([request.id], self._told))
+        client.tell(Watching(request.id, self._told))
+
+    def _missed(self, request: words.Watch) -> bool:
+        """Whether anything in a watch's scope changed, or may have, after its position. A position
+        that this cluster never came to, or of another cluster, says nothing about this history."""
+        keyspace = self._keyspace
+        foreign = request.cluster and self.cluster_id and request.cluster != self.cluster_id
+        return (
+            bool(foreign)
+            or request.since > keyspace.revision
+            or keyspace.changed(request.scope, request.since)
+        )
 
     def _unwatch(self, client: _Client, request: words.Unwatch) -> None:
         self._forget_watch(client, request.id)

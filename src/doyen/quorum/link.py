@@ -166,6 +166,11 @@ class Link(asyncio.Protocol):
         return self._handshake.version
 
     @property
+    def supports(self) -> tuple[int, int]:
+        """The versions of the replicated state that the other side supports; see `versions`."""
+        return self._handshake.supports
+
+    @property
     def ending(self) -> bool:
         """Whether it has ended, or is about to."""
         return self.closed or self._why is not None

@@ -129,7 +129,10 @@ class Watch(Request, frozen=True, gc=False, tag=6):
     id: int
     scope: str
     since: int
-    """What was told last, if this watch is resumed after a break; below 0, if it begins."""
+    """The position of a watch that is resumed after a break: everything up to this revision has
+    been told. Below 0 if the watch begins."""
+    cluster: str = ""
+    """The id of the cluster whose revision that is; empty if the client does not know it."""
 
 
 class Unwatch(Request, frozen=True, gc=False, tag=7):
@@ -194,15 +197,16 @@ class Listed(Answer, frozen=True, gc=False, tag=3):
 
 
 class Watching(Answer, frozen=True, gc=False, tag=4):
-    """The watch has begun. Nothing after this revision stays untold."""
+    """The watch has begun. Everything up to this revision that a resumed watch had missed was told
+    before this; nothing after it stays untold."""
 
     id: int
     revision: int
 
 
 class Changed(Answer, frozen=True, gc=False, tag=5):
-    """Something changed, or may have, for these watches; all changes up to this revision have
-    been told to all watches of this connection."""
+    """Something changed, or may have, for these watches: read again. All changes up to this
+    revision have been told to all watches that were confirmed on this connection."""
 
     ids: list[int]
     revision: int

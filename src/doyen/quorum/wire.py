@@ -44,6 +44,8 @@ from msgspec import Meta, MsgspecError, Struct
 from msgspec.msgpack import Decoder, encode
 
 from doyen.errors import ConfigError, StoreError
+from doyen.quorum import versions
+from doyen.quorum.versions import FIRST
 
 __all__ = [
     "ANY",
@@ -70,6 +72,9 @@ __all__ = [
 
 OLDEST, NEWEST = 1, 1
 """The versions of the protocol that are spoken here. Both sides take the newest they share."""
+
+SUPPORTED = versions.OLDEST, versions.NEWEST
+"""The versions of the replicated state that this release supports; see `versions`."""
 
 MAX_FRAME = 8 << 20
 MAX_GREETING = 4096
@@ -221,6 +226,8 @@ class _Hello(Struct, frozen=True, array_like=True):
     me: Identity
     wanted: Name
     nonce: Nonce
+    supports: tuple[int, int] = (FIRST, FIRST)
+    """The versions of the replicated state that it supports (see `versions`)."""
 
 
 class _Challenge(Struct, frozen=True, array_like=True):
@@ -228,6 +235,7 @@ class _Challenge(Struct, frozen=True, array_like=True):
     me: Identity
     secret: bool
     nonce: Nonce
+    supports: tuple[int, int] = (FIRST, FIRST)
 
 
 class _Refusal(Struct, frozen=True, array_like=True):
@@ -269,9 +277,12 @@ class Dialler:
         self._me = me
         self._wanted = wanted
         self._secret = secret
-        self._hello = encode(_Hello("doyen", OLDEST, NEWEST, role, me, wanted, token_bytes(32)))
+        self._hello = encode(
+            _Hello("doyen", OLDEST, NEWEST, role, me, wanted, token_bytes(32), SUPPORTED)
+        )
         self._challenge = b""
         self.them = Identity(ANY, ANY, 0)
+        self.supports = FIRST, FIRST
         self.version = 0
         self.done = False
 
@@ -301,6 +312,7 @@ class Dialler:
     def _judge(self, theirs: _Challenge) -> None:
         """Is it who we wanted? It may say so in error; the proof comes later."""
         self.them, self.version = theirs.me, theirs.version
+        self.supports = theirs.supports
         if not OLDEST <= theirs.version <= NEWEST:
             raise FrameError(Fault.VERSION, f"version {theirs.version} of the protocol was chosen")
         if self._me.cluster not in {ANY, theirs.me.cluster}:
@@ -328,6 +340,7 @@ class Listener:
         self._hello = b""
         self._challenge = b""
         self.them = Identity(ANY, ANY, 0)
+        self.supports = FIRST, FIRST
         self.role: Role = "client"
         self.version = 0
         self.proved = False
@@ -338,7 +351,9 @@ class Listener:
             self._judge(payload)
             self._hello = payload
             secret = self._secret is not None
-            self._challenge = encode(_Challenge(self.version, self._me, secret, token_bytes(32)))
+            self._challenge = encode(
+                _Challenge(self.version, self._me, secret, token_bytes(32), SUPPORTED)
+            )
             return frame(Word.CHALLENGE, self._challenge)
         if kind == Word.PROOF and self._hello and not self.proved:
             if not hmac.compare_digest(payload, self._sign(_DIALLER)):
@@ -363,7 +378,7 @@ class Listener:
                 f"the caller {theirs.oldest} to {theirs.newest}: upgrade the older one",
             )
         hello = _decode(_hello, payload)
-        self.them, self.role = hello.me, hello.role
+        self.them, self.role, self.supports = hello.me, hello.role, hello.supports
         if hello.me.cluster != self._me.cluster and (
             hello.role == "peer" or hello.me.cluster != ANY
         ):

@@ -10,8 +10,8 @@ connection is no lost answer.
 - A node that is silent while something is asked of it is asked for a sign of life, and left if
   there is none.
 - Every node must be of one cluster. Two clusters behind one URL would elect two leaders.
-- Watches are begun anew on every connection, with what was told last; the node tells what was
-  missed.
+- Watches are begun anew on every connection, each from its own position: the revision up to which
+  it has been told everything. The node tells what was missed, then confirms the watch.
 
 Imports the quorum's wire and words, and the error tree.
 """
@@ -60,6 +60,7 @@ from doyen.quorum.requests import (
     Wrote,
     decode_answer,
 )
+from doyen.quorum.versions import FIRST
 from doyen.quorum.wire import ANY, Fault, FrameError, Identity, Refused, Security
 
 __all__ = ["Electing", "Standing", "Wire", "inquire"]
@@ -114,6 +115,10 @@ class Standing:
         self.id = id
         self.scope = scope
         self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.position = -1
+        """Up to this revision, everything was told; below 0 if nothing was confirmed yet."""
+        self.confirmed = False
+        """Whether the current connection has confirmed it."""
         self._wire = wire
         self._notify = notify
         self._due = False
@@ -207,8 +212,9 @@ class Wire:
         self._named = False
         """Whether the quorum knows us by this name: whether it has answered a write under it."""
         self._watches: dict[int, Standing] = {}
-        self._seen = 0
-        """Up to this revision, all our watches have been told everything."""
+        self._told = 0
+        """Up to this revision, all watches that the current connection has confirmed were told
+        everything."""
         self._impatient: asyncio.TimerHandle | None = None
         self._closed = False
         self._hear: dict[type, Callable[[Any], None]] = {
@@ -374,7 +380,7 @@ class Wire:
                 return
 
     def _changed(self, answer: Changed) -> None:
-        self._seen = max(self._seen, answer.revision)
+        self._told = answer.revision
         for number in answer.ids:
             watch = self._watches.get(number)
             if watch is not None:
@@ -382,9 +388,15 @@ class Wire:
 
     def _watching(self, answer: Watching) -> None:
         watch = self._watches.get(answer.id)
-        if watch is not None and not watch.begun.done():
-            self._seen = max(self._seen, answer.revision)
+        if watch is None:
+            return
+        watch.position, watch.confirmed = answer.revision, True
+        if not watch.begun.done():
             watch.begun.set_result(None)
+        elif self._link is not None and self._link.supports[1] == FIRST:
+            # A node of the first release tells what was missed only after this, and the link may
+            # break in between.
+            watch.tell()
 
     def _wrote(self, answer: Wrote) -> None:
         self._named = True
@@ -533,9 +545,9 @@ class Wire:
         self.cluster = self.cluster or link.them.cluster
         self._link = link
         link.send(REQUEST, encode(Hello(self._name)))
+        self._told = 0
         for watch in self._watches.values():
-            since = self._seen if watch.begun.done() else -1
-            link.send(REQUEST, encode(Watch(watch.id, watch.scope, since)))
+            link.send(REQUEST, encode(Watch(watch.id, watch.scope, watch.position)))
         for _, call in sorted(self._calls.items()):
             self._send(call)
 
@@ -544,6 +556,10 @@ class Wire:
             self._link = None
             self._unsent.clear()
             self._next = (self._next + 1) % len(self._nodes)
+            for watch in self._watches.values():
+                if watch.confirmed:
+                    watch.position = max(watch.position, self._told)
+                    watch.confirmed = False
             for call in self._calls.values():
                 call.records.clear()
             if self._calls or self._watches:

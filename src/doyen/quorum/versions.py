@@ -1,0 +1,26 @@
+"""Versions of the replicated state: what the nodes of a cluster may put into its log.
+
+Every node applies the same log, so a command, or a new meaning of a known command, may enter the
+log only when every member understands it. The cluster therefore has a version, kept in the
+replicated state. Each node says in its handshake which versions it supports. The leader raises the
+cluster's version when all members are connected and support a newer one; a member that is down
+counts as one that does not. From then on, nodes that do not support it are refused as peers.
+
+    1   the first release
+    2   leases end in slices; results of any size are remembered; a quota on the keyspace;
+        snapshots carry the history of changes and unfinished ends of leases
+
+Imports nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["FIRST", "NEWEST", "OLDEST"]
+
+FIRST: Final = 1
+"""What a node supports whose handshake does not say, and what a new cluster begins with."""
+OLDEST: Final = 1
+NEWEST: Final = 2
+"""What this release supports: from `OLDEST` to `NEWEST`."""

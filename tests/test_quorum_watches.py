@@ -1,0 +1,263 @@
+"""Watches that are resumed: a real client and a real service, on links that break between any two
+frames."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from doyen.clock import SystemClock
+from doyen.consensus.core import Membership, Role
+from doyen.node.driver import Status
+from doyen.node.service import Service
+from doyen.quorum.keyspace import Keyspace, Put, decode_result, encode
+from doyen.quorum.link import End
+from doyen.quorum.requests import (
+    REQUEST,
+    Changed,
+    Watch,
+    Watching,
+    decode_answer,
+    decode_request,
+)
+from doyen.quorum.wire import Fault, Security
+from doyen.stores.quorum.wire import Wire
+from doyen.testing.virtual import run_virtual
+
+Frame = tuple[int, bytes]
+
+
+class Follower:
+    """What a service needs of a driver, for watches alone."""
+
+    role = Role.FOLLOWING
+
+    def __init__(self) -> None:
+        self.current: list[Callable[[], None]] = []
+
+    def status(self) -> Status:
+        members = Membership(("n1",))
+        return Status("n1", Role.FOLLOWING, 1, "n2", 0, 0, 0, 0, False, members)
+
+    def on_role(self, callback: Any) -> None: ...
+
+    def on_applied(self, callback: Callable[[int], None]) -> None:
+        self.applied = callback
+
+    def on_question(self, handler: Any) -> None: ...
+
+    def when_current(self, call: Callable[[], None]) -> None:
+        self.current.append(call)
+
+
+class ServerSide:
+    """The node's end of a link; what it sends waits in `out`."""
+
+    role, closed = "client", False
+
+    def __init__(self) -> None:
+        self.out: list[Frame] = []
+
+    def welcome(self, on_frames: Any, on_end: Any) -> None:
+        self.take = on_frames
+
+    def send(self, kind: int, *parts: bytes) -> bool:
+        self.out.append((kind, b"".join(parts)))
+        return True
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def fault(self, fault: Fault, text: str) -> None:
+        raise AssertionError(text)
+
+
+class ClientSide:
+    """The client's end; what it sends is taken at once."""
+
+    where, ending, closed = "n", False, False
+
+    class them:  # noqa: N801
+        cluster = "c"
+
+    def __init__(self, server: ServerSide, supports: tuple[int, int] = (1, 2)) -> None:
+        self.server, self.supports = server, supports
+
+    def send(self, kind: int, *parts: bytes) -> bool:
+        self.server.take(self.server, [(kind, b"".join(parts))])
+        return True
+
+
+class Node:
+    """A node that serves watches out of a keyspace."""
+
+    def __init__(self, keyspace: Keyspace, cluster_id: str = "") -> None:
+        self.driver = Follower()
+        self.service = Service(
+            self.driver,  # type: ignore[arg-type]
+            keyspace,
+            SystemClock(),
+            cluster_id=cluster_id,
+        )
+        self.server = ServerSide()
+        self.service.admit(self.server)  # type: ignore[arg-type]
+
+    def caught_up(self) -> None:
+        calls, self.driver.current = self.driver.current, []
+        for call in calls:
+            call()
+
+    @property
+    def told(self) -> list[Any]:
+        return [decode_answer(payload) for _, payload in self.server.out]
+
+
+class Client:
+    """A client whose links are made and broken by the test."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.wire = Wire(["n:1"], Security(), cluster="c", connect_timeout_s=1)
+        self.wire._connect = lambda: None  # type: ignore[method-assign]
+
+    def dial(self, node: Node, supports: tuple[int, int] = (1, 2)) -> None:
+        self.link = ClientSide(node.server, supports)
+        self.wire._use(self.link)  # type: ignore[arg-type]
+
+    def hear(self, frames: Sequence[Frame]) -> None:
+        self.wire._take(self.link, frames)  # type: ignore[arg-type]
+
+    def cut(self) -> None:
+        self.wire._ended(self.link, End.LEFT)  # type: ignore[arg-type]
+
+    async def watch(self, node: Node, *scopes: str) -> None:
+        self.dial(node)
+        asked = [
+            asyncio.ensure_future(self.wire.watch(scope, partial(self.told.append, scope)))
+            for scope in scopes
+        ]
+        await asyncio.sleep(0)
+        self.hear(node.server.out)
+        await asyncio.gather(*asked)
+
+
+def put(keyspace: Keyspace, key: str) -> None:
+    standing = keyspace.get(key)
+    version = standing.version if standing else 0
+    decode_result(keyspace.apply(encode(Put(key, b"", version))))
+
+
+@pytest.mark.parametrize("heard", range(5))
+def test_a_link_that_breaks_between_two_frames_costs_no_watch_its_change(heard: int) -> None:
+    """Both scopes change while there is no link. The next node answers, and its link breaks after
+    `heard` of its frames; whatever they were, the node after it tells what was not told."""
+
+    async def main() -> None:
+        keyspace, client = Keyspace(), Client()
+        await client.watch(Node(keyspace), "a", "b")
+        client.cut()
+        put(keyspace, "a")
+        put(keyspace, "b")
+        second, third = Node(keyspace), Node(keyspace)
+        client.dial(second)
+        client.hear(second.server.out[:heard])
+        client.cut()
+        client.dial(third)
+        client.hear(third.server.out)
+        await asyncio.sleep(0.01)
+        assert {*client.told} == {"a", "b"}
+        resumed = [each for each in third.told if isinstance(each, Changed)]
+        assert len(resumed) == 2 - heard // 2, "what was told is not told again"
+
+    run_virtual(main)
+
+
+def test_a_quiet_watch_keeps_up_with_its_connection() -> None:
+    """A watch that nothing happened to resumes from what its connection was told last, not from
+    where it began: that may lie beyond what nodes remember."""
+
+    async def main() -> None:
+        keyspace, client = Keyspace(), Client()
+        node = Node(keyspace)
+        await client.watch(node, "busy", "quiet")
+        node.server.out.clear()
+        put(keyspace, "busy")
+        node.driver.applied(1)
+        client.hear(node.server.out)
+        client.cut()
+        after = Node(keyspace)
+        requests: list[Any] = []
+        after.server.take = lambda link, frames: requests.extend(frames)
+        client.dial(after)
+        watches = [
+            request
+            for _, payload in requests
+            if isinstance(request := decode_request(payload), Watch)
+        ]
+        assert {watch.scope: watch.since for watch in watches} == {
+            "busy": keyspace.revision,
+            "quiet": keyspace.revision,
+        }
+
+    run_virtual(main)
+
+
+def test_a_node_of_an_earlier_release_is_not_relied_on() -> None:
+    """It confirms a resumed watch before it tells what the watch missed."""
+
+    async def main() -> None:
+        keyspace, client = Keyspace(), Client()
+        await client.watch(Node(keyspace), "a")
+        client.cut()
+        put(keyspace, "a")
+        second = Node(keyspace)
+        client.dial(second, supports=(1, 1))
+        confirmed = next(
+            frame for frame in second.server.out if isinstance(decode_answer(frame[1]), Watching)
+        )
+        client.hear([confirmed])
+        client.cut()
+        await asyncio.sleep(0.01)
+        assert client.told == ["a"]
+
+    run_virtual(main)
+
+
+def test_a_node_that_is_behind_catches_up_before_it_confirms() -> None:
+    async def main() -> None:
+        keyspace = Keyspace()
+        put(keyspace, "a")
+        node = Node(keyspace)
+        node.server.take(node.server, [(REQUEST, encode(Watch(-1, "b", 2)))])
+        assert node.told == []
+        put(keyspace, "c")
+        node.caught_up()
+        assert node.told == [Watching(-1, 2)]
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize(
+    ("cluster_id", "since", "missed"),
+    [("this", 1, False), ("", 1, False), ("other", 1, True), ("this", 99, True)],
+)
+def test_a_position_of_another_history_is_told_to_read_again(
+    cluster_id: str, since: int, missed: bool
+) -> None:
+    """Another cluster's, or one that this cluster has not come to although it is up to date."""
+
+    async def main() -> None:
+        keyspace = Keyspace()
+        put(keyspace, "a")
+        node = Node(keyspace, "this")
+        node.server.take(node.server, [(REQUEST, encode(Watch(-1, "b", since, cluster_id)))])
+        node.caught_up()
+        expected: list[Any] = [Changed([-1], 1)] if missed else []
+        assert node.told == [*expected, Watching(-1, 1)]
+
+    run_virtual(main)
