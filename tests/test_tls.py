@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from http.client import HTTPSConnection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,8 +25,8 @@ import servers
 from doyen.clock import SystemClock
 from doyen.errors import StoreError
 from doyen.model import leader_key
-from doyen.store import Context, Store, open_store
-from servers.certificates import Certificates
+from doyen.store import Context, Store, StoreURL, _tls_remedy, open_store
+from servers.certificates import AUTHORITY, Certificates
 from servers.mariadb import DATABASE, PASSWORD
 from servers.process import HOST
 
@@ -34,7 +35,6 @@ KEY = leader_key("e")
 
 def ping_https(certificates: Certificates, port: int, page: str) -> None:
     context = ssl.create_default_context(cafile=str(certificates.certificate("ca")))
-    context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # our authority is a plain one
     context.load_cert_chain(certificates.certificate("client"), certificates.key("client"))
     link = HTTPSConnection(HOST, port, timeout=2, context=context)
     try:
@@ -264,7 +264,7 @@ REFUSALS = {
     ),
     "no certificate of our own": ({"own": ""}, "certificate.*cert= and key="),
     "a certificate of an authority unknown to it": (
-        {"own": "stranger"},
+        {"own": "guest"},
         "certificate.*cert= and key=",
     ),
 }
@@ -279,6 +279,59 @@ def test_who_is_refused_is_told_why(
     with pytest.raises(StoreError, match=says) as caught:
         asyncio.run(opened(url))
     assert server.tls.rpartition("@")[2].rpartition("//")[2].partition("/")[0] in str(caught.value)
+
+
+@pytest.mark.parametrize("engine", ["consul", "mysql", "nats", "redis"])
+def test_a_certificate_that_python_refuses_is_explained(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engines whose clients use Python's default settings for TLS. Those are strict from 3.13
+    on; here they are in every version."""
+    strict(monkeypatch)
+    without = [each for each in AUTHORITY if not each.startswith("keyUsage")]
+    certificates = Certificates(tmp_path, authority=tuple(without))
+    with ENGINES[engine](certificates) as server:
+        url = f"{server.tls}?connect_timeout_s=2&{certificates.options()}"
+        with pytest.raises(StoreError, match=r"(?s)key usage.*; the certificate lacks") as caught:
+            asyncio.run(opened(url))
+    assert "keyUsage=critical,keyCertSign" in str(caught.value)
+    assert "ca= names" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cause", "remedy"),
+    [
+        ("unable to get local issuer certificate", "ca= names"),
+        ("CA cert does not include key usage extension", "keyUsage=critical,keyCertSign"),
+        ("Missing Authority Key Identifier", "authorityKeyIdentifier"),
+        ("Missing Subject Key Identifier", "subjectKeyIdentifier"),
+        ("Basic Constraints of CA cert not marked critical", "basicConstraints=critical,CA:true"),
+        ("certificate has expired", "renew"),
+        ("IP address mismatch, certificate is not valid for '10.0.0.1'", "subjectAltName"),
+        ("Hostname mismatch, certificate is not valid for 'h'", "subjectAltName"),
+    ],
+)
+def test_the_remedy_suits_the_reason_of_a_failed_verification(cause: str, remedy: str) -> None:
+    url = StoreURL.parse("redis://h?tls=true")
+    text = f"[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: {cause} (_ssl.c:1018)"
+    assert remedy in _tls_remedy(url, text.lower())
+
+
+@pytest.mark.parametrize("words", ["Connection reset by peer", "Connection lost"])
+def test_a_server_that_hangs_up_may_want_a_certificate(words: str) -> None:
+    """Python before 3.14 says the first, 3.14 the second."""
+    assert "cert= and key=" in _tls_remedy(StoreURL.parse("redis://h?tls=true"), words.lower())
+
+
+def strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    lenient = ssl.create_default_context
+
+    def insisting(*arguments: Any, **options: Any) -> ssl.SSLContext:
+        context = lenient(*arguments, **options)
+        context.verify_flags |= ssl.VERIFY_X509_STRICT
+        return context
+
+    monkeypatch.setattr(ssl, "create_default_context", insisting)
 
 
 def test_a_redis_that_does_not_say_farewell_is_left_at_once(certificates: Certificates) -> None:

@@ -286,8 +286,28 @@ async def open_store(url: str, context: Context) -> Store:
         raise
 
 
+_STRICT = (
+    "the certificate lacks an extension that RFC 5280 requires, on which Python insists from 3.13"
+    " on: issue the authority's certificate again with basicConstraints=critical,CA:true,"
+    " keyUsage=critical,keyCertSign,cRLSign and subjectKeyIdentifier=hash, and those that it signs"
+    " with authorityKeyIdentifier=keyid and subjectKeyIdentifier=hash"
+)
+_UNVERIFIED = {
+    "key usage": _STRICT,
+    "key identifier": _STRICT,
+    "basic constraints": _STRICT,
+    "not valid for": "the server's certificate needs the address of the URL in its subjectAltName",
+    "has expired": "renew the certificate",
+}
 _REFUSED = ("alert", "client certificate", "tsi_", "access denied")
-_HUNG_UP = ("reset by peer", "eof", "broken pipe", "closed the connection", "connection closed")
+_HUNG_UP = (
+    "reset by peer",
+    "eof",
+    "broken pipe",
+    "closed the connection",
+    "connection closed",
+    "connection lost",
+)
 
 
 def _tls_remedy(url: StoreURL, cause: str) -> str:
@@ -300,7 +320,8 @@ def _tls_remedy(url: StoreURL, cause: str) -> str:
     if not encrypted or url.options.get("tls") == "false":
         return ""
     if "certificate verify failed" in cause or "certificate_verify_failed" in cause:
-        return "ca= names the file of the authority that signed the server's certificate"
+        trust = "ca= names the file of the authority that signed the server's certificate"
+        return next((text for words, text in _UNVERIFIED.items() if words in cause), trust)
     if any(words in cause for words in (*_REFUSED, *_HUNG_UP)):
         return (
             "the server may want a certificate of ours, or another: cert= and key= name the files"

@@ -1,4 +1,8 @@
-"""An authority, and the certificates it has signed, for servers that speak TLS."""
+"""A certificate authority and the certificates it has signed, for servers that speak TLS.
+
+They have the extensions that RFC 5280 asks for. Python insists on those from 3.13 on
+(`ssl.VERIFY_X509_STRICT`).
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,35 @@ import subprocess
 from pathlib import Path
 
 NEW = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+AUTHORITY = (
+    "subjectKeyIdentifier=hash",
+    "basicConstraints=critical,CA:true,pathlen:0",
+    "keyUsage=critical,keyCertSign,cRLSign",
+)
+LEAF = (
+    "subjectKeyIdentifier=hash",
+    "authorityKeyIdentifier=keyid:always",
+    "basicConstraints=critical,CA:false",
+    "keyUsage=critical,digitalSignature",
+    "subjectAltName=IP:127.0.0.1,DNS:localhost",
+)
 
 
 class Certificates:
-    """For a server at 127.0.0.1 and a client, by an authority whom nobody else knows; and a
-    stranger's, whom the server does not know."""
+    """Of an authority `ca`, of a `server` at 127.0.0.1 and of a `client`, both signed by it. Of
+    another authority, `stranger`, which the server does not know, and of its client, `guest`.
 
-    def __init__(self, folder: Path) -> None:
+    `authority` replaces the extensions of the certificate of `ca`.
+    """
+
+    def __init__(self, folder: Path, *, authority: tuple[str, ...] = AUTHORITY) -> None:
         self.folder = folder
-        (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
-        for name in ("ca", "stranger"):
-            new = ("-x509", "-subj", f"/CN={name}", "-keyout", self.key(name))
-            _openssl(*NEW, *new, "-out", self.certificate(name))
-        for name in ("server", "client"):
-            request = folder / f"{name}.csr"
-            new = ("-new", "-subj", f"/CN={name}", "-keyout", self.key(name))
-            _openssl(*NEW, *new, "-out", request)
-            by = ("-CA", self.certificate("ca"), "-CAkey", self.key("ca"), "-CAcreateserial")
-            what = ("-req", "-in", request, "-out", self.certificate(name))
-            _openssl("x509", *what, "-extfile", folder / "names", *by)
+        self._self_signed("ca", *authority)
+        self._self_signed("stranger", *AUTHORITY)
+        # The members of a cluster are each other's clients.
+        self._signed("server", "ca", *LEAF, "extendedKeyUsage=serverAuth,clientAuth")
+        self._signed("client", "ca", *LEAF, "extendedKeyUsage=clientAuth")
+        self._signed("guest", "stranger", *LEAF, "extendedKeyUsage=clientAuth")
 
     def certificate(self, name: str) -> Path:
         return self.folder / f"{name}.pem"
@@ -36,6 +50,22 @@ class Certificates:
         """What is added to a store's URL to trust an authority, and to show a certificate."""
         mine = f"&cert={self.certificate(own)}&key={self.key(own)}" if own else ""
         return f"tls=true&ca={self.certificate(ca)}{mine}"
+
+    def _self_signed(self, name: str, *extensions: str) -> None:
+        # A configuration without extensions of its own: the system's would be added.
+        plain = self.folder / "plain.cnf"
+        plain.write_text("[req]\ndistinguished_name=name\n[name]\n")
+        added = [word for each in extensions for word in ("-addext", each)]
+        new = ("-x509", "-config", plain, "-subj", f"/CN={name}", "-keyout", self.key(name))
+        _openssl(*NEW, *new, *added, "-out", self.certificate(name))
+
+    def _signed(self, name: str, by: str, *extensions: str) -> None:
+        request, wanted = self.folder / f"{name}.csr", self.folder / f"{name}.ext"
+        _openssl(*NEW, "-new", "-subj", f"/CN={name}", "-keyout", self.key(name), "-out", request)
+        wanted.write_text("\n".join([*extensions, ""]))
+        signer = ("-CA", self.certificate(by), "-CAkey", self.key(by), "-CAcreateserial")
+        what = ("-req", "-in", request, "-extfile", wanted, "-out", self.certificate(name))
+        _openssl("x509", *what, *signer)
 
 
 def _openssl(*arguments: str | Path) -> None:
