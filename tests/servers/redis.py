@@ -12,8 +12,8 @@ RECIPE = Recipe(
     engine="redis",
     variable="DOYEN_REDIS_BIN",
     name="redis-server",
-    # Debian's server is a link to a tool that plays both parts by its name.
     found=("usr/bin/redis-server",),
+    minimum=(6, 0),
     sources=(Debian(("redis-server",)),),
 )
 

@@ -9,11 +9,26 @@ from .cluster import Cluster, Member
 from .fetch import Debian, Recipe, obtain
 from .process import HOST
 
+BESIDE = tuple(
+    f"{name}*.jar"
+    for name in (
+        "zookeeper-jute",
+        "slf4j-api",
+        "slf4j-simple",
+        "metrics-core",
+        "snappy-java",
+        "netty-",
+    )
+)
+"""What the server needs of the jars that are installed with it."""
 JAVA = Recipe(
     engine="zookeeper",
     variable="DOYEN_JAVA_BIN",
     name="java",
     found=("usr/lib/jvm/*/bin/java",),
+    version=("-version",),
+    minimum=(11,),
+    beside=("keytool",),
     # Its libraries are for sound, print and type; what the machine itself needs is there.
     sources=(Debian(("default-jre-headless",), without=("lib", "font", "ca-certificates")),),
 )
@@ -22,6 +37,7 @@ JARS = Recipe(
     variable="DOYEN_ZOOKEEPER_JAR",
     name="zookeeper.jar",
     found=("usr/share/java/zookeeper.jar",),
+    beside=BESIDE,
     sources=(
         Debian(
             (
@@ -35,7 +51,6 @@ JARS = Recipe(
         ),
     ),
 )
-BESIDE = ("zookeeper-jute", "slf4j-api", "slf4j-simple", "metrics-core", "snappy-java", "netty-")
 MAIN = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
 
 
@@ -47,7 +62,7 @@ class ZooKeeper(Member):
 
     def __init__(self, **options: str) -> None:
         self._java = obtain(JAVA)
-        self._jar = obtain(JARS).path
+        self._jar = obtain(JARS)
         super().__init__()
         self.options = options
         self.ensemble: list[ZooKeeper] = []
@@ -106,8 +121,8 @@ class ZooKeeper(Member):
 
     def _class_path(self) -> list[Path]:
         """The jar, and what it needs of those beside it."""
-        folder = self._jar.parent
-        return [self._jar, *(jar for name in BESIDE for jar in folder.glob(f"{name}*.jar"))]
+        beside = (jar for pattern in BESIDE for jar in self._jar.home.glob(pattern))
+        return [self._jar.path, *beside]
 
     def environment(self) -> dict[str, str]:
         return self._java.environment()
