@@ -270,3 +270,153 @@ def test_owners_that_could_not_be_found_out_are_asked_for_again(poll_s: float | 
         lookout.close()
 
     virtually(test)
+
+
+class Line:
+    """Tables with a line of tickets, each under a lease of its own. Leases are ended by `seal`."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.clock = clock
+        self.renewed: dict[str, tuple[int, float]] = {}
+        """By lease, its counter and when that last moved."""
+        self.tickets: list[tuple[str, str]] = []
+        self.lookouts: list[Lookout] = []
+        self.incarnation = "first"
+        self.failing = False
+
+    def grant(self, lease: str) -> str:
+        self.renewed[lease] = (0, self.clock.now())
+        path = f"elections/e/line/{len(self.tickets):04}"
+        self.tickets.append((path, lease))
+        return path
+
+    def renew(self, lease: str) -> None:
+        self.renewed[lease] = (self.renewed[lease][0] + 1, self.clock.now())
+
+    def ahead(self, path: str) -> tuple[str, str] | None:
+        earlier = [
+            ticket for ticket in self.tickets if ticket[0] < path and ticket[1] in self.renewed
+        ]
+        return earlier[-1] if earlier else None
+
+    def row(self, lease: str) -> LeaseRow:
+        if lease not in self.renewed:
+            return LeaseRow(lease, None, -1, 0, "")
+        counter, at = self.renewed[lease]
+        age_us = round((self.clock.now() - at) * 1e6)
+        return LeaseRow(lease, round(TTL_S * 1e6), counter, age_us, self.incarnation)
+
+    async def survey(self, scopes: Sequence[str]) -> dict[str, Survey]:
+        await asyncio.sleep(0.001)
+        if self.failing:
+            raise StoreUnavailable("no")
+        return {
+            scope: Survey(
+                frozenset(),
+                frozenset(
+                    lease
+                    for path, lease in self.tickets
+                    if lease in self.renewed and (path == scope or path.startswith(f"{scope}/"))
+                ),
+            )
+            for scope in scopes
+        }
+
+    async def look(self, leases: Sequence[str]) -> Sequence[LeaseRow]:
+        await asyncio.sleep(0.001)
+        return [self.row(lease) for lease in leases]
+
+    async def seal(self, lease: str, counter: int) -> None:
+        await asyncio.sleep(0.001)
+        if lease in self.renewed and self.renewed[lease][0] == counter:
+            assert self.clock.now() - self.renewed[lease][1] >= TTL_S, "a live lease was ended"
+            del self.renewed[lease]
+            for path, owner in self.tickets:
+                if owner == lease:
+                    for lookout in self.lookouts:
+                        lookout.changed(path)
+
+    async def position(self) -> int:
+        raise NotImplementedError
+
+    async def lead(self, lease: str, seen_before: Sequence[LeaseRow], *, noticed: bool) -> None:
+        """Take a ticket, keep its lease alive, and return when nobody is ahead of it."""
+        lookout = Lookout(self, self.clock.now, None)
+        self.lookouts.append(lookout)
+        for row in seen_before:
+            lookout.judge(row)
+        if noticed:
+            self.failing = True
+            watch = await lookout.watch("elections/e/line/0000", lambda: None)
+            await asyncio.sleep(0.1)
+            watch.close()
+            self.failing = False
+        path = self.grant(lease)
+        heart = asyncio.create_task(self._beat(lease))
+        try:
+            while (ahead := self.ahead(path)) is not None:
+                row = self.row(ahead[1])
+                if lookout.judge(row).over:
+                    await self.seal(row.lease, row.counter)
+                    continue
+                told = asyncio.Event()
+                watch = await lookout.watch(ahead[0], told.set)
+                if self.ahead(path) == ahead:
+                    await told.wait()
+                watch.close()
+        finally:
+            heart.cancel()
+            lookout.close()
+            self.lookouts.remove(lookout)
+
+    async def _beat(self, lease: str) -> None:
+        while True:
+            await asyncio.sleep(TTL_S / 3)
+            self.renew(lease)
+
+
+@pytest.mark.parametrize("candidates", [2, 6, 40])
+@pytest.mark.parametrize(
+    ("silent_s", "replaced", "noticed", "within"),
+    [
+        (TTL_S, False, False, 1.05),
+        (TTL_S, True, False, 1.05),
+        (0.0, False, True, 1.05),
+        (0.0, True, True, 1.05),
+        (0.0, False, False, 1.5),
+    ],
+)
+def test_leases_that_were_silent_together_are_judged_together(
+    candidates: int, silent_s: float, replaced: bool, noticed: bool, within: float
+) -> None:
+    """An outage has cost every candidate its lease, and each has taken a new ticket behind the old
+    ones: there is a leader a ttl later, however many there are. If the last of the old leases was
+    renewed just now, and the store did not fail as far as its observers know, it is found to be
+    late first."""
+
+    async def test() -> None:
+        line = Line(clock)
+        for number in range(candidates):
+            line.grant(f"old {number}")
+        seen_before = [line.row(f"old {number}") for number in range(candidates)]
+        for number in range(candidates):
+            line.renew(f"old {number}")
+            clock.advance(TTL_S / 3 / candidates)
+        clock.advance(silent_s)
+        if replaced:
+            line.incarnation = "second"
+        began = clock.now()
+        standing = [
+            asyncio.create_task(line.lead(f"new {number}", seen_before, noticed=noticed))
+            for number in range(candidates)
+        ]
+        done, _ = await asyncio.wait(standing, return_when=asyncio.FIRST_COMPLETED)
+        (first,) = done
+        first.result()
+        assert clock.now() - began <= TTL_S * within + 0.01 * candidates
+        for task in standing:
+            task.cancel()
+        await asyncio.gather(*standing, return_exceptions=True)
+
+    clock = VirtualClock()
+    run_virtual(test(), clock=clock)

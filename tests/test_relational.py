@@ -169,10 +169,11 @@ def test_a_lease_is_renewed_or_ended_and_never_both(place: Place) -> None:
             key = leader_key(f"e{number}")
             await holder.create(key, b"v", lease)
 
+            (seen,) = await other.look([lease.id])
             renewal = asyncio.create_task(holder.renew(lease))
             for _ in range(chance.randrange(6)):
                 await asyncio.sleep(0)
-            await other.seal(lease.id, 0)
+            await other.end({lease.id: 0}, seen.incarnation)
             await asyncio.wait({renewal})
             survived = renewal.exception() is None
             assert survived or isinstance(renewal.exception(), LeaseGone)
@@ -202,6 +203,35 @@ def test_what_the_dead_leave_behind_is_swept_up(place: Place) -> None:
                 return place.number(leases) == 0
 
             assert await until(gone) > TTL_S / 2
+
+    run(main)
+
+
+def test_what_an_outage_left_behind_is_ended_together(place: Place) -> None:
+    """Whoever comes to a line of dead tickets observes all of them at once, and not one after the
+    other."""
+    events: list[Event] = []
+
+    async def main() -> None:
+        async with place.stores() as (old,):
+            for _ in range(8):
+                await old.enqueue(LINE, b"old", await old.grant(TTL_S))
+            place.server.query(
+                f"UPDATE {place.tables['leases']} SET renewed_us = renewed_us - 3600000000"
+            )
+        store = await place.open(emit=events.append)
+        ticket = await store.enqueue(LINE, b"new", await store.grant(60))
+        began = now()
+        while (ahead := await store.ahead(ticket)) is not None:
+            told = asyncio.Event()
+            watch = await store.watch(ahead.key, told.set)
+            if await store.get(ahead.key) is not None:
+                async with asyncio.timeout(10):
+                    await told.wait()
+            watch.close()
+        assert TTL_S <= now() - began <= 3 * TTL_S
+        assert len(events) == 8
+        await store.close()
 
     run(main)
 

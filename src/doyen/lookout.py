@@ -13,6 +13,11 @@ nothing to say against what was seen.
 just after it is due, and oftener when it does not come. So the sighting of the last renewal is
 young when its holder falls silent, and at the end of the ttl nobody has to begin to observe.
 
+*Together.* After an outage of the store, the leases of everybody who lost theirs are left in it.
+Whoever begins to observe a lease whose renewal is late, or the first one after the store had failed
+to answer, observes all leases of the same election from then on. So their ttls run out at the same
+time and not one after the other, and all that are over can be ended at once (`ripe`).
+
 *Changes.* Where the engine notifies, `changed` is called. Where it does not, the store is asked at
 intervals, while anything is watched, for the paths that have changed since the last time
 (`changes`). A store that cannot say which gives a counter; only if that has moved are the scopes
@@ -28,6 +33,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from doyen.errors import StoreError
@@ -45,6 +51,8 @@ _SETTLE_S = 0.004
 _RETRY_S = 0.2
 _PATIENCE_S = 2.0
 _GRAIN_S = 0.001
+_RIPE = 500
+"""How many leases are looked at in one query."""
 _FORGET_AFTER = 10
 """A lease that was not met for so many of its ttls is forgotten."""
 
@@ -100,6 +108,10 @@ class _Sighting:
     since: float
     ttl_s: float
     last: float
+    late: bool = False
+    """The renewal that should have followed this one is overdue."""
+    together: bool = False
+    """The other leases of its elections have been observed since then as well."""
 
 
 @dataclass(slots=True, eq=False)
@@ -163,6 +175,8 @@ class Lookout:
         self._scopes: dict[str, _Scope] = {}
         self._monitors: dict[str, _Monitor] = {}
         self._dirty: set[str] = set()
+        self._failed = False
+        """The store has failed to answer since leases were last observed together."""
         self._stirred = asyncio.Event()
         self._settling: asyncio.TimerHandle | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -189,7 +203,8 @@ class Lookout:
         by_clock_s = ttl_s - age_s if 0 <= age_s < ttl_s else 0.0
         left_s = max(sighting.since + ttl_s - now, by_clock_s)
         due_s = RENEWED_BY * ttl_s - age_s
-        if not 0 < due_s <= RENEWED_BY * ttl_s:
+        sighting.late = not 0 < due_s <= RENEWED_BY * ttl_s
+        if sighting.late:
             due_s = LOOK_AGAIN * ttl_s
         verdict = Verdict(left_s <= 0, min(due_s, left_s) + _GRAIN_S, left_s)
         monitor = self._monitors.get(row.lease)
@@ -203,6 +218,31 @@ class Lookout:
             if now - oldest.last < _FORGET_AFTER * oldest.ttl_s:
                 return
             del self._seen[lease]
+
+    def ripe(self) -> list[str]:
+        """Leases that may be over by now: no renewal has been seen for a ttl. Look at them again,
+        and judge, before ending any."""
+        now = self._now()
+        ripe = (lease for lease, seen in self._seen.items() if seen.since + seen.ttl_s <= now)
+        return list(islice(ripe, _RIPE))
+
+    @property
+    def incarnation(self) -> str:
+        """Of the server that all present sightings come from."""
+        return self._incarnation
+
+    def proven(self, lease: str, counter: int) -> bool:
+        """Whether a lease may be ended on the present incarnation of the server, because no renewal
+        after this one was seen there for a ttl."""
+        seen = self._seen.get(lease)
+        return (
+            seen is not None and seen.counter == counter and seen.since + seen.ttl_s <= self._now()
+        )
+
+    def forget(self, leases: Iterable[str]) -> None:
+        """These leases were ended, or have been renewed: what was seen of them is out of date."""
+        for lease in leases:
+            self._seen.pop(lease, None)
 
     async def watch(self, name: str, notify: Callable[[], None]) -> _Watch:
         scope = self._scopes.get(name)
@@ -319,6 +359,7 @@ class Lookout:
                     await self._look()
             except (StoreError, TimeoutError) as error:
                 log.debug("leases could not be looked at: %s", error)
+                self._failed = True
                 self._dirty |= dirty & self._scopes.keys()
                 await asyncio.sleep(_RETRY_S)
                 self._stirred.set()
@@ -335,6 +376,27 @@ class Lookout:
                 monitor = self._monitors.pop(row.lease, None)
                 if monitor is not None:
                     self._mark(monitor.scopes & self._scopes.keys())
+        await self._look_together(due)
+
+    async def _look_together(self, due: Sequence[_Monitor]) -> None:
+        """Begin to observe the leases that stand beside those that may be over."""
+        doubted = []
+        elections: set[str] = set()
+        for monitor in due:
+            sighting = self._seen.get(monitor.lease)
+            if sighting is not None and (sighting.late or self._failed) and not sighting.together:
+                doubted.append(sighting)
+                elections |= {_election(scope) for scope in monitor.scopes}
+        if elections:
+            self._failed = False
+            surveys = await self._tables.survey(sorted(elections))
+            # Those seen before as well: what was seen then may be an earlier renewal.
+            owners = sorted({owner for survey in surveys.values() for owner in survey.owners})
+            for start in range(0, len(owners), _RIPE):
+                for row in await self._tables.look(owners[start : start + _RIPE]):
+                    self.judge(row)
+        for sighting in doubted:
+            sighting.together = True
 
     async def _poll(self) -> None:
         """Ask whether anything has changed, at intervals that leave the server most of its time."""
@@ -396,3 +458,8 @@ class Lookout:
                 monitor = self._monitors[lease] = _Monitor(lease, self._now())
                 self._stir()
             monitor.scopes.add(scope.name)
+
+
+def _election(scope: str) -> str:
+    """The prefix that all keys of an election have in common: its kind and its name."""
+    return "/".join(scope.split("/")[:2])

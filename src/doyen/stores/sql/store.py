@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -43,6 +43,8 @@ _RANKS = 1 << 31
 _PATH_BYTES = 1024
 _SWEPT = 64
 """How many leases that look over are followed up when a store is opened."""
+_GONE = -1
+"""The counter of a lease whose row is not there: what is bound to it is void."""
 KEPT = 1000
 """For how many positions it is known what has changed."""
 _AT_ONCE = 50
@@ -71,7 +73,8 @@ _ENTRY = f"e.path, e.value, e.revision, e.version, e.lease, {_LEASE}"
 _FROM = "FROM {entries} e LEFT JOIN {leases} l ON l.id = e.lease "
 _NUMBER = "UPDATE {meta} SET revision = {next_revision}, position = position + 1; "
 _IS_FREE = "NOT EXISTS (SELECT 1 FROM {entries} WHERE path = %(path)s)"
-_IS_GONE = "NOT EXISTS (SELECT 1 FROM {leases} WHERE id = %(lease)s)"
+_IS_OVER = "([pairs]) AND {incarnation} = %(incarnation)s"
+_REMAINING = "SELECT id FROM {leases} WHERE id IN ([leases])"
 _STANDING = (
     f"SELECT {_ENTRY}, m.revision, o.id FROM {{meta}} m"
     " LEFT JOIN {entries} e ON e.path = %(path)s LEFT JOIN {leases} l ON l.id = e.lease"
@@ -109,12 +112,11 @@ def _statements(*, logs: bool) -> dict[str, str]:
         f" SELECT l.id, {_LEASE} FROM {{leases}} l WHERE l.id = %(lease)s",
         "revoke": f"{_NUMBER}{log('e.lease = %(lease)s')}"
         "DELETE FROM {entries} WHERE lease = %(lease)s; DELETE FROM {leases} WHERE id = %(lease)s",
-        # The lease goes first: a renewal that comes in between then waits, and finds nothing.
-        "seal": f"{_NUMBER}"
-        "SELECT id FROM {leases} WHERE id = %(lease)s AND counter = %(counter)s FOR UPDATE;"
-        " DELETE FROM {leases} WHERE id = %(lease)s AND counter = %(counter)s;"
-        f" {log(f'e.lease = %(lease)s AND {_IS_GONE}')}"
-        f"DELETE FROM {{entries}} WHERE lease = %(lease)s AND {_IS_GONE}",
+        # The leases go first: a renewal that comes in between then waits, and finds nothing.
+        "seal": f"{_NUMBER}SELECT id FROM {{leases}} WHERE {_IS_OVER} FOR UPDATE;"
+        f" DELETE FROM {{leases}} WHERE {_IS_OVER};"
+        f" {log(f'e.lease IN ([leases]) AND e.lease NOT IN ({_REMAINING})')}"
+        f"DELETE FROM {{entries}} WHERE lease IN ([leases]) AND lease NOT IN ({_REMAINING})",
         "standing": _STANDING,
         "create": f"{_NUMBER}{_INTO}%(path)s, %(value)s, m.revision, m.revision, o.id"
         f" FROM {{meta}} m, {{leases}} o WHERE o.id = %(lease)s AND {_IS_FREE}; {made}{_STANDING}",
@@ -308,14 +310,37 @@ class RelationalStore(Store):
         return over, entries
 
     async def _end(self, over: dict[str, int]) -> None:
-        for lease, counter in over.items():
-            await self.seal(lease, counter)
+        """End leases that are over, with all others that have become so at the same time."""
+        for row in await self.look(self._lookout.ripe()):
+            if row.ttl_us is not None and self._lookout.judge(row).over:
+                over[row.lease] = row.counter
+        proven = {
+            lease: counter
+            for lease, counter in over.items()
+            if counter == _GONE or self._lookout.proven(lease, counter)
+        }
+        if proven:
+            await self.end(proven, self._lookout.incarnation)
+            self._lookout.forget(proven)
 
     async def seal(self, lease: str, counter: int) -> None:
         """End a lease that is over, unless its counter has moved."""
-        ended = await self._work.write(self._sql["seal"], {"lease": lease, "counter": counter})
-        if ended and lease not in self._own:
-            self._emit(LeaseEnded(lease=lease, cause="expired"))
+        await self._end({lease: counter})
+
+    async def end(self, leases: Mapping[str, int], incarnation: str) -> None:
+        """End those of these leases whose counters are still the given ones, if the server is the
+        one on which they were seen: another may lack renewals that were confirmed."""
+        given: dict[str, object] = {"incarnation": incarnation}
+        pairs, places = [], []
+        for number, (lease, counter) in enumerate(leases.items()):
+            given |= {f"lease{number}": lease, f"counter{number}": counter}
+            places.append(f"%(lease{number})s")
+            pairs.append(f"id = {places[-1]} AND counter = %(counter{number})s")
+        script = self._sql["seal"].replace("[pairs]", " OR ".join(pairs))
+        ended = await self._work.write(script.replace("[leases]", ", ".join(places)), given)
+        for (lease,) in ended:
+            if _text(lease) not in self._own:
+                self._emit(LeaseEnded(lease=_text(lease), cause="expired"))
 
     async def survey(self, scopes: Sequence[str]) -> dict[str, Survey]:
         """Who owns something in each scope."""
@@ -334,12 +359,14 @@ class RelationalStore(Store):
 
     async def look(self, leases: Sequence[str]) -> Sequence[LeaseRow]:
         """These leases as they are now, the gone ones too."""
+        if not leases:
+            return []
         given = {f"lease{number}": lease for number, lease in enumerate(leases)}
         places = ", ".join(f"%({name})s" for name in given)
         query = f"{_LOOK.format_map(self._names)}({places})"
         rows = [_lease_row(row) for row in await self._work.read(query, given)]
         missing = {*leases} - {row.lease for row in rows}
-        return [*rows, *(LeaseRow(lease, None, -1, 0, "") for lease in missing)]
+        return [*rows, *(LeaseRow(lease, None, _GONE, 0, "") for lease in missing)]
 
     async def position(self) -> int:
         """The number of the last change."""
@@ -414,7 +441,7 @@ def token_floor(url: StoreURL) -> int:
 def _lease_row(row: Row) -> LeaseRow:
     lease, ttl_us, counter, age_us, incarnation, *_ = row
     if ttl_us is None:
-        return LeaseRow(_text(lease), None, -1, 0, "")
+        return LeaseRow(_text(lease), None, _GONE, 0, "")
     return LeaseRow(_text(lease), int(ttl_us), int(counter), int(age_us), _text(incarnation))
 
 
