@@ -33,6 +33,7 @@ ENGINES = {
     "postgresql": Engine(servers.Postgres, 2.0),
     "quorum": Engine(servers.Quorum, 2.0),
     "redis": Engine(servers.Redis, 2.0),
+    "valkey": Engine(servers.Valkey, 2.0),
     "zookeeper": Engine(servers.ZooKeeper, 2.0),
 }
 

