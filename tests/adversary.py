@@ -85,7 +85,8 @@ class WireLoop(VirtualLoop):
 
     async def getaddrinfo(self, host: Any, port: Any, **_: Any) -> Any:
         """Every name is an address; the usual way would need a thread."""
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (str(host), int(port or 0)))]
+        name = host.decode() if isinstance(host, bytes) else str(host)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (name, int(port or 0)))]
 
 
 class _Polling(selectors.PollSelector):

@@ -253,7 +253,10 @@ class Script:
         return await self._answers.get()
 
     async def answer(self, index: int, **versions: int) -> None:
-        raw = [{"Key": f"d/e/{key}", "ModifyIndex": at} for key, at in versions.items()]
+        raw = [
+            {"Key": f"d/e/{key}", "Value": None, "CreateIndex": at, "ModifyIndex": at}
+            for key, at in versions.items()
+        ]
         await reached(self._again)
         self._answers.put_nowait(Answer(200 if raw else 404, index, json.dumps(raw)))
         await self._again.wait()

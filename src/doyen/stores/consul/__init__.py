@@ -17,7 +17,7 @@ creation index is the token. The parts:
     store      the port: keys, sessions and transactions
     diagnosis  what `doyen doctor` says
 
-The client library is httpcore, the extra `consul`.
+The HTTP library is httpcore2, the extra `consul`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ async def open_store(url: StoreURL, context: Context) -> ConsulStore:
         from doyen.stores.consul.store import ConsulStore
     except ImportError as error:
         raise ConfigError(
-            f'consul:// needs httpcore ({error}): pip install "doyen[consul]"'
+            f'consul:// needs httpcore2 ({error}): pip install "doyen[consul]"'
         ) from error
 
     who, _, hosts = url.parts.netloc.rpartition("@")

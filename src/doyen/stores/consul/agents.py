@@ -1,45 +1,57 @@
 """The agents as one client sees them: connections, failover, and what their errors mean.
 
-A `Wire` is a pool of connections to one agent at a time, and moves on to the next when that one
-fails or does not answer. A store has three: for ordinary calls, for renewals and for blocking
-queries, so that none of them queues behind another.
+A `Wire` sends each request to one agent, and to the next if that one fails. A store has three: for
+ordinary calls, for renewals and for blocking queries, so that none of them queues behind another.
+Each wire has a connection pool per agent, so that requests which hang at one agent take no
+connection from the others.
 
-A request that failed before its connection was made was not carried out; nor was one that an agent
-refused for want of a leader. Of any other failure the outcome is unknown. Reads may be repeated,
-and are, at every other agent; so is whatever was certainly not carried out.
+- Every request has a deadline, `ANSWER_S` unless the caller names another. A caller that gives up
+  earlier cancels its request.
+- An agent is *silent* if a request to it was given up for want of an answer. The wires share what
+  is known of each agent. A silent agent is asked only after all others have failed, until it
+  answers again. Its idle connections are closed, and blocking queries that wait at it are sent to
+  another agent at once.
+- A request that failed before its connection was made was not carried out; nor was one that an
+  agent refused for want of a leader. Of any other failure the outcome is unknown. Reads are
+  repeated at every other agent; so is whatever was certainly not carried out.
 
 All agents must be of one datacentre: two of them would elect two leaders. An agent that tells its
 datacentre (that takes the permission agent:read) is held to it.
 
-Imports httpcore, the error tree and the diagnosis.
+The HTTP library is httpcore2, the transport of httpx2. It sends a request once. aiohttp was not
+chosen because it repeats a PUT by itself if a reused connection fails, which would turn an unknown
+outcome into a second transaction.
+
+Imports httpcore2, the error tree and the diagnosis.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import ssl
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode
 
-import httpcore
+import httpcore2
 
 from doyen.errors import OutcomeUnknown, StoreError, StoreUnavailable, StoreUnusable
 from doyen.stores.consul.diagnosis import seconds
 
 __all__ = ["TTL_MIN_S", "Agents", "Answer", "Wire"]
 
+ANSWER_S = 10.0
+"""Deadline of a request. Consul itself holds one for up to 7 s while its servers have no leader."""
 UNANSWERED_S = 0.1
 """A call that is cancelled after less was not given up for want of an answer."""
 TTL_MIN_S = 10.0
 """The shortest session, unless servers have been told otherwise (`session_ttl_min`)."""
 IN_FLIGHT = 16
-"""Connections of one wire. An agent allows 200 to all clients of one address."""
+"""Connections of one wire to one agent. An agent allows 200 to all clients of one address."""
 
-_ANSWERS = (200, 404, 409)
-"""Done; nothing there; a transaction that was refused."""
 _NOT_DONE = (
     "No cluster leader",
     "node is not the leader",
@@ -48,6 +60,7 @@ _NOT_DONE = (
     "timed out enqueuing operation",
     "rpc error getting client",
 )
+_ENTRY = {"Key", "Value", "CreateIndex", "ModifyIndex"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +74,55 @@ class Answer:
 
     @property
     def json(self) -> Any:
-        return json.loads(self.text)
+        try:
+            return json.loads(self.text)
+        except ValueError as error:
+            raise OutcomeUnknown(
+                f"Consul answered with status {self.status} and no JSON: {self.text[:100]!r};"
+                " check that the URL names agents of Consul"
+            ) from error
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        """The entries that a read of keys found."""
+        found = self.json if self.status == 200 else []
+        if not isinstance(found, list) or not all(
+            isinstance(each, dict) and each.keys() >= _ENTRY for each in found
+        ):
+            raise OutcomeUnknown(
+                f"Consul answered a read with what are no entries: {self.text[:100]!r};"
+                " check that the URL names agents of Consul"
+            )
+        return found
+
+
+class Agent:
+    """One agent: its address, and what the wires know of it."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self.silent = False
+        self.failed_at = -math.inf
+        self.blocking: set[asyncio.Timeout] = set()
+        """The deadlines of blocking queries that wait at this agent."""
+
+    @property
+    def standing(self) -> tuple[bool, float]:
+        """What agents are ordered by: one that answers, one that fails, one that is silent; the
+        one that failed longest ago before the others."""
+        return self.silent, self.failed_at
+
+    def answered(self) -> None:
+        self.silent, self.failed_at = False, -math.inf
+
+    def failed(self, *, silent: bool) -> None:
+        """A request failed. Only an answer ends silence."""
+        now = asyncio.get_running_loop().time()
+        if silent and not self.silent:
+            for deadline in self.blocking:
+                deadline.reschedule(now)
+        self.silent = self.silent or silent
+        self.failed_at = now
 
 
 class Agents:
@@ -75,7 +136,7 @@ class Agents:
         tls: ssl.SSLContext | None,
         connect_timeout_s: float,
     ) -> None:
-        self.hosts = hosts
+        self.each = [Agent(host) for host in hosts]
         self.tls = tls
         self.connect_timeout_s = connect_timeout_s
         self.headers = [("X-Consul-Token", token)] if token else []
@@ -96,29 +157,29 @@ class Agents:
         scheme = "http" if self.tls is None else "https"
         return f"{scheme}://{host}/v1/{quote(path, safe='/')}" + (f"?{query}" if query else "")
 
-    async def inspect(self, pool: httpcore.AsyncConnectionPool, host: str) -> dict[str, Any] | None:
+    async def inspect(self, link: Link) -> dict[str, Any] | None:
         """What an agent says of itself; None if it will not tell us."""
+        host = link.agent.host
         try:
-            async with asyncio.timeout(self.connect_timeout_s):
-                answer = await self.request(pool, host, "GET", "agent/self")
-        except TimeoutError as error:
-            raise StoreUnavailable(
-                f"Consul at {host} does not answer within {self.connect_timeout_s:g} s"
-            ) from error
+            answer = await link.request("GET", "agent/self", answer_s=self.connect_timeout_s)
+            if answer.status == 403:
+                return None
+            if answer.status != 200:
+                raise translate(answer, host)
+            told = answer.json
         except OutcomeUnknown as error:  # of a question nothing remains
             raise StoreUnavailable(str(error)) from error
-        if answer.status == 403:
-            return None
-        if answer.status != 200:
-            raise translate(answer, host)
-        told: dict[str, Any] = answer.json
-        return told
+        if not isinstance(told, dict) or not isinstance(told.get("Config"), dict):
+            raise StoreUnusable(f"what answers at {host} is not an agent of Consul")
+        said: dict[str, Any] = told
+        return said
 
-    async def greet(self, pool: httpcore.AsyncConnectionPool, host: str) -> None:
+    async def greet(self, link: Link) -> None:
         """Meet an agent for the first time: refuse one of another datacentre than the rest."""
+        host = link.agent.host
         if host in self._greeted:
             return
-        told = await self.inspect(pool, host)
+        told = await self.inspect(link)
         if told is not None:
             datacentre = str(told["Config"]["Datacenter"])
             if self._datacentre not in ("", datacentre):
@@ -133,53 +194,93 @@ class Agents:
                 self.ttl_min_s = seconds(shortest) or TTL_MIN_S
         self._greeted.add(host)
 
+
+class Link:
+    """The connections of one wire to one agent."""
+
+    def __init__(self, agents: Agents, agent: Agent) -> None:
+        self.agent = agent
+        self._agents = agents
+        self._pool = httpcore2.AsyncConnectionPool(
+            ssl_context=agents.tls, max_connections=IN_FLIGHT, keepalive_expiry=60.0
+        )
+
     async def request(
         self,
-        pool: httpcore.AsyncConnectionPool,
-        host: str,
         method: str,
         path: str,
         body: object = None,
-        answer_s: float | None = None,
+        *,
+        answer_s: float = ANSWER_S,
+        blocking: bool = False,
         **options: object,
     ) -> Answer:
         """One request to one agent, the failures of its connection translated."""
-        timeout = {"connect": self.connect_timeout_s, "read": answer_s}
+        agents, agent, host = self._agents, self.agent, self.agent.host
+        wait_s = min(agents.connect_timeout_s, answer_s)
+        began = asyncio.get_running_loop().time()
+        deadline = asyncio.timeout(answer_s)
         try:
-            response = await pool.request(
-                method,
-                self.url(host, path, **options),
-                headers=self.headers,
-                content=None if body is None else json.dumps(body).encode(),
-                extensions={"timeout": timeout},
-            )
-        except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
+            async with deadline:
+                if blocking and len(agents.each) > 1:
+                    agent.blocking.add(deadline)
+                response = await self._pool.request(
+                    method,
+                    agents.url(host, path, **options),
+                    headers=agents.headers,
+                    content=None if body is None else json.dumps(body).encode(),
+                    extensions={"timeout": {"pool": wait_s, "connect": wait_s}},
+                )
+        except asyncio.CancelledError:
+            # Whoever stops a blocking query no longer needs it: that says nothing of the agent.
+            if not blocking and asyncio.get_running_loop().time() - began > UNANSWERED_S:
+                await self._fell_silent()
+            raise
+        except TimeoutError as error:
+            await self._fell_silent()
+            raise OutcomeUnknown(
+                f"Consul at {host} does not answer within {answer_s:g} s"
+            ) from error
+        except (httpcore2.ConnectError, httpcore2.ConnectTimeout, httpcore2.PoolTimeout) as error:
+            if not isinstance(error, httpcore2.ConnectError):
+                agent.failed(silent=True)
             raise StoreUnavailable(
                 f"Consul at {host} cannot be reached: {_cause(error)}"
             ) from error
         except (
-            httpcore.NetworkError,
-            httpcore.ProtocolError,
-            httpcore.TimeoutException,
+            httpcore2.NetworkError,
+            httpcore2.ProtocolError,
+            httpcore2.TimeoutException,
             ssl.SSLError,
         ) as error:
             raise OutcomeUnknown(
                 f"the connection to Consul at {host} failed: {_cause(error)}"
             ) from error
-        index = dict(response.headers).get(b"X-Consul-Index", b"0")
+        finally:
+            agent.blocking.discard(deadline)
+        agent.answered()
+        headers = {name.lower(): value for name, value in response.headers}
+        index = headers.get(b"x-consul-index", b"")
         text = response.content.decode("utf-8", "replace")
-        return Answer(response.status, int(index), text)
+        return Answer(response.status, int(index) if index.isdigit() else 0, text)
+
+    async def _fell_silent(self) -> None:
+        """Idle connections to a silent agent may be dead as well, and each would cost a call."""
+        self.agent.failed(silent=True)
+        for connection in self._pool.connections:
+            if connection.is_idle():
+                await connection.aclose()
+
+    async def close(self) -> None:
+        await self._pool.aclose()
 
 
 class Wire:
-    """Connections to one agent at a time."""
+    """Requests of one kind, each to whichever agent answers."""
 
     def __init__(self, agents: Agents) -> None:
         self._agents = agents
-        self._turn = 0
-        self.pool = httpcore.AsyncConnectionPool(
-            ssl_context=agents.tls, max_connections=IN_FLIGHT, keepalive_expiry=60.0
-        )
+        self.links = [Link(agents, agent) for agent in agents.each]
         self._closed = False
 
     async def ask(
@@ -188,51 +289,50 @@ class Wire:
         path: str,
         body: object = None,
         *,
+        accept: Collection[int] = (200,),
         reads: bool = False,
-        answer_s: float | None = None,
+        answer_s: float = ANSWER_S,
+        blocking: bool = False,
         **options: object,
     ) -> Answer:
-        """One request, at the agents in turn for as long as that can do no harm."""
+        """One request, at the agents in turn for as long as that can do no harm.
+
+        Answers whose status is not in `accept` are failures.
+        """
         failure: StoreError = StoreUnavailable("the store is closed")
-        for _ in self._agents.hosts:
+        for link in sorted(self.links, key=lambda link: link.agent.standing):
             if self._closed:
                 break
-            turn, began = self._turn, asyncio.get_running_loop().time()
-            host = self._agents.hosts[turn % len(self._agents.hosts)]
             try:
-                await self._agents.greet(self.pool, host)
-                answer = await self._agents.request(
-                    self.pool, host, method, path, body, answer_s, **options
+                await self._agents.greet(link)
+                answer = await link.request(
+                    method, path, body, answer_s=answer_s, blocking=blocking, **options
                 )
-                if answer.status in _ANSWERS:
+                if answer.status in accept and not _denied(answer):
                     return answer
-                raise translate(answer, host)
-            except StoreUnavailable as error:
+                raise translate(answer, link.agent.host)
+            except (StoreUnavailable, OutcomeUnknown) as error:
+                link.agent.failed(silent=False)
                 failure = error
-            except OutcomeUnknown as error:
-                failure = error
-                if not reads:
-                    self._move_on(turn)
+                if isinstance(error, OutcomeUnknown) and not reads:
                     break
-            except asyncio.CancelledError:
-                if asyncio.get_running_loop().time() - began > UNANSWERED_S:
-                    self._move_on(turn)
-                raise
-            self._move_on(turn)
         raise failure
-
-    def _move_on(self, turn: int) -> None:
-        """Go to the next agent, unless somebody else has gone there already."""
-        if self._turn == turn:
-            self._turn += 1
 
     async def close(self) -> None:
         self._closed = True
-        await self.pool.aclose()
+        for link in self.links:
+            await link.close()
+
+
+def _denied(answer: Answer) -> bool:
+    """Whether a transaction was refused by the ACL, and not by its own conditions."""
+    return answer.status == 409 and any(
+        words in answer.text for words in ("Permission denied", "ACL not found")
+    )
 
 
 def translate(answer: Answer, host: str) -> StoreError:
-    """What an answer means that is none."""
+    """Map an error response to an exception."""
     said = answer.text.strip()[:300] or f"status {answer.status}"
     if "ACL not found" in said:
         return StoreUnusable(f"Consul at {host} does not know the ACL token: correct it")
@@ -254,7 +354,9 @@ def translate(answer: Answer, host: str) -> StoreError:
 
 
 def _cause(error: BaseException) -> str:
-    """The reason that lies at the bottom of an error; libraries wrap them without words."""
-    while not str(error) and (below := error.__cause__ or error.__context__) is not None:
-        error = below
-    return str(error) or type(error).__name__
+    """The reason at the bottom of an error: libraries wrap it in more general ones."""
+    reason = str(error)
+    while (below := error.__cause__ or error.__context__) is not None:
+        error = below.exceptions[0] if isinstance(below, BaseExceptionGroup) else below
+        reason = str(error) or reason
+    return reason or type(error).__name__

@@ -109,7 +109,7 @@ class ConsulStore(Store):
         return Lease(answer.json["ID"], granted_s)
 
     async def renew(self, lease: Lease) -> None:
-        answer = await self._renewals.ask("PUT", f"session/renew/{lease.id}")
+        answer = await self._renewals.ask("PUT", f"session/renew/{lease.id}", accept=(200, 404))
         if answer.status == 404:
             raise LeaseGone("Consul has ended the session")
 
@@ -170,13 +170,11 @@ class ConsulStore(Store):
 
     async def get(self, key: str) -> Entry | None:
         path = f"kv/{self._path(key)}"
-        answer = await self._wire.ask("GET", path, reads=True, consistent=None)
-        return self._entry(answer.json[0]) if answer.status == 200 else None
+        return next(map(self._entry, await self._read(path)), None)
 
     async def list(self, prefix: str) -> list_[Entry]:
         path = f"kv/{self._path(prefix)}/"
-        answer = await self._wire.ask("GET", path, reads=True, recurse=None, consistent=None)
-        entries = [self._entry(raw) for raw in answer.json] if answer.status == 200 else []
+        entries = map(self._entry, await self._read(path, recurse=None))
         return sorted(entries, key=lambda entry: (-_rank(entry.key), entry.revision))
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
@@ -184,9 +182,10 @@ class ConsulStore(Store):
 
     async def diagnose(self) -> Sequence[Finding]:
         states = []
-        for host in self._agents.hosts:
+        for link in self._wire.links:
+            host = link.agent.host
             try:
-                told = await self._agents.inspect(self._wire.pool, host)
+                told = await self._agents.inspect(link)
             except StoreError as error:
                 states.append(State(agent=host, silent_because=str(error)))
             else:
@@ -194,13 +193,22 @@ class ConsulStore(Store):
         return findings(states, self.capabilities.ttl_min_s)
 
     async def close(self) -> None:
+        await self._deletions.close()
         await self._watches.close()
         await self._renewals.close()
         await self._wire.close()
 
     async def _transact(self, *operations: Operation) -> Answer:
         """All of it, or nothing, which status 409 says."""
-        return await self._wire.ask("PUT", "txn", [{"KV": each} for each in operations])
+        body = [{"KV": each} for each in operations]
+        return await self._wire.ask("PUT", "txn", body, accept=(200, 409))
+
+    async def _read(self, path: str, **options: Any) -> list_[dict[str, Any]]:
+        """A consistent read of entries."""
+        answer = await self._wire.ask(
+            "GET", path, accept=(200, 404), reads=True, consistent=None, **options
+        )
+        return answer.entries
 
     def _path(self, key: str) -> str:
         segments = (_DOTS.get(segment, segment) for segment in key.split("/"))
@@ -225,43 +233,70 @@ class ConsulStore(Store):
 class _Deletions:
     """Deletions asked for in one turn of the loop go as one transaction: who resigns deletes a
     record and a ticket, and Consul's writes are slow. If one of them is refused, so is the whole,
-    and each is tried by itself."""
+    and each is tried by itself. A transaction that all its callers have given up is cancelled."""
 
     MOST = 32  # a transaction has 64 operations at most
 
     def __init__(self, transact: Callable[..., Awaitable[Answer]]) -> None:
         self._transact = transact
         self._asked: Asked = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], Asked] = {}
 
     async def delete(self, condition: Operation, deletion: Operation) -> bool:
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        if not self._asked:
+            asyncio.get_running_loop().call_soon(self._send)
         self._asked.append(((condition, deletion), done))
-        if len(self._asked) == 1:
-            task = asyncio.create_task(self._send())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        return await done
+        try:
+            return await done
+        except asyncio.CancelledError:
+            _retrieve(done)
+            for task, asked in self._tasks.items():
+                if all(each.done() for _, each in asked):
+                    task.cancel()
+            raise
 
-    async def _send(self) -> None:
-        asked, self._asked = self._asked, []
-        together = [asked[at : at + self.MOST] for at in range(0, len(asked), self.MOST)]
-        await asyncio.gather(*map(self._carry_out, together))
+    def _send(self) -> None:
+        asked, self._asked = [each for each in self._asked if not each[1].done()], []
+        for at in range(0, len(asked), self.MOST):
+            together = asked[at : at + self.MOST]
+            task = asyncio.get_running_loop().create_task(self._carry_out(together))
+            self._tasks[task] = together
+            task.add_done_callback(self._tasks.pop)
 
     async def _carry_out(self, asked: Asked) -> None:
         try:
             answer = await self._transact(*(each for pair, _ in asked for each in pair))
-        except StoreError as error:
-            for _, done in asked:
-                if not done.done():
-                    done.set_exception(error)
-            return
-        if answer.status == 200 or len(asked) == 1:
-            for _, done in asked:
-                if not done.done():
-                    done.set_result(answer.status == 200)
+            if answer.status != 200 and len(asked) > 1:
+                await asyncio.gather(*(self._carry_out([each]) for each in asked))
+                return
+        except asyncio.CancelledError:
+            _resolve(asked, OutcomeUnknown("the store was closed during a deletion"))
+            raise
+        except Exception as error:  # noqa: BLE001 - it is the callers' to handle
+            _resolve(asked, error)
         else:
-            await asyncio.gather(*(self._carry_out([each]) for each in asked))
+            _resolve(asked, answer.status == 200)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _resolve(asked: Asked, result: bool | Exception) -> None:
+    for _, done in asked:
+        if not done.done():
+            if isinstance(result, Exception):
+                done.set_exception(result)
+            else:
+                done.set_result(result)
+
+
+def _retrieve(done: asyncio.Future[Any]) -> None:
+    """Keep asyncio from reporting an exception whose only reader was cancelled."""
+    if done.done() and not done.cancelled():
+        done.exception()
 
 
 def _session(ttl_s: float) -> dict[str, object]:

@@ -9,7 +9,8 @@ become those of whole elections, then of all elections.
 - A watch is told when what stands under its scope differs from what its cover last saw, or from
   anything that this store has since shown to a caller: an entry that came, was read and went again
   between two answers leaves no other trace.
-- After a failure, and when a watch has moved to another cover, it is told in any case.
+- After a failure, when the index has gone backwards, and when a watch has moved to another cover,
+  it is told in any case.
 - The index rules of Consul: never below 1; begin anew if it goes backwards.
 
 Imports the agents.
@@ -160,16 +161,22 @@ class _Cover:
         while True:
             try:
                 answer = await self._ask(index)
+                now = {each["Key"]: each["ModifyIndex"] for each in answer.entries}
             except StoreError as error:
-                log.debug("watching is interrupted: %s", error)
+                log.debug("watching %s is interrupted: %s", self.prefix, error)
                 index, self._seen = 0, None
                 for watch in [each for each in self.watches if not each.begun.done()]:
                     watch.begun.set_exception(error)
                 await asyncio.sleep(PAUSE_S * random.uniform(0.5, 1.5))
-            else:
-                index = max(1, answer.index) if answer.index >= index else 0
-                if not self._take(answer):
-                    await asyncio.sleep(NEIGHBOURS_S * random.uniform(0.5, 1.5))
+                continue
+            if answer.index < index:
+                # The datacentre was restored: equal versions need not mean equal entries.
+                index, self._seen = 0, None
+                await asyncio.sleep(NEIGHBOURS_S * random.uniform(0.5, 1.5))
+                continue
+            index = max(1, answer.index)
+            if not self._take(now):
+                await asyncio.sleep(NEIGHBOURS_S * random.uniform(0.5, 1.5))
 
     async def _ask(self, index: int) -> Answer:
         options: dict[str, object] = {"recurse": None}
@@ -177,12 +184,19 @@ class _Cover:
             options |= {"index": index, "wait": f"{WAIT_S:g}s"}
         answer_s = (WAIT_S * 17 / 16 if index else 0) + SILENCE_S
         path = f"kv/{self.prefix}"
-        return await self._wire.ask("GET", path, reads=True, answer_s=answer_s, **options)
+        return await self._wire.ask(
+            "GET",
+            path,
+            accept=(200, 404),
+            reads=True,
+            answer_s=answer_s,
+            blocking=bool(index),
+            **options,
+        )
 
-    def _take(self, answer: Answer) -> bool:
+    def _take(self, now: dict[str, int]) -> bool:
         """Tell whom it concerns; whether there was anybody."""
-        raw = answer.json if answer.status == 200 else []
-        before, now = self._seen, {each["Key"]: each["ModifyIndex"] for each in raw}
+        before = self._seen
         self._seen, shown, self.shown = now, self.shown, defaultdict(set)
         if before is None:
             for watch in list(self.watches):

@@ -1,0 +1,136 @@
+"""Consul's adapter against a scripted datacentre in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from adversary import Network, WireLoop
+from doyen.clock import VirtualClock
+from doyen.errors import OutcomeUnknown
+from doyen.model import leader_key
+from doyen.store import Context, Store, open_store
+from doyen.testing.faults import Faults
+from model_consul import ConsulModel
+
+AGENTS = ("one:1000", "two:1000")
+FOREVER_S = 1e9
+PATIENCE_S = 0.3
+
+
+@asynccontextmanager
+async def opened(url: str = f"consul://{','.join(AGENTS)}") -> AsyncIterator[Store]:
+    store = await open_store(url, Context(VirtualClock(), lambda event: None))
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def run(main: Callable[[ConsulModel], Awaitable[None]]) -> float:
+    """Run it against a datacentre of two agents; how much virtual time that took."""
+    network, clock = Network(), VirtualClock()
+    loop = WireLoop(clock)
+    loop.network = network
+
+    async def all_of_it() -> None:
+        model = ConsulModel()
+        for agent in AGENTS:
+            host, _, port = agent.partition(":")
+            await network.listen(host, int(port), model, Faults())
+        async with asyncio.timeout(600):
+            await main(model)
+
+    try:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(all_of_it())
+    finally:
+        network.close()
+    return clock.now()
+
+
+async def patiently(call: Awaitable[object]) -> bool:
+    """Make a call as a session does, which gives up after a while; whether it was answered."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await call
+    except (TimeoutError, OutcomeUnknown):
+        return False
+    return True
+
+
+def asked(model: ConsulModel, path: str = "") -> list[str]:
+    """Which agents were asked, in order."""
+    return [agent for agent, what in model.seen if path in what]
+
+
+def test_deletions_leave_a_silent_agent() -> None:
+    """A leader resigns while the agent it talks to falls silent: the deletion that was given up
+    holds no connection, and the next one goes to the other agent."""
+
+    async def main(model: ConsulModel) -> None:
+        async with opened() as store:
+            lease = await store.grant(3600)
+            await store.create(leader_key("e"), b"v", lease)
+            model.silent[AGENTS[0]] = FOREVER_S
+            model.seen.clear()
+            answers = [await patiently(store.delete(leader_key("e"))) for _ in range(20)]
+            assert answers == [False] + 19 * [True]
+            assert asked(model, "txn") == [AGENTS[0]] + 19 * [AGENTS[1]]
+            assert await store.get(leader_key("e")) is None
+
+    assert run(main) < 1.0
+
+
+def test_a_silent_agent_does_not_exhaust_connections() -> None:
+    """Many calls that hang at one agent, given up by nobody, take nothing from the other. After
+    their deadline all are answered, each by an error or by the other agent."""
+
+    async def main(model: ConsulModel) -> None:
+        async with opened() as store:
+            model.silent[AGENTS[0]] = FOREVER_S
+            keys = [leader_key(f"e{number}") for number in range(40)]
+            hung: list[asyncio.Future[object]] = []
+            hung += [asyncio.ensure_future(store.delete(key)) for key in keys[:20]]
+            hung += [asyncio.ensure_future(store.get(key)) for key in keys[20:]]
+            assert not await patiently(store.get("any"))
+            for key in keys:
+                assert await patiently(store.get(key))
+            ended = await asyncio.gather(*hung, return_exceptions=True)
+            assert {type(each) for each in ended} <= {OutcomeUnknown, type(None), bool}
+
+    assert run(main) < 12.0
+
+
+def test_a_silent_agent_is_not_asked_while_another_answers() -> None:
+    """Neither after a passing failure of the other, nor by another kind of request."""
+
+    async def main(model: ConsulModel) -> None:
+        async with opened() as store:
+            lease = await store.grant(3600)
+            told = asyncio.Event()
+            await store.watch(leader_key("e"), told.set)
+            model.silent[AGENTS[0]] = FOREVER_S
+            assert not await patiently(store.renew(lease))
+            began = asyncio.get_running_loop().time()
+            model.seen.clear()
+            assert (await store.create(leader_key("e"), b"v", lease)).won
+            await told.wait()  # the blocking query that waited at the silent agent has moved
+            assert asyncio.get_running_loop().time() - began < 1.0
+            model.rng.seed(0)
+            model.rough = lambda: True
+            for _ in range(50):
+                try:
+                    await store.renew(lease)
+                except OutcomeUnknown:
+                    pass
+            model.rough = lambda: False
+            await store.renew(lease)
+            assert asked(model, "renew").count(AGENTS[0]) <= 2
+            model.silent.clear()
+            model.silent[AGENTS[1]] = FOREVER_S
+            assert not await patiently(store.renew(lease))
+            assert await patiently(store.renew(lease))
+
+    run(main)
