@@ -37,7 +37,7 @@ class Process:
     def says(self, event: str, at: float, **fields: Any) -> None:
         # Each boot has an origin of its own; the tests speak of one true time.
         origin = 1000.0 * len(self.boot)
-        for name in ("valid_until", "ended_at"):
+        for name in ("valid_until", "ended_at", "since"):
             if name in fields:
                 fields[name] += origin
         text = json.dumps(
@@ -53,6 +53,9 @@ class Process:
         )
         here = Where(f"{self.name}.jsonl", len(self.lines) + 1)
         self.lines.append(Line(here, text.encode() + b"\n"))
+
+    def gap(self, at: float, *, since: float, missed: int) -> None:
+        self.says("gap", at, missed=missed, since=since)
 
     def granted(self, at: float, until: float) -> None:
         self.says("granted", at, lease=self.lease, ttl_s=5.0, valid_until=until)
@@ -616,9 +619,88 @@ def test_a_full_disk_is_reported_once_and_the_gap_is_written_down(
     assert levels == [logging.ERROR, logging.WARNING]
     assert "No space left" in caplog.text
     report = verify([path])
-    assert report.ok
-    assert "3 events could not be written" in report.warnings[0]
+    assert report.verdict == "incomplete"
+    assert not report.ok
+    assert report.missing == 3
+    assert "3 events of 1 sessions" in report.warnings[0]
     assert "torn" in report.ignored[0].why
+
+
+def test_a_disk_that_stays_full_leaves_the_gap_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    audit, write = AuditLog(tmp_path / "audit.jsonl"), os.write
+    audit(Record(elected(1), 1.0, EPOCH, "s", 1))
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda fd, data: write(fd, data[:0]))
+        for at in (2.0, 3.0):
+            audit(Record(elected(2), at, EPOCH + at, "s", 1))
+    audit.close()
+    report = verify([audit.path])
+    assert (report.missing, report.verdict) == (2, "incomplete")
+
+
+def test_a_named_pipe_that_nobody_reads_is_refused(tmp_path: Path) -> None:
+    """Opening it would wait for a reader, on doyen's own loop."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        AuditLog(tmp_path / "pipe")
+
+
+def test_what_a_gap_may_hide_is_neither_proved_nor_disproved(
+    lines: list[Line], a: Process, b: Process
+) -> None:
+    """The end of a term may be among what its process could not write."""
+    a.elected(1, 10, until=50)
+    a.gap(5, since=3, missed=4)
+    b.elected(4, 11, until=9)
+    report = verify_lines(lines)
+    assert (report.verdict, report.missing) == ("incomplete", 4)
+    assert any("may both have led" in warning for warning in report.warnings)
+
+
+def test_a_gap_of_another_process_may_hide_the_proof_of_death(
+    lines: list[Line], a: Process, b: Process
+) -> None:
+    a.elected(1, 10, until=50)
+    b.gap(3.5, since=2, missed=1)
+    b.elected(4, 11, until=9)
+    assert verify_lines(lines).verdict == "incomplete"
+
+
+def test_a_gap_hides_no_violation_that_is_certain(
+    lines: list[Line], a: Process, b: Process
+) -> None:
+    a.elected(1, 10, until=50)
+    a.gap(3, since=2, missed=4)
+    b.elected(4, 11, until=9)
+    a.resigned(6, 10)
+    assert kinds(verify_lines(lines)) == ["overlap"]
+
+
+def test_a_gap_at_another_time_hides_nothing(lines: list[Line], a: Process, b: Process) -> None:
+    a.elected(1, 10, until=50)
+    b.elected(4, 11, until=9)
+    a.gap(8, since=7, missed=4)
+    assert kinds(verify_lines(lines)) == ["overlap"]
+
+
+def test_renewals_may_be_missing(lines: list[Line], a: Process) -> None:
+    """A term that was lost after the last deadline in the log is no violation, if renewals may
+    have been written in between."""
+    a.elected(1, 10, until=5)
+    a.gap(9, since=2, missed=4)
+    a.says(
+        "lost",
+        9,
+        election="billing",
+        name="a",
+        token=10,
+        lease=a.lease,
+        reason="late",
+        ended_at=9.0,
+    )
+    assert verify_lines(lines).verdict == "incomplete"
 
 
 WRITER = """

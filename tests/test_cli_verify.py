@@ -10,7 +10,7 @@ import pytest
 from doyen.audit import AuditLog
 from doyen.cli import main
 from doyen.clock import VirtualClock
-from doyen.events import Elected, Event, Resigned, Telemetry
+from doyen.events import Elected, Event, Gap, Resigned, Telemetry
 
 
 class Logs:
@@ -90,6 +90,18 @@ def test_a_wrong_history_for_programs(logs: Logs, capsys: pytest.CaptureFixture[
     assert violation["kind"] == "overlap"
     assert [term["token"] for term in violation["terms"]] == [11, 12]
     assert violation["terms"][1]["start"]["where"] == f"{logs.paths[0]}:3"
+
+
+def test_a_log_with_a_gap_proves_nothing(logs: Logs, capsys: pytest.CaptureFixture[str]) -> None:
+    logs.says(1, Gap(missed=3, since=1.0))
+    logs.close()
+    assert main(["verify", *logs.paths]) == 1
+    out = capsys.readouterr().out
+    assert "not proved: 3 events are missing from these logs" in out
+    assert main(["verify", "--json", *logs.paths]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["ok"], report["verdict"], report["missing"]) == (False, "incomplete", 3)
+    assert report["violations"] == []
 
 
 def test_one_log_alone_may_not_show_it(logs: Logs) -> None:

@@ -1,14 +1,48 @@
-"""Telemetry reaches every sink, in order, and can never hurt the one who emits."""
+"""Telemetry reaches every sink, in order, and can never hurt the one who emits.
+
+The policy of a full queue is tested in virtual time; that a stuck sink stops nobody else needs
+threads.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from doyen.clock import VirtualClock
-from doyen.events import Elected, Event, Lost, Record, Renewed, Telemetry
+from doyen import Session
+from doyen.audit import verify
+from doyen.clock import SystemClock, VirtualClock
+from doyen.events import (
+    Backlog,
+    Direct,
+    Elected,
+    Event,
+    Gap,
+    Lost,
+    Outlet,
+    Queued,
+    Record,
+    Renewed,
+    Resigned,
+    Sink,
+    Telemetry,
+    missing,
+)
+from doyen.presence import Settings
+from doyen.runtime import InlineRuntime
+from doyen.store import Context
+from doyen.stores.memory import MemoryStore
+from support import Place, until_blocking, virtual
 
 ELECTED = Elected(election="billing", name="server1", token=7, lease="l", valid_until=5.0)
 
@@ -78,3 +112,204 @@ def test_a_level_that_is_off_costs_no_line(caplog: pytest.LogCaptureFixture) -> 
     caplog.set_level(logging.WARNING, "doyen")
     Telemetry(VirtualClock(), "s").emit(ELECTED)
     assert not caplog.records
+
+
+def told(number: int) -> Record:
+    """The event of the instant `number`."""
+    return Record(Renewed(lease="l", valid_until=0.0), float(number), 1e9 + number, "s", 1)
+
+
+@given(
+    limit=st.integers(1, 5),
+    steps=st.lists(st.booleans(), max_size=60),
+)
+def test_a_backlog_is_bounded_and_accounts_for_everything(limit: int, steps: list[bool]) -> None:
+    """Whatever is put in comes out once, in order, or is counted by a gap in its place."""
+    backlog = Backlog(limit, missing)
+    put, out = 0, []
+    for more in steps:
+        if more:
+            backlog.put(told(put))
+            put += 1
+        elif backlog:
+            out.append(backlog.take())
+        assert len(backlog) <= limit + 1
+    while backlog:
+        out.append(backlog.take())
+    expected = 0
+    for record in out:
+        if isinstance(record.event, Gap):
+            assert record.event.since == expected
+            expected += record.event.missed
+            assert record.at == expected - 1
+        else:
+            assert record.at == expected
+            expected += 1
+    assert expected == put
+
+
+class SlowDisk(InlineRuntime):
+    """A runtime whose sinks take their time, in virtual time: the queue of a thread, no thread."""
+
+    def __init__(self, clock: VirtualClock, takes_s: Callable[[], float], limit: int) -> None:
+        super().__init__(clock)
+        self._takes_s = takes_s
+        self._limit = limit
+
+    def outlet(
+        self, sink: Sink, name: str = "", finish: Callable[[], None] = lambda: None
+    ) -> Outlet:
+        return SlowOutlet(sink, self._takes_s, self._limit, finish)
+
+
+class SlowOutlet:
+    def __init__(
+        self, sink: Sink, takes_s: Callable[[], float], limit: int, finish: Callable[[], None]
+    ) -> None:
+        self._sink, self._takes_s, self._finish = sink, takes_s, finish
+        self._backlog = Backlog(limit, missing)
+        self._some = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._drain())
+
+    async def _drain(self) -> None:
+        while True:
+            await self._some.wait()
+            while self._backlog:
+                await asyncio.sleep(self._takes_s())
+                self._sink(self._backlog.take())
+            self._some.clear()
+
+    def put(self, record: Record) -> None:
+        self._backlog.put(record)
+        self._some.set()
+
+    def settle(self, within_s: float) -> bool:
+        return not self._backlog
+
+    async def close(self, within_s: float) -> None:
+        while self._backlog:
+            self._sink(self._backlog.take())
+        self._task.cancel()
+        self._finish()
+
+
+@virtual
+async def test_a_disk_that_stalls_costs_no_lease_and_leaves_a_gap(
+    place: Place, tmp_path: Path
+) -> None:
+    """The disk takes 100 s for a write, and later works again: the leader leads, the log has a gap
+    where events were dropped, and nothing is proved by such a log."""
+    path, takes_s = tmp_path / "audit.jsonl", 0.0
+    runtime = SlowDisk(place.clock, lambda: takes_s, limit=8)
+    store = MemoryStore(place.server, Context(place.clock, lambda event: None))
+    settings = Settings(url="memory://", ttl_s=6.0, audit=path)
+    async with Session(settings, runtime, store) as session, session.campaign("e") as term:
+        await asyncio.sleep(10.0)
+        takes_s = 100.0
+        await asyncio.sleep(50.0)
+        takes_s = 0.0
+        await asyncio.sleep(100.0)
+        assert term.valid
+    events = [json.loads(line) for line in path.read_bytes().splitlines()]
+    (gap,) = (event for event in events if event["event"] == "gap")
+    renewals = [event for event in events if event["event"] == "renewed"]
+    assert 10.0 < gap["since"] < gap["at"] < 120.0
+    assert gap["missed"] > 20
+    assert not [event for event in renewals if gap["since"] <= event["at"] <= gap["at"]]
+    assert [event["at"] for event in events] == sorted(event["at"] for event in events)
+    report = verify([path])
+    assert report.verdict == "incomplete"
+    assert report.missing == gap["missed"]
+
+
+def reached(records: list[Record], count: int) -> bool:
+    return len(records) == count
+
+
+def test_one_stuck_sink_silences_nobody_else() -> None:
+    open_again = threading.Event()
+    heard: list[Record] = []
+    others: list[Record] = []
+
+    def stuck(record: Record) -> None:
+        open_again.wait(20.0)
+        heard.append(record)
+
+    def outlet(sink: Sink) -> Outlet:
+        return Queued(Direct(sink).put, merge=missing, name="test-sink", limit=3)
+
+    telemetry = Telemetry(SystemClock(), "s", [stuck, others.append], outlet=outlet)
+    for emitted in range(1, 11):
+        telemetry.emit(Renewed(lease="l", valid_until=0.0))
+        until_blocking(partial(reached, others, emitted))
+    assert not heard
+    open_again.set()
+    telemetry.settle(20.0)
+    *kept, last = heard
+    assert kept == others[: len(kept)]
+    assert isinstance(last.event, Gap)
+    assert len(kept) + last.event.missed == 10
+    asyncio.run(telemetry.close())
+    until_blocking(lambda: all(t.name != "test-sink" for t in threading.enumerate()))
+
+
+def test_closing_waits_for_what_is_queued_and_not_for_ever(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    may_go_on, heard, finished = threading.Event(), [], threading.Event()
+
+    def slow(item: int) -> None:
+        may_go_on.wait(20.0)
+        heard.append(item)
+
+    queued = Queued(slow, merge=lambda _, item: item, name="test-sink", finish=finished.set)
+    for item in range(3):
+        queued.put(item)
+    asyncio.run(queued.close(0.05))
+    assert "test-sink has not taken 3 events within 0.05 s" in caplog.text
+    queued.put(3)
+    may_go_on.set()
+    assert finished.wait(20.0)
+    assert heard == [0, 1, 2]
+
+
+def test_an_awaited_event_is_written_before_its_emitter_goes_on() -> None:
+    """As long as the log keeps up. A process that is killed as soon as it has let go of its record
+    must have written that it did, or its term would seem to overlap with the next."""
+    written: list[Record] = []
+    resigned = Resigned(election="e", name="n", token=1, lease="l")
+    gate = threading.Event()
+    gate.set()
+
+    def write(record: Record) -> None:
+        gate.wait(20.0)
+        written.append(record)
+
+    audit = Queued(Direct(write).put, merge=missing, name="test-audit")
+    clock = VirtualClock()
+    telemetry = Telemetry(clock, "s", audit=audit)
+    for number in range(1, 50):
+        telemetry.emit(resigned)
+        assert len(written) == number
+    gate.clear()
+    telemetry.emit(resigned)  # comes back, although the log is stuck
+    assert len(written) == 49
+    gate.set()
+    asyncio.run(telemetry.close())
+    assert len(written) == 50
+
+
+def test_a_stuck_log_is_waited_for_within_an_allowance() -> None:
+    clock, waits = VirtualClock(), []
+
+    class Stuck(Direct):
+        def settle(self, within_s: float) -> bool:
+            waits.append(within_s)
+            clock.advance(within_s)
+            return False
+
+    telemetry = Telemetry(clock, "s", audit=Stuck(lambda record: None))
+    for _ in range(1000):
+        telemetry.emit(ELECTED)
+        clock.advance(0.001)
+    assert sum(waits) < 0.1 * clock.now()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import doyen
+from doyen.runtime import LOGGERS
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
@@ -143,6 +144,15 @@ def test_tests_do_not_sleep(path: Path) -> None:
                     ) if pause <= MAX_POLL_S:
                         polls += 1
     assert len(uses(path, "time", {"sleep"})) <= polls
+
+
+def test_every_logger_of_doyens_threads_is_relayed() -> None:
+    """A line on any other could block doyen's loop. Nodes and commands have loops of their own."""
+    used = set()
+    for path in (ROOT / "src/doyen").rglob("*.py"):
+        if path.relative_to(ROOT / "src/doyen").parts[0] not in ("node", "cli", "lab"):
+            used |= set(re.findall(r'getLogger\("(doyen[a-z.]*)"\)', path.read_text()))
+    assert used <= set(LOGGERS)
 
 
 def test_the_guard_stands_alone() -> None:

@@ -6,15 +6,21 @@ The times are such that a busy machine can keep them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import doyen
 from doyen import LeadershipLost
+from doyen.blocking import BlockingSession
 from doyen.clock import SystemClock
+from doyen.events import Record, Renewed
 from doyen.presence import Settings
 from doyen.runtime import InlineRuntime, ThreadRuntime
 from doyen.store import Context
@@ -26,6 +32,7 @@ from support import (
     real_server,
     real_session,
     until,
+    until_blocking,
 )
 
 
@@ -41,6 +48,94 @@ def test_a_blocked_loop_does_not_cost_the_leader_its_term() -> None:
             assert term.valid
 
     asyncio.run(main())
+
+
+@pytest.fixture
+def full_pipe() -> Iterator[int]:
+    """The end of a pipe that nobody reads: whoever writes to it waits."""
+    unread, full = os.pipe()
+    os.set_blocking(full, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(full, bytes(4096))
+    os.set_blocking(full, True)
+    yield full
+    os.close(unread)  # whoever waits there has an error now
+    os.close(full)
+
+
+@pytest.mark.parametrize("stuck", ["audit", "log", "sink"])
+def test_whoever_reports_can_block_and_costs_no_lease(full_pipe: int, stuck: str) -> None:
+    """An audit log, a logging handler or a sink of the user's that hangs for ever."""
+    renewals = 0
+
+    def count(record: Record) -> None:
+        nonlocal renewals
+        renewals += isinstance(record.event, Renewed)
+
+    def hang(_: object) -> None:
+        with contextlib.suppress(OSError):
+            os.write(full_pipe, b"x")
+
+    class Hanging(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            hang(record)
+
+    handler = Hanging()
+    logger, level = logging.getLogger("doyen"), logging.getLogger("doyen").level
+    sinks = (count, hang) if stuck == "sink" else (count,)
+    audit = f"/proc/self/fd/{full_pipe}" if stuck == "audit" else None
+    if stuck == "log":
+        logger.addHandler(handler)
+        logger.setLevel(logging.DEBUG)
+    try:
+        settings = Settings(url="memory://stuck", ttl_s=0.6, audit=audit, sinks=sinks)
+        began = time.monotonic()
+        with BlockingSession(settings) as session, session.campaign("e") as term:
+            until_blocking(lambda: renewals >= 6)
+            assert term.valid
+        assert time.monotonic() < began + 10.0
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def test_log_lines_reach_the_handlers_in_order_before_the_session_is_closed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, "doyen")
+    with doyen.connect_blocking("memory://logged") as session, session.campaign("e"):
+        pass
+    kinds = [line.getMessage().split()[0] for line in caplog.records]
+    assert kinds == ["granted", "elected", "resigned"]
+    assert {line.threadName for line in caplog.records} == {"doyen"}
+    assert not [t for t in threading.enumerate() if t.name.startswith("doyen")]
+
+
+def test_log_lines_that_are_dropped_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("doyen.events.QUEUED", 5)
+    told, go_on = [], threading.Event()
+
+    class Stuck(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            go_on.wait(20.0)
+            told.append(record.getMessage())
+
+    logger, handler = logging.getLogger("doyen"), Stuck()
+    logger.addHandler(handler)
+    runtime = ThreadRuntime.acquire()
+    try:
+        for number in range(20):
+            logger.warning("line %d", number)
+        go_on.set()
+        runtime.flush_log(20.0)
+    finally:
+        runtime.release()
+        logger.removeHandler(handler)
+    assert told[:2] == ["line 0", "line 1"]
+    dropped = int(told[-1].split()[0])
+    assert "log lines were dropped" in told[-1]
+    assert len(told) - 1 + dropped == 21  # with the line that says that lines are dropped
 
 
 def test_renewing_on_the_callers_loop_would_lose_it() -> None:

@@ -62,6 +62,8 @@ __all__ = ["Candidacy"]
 T = TypeVar("T")
 
 OVERRUN_EXIT_CODE = 70
+LAST_WORDS_S = 0.05
+"""How long a process that ends for an overrun waits for each of its sinks, and for its log."""
 LOOK_AFTER_S = 0.005
 """When a leader first looks at its record, counted from its election."""
 
@@ -627,6 +629,8 @@ class Candidacy:
             )
         )
         if asked.on_overrun == "exit":
+            self._presence.telemetry.settle(LAST_WORDS_S)
+            self._presence.runtime.flush_log(LAST_WORDS_S)
             os._exit(OVERRUN_EXIT_CODE)
 
     async def leave(self) -> None:

@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from doyen.errors import ConfigError, OutcomeUnknown, SessionClosed, StoreError, StoreUnavailable
 from doyen.events import Sink, Telemetry
@@ -22,9 +22,6 @@ from doyen.model import Candidate, Claim, Entry, Kind, Leader, Line, leader_key,
 from doyen.runtime import Runtime
 from doyen.store import Context, Store, Watch, open_store
 from doyen.timing import Timing
-
-if TYPE_CHECKING:
-    from doyen.audit import AuditLog
 
 __all__ = ["Presence", "Settings", "line_of"]
 
@@ -65,7 +62,6 @@ class Presence:
         timing: Timing,
         telemetry: Telemetry,
         runtime: Runtime,
-        audit: AuditLog | None,
         *,
         session_id: str,
     ) -> None:
@@ -76,7 +72,6 @@ class Presence:
         self.clock = runtime.clock
         self.id = session_id
         self._settings = settings
-        self._audit = audit
         self._random = runtime.random
         self._attempts = itertools.count(1)
         self._heart: Heart | None = None
@@ -109,9 +104,10 @@ class Presence:
         if settings.audit is not None:
             from doyen.audit import AuditLog
 
-            audit = AuditLog(settings.audit)
+            to_file = AuditLog(settings.audit)
+            audit = runtime.outlet(to_file, "doyen-audit", to_file.close)
         telemetry = Telemetry(
-            runtime.clock, session_id, (audit, *settings.sinks) if audit else settings.sinks
+            runtime.clock, session_id, settings.sinks, audit=audit, outlet=runtime.outlet
         )
         try:
             if store is None:
@@ -126,10 +122,9 @@ class Presence:
         except BaseException:
             if store is not None:
                 await store.close()
-            if audit is not None:
-                audit.close()
+            await telemetry.close()
             raise
-        return cls(store, settings, timing, telemetry, runtime, audit, session_id=session_id)
+        return cls(store, settings, timing, telemetry, runtime, session_id=session_id)
 
     async def call(self, request: Awaitable[T]) -> T:
         """One store call, bounded: shorter than the lease, and unknown if it did not answer.
@@ -375,8 +370,7 @@ class Presence:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.store.close()
-        if self._audit is not None:
-            self._audit.close()
+        await self.telemetry.close()
 
     def forked(self) -> None:
         """In the child of a fork."""

@@ -7,11 +7,16 @@ lab use `InlineRuntime`, where everything shares one (virtual-time) loop.
 The watchdog is a second thread that does no I/O at all. It decides by the boot-time clock, and
 since thread waits use the monotonic clock, which halts while the machine is suspended, it waits in
 short slices.
+
+Nothing that reports blocks either of them. Sinks have queues and threads of their own (see
+`doyen.events`), and while the threads run, a third one hands doyen's log lines to the handlers of
+`logging`, which may write to a full pipe or a slow disk.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import threading
@@ -22,6 +27,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from doyen.clock import Clock, SystemClock
+from doyen.events import FLUSH_S, Direct, Outlet, Queued, Sink, missing
 from doyen.heart import Heart
 
 __all__ = ["InlineRuntime", "Runtime", "ThreadRuntime"]
@@ -32,6 +38,9 @@ ADMITTED = 64
 """How many new pieces of work begin in one turn of doyen's loop."""
 SLICE_S = 0.1
 """How long after waking from suspend a deadline may go unnoticed by the watchdog."""
+LOGGERS = ("doyen", "doyen.audit", "doyen.consul", "doyen.nats", "doyen.zookeeper")
+"""The loggers of what runs on doyen's threads. A filter of a logger does not see the lines of its
+children, so each is named; `tests/test_house.py` compares."""
 
 
 class Runtime(Protocol):
@@ -62,6 +71,17 @@ class Runtime(Protocol):
         ...
 
     def unwatch(self, heart: Heart) -> None: ...
+
+    def outlet(
+        self, sink: Sink, name: str = "doyen-sink", finish: Callable[[], None] = lambda: None
+    ) -> Outlet:
+        """The way to a sink, which must not block doyen's loop. `finish` is called when the outlet
+        has been closed and everything delivered."""
+        ...
+
+    def flush_log(self, within_s: float) -> None:
+        """Block until the handlers of `logging` have what was logged, or the time is over."""
+        ...
 
     def retain(self) -> None:
         """One user more: doyen's loop runs until the last has released it."""
@@ -112,6 +132,14 @@ class InlineRuntime:
         timer = self._timers.pop(heart, None)
         if timer is not None:
             timer.cancel()
+
+    def outlet(
+        self, sink: Sink, name: str = "doyen-sink", finish: Callable[[], None] = lambda: None
+    ) -> Outlet:
+        return Direct(sink, finish)
+
+    def flush_log(self, within_s: float) -> None:
+        pass
 
     def retain(self) -> None:
         pass
@@ -193,6 +221,49 @@ def _take_note(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
+class _LogRelay(logging.Filter):
+    """Takes doyen's log lines before any handler sees them, and hands them on from a thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines = Queued(_hand_on, merge=_lines_missing, name="doyen-log")
+        self._pid = os.getpid()
+        for name in LOGGERS:
+            logging.getLogger(name).addFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if self._lines.on_own_thread() or self._pid != os.getpid():
+            return True
+        self._lines.put(record)
+        return False
+
+    def flush(self, within_s: float) -> None:
+        self._lines.settle(within_s)
+
+    def close(self) -> None:
+        for name in LOGGERS:
+            logging.getLogger(name).removeFilter(self)
+        self._lines.shut()
+        self._lines.join(FLUSH_S)
+
+
+def _hand_on(line: logging.LogRecord) -> None:
+    logging.getLogger(line.name).handle(line)
+
+
+def _lines_missing(gap: logging.LogRecord | None, line: logging.LogRecord) -> logging.LogRecord:
+    before = gap.args[0] if gap is not None and isinstance(gap.args, tuple) else 0
+    return logging.LogRecord(
+        "doyen",
+        logging.WARNING,
+        line.pathname,
+        line.lineno,
+        "%d log lines were dropped: the handlers of logging did not keep up",
+        (before + 1,) if isinstance(before, int) else (1,),
+        None,
+    )
+
+
 class ThreadRuntime:
     """The process's doyen thread and watchdog, shared by all its sessions.
 
@@ -214,6 +285,7 @@ class ThreadRuntime:
         self._hearts: set[Heart] = set()
         self._changed = threading.Condition()
         self._stopped = False
+        self._log = _LogRelay()
         self._threads = [
             threading.Thread(target=self._run, name="doyen", daemon=True),
             threading.Thread(target=self._watch, name="doyen-watchdog", daemon=True),
@@ -248,6 +320,15 @@ class ThreadRuntime:
             if thread is not threading.current_thread():
                 thread.join()
         self._loop.close()
+        self._log.close()
+
+    def outlet(
+        self, sink: Sink, name: str = "doyen-sink", finish: Callable[[], None] = lambda: None
+    ) -> Outlet:
+        return Queued(Direct(sink).put, merge=missing, name=name, finish=finish)
+
+    def flush_log(self, within_s: float) -> None:
+        self._log.flush(within_s)
 
     @classmethod
     def forked(cls) -> None:

@@ -437,7 +437,8 @@ def connect(
 
     `ttl_s`: how long the store waits for a silent leader. `stop_budget_s`: how long a body has to
     end after a loss (default ttl / 6). `drift`: by how much clocks may differ in speed (default
-    0.5 %). `audit`: a file for the audit log. `on_event`: called with every `events.Record`.
+    0.5 %). `audit`: a file for the audit log. `on_event`: called with every `events.Record`,
+    in order, on a thread of its own.
     """
     return Session(
         settings_for(

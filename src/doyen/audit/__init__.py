@@ -3,6 +3,7 @@
 `AuditLog` is a telemetry sink: one JSON object a line, one `write` on an append-only descriptor
 an event. Many processes may share a file on a local disk and no line is ever interleaved with
 another. It survives the death of any process; it is not fsynced, so a power cut may take its tail.
+It is written by a thread of its own, and what could not be written in time is a `gap`.
 
 `verify` reads the logs of any number of processes and either proves, from what is written there,
 or shows where it does not hold, that
@@ -20,6 +21,9 @@ announced (its holder was paused in between) never was valid and takes part in n
 Instants compare on the boot-time clock where they share a boot id, and otherwise on the wall
 clocks, whose disagreement `tolerance_s` allows for. Logs of *one* store belong together: two
 stores may each have an election of the same name.
+
+Where the logs have a gap nothing is proved (`Report.verdict` is "incomplete"), and what the missing
+events could explain is not called a violation.
 
 Reading is streaming, and the order of files and lines does not matter.
 """

@@ -25,6 +25,7 @@ __all__ = [
     "Instant",
     "LeaseFacts",
     "Line",
+    "Missing",
     "TermKey",
     "Where",
     "earlier",
@@ -93,6 +94,15 @@ class Fact(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         return {**self.when._asdict(), "what": self.what, "where": str(self.where)}
+
+
+class Missing(NamedTuple):
+    """Events of one session that are not in the log."""
+
+    session: str
+    since: Instant
+    until: Instant
+    events: int
 
 
 def read(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Line]:
@@ -194,7 +204,7 @@ class Evidence:
         self.files: set[str] = set()
         self.lines = 0
         self.ignored: list[Ignored] = []
-        self.missed = 0
+        self.missing: list[Missing] = []
         self.processes: set[tuple[str, int]] = set()
         self.wall_offsets: dict[str, tuple[float, float]] = {}
         self.last_sign: dict[str, Fact] = {}
@@ -263,7 +273,10 @@ class Evidence:
             case "overrun":
                 _once(self.overruns[self._term_key(raw, session)], fact)
             case "gap":
-                self.missed += _whole(raw, "missed")
+                since = now if raw.get("since") is None else _moment(raw, "since", now)
+                gap = Missing(session, since, now, _whole(raw, "missed"))
+                if gap not in self.missing:  # the same log may be given twice, or copied
+                    self.missing.append(gap)
         self.processes.add((now.boot, pid))
         self.last_sign[session] = later(self.last_sign.get(session), fact)
         offset = now.wall - now.at

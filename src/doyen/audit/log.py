@@ -5,15 +5,15 @@ May import clock, errors and events.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import threading
-from typing import Any
 
 from doyen.clock import boot_id
 from doyen.errors import ConfigError
-from doyen.events import Record
+from doyen.events import Record, missing
 
 __all__ = ["AuditLog"]
 
@@ -25,16 +25,19 @@ class AuditLog:
 
     Opening raises `ConfigError` if the file cannot be written. After that nothing is raised: when
     the disk fills, that is logged once, events are counted, and the first line that fits again is
-    preceded by a `gap` that says how many are missing.
+    preceded by a `gap` that says how many are missing, and since when.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         self._boot = boot_id()
         self._lock = threading.Lock()  # so that no write can reach a descriptor being closed
-        self._missed = 0
+        self._gap: Record | None = None
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         try:
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            # Not to wait for somebody who reads a named pipe: that is refused as ENXIO.
+            self._fd = os.open(self.path, flags | os.O_NONBLOCK, 0o644)
+            os.set_blocking(self._fd, True)
         except OSError as error:
             raise ConfigError(
                 f"the audit log {self.path} cannot be written: {error.strerror};"
@@ -42,35 +45,30 @@ class AuditLog:
             ) from error
 
     def __call__(self, record: Record) -> None:
-        line = self._line(record, record.fields())
         with self._lock:
             if self._fd < 0:
                 return
-            if self._missed:
-                line = self._line(record, {"event": "gap", "missed": self._missed}) + line
+            told = [record] if self._gap is None else [self._gap, record]
+            lines = b"".join(map(self._line, told))
             try:
-                written = os.write(self._fd, line)
-                error = "no space for a whole line" if written < len(line) else ""
+                written = os.write(self._fd, lines)
+                error = "no space for a whole line" if written < len(lines) else ""
             except OSError as failure:
                 error = failure.strerror or str(failure)
-            if error:
-                self._missed += 1
-                if self._missed == 1:
-                    log.error(
-                        "the audit log %s cannot be written (%s); events are missing from it until"
-                        " it can, and this is said once",
-                        self.path,
-                        error,
-                    )
-            elif self._missed:
-                log.warning(
-                    "the audit log %s is written again; %d events are missing",
+            if error and self._gap is None:
+                log.error(
+                    "the audit log %s cannot be written (%s); events are missing from it until it"
+                    " can, and this is said once",
                     self.path,
-                    self._missed,
+                    error,
                 )
-                self._missed = 0
+            if error:
+                self._gap = missing(self._gap, record)
+            elif self._gap is not None:
+                log.warning("the audit log %s is written again, with a gap", self.path)
+                self._gap = None
 
-    def _line(self, record: Record, fields: dict[str, Any]) -> bytes:
+    def _line(self, record: Record) -> bytes:
         stamp = {
             "at": record.at,
             "wall": record.wall,
@@ -78,12 +76,15 @@ class AuditLog:
             "pid": record.pid,
             "session": record.session,
         }
-        text = json.dumps({**fields, **stamp}, separators=(",", ":"), default=repr)
+        text = json.dumps({**record.fields(), **stamp}, separators=(",", ":"), default=repr)
         return text.encode() + b"\n"
 
     def close(self) -> None:
         """Later events are dropped. Idempotent."""
         with self._lock:
             if self._fd >= 0:
+                if self._gap is not None:
+                    with contextlib.suppress(OSError):
+                        os.write(self._fd, self._line(self._gap))
                 os.close(self._fd)
                 self._fd = -1

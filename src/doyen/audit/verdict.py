@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import pairwise
@@ -29,7 +29,7 @@ from doyen.audit.evidence import (
 )
 from doyen.errors import ConfigError
 
-__all__ = ["Report", "Term", "Violation", "verify", "verify_lines"]
+__all__ = ["Report", "Term", "Verdict", "Violation", "verify", "verify_lines"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,11 @@ class Violation:
         }
 
 
+Verdict = Literal["proved", "disproved", "incomplete", "empty"]
+"""`incomplete`: nothing contradicts the guarantees, but the logs say that events are missing from
+them. `empty`: no term begins in these logs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What the logs prove."""
@@ -124,6 +129,8 @@ class Report:
     """From the end of each term to the beginning of the next, shortest first."""
     wall_clocks_compared: bool
     tolerance_s: float
+    missing: int
+    """Events that the logs themselves say are not in them: they could not be written in time."""
     violations: tuple[Violation, ...]
     warnings: tuple[str, ...]
     ignored: tuple[Ignored, ...]
@@ -134,8 +141,17 @@ class Report:
         return not (self.terms or self.never_valid or self.violations)
 
     @property
+    def verdict(self) -> Verdict:
+        if self.violations:
+            return "disproved"
+        if self.missing:
+            return "incomplete"
+        return "empty" if self.empty else "proved"
+
+    @property
     def ok(self) -> bool:
-        return not self.empty and not self.violations
+        """Proved, and nothing is known to be missing."""
+        return self.verdict == "proved"
 
     @property
     def gap_p50_s(self) -> float | None:
@@ -150,6 +166,8 @@ class Report:
         counts = ("files", "lines", "processes", "elections", "terms", "never_valid", "changes")
         return {
             "ok": self.ok,
+            "verdict": self.verdict,
+            "missing": self.missing,
             **{name: getattr(self, name) for name in counts},
             "gap_p50_s": self.gap_p50_s,
             "gap_max_s": self.gap_max_s,
@@ -234,6 +252,7 @@ class _Judge:
             gaps_s=tuple(sorted(self._gaps)),
             wall_clocks_compared=self._wall_compared,
             tolerance_s=self._tolerance_s,
+            missing=sum(gap.events for gap in seen.missing),
             violations=tuple(sorted(self._violations, key=lambda found: found.when.wall)),
             warnings=tuple(self._warnings),
             ignored=tuple(seen.ignored),
@@ -265,9 +284,34 @@ class _Judge:
                     f" {fact.where}"
                 )
         for fact in lost:
-            if facts.deadline and fact.when.at > facts.deadline.when.at + _EQUAL_S:
+            if (
+                facts.deadline
+                and fact.when.at > facts.deadline.when.at + _EQUAL_S
+                and not self._missing(term.start.when, fact.when, {session})
+            ):
                 self._beyond(term, fact, facts.deadline)
         return term
+
+    def _missing(self, start: Instant, end: Instant, sessions: Set[str] | None = None) -> bool:
+        """Whether events that may have happened between these are missing: of these sessions, or
+        of any."""
+        return any(
+            gap.since.since(end) <= 0 <= gap.until.since(start)
+            for gap in self._seen.missing
+            if sessions is None or gap.session in sessions
+        )
+
+    def _end_is_known(self, term: Term, at: Instant) -> bool:
+        """Whether the term's end cannot be among missing events, so that it was valid at `at`.
+
+        Its own process says how it ended, and may have had no room to write it. If that process
+        was killed, any other may have been the one to find out.
+        """
+        key = (term.election, term.token, term.session)
+        if key in self._seen.lost or key in self._seen.resigned:
+            return True
+        alive = self._seen.leases[term.lease].given_up is not None
+        return not self._missing(term.start.when, at, {term.session} if alive else None)
 
     def _beyond(self, term: Term, lost: Fact, deadline: Fact) -> None:
         by_s = lost.when.since(deadline.when)
@@ -331,7 +375,7 @@ class _Judge:
         if facts.given_up is not None:
             relied = earlier(relied, facts.given_up)
         by_s = self._after(relied.when, facts.expired.when)
-        if by_s > 0:
+        if by_s > 0 and not self._missing(relied.when, facts.expired.when, facts.sessions):
             concerned = [t for t in terms if t.end.when.since(facts.expired.when) > 0]
             self._violations.append(
                 Violation(
@@ -405,7 +449,13 @@ class _Judge:
         if self._after(until.when, second.end.when) > 0:
             until = second.end
         by_s = self._after(until.when, second.start.when)
-        if by_s > 0:
+        if by_s > 0 and not self._end_is_known(first, second.start.when):
+            self._warnings.append(
+                f"{first.name} (token {first.token}) and {second.name} (token {second.token}) may"
+                f" both have led {first.election!r} for {by_s:.3f} s: events are missing that may"
+                " say otherwise"
+            )
+        elif by_s > 0:
             clock = "boot clock" if until.when.boot == second.start.when.boot else "wall clocks"
             self._violations.append(
                 Violation(
@@ -476,10 +526,15 @@ class _Judge:
 
     def _warn(self) -> None:
         seen = self._seen
-        if seen.missed:
+        missing = sum(gap.events for gap in seen.missing)
+        if missing:
+            sessions = len({gap.session for gap in seen.missing})
+            first = min((gap.since for gap in seen.missing), key=lambda when: when.wall)
+            last = max((gap.until for gap in seen.missing), key=lambda when: when.wall)
             self._warnings.append(
-                f"{seen.missed} events could not be written when they happened (disk full?):"
-                " what they would have shown is not covered"
+                f"{missing} events of {sessions} sessions, from {first} to {last}, could not be"
+                " written in time (a full or slow disk, a pipe that nobody reads): what they would"
+                " have shown is not proved"
             )
         beginnings = seen.begun.keys()
         headless = (seen.lost.keys() | seen.resigned.keys()) - beginnings

@@ -20,7 +20,8 @@ clocks, which is as good as these are.
 
 exit codes:
   0    proved
-  1    disproved: what happened is told, violation by violation
+  1    disproved: what happened is told, violation by violation; or not proved, because the logs say
+       that events are missing from them
   2    there was nothing to verify
   others as for every command: see doyen --help
 
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         print_json(report.as_dict())
     else:
         _tell(report, console())
-    if report.empty:
+    if report.verdict == "empty":
         return Exit.USAGE
     return Exit.DONE if report.ok else Exit.NO
 
@@ -77,8 +78,14 @@ def _tell(report: Report, out: Console) -> None:
     )
     _list(out, f"warnings: {len(report.warnings)}", report.warnings)
     out.print()
-    if report.empty:
+    if report.verdict == "empty":
         out.print("nothing to verify: no term begins in these logs", style="yellow")
+    elif report.verdict == "incomplete":
+        out.print(
+            f"not proved: {report.missing} events are missing from these logs. What is in them"
+            " contradicts nothing: no two terms are known to have overlapped",
+            style="yellow",
+        )
     elif report.ok:
         out.print(
             "proved: no two terms overlapped, every token is greater than those before it,"
