@@ -10,36 +10,57 @@ import pytest
 
 from doyen.errors import ConfigError, OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.store import StoreURL
-from doyen.stores.sql.link import Address, ConnectionLost, Given, Link, Row, TryAgain, WrongServer
+from doyen.stores.sql.link import (
+    Address,
+    ConnectionLost,
+    Given,
+    Link,
+    Primary,
+    Row,
+    TryAgain,
+    WrongServer,
+)
 from doyen.testing import run_virtual
 
 
 class Wire:
     """A connection that answers after a while, with an error if there is one to come."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str) -> None:
+        self.host = host
         self.up = True
         self.sent: list[str] = []
         self.ended = asyncio.Event()
 
 
+ADDRESS = Address(hosts=(("db", 1), ("spare", 1)), user=None, password=None, database="d")
+
+
 class FakeLink(Link[Wire]):
-    def __init__(self) -> None:
-        super().__init__("db:1")
+    port = 1
+
+    def __init__(self, primary: Primary | None = None) -> None:
+        super().__init__("Fake", ADDRESS, 60.0, primary or Primary("who"))
+        self.servers: dict[str, tuple[str, str, int, bool]] = {"db": ("first", "", 0, True)}
         self.wires: list[Wire] = []
         self.errors: list[Exception] = []
         self.connects_after_s = 1.0
         self.answers_after_s = 1.0
         self.refuses = False
 
-    async def connect(self) -> Wire:
+    async def reach(self, host: str, port: int) -> Wire:
+        if host not in self.servers:
+            raise StoreUnavailable("no such host")
         await asyncio.sleep(self.connects_after_s)
         if self.refuses:
             raise StoreUnavailable("nobody there")
-        self.wires.append(Wire())
+        self.wires.append(Wire(host))
         return self.wires[-1]
 
-    async def execute(self, connection: Wire, text: str, given: Given) -> list[Row]:
+    async def execute(self, connection: Wire, text: str, given: Given) -> list[list[Row]]:
+        text, who = text.removesuffix("who").removesuffix("; "), self.servers[connection.host]
+        if not text:
+            return [[who]]
         connection.sent.append(text)
         try:
             async with asyncio.timeout(self.answers_after_s):
@@ -47,7 +68,7 @@ class FakeLink(Link[Wire]):
         except TimeoutError:
             if self.errors:
                 raise self.errors.pop(0) from None
-            return [(text,)]
+            return [[(text,)], [self.servers[connection.host]]]
         raise OSError("hung up")
 
     def transaction(self, script: str, *, early: bool) -> str:
@@ -144,9 +165,11 @@ def test_what_the_database_undid_is_sent_again() -> None:
 def test_a_lost_connection_leaves_a_write_in_doubt_and_a_read_undone() -> None:
     async def test(link: FakeLink) -> None:
         link.errors = [OSError("reset"), OSError("reset")]
-        with pytest.raises(OutcomeUnknown, match=r"db:1: .*transaction under way \(reset\)"):
+        with pytest.raises(
+            OutcomeUnknown, match=r"spare:1: .*transaction under way \(reset\)"
+        ):
             await link.write("a", {})
-        with pytest.raises(StoreUnavailable, match="db:1: reset"):
+        with pytest.raises(StoreUnavailable, match="spare:1: reset"):
             await link.read("b", {})
         assert len(link.wires) == 2
         assert await link.read("c", {}) == [("c",)]
@@ -186,6 +209,76 @@ def test_a_closed_link_says_so_and_keeps_nothing() -> None:
             await waiting
         with pytest.raises(StoreUnusable, match="closed"):
             await link.read("b", {})
+
+    virtually(test)
+
+
+def failover(*links: FakeLink, order: int) -> None:
+    """Another server is the primary; the first one may be reached all the same."""
+    for link in links:
+        link.servers["spare"] = ("second", "system", order, True)
+
+
+@pytest.mark.parametrize("call", ["read", "write"])
+def test_an_answer_of_a_deposed_primary_does_not_count(call: str) -> None:
+    """One link is on the new primary, the other waits for an answer of the old one."""
+
+    async def main() -> None:
+        primary = Primary("who")
+        pulse, work = FakeLink(primary), FakeLink(primary)
+        await pulse.read("a", {})
+        pulse.answers_after_s = 10
+        late = asyncio.create_task(getattr(pulse, call)("renew", {}))
+        await asyncio.sleep(1)
+        failover(pulse, work, order=2)
+        del work.servers["db"]
+        assert await work.read("b", {}) == [("b",)]
+        with pytest.raises(OutcomeUnknown if call == "write" else StoreUnavailable):
+            await late
+        pulse.answers_after_s = 1
+        await pulse.write("c", {})
+        assert [wire.host for wire in pulse.wires] == ["db", "spare"], "it follows the other"
+        await pulse.close()
+        await work.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("order", "ends_at"), [(2, "spare"), (0, "db")])
+def test_nobody_returns_to_an_earlier_primary(order: int, ends_at: str) -> None:
+    async def test(link: FakeLink) -> None:
+        link.servers = {"db": ("first", "system", 1, True)}
+        await link.read("a", {})
+        failover(link, order=order)
+        first = link.servers.pop("db")
+        link.wires[-1].up = False
+        if order < 1:
+            with pytest.raises(StoreUnavailable, match="the primary before a failover"):
+                await link.read("b", {})
+        else:
+            await link.read("b", {})
+        link.servers["db"] = first
+        link.wires[-1].up = False
+        await link.read("c", {})
+        assert link.wires[-1].host == ends_at
+
+    virtually(test)
+
+
+def test_a_server_that_changes_behind_a_connection_is_noticed() -> None:
+    """A pooler, or an address that has moved: the answer came from a server that nobody asked."""
+
+    async def test(link: FakeLink) -> None:
+        await link.read("a", {})
+        link.servers["db"] = ("second", "", 0, True)
+        with pytest.raises(OutcomeUnknown, match="another server"):
+            await link.write("b", {})
+        await link.write("c", {})
+        link.servers["db"] = ("second", "", 0, False)
+        with pytest.raises(OutcomeUnknown, match="read-only"):
+            await link.write("d", {})
+        with pytest.raises(StoreUnavailable, match="read-only"):
+            await link.write("e", {})
 
     virtually(test)
 

@@ -6,6 +6,11 @@ the next call gets a new connection instead of waiting for an answer that may ne
 connection outlasts the patience of whoever needs it first, so that a host that does not answer
 is passed over in the end.
 
+The links of one store use one server, their `Primary`. Every message ends with a query of who
+answers it. If that is another server than before, there was a failover: all links drop their
+connections to the old one, and an answer that comes on a dropped connection does not count. A
+leader thus never renews its lease on one server while its record is taken over on another.
+
 What an error means is the engine's knowledge. Imports the error tree and the standard library.
 """
 
@@ -16,18 +21,28 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 from urllib.parse import unquote
 
 from doyen.errors import ConfigError, OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.store import StoreURL
 
-__all__ = ["Address", "ConnectionLost", "Given", "Link", "Row", "TryAgain", "WrongServer"]
+__all__ = [
+    "Address",
+    "ConnectionLost",
+    "Given",
+    "Link",
+    "Primary",
+    "Row",
+    "TryAgain",
+    "WrongServer",
+]
 
 C = TypeVar("C")
 
 Row = Sequence[Any]
 Given = Mapping[str, object]
+Host = tuple[str, int | None]
 
 _TRIES = 20
 _PAUSE_S = 0.005
@@ -49,7 +64,7 @@ class ConnectionLost(Exception):
 class Address:
     """Where the servers are, and who asks."""
 
-    hosts: tuple[tuple[str, int | None], ...]
+    hosts: tuple[Host, ...]
     user: str | None
     password: str | None
     database: str
@@ -81,24 +96,71 @@ class Address:
         )
 
 
+class Primary:
+    """The server that all links of one store use, and how to ask a server who it is."""
+
+    def __init__(self, who: str) -> None:
+        self.who = who
+        """A query of four columns: the incarnation of the server; what it has in common with the
+        primaries before and after it; which of these it is; whether it can be written to."""
+        self.incarnation = ""
+        self._lineage, self._order = "", 0
+        self._host: tuple[str, int | None] | None = None
+        self._links: list[Link[Any]] = []
+
+    def join(self, link: Link[Any]) -> None:
+        """Have a link leave its server when another has become the primary."""
+        self._links.append(link)
+
+    def first(self, hosts: Sequence[Host]) -> Sequence[Host]:
+        """The hosts in the order in which to try them: first where the primary was last."""
+        return sorted(hosts, key=lambda host: host != self._host)
+
+    def met(self, answer: Row, host: Host | None = None) -> str:
+        """A server has said who it is; its incarnation. Raises `WrongServer` if it was deposed."""
+        incarnation, lineage = _text(answer[0]), _text(answer[1])
+        order, writable = int(answer[2]), bool(answer[3])
+        if not writable:
+            raise WrongServer("it is read-only: a replica?")
+        if lineage == self._lineage and order < self._order:
+            raise WrongServer("it was the primary before a failover, and is not any more")
+        self._host = host or self._host
+        self._lineage, self._order = lineage, order
+        if incarnation != self.incarnation:
+            self.incarnation = incarnation
+            for link in self._links:
+                link.leave_others(incarnation)
+        return incarnation
+
+
 class Link(ABC, Generic[C]):
     """A connection, its turns, and its end."""
 
-    def __init__(self, where: str) -> None:
-        self.where = where
+    def __init__(self, engine: str, address: Address, timeout_s: float, primary: Primary) -> None:
+        self.where = address.text(self.port)
+        self._engine = engine
+        self._hosts = address.hosts
+        self._timeout_s = timeout_s
+        self._primary = primary
+        primary.join(self)
         self._loop = asyncio.get_running_loop()
         self._turn = asyncio.Lock()
         self._connection: C | None = None
-        self._connecting: asyncio.Task[C] | None = None
+        self._at = ""
+        """The incarnation of the server at the other end."""
+        self._connecting: asyncio.Task[tuple[C, str]] | None = None
         self._closed = False
 
-    @abstractmethod
-    async def connect(self) -> C:
-        """A new connection. Raises a `StoreError`."""
+    port: ClassVar[int]
+    """Where servers listen if the URL does not say."""
 
     @abstractmethod
-    async def execute(self, connection: C, text: str, given: Given) -> list[Row]:
-        """Send one message; the rows of the last query in it."""
+    async def reach(self, host: str, port: int) -> C:
+        """A new connection. Raises a `StoreError`, or what `translate` understands."""
+
+    @abstractmethod
+    async def execute(self, connection: C, text: str, given: Given) -> list[list[Row]]:
+        """Send one message; the rows of each query in it."""
 
     @abstractmethod
     def transaction(self, script: str, *, early: bool) -> str:
@@ -121,6 +183,13 @@ class Link(ABC, Generic[C]):
     def usable(self, connection: C) -> bool:
         """Whether nothing is known to be wrong with a connection that has been idle."""
         return True
+
+    def greeting(self) -> str:
+        """What is sent first on a new connection."""
+        return ""
+
+    def arrived(self, connection: C) -> None:
+        """A new connection is in use from now on. Raises what `translate` understands."""
 
     async def read(self, query: str, given: Given) -> list[Row]:
         """Ask something."""
@@ -165,53 +234,116 @@ class Link(ABC, Generic[C]):
             self._connection = None
         self.hang_up(connection)
 
+    def leave_others(self, incarnation: str) -> None:
+        """Drop the connection if it leads to another server than this."""
+        if self._connection is not None and self._at != incarnation:
+            self.drop(self._connection)
+
     async def connected(self) -> C:
         """The connection; a new one if there is none."""
-        self._require_open()
-        if self._connection is not None:
-            if self.usable(self._connection):
-                return self._connection
-            self.drop(self._connection)
-        if self._connecting is None:
-            self._connecting = self._loop.create_task(self.connect())
-            self._connecting.add_done_callback(self._arrived)
-        connecting = self._connecting
-        await asyncio.wait({connecting})
-        if connecting.cancelled():
+        while True:
             self._require_open()
-        return connecting.result()
+            if self._connection is not None:
+                if self.usable(self._connection):
+                    return self._connection
+                self.drop(self._connection)
+            if self._connecting is None:
+                self._connecting = self._loop.create_task(self._connect())
+                self._connecting.add_done_callback(self._arrived)
+            connecting = self._connecting
+            await asyncio.wait({connecting})
+            if not connecting.cancelled():
+                connecting.result()
+
+    async def _connect(self) -> tuple[C, str]:
+        """A connection to the first host that is the primary, and its incarnation."""
+        causes = []
+        for host, port in self._primary.first(self._hosts):
+            where = f"{host or 'localhost'}:{port or self.port}"
+            try:
+                connection = await self.reach(host, port or self.port)
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        *_, (who,) = await self._carry_out(
+                            connection, f"{self.greeting()}{self._primary.who}", {}
+                        )
+                    return connection, self._primary.met(who, (host, port))
+                except BaseException:
+                    self.hang_up(connection)
+                    raise
+            except TimeoutError:
+                causes.append(f"{where} did not answer within {self._timeout_s:g} s")
+            except Exception as error:
+                meaning = self.translate(error)
+                if not isinstance(meaning, ConnectionLost | StoreUnavailable):
+                    raise meaning from error
+                causes.append(f"{where}: {meaning}")
+        raise StoreUnavailable(f"no connection to {self._engine}: {'; '.join(causes)}")
 
     def _require_open(self) -> None:
         if self._closed:
             raise StoreUnusable("this store has been closed; open another")
 
-    def _arrived(self, connecting: asyncio.Task[C]) -> None:
+    def _arrived(self, connecting: asyncio.Task[tuple[C, str]]) -> None:
         self._connecting = None
         if connecting.cancelled() or connecting.exception() is not None:
             return
-        if self._closed:
-            self.hang_up(connecting.result())
-        else:
-            self._connection = connecting.result()
+        connection, at = connecting.result()
+        if self._closed or at != self._primary.incarnation:
+            self.hang_up(connection)
+            return
+        self._connection, self._at = connection, at
+        try:
+            self.arrived(connection)
+        except Exception as error:
+            if not isinstance(self.translate(error), ConnectionLost):
+                raise
+            self.drop(connection)
 
     async def _send(self, text: str, given: Given) -> list[Row]:
         async with self._turn:
             connection = await self.connected()
-            execution = self._loop.create_task(self.execute(connection, text, given))
             try:
-                return await asyncio.shield(execution)
-            except asyncio.CancelledError:
-                self.drop(connection)
-                execution.add_done_callback(lambda done: self._left_alone(done, connection))
-                raise
+                *answers, (who,) = await self._carry_out(
+                    connection, f"{text}; {self._primary.who}", given
+                )
             except Exception as error:
                 meaning = self.translate(error)
                 if isinstance(meaning, ConnectionLost | WrongServer):
                     self.drop(connection)
                 raise meaning from error
+            self._require_primary(connection, who)
+            return answers[-1] if answers else []
 
-    def _left_alone(self, execution: asyncio.Task[list[Row]], connection: C) -> None:
+    async def _carry_out(self, connection: C, text: str, given: Given) -> list[list[Row]]:
+        """Send a message; if the caller is cancelled meanwhile, drop the connection."""
+        execution = self._loop.create_task(self.execute(connection, text, given))
+        try:
+            return await asyncio.shield(execution)
+        except asyncio.CancelledError:
+            self.drop(connection)
+            execution.add_done_callback(lambda done: self._left_alone(done, connection))
+            raise
+
+    def _require_primary(self, connection: C, who: Row) -> None:
+        """An answer counts if it comes from the server that all links use now."""
+        if connection is not self._connection:
+            raise ConnectionLost("the answer came when another server had become the primary")
+        try:
+            incarnation = self._primary.met(who)
+        except WrongServer as error:
+            self.drop(connection)
+            raise ConnectionLost(str(error)) from error
+        if incarnation != self._at:
+            self.drop(connection)
+            raise ConnectionLost("another server than before has answered")
+
+    def _left_alone(self, execution: asyncio.Task[list[list[Row]]], connection: C) -> None:
         """A call that nobody waits for has ended, perhaps well."""
         self.hang_up(connection)
         if not execution.cancelled():
             execution.exception()
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes | bytearray) else str(value)

@@ -32,7 +32,16 @@ from doyen.errors import ConfigError, StoreUnavailable, StoreUnusable
 from doyen.model import Finding
 from doyen.store import Context, StoreURL
 from doyen.stores.sql.diagnosis import MySQLFacts, findings_of_mysql
-from doyen.stores.sql.link import Address, ConnectionLost, Given, Link, Row, TryAgain, WrongServer
+from doyen.stores.sql.link import (
+    Address,
+    ConnectionLost,
+    Given,
+    Link,
+    Primary,
+    Row,
+    TryAgain,
+    WrongServer,
+)
 from doyen.stores.sql.store import (
     LAYOUT,
     Dialect,
@@ -55,7 +64,6 @@ except ImportError as missing:
 __all__ = ["CLOCK", "MySQLStore", "open_store"]
 
 CLOCK = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
-_PORT = 3306
 _OLDEST, _OLDEST_MARIADB = (8, 0), (10, 5)
 _POLL_S = 0.05
 _LOCK_TIMEOUT_S = 1
@@ -74,6 +82,8 @@ _TABLES = (
     " revision BIGINT NOT NULL, position BIGINT NOT NULL) ENGINE = InnoDB",
     "INSERT INTO {meta} VALUES (1, {layout}, 0, 0) ON DUPLICATE KEY UPDATE one = 1",
 )
+_SERVER = "CONCAT(@@hostname, ':', @@port, '/', @@server_id)"
+_WHO = f"SELECT {_SERVER}, '', 0, CONCAT(@@global.read_only) IN ('0', 'OFF')"
 _FACTS = "SELECT @@global.innodb_flush_log_at_trx_commit, @@global.log_bin, @@global.sync_binlog"
 
 _ENDED = {1053, 1152, 1158, 1159, 1160, 1161, 1184, 1927, 4031}
@@ -95,7 +105,8 @@ async def open_store(url: StoreURL, context: Context) -> MySQLStore:
         )
     names = {name: f"`{prefix}{name}`" for name in ("meta", "leases", "entries", "changes")}
     poll_s = number_of(url, "poll_s", _POLL_S, 0.005, 10)
-    work = _MyLink(url)
+    primary = Primary(_WHO)
+    work = _MyLink(url, primary)
     try:
         version = await _check_version(work)
         await _make_tables(work, names, prefix)
@@ -106,10 +117,10 @@ async def open_store(url: StoreURL, context: Context) -> MySQLStore:
         **names,
         clock=CLOCK,
         next_revision=f"GREATEST(revision + 1, {CLOCK})",
-        incarnation="CONCAT(@@hostname, ':', @@port, '/', @@server_id)",
+        incarnation=_SERVER,
         logs=True,
     )
-    store = MySQLStore(dialect, context, work=work, pulse=_MyLink(url), poll_s=poll_s)
+    store = MySQLStore(dialect, context, work=work, pulse=_MyLink(url, primary), poll_s=poll_s)
     store.version = version
     await store.open(floor)
     return store
@@ -149,75 +160,59 @@ class _NoTable(StoreUnusable):
 class _MyLink(Link[Connection]):
     """A connection to MySQL or MariaDB."""
 
-    def __init__(self, url: StoreURL) -> None:
+    port = 3306
+
+    def __init__(self, url: StoreURL, primary: Primary) -> None:
         self._address = Address.of(url)
-        super().__init__(self._address.text(_PORT))
         if not self._address.database:
             raise ConfigError(
                 f"{url.parts.scheme}:// needs a database: {url.parts.scheme}://user@host/database"
             )
-        self._timeout_s = number_of(url, "connect_timeout_s", 3, 1, 60)
+        timeout_s = number_of(url, "connect_timeout_s", 3, 1, 60)
+        super().__init__("MySQL", self._address, timeout_s, primary)
         self._tls = _tls(url)
 
     def transaction(self, script: str, *, early: bool) -> str:
         return f"{_BEGIN}{script}; COMMIT"
 
-    async def connect(self) -> Connection:
-        """The first host that can be written to."""
-        causes = []
-        for host, port in self._address.hosts:
-            where = f"{host or 'localhost'}:{port or _PORT}"
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    return await self._connect_to(host or "localhost", port or _PORT)
-            except TimeoutError:
-                causes.append(f"{where} did not answer within {self._timeout_s:g} s")
-            except (MySQLError, OSError) as error:
-                code, cause = _code(error), _cause(error)
-                if code in _STRANGER or code == _NO_DATABASE:
-                    raise StoreUnusable(
-                        f"{where} does not let us in: {cause}; check the URL's user, password and"
-                        " database"
-                    ) from error
-                causes.append(f"{where}: {cause}")
-        raise StoreUnavailable(f"no connection to MySQL: {'; '.join(causes)}")
-
-    async def _connect_to(self, host: str, port: int) -> Connection:
-        connection = await asyncmy.connect(
-            host=host,
-            port=port,
-            user=self._address.user,
-            password=self._address.password or "",
-            database=self._address.database,
-            charset="utf8mb4",
-            autocommit=True,
-            binary_prefix=True,
-            client_flag=MULTI_STATEMENTS,
-            connect_timeout=round(self._timeout_s),
-            # Notes are of no use here, and the client writes them to standard error.
-            init_command=f"SET SESSION innodb_lock_wait_timeout = {_LOCK_TIMEOUT_S}, sql_notes = 0",
-            ssl=self._tls,
-        )
+    async def reach(self, host: str, port: int) -> Connection:
         try:
-            ((read_only,),) = await self.execute(connection, "SELECT @@global.read_only", {})
-        except BaseException:
-            connection.close()
-            raise
-        if read_only:
-            connection.close()
-            raise ConnectionRefusedError("it is read-only: a replica?")
-        return connection
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncmy.connect(
+                    host=host or "localhost",
+                    port=port,
+                    user=self._address.user,
+                    password=self._address.password or "",
+                    database=self._address.database,
+                    charset="utf8mb4",
+                    autocommit=True,
+                    binary_prefix=True,
+                    client_flag=MULTI_STATEMENTS,
+                    connect_timeout=round(self._timeout_s),
+                    # Notes are of no use here, and the client writes them to standard error.
+                    init_command=f"SET SESSION innodb_lock_wait_timeout = {_LOCK_TIMEOUT_S},"
+                    " sql_notes = 0",
+                    ssl=self._tls,
+                )
+        except MySQLError as error:
+            code = _code(error)
+            if code in _STRANGER or code == _NO_DATABASE:
+                raise StoreUnusable(
+                    f"{host or 'localhost'}:{port} does not let us in: {_cause(error)}; check the"
+                    " URL's user, password and database"
+                ) from error
+            raise StoreUnavailable(_cause(error)) from error
 
-    async def execute(self, connection: Connection, text: str, given: Given) -> list[Row]:
-        rows: list[Row] = []
+    async def execute(self, connection: Connection, text: str, given: Given) -> list[list[Row]]:
+        answers: list[list[Row]] = []
         try:
             async with connection.cursor() as cursor:
                 await cursor.execute(text, dict(given) or None)
                 while True:
                     if cursor.description is not None:
-                        rows = list(await cursor.fetchall())
+                        answers.append(list(await cursor.fetchall()))
                     if not await cursor.nextset():
-                        return rows
+                        return answers
         except MySQLError:
             if connection.connected and text.startswith(_BEGIN):
                 await connection.rollback()

@@ -37,7 +37,16 @@ from doyen.errors import ConfigError, StoreError, StoreUnavailable, StoreUnusabl
 from doyen.model import Finding
 from doyen.store import Context, StoreURL, Watch
 from doyen.stores.sql.diagnosis import PostgreSQLFacts, findings_of_postgresql
-from doyen.stores.sql.link import Address, ConnectionLost, Given, Link, Row, TryAgain, WrongServer
+from doyen.stores.sql.link import (
+    Address,
+    ConnectionLost,
+    Given,
+    Link,
+    Primary,
+    Row,
+    TryAgain,
+    WrongServer,
+)
 from doyen.stores.sql.store import (
     KEPT,
     LAYOUT,
@@ -60,7 +69,6 @@ except ImportError as missing:
 __all__ = ["CLOCK", "PostgreSQLStore", "open_store"]
 
 CLOCK = "CAST(EXTRACT(epoch FROM clock_timestamp()) * 1000000 AS bigint)"
-_PORT = 5432
 _OLDEST = 120000
 _LOCK_TIMEOUT_MS = 700
 """Below the request timeout of a session with the default ttl, so that its user hears the cause."""
@@ -100,6 +108,15 @@ _FLUSH = (
 )
 """The log is written in order: once this is durable, so is what was committed before."""
 _TIMELINE = "CAST(CAST('x' || LEFT(pg_walfile_name(pg_current_wal_lsn()), 8) AS bit(32)) AS bigint)"
+
+_STARTED = "CAST(CAST(EXTRACT(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text)"
+_WHO = f"SELECT {_STARTED}, '', 0, NOT pg_is_in_recovery()"
+_WHO_OF_A_TIMELINE = (
+    f"SELECT {_STARTED}, CAST(system_identifier AS text),"
+    f" CASE WHEN pg_is_in_recovery() THEN 0 ELSE {_TIMELINE} END, NOT pg_is_in_recovery()"
+    " FROM pg_control_system()"
+)
+"""Each failover begins a timeline: of two primaries, the one on the earlier has been deposed."""
 
 _SCHEMA = """
 CREATE TABLE {meta} (one smallint PRIMARY KEY CHECK (one = 1), layout integer NOT NULL,
@@ -141,6 +158,9 @@ _ANOTHER_WAS_FIRST = (
     errors.InternalError_,  # "tuple concurrently updated"
 )
 
+_STANDBY = ("25006", "0A000", "55000")
+"""What a server in recovery says to a write, to BEGIN READ WRITE, and to a query of its log."""
+
 _Connection = AsyncConnection[Any]
 
 
@@ -149,9 +169,10 @@ async def open_store(url: StoreURL, context: Context) -> PostgreSQLStore:
     url.refuse_unknown(*_OPTIONS)
     asked = _Asked.of(url)
     floor = token_floor(url)
-    work = _PgLink(url)
+    primary = Primary(_WHO)
+    work = _PgLink(url, primary)
     try:
-        found = await _look_around(work)
+        found = await _look_around(work, primary)
         if found.pooled and asked.notify == "listen" and asked.listen is None:
             raise ConfigError(
                 f"notify=listen: a pooler stands before {work.where}, and through it nothing can"
@@ -161,7 +182,7 @@ async def open_store(url: StoreURL, context: Context) -> PostgreSQLStore:
     except BaseException:
         await work.close()
         raise
-    store = PostgreSQLStore(url, context, asked, found, work)
+    store = PostgreSQLStore(url, context, asked, found, work, primary)
     await store.open(floor)
     return store
 
@@ -210,7 +231,7 @@ class _Found:
     timelines: bool
 
 
-async def _look_around(link: _PgLink) -> _Found:
+async def _look_around(link: _PgLink, primary: Primary) -> _Found:
     connection = await link.connected()
     version, announced = connection.info.server_version, connection.info.backend_pid
     if version < _OLDEST:
@@ -219,10 +240,11 @@ async def _look_around(link: _PgLink) -> _Found:
         )
     ((pid,),) = await link.read("SELECT pg_backend_pid()", {})
     try:
-        await link.read(f"SELECT {_TIMELINE}", {})
+        await link.read(_WHO_OF_A_TIMELINE, {})
         await link.read(_FLUSH, {})
+        primary.who = _WHO_OF_A_TIMELINE
         link.early = timelines = True
-    except StoreUnusable:
+    except (StoreUnusable, WrongServer):
         timelines = False  # a relative of PostgreSQL that keeps another kind of log
     return _Found(version=version, pooled=pid != announced, timelines=timelines)
 
@@ -258,12 +280,10 @@ def _parameters(url: StoreURL) -> dict[str, Any]:
     """What psycopg is to connect with."""
     address = Address.of(url)
     given: dict[str, Any] = {
-        "host": ",".join(host for host, _ in address.hosts) or None,
-        "port": ",".join(str(port or _PORT) for _, port in address.hosts),
         "user": address.user,
         "password": address.password,
         "dbname": address.database or None,
-        "connect_timeout": round(number_of(url, "connect_timeout_s", 3, 2, 60)),
+        "connect_timeout": round(_connect_timeout_s(url)),
         "application_name": "doyen",
         "gssencmode": "disable",
         "keepalives_idle": 10,
@@ -272,6 +292,10 @@ def _parameters(url: StoreURL) -> dict[str, Any]:
         **_tls(url),
     }
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _connect_timeout_s(url: StoreURL) -> float:
+    return number_of(url, "connect_timeout_s", 3, 2, 60)
 
 
 def _tls(url: StoreURL) -> dict[str, str | None]:
@@ -296,13 +320,16 @@ class _PgLink(Link[_Connection]):
     listen: what happened before that was not heard.
     """
 
+    port = 5432
+
     def __init__(
         self,
         url: StoreURL,
+        primary: Primary,
         channel: str = "",
         heard: Callable[[str | None], None] | None = None,
     ) -> None:
-        super().__init__(Address.of(url).text(_PORT))
+        super().__init__("PostgreSQL", Address.of(url), _connect_timeout_s(url), primary)
         self.early = False
         """Whether what frees something may be seen before it is durable."""
         self._parameters = _parameters(url)
@@ -317,10 +344,12 @@ class _PgLink(Link[_Connection]):
             return f"{_BEGIN_EARLY}{script}; COMMIT; {_FLUSH}"
         return f"{_BEGIN}{script}; COMMIT"
 
-    async def connect(self) -> _Connection:
+    async def reach(self, host: str, port: int) -> _Connection:
         try:
             connection = await AsyncConnection.connect(
                 **self._parameters,
+                host=host or None,
+                port=port,
                 target_session_attrs="read-write",
                 autocommit=True,
                 prepare_threshold=None,
@@ -328,36 +357,31 @@ class _PgLink(Link[_Connection]):
             )
         except psycopg.Error as error:
             raise _no_connection(error, self.where) from error
-        if self._heard is not None:
-            await self._begin_to_listen(connection, self._heard)
-        self._await_word(connection)
+        heard = self._heard
+        if heard is not None:
+            connection.add_notify_handler(lambda notify: heard(notify.payload))
         return connection
 
-    async def _begin_to_listen(
-        self, connection: _Connection, heard: Callable[[str | None], None]
-    ) -> None:
-        connection.add_notify_handler(lambda notify: heard(notify.payload))
-        try:
-            await connection.execute(f'LISTEN "{self._channel}"')
-        except BaseException as error:
-            connection.pgconn.finish()
-            if isinstance(error, psycopg.Error):
-                raise StoreUnavailable(f"{self.where}: {_one_line(error)}") from error
-            raise
-        heard(None)
+    def greeting(self) -> str:
+        return "" if self._heard is None else f'LISTEN "{self._channel}"; '
 
-    async def execute(self, connection: _Connection, text: str, given: Given) -> list[Row]:
+    def arrived(self, connection: _Connection) -> None:
+        self._await_word(connection)
+        if self._heard is not None:
+            self._heard(None)
+
+    async def execute(self, connection: _Connection, text: str, given: Given) -> list[list[Row]]:
         self._stop_awaiting(connection)
         self._used_at = self._loop.time()
-        rows: list[Row] = []
+        answers: list[list[Row]] = []
         try:
             async with connection.cursor() as cursor:
                 await cursor.execute(text.encode(), given or None)
                 while True:
                     if cursor.description is not None:
-                        rows = await cursor.fetchall()
+                        answers.append(await cursor.fetchall())
                     if not cursor.nextset():
-                        return rows
+                        return answers
         except psycopg.Error:
             if connection.info.transaction_status == TransactionStatus.INERROR:
                 await connection.execute("ROLLBACK")
@@ -377,7 +401,11 @@ class _PgLink(Link[_Connection]):
             return ConnectionLost(cause) if lost else error
         if state in ("40001", "40P01"):
             return TryAgain(cause)
-        if state == "25006":
+        if state in (
+            "25006",
+            "0A000",
+            "55000",
+        ):  # what a standby says to BEGIN READ WRITE, and so on
             return WrongServer(f"{self.where} has become a standby ({cause})")
         if state == "55P03":
             return StoreUnavailable(
@@ -405,9 +433,10 @@ class _PgLink(Link[_Connection]):
             return
         if connection.info.transaction_status == TransactionStatus.ACTIVE:
             # The call under way meets the end of the stream at once, and ends in its own way.
-            stream = socket.socket(fileno=os.dup(connection.pgconn.socket))
-            with stream, suppress(OSError):
-                stream.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError, psycopg.Error):
+                stream = socket.socket(fileno=os.dup(connection.pgconn.socket))
+                with stream:
+                    stream.shutdown(socket.SHUT_RDWR)
         else:
             connection.pgconn.finish()
 
@@ -461,18 +490,23 @@ class PostgreSQLStore(RelationalStore):
     """One handle on a schema in PostgreSQL."""
 
     def __init__(
-        self, url: StoreURL, context: Context, asked: _Asked, found: _Found, work: _PgLink
+        self,
+        url: StoreURL,
+        context: Context,
+        asked: _Asked,
+        found: _Found,
+        work: _PgLink,
+        primary: Primary,
     ) -> None:
         self._asked = asked
         self._found = found
         polls = asked.notify == "poll" or (found.pooled and asked.listen is None)
         shares = not polls and asked.listen is None
-        pulse = _PgLink(url, asked.schema, self._heard) if shares else _PgLink(url)
+        ears = (asked.schema, self._heard)
+        pulse = _PgLink(url, primary, *ears) if shares else _PgLink(url, primary)
         self._ears: _PgLink | None = None
         if not polls:
-            self._ears = (
-                pulse if shares else _PgLink(asked.listen or url, asked.schema, self._heard)
-            )
+            self._ears = pulse if shares else _PgLink(asked.listen or url, primary, *ears)
         self._listening: asyncio.Task[None] | None = None
         names = _names(asked.schema)
         revision = "revision + 1"
@@ -485,7 +519,7 @@ class PostgreSQLStore(RelationalStore):
             changes=names["changes"],
             clock=CLOCK,
             next_revision=revision,
-            incarnation="CAST(pg_postmaster_start_time() AS text)",
+            incarnation=_STARTED,
             logs=False,
         )
         super().__init__(
@@ -542,7 +576,7 @@ def _no_connection(error: psycopg.Error, where: str) -> StoreError:
         )
     if re.search(r"database .* does not exist", cause):
         return StoreUnusable(f"PostgreSQL at {where}: {cause}; create it, or correct the URL")
-    return StoreUnavailable(f"no connection to PostgreSQL at {where}: {cause}")
+    return StoreUnavailable(cause)
 
 
 def _one_line(error: BaseException) -> str:
