@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -12,6 +13,7 @@ from doyen.clock import SystemClock
 from doyen.errors import ConfigError, StoreUnavailable, StoreUnusable
 from doyen.model import leader_key
 from doyen.store import Context, open_store
+from doyen.stores.sql import mysql as mysql_module
 from doyen.stores.sql.diagnosis import MySQLFacts, findings_of_mysql
 from relational import Place, now, run
 
@@ -37,6 +39,64 @@ def test_tokens_are_never_below_the_servers_microseconds(place: Place) -> None:
             assert again.revision == 5 * 10**15 + 1
 
     run(main)
+
+
+def test_servers_that_certify_each_others_writes_count_as_one(place: Place) -> None:
+    """On each of them somebody may write at any time: to leave out revisions each time would use
+    them up."""
+
+    async def main() -> None:
+        async with place.stores() as (store,):
+            await store.put(KEY, b"v", if_version=None)
+            place.server.query(f"UPDATE {meta(place)} SET server = 'group'")
+        with mock.patch.object(mysql_module, "_GROUPS", "SELECT 1"):
+            async with place.stores() as (store,):
+                before = place.number(f"SELECT revision FROM {meta(place)}")
+                await store.delete(KEY)
+                assert place.number(f"SELECT revision FROM {meta(place)}") - before < 2**39
+
+    run(main)
+
+
+@pytest.mark.parametrize("behind_s", [0, 3600])
+def test_tokens_grow_though_a_replica_takes_over_whose_clock_is_behind(
+    mysql: servers.MariaDB, monkeypatch: pytest.MonkeyPatch, behind_s: int
+) -> None:
+    """It lacks the last commits as well, with the tokens that were given in them."""
+
+    async def main() -> None:
+        with servers.MariaDB(server_id="2") as replica:
+            primary, promoted = Place("mysql", mysql), Place("mysql", replica)
+            promoted.option, promoted.tables = primary.option, primary.tables
+            async with primary.stores() as (store,):
+                lease = await store.grant(60)
+                await store.create(KEY, b"v", lease)
+                async with promoted.stores():
+                    pass  # makes the tables
+                copied = mysql.query(f"SELECT revision, position, server FROM {meta(primary)}")
+                await store.delete(KEY)
+                before = (await store.create(KEY, b"v", lease)).entry.revision
+            ((revision, position, server),) = copied
+            replica.query(
+                f"UPDATE {meta(promoted)} SET revision = {revision}, position = {position},"
+                f" server = '{server}'"
+            )
+            promoted.own_clock(monkeypatch)
+            promoted.step_clock(-behind_s)
+            tokens = [before]
+            for _ in range(3):
+                async with promoted.stores() as (store,):
+                    lease = await store.grant(60)
+                    tokens.append((await store.create(KEY, b"v", lease)).entry.revision)
+                    await store.revoke(lease)
+            assert tokens == sorted(set(tokens))
+            assert tokens[-1] - tokens[1] < 2**40, "revisions are left out once"
+
+    run(main, 60)
+
+
+def meta(place: Place) -> str:
+    return place.tables["meta"]
 
 
 def test_to_open_it_a_second_time_says_nothing(

@@ -122,6 +122,10 @@ class Proxy:
 
         self._run(act())
 
+    def refuse_new(self) -> None:
+        """Refuse new connections until healed; those that are there go on."""
+        self._run(self._stop_listening())
+
     def break_after(self, size: int, direction: Direction) -> threading.Event:
         """Reset the connection that carries one byte more than `size` from now on, once.
 

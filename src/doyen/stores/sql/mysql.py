@@ -15,8 +15,13 @@ one connection each, and killing another's sleep can hit the wrong query: neithe
 Isolation is READ COMMITTED, stated for every transaction: what a statement reads after the counter
 was advanced is then what stands there. Each transaction is one message of several statements, none
 of which fails in the course of things; a row of several hosts is tried for the first that can be
-written to. A revision is never below the server's microseconds since 1970, so tokens grow even if
-a replica that lacks the last commits takes over.
+written to.
+
+A revision is never below the server's microseconds since 1970. The server that gave the last one
+is kept beside it, and another server leaves out 2**40 of them before it gives its first. So tokens
+grow even if a replica takes over that lacks the last commits, and even if its clock is behind,
+unless it lacks the commits of 12 days. Where several servers take writes and certify them with each
+other (Galera, group replication), no commit is lacking, and all of them count as one server.
 
 Imports asyncmy, the port and its own package.
 """
@@ -79,11 +84,18 @@ _TABLES = (
     "CREATE TABLE IF NOT EXISTS {changes} (position BIGINT, path VARBINARY(1024),"
     " PRIMARY KEY (position, path)) ENGINE = InnoDB ROW_FORMAT = DYNAMIC",
     "CREATE TABLE IF NOT EXISTS {meta} (one TINYINT PRIMARY KEY, layout INT NOT NULL,"
-    " revision BIGINT NOT NULL, position BIGINT NOT NULL) ENGINE = InnoDB",
-    "INSERT INTO {meta} VALUES (1, {layout}, 0, 0) ON DUPLICATE KEY UPDATE one = 1",
+    " revision BIGINT NOT NULL, position BIGINT NOT NULL, server VARBINARY(255) NOT NULL)"
+    " ENGINE = InnoDB",
+    "INSERT INTO {meta} VALUES (1, {layout}, 0, 0, '') ON DUPLICATE KEY UPDATE one = 1",
 )
 _SERVER = "CONCAT(@@hostname, ':', @@port, '/', @@server_id)"
 _WHO = f"SELECT {_SERVER}, '', 0, CONCAT(@@global.read_only) IN ('0', 'OFF')"
+_LEFT_OUT = 1 << 40
+"""How many revisions a server leaves out that takes over from another: in microseconds, 12 days."""
+_GROUPS = (
+    "SHOW GLOBAL VARIABLES WHERE variable_name = 'wsrep_on' AND value = 'ON'"
+    " OR variable_name = 'group_replication_group_name' AND value <> ''"
+)
 _FACTS = "SELECT @@global.innodb_flush_log_at_trx_commit, @@global.log_bin, @@global.sync_binlog"
 
 _ENDED = {1053, 1152, 1158, 1159, 1160, 1161, 1184, 1927, 4031}
@@ -110,13 +122,17 @@ async def open_store(url: StoreURL, context: Context) -> MySQLStore:
     try:
         version = await _check_version(work)
         await _make_tables(work, names, prefix)
+        grouped = bool(await work.read(_GROUPS, {}))
     except BaseException:
         await work.close()
         raise
+    giver = "'group'" if grouped else _SERVER
+    step = f"IF(server IN ('', {giver}), 1, {_LEFT_OUT})"
     dialect = Dialect(
         **names,
         clock=CLOCK,
-        next_revision=f"GREATEST(revision + 1, {CLOCK})",
+        # Assignments are carried out from left to right.
+        number=f"revision = GREATEST(revision + {step}, {CLOCK}), server = {giver}",
         incarnation=_SERVER,
         logs=True,
     )

@@ -509,16 +509,16 @@ class PostgreSQLStore(RelationalStore):
             self._ears = pulse if shares else _PgLink(asked.listen or url, primary, *ears)
         self._listening: asyncio.Task[None] | None = None
         names = _names(asked.schema)
-        revision = "revision + 1"
+        number = "revision = revision + 1"
         if found.timelines:
-            revision = f"GREATEST(revision, ({_TIMELINE} - 1) * {_TIMELINE_STEP}) + 1"
+            number = f"revision = GREATEST(revision, ({_TIMELINE} - 1) * {_TIMELINE_STEP}) + 1"
         dialect = Dialect(
             meta=names["meta"],
             leases=names["leases"],
             entries=names["entries"],
             changes=names["changes"],
             clock=CLOCK,
-            next_revision=revision,
+            number=number,
             incarnation=_STARTED,
             logs=False,
         )
