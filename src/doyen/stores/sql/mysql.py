@@ -132,7 +132,7 @@ async def open_store(url: StoreURL, context: Context) -> MySQLStore:
         **names,
         clock=CLOCK,
         # Assignments are carried out from left to right.
-        number=f"revision = GREATEST(revision + {step}, {CLOCK}), server = {giver}",
+        numbering=f"revision = GREATEST(revision + {step}, {CLOCK}), server = {giver}",
         incarnation=_SERVER,
         logs=True,
     )

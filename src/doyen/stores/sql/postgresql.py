@@ -509,16 +509,16 @@ class PostgreSQLStore(RelationalStore):
             self._ears = pulse if shares else _PgLink(asked.listen or url, primary, *ears)
         self._listening: asyncio.Task[None] | None = None
         names = _names(asked.schema)
-        number = "revision = revision + 1"
+        numbering = "revision = revision + 1"
         if found.timelines:
-            number = f"revision = GREATEST(revision, ({_TIMELINE} - 1) * {_TIMELINE_STEP}) + 1"
+            numbering = f"revision = GREATEST(revision, ({_TIMELINE} - 1) * {_TIMELINE_STEP}) + 1"
         dialect = Dialect(
             meta=names["meta"],
             leases=names["leases"],
             entries=names["entries"],
             changes=names["changes"],
             clock=CLOCK,
-            number=number,
+            numbering=numbering,
             incarnation=_STARTED,
             logs=False,
         )

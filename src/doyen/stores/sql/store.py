@@ -61,7 +61,7 @@ class Dialect:
     changes: str
     clock: str
     """Microseconds of the database's clock."""
-    number: str
+    numbering: str
     """Assignments that advance the counter in `meta`."""
     incarnation: str
     """Differs if a server may have lost what an earlier one confirmed."""
@@ -72,7 +72,7 @@ class Dialect:
 _LEASE = "l.ttl_us, l.counter, {clock} - l.renewed_us, {incarnation}"
 _ENTRY = f"e.path, e.value, e.revision, e.version, e.lease, {_LEASE}"
 _FROM = "FROM {entries} e LEFT JOIN {leases} l ON l.id = e.lease "
-_NUMBER = "UPDATE {meta} SET {number}, position = position + 1; "
+_NUMBER = "UPDATE {meta} SET {numbering}, position = position + 1; "
 _IS_FREE = "NOT EXISTS (SELECT 1 FROM {entries} WHERE path = %(path)s)"
 _IS_OVER = "([pairs]) AND {incarnation} = %(incarnation)s"
 _REMAINING = "SELECT id FROM {leases} WHERE id IN ([leases])"
