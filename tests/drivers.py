@@ -24,6 +24,7 @@ from doyen.node.driver import Driver, Limits
 from doyen.node.journal import MemoryJournal
 from doyen.node.machine import USER, Machine
 from doyen.node.ports import StateMachine
+from doyen.quorum.versions import NEWEST
 
 KEEPALIVE_S = 1.0
 """How long a link may be silent before it is given up."""
@@ -101,6 +102,14 @@ class Link:
 
     def reach(self, addresses: dict[str, str]) -> None:
         self.addresses = addresses
+
+    def supports(self, peer: str) -> int:
+        link = self._world.links.get(peer)
+        met = link is not None and link.open and self._world.joined(self._node, peer)
+        return self._world.supports.get(peer, NEWEST) if met else 0
+
+    def require(self, version: int) -> None:
+        self.required = version
 
     def send(self, peer: str, message: Message) -> None:
         self._world.carry(self._node, peer, lambda link: link.received(self._node, message))
@@ -182,6 +191,8 @@ class World:
         self.loss, self.delay_s = loss, delay_s
         self.driver, self.machine = driver, machine
         self.cluster = Cluster()
+        self.supports: dict[str, int] = {}
+        """Nodes of an older release: the version of the state that each supports."""
         self.crash_in: dict[str, int] = {}
         """How many effects a node still carries out before it crashes."""
         self.links: dict[str, Link] = {}

@@ -241,7 +241,7 @@ PARTS: dict[str, Callable[[], str]] = {
         ("doyen.node", "Node"),
         ("doyen.node.state", "StateMachine"),
         ("doyen.node", "Standing"),
-        ("doyen.node.driver", "Status"),
+        ("doyen.node.ports", "Status"),
     ),
     "fencing": lambda: stubs(("doyen.fencing", "SQLGuard"), ("doyen.fencing", "GuardedFile")),
     "stores": stores,

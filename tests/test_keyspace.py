@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from threading import Thread
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,7 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from doyen.clock import VirtualClock
 from doyen.errors import LeaseGone, TicketGone
 from doyen.model import Entry
+from doyen.quorum import history as histories
 from doyen.quorum import keyspace as words
+from doyen.quorum.history import Change, Kind
 from doyen.quorum.keyspace import (
     Advance,
     Begin,
@@ -25,18 +28,23 @@ from doyen.quorum.keyspace import (
     Done,
     Enqueue,
     Expire,
+    Full,
     Gone,
     Grant,
     Granted,
     Keyspace,
     Malformed,
     Put,
+    Quota,
+    Raise,
+    Reap,
     Record,
     Refused,
     Result,
     Revoke,
     Stands,
     Ticketed,
+    UnknownCommand,
     Written,
     decode_result,
     encode,
@@ -57,11 +65,15 @@ class Same(RuleBasedStateMachine):
     """The keyspace and the memory store do the same, but for how high they count; and a keyspace
     restored from a snapshot does exactly what the one it was taken from does."""
 
+    version = 1
+
     @initialize()
     def begin(self) -> None:
         self.model = MemoryServer(VirtualClock())
         self.real = Keyspace()
         self.twin = Keyspace()
+        if self.version > 1:
+            assert self.do(Raise(self.version)) == Done()
         self.leases: list[tuple[str, int]] = []
         self.keys: dict[str, str] = {key: key for key in KEYS}
         """By their keys in the model; tickets have others in ours."""
@@ -185,9 +197,17 @@ class Same(RuleBasedStateMachine):
     @rule(piece=st.binary(max_size=6))
     def garbage(self, piece: bytes) -> None:
         before = list(self.real.snapshot())
-        result = decode_result(self.real.apply(b"\xc1" + piece))
-        assert isinstance(result, Malformed)
+        if self.version == 1:
+            result = decode_result(self.real.apply(b"\xc1" + piece))
+            assert isinstance(result, Malformed)
+        else:
+            with pytest.raises(UnknownCommand):
+                self.real.apply(b"\xc1" + piece)
         assert list(self.real.snapshot()) == before
+
+    @rule()
+    def reap(self) -> None:
+        assert self.do(Reap()) == Done()
 
     @rule()
     def begin_a_snapshot(self) -> None:
@@ -241,8 +261,182 @@ class Same(RuleBasedStateMachine):
             assert list(lazy) == eager
 
 
+class SameInSlices(Same):
+    """Likewise while leases end a key or two at a time."""
+
+    version = 2
+
+    @initialize(size=st.integers(1, 2))
+    def begin_with_small_slices(self, size: int) -> None:
+        words.SLICE = size  # type: ignore[misc]
+
+    def teardown(self) -> None:
+        words.SLICE = 500  # type: ignore[misc]
+        super().teardown()
+
+
 TestSame = Same.TestCase
-TestSame.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestSameInSlices = SameInSlices.TestCase
+TestSame.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestSameInSlices.settings = TestSame.settings
+
+
+def raised(version: int = 2) -> Keyspace:
+    keyspace = Keyspace()
+    assert do(keyspace, Raise(version)) == Done()
+    return keyspace
+
+
+def twin(keyspace: Keyspace) -> Keyspace:
+    restored = Keyspace()
+    restored.restore(keyspace.snapshot())
+    return restored
+
+
+def test_a_lease_ends_at_once_and_its_keys_go_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "SLICE", 3)
+    keyspace = raised()
+    lease, other = do(keyspace, Grant(1.0)).lease, do(keyspace, Grant(1.0)).lease
+    keys = [do(keyspace, Enqueue("line", b"", lease, 0)).key for _ in range(7)]
+    mine = do(keyspace, Enqueue("line", b"", other, 0)).key
+    do(keyspace, Create("leader", b"", lease))
+    before = keyspace.revision
+
+    assert do(keyspace, Revoke(lease)) == Done()
+    assert (len(keyspace), keyspace.ended) == (6, 1)
+    assert keyspace.lease(lease) is None
+    standing = keyspace.get(mine)
+    assert standing is not None
+    assert [*keyspace.list("line")] == [standing]
+    assert keyspace.head("line") == standing
+    assert keyspace.ahead(standing) is None
+    for key in (*keys, "leader"):
+        assert keyspace.get(key) is None
+        assert do(keyspace, Delete(key, 0)) == Refused()
+    again = do(keyspace, Create("leader", b"new", other))
+    assert isinstance(again, Written), "what is ended stands in nobody's way"
+
+    replica = twin(keyspace)
+    for left in (3, 2, 2):
+        assert do(keyspace, Reap()) == do(replica, Reap()) == Done()
+        assert [*keyspace.snapshot()] == [*replica.snapshot()]
+        assert len(keyspace) == left
+    assert keyspace.ended == 0
+    leader = keyspace.get("leader")
+    assert leader is not None
+    assert leader.value == b"new", "a slice removes by key and lease"
+    last = keyspace.revision
+    do(keyspace, Reap())
+    assert keyspace.revision == last
+
+    changes = keyspace.history.after(before)
+    assert changes is not None
+    ends = [change for change in changes if change.kind is Kind.END]
+    assert [change.key for change in ends] == keys, "in the order in which they were bound"
+    assert {change.lease for change in ends} == {lease}
+    revisions = [change.revision for change in ends]
+    assert [revisions.count(each) for each in sorted({*revisions})] == [3, 3, 1]
+
+
+def test_ends_of_many_leases_share_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "SLICE", 5)
+    keyspace = raised()
+    do(keyspace, Begin(1))
+    leases = tuple(do(keyspace, Grant(1.0)).lease for _ in range(4))
+    for lease in leases:
+        for number in range(2):
+            do(keyspace, Create(f"{lease}/{number}", b"", lease))
+    do(keyspace, Expire(1, leases))
+    assert (len(keyspace), keyspace.ended, keyspace.lease_count) == (3, 2, 0)
+    replica = twin(keyspace)
+    do(keyspace, Reap())
+    do(replica, Reap())
+    assert (len(keyspace), keyspace.ended) == (0, 0)
+    assert [*keyspace.snapshot()] == [*replica.snapshot()]
+
+
+def test_in_the_first_version_a_lease_ends_whole_and_snapshots_are_as_they_were() -> None:
+    """Members of the first release do the same with the same log, and read these snapshots."""
+    keyspace = Keyspace()
+    lease = do(keyspace, Grant(1.5)).lease
+    for number in range(words.SLICE + 1):
+        do(keyspace, Create(f"k{number}", b"", lease))
+    do(keyspace, Put("p", b"v", 0))
+    do(keyspace, Revoke(lease))
+    assert (len(keyspace), keyspace.revision, keyspace.ended) == (1, words.SLICE + 4, 0)
+    pieces = [msgspec.msgpack.decode(piece) for piece in keyspace.snapshot()]
+    revision = words.SLICE + 3
+    assert pieces == [[0, 1, revision + 1, 0], [2, [["p", b"v", revision, revision, 0, False]]]]
+
+
+def test_a_raised_version_is_never_lowered_and_begins_a_history_that_all_nodes_have() -> None:
+    keyspace = Keyspace()
+    do(keyspace, Put("a", b"", 0))
+    replica = twin(keyspace)
+    for each in (keyspace, replica):
+        assert do(each, Raise(2)) == Done()
+        assert do(each, Raise(2)) == do(each, Raise(1)) == Refused()
+        do(each, Put("b", b"", 0))
+    assert [*keyspace.snapshot()] == [*replica.snapshot()]
+    assert keyspace.history.after(0) is None
+    restored = twin(keyspace)
+    assert restored.version == 2
+    assert restored.history.after(1) == [Change(2, "b", Kind.PUT)]
+    assert restored.history.after(0) is None
+
+
+def test_what_a_later_release_may_put_into_the_log_ends_the_node() -> None:
+    keyspace = raised()
+    before = [*keyspace.snapshot()]
+    for unknown in (encode([13, "new"]), encode(Raise(3)), encode([10, 2, "a new field"])):
+        with pytest.raises(UnknownCommand, match="install the release"):
+            keyspace.apply(unknown)
+    assert [*keyspace.snapshot()] == before
+    later = msgspec.msgpack.decode(before[0])
+    for place, value in ((1, 3), (4, 3)):
+        head = [*later]
+        head[place] = value
+        with pytest.raises(UnknownCommand, match="install the release"):
+            keyspace.restore([encode(head)])
+
+
+def test_beyond_the_quota_only_what_makes_room_is_carried_out() -> None:
+    keyspace = raised()
+    lease = do(keyspace, Grant(1.0)).lease
+    do(keyspace, Create("mine", b"x" * 100, lease))
+    kept = do(keyspace, Put("kept", b"x" * 100, 0)).version
+    assert do(keyspace, Quota(keyspace.bytes + 200)) == Done()
+    assert isinstance(do(keyspace, Put("fits", b"x" * 60, 0)), Written)
+    assert not keyspace.alarm
+    size, revision = keyspace.bytes, keyspace.revision
+    full = Full(size, keyspace.quota)
+    assert do(keyspace, Create("more", b"", lease)) == full
+    assert do(keyspace, Put("more", b"", 0)) == full
+    assert do(keyspace, Put("kept", b"x" * 200, kept)) == full
+    assert do(keyspace, Enqueue("line", b"", lease, 0)) == full
+    assert do(keyspace, Grant(1.0)) == full
+    assert (keyspace.bytes, keyspace.revision, keyspace.alarm) == (size, revision, True)
+    assert twin(keyspace).alarm
+    assert isinstance(do(keyspace, Put("kept", b"", kept)), Written), "what shrinks is carried out"
+    assert do(keyspace, Revoke(lease)) == Done()
+    assert not keyspace.alarm
+    assert isinstance(do(keyspace, Put("more", b"", 0)), Written)
+    assert do(keyspace, Delete("more", 0)) == Done()
+    assert twin(keyspace).bytes == keyspace.bytes
+
+
+def test_the_size_is_that_of_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "SLICE", 1)
+    keyspace = raised()
+    lease = do(keyspace, Grant(1.0)).lease
+    do(keyspace, Create("a", b"1", lease))
+    do(keyspace, Create("b", b"22", lease))
+    do(keyspace, Revoke(lease))
+    do(keyspace, Put("b", b"new", 0))
+    assert twin(keyspace).bytes == keyspace.bytes
+    do(keyspace, Reap())
+    do(keyspace, Delete("b", 0))
+    assert (len(keyspace), keyspace.bytes) == (0, 0)
 
 
 def test_a_late_expiry_of_an_earlier_leader_ends_nothing() -> None:
@@ -287,34 +481,35 @@ def test_history_tells_what_changed_since() -> None:
     do(keyspace, Put("a/b/c", b"", 0))
     one = keyspace.revision
     do(keyspace, Put("a/d", b"", 0))
-    assert keyspace.changed("a", one)
-    assert keyspace.changed("a/d", one)
-    assert not keyspace.changed("a/b", one)
-    assert not keyspace.changed("a/bb", 0)
-    assert keyspace.changed("a/b/c", 0)
-    changes = keyspace.changes(one)
-    assert changes is not None
-    assert list(changes) == ["a/d"]
+    assert keyspace.history.changed("a", one)
+    assert keyspace.history.changed("a/d", one)
+    assert not keyspace.history.changed("a/b", one)
+    assert not keyspace.history.changed("a/bb", 0)
+    assert keyspace.history.changed("a/b/c", 0)
+    assert keyspace.history.after(one) == [Change(2, "a/d", Kind.PUT)]
+    assert keyspace.history.after(0, "a/b") == [Change(1, "a/b/c", Kind.PUT)]
     two = keyspace.revision
     do(keyspace, Delete("a/b/c", 0))
-    assert keyspace.changed("a/b", two)
-    assert not keyspace.changed("a/d", two)
+    assert keyspace.history.changed("a/b", two)
+    assert not keyspace.history.changed("a/d", two)
 
 
 def test_what_history_has_forgotten_counts_as_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "HISTORY", 4)
+    monkeypatch.setattr(histories, "MOST", 4)
     keyspace = Keyspace()
     do(keyspace, Put("old", b"", 0))
     since = keyspace.revision
     for number in range(3):
-        assert not keyspace.changed("quiet", since)
+        assert not keyspace.history.changed("quiet", since)
         do(keyspace, Put(f"k/{number}", b"", 0))
-    assert not keyspace.changed("quiet", since)
+    assert not keyspace.history.changed("quiet", since)
     do(keyspace, Put("k/3", b"", 0))
-    assert keyspace.changed("quiet", since)
-    assert keyspace.changes(since) is None
-    assert not keyspace.changed("quiet", keyspace.revision - 3)
-    assert keyspace.changed("k", keyspace.revision - 1)
+    assert not keyspace.history.changed("quiet", since)
+    do(keyspace, Put("k/4", b"", 0))
+    assert keyspace.history.changed("quiet", since)
+    assert keyspace.history.after(since) is None
+    assert not keyspace.history.changed("quiet", keyspace.revision - 3)
+    assert keyspace.history.changed("k", keyspace.revision - 1)
 
 
 def test_a_list_is_of_one_instant_however_late_it_is_taken() -> None:
@@ -339,8 +534,8 @@ def test_a_restored_node_remembers_no_history() -> None:
     do(keyspace, Put("a", b"", 0))
     do(keyspace, Put("b", b"", 0))
     other.restore(keyspace.snapshot())
-    assert other.changed("a", 1)
-    assert not other.changed("a", 2)
+    assert other.history.changed("a", 1)
+    assert not other.history.changed("a", 2)
 
 
 def test_what_is_no_snapshot_is_refused_and_changes_nothing() -> None:
@@ -413,8 +608,8 @@ class Sorted(RuleBasedStateMachine):
         found = [each for block in detail for each in block if key <= each < key + 40]
         assert found == sorted(each for each in self.model if key <= each < key + 40)
         assert all(block[-1] >= key and block[0] < key + 40 for block in detail[1:])
-        below = [item for item in self.model.items() if item[0] < key]
-        assert self.real.below(key) == (max(below) if below else None)
+        below = sorted((item for item in self.model.items() if item[0] < key), reverse=True)
+        assert list(self.real.downward(key)) == below
 
     @invariant()
     def whole(self) -> None:

@@ -12,6 +12,7 @@ import uvloop
 from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.node.peers import CHUNK_SIZE, MAX_PIECE, WINDOW
 from doyen.quorum.link import Link
+from doyen.quorum.versions import NEWEST
 from doyen.quorum.wire import MAX_FRAME, TLS, Security
 from neighbours import HOST, OPEN, SECRET, SNAPSHOT, Beat, Neighbour, Street, Word, call, run
 from servers import Proxy
@@ -309,6 +310,22 @@ def test_a_node_of_another_cluster_is_refused() -> None:
             stray.know(one)
             await until(lambda: "belongs to cluster 'c'" in stray.peers.troubles["n1"])
             assert one.counts["cluster"] >= 1
+            assert not one.peers._callers
+
+    run(body())
+
+
+def test_a_peer_below_the_clusters_version_is_refused_with_the_remedy() -> None:
+    async def body() -> None:
+        async with Street() as street:
+            one, other = await two(street)
+            assert one.peers.supports("n2") == NEWEST
+            assert one.peers.supports("n3") == 0
+            one.peers.require(NEWEST + 1)
+            await until(lambda: "install the release" in other.peers.troubles.get("n1", ""))
+            await until(lambda: "install the release" in one.peers.troubles.get("n2", ""))
+            assert one.peers.supports("n2") == 0
+            assert one.counts["version"] >= 1
             assert not one.peers._callers
 
     run(body())

@@ -15,6 +15,8 @@ from doyen.node.driver import Driver
 from doyen.node.machine import KEYSPACE, Machine
 from doyen.node.ports import StateMachine
 from doyen.node.service import SLICE, Limits, Service
+from doyen.quorum import keyspace as keyspaces
+from doyen.quorum.history import Kind
 from doyen.quorum.keyspace import (
     Advance,
     Begin,
@@ -62,6 +64,7 @@ from doyen.quorum.requests import (
     Wrote,
     decode_answer,
 )
+from doyen.quorum.versions import NEWEST
 from doyen.quorum.wire import Fault
 from doyen.testing.virtual import run_virtual
 from drivers import World
@@ -165,11 +168,15 @@ class Quorum:
         self.services: dict[str, Service] = {}
         self.limits = limits
 
-    async def start(self) -> None:
+    async def start(self, *, raised: bool = True) -> None:
         await self.world.boot()
         for node in self.world.nodes.values():
             self.serve(node)
         await self.world.leader()
+        if raised:
+            await self.world.until(
+                lambda: all(self.keyspace(node).version == NEWEST for node in self.world.nodes)
+            )
 
     def serve(self, node: Driver) -> None:
         self.services[node.id] = Service(
@@ -655,5 +662,115 @@ def test_nodes_that_restart_serve_again() -> None:
         assert (await again.ask(Get, "k")).record.value == b"v"
         assert isinstance(await again.ask(Renew, lease), Renewed)
         assert [node.role for node in quorum.world.nodes.values()].count(Role.LEADING) == 1
+
+    on_quorum(test)
+
+
+def versions(quorum: Quorum) -> list[int]:
+    return [quorum.keyspace(node).version for node in quorum.world.nodes]
+
+
+def test_the_version_rises_when_every_member_supports_it() -> None:
+    """One that is down, or of an older release, keeps it where it is."""
+
+    async def main() -> None:
+        quorum = Quorum()
+        quorum.world.supports |= {"n1": 1, "n2": 1}
+        await quorum.start(raised=False)
+        client = Client(quorum.services["n1"])
+        for number in range(1, 4):
+            await client.do(number, Put(f"k{number}", b"", 0))
+            await asyncio.sleep(2.0)
+        assert versions(quorum) == [1, 1, 1]
+        down = await quorum.follower()
+        quorum.crash(down)
+        quorum.world.supports.clear()
+        await asyncio.sleep(5.0)
+        assert versions(quorum) == [1, 1]
+        await quorum.restart(down)
+        await quorum.world.until(lambda: versions(quorum) == [NEWEST] * 3)
+        for node in quorum.world.nodes:
+            assert quorum.world.links[node].required == NEWEST
+
+    run_virtual(main)
+
+
+def test_an_unknown_command_stops_the_node_that_does_not_know_it() -> None:
+    async def test(quorum: Quorum) -> None:
+        leader = await quorum.world.leader()
+        leader.submit(KEYSPACE, encode([99, "of a later release"]), lambda *_: None)
+        # Two of them commit it; a third that is left alone does not get so far.
+        await quorum.world.until(lambda: len(quorum.world.aborted) >= 2)
+        for _, error in quorum.world.aborted:
+            assert "install the release" in str(error)
+
+    on_quorum(test)
+
+
+def test_a_lease_with_many_keys_ends_a_slice_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Absent at once for whoever reads; told to whoever watches slice by slice, by every node."""
+    monkeypatch.setattr(keyspaces, "SLICE", 10)
+
+    async def test(quorum: Quorum) -> None:
+        client, watcher = Client(quorum.services["n1"]), Client(quorum.services["n2"])
+        lease = await granted(client)
+        for number in range(95):
+            await client.do(2 + number, Create(f"k/{number:02}", b"", lease))
+            await watcher.answer(Watch(-1 - number, f"k/{number:02}", -1))
+        await watcher.ask(Get, "k")
+        watcher.told.clear()
+        before = quorum.keyspace("n1").revision
+        assert await client.do(200, Revoke(lease)) == Done()
+        assert (await client.ask(Scan, "k")).records == []
+        await quorum.world.until(lambda: len(told(watcher)) == 95)
+        assert sorted(told(watcher)) == list(range(-95, 0)), "each once"
+        assert max(len(each.ids) for each in watcher.told if isinstance(each, Changed)) <= 10
+        await quorum.world.until(
+            lambda: all(len(quorum.keyspace(node)) == 0 for node in quorum.world.nodes)
+        )
+        changes = quorum.keyspace("n3").history.after(before)
+        assert changes is not None
+        ends = {change.revision for change in changes if change.kind is Kind.END}
+        assert len(ends) == 10
+
+    on_quorum(test)
+
+
+def test_an_end_outlives_the_leader_that_began_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyspaces, "SLICE", 1)
+
+    async def test(quorum: Quorum) -> None:
+        leader, follower = await quorum.leader(), await quorum.follower()
+        client = Client(quorum.services[follower])
+        lease = await granted(client)
+        for number in range(20):
+            await client.do(2 + number, Create(f"k/{number}", b"", lease))
+        assert await client.do(100, Revoke(lease)) == Done()
+        quorum.crash(leader)
+        await quorum.world.until(
+            lambda: all(len(quorum.keyspace(node)) == 0 for node in quorum.world.nodes)
+        )
+
+    on_quorum(test)
+
+
+def test_writes_beyond_the_quota_are_refused_with_the_remedy() -> None:
+    async def test(quorum: Quorum) -> None:
+        for service in quorum.services.values():
+            service._keeper._quota_bytes = 1000
+        client = Client(quorum.services["n1"])
+        lease = await granted(client)
+        quorum.services[await quorum.leader()]._keeper._tend()
+        await quorum.world.until(lambda: quorum.keyspace("n1").quota == 1000)
+        refused = await client.do(2, Create("k", b"x" * 1000, lease))
+        assert isinstance(refused, Failed)
+        assert refused.trouble is Trouble.UNAVAILABLE
+        assert "of 1000 bytes" in refused.text
+        assert "--quota-bytes" in refused.text
+        condition = await client.ask(Inquire)
+        assert (condition.alarm, condition.quota) == (True, 1000)
+        assert condition.bytes == quorum.keyspace("n1").bytes > 0
+        assert await client.do(3, Revoke(lease)) == Done()
+        assert not (await client.ask(Inquire)).alarm
 
     on_quorum(test)

@@ -225,6 +225,9 @@ async def _status(args: argparse.Namespace) -> int:
         for state in states:
             if state.condition is None:
                 console().print(printable(state.silent_because))
+            elif state.condition.alarm and state.condition.role == "leading":
+                used, quota = state.condition.bytes, state.condition.quota
+                console().print(f"quota: writes are refused, {used} of {quota} bytes are in use")
     return Exit.DONE if well else Exit.NO
 
 

@@ -93,6 +93,12 @@ def _truth(text: str) -> bool:
     return text == "true"
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"{text!r} is not a number of bytes")
+    return int(text)
+
+
 SETTINGS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "id": (str, "NAME", "this node's name among its peers"),
     "peers": (read_peers, "NAME=HOST:PORT,…", "every node's address, this one's included"),
@@ -109,6 +115,7 @@ SETTINGS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "join": (_truth, "true|false", "wait to be added to a quorum that exists"),
     "election_s": (seconds, "SECONDS", "how long a leader may be silent (default: 1)"),
     "heartbeat_s": (seconds, "SECONDS", "how often a leader speaks (default: 0.1)"),
+    "quota_bytes": (_count, "BYTES", "how large the keyspace may become (default: 1 GiB)"),
     "protocol": (str, "NAME", "raft (default), zab, viewstamped, paxos or smallest-id"),
 }
 """Each with how its text is read, what it looks like, and what it means."""
@@ -194,6 +201,7 @@ _KINDS: dict[Callable[[str], Any], tuple[type, ...]] = {
     read_peers: (dict,),
     _truth: (bool,),
     seconds: (int, float),
+    _count: (int,),
 }
 """What TOML has for each; text for the rest."""
 

@@ -80,6 +80,7 @@ class Node:
         election_s: float = 1.0,
         heartbeat_s: float = 0.1,
         protocol: str = "raft",
+        quota_bytes: int = 1 << 30,
     ) -> None:
         try:
             from doyen.node.server import Options
@@ -100,6 +101,7 @@ class Node:
             election_s=election_s,
             heartbeat_s=heartbeat_s,
             protocol=protocol,
+            quota_bytes=quota_bytes,
         )
         self._machine = machine
         self._thread: _NodeThread | None = None

@@ -32,6 +32,8 @@ from doyen.errors import StoreUnavailable
 from doyen.node.machine import Command, Machine, decode_batch
 from doyen.node.ports import Journal
 from doyen.node.proposals import Batch, Limits
+from doyen.quorum.keyspace import UnknownCommand
+from doyen.quorum.versions import FIRST
 
 __all__ = ["Applied", "Owner"]
 
@@ -109,6 +111,16 @@ class Applied:
         self.machine.restore([piece async for piece in stream])
         return snapshot
 
+    async def start(self) -> None:
+        """Restore what a snapshot holds. Raises if this node cannot carry out what its log
+        holds."""
+        recovered = self._journal.recovered
+        if recovered.snapshot is not None:
+            await self.restore()
+        self.machine.require(
+            entry.data for entry in recovered.entries if entry.kind == Kind.COMMANDS
+        )
+
     def when(self, index: int, call: Callable[[], None]) -> None:
         """Call as soon as the machine has come to `index`, at once if it has."""
         if self.index >= index:
@@ -164,15 +176,26 @@ class Applied:
         batch = owner.take_own(index, entry.generation)
         results: list[Any] = []
         if entry.kind == Kind.COMMANDS:
-            commands = _commands(entry.data) if batch is None else batch.commands
+            commands = self._commands(entry.data) if batch is None else batch.commands
             results = self.machine.apply(index, commands)
         elif entry.kind == Kind.MEMBERSHIP:
             self._membership = _decode_membership(entry.data)
+        elif entry.kind != Kind.NOTHING:
+            raise UnknownCommand(_UNREADABLE.format(index=index))
         if batch is not None:
             owner.settle(batch, results)
         self._entries += 1
         self._bytes += len(entry.data)
         return len(results) + 1
+
+    def _commands(self, data: bytes) -> list[Command]:
+        """An entry's commands."""
+        try:
+            return decode_batch(data)
+        except MsgspecError:
+            if self.machine.version == FIRST:  # what cannot be read was nothing, on every node
+                return []
+            raise UnknownCommand(_UNREADABLE.format(index=self.index)) from None
 
     def _moved_on(self) -> None:
         waiting = self._waiting
@@ -227,9 +250,7 @@ class Applied:
             self._moved_on()
 
 
-def _commands(data: bytes) -> list[Command]:
-    """An entry's commands. What cannot be read is nothing, on every node alike."""
-    try:
-        return decode_batch(data)
-    except MsgspecError:
-        return []
+_UNREADABLE = (
+    "entry {index} of the quorum's log is none that this release of doyen can read: install the"
+    " release that the other nodes run"
+)

@@ -29,7 +29,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import suppress
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec import MsgspecError
 
@@ -63,11 +63,18 @@ from doyen.consensus.core import (
     TransferAsked,
     TransferFailed,
 )
-from doyen.errors import DoyenError, OrderFailed, OutcomeUnknown, SessionClosed, StoreUnavailable
+from doyen.errors import (
+    ConfigError,
+    DoyenError,
+    OrderFailed,
+    OutcomeUnknown,
+    SessionClosed,
+    StoreUnavailable,
+)
 from doyen.node.applied import Applied
 from doyen.node.machine import Machine, decode_batch, encode_batch
 from doyen.node.orders import Orders
-from doyen.node.ports import Journal, Transport
+from doyen.node.ports import Journal, Status, Transport
 from doyen.node.proposals import (
     Batch,
     Limits,
@@ -78,6 +85,7 @@ from doyen.node.proposals import (
     encode_results,
     inform,
 )
+from doyen.quorum.versions import NEWEST
 
 __all__ = ["Answer", "Driver", "Limits", "Status"]
 
@@ -91,24 +99,6 @@ HANDOVERS = 15
 """How often a node that stops tries to hand over."""
 RETRY_S = 0.02
 """Pause before something is tried again, unless the leader changes sooner."""
-
-
-class Status(NamedTuple):
-    """How a node is doing."""
-
-    id: str
-    role: Role
-    generation: int
-    leader: str | None
-    commit: int
-    applied: int
-    snapshot: int
-    """The index up to which a snapshot stands for the log."""
-    pending: int
-    """Proposals whose outcome is not known yet."""
-    full: bool
-    """The disk has no room for more; nothing is accepted."""
-    membership: Membership
 
 
 # What nodes ask the leader, by the first byte, and how it answers.
@@ -200,8 +190,8 @@ class Driver:
 
     async def start(self) -> None:
         """Restore what a snapshot holds, and take part."""
-        if self._journal.recovered.snapshot is not None:
-            await self._applied.restore()
+        await self._applied.start()
+        self._transport.require(self.machine.version)
         self._journal.start(self._persisted, self.fail)
         self._transport.start(
             self._received, self._connected, self._disconnected, self._asked, self._streamed
@@ -286,6 +276,14 @@ class Driver:
     @property
     def membership(self) -> Membership:
         return self.core.membership
+
+    def supported(self) -> int:
+        """The newest version of the replicated state that every member supports, as far as this
+        node knows: one that is not connected counts as one that supports none."""
+        supports = self._transport.supports
+        return min(
+            NEWEST if peer == self.id else supports(peer) for peer in self.membership.everyone
+        )
 
     def status(self) -> Status:
         """How this node is doing."""
@@ -467,6 +465,7 @@ class Driver:
         self._flush_soon()
 
     def moved_on(self, index: int) -> None:
+        self._transport.require(self.machine.version)
         for callback in self._on_applied:
             inform(callback, index)
         if self._offers or self._proposals.waiting:
@@ -499,6 +498,7 @@ class Driver:
     ) -> None:
         """`propose`, with the outcome told to `settle`."""
         self._check_open()
+        self.machine.check({target})
         deadline = self._now() + self.limits.patience_s
         self._proposals.add(target, body, settle, request, deadline)
         if self._sweeper is None:
@@ -752,8 +752,9 @@ class Driver:
     def _asked_to_propose(self, data: bytes, tell: Tell) -> None:
         try:
             commands = decode_batch(data)
-        except MsgspecError:
-            tell(_REFUSED, b"that is not a batch of commands")
+            self.machine.check({command.target for command in commands})
+        except (MsgspecError, ConfigError) as error:
+            tell(_REFUSED, f"the leader cannot propose this batch: {error}".encode())
             return
         if self._offered_bytes + len(data) > self.limits.pending_bytes:
             tell(_REFUSED, b"the leader has more proposals than it can take")

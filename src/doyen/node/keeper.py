@@ -1,8 +1,13 @@
-"""What the node that leads does for leases: its era, renewals that others pass on, ends.
+"""What the node that leads does for the keyspace: its era, renewals that others pass on, ends of
+leases, and the upkeep that takes commands of its own.
 
 It begins an era of the keyspace first. It confirms no renewal before that, and each one only after
 a majority has shown, since its arrival, that this node still led. What is over by its clock (see
 `leases`) it has ended by a command that is void in any other era.
+
+Upkeep is one command at a time: it raises the cluster's version once all members support a newer
+one, sets the quota that this node was given, and has the keys of ended leases removed, a slice at a
+time.
 
 Lives on the driver's loop.
 """
@@ -25,13 +30,28 @@ from doyen.node.driver import Answer
 from doyen.node.leases import LeaseClock
 from doyen.node.machine import KEYSPACE
 from doyen.node.proposals import Request, Settle
-from doyen.quorum.keyspace import Begin, Expire, Keyspace, Refused, decode_result, encode
+from doyen.quorum.keyspace import (
+    Begin,
+    Command,
+    Expire,
+    Keyspace,
+    Quota,
+    Raise,
+    Reap,
+    Refused,
+    decode_result,
+    encode,
+)
+from doyen.quorum.versions import FIRST, NEWEST
 
 __all__ = ["AGAIN", "AGAIN_S", "CONFIRMED", "GONE", "Driver", "Keeper", "decode_leases"]
 
 GRAIN_S: Final = 1e-3
 AGAIN_S: Final = 0.01
 """Pause before something is put to the quorum again."""
+
+LOOK_S: Final = 1.0
+"""How often a leader looks whether all members support a newer version."""
 
 CONFIRMED, GONE, AGAIN = 0, 1, 2
 """What may become of a renewal: it counts; its lease has ended; not now."""
@@ -51,13 +71,16 @@ class Driver(Protocol):
 
     def when_current(self, call: Callable[[], None]) -> None: ...
 
+    def supported(self) -> int: ...
+
 
 class Keeper:
-    """The leases' keeper, while this node leads: an era, a clock, renewals, ends."""
+    """The leases' keeper, while this node leads: an era, a clock, renewals, ends, upkeep."""
 
-    def __init__(self, driver: Driver, keyspace: Keyspace, clock: Clock) -> None:
+    def __init__(self, driver: Driver, keyspace: Keyspace, clock: Clock, quota_bytes: int) -> None:
         self._driver = driver
         self._keyspace = keyspace
+        self._quota_bytes = quota_bytes
         self._now = clock.now
         self._loop = asyncio.get_running_loop()
         self._leading = False
@@ -70,6 +93,9 @@ class Keeper:
         self._early: list[tuple[list[int], float, Answer]] = []
         """Renewals that arrived before our era has begun."""
         self._timer: asyncio.TimerHandle | None = None
+        self._chore: Command | None = None
+        """The command of our upkeep that is under way."""
+        self._looking: asyncio.TimerHandle | None = None
         self._stopped = False
 
     def stop(self) -> None:
@@ -88,6 +114,9 @@ class Keeper:
         self._leading = False
         self._clock = None
         self._beginning = 0
+        self._chore = None
+        if self._looking is not None:
+            self._looking.cancel()
         self._set_timer()
         early, self._early = self._early, []
         for leases, _, answer in early:
@@ -111,6 +140,7 @@ class Keeper:
         self._era = era
         self._clock = LeaseClock(self._keyspace)
         self._take_in()
+        self._look()
         early, self._early = self._early, []
         for leases, arrived_at, answer in early:
             self._renew(leases, arrived_at, answer)
@@ -128,6 +158,7 @@ class Keeper:
             return
         self._clock.settle()
         self._take_in()
+        self._tend()
 
     def _take_in(self) -> None:
         clock = self._clock
@@ -218,7 +249,46 @@ class Keeper:
         else:
             clock.settle()
 
-    def _submit(self, command: Begin | Expire, settle: Settle) -> None:
+    # Upkeep.
+
+    def _look(self) -> None:
+        """Tend now and, while the version may rise, again and again: who is connected changes
+        without anything being applied."""
+        self._tend()
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+        if self._clock is not None and self._keyspace.version < NEWEST:
+            self._looking = self._loop.call_later(LOOK_S, self._look)
+
+    def _tend(self) -> None:
+        """Put the next command to the quorum, if there is one to put."""
+        if self._clock is not None and self._chore is None:
+            self._chore = chore = self._due_chore()
+            if chore is not None:
+                self._submit(chore, partial(self._tended, chore))
+
+    def _due_chore(self) -> Command | None:
+        keyspace = self._keyspace
+        if keyspace.ended:
+            return Reap()
+        if keyspace.version < NEWEST:
+            supported = min(self._driver.supported(), NEWEST)
+            if supported > keyspace.version:
+                return Raise(supported)
+        if keyspace.version > FIRST and keyspace.quota != self._quota_bytes:
+            return Quota(self._quota_bytes)
+        return None
+
+    def _tended(self, chore: Command, _: int, result: Any, error: BaseException | None) -> None:
+        if self._chore is chore:
+            self._chore = None
+            if error is None:
+                self._tend()
+            else:
+                self._loop.call_later(AGAIN_S, self._tend)
+
+    def _submit(self, command: Command, settle: Settle) -> None:
         try:
             self._driver.submit(KEYSPACE, encode(command), settle)
         except DoyenError as error:

@@ -15,22 +15,30 @@ and the same snapshot on every node.
   below; those results are let go, and a command below it is refused.
 - A client that was idle for `FORGOTTEN_AFTER` entries is forgotten. A command of one that is not
   known, yet has a history (`floor` > 1), is refused: its first attempt may have counted.
+- The results that are kept for one client take `RESULT_BYTES` at most, and those for all of them
+  `TABLE_BYTES`. What does not fit is remembered as carried out, without its result: whoever asks
+  again is told that the outcome is unknown.
 - An exception in `apply` is a result like any other: every node gets the same, and the proposer
-  is told.
+  is told. But what this node cannot carry out while others can, since it lacks the state machine or
+  is of an older release, raises: the node must stop, or it would differ from the others.
 
-Imports the words of consensus and msgspec; no clock, no chance, no I/O.
+Imports the keyspace's error and msgspec; no clock, no chance, no I/O.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from struct import Struct as Layout
+from sys import maxsize
 from typing import Any, Protocol
 
 from msgspec import MsgspecError, Struct
 from msgspec.msgpack import Decoder, Encoder
 
-from doyen.errors import StoreUnusable
+from doyen.errors import ConfigError, StoreUnusable
+from doyen.quorum.keyspace import UnknownCommand
+from doyen.quorum.versions import FIRST, NEWEST
 
 __all__ = ["KEYSPACE", "USER", "Command", "Failure", "Machine", "decode_batch", "encode_batch"]
 
@@ -45,9 +53,13 @@ RESULTS = 1 << 14
 """How many results of one client are kept for it to ask again."""
 
 
+RESULT_BYTES = 1 << 18
+"""How many bytes the results take that are kept for one client."""
+TABLE_BYTES = 64 << 20
+"""How many bytes the results of all clients take; beyond, whoever was idle longest is forgotten."""
 LARGE = 1024
-"""A result of the keyspace beyond this many bytes is not kept: it shows what stood in the way of a
-command that changed nothing, and that one may as well be carried out again."""
+"""In version 1 of the state, a result of the keyspace beyond this many bytes was not kept, and its
+command was carried out again if it was asked for again."""
 
 
 class Command(Struct, frozen=True, array_like=True, gc=False):
@@ -80,6 +92,7 @@ class Failure(Struct, frozen=True, array_like=True, gc=False):
 
 _IDLE = Failure("its proposer was idle for so long that it was forgotten", True)
 _HAD = Failure("its result was had before, and is not kept", True)
+_TOO_LARGE = Failure("it was carried out before, and its result was too large to be kept", True)
 
 _encode = Encoder().encode
 _decode_any: Decoder[Any] = Decoder()
@@ -95,22 +108,29 @@ def encode_batch(commands: Sequence[Command]) -> bytes:
 class _Client:
     """What is remembered of a client. Belongs to an epoch, and is not changed after it."""
 
-    __slots__ = ("epoch", "floor", "last", "results")
+    __slots__ = ("bytes", "epoch", "floor", "last", "results")
 
     def __init__(self, epoch: int, floor: int, last: int, results: dict[int, Any]) -> None:
         self.epoch = epoch
         self.floor = floor
         self.last = last
         self.results = results
+        self.bytes = 0
+        """What its results take."""
 
-    def settle_below(self, floor: int) -> None:
+    def settle_below(self, floor: int) -> int:
+        """Let the results below go; how many bytes that frees."""
         results = self.results
         if floor - self.floor <= len(results):
-            for seq in range(self.floor, floor):
-                results.pop(seq, None)
+            settled = [seq for seq in range(self.floor, floor) if seq in results]
         else:
-            self.results = {seq: result for seq, result in results.items() if seq >= floor}
+            settled = [seq for seq in results if seq < floor]
+        freed = 0
+        for seq in settled:
+            freed += _size(results.pop(seq))
         self.floor = floor
+        self.bytes -= freed
+        return freed
 
 
 class _Kept(Struct, array_like=True):
@@ -142,6 +162,20 @@ class Machine:
         # Every snapshot ends one: whoever is changed later is copied first, so that a snapshot
         # can take its time over those that it has seen.
         self._epoch = 0
+        self._bytes = 0
+
+    @property
+    def version(self) -> int:
+        """The cluster's; see `versions`."""
+        version: int = getattr(self._targets.get(KEYSPACE), "version", NEWEST)
+        return version
+
+    def check(self, targets: set[int]) -> None:
+        """Raise if something is to be proposed for a state machine that this node has not."""
+        if not targets <= self._targets.keys():
+            raise ConfigError(
+                "this node has no state machine for it; give every node one, with machine="
+            )
 
     def apply(self, index: int, commands: Sequence[Command]) -> list[Any]:
         """Carry out the batch at `index` of the log: a result, or a `Failure`, for each."""
@@ -156,28 +190,52 @@ class Machine:
                 result: Any = _IDLE
             else:
                 if command.floor > client.floor:
-                    client.settle_below(command.floor)
+                    self._bytes -= client.settle_below(command.floor)
                 seq, kept = command.seq, client.results
                 if seq in kept:
                     result = kept[seq]
                 elif seq < client.floor:
                     result = _HAD
                 else:
+                    apply = applies.get(command.target)
+                    if apply is None:
+                        raise StoreUnusable(_nobody(command.target))
                     try:
-                        result = applies.get(command.target, _nobody)(command.body)
+                        result = apply(command.body)
                         if type(result) not in _PLAIN:
                             result = _plain(result)
-                    except MemoryError:
-                        raise  # this machine's trouble, not the command's: the node must end
+                    except (MemoryError, UnknownCommand):
+                        raise  # this node's trouble, not the command's: it must end
                     except Exception as error:  # noqa: BLE001 - the same on every node
                         result = Failure(f"{type(error).__name__}: {error}")
-                    if type(result) is not bytes or len(result) <= LARGE or command.target:
-                        kept[seq] = result
-                        if len(kept) > RESULTS:
-                            client.settle_below(next(iter(kept)) + 1)
+                    self._keep(client, command, result)
             results.append(result)
         self._forget(index)
         return results
+
+    def require(self, entries: Iterable[bytes]) -> None:
+        """Raise if the data of these entries needs a state machine that this node has not."""
+        for data in entries:
+            with suppress(MsgspecError):
+                for command in decode_batch(data):
+                    if command.target not in self._targets:
+                        raise StoreUnusable(_nobody(command.target))
+
+    def _keep(self, client: _Client, command: Command, result: Any) -> None:
+        """Remember a result for as long as it may be asked for again."""
+        size = _size(result)
+        if self.version == FIRST:
+            if command.target == KEYSPACE and type(result) is bytes and size > LARGE:
+                return
+        elif client.bytes + size > RESULT_BYTES:
+            result = _TOO_LARGE
+            size = _size(result)
+        kept = client.results
+        kept[command.seq] = result
+        client.bytes += size
+        self._bytes += size
+        if len(kept) > RESULTS:
+            self._bytes -= client.settle_below(next(iter(kept)) + 1)
 
     def _client(self, name: str, index: int, floor: int) -> _Client | None:
         client = self._clients.pop(name, None)
@@ -186,18 +244,22 @@ class Machine:
                 return None
             client = _Client(self._epoch, 1, index, {})
         elif client.epoch != self._epoch:
+            size = client.bytes
             client = _Client(self._epoch, client.floor, index, dict(client.results))
+            client.bytes = size
         client.last = index
         self._clients[name] = client
         return client
 
     def _forget(self, index: int) -> None:
         clients = self._clients
+        most = TABLE_BYTES if self.version > FIRST else maxsize
         while clients:
             name = next(iter(clients))
-            if len(clients) <= CLIENTS and index - clients[name].last < FORGOTTEN_AFTER:
+            idle = index - clients[name].last >= FORGOTTEN_AFTER
+            if not idle and len(clients) <= CLIENTS and self._bytes <= most:
                 return
-            del clients[name]
+            self._bytes -= clients.pop(name).bytes
 
     def snapshot(self) -> Iterator[bytes]:
         """Everything as it is now, in pieces; see `StateMachine.snapshot`."""
@@ -210,18 +272,19 @@ class Machine:
         """Put a snapshot in the place of everything."""
         frames = _Frames(pieces)
         self._clients.clear()
+        self._bytes = 0
         for piece in frames.of(_TABLE):
             for each in _decode_remembered(piece):
                 kept = {one.seq: one.failure or one.value for one in each.results}
-                self._clients[each.name] = _Client(self._epoch, each.floor, each.last, kept)
+                client = _Client(self._epoch, each.floor, each.last, kept)
+                client.bytes = sum(map(_size, kept.values()))
+                self._bytes += client.bytes
+                self._clients[each.name] = client
         for number in sorted(self._targets):
             self._targets[number].restore(frames.of(number))
             frames.skip(number)
         if frames.next is not None:
-            raise StoreUnusable(
-                "the snapshot holds the data of a state machine that this node was not given:"
-                " start it with the same machine= as the others"
-            )
+            raise StoreUnusable(_nobody(frames.next[0]))
 
 
 _decode_remembered: Callable[[bytes], list[_Remembered]] = Decoder(list[_Remembered]).decode
@@ -229,8 +292,26 @@ _decode_remembered: Callable[[bytes], list[_Remembered]] = Decoder(list[_Remembe
 _PLAIN = (bytes, type(None), bool, str, float, Failure)
 
 
-def _nobody(_: bytes) -> Failure:
-    return Failure("this quorum has no state machine for it; give every node one, with machine=")
+def _nobody(target: int) -> str:
+    if target == USER:
+        return (
+            "the log or a snapshot of this node needs the application's own state machine, which"
+            " this node was not given: start it with the same machine= as the others"
+            " (doyen.Node; doyen serve has none)"
+        )
+    return (
+        f"the log or a snapshot of this node needs state machine {target}, which this release of"
+        " doyen does not have: install the release that the other nodes run"
+    )
+
+
+def _size(result: Any) -> int:
+    """How many bytes a result takes, about, and the same on every node."""
+    if type(result) is bytes:
+        return len(result)
+    if type(result) is Failure:
+        return len(result.reason)
+    return len(_encode(result))
 
 
 def _plain(result: Any) -> Any:

@@ -71,6 +71,10 @@ def _metrics(driver: Driver, service: Service, tally: Tally, leaders: int) -> It
         "watches": (condition.watches, "Watches of clients."),
         "keys": (condition.keys, "Entries in the keyspace."),
         "leases": (condition.leases, "Leases that have not ended."),
+        "keyspace_bytes": (condition.bytes, "The size of the keyspace, as its quota counts it."),
+        "keyspace_quota_bytes": (condition.quota, "How large the keyspace may become."),
+        "keyspace_alarm": (condition.alarm, "Whether writes were refused because of the quota."),
+        "state_version": (condition.state, "The version of the replicated state."),
         "revision": (condition.revision, "The revision of the keyspace: tokens are of these."),
     }
     for name, (value, meaning) in gauges.items():

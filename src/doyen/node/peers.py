@@ -41,6 +41,7 @@ from msgspec.msgpack import Decoder, Encoder
 from doyen.consensus.core import Message, Snapshot
 from doyen.errors import DoyenError, OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.quorum.link import BOUND, HANDSHAKE_S, KEEPALIVE_S, End, Link, Tally, dial
+from doyen.quorum.versions import FIRST
 from doyen.quorum.wire import FIRST_FREE, MAX_FRAME, Fault, FrameError, Identity, Refused, Security
 
 __all__ = ["Peers"]
@@ -112,6 +113,7 @@ class Peers:
         self._callers: dict[str, _Incoming] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._version = FIRST
         security.dialling  # noqa: B018 - files that cannot be used are found here
 
     def start(
@@ -136,6 +138,28 @@ class Peers:
         for node, address in addresses.items():
             if node != self.me.node and node not in self._peers:
                 self._peers[node] = _Outgoing(self, node, address)
+
+    def supports(self, peer: str) -> int:
+        link = self._links.get(peer)
+        return 0 if link is None else link.supports[1]
+
+    def require(self, version: int) -> None:
+        if version != self._version:
+            self._version = version
+            for link in [*self._links.values(), *(each.link for each in self._callers.values())]:
+                if (reason := self._unsupported(link)) is not None:
+                    log.warning("%s", reason)
+                    link.abort()
+
+    def _unsupported(self, link: Link) -> str | None:
+        """Why this peer cannot take part in a cluster of our version."""
+        newest = link.supports[1]
+        if self._version <= newest:
+            return None
+        return (
+            f"this cluster is at version {self._version} of its state, and node {link.them.node!r}"
+            f" supports versions up to {newest}: install the release there that the other nodes run"
+        )
 
     def send(self, peer: str, message: Message) -> None:
         link = self._links.get(peer)
@@ -196,6 +220,10 @@ class Peers:
 
     async def _let_in(self, link: Link) -> None:
         them = link.them
+        reason = self._unsupported(link)
+        if reason is not None:
+            link.refuse(Fault.VERSION, reason)
+            return
         if not await self._is_the_one(them):
             text = f"another process is connected as node {them.node!r}: every node needs its own"
             link.refuse(Fault.DUPLICATE, text)
@@ -324,6 +352,8 @@ class _Outgoing:
             bound=peers._bound,
         )
         try:
+            if (reason := peers._unsupported(link)) is not None:
+                raise Refused(Fault.VERSION, reason)
             if not await peers._is_the_one(link.them):
                 raise Refused(
                     Fault.DUPLICATE,

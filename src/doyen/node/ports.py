@@ -1,4 +1,4 @@
-"""What a node stands on: a journal, a transport, a state machine.
+"""What a node stands on: a journal, a transport, a state machine; and how it is doing.
 
 A `Driver` (see `driver`) carries out what a consensus core says, over these three. A real node has
 files and sockets; the lab has its own, with faults. All of it lives on one event loop and is called
@@ -8,12 +8,20 @@ from there only.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from doyen.consensus.core import Install, Message, Persist, Recovered, Snapshot
+from doyen.consensus.core import (
+    Install,
+    Membership,
+    Message,
+    Persist,
+    Recovered,
+    Role,
+    Snapshot,
+)
 from doyen.node.state import StateMachine
 
-__all__ = ["Journal", "StateMachine", "Transport"]
+__all__ = ["Journal", "StateMachine", "Status", "Transport"]
 
 
 class Journal(Protocol):
@@ -75,6 +83,15 @@ class Transport(Protocol):
     def reach(self, addresses: dict[str, str]) -> None:
         """These are the peers now, and where they are; links to others are let go."""
 
+    def supports(self, peer: str) -> int:
+        """The newest version of the replicated state that a connected peer supports (see
+        `quorum.versions`); 0 if it is not connected."""
+        ...
+
+    def require(self, version: int) -> None:
+        """Refuse peers that do not support this version from now on, and let go of those that are
+        connected."""
+
     def send(self, peer: str, message: Message) -> None:
         """Queue a message. Everything queued in one turn of the loop goes out as one write."""
 
@@ -96,3 +113,21 @@ class Transport(Protocol):
 
     async def close(self) -> None:
         """Take leave of everybody."""
+
+
+class Status(NamedTuple):
+    """How a node is doing."""
+
+    id: str
+    role: Role
+    generation: int
+    leader: str | None
+    commit: int
+    applied: int
+    snapshot: int
+    """The index up to which a snapshot stands for the log."""
+    pending: int
+    """Proposals whose outcome is not known yet."""
+    full: bool
+    """The disk has no room for more; nothing is accepted."""
+    membership: Membership

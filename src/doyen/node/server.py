@@ -32,7 +32,7 @@ from doyen.node.pages import pages
 from doyen.node.peers import Peers
 from doyen.node.service import Service
 from doyen.node.state import StateMachine
-from doyen.quorum.keyspace import Keyspace
+from doyen.quorum.keyspace import QUOTA, Keyspace
 from doyen.quorum.link import Tally
 from doyen.quorum.wire import TLS, Identity, Security, check_exposure, parse_address
 
@@ -49,6 +49,7 @@ PROTOCOLS = {
 }
 """Where each protocol lives. Raft has everything; the others elect, replicate and restart."""
 
+MIN_QUOTA = 1 << 20
 LAST_TURNS = 5
 """Connections that were broken off are closed by the loop itself, a turn or two later."""
 CANNOT_GO_ON = 70
@@ -76,6 +77,8 @@ class Options:
     election_s: float = 1.0
     heartbeat_s: float = 0.1
     protocol: str = "raft"
+    quota_bytes: int = QUOTA
+    """How large the keyspace may become. That of the node that leads applies."""
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -94,6 +97,10 @@ class Options:
         if self.protocol not in PROTOCOLS:
             raise ConfigError(
                 f"there is no protocol {self.protocol!r}; there are {', '.join(PROTOCOLS)}"
+            )
+        if not MIN_QUOTA <= self.quota_bytes < 2**62:
+            raise ConfigError(
+                f"quota_bytes={self.quota_bytes} is out of range: {MIN_QUOTA} bytes at least"
             )
         if not 0 < 2 * self.heartbeat_s <= self.election_s:
             raise ConfigError(
@@ -226,6 +233,7 @@ class Server:
                 election_s=options.election_s,
                 cluster=options.cluster,
                 protocol=options.protocol,
+                quota_bytes=options.quota_bytes,
             )
             door = Door(
                 me,

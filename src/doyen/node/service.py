@@ -41,17 +41,21 @@ from doyen.node.keeper import AGAIN, AGAIN_S, CONFIRMED, GONE, Keeper, decode_le
 from doyen.node.machine import KEYSPACE
 from doyen.node.proposals import Forgotten
 from doyen.quorum import requests as words
+from doyen.quorum.history import Change
 from doyen.quorum.keyspace import (
+    QUOTA,
     Advance,
     Create,
     Delete,
     Enqueue,
+    Full,
     Grant,
     Keyspace,
     Put,
     Record,
     Revoke,
     decode_command,
+    decode_result,
     encode,
 )
 from doyen.quorum.requests import (
@@ -169,6 +173,9 @@ class _Client:
         if error is not None:
             self.fail(request, _trouble(error), str(error))
             return
+        if result.startswith(_FULL):
+            self.fail(request, Trouble.UNAVAILABLE, _beyond_quota(result))
+            return
         ids, results = self._wrote
         if not ids:
             self._loop.call_soon(self._tell_results)
@@ -206,6 +213,7 @@ class Service:
         cluster: str = "",
         cluster_id: str = "",
         protocol: str = "raft",
+        quota_bytes: int = QUOTA,
         limits: Limits = Limits(),  # noqa: B008  (frozen)
     ) -> None:
         self._driver = driver
@@ -224,7 +232,7 @@ class Service:
         self._serving = False
         self._closed = False
         self._giving_up: asyncio.TimerHandle | None = None
-        self._keeper = Keeper(driver, keyspace, clock)
+        self._keeper = Keeper(driver, keyspace, clock, quota_bytes)
         self._handlers: dict[type, Callable[[_Client, Any], None]] = {
             words.Hello: self._hello,
             words.Write: self._write,
@@ -471,6 +479,10 @@ class Service:
             self.clients,
             self.watches,
             self._election_s,
+            keyspace.version,
+            keyspace.bytes,
+            keyspace.quota,
+            keyspace.alarm,
         )
 
     # Orders, and copies for backups.
@@ -552,7 +564,7 @@ class Service:
         return (
             bool(foreign)
             or request.since > keyspace.revision
-            or keyspace.changed(request.scope, request.since)
+            or keyspace.history.changed(request.scope, request.since)
         )
 
     def _unwatch(self, client: _Client, request: words.Unwatch) -> None:
@@ -575,7 +587,7 @@ class Service:
         since, self._told = self._told, self._keyspace.revision
         if since == self._told or not self._watchers:
             return
-        changes = self._keyspace.changes(since)
+        changes = self._keyspace.history.latest(since)
         if changes is None or since > self._told:
             scopes = [*self._watchers]
         else:
@@ -654,6 +666,20 @@ def _trouble(error: BaseException) -> Trouble:
     return Trouble.UNUSABLE if isinstance(error, CommandFailed) else Trouble.UNKNOWN
 
 
+_FULL = encode(Full(0, 0))[:2]
+"""How the encoded result begins."""
+
+
+def _beyond_quota(result: bytes) -> str:
+    full = decode_result(result)
+    assert isinstance(full, Full)
+    return (
+        f"the keyspace is full: {full.bytes} of {full.quota} bytes are in use, and this needs more"
+        " than is left of that quota. Delete entries or end leases, or restart every node with a"
+        " larger --quota-bytes"
+    )
+
+
 def _flaw(body: bytes) -> str | None:
     """Why a client may not have this carried out."""
     try:
@@ -724,12 +750,12 @@ def _pieces(records: Iterable[Record]) -> Iterator[list[Record]]:
     yield piece
 
 
-def _scopes(changes: Any, watched: dict[str, Any]) -> dict[str, None]:
-    """The watched scopes that these keys lie at or under."""
+def _scopes(changes: Iterable[Change], watched: dict[str, Any]) -> dict[str, None]:
+    """The watched scopes that these changes lie at or under."""
     seen: set[str] = set()
     found: dict[str, None] = {}
-    for key in changes:
-        scope = key
+    for change in changes:
+        scope = change.key
         while scope and scope not in seen:
             seen.add(scope)
             if scope in watched:

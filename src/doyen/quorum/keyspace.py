@@ -3,31 +3,40 @@
 Commands go in as bytes, in the order the quorum agreed on; results come out as bytes, so that
 nodes keep and forward them without looking inside. The same commands give the same results and
 the same state on every node: nothing here looks at a clock, rolls dice or iterates over a set.
+What a command means may depend on the cluster's version (see `versions`), which is part of the
+state. A command that this release does not know raises `UnknownCommand`: a node that skipped it
+would differ from the others from then on.
 
 Invariants:
 
 - One counter numbers whatever changes. It never goes back, so neither do revisions, versions,
   ticket keys and lease ids, which are all taken from it.
 - Keys are sorted, and a ticket's key sorts as the ticket stands in its line.
-- Whatever is bound to a lease is listed under it, and goes in the same step as the lease.
+- Whatever is bound to a lease is listed under it, and counts as absent from the step that ends the
+  lease. From version 2 on it is removed in slices of at most `SLICE` keys: the first by that step,
+  the others by `Reap` commands, each at a revision of its own, in the order in which the keys were
+  bound. A slice removes a key only if what stands there is still bound to the ended lease.
 - A lease is ended by its time only if the leader says so *in its own era*. Each leader begins an
   era before it confirms any renewal; so an `Expire` that an earlier leader proposed, and that
   comes late, ends nothing that has been renewed since.
 
-Reads are plain methods, for whoever knows that this node is up to date. Imports msgspec and
-`ordered`.
+Reads are plain methods, for whoever knows that this node is up to date. Imports msgspec, the error
+tree, `history`, `ordered` and `versions`.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
+from itertools import islice
 from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
 
+from doyen.errors import StoreUnusable
+from doyen.quorum.history import Change, History, Kind
 from doyen.quorum.ordered import Block, Ordered
+from doyen.quorum.versions import FIRST, NEWEST
 
 __all__ = [
     "Advance",
@@ -38,18 +47,23 @@ __all__ = [
     "Done",
     "Enqueue",
     "Expire",
+    "Full",
     "Gone",
     "Grant",
     "Granted",
     "Keyspace",
     "Malformed",
     "Put",
+    "Quota",
+    "Raise",
+    "Reap",
     "Record",
     "Refused",
     "Result",
     "Revoke",
     "Stands",
     "Ticketed",
+    "UnknownCommand",
     "Written",
     "decode_command",
     "decode_result",
@@ -57,13 +71,23 @@ __all__ = [
 ]
 
 RANKS: Final = 2**63
-HISTORY: Final = 2**16
-"""How many changes are remembered for those who ask what they missed."""
+SLICE: Final = 500
+"""How many keys of ended leases one command removes at most. Changing it needs a new version."""
+OVERHEAD: Final = 128
+"""Bytes that a record or a lease takes, apart from key and value, in the count that the quota
+bounds. Changing it needs a new version."""
+QUOTA: Final = 1 << 30
+"""The quota of a cluster in which no leader has set another."""
 PIECE: Final = 2**18
 """About how many bytes a piece of a snapshot has."""
-LEASES: Final = 2**12
-"""How many leases a piece of a snapshot has."""
-FORMAT: Final = 1
+MANY: Final = 2**12
+"""How many leases or changes a piece of a snapshot has."""
+FORMATS: Final = (1, 2)
+"""Of snapshots: of version 1 of the state, and of all later ones."""
+
+
+class UnknownCommand(StoreUnusable):
+    """The log holds a command that this release of doyen does not know."""
 
 
 class Record(Struct, frozen=True, array_like=True, gc=False):
@@ -148,7 +172,37 @@ class Advance(Command, frozen=True, gc=False, tag=9):
     by: int = 0
 
 
-Commands = Grant | Revoke | Create | Put | Delete | Enqueue | Begin | Expire | Advance
+class Raise(Command, frozen=True, gc=False, tag=10):
+    """All members support this version: it is the cluster's from now on. → Done, or Refused if it
+    has been"""
+
+    version: int
+
+
+class Reap(Command, frozen=True, gc=False, tag=11):
+    """Remove the next slice of what was bound to ended leases. → Done"""
+
+
+class Quota(Command, frozen=True, gc=False, tag=12):
+    """Bound the size of the keyspace. → Done"""
+
+    bytes: int
+
+
+Commands = (
+    Grant
+    | Revoke
+    | Create
+    | Put
+    | Delete
+    | Enqueue
+    | Begin
+    | Expire
+    | Advance
+    | Raise
+    | Reap
+    | Quota
+)
 
 
 class Result(Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -199,7 +253,15 @@ class Malformed(Result, frozen=True, gc=False, tag=8):
     reason: str
 
 
-Results = Done | Refused | Gone | Granted | Written | Ticketed | Stands | Malformed
+class Full(Result, frozen=True, gc=False, tag=9):
+    """There is no room for it within the quota, and nothing was done."""
+
+    bytes: int
+    """The size of the keyspace."""
+    quota: int
+
+
+Results = Done | Refused | Gone | Granted | Written | Ticketed | Stands | Malformed | Full
 
 _encoder = msgspec.msgpack.Encoder()
 encode: Callable[[Any], bytes] = _encoder.encode
@@ -217,11 +279,16 @@ class _Held(Struct, gc=False):
 
 
 class _Head(Struct, frozen=True, array_like=True, tag=0):
-    """A snapshot's first piece."""
+    """A snapshot's first piece. Format 1 ends with the era."""
 
     format: int
     counter: int
     era: int
+    version: int = FIRST
+    floor: int = 0
+    """Of the history."""
+    quota: int = QUOTA
+    alarm: bool = False
 
 
 class _Leases(Struct, frozen=True, array_like=True, tag=1):
@@ -237,9 +304,20 @@ class _Records(Struct, frozen=True, array_like=True, tag=2):
     records: list[Record]
 
 
-_decode_piece: Callable[[bytes], _Head | _Leases | _Records] = msgspec.msgpack.Decoder(
-    _Head | _Leases | _Records
-).decode
+class _Ended(Struct, frozen=True, array_like=True, tag=3):
+    """Leases that have ended and whose keys are not all removed, in the order of their ends."""
+
+    leases: list[int]
+
+
+class _Changes(Struct, frozen=True, array_like=True, tag=4):
+    """A piece of the history, after all records, oldest first."""
+
+    changes: list[Change]
+
+
+_Piece = _Head | _Leases | _Records | _Ended | _Changes
+_decode_piece: Callable[[bytes], _Piece] = msgspec.msgpack.Decoder(_Piece).decode
 
 
 class Keyspace:
@@ -260,13 +338,20 @@ class Keyspace:
         """The number of the last change."""
         self.era = 0
         """The last one that a leader began."""
+        self.version = FIRST
+        """The cluster's; see `versions`."""
+        self.history = History()
+        """The latest changes. From version 2 on it is the same on every node."""
+        self.bytes = 0
+        """The size of everything, as the quota counts it."""
+        self.quota = QUOTA
+        self.alarm = False
+        """Something was refused because of the quota. Ends when there is a tenth of it left."""
         self._records: Ordered[str, Record] = Ordered()
         self._leases: Ordered[int, _Held] = Ordered()
-        self._history: deque[tuple[int, str]] = deque(maxlen=HISTORY)
-        self._restored = 0
-        """Changes up to this number were never in the history."""
-        self._recent: dict[str, int] = {}
-        self._recent_to = 0
+        # By lease, in the order of their ends: the keys that are left, in the order in which they
+        # were bound. Some of them may have been written over meanwhile.
+        self._ended: dict[int, Iterator[str]] = {}
         self._handlers: dict[type[Command], Callable[[Any], bytes]] = {
             Grant: self._grant,
             Revoke: self._revoke,
@@ -277,49 +362,69 @@ class Keyspace:
             Begin: self._begin,
             Expire: self._expire,
             Advance: self._advance,
+            Raise: self._raise,
+            Reap: self._reap,
+            Quota: self._set_quota,
         }
 
     def apply(self, command: bytes) -> bytes:
-        """Carry out one command. What cannot be understood changes nothing, on any node."""
+        """Carry out one command. Raises `UnknownCommand`, changing nothing, for one that this
+        release does not know."""
         try:
             wanted = decode_command(command)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return encode(Malformed(f"not a command of this keyspace: {error}"))
+            if self.version == FIRST:  # every release knows its commands, so this is not one
+                return encode(Malformed(f"not a command of this keyspace: {error}"))
+            raise UnknownCommand(
+                "the quorum's log holds a command that this release of doyen does not know"
+                f" ({error}): install the release that the other nodes run"
+            ) from None
         return self._handlers[type(wanted)](wanted)
 
     def __len__(self) -> int:
         return len(self._records)
 
     def get(self, key: str) -> Record | None:
-        return self._records.get(key)
+        return self._standing(self._records.get(key))
 
     def list(self, prefix: str) -> Iterator[Record]:
         """Everything whose key begins with `prefix` and a slash, in order, as it is now, however
         much is applied until it is taken."""
         # 0 comes after the slash.
-        return _under(self._records.detail(f"{prefix}/", f"{prefix}0"), f"{prefix}/")
+        blocks = self._records.detail(f"{prefix}/", f"{prefix}0")
+        return _under(blocks, f"{prefix}/", frozenset(self._ended))
 
     def head(self, line: str) -> Record | None:
         """The first of `list`."""
         prefix = line + "/"
-        _, record = next(self._records.upward(prefix), ("", None))
-        return record if record is not None and record.key.startswith(prefix) else None
+        for key, record in self._records.upward(prefix):
+            if not key.startswith(prefix):
+                break
+            if record.lease not in self._ended:
+                return record
+        return None
 
     def ahead(self, ticket: Record) -> Record | None:
         """The ticket directly before this one, which stands."""
         line = ticket.key.rpartition("/")[0] + "/"
-        at = ticket.key
-        while ticket.ticket:
-            found = self._records.below(at)
-            if found is None or not found[0].startswith(line):
+        at: str | None = ticket.key if ticket.ticket else None
+        while at is not None:
+            below, at = self._records.downward(at), None
+            for key, record in below:
+                if not key.startswith(line):
+                    break
+                if "/" not in key[len(line) :]:
+                    if record.ticket and record.lease not in self._ended:
+                        return record
+                    continue
+                # Something else lies in between, perhaps with much under it: pass over that.
+                at = line + key[len(line) :].partition("/")[0] + "/"
                 break
-            key, record = found
-            if record.ticket and "/" not in key[len(line) :]:
-                return record
-            # Something else lies in between, perhaps with much under it: pass over that.
-            child = line + key[len(line) :].partition("/")[0]
-            at = child if key == child else child + "/"
         return None
+
+    def _standing(self, record: Record | None) -> Record | None:
+        """A record, unless its lease has ended and it only waits for its removal."""
+        return None if record is not None and record.lease in self._ended else record
 
     def lease(self, lease: int) -> float | None:
         """The ttl of a lease, None if it has ended."""
@@ -335,49 +440,81 @@ class Keyspace:
     def lease_count(self) -> int:
         return len(self._leases)
 
-    def changes(self, since: int) -> Iterator[str] | None:
-        """The keys that changed after `since`, latest first; None if too much has happened."""
-        if since < self._horizon():
-            return None
-        return self._changes(since)
-
-    def changed(self, scope: str, since: int) -> bool:
-        """Whether anything at `scope` or under it changed, or may have changed, after `since`."""
-        if since < self._horizon():
-            return True
-        self._catch_up()
-        return self._recent.get(scope, 0) > since
+    @property
+    def ended(self) -> int:
+        """How many leases have ended whose keys are not all removed: see `Reap`."""
+        return len(self._ended)
 
     def snapshot(self) -> Iterator[bytes]:
         """The state as it is now, in pieces, none of which costs anything before it is taken."""
-        head = _Head(FORMAT, self.revision, self.era)
-        return _pieces(head, self._leases.picture(), self._records.picture())
+        records = self._records.picture()
+        leases = self._leases.picture()
+        if self.version == FIRST:  # for members that know no other
+            head = encode([0, FORMATS[0], self.revision, self.era])
+            return _pieces(head, leases, [], records, [])
+        head = encode(
+            _Head(
+                FORMATS[1],
+                self.revision,
+                self.era,
+                self.version,
+                self.history.floor,
+                self.quota,
+                self.alarm,
+            )
+        )
+        return _pieces(head, leases, [*self._ended], records, self.history.picture())
 
     def restore(self, pieces: Iterable[bytes]) -> None:
         """Put a snapshot in the place of this state. Raises, changing nothing, if it is none."""
         unread = iter(pieces)
         head = _decode_piece(next(unread, b""))
-        if not isinstance(head, _Head) or head.format != FORMAT:
-            raise ValueError(f"not a snapshot of a keyspace of format {FORMAT}")
+        if not isinstance(head, _Head):
+            raise ValueError("not a snapshot of a keyspace")  # noqa: TRY004
+        if head.format not in FORMATS or head.version > NEWEST:
+            raise UnknownCommand(
+                f"the snapshot is of version {head.version} of the quorum's state, in format"
+                f" {head.format}, and this release of doyen knows versions up to {NEWEST}: install"
+                " the release that the other nodes run"
+            )
         leases: Ordered[int, _Held] = Ordered()
         records: Ordered[str, Record] = Ordered()
+        bound: dict[int, list[tuple[int, str]]] = {}
+        ended: list[int] = []
+        changes: list[Change] = []
+        size = 0
         for piece in map(_decode_piece, unread):
             if isinstance(piece, _Leases):
                 leases.append(piece.leases, [_Held(ttl_s, {}) for ttl_s in piece.ttls])
             elif isinstance(piece, _Records):
                 records.append([record.key for record in piece.records], piece.records)
                 for record in piece.records:
-                    if record.lease and (held := leases.get(record.lease)) is not None:
-                        held.keys[record.key] = None
+                    size += _size(record)
+                    if record.lease:
+                        bound.setdefault(record.lease, []).append((record.version, record.key))
+            elif isinstance(piece, _Ended):
+                ended += piece.leases
+            elif isinstance(piece, _Changes):
+                changes += piece.changes
+        for lease, keys in bound.items():
+            keys.sort()  # as they were bound
+            if (held := leases.get(lease)) is not None:
+                held.keys.update((key, None) for _, key in keys)
         self._leases, self._records = leases, records
-        self.revision = self._restored = head.counter
-        self.era = head.era
-        self._history.clear()
-        self._recent.clear()
-        self._recent_to = head.counter
+        self._ended = {lease: iter([key for _, key in bound.get(lease, ())]) for lease in ended}
+        self.revision, self.era, self.version = head.counter, head.era, head.version
+        self.bytes = size + OVERHEAD * len(leases)
+        self.quota, self.alarm = head.quota, head.alarm
+        if head.format == FORMATS[0]:
+            self.history = History(head.counter)
+        else:
+            self.history = History(head.floor, changes)
 
     def _grant(self, command: Grant) -> bytes:
+        if (full := self._full(OVERHEAD)) is not None:
+            return full
         self.revision += 1
+        self.bytes += OVERHEAD
         self._leases.put(self.revision, _Held(command.ttl_s, {}))
         return encode(Granted(self.revision))
 
@@ -386,39 +523,46 @@ class Keyspace:
         return _DONE
 
     def _create(self, command: Create) -> bytes:
-        held = self._leases.get(command.lease)
+        key, lease = command.key, command.lease
+        held = self._leases.get(lease)
         if held is None:
             return _GONE
-        standing = self._records.get(command.key)
+        there = self._records.get(key)
+        standing = self._standing(there)
         if standing is not None:
             return encode(Stands(standing))
-        revision = self.revision = self.revision + 1
-        self._write(Record(command.key, command.value, revision, revision, command.lease))
-        held.keys[command.key] = None
+        revision = self.revision + 1
+        record = Record(key, command.value, revision, revision, lease)
+        if (full := self._write(record, there)) is not None:
+            return full
+        held.keys[key] = None
         return encode(Written(revision, revision))
 
     def _put(self, command: Put) -> bytes:
         key = command.key
         sought = self._records.seek(key)
-        standing = sought[2]
+        there = sought[2]
+        standing = self._standing(there)
         if (standing.version if standing else 0) != command.if_version:
             return _REFUSED
-        version = revision = self.revision = self.revision + 1
+        version = revision = self.revision + 1
         ticket = False
         if standing is not None:
-            self._unbind(standing)
             revision, ticket = standing.revision, standing.ticket
-        self._records.put(key, Record(key, command.value, revision, version, 0, ticket), sought)
-        self._history.append((version, key))
+        record = Record(key, command.value, revision, version, 0, ticket)
+        if (full := self._write(record, there, sought)) is not None:
+            return full
+        if standing is not None:
+            self._unbind(standing)
         return encode(Written(revision, version))
 
     def _delete(self, command: Delete) -> bytes:
-        standing = self._records.get(command.key)
+        standing = self.get(command.key)
         if standing is None or command.if_version not in (0, standing.version):
             return _REFUSED
         self.revision += 1
         self._unbind(standing)
-        self._remove(command.key)
+        self._remove(standing, Kind.DELETE)
         return _DONE
 
     def _enqueue(self, command: Enqueue) -> bytes:
@@ -427,9 +571,11 @@ class Keyspace:
         held = self._leases.get(command.lease)
         if held is None:
             return _GONE
-        revision = self.revision = self.revision + 1
+        revision = self.revision + 1
         key = f"{command.line}/{RANKS - command.rank:020d}-{revision:020d}"
-        self._write(Record(key, command.value, revision, revision, command.lease, True))
+        record = Record(key, command.value, revision, revision, command.lease, True)
+        if (full := self._write(record, None)) is not None:
+            return full
         held.keys[key] = None
         return encode(Ticketed(key, revision))
 
@@ -449,24 +595,109 @@ class Keyspace:
         self.revision = max(self.revision + command.by, command.floor)
         return _DONE
 
+    def _raise(self, command: Raise) -> bytes:
+        if command.version > NEWEST:
+            raise UnknownCommand(
+                f"the quorum was raised to version {command.version} of its state, and this"
+                f" release of doyen knows versions up to {NEWEST}: install the release that the"
+                " other nodes run"
+            )
+        if command.version <= self.version:
+            return _REFUSED
+        if self.version == FIRST:
+            # A node that was restored has less of it than the others. From here on all have the
+            # same.
+            self.history = History(self.revision)
+        self.version = command.version
+        return _DONE
+
+    def _reap(self, command: Reap) -> bytes:
+        self._remove_slice()
+        return _DONE
+
+    def _set_quota(self, command: Quota) -> bytes:
+        self.quota = command.bytes
+        self._calm()
+        return _DONE
+
     def _end(self, leases: tuple[int, ...]) -> None:
+        """End these. Of what is bound to ended leases, one slice is removed now."""
         for lease in leases:
             held = self._leases.get(lease)
             if held is None:
                 continue
             self.revision += 1
+            self.bytes -= OVERHEAD
             self._leases.remove(lease)
-            # Sorted, because a restored node does not know in which order they were bound.
-            for key in sorted(held.keys):
-                self._remove(key)
+            if self.version == FIRST:
+                for key in held.keys:
+                    self._remove_bound(key, lease)
+            elif held.keys:
+                self._ended[lease] = iter(held.keys)
+        self._remove_slice()
+        self._calm()
 
-    def _write(self, record: Record) -> None:
-        self._records.put(record.key, record)
-        self._history.append((self.revision, record.key))
+    def _remove_slice(self) -> None:
+        room = SLICE
+        for lease in [*islice(self._ended, SLICE)]:
+            revision = self.revision
+            self.revision = revision + 1
+            keys, removed, left = self._ended[lease], 0, True
+            # Only what is removed is counted: a restored node does not know which of the keys
+            # have been written over since the lease ended.
+            while left and removed < room:
+                key = next(keys, None)
+                left = key is not None
+                removed += key is not None and self._remove_bound(key, lease)
+            if not left:
+                del self._ended[lease]
+            if not removed:
+                self.revision = revision
+            room -= removed
+            if not room:
+                break
 
-    def _remove(self, key: str) -> None:
-        self._records.remove(key)
-        self._history.append((self.revision, key))
+    def _remove_bound(self, key: str, lease: int) -> bool:
+        record = self._records.get(key)
+        if record is None or record.lease != lease:
+            return False
+        self._remove(record, Kind.END)
+        return True
+
+    def _write(
+        self,
+        record: Record,
+        there: Record | None,
+        sought: tuple[int, int, Record | None] | None = None,
+    ) -> bytes | None:
+        """Have a record of the next revision stand where `there` is, within the quota; or say that
+        it is full."""
+        more = _size(record) - (_size(there) if there is not None else 0)
+        if (full := self._full(more)) is not None:
+            return full
+        self.revision += 1
+        self.bytes += more
+        self._records.put(record.key, record, sought)
+        self.history.add(Change(self.revision, record.key, Kind.PUT, record.lease))
+        return None
+
+    def _remove(self, record: Record, kind: Kind) -> None:
+        self.bytes -= _size(record)
+        self._calm()
+        self._records.remove(record.key)
+        self.history.add(Change(self.revision, record.key, kind, record.lease))
+
+    def _full(self, more: int) -> bytes | None:
+        """What to answer to a command that needs so many bytes more than there are."""
+        if more <= 0 or self.bytes + more <= self.quota or self.version == FIRST:
+            return None
+        self.alarm = True
+        return encode(Full(self.bytes, self.quota))
+
+    def _calm(self) -> None:
+        """End the alarm if there is room again."""
+        if self.alarm and self.bytes <= self.quota - self.quota // 10:
+            self.alarm = False
 
     def _unbind(self, record: Record) -> None:
         if record.lease:
@@ -474,60 +705,44 @@ class Keyspace:
             if held is not None:
                 del held.keys[record.key]
 
-    def _horizon(self) -> int:
-        """Changes up to this number may be missing from the history."""
-        history = self._history
-        return history[0][0] if len(history) == history.maxlen else self._restored
 
-    def _changes(self, since: int) -> Iterator[str]:
-        for revision, key in reversed(self._history):
-            if revision <= since:
-                return
-            yield key
-
-    def _catch_up(self) -> None:
-        """Have `_recent` tell of every scope when it last changed. Only those who come back ask,
-        so it is not kept while nobody does."""
-        horizon = self._horizon()
-        if self._recent_to < horizon or len(self._recent) > 8 * HISTORY:
-            self._recent.clear()
-            self._recent_to = horizon
-        fresh: dict[str, int] = {}
-        for revision, key in reversed(self._history):
-            if revision <= self._recent_to:
-                break
-            scope = key
-            while scope and scope not in fresh:  # or this change and all above it are known
-                fresh[scope] = revision
-                scope = scope.rpartition("/")[0]
-        self._recent.update(fresh)
-        self._recent_to = self.revision
+def _size(record: Record) -> int:
+    return len(record.key) + len(record.value) + OVERHEAD
 
 
-def _under(picture: list[Block[str, Record]], prefix: str) -> Iterator[Record]:
-    for keys, records in picture:
+def _under(
+    blocks: list[Block[str, Record]], prefix: str, ended: Container[int]
+) -> Iterator[Record]:
+    for keys, records in blocks:
         for key, record in zip(keys, records, strict=True):
             if key.startswith(prefix):
-                yield record
+                if record.lease not in ended:
+                    yield record
             elif key > prefix:
                 return
 
 
 def _pieces(
-    head: _Head, leases: list[Block[int, _Held]], records: list[Block[str, Record]]
+    head: bytes,
+    leases: list[Block[int, _Held]],
+    ended: list[int],
+    records: list[Block[str, Record]],
+    changes: list[Change],
 ) -> Iterator[bytes]:
-    yield encode(head)
+    yield head
     # Cut by size, not by block: how keys lie in blocks differs between nodes.
     granted = _Leases([], [])
     for numbers, held in leases:
         for number, each in zip(numbers, held, strict=True):
             granted.leases.append(number)
             granted.ttls.append(each.ttl_s)
-            if len(granted.leases) == LEASES:
+            if len(granted.leases) == MANY:
                 yield encode(granted)
                 granted = _Leases([], [])
     if granted.leases:
         yield encode(granted)
+    for at in range(0, len(ended), MANY):
+        yield encode(_Ended(ended[at : at + MANY]))
     piece: list[Record] = []
     size = 0
     for _, block in records:
@@ -539,3 +754,5 @@ def _pieces(
                 piece, size = [], 0
     if piece:
         yield encode(_Records(piece))
+    for at in range(0, len(changes), MANY):
+        yield encode(_Changes(changes[at : at + MANY]))

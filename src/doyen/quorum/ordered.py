@@ -122,14 +122,13 @@ class Ordered(Generic[K, V]):
         for later in range(index + 1, len(self._blocks)):
             yield from zip(*self._blocks[later], strict=True)
 
-    def below(self, key: K) -> tuple[K, V] | None:
-        """What stands directly before `key`."""
-        index = bisect_left(self._firsts, key) - 1
-        if index < 0:
-            return None
-        keys, values = self._blocks[index]
-        at = bisect_left(keys, key) - 1
-        return keys[at], values[at]
+    def downward(self, key: K) -> Iterator[tuple[K, V]]:
+        """Everything before `key`, the nearest first. The map must not change meanwhile."""
+        last = bisect_left(self._firsts, key) - 1
+        for index in range(last, -1, -1):
+            keys, values = self._blocks[index]
+            at = bisect_left(keys, key) if index == last else len(keys)
+            yield from zip(reversed(keys[:at]), reversed(values[:at]), strict=True)
 
     def picture(self) -> list[Block[K, V]]:
         """The map as it is now, in blocks that never change."""

@@ -20,6 +20,7 @@ from msgspec import Meta, Struct
 
 from doyen.consensus.core import Snapshot
 from doyen.quorum.keyspace import Record
+from doyen.quorum.versions import FIRST
 
 __all__ = [
     "ANSWER",
@@ -264,6 +265,14 @@ class Condition(Answer, frozen=True, gc=False, tag=8):
     watches: int
     election_s: float = 1.0
     """How long its leader may be silent."""
+    state: int = FIRST
+    """The version of the replicated state; see `versions`."""
+    bytes: int = 0
+    """The size of the keyspace."""
+    quota: int = 0
+    """How large it may become; 0 if the node does not say."""
+    alarm: bool = False
+    """Whether something was refused because of the quota, and there is still little room."""
 
 
 class Arranged(Answer, frozen=True, gc=False, tag=9):

@@ -155,3 +155,13 @@ def _disks(up: Sequence[Condition]) -> Iterator[Finding]:
                 text="its disk is full: while it leads, nothing can be written",
                 remedy="make room in its data folder's file system",
             )
+    latest = max(up, key=lambda each: each.commit, default=None)
+    if latest is not None and latest.alarm:
+        yield Finding(
+            level="problem",
+            subject="quota",
+            text=f"the keyspace is full, and writes were refused: {latest.bytes} of"
+            f" {latest.quota} bytes are in use",
+            remedy="delete entries or end leases, or restart every node with a larger"
+            " --quota-bytes",
+        )
