@@ -258,3 +258,16 @@ def test_a_default_store_that_cannot_be_is_explained(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match="--store"):
         store()
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("mysql://app:secret@h1,[::1]:3306/x?tls=true", "mysql://app:…@h1,[::1]:3306/x?tls=true"),
+        ("etcd://h1:2379,[::1]:2379", "etcd://h1:2379,[::1]:2379"),
+        ("sqlite:////var/lib/doyen.db", "sqlite:////var/lib/doyen.db"),
+        ("no url", "no url"),
+    ],
+)
+def test_passwords_are_not_shown(url: str, shown: str) -> None:
+    assert _output.without_password(url) == shown

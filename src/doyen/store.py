@@ -25,6 +25,7 @@ callable `open_store(url, context)`. The suite in `doyen.testing` tells whether 
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -205,6 +206,21 @@ class Store(ABC):
         """Release everything that the store holds in this process. Idempotent."""
 
 
+def split_url(text: str) -> SplitResult:
+    """`urlsplit` for URLs that name several hosts.
+
+    Python refuses brackets that are not around the one and only host (from 3.14 on, and in later
+    releases of earlier versions), and so `h1,[::1]:2379`. The hosts are left to the adapter.
+    """
+    from urllib.parse import urlsplit
+
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        return urlsplit(text)
+    netloc = re.split("[/?#]", rest, maxsplit=1)[0]
+    return urlsplit(f"{scheme}://{rest[len(netloc) :]}")._replace(netloc=netloc)
+
+
 @dataclass(frozen=True, slots=True)
 class StoreURL:
     """A store's address, taken apart. `options` are the query's, all consumed by the adapter."""
@@ -215,9 +231,9 @@ class StoreURL:
 
     @classmethod
     def parse(cls, text: str) -> StoreURL:
-        from urllib.parse import parse_qsl, urlsplit  # as in `model`
+        from urllib.parse import parse_qsl  # as in `model`
 
-        parts = urlsplit(text)
+        parts = split_url(text)
         if not parts.scheme:
             raise ConfigError(
                 f"{text!r} is not a store URL: it starts with a scheme,"

@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from doyen.errors import ConfigError
+from doyen.store import split_url
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -267,7 +268,7 @@ def without_password(url: str) -> str:
     >>> without_password("postgresql://app:secret@db:5432/x")
     'postgresql://app:…@db:5432/x'
     """
-    parts = urlsplit(url)
+    parts = split_url(url)
     user, at, host = parts.netloc.rpartition("@")
     name, colon, _ = user.partition(":")
     return parts._replace(netloc=f"{name}:…@{host}").geturl() if at and colon else url
