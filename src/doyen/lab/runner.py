@@ -260,12 +260,13 @@ def nodes_for(seed: int) -> int:
 def _hunt_some(
     name: str, seeds: Sequence[int], world: str, kinds: tuple[str, ...], for_s: float, until: float
 ) -> tuple[Progress, list[Outcome]]:
-    """A batch, in a process of its own: how far it came, and what failed."""
+    """A batch, in a process of its own: how far it came, and what failed. At least one seed is
+    tried, however long it took to start the process."""
     protocol = known(name)
     progress = Progress()
     failed = []
     for seed in seeds:
-        if time.monotonic() >= until:
+        if progress.seeds and time.monotonic() >= until:
             break
         plan = plan_for(world, name, nodes_for(seed), seed, kinds=kinds, for_s=for_s)
         outcome = _run(plan, protocol)
@@ -320,7 +321,7 @@ def hunt(
         try:
             while running or reducing or not exhausted:
                 late = time.monotonic() - began >= limit_s or total.found >= stop_at
-                exhausted = exhausted or late
+                exhausted = exhausted or (late and bool(running or total.seeds))
                 while not exhausted and len(running) < 2 * jobs:
                     batch = next(batches, None)
                     if batch is None:
