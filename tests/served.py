@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from types import TracebackType
@@ -110,6 +111,8 @@ class Quorum:
                 try:
                     with urllib.request.urlopen(f"http://{node.address}/leader", timeout=1):
                         return node
+                except urllib.error.HTTPError as refusal:
+                    refusal.close()
                 except OSError:
                     continue
         raise TimeoutError("nobody leads")
