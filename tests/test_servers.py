@@ -5,6 +5,7 @@ Only the standard library talks to them here (`servers.wire`).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -147,6 +148,27 @@ def test_a_clock_is_stepped_forward_and_back(engine: str) -> None:
         assert float(read(server)) == pytest.approx(time.time() + 3600, abs=30)
         server.step_clock(-7200)
         assert float(read(server)) == pytest.approx(time.time() - 3600, abs=30)
+
+
+def test_processes_at_the_same_time_choose_different_ports() -> None:
+    """A server that is down for a moment must find its port free when it starts again."""
+    code = "import servers; print(*(servers.free_port() for _ in range(150)), flush=True); input()"
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", code],
+                    cwd=Path(__file__).parent,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for _ in range(4)
+        ]
+        chosen = [each.stdout.readline().split() for each in processes if each.stdout is not None]
+    assert all(len(ports) == 150 for ports in chosen)
+    assert len({port for ports in chosen for port in ports}) == 600
 
 
 def test_a_taken_port_is_exchanged() -> None:

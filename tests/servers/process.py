@@ -24,6 +24,7 @@ from typing import BinaryIO, Protocol, Self, TypeVar
 from .clock import OwnClock
 from .folders import held_folder, release_folder
 from .janitor import family_of, is_running, janitor, send_signal
+from .tally import fault, tidying
 
 HOST = "127.0.0.1"
 READY_WITHIN_S = 60.0
@@ -35,10 +36,12 @@ PORTS = range(12000, 32000)
 """Below the ports that the kernel hands to outgoing connections: none of those can take the place
 of a server that is down for a moment."""
 
+BLOCK = 100
+"""How many ports a process claims at a time, for as long as it runs."""
+
 LISTENING = "0A"
 """The kernel's word for it in its tables of sockets."""
 
-_chosen: set[int] = set()
 _running: dict[int, Server] = {}
 
 
@@ -46,18 +49,52 @@ class ServerFailed(Exception):
     """A server did not start, or did not answer in time. Its log is in the message."""
 
 
+class _Ports:
+    """Ports that no other process of the tests on this machine gives out.
+
+    A block of them is claimed by an abstract Unix socket with the block's name. Such names belong
+    to the network namespace, as ports do, and are free again when the process has ended.
+    """
+
+    def __init__(self) -> None:
+        self._owner = 0
+        self._left: list[int] = []
+
+    def take(self) -> int:
+        if self._owner != os.getpid():  # after a fork the blocks are the parent's
+            self._owner, self._left = os.getpid(), []
+        if not self._left:
+            self._left = self._claim()
+        return self._left.pop()
+
+    def _claim(self) -> list[int]:
+        blocks = [*range(PORTS.start, PORTS.stop, BLOCK)]
+        random.shuffle(blocks)
+        for first in blocks:
+            claim = socket.socket(socket.AF_UNIX)
+            try:
+                claim.bind(f"\0doyen-tests-ports-{first}")
+            except OSError:
+                claim.close()
+                continue
+            claim.detach()  # open until this process ends
+            return random.sample(range(first, first + BLOCK), BLOCK)
+        raise ServerFailed(f"all ports from {PORTS.start} to {PORTS.stop} have been given out")
+
+
+_ports = _Ports()
+
+
 def free_port() -> int:
-    """A port that nobody listens on, not given out before in this process."""
+    """A port that nobody listens on, not given out before by any process that still runs."""
     while True:
-        port = random.choice(PORTS)
-        if port not in _chosen:
-            with socket.socket() as probe:
-                try:
-                    probe.bind((HOST, port))
-                except OSError:
-                    continue
-            _chosen.add(port)
-            return port
+        port = _ports.take()
+        with socket.socket() as probe:
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+        return port
 
 
 def running() -> list[Server]:
@@ -182,6 +219,7 @@ class Server(ABC):
                     raise self._failure(f"not ready after {within_s:g} s") from failure
             time.sleep(0.02)
 
+    @fault
     def stop(self) -> None:
         """End the server in its own orderly way; its data stay. Idempotent."""
         if self._process is None:
@@ -194,6 +232,7 @@ class Server(ABC):
             pass
         self.kill()
 
+    @fault
     def kill(self) -> None:
         """End the server and all its descendants at once; its data stay. Idempotent."""
         if self._process is None:
@@ -208,6 +247,7 @@ class Server(ABC):
         self._process = None
         self.frozen = False
 
+    @fault
     def freeze(self) -> None:
         """Stop the server and all its descendants in their tracks; sockets stay open."""
         self.frozen = True
@@ -227,17 +267,20 @@ class Server(ABC):
             for pid in reversed(family_of(self.pid)):
                 send_signal(pid, signal.SIGCONT)
 
+    @fault
     def restart(self) -> None:
         """Kill the server if it runs; start it on its ports and data; wait until it answers."""
         self.kill()
         self.start()
 
+    @fault
     def step_clock(self, seconds: float) -> None:
         """Move the server's wall clock from where it is; for a server with a clock of its own."""
         if self.clock is None:
             raise ServerFailed(f"{self.engine} was not given a clock of its own")
         self.clock.step(seconds)
 
+    @tidying()
     def close(self) -> None:
         """End the server and remove all it has left. Idempotent."""
         self.kill()
@@ -259,6 +302,7 @@ class Server(ABC):
         """Whether the server ended because somebody else listens where it should."""
         return not self.alive and "in use" in self.log_tail()
 
+    @tidying()
     def start_over(self) -> None:
         """Forget everything, as if never started: other ports, an empty folder."""
         self.kill()
