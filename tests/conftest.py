@@ -17,13 +17,20 @@ import hypothesis
 import pytest
 
 import servers
+import summary
 
 # How long an example takes says nothing: other tests run beside it.
 hypothesis.settings.register_profile("doyen", deadline=None)
 hypothesis.settings.load_profile("doyen")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == "chaos":
+        config.pluginmanager.register(summary.Summary())
+    _obey_signals()
+
+
+def _obey_signals() -> None:
     """Whoever starts us in the background may have us ignore interrupts and hang-ups, and what we
     ignore the processes we start ignore too. Those that are to be interrupted must not."""
     for ignored, usual in (

@@ -27,6 +27,7 @@ from doyen.clock import SystemClock
 from doyen.events import Record
 from servers import Proxy
 from servers.proxy import Addressed
+from servers.tally import fault, tally, tidying
 
 ELECTION = "contest"
 PATIENCE_S = 30.0
@@ -71,10 +72,12 @@ class Candidate:
         """Its audit log. What it says is told before it is written there."""
         return self.audit.read_text() if self.audit.exists() else ""
 
+    @fault
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
 
+    @fault
     def freeze(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
 
@@ -207,7 +210,10 @@ class Contest:
                 candidate.let_go()
         for candidate in self.candidates:
             assert candidate.close() in GOOD, f"{candidate.name} failed"
-        return verify([each.audit for each in self.candidates if each.audit.exists()])
+        report = verify([each.audit for each in self.candidates if each.audit.exists()])
+        tally.elections += report.terms
+        tally.violations += len(report.violations)
+        return report
 
     def __enter__(self) -> Self:
         try:
@@ -232,6 +238,7 @@ class Contest:
     ) -> None:
         self.close()
 
+    @tidying()
     def close(self) -> None:
         for candidate in self.candidates:
             if candidate.process.poll() is None:

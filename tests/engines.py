@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import servers
 from doyen.clock import SystemClock
 from doyen.store import Context, open_store
 from doyen.timing import Timing
+from servers.cluster import Cluster
 
 SLACK_S = 0.2
 
@@ -35,6 +37,23 @@ ENGINES = {
     "redis": Engine(servers.Redis, 2.0),
     "valkey": Engine(servers.Valkey, 2.0),
     "zookeeper": Engine(servers.ZooKeeper, 2.0),
+}
+
+
+@dataclass(frozen=True)
+class ClusterEngine:
+    """Members of an engine, and a ttl that outlasts their own election."""
+
+    start: Callable[[], Cluster[Any]]
+    ttl_s: float
+
+
+CLUSTERS = {
+    "consul": ClusterEngine(servers.ConsulCluster, 15.0),
+    "etcd": ClusterEngine(servers.EtcdCluster, 5.0),
+    "galera": ClusterEngine(servers.GaleraCluster, 10.0),
+    "quorum": ClusterEngine(servers.QuorumCluster, 5.0),
+    "zookeeper": ClusterEngine(servers.ZooKeeperEnsemble, 8.0),
 }
 
 

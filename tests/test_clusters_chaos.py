@@ -7,44 +7,26 @@ away, another follows within the store's worst case.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import servers
 from contest import Candidate, Contest, Place
-from engines import SLACK_S, worst_s
+from engines import CLUSTERS, SLACK_S, ClusterEngine, worst_s
 from servers.cluster import Cluster
 
 pytestmark = pytest.mark.chaos
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Members of an engine, and a ttl that outlasts their own election."""
-
-    start: Callable[[], Cluster[Any]]
-    ttl_s: float
-
-
-KINDS = {
-    "consul": Kind(servers.ConsulCluster, 15.0),
-    "etcd": Kind(servers.EtcdCluster, 5.0),
-    "quorum": Kind(servers.QuorumCluster, 5.0),
-    "zookeeper": Kind(servers.ZooKeeperEnsemble, 8.0),
-}
-
-
-@pytest.fixture(scope="module", params=sorted(KINDS))
-def kind(request: pytest.FixtureRequest) -> Kind:
-    return KINDS[request.param]
+@pytest.fixture(scope="module", params=sorted(CLUSTERS))
+def kind(request: pytest.FixtureRequest) -> ClusterEngine:
+    return CLUSTERS[request.param]
 
 
 @pytest.fixture(scope="module")
-def cluster(kind: Kind) -> Iterator[Cluster[Any]]:
+def cluster(kind: ClusterEngine) -> Iterator[Cluster[Any]]:
     with kind.start() as cluster:
         yield cluster
 
@@ -52,7 +34,7 @@ def cluster(kind: Kind) -> Iterator[Cluster[Any]]:
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 @pytest.mark.parametrize("who", ["the leader", "a follower"])
 def test_one_of_three_is(
-    kind: Kind, cluster: Cluster[Any], who: str, how: str, tmp_path: Path
+    kind: ClusterEngine, cluster: Cluster[Any], who: str, how: str, tmp_path: Path
 ) -> None:
     bound_s = worst_s(cluster.url, kind.ttl_s) + SLACK_S
     with Contest(Place(cluster.url), tmp_path, ttl_s=kind.ttl_s) as contest:
@@ -72,7 +54,7 @@ def test_one_of_three_is(
 
 
 def test_members_restart_one_after_another(
-    kind: Kind, cluster: Cluster[Any], tmp_path: Path
+    kind: ClusterEngine, cluster: Cluster[Any], tmp_path: Path
 ) -> None:
     """An upgrade: a new leader of the store with almost every step, and the same of ours."""
     with Contest(Place(cluster.url), tmp_path, ttl_s=kind.ttl_s) as contest:

@@ -11,7 +11,7 @@ from doyen.store import Store, open_store
 from doyen.testing import StoreConformance, StoreHarness
 from relational import Place
 
-pytestmark = pytest.mark.chaos
+pytestmark = pytest.mark.chaos(engine="postgresql")
 
 
 class Harness(StoreHarness):

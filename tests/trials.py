@@ -49,6 +49,7 @@ from doyen.store import Context, Store, open_store
 from history import NO, OK, UNKNOWN, WRONG, History, Ledger, Recorder
 from nodes import SNAPSHOT_ENTRIES, addresses, often
 from served import PATIENCE_S, Served
+from servers.tally import fault, tally, tidying
 
 SECRET = "what the nodes of a trial know"
 PORT = 7400
@@ -96,6 +97,15 @@ class Member(Served):
         self.start()
         self.hear("listening")
 
+    @fault
+    def kill(self) -> None:
+        super().kill()
+
+    @fault
+    def stop(self) -> int:
+        return super().stop()
+
+    @fault
     def freeze(self) -> None:
         super().freeze()
         self.frozen = True
@@ -118,6 +128,7 @@ class Member(Served):
     def log_tail(self) -> str:
         return "" if self._log is None else self._log.read_text()[-2000:]
 
+    @tidying()
     def end(self) -> None:
         if self.running:
             self.thaw()
@@ -300,7 +311,8 @@ class Trial:
         self.leader()
         self.progress(20)
         assert self.load is not None
-        self.load.stop()
+        with tidying():
+            self.load.stop()
         if not self._serve:
             for node in self.nodes.values():
                 node.quieten()
@@ -308,7 +320,10 @@ class Trial:
         ledgers = {} if self._serve else {n: m.ledger() for n, m in self.nodes.items()}
         self.check_alive()
         found = History.read(self.histories, ledgers)
-        assert not (wrong := history.flaws(found)), "\n".join(wrong[:5])
+        wrong = history.flaws(found)
+        tally.elections += max(node.generation for node in self.nodes.values())
+        tally.violations += len(wrong)
+        assert not wrong, "\n".join(wrong[:5])
         return found
 
     def close(self) -> None:
@@ -337,6 +352,7 @@ class Trial:
         elif node.frozen:
             node.thaw()
 
+    @fault
     def slow_disk(self, name: str, seconds: float) -> None:
         """Have every sync take so long."""
         self._slow(name).write_text(str(seconds))

@@ -13,11 +13,12 @@ from __future__ import annotations
 from .consul import Consul, ConsulCluster
 from .etcd import Etcd, EtcdCluster
 from .fetch import Skipped, Unavailable
+from .galera import GaleraCluster, GaleraMember
 from .lan import Lan
 from .mariadb import MariaDB
 from .nats import Nats
 from .pgbouncer import PgBouncer
-from .postgres import Postgres
+from .postgres import Postgres, PostgresStandby
 from .process import Server, ServerFailed, free_port, running
 from .proxy import Proxy
 from .quorum import Quorum, QuorumCluster, QuorumNode
@@ -29,11 +30,14 @@ __all__ = [
     "ConsulCluster",
     "Etcd",
     "EtcdCluster",
+    "GaleraCluster",
+    "GaleraMember",
     "Lan",
     "MariaDB",
     "Nats",
     "PgBouncer",
     "Postgres",
+    "PostgresStandby",
     "Proxy",
     "Quorum",
     "QuorumCluster",

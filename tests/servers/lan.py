@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Self
 
 from .fetch import Debian, Program, Recipe, Unavailable, obtain
+from .tally import fault
 
 RECIPE = Recipe(
     engine="netns",
@@ -54,6 +55,7 @@ class Lan:
         """What a command begins with that is to run on this host."""
         return _enter(self._pids[host])
 
+    @fault
     def cut(self, source: str | Iterable[str], target: str | Iterable[str]) -> None:
         """Let nothing through from any of these to any of those."""
         sources = [source] if isinstance(source, str) else source
@@ -67,6 +69,7 @@ class Lan:
         self._ip(*(f"rule add {rule}" for rule in rules))
         self._rules += rules
 
+    @fault
     def part(self, *sides: Iterable[str]) -> None:
         """Let nothing through between these, either way."""
         groups = [[*side] for side in sides]

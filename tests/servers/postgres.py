@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 from signal import SIGINT
 from typing import Self
 
@@ -10,6 +11,7 @@ from . import wire
 from .fetch import Debian, Recipe, obtain
 from .folders import readable
 from .process import HOST, Server, ServerFailed
+from .tally import fault, tidying
 
 RECIPE = Recipe(
     engine="postgresql",
@@ -59,7 +61,11 @@ class Postgres(Server):
                 raise ServerFailed(f"initdb failed:\n{self.log_tail()}")
 
     def command(self) -> list[str]:
-        settings = {
+        arguments = [f"--{name}={value}" for name, value in self.settings().items()]
+        return [str(self._program.path), "-D", str(self.folder / "data"), *arguments]
+
+    def settings(self) -> dict[str, str]:
+        return {
             "listen_addresses": HOST,
             "port": str(self.port),
             "unix_socket_directories": "",
@@ -72,8 +78,6 @@ class Postgres(Server):
             "fsync": "off",
             **self.options,
         }
-        arguments = [f"--{name}={value}" for name, value in settings.items()]
-        return [str(self._program.path), "-D", str(self.folder / "data"), *arguments]
 
     def environment(self) -> dict[str, str]:
         return {**self._program.environment(), "LC_ALL": "C"}
@@ -103,3 +107,47 @@ class Postgres(Server):
     def get(self, key: str) -> bytes | None:
         found = self.query(f"SELECT value FROM mark WHERE key = '{key}'")
         return found[0][0].encode() if found and found[0][0] is not None else None
+
+
+class PostgresStandby(Postgres):
+    """Follows a primary by streaming, until it is promoted."""
+
+    def __init__(self, primary: Postgres) -> None:
+        super().__init__()
+        self._primary = primary
+
+    @property
+    def url(self) -> str:
+        """Names both, the primary first: clients use the first that can be written to."""
+        hosts = f"{HOST}:{self._primary.port},{HOST}:{self.port}"
+        return f"postgresql://postgres@{hosts}/postgres?connect_timeout_s=2"
+
+    def prepare(self) -> None:
+        """Begin with a copy of the primary's data, for which it is stopped."""
+        if self.user:
+            self._program = readable(self._program)
+        with tidying():
+            self._primary.stop()
+        data = self.folder / "data"
+        shutil.copytree(self._primary.folder / "data", data)
+        (data / "standby.signal").touch()
+        if self._owner:
+            for path in (data, *data.rglob("*")):
+                shutil.chown(path, self._owner)
+        self._primary.start()
+
+    def settings(self) -> dict[str, str]:
+        follows = f"host={HOST} port={self._primary.port} user=postgres"
+        return {**super().settings(), "primary_conninfo": follows}
+
+    def ping(self) -> None:
+        """Ready when it follows the primary, or has been promoted."""
+        query = "SELECT pg_is_in_recovery() AND NOT EXISTS (SELECT FROM pg_stat_wal_receiver"
+        if self.query(f"{query} WHERE status = 'streaming')") != [["f"]]:
+            raise ValueError("the standby does not follow yet")
+
+    @fault
+    def promote(self) -> None:
+        """Make it a primary. The other is not told, and if it runs there are two."""
+        if self.query("SELECT pg_promote()") != [["t"]]:
+            raise ServerFailed(f"the standby was not promoted:\n{self.log_tail()}")

@@ -34,6 +34,7 @@ from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeVar
 
 from .process import HOST, free_port
+from .tally import fault
 
 Direction = Literal["up", "down"]
 """Up is from the client to the server."""
@@ -87,6 +88,7 @@ class Proxy:
         """How many connections pass through just now."""
         return self._do(lambda: len(self._forwarding))
 
+    @fault
     def cut(self, *directions: Direction) -> None:
         """Let nothing pass, in both directions or the one given, and tell nobody."""
 
@@ -96,10 +98,12 @@ class Proxy:
 
         self._do(act)
 
+    @fault
     def delay(self, seconds: float, *directions: Direction) -> None:
         """Let everything arrive later, in both directions or the one given."""
         self._do(lambda: self._delay_s.update(dict.fromkeys(directions or BOTH, seconds)))
 
+    @fault
     def half_open(self) -> None:
         """Lose the server's end of every connection, now and until healed, and tell nobody."""
 
@@ -109,10 +113,12 @@ class Proxy:
 
         self._run(act())
 
+    @fault
     def reset(self) -> None:
         """Reset every connection; new ones pass."""
         self._run(self._end_forwarding())
 
+    @fault
     def refuse(self) -> None:
         """Reset every connection, and refuse new ones until healed."""
 
@@ -122,10 +128,12 @@ class Proxy:
 
         self._run(act())
 
+    @fault
     def refuse_new(self) -> None:
         """Refuse new connections until healed; those that are there go on."""
         self._run(self._stop_listening())
 
+    @fault
     def break_after(self, size: int, direction: Direction) -> threading.Event:
         """Reset the connection that carries one byte more than `size` from now on, once.
 

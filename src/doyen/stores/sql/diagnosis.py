@@ -103,10 +103,10 @@ def findings_of_mysql(facts: MySQLFacts) -> Iterator[Finding]:
         )
     if facts.galera:
         yield Finding(
-            level="warning",
+            level="note",
             subject="replication",
-            text="this is a Galera cluster, on which doyen is not tested: records are kept apart by"
-            " certification, but a read may show what stood there a moment ago",
+            text="this is a Galera cluster: records are kept apart by certification, but a read at"
+            " one member may lag behind a write at another",
             remedy="let all candidates use one node first (list the others after it in the URL)",
         )
 

@@ -1,0 +1,123 @@
+"""The summary of `make chaos`: for every engine how long its trials took, how many faults and
+elections there were, and how many violations were found. It is printed whatever fails.
+
+The whole run is bounded: when the time is up, what has not been run counts as a failure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Generator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import pytest
+
+from engines import CLUSTERS, ENGINES
+from servers.tally import Tally, tally
+
+LIMIT_S = 45 * 60.0
+PROPERTY = "chaos"
+NAMES = sorted({*ENGINES, *CLUSTERS}, key=len, reverse=True)
+
+
+@dataclass
+class Row:
+    """What the trials of one engine add up to."""
+
+    trials: int = 0
+    failed: int = 0
+    length_s: float = 0.0
+    faults: int = 0
+    elections: int = 0
+    violations: int = 0
+
+
+def engine_of(item: pytest.Item) -> str:
+    """The engine that a test names in its parameters, its marker or its module."""
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    for value in parameters:
+        name = getattr(value, "engine", value)
+        if name in NAMES:
+            return str(name)
+    marker = item.get_closest_marker("chaos")
+    if marker is not None and "engine" in marker.kwargs:
+        return str(marker.kwargs["engine"])
+    return next((name for name in NAMES if name in item.nodeid.partition("::")[0]), "other")
+
+
+class Summary:
+    """A pytest plugin."""
+
+    def __init__(self, limit_s: float = LIMIT_S) -> None:
+        self._limit_s = limit_s
+        self._ends_at = time.monotonic() + limit_s
+        self._session: pytest.Session | None = None
+        self._began_at = 0.0
+        self._before = Tally()
+        self._failed: set[str] = set()
+        self.rows: dict[str, Row] = defaultdict(Row)
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self._session = session
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        self._began_at, self._before = time.monotonic(), replace(tally)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if call.when == "teardown":
+            done = {
+                each.name: getattr(tally, each.name) - getattr(self._before, each.name)
+                for each in fields(Tally)
+            }
+            spent = {"engine": engine_of(item), "length_s": time.monotonic() - self._began_at}
+            report.user_properties.append((PROPERTY, {**spent, **done}))
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._failed.add(report.nodeid)
+        told: dict[str, Any] = dict(report.user_properties).get(PROPERTY, {})  # type: ignore[assignment]
+        if told:
+            row = self.rows[told["engine"]]
+            row.trials += 1
+            row.failed += report.nodeid in self._failed
+            for name in ("length_s", "faults", "elections", "violations"):
+                setattr(row, name, getattr(row, name) + told[name])
+        if time.monotonic() > self._ends_at and self._session is not None:
+            self._session.shouldfail = f"the time of {self._limit_s / 60:g} minutes is up"
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.section("summary per engine")
+        for line in self.table():
+            terminalreporter.write_line(line)
+
+    def table(self) -> list[str]:
+        heads = ("engine", "trials", "failed", "length", "faults", "elections", "violations")
+        lines: list[tuple[str, ...]] = [heads]
+        whole = Row()
+        for engine, row in sorted(self.rows.items()):
+            lines.append(_cells(engine, row))
+            for each in fields(Row):
+                setattr(whole, each.name, getattr(whole, each.name) + getattr(row, each.name))
+        lines.append(_cells("all", whole))
+        widths = [max(len(line[at]) for line in lines) for at in range(len(heads))]
+        return [
+            "  ".join(
+                cell.rjust(width) if at else cell.ljust(width)
+                for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+            )
+            for line in lines
+        ]
+
+
+def _cells(engine: str, row: Row) -> tuple[str, ...]:
+    minutes, seconds = divmod(round(row.length_s), 60)
+    counts = (row.faults, row.elections, row.violations)
+    return engine, str(row.trials), str(row.failed), f"{minutes}:{seconds:02}", *map(str, counts)

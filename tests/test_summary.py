@@ -1,0 +1,100 @@
+"""The summary of `make chaos`: complete, and printed whatever fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from servers.tally import fault, tally, tidying
+
+TRIALS = """
+import pytest
+from servers.tally import fault, tally, tidying
+
+class Server:
+    @fault
+    def kill(self): pass
+
+    @fault
+    def restart(self): self.kill()
+
+    @tidying()
+    def close(self): self.kill()
+
+@pytest.mark.parametrize("engine", ["etcd", "redis"])
+def test_param(engine):
+    server = Server()
+    server.kill()
+    server.restart()
+    server.close()
+    tally.elections += 3
+
+@pytest.mark.chaos(engine="galera")
+def test_marked():
+    Server().kill()
+    tally.violations += 1
+    assert False
+
+@pytest.fixture
+def broken():
+    raise OSError
+
+def test_that_cannot_begin(broken): pass
+"""
+
+
+def run(folder: Path, *options: str, limit_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    (folder / "test_zookeeper_trials.py").write_text(TRIALS)
+    (folder / "conftest.py").write_text(
+        "import summary\n"
+        "def pytest_configure(config):\n"
+        "    config.addinivalue_line('markers', 'chaos(engine): a trial')\n"
+        f"    config.pluginmanager.register(summary.Summary({limit_s}))\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_every_engine_has_its_line(tmp_path: Path, workers: str) -> None:
+    result = run(tmp_path, "--numprocesses", workers)
+    assert result.returncode == 1
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["galera", "1", "1", "0:00", "1", "0", "1"] in lines
+    assert ["etcd", "1", "0", "0:00", "2", "3", "0"] in lines
+    assert ["redis", "1", "0", "0:00", "2", "3", "0"] in lines
+    assert ["zookeeper", "1", "1", "0:00", "0", "0", "0"] in lines
+    assert ["all", "4", "2", "0:00", "5", "6", "1"] in lines
+
+
+def test_when_the_time_is_up_the_run_fails_with_its_summary(tmp_path: Path) -> None:
+    result = run(tmp_path, "-k", "param", limit_s=0.0)
+    assert result.returncode == 1
+    assert "the time of 0 minutes is up" in result.stdout
+    assert ["all", "1", "0", "0:00", "2", "3", "0"] in [
+        line.split() for line in result.stdout.splitlines()
+    ]
+
+
+def test_a_fault_within_another_counts_once() -> None:
+    @fault
+    def inner() -> None: ...
+
+    @fault
+    def outer() -> None:
+        inner()
+
+    before = tally.faults
+    outer()
+    with tidying():
+        outer()
+    assert tally.faults == before + 1
