@@ -165,9 +165,7 @@ def test_what_the_database_undid_is_sent_again() -> None:
 def test_a_lost_connection_leaves_a_write_in_doubt_and_a_read_undone() -> None:
     async def test(link: FakeLink) -> None:
         link.errors = [OSError("reset"), OSError("reset")]
-        with pytest.raises(
-            OutcomeUnknown, match=r"spare:1: .*transaction under way \(reset\)"
-        ):
+        with pytest.raises(OutcomeUnknown, match=r"spare:1: .*transaction under way \(reset\)"):
             await link.write("a", {})
         with pytest.raises(StoreUnavailable, match="spare:1: reset"):
             await link.read("b", {})
