@@ -11,8 +11,8 @@ from doyen import LeadershipLost, NotElected, OrderFailed, Session, Term
 from doyen.errors import ConfigError
 from doyen.events import Elected, Hindered, Lost, Overrun
 from doyen.model import leader_key, order_key
-from doyen.testing.faults import Faults, Refused
-from support import TTL_S, VALID_S, Place, now, until, virtual
+from doyen.testing.faults import Faults, Late, Refused
+from support import TTL_S, VALID_S, Place, now, presence_of, until, virtual
 
 
 class Candidate:
@@ -51,6 +51,26 @@ async def lined_up(place: Place, *names: str, **options: Any) -> list[Candidate]
         await until(lambda: len(place.line()) == len(candidates))
     await until(lambda: candidates[0].leads)
     return candidates
+
+
+@virtual
+async def test_an_order_that_is_refused_leaves_no_watch_open(place: Place) -> None:
+    """Its watch may be opened when it has been refused already."""
+    faults = Faults()
+    leader, giver = await lined_up(place, "a"), await place.open(faults)
+    leader[0].slow_s = TTL_S / 4
+    first = asyncio.create_task(giver.resign("e"))
+    await until(lambda: place.server.get(order_key("e")) is not None)
+    watched = len(place.server._watchers)
+    for _ in range(3):
+        faults.next("watch", Late(before_s=0.05))
+        with pytest.raises(OrderFailed, match="under way"):
+            await giver.resign("e")
+    await asyncio.sleep(0.1)
+    assert len(place.server._watchers) == watched
+    assert sum(map(len, place.server._watchers.values())) <= 3
+    await first
+    await stop_all(*leader)
 
 
 async def stop_all(*candidates: Candidate) -> None:
@@ -427,3 +447,27 @@ async def test_options_that_make_no_sense_are_refused(place: Place) -> None:
         with pytest.raises(ConfigError, match=message):
             session.campaign("e", **options)  # type: ignore[arg-type]
     assert leader_key("e") != leader_key("e", "locks")
+
+
+@virtual
+async def test_a_leader_whose_look_failed_still_hears_orders(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever goes wrong while it looks at its record, it looks again."""
+    session, giver = await place.open(), await place.open()
+    store = presence_of(session).store
+    get, wrong = store.get, [ValueError("unforeseen")]
+
+    async def fail_once(key: str) -> Any:
+        if wrong:
+            raise wrong.pop()
+        return await get(key)
+
+    with pytest.raises(LeadershipLost, match="ordered it to let go"):
+        async with session.campaign("e"):
+            store.get = fail_once  # type: ignore[method-assign]
+            order = asyncio.create_task(giver.resign("e"))
+            await asyncio.sleep(100)
+    await order
+    assert not wrong
+    assert "unforeseen" in caplog.text

@@ -7,6 +7,7 @@ In virtual time, but for processes that must really end; doyen's own threads are
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import subprocess
 import sys
@@ -41,6 +42,7 @@ from support import (
     heart_of,
     lead_until_told,
     now,
+    presence_of,
     soon,
     until,
     virtual,
@@ -629,3 +631,30 @@ async def test_the_granted_ttl_counts_not_the_asked(place: Place) -> None:
         assert term.remaining_s == pytest.approx(TTL_S / 2 * 0.995 - TTL_S / 12)
         await asyncio.sleep(10 * TTL_S)
         assert term.valid
+
+
+@pytest.mark.parametrize("campaigning", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+@virtual
+async def test_doubt_is_told_with_the_time_that_is_left(
+    place: Place, campaigning: bool, seed: int
+) -> None:
+    """A renewal may fail when the deadline has passed: that is a loss, not doubt."""
+    faults = Faults(seed)
+    session = await place.open(faults)
+    presence = presence_of(session)
+    presence.runtime.random.seed(seed)
+    heart = await presence.heart()
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            if campaigning:
+                await stack.enter_async_context(session.campaign("e"))
+            await asyncio.sleep(seed)
+            faults.cut()
+            await asyncio.sleep(3 * TTL_S)
+    except LeadershipLost:
+        assert campaigning
+    assert heart.lost_because == "no renewal was confirmed in time"
+    doubts = [event for event in place.seen(Unsure) if isinstance(event, Unsure)]
+    assert doubts
+    assert all(0 < doubt.remaining_s < TTL_S for doubt in doubts)

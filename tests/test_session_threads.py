@@ -9,10 +9,14 @@ import asyncio
 import contextlib
 import logging
 import os
+import queue
+import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +25,7 @@ from doyen import LeadershipLost
 from doyen.blocking import BlockingSession
 from doyen.clock import SystemClock
 from doyen.events import Record, Renewed
-from doyen.presence import Settings
+from doyen.presence import Presence, Settings
 from doyen.runtime import InlineRuntime, ThreadRuntime
 from doyen.store import Context
 from doyen.stores.memory import MemoryStore
@@ -230,6 +234,58 @@ def test_a_connection_cancelled_half_way_leaves_no_thread(tmp_path: Path) -> Non
                 await entering
 
     asyncio.run(main())
+    assert ThreadRuntime._shared is None
+
+
+def test_a_session_cancelled_when_it_had_been_opened_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store was opened on doyen's thread, and the caller's loop had not seen it yet."""
+    opened: queue.SimpleQueue[Presence] = queue.SimpleQueue()
+    opening = Presence.open
+
+    async def tell(*args: Any, **options: Any) -> Presence:
+        presence = await opening(*args, **options)
+        opened.put(presence)
+        return presence
+
+    monkeypatch.setattr(Presence, "open", tell)
+
+    async def main() -> None:
+        entering = asyncio.create_task(doyen.connect(f"sqlite:///{tmp_path}/d.db").__aenter__())
+        await asyncio.sleep(0)
+        presence = opened.get(timeout=20.0)
+        entering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await entering
+        with pytest.raises(doyen.SessionClosed):
+            presence.check_open()
+
+    before = set(threading.enumerate())
+    asyncio.run(main())
+    assert ThreadRuntime._shared is None
+    assert set(threading.enumerate()) <= before
+
+
+def test_an_interrupt_when_the_session_had_been_opened_closes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[Presence] = []
+    opening, caller = Presence.open, threading.get_ident()
+
+    async def interrupted(*args: Any, **options: Any) -> Presence:
+        opened.append(await opening(*args, **options))
+        await until(lambda: sys._current_frames()[caller].f_code.co_name == "wait", 20)
+        os.kill(os.getpid(), signal.SIGINT)
+        with contextlib.suppress(asyncio.CancelledError):  # which comes too late
+            await asyncio.sleep(20.0)
+        return opened[0]
+
+    monkeypatch.setattr(Presence, "open", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        doyen.connect_blocking("memory://interrupted").__enter__()
+    with pytest.raises(doyen.SessionClosed):
+        opened[0].check_open()
     assert ThreadRuntime._shared is None
 
 

@@ -46,7 +46,9 @@ class BlockingSession:
             raise SessionClosed("a session is entered once; connect again")
         self._runtime = ThreadRuntime.acquire()
         try:
-            self._presence = self._do(Presence.open(self._settings, self._runtime))
+            self._presence = self._runtime.obtain_blocking(
+                Presence.open(self._settings, self._runtime), Presence.close
+            )
         except BaseException:
             self._runtime.release()
             raise

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 from collections.abc import Awaitable
@@ -60,6 +61,7 @@ from doyen.term import Term, TermState
 __all__ = ["Candidacy"]
 
 T = TypeVar("T")
+log = logging.getLogger("doyen")
 
 OVERRUN_EXIT_CODE = 70
 LAST_WORDS_S = 0.05
@@ -271,8 +273,8 @@ class Candidacy:
         presence = self._presence
         if self._watch is None:
             watch = await presence.call(presence.store.watch(self._record_key, self._changed))
-            if self._left:
-                watch.close()
+            if self._left or self._watch is not None:
+                watch.close()  # nobody needs it any more, or another was quicker
             else:
                 self._watch = watch
 
@@ -552,27 +554,31 @@ class Candidacy:
         not wait for that.
         """
         presence = self._presence
-        while term.valid:
-            self._woken = False
-            try:
-                await self._watch_record()
-                record, order = await asyncio.gather(
-                    self._get(self._record_key), self._order_for(term)
-                )
-                if self._laid:
-                    await self._take_back()
-            except StoreError:
-                await asyncio.sleep(presence.retry_pause())
-                continue
-            if record is None or record.revision != term.token:
-                term.lose("its record was removed from the store by somebody else")
-            elif order is not None:
-                if order.heir and order.rank is None:
-                    self._heir = self._ready_key(order.heir)
-                term.lose(f"{order.by!r} ordered it to let go")
-            elif not self._woken:
-                break
-        self._looking = False
+        try:
+            while term.valid:
+                self._woken = False
+                try:
+                    await self._watch_record()
+                    record, order = await asyncio.gather(
+                        self._get(self._record_key), self._order_for(term)
+                    )
+                    if self._laid:
+                        await self._take_back()
+                except Exception as error:
+                    if not isinstance(error, StoreError):
+                        log.exception("looking at the record of %r failed; it is tried again", term)
+                    await asyncio.sleep(presence.retry_pause())
+                    continue
+                if record is None or record.revision != term.token:
+                    term.lose("its record was removed from the store by somebody else")
+                elif order is not None:
+                    if order.heir and order.rank is None:
+                        self._heir = self._ready_key(order.heir)
+                    term.lose(f"{order.by!r} ordered it to let go")
+                elif not self._woken:
+                    break
+        finally:
+            self._looking = False
 
     async def _order_for(self, term: Term) -> Order | None:
         """The order that this leader has to obey now, if any. One that is void is removed."""

@@ -98,7 +98,7 @@ class Heart:
         self._post = post
         self._lock = threading.Lock()
         self._listeners: dict[object, LossListener] = {}
-        self._renewal_listeners: list[Callable[[float], None]] = []
+        self._renewal_listeners: dict[object, Callable[[float], None]] = {}
         telemetry.emit(
             Granted(lease=lease.id, ttl_s=lease.ttl_s, valid_until=self.valid_until),
         )
@@ -119,9 +119,18 @@ class Heart:
     def depended_on(self) -> bool:
         return bool(self._listeners)
 
-    def on_renewal(self, listener: Callable[[float], None]) -> None:
-        """Have `listener` called with the new deadline after each renewal, on doyen's loop."""
-        self._renewal_listeners.append(listener)
+    def on_renewal(self, listener: Callable[[float], None]) -> Callable[[], None]:
+        """Have `listener` called with the new deadline after each renewal, on doyen's loop, until
+        what is returned is called."""
+        mine = object()
+        with self._lock:
+            self._renewal_listeners[mine] = listener
+
+        def forget() -> None:
+            with self._lock:
+                self._renewal_listeners.pop(mine, None)
+
+        return forget
 
     def proof(self) -> tuple[int, ...]:
         """Descriptors that prove the lease's holder alive; see `Store.proof`."""
@@ -161,8 +170,9 @@ class Heart:
             self._sent_at = sent_at
             self.valid_until = self._deadline()
             self.unsure = False
+            listeners = list(self._renewal_listeners.values())
         self._telemetry.emit(Renewed(lease=self.lease.id, valid_until=self.valid_until))
-        for listener in self._renewal_listeners:
+        for listener in listeners:
             try:
                 listener(self.valid_until)
             except Exception:
@@ -184,13 +194,14 @@ class Heart:
                 self.valid_until = self._deadline()
 
     def _doubt(self, error: Exception) -> None:
-        if self.lost_because is not None:
-            return
+        remaining_s = self.valid_until - self._clock.now()
+        if remaining_s <= 0:
+            return  # lost, or about to be found so
         self.unsure = True
         self._telemetry.emit(
             Unsure(
                 lease=self.lease.id,
-                remaining_s=round(self.valid_until - self._clock.now(), 3),
+                remaining_s=round(remaining_s, 3),
                 error=str(error) or type(error).__name__,
             )
         )

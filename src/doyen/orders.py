@@ -156,9 +156,16 @@ async def _given(
         return (await presence.call(store.create(mail, order.encode(), heart.lease))).won
 
     try:
-        _, called, _ = await asyncio.gather(
-            _lay(presence, order_key(election), order, heart), call_heir(), watch_record()
+        # All are waited for, even if one fails: a watch that opens later would never be closed.
+        laid, called, watching = await asyncio.gather(
+            _lay(presence, order_key(election), order, heart),
+            call_heir(),
+            watch_record(),
+            return_exceptions=True,
         )
+        for outcome in (laid, called, watching):
+            if isinstance(outcome, BaseException):
+                raise outcome
         if not called:
             # Mail that stands there is of a giver whose order no longer does: ours is there.
             await _lay(presence, mail_key(election, order.heir), order, heart, over_any=True)

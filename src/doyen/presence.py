@@ -250,19 +250,19 @@ class Presence:
     def _give_back(self, heart: Heart) -> None:
         """Revoke a lost lease once no body runs on it, so that a successor need not wait."""
         if heart.lost_because is not None and not heart.bodies and not self._closed:
-            self.spawn(self._revoke(heart, for_s=2 * heart.timing.ttl_s))
+            self.spawn(self._revoke(heart, until_done=True))
 
-    async def _revoke(self, heart: Heart, for_s: float = 0.0) -> None:
-        """End a lease. If it was lost because the store was, try until that is back: a store that
-        has been restarted may begin all leases anew, and everyone waits for what lies under it."""
-        give_up = self.clock.now() + for_s
+    async def _revoke(self, heart: Heart, *, until_done: bool = False) -> None:
+        """End a lease. If it was lost because the store was, try until that is back, however long
+        it takes: a store that has been restarted may begin all leases anew, and everyone would
+        wait for what lies under this one to expire."""
         while True:
             try:
                 await self.call(self.store.revoke(heart.lease))
                 return
             except StoreError as error:
                 passing = isinstance(error, StoreUnavailable | OutcomeUnknown)
-                if not passing or self.clock.now() >= give_up:
+                if not passing or not until_done:
                     log.debug("lease %s was left to expire: %s", heart.lease.id, error)
                     return
             await asyncio.sleep(self.retry_pause())
@@ -362,10 +362,10 @@ class Presence:
             ended = asyncio.ensure_future(self._idle.wait())
             await asyncio.wait({ended}, timeout=self.timing.stop_budget_s)
             ended.cancel()
-        for heart in hearts:
-            if not heart.bodies:
-                self.runtime.unwatch(heart)
-                await self._revoke(heart)
+        idle = [heart for heart in hearts if not heart.bodies]
+        for heart in idle:
+            self.runtime.unwatch(heart)
+        await asyncio.gather(*map(self._revoke, idle))
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -22,7 +22,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -56,6 +56,13 @@ class Runtime(Protocol):
 
     async def finish(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on doyen's loop to its end, whatever happens to the caller."""
+        ...
+
+    async def obtain(
+        self, work: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, None]]
+    ) -> T:
+        """Run `work`, whose result must be given back. A caller that is cancelled cancels it and
+        waits for its end; if there is a result all the same, it is undone."""
         ...
 
     def start(self, work: Coroutine[Any, Any, Any]) -> None:
@@ -114,6 +121,12 @@ class InlineRuntime:
 
     async def finish(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.shield(self._task(work))
+
+    async def obtain(
+        self, work: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, None]]
+    ) -> T:
+        task = self._task(work)
+        return await _obtained(task, task.cancel, lambda result: self._task(undo(result)))
 
     def start(self, work: Coroutine[Any, Any, Any]) -> None:
         self._task(work)
@@ -264,6 +277,32 @@ def _lines_missing(gap: logging.LogRecord | None, line: logging.LogRecord) -> lo
     )
 
 
+async def _obtained(
+    future: asyncio.Future[T],
+    cancel: Callable[[], object],
+    undo: Callable[[T], asyncio.Future[None]],
+) -> T:
+    """The result of `future`; if the caller is cancelled, what `Runtime.obtain` says."""
+    try:
+        await asyncio.wait({future})
+    except asyncio.CancelledError:
+        cancel()
+        await _outlast(future)
+        if not future.cancelled() and future.exception() is None:
+            await _outlast(undo(future.result()))
+        raise
+    return future.result()
+
+
+async def _outlast(future: asyncio.Future[Any]) -> None:
+    """Wait for the future, whoever cancels us meanwhile."""
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError:
+            continue
+
+
 class ThreadRuntime:
     """The process's doyen thread and watchdog, shared by all its sessions.
 
@@ -350,6 +389,17 @@ class ThreadRuntime:
         self._hand_in(work, answer.tell)
         return await answer.future
 
+    async def obtain(
+        self, work: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, None]]
+    ) -> T:
+        answer = _Answer[T]()
+        handed_in = self._hand_in(work, answer.tell)
+        return await _obtained(
+            answer.future,
+            lambda: self.post(handed_in.cancel),
+            lambda result: asyncio.ensure_future(self.finish(undo(result))),
+        )
+
     def start(self, work: Coroutine[Any, Any, Any]) -> None:
         self._hand_in(work, _take_note)
 
@@ -392,6 +442,21 @@ class ThreadRuntime:
             return future.result()
         except BaseException:
             future.cancel()
+            raise
+
+    def obtain_blocking(
+        self, work: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, None]]
+    ) -> T:
+        """As `obtain`. A second interrupt ends the waiting."""
+        future: Future[T] = Future()
+        handed_in = self._hand_in(work, partial(_settle, future))
+        try:
+            return future.result()
+        except BaseException:
+            self.post(handed_in.cancel)
+            wait([future])
+            if not future.cancelled() and future.exception() is None:
+                self.finish_blocking(undo(future.result()))
             raise
 
     def finish_blocking(self, work: Coroutine[Any, Any, T]) -> T:

@@ -125,8 +125,8 @@ class Session:
             raise SessionClosed("a session is entered once; connect again")
         runtime = self._given_runtime or ThreadRuntime.acquire()
         try:
-            self._presence = await runtime.do(
-                Presence.open(self._settings, runtime, store=self._given_store)
+            self._presence = await runtime.obtain(
+                Presence.open(self._settings, runtime, store=self._given_store), Presence.close
             )
         except BaseException:
             runtime.release()
@@ -308,6 +308,11 @@ class _Scope:
         if self._entered:
             raise AlreadyCampaigning("a campaign is entered once; make another")
         self._presence.check_open()
+        if asyncio.current_task() is None:
+            raise RuntimeError(
+                "a campaign is entered from a task, which is what a loss cancels; nothing has been"
+                " asked of the store. Use asyncio.create_task, or asyncio.run"
+            )
         self._entered = True
         runtime = self._presence.runtime
         runtime.retain()
@@ -337,8 +342,7 @@ class _Scope:
 
     def _arm(self, term: Term) -> None:
         task = asyncio.current_task()
-        if task is None:
-            raise RuntimeError("a campaign is entered from a task")
+        assert task is not None
         self._task = task
         self._loop = asyncio.get_running_loop()
         self._cancelling_before = task.cancelling()

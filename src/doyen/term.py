@@ -187,8 +187,9 @@ class Term:
         self._heart.work_goes_on()
 
     def on_renewal(self, listener: Callable[[float], None]) -> None:
-        """Have `listener` called with each new deadline, on doyen's thread. It must not block."""
-        self._heart.on_renewal(listener)
+        """Have `listener` called with each new deadline, on doyen's thread, until the term is over.
+        It must not block."""
+        self.on_end(self._heart.on_renewal(listener))
 
     def proof(self) -> tuple[int, ...]:
         """Descriptors that prove this process alive while any copy of them is open.
