@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,9 +19,8 @@ from doyen.events import Elected, Resigned
 from doyen.model import leader_key
 from doyen.session import Campaign
 from doyen.stand import Recipe
-from doyen.store import Store
 from doyen.testing.faults import Faults, Late, Odds, Unanswered
-from support import STOP_BUDGET_S, TTL_S, VALID_S, Place, heart_of, now, soon, until, virtual
+from support import STOP_BUDGET_S, VALID_S, Place, heart_of, now, soon, until, virtual
 
 LOST = "'a' no longer leads 'e'"
 
@@ -781,77 +779,3 @@ async def test_a_failing_listener_does_not_keep_others_from_being_told(place: Pl
             soon(1, lose, term)
             await asyncio.sleep(100)
     assert now() == 1
-
-
-@virtual
-async def test_outside_a_task_nothing_is_entered(place: Place) -> None:
-    """A loss cancels the body's task. Without one the campaign is refused, before it stands."""
-    session = await place.open()
-    told: list[BaseException] = []
-
-    def without_a_task() -> None:
-        entering = stand(session).__aenter__()
-        try:
-            entering.send(None)
-        except BaseException as error:  # noqa: BLE001 - it is what we came for
-            told.append(error)
-        finally:
-            entering.close()
-
-    soon(0.0, without_a_task)
-    await asyncio.sleep(1)
-    (error,) = told
-    assert isinstance(error, RuntimeError)
-    assert "entered from a task" in str(error)
-    assert (place.line(), place.holder(), place.events) == ([], None, [])
-
-
-@virtual
-async def test_listeners_for_renewals_end_with_their_term(place: Place) -> None:
-    """One lease serves many terms, one after the other."""
-    session = await place.open()
-    deadlines: list[float] = []
-    for _ in range(5):
-        async with stand(session) as term:
-            term.on_renewal(deadlines.append)
-            deadlines.clear()
-            await asyncio.sleep(TTL_S)
-            assert deadlines == sorted(set(deadlines))
-            assert deadlines
-    told = len(deadlines)
-    await asyncio.sleep(TTL_S)
-    assert len(deadlines) == told
-    assert not heart_of(session)._renewal_listeners
-
-
-@virtual
-async def test_cancelled_at_every_instant_of_opening(place: Place) -> None:
-    """Between any two turns of the loop: what was opened is closed again."""
-    turns, entered = 0, False
-    while not entered:
-        turns += 1
-        assert turns < 100
-        closed: list[bool] = []
-        session = place.session(wrap=partial(_tells_of_closing, closed))
-        task = asyncio.create_task(session.__aenter__())
-        for _ in range(turns - 1):
-            await asyncio.sleep(0)
-        entered = task.done()
-        task.cancel()
-        await asyncio.wait({task})
-        if entered:
-            await session.__aexit__()
-        elif turns > 1:  # before that nothing was begun
-            assert closed, turns
-    assert turns > 2
-
-
-def _tells_of_closing(closed: list[bool], store: Store) -> Store:
-    close = store.close
-
-    async def closing() -> None:
-        await close()
-        closed.append(True)
-
-    store.close = closing  # type: ignore[method-assign]
-    return store
