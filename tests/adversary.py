@@ -54,7 +54,7 @@ from doyen.presence import Settings
 from doyen.runtime import InlineRuntime
 from doyen.testing.faults import Faults, Late, Lost, Odds, Refused, Stray, Unanswered
 from doyen.testing.virtual import VirtualDeadlock, VirtualLoop
-from swarm import Oracle, Process, World
+from swarm import FAIR, Oracle, Process, World
 
 ROUGH = Odds(late=0.04, lost=0.01, unanswered=0.02, refused=0.01, stray=0.01, delay_s=1.0)
 PORT = 1000
@@ -291,7 +291,7 @@ class WireProcess(Process):
 
     async def _live(self) -> None:
         world = self.world
-        self.faults.odds = world.odds
+        self.faults.odds = FAIR if world.is_calm else world.odds
         for port in world.ports:
             await world.network.listen(self.name, port, world.model, self.faults)
         asked = Settings(
@@ -301,7 +301,8 @@ class WireProcess(Process):
             sinks=(world.oracle.hear,),
         )
         runtime = InlineRuntime(self.clock, world.rng.getrandbits(32))
-        while not self.crashed:
+        # Cancelled while it closes, a session may raise something else than CancelledError.
+        while not self.crashed and not self.task.cancelling():
             # A store that cannot be reached when the session opens is an error; try again.
             with contextlib.suppress(Exception):
                 async with Session(asked, runtime) as session:
@@ -334,6 +335,7 @@ class WireWorld(World):
         self.ttl_s = ttl_s
         self.odds = odds
         self.ports = ports
+        self.is_calm = False
         self.network = Network()
         self.model = build(self)
 
@@ -352,6 +354,7 @@ class WireWorld(World):
         self.network.start()
 
     def calm(self) -> None:
+        self.is_calm = True
         self.network.start()
         super().calm()
 

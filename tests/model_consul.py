@@ -90,7 +90,9 @@ class ConsulModel:
                     pass
                 return
             if "index" in query:
-                await self._block(path, int(query["index"]), seconds(query["wait"]))
+                await self._block(
+                    connection.reader, path, int(query["index"]), seconds(query["wait"])
+                )
 
             def answer(
                 method: str = method,
@@ -151,15 +153,26 @@ class ConsulModel:
 
     # Blocking queries.
 
-    async def _block(self, path: str, index: int, wait_s: float) -> None:
-        """Return when the index of a prefix has passed the one that was named, or in time."""
+    async def _block(
+        self, reader: asyncio.StreamReader, path: str, index: int, wait_s: float
+    ) -> None:
+        """Return when the index of a prefix has passed the one that was named, or in time, or when
+        the client has hung up."""
         prefix = path.partition("/")[2]
+        hung_up = asyncio.ensure_future(reader.read(1))
+        until = asyncio.get_running_loop().time() + wait_s * self.rng.uniform(1, 17 / 16)
         try:
-            async with asyncio.timeout(wait_s * self.rng.uniform(1, 17 / 16)):
-                while self._index_of(prefix) <= index:
-                    await self._changed.wait()
-        except TimeoutError:
-            pass
+            while self._index_of(prefix) <= index and not hung_up.done():
+                changed = asyncio.ensure_future(self._changed.wait())
+                left_s = until - asyncio.get_running_loop().time()
+                await asyncio.wait(
+                    {changed, hung_up}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                changed.cancel()
+                if asyncio.get_running_loop().time() >= until:
+                    break
+        finally:
+            hung_up.cancel()
 
     def _index_of(self, prefix: str) -> int:
         indexes = [each["ModifyIndex"] for each in self._under(prefix)]

@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
-from adversary import Network, WireLoop
+import pytest
+
+from adversary import Network, WireLoop, WireWorld, run_contest
 from doyen.clock import VirtualClock
 from doyen.errors import OutcomeUnknown
-from doyen.model import leader_key
-from doyen.store import Context, Store, open_store
+from doyen.model import Entry, Lease, leader_key
+from doyen.store import Context, Creation, Store, open_store
+from doyen.stores.consul.store import ConsulStore
 from doyen.testing.faults import Faults
 from model_consul import ConsulModel
+from swarm import SafetyViolated
 
 AGENTS = ("one:1000", "two:1000")
 FOREVER_S = 1e9
 PATIENCE_S = 0.3
+LEADER_WITHIN_S = 30.0
 
 
 @asynccontextmanager
@@ -134,3 +140,66 @@ def test_a_silent_agent_is_not_asked_while_another_answers() -> None:
             assert await patiently(store.renew(lease))
 
     run(main)
+
+
+def contest(seed: int) -> WireWorld:
+    def build(world: WireWorld) -> ConsulModel:
+        return ConsulModel(seed, lambda: not world.is_calm)
+
+    return run_contest(
+        seed,
+        build,
+        lambda host: f"consul://{host}:1000,{host}:1001",
+        ports=(1000, 1001),
+        leader_within_s=LEADER_WITHIN_S,
+    )
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 7])
+def test_contest(seed: int) -> None:
+    assert contest(seed).oracle.terms > 3
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("seed", range(1000, 1200))
+def test_contest_long(seed: int) -> None:
+    contest(seed)
+
+
+async def unbound(self: ConsulStore, key: str, value: bytes, lease: Lease) -> Creation:
+    """A mutant of `create` that does not bind the entry to the session."""
+    entry = await self.put(key, value, if_version=None)
+    if entry is not None:
+        return Creation(True, replace(entry, lease=lease.id))
+    return Creation(False, await standing(self, key))
+
+
+async def believing(self: ConsulStore, key: str, value: bytes, lease: Lease) -> Creation:
+    """A mutant of `create` that takes whatever stands there for its own."""
+    creation = await CREATE(self, key, value, lease)
+    return Creation(True, replace(creation.entry, lease=lease.id))
+
+
+CREATE = ConsulStore.create
+
+
+async def standing(store: Store, key: str) -> Entry:
+    found = await store.get(key)
+    if found is None:
+        raise OutcomeUnknown("it went meanwhile")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mutant", "seed", "caught"),
+    [(unbound, 7, TimeoutError), (believing, 7, SafetyViolated)],
+)
+def test_mutants_are_caught(
+    mutant: Callable[..., object],
+    seed: int,
+    caught: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ConsulStore, "create", mutant)
+    with pytest.raises(caught):
+        contest(seed)
