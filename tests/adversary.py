@@ -362,14 +362,13 @@ class WireWorld(World):
         loop = WireLoop(self.clock, self.oracle.look)
         loop.network = self.network
         random.seed(self.rng.getrandbits(32))  # client libraries draw from it
-        try:
-            with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                try:
-                    runner.run(self._stoppable(life))
-                except asyncio.CancelledError:
-                    assert self.oracle.violation is not None
-        finally:
-            self.network.close()
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            try:
+                runner.run(self._stoppable(life))
+            except asyncio.CancelledError:
+                assert self.oracle.violation is not None
+            finally:
+                self.network.close()
         if self.oracle.violation is not None:
             raise self.oracle.violation
 

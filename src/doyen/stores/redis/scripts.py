@@ -42,13 +42,6 @@ local META, LEASES, DUE, ENTRIES, INDEX, BOUND = unpack(KEYS)
 local P, RUN = ARGV[1], ARGV[2]
 local GAP = 4294967296
 
-if redis.call('EXISTS', META) == 0 then
-  redis.call('HSET', LEASES, '', ''); redis.call('HSET', ENTRIES, '', '')
-  redis.call('ZADD', DUE, '+inf', ''); redis.call('ZADD', INDEX, 0, '')
-  redis.call('ZADD', BOUND, 0, '')
-  redis.call('HSET', META, 'layout', {LAYOUT})
-end
-
 local function int(n) return string.format('%.0f', n) end
 
 local function now()
@@ -63,6 +56,16 @@ local function number()
   n = int(math.max(n, now()))
   redis.call('HSET', META, 'revision', n, 'run', RUN)
   return n
+end
+
+-- The counter begins with the place itself: another server that has this much and lacks the first
+-- token leaves its gap above it.
+if redis.call('EXISTS', META) == 0 then
+  redis.call('HSET', LEASES, '', ''); redis.call('HSET', ENTRIES, '', '')
+  redis.call('ZADD', DUE, '+inf', ''); redis.call('ZADD', INDEX, 0, '')
+  redis.call('ZADD', BOUND, 0, '')
+  redis.call('HSET', META, 'layout', {LAYOUT})
+  number()
 end
 
 local function tell(path)
