@@ -105,6 +105,7 @@ async def node(orders: asyncio.Queue[dict[str, Any]]) -> None:
         peers=OPTIONS["peers"],
         data_dir=OPTIONS["folder"],
         machine=Registers(),
+        found=True,
     )
     limits = Limits(**OPTIONS.get("limits", {}))
     member._options = dataclasses.replace(member._options, limits=limits)

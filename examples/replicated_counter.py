@@ -4,8 +4,8 @@
     python3 examples/replicated_counter.py n2
     python3 examples/replicated_counter.py n3
 
-Each in a terminal of its own. Two of the three are enough; kill any of them, the leader too, and
-nothing that was counted is lost. Needs doyen[quorum].
+Each in a terminal of its own. All three found the quorum; from then on two of the three are enough.
+Kill any of them, the leader too, and nothing that was counted is lost. Needs doyen[quorum].
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class Counter(doyen.StateMachine):
 
 async def main(name: str, peers: dict[str, str], folder: str) -> None:
     counter = Counter()
-    async with doyen.Node(name, peers=peers, data_dir=f"{folder}/{name}", machine=counter) as node:
+    data_dir = f"{folder}/{name}"
+    async with doyen.Node(
+        name, peers=peers, data_dir=data_dir, machine=counter, found=True
+    ) as node:
         while True:
             total = await node.propose(b"1")  # on a majority's disks when this returns
             print(f"{total}: counted by {name}, {node.role} in {node.generation}", flush=True)

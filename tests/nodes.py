@@ -159,7 +159,9 @@ async def _obey(name: str, peers: dict[str, str], folder: str) -> None:
     stopped = loop.create_future()
     loop.add_signal_handler(signal.SIGTERM, stopped.set_result, None)
     notes = Notes()
-    async with often(doyen.Node(name, peers=peers, data_dir=folder, machine=notes)) as node:
+    async with often(
+        doyen.Node(name, peers=peers, data_dir=folder, machine=notes, found=True)
+    ) as node:
         print(json.dumps("running"), flush=True)
 
         def read() -> None:

@@ -24,7 +24,9 @@ async def serve(folder: Path, peers: dict[str, str], settings: dict[str, Any]) -
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     nodes = [
-        await Server.open(Options(id=node, peers=peers, data_dir=folder / node, **settings))
+        await Server.open(
+            Options(id=node, peers=peers, data_dir=folder / node, **{"found": True} | settings)
+        )
         for node in sys.argv[4:]
     ]
     await stopped.wait()

@@ -92,6 +92,7 @@ class Quorum:
         return ",".join(f"{name}={where}" for name, where in self.peers.items())
 
     def start(self, name: str, *options: str) -> Served:
+        options = options if "--join" in options else ("--found", *options)
         command = [*DOYEN, "serve", "--json", "--id", name, "--cluster", self.cluster]
         command += ["--peers", self.peers_text, "--data-dir", str(self._folder / name)]
         node = Served(name, self.peers[name], [*command, *self._options, *options])

@@ -98,7 +98,7 @@ def test_a_stranger_that_speaks_nonsense(word: bytes, fault: str) -> None:
     run(body())
 
 
-@pytest.mark.parametrize("security", [Security(), Security(secret=SECRET)])
+@pytest.mark.parametrize("security", [Security(), Security(peer_secret=SECRET)])
 def test_strangers_that_say_anything_at_all(security: Security) -> None:
     beginnings = st.sampled_from([b"", hello(), b"GET /healthz HTTP/1.1\r\n", b"\0\0\0"])
 
@@ -245,12 +245,15 @@ def test_a_peer_that_asks_and_reads_no_answers() -> None:
 
 @pytest.mark.parametrize(
     ("theirs", "told"),
-    [(Security(), "none is set here"), (Security(secret=b"guess" * 4), "not the one that is set")],
+    [
+        (Security(), "none is set here"),
+        (Security(peer_secret=b"guess" * 4), "not the one that is set"),
+    ],
 )
 def test_those_who_do_not_know_the_secret(theirs: Security, told: str) -> None:
     async def body() -> None:
         async with Street() as street:
-            ours = Security(secret=SECRET)
+            ours = Security(peer_secret=SECRET)
             node = await street.add("n1", security=ours)
             with pytest.raises(Refused, match=told):
                 await call(node.address, FRIEND, "peer", security=theirs)
@@ -270,7 +273,7 @@ def test_those_who_do_not_know_the_secret(theirs: Security, told: str) -> None:
 def test_a_recorded_conversation_is_worth_nothing() -> None:
     async def body() -> None:
         async with Street() as street:
-            security = Security(secret=SECRET)
+            security = Security(peer_secret=SECRET)
             node = await street.add("n1", security=security)
             recorded: list[bytes] = []
 

@@ -88,7 +88,7 @@ def test_a_secret_is_read_from_its_file_or_the_environment(tmp_path: Path) -> No
         ({"peers": "a=:1,a=:2"}, "two peers are called 'a'"),
         ({"election_s": "soon"}, "election_s: 'soon' is not a number of seconds"),
         ({"join": "perhaps"}, "'perhaps' is neither true nor false"),
-        ({"secret_file": "/nowhere"}, "secret_file /nowhere cannot be read"),
+        ({"secret_file": "/nowhere"}, "secret file /nowhere cannot be read"),
         ({"config": "/nowhere.toml"}, "/nowhere.toml cannot be read: No such file"),
     ],
 )
@@ -184,7 +184,7 @@ def test_a_port_that_is_taken_is_named_with_the_remedy(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         command = [*DOYEN, "serve", "--id", "n1", "--peers", f"n1={address}"]
-        command += ["--data-dir", str(tmp_path / "n1")]
+        command += ["--found", "--data-dir", str(tmp_path / "n1")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert done.returncode == 69
     assert "Address already in use. Stop whatever listens there" in done.stderr
@@ -199,7 +199,7 @@ def test_peers_that_are_not_those_on_disk_are_told_apart(
     one, other = addresses(2)
 
     async def begin(**peers: str) -> None:
-        async with doyen.Node("n1", peers=peers, data_dir=tmp_path) as node:
+        async with doyen.Node("n1", peers=peers, data_dir=tmp_path, found=True) as node:
             await node.barrier()
 
     asyncio.run(begin(n1=one))

@@ -37,7 +37,7 @@ class Trio:
             peers=options.pop("peers", self.peers),
             data_dir=self.folder / name,
             machine=self.notes[name],
-            **options,
+            **{"found": not options.get("join")} | options,
         )
         stack = self._stack[name] = AsyncExitStack()
         self.nodes[name] = await stack.enter_async_context(node)
@@ -219,7 +219,7 @@ def test_a_session_on_ones_own_quorum(tmp_path: Path, secret: str | None) -> Non
                 assert leader is not None
                 assert (leader.name, leader.token) == ("a", term.token)
 
-    with_three(tmp_path, work, secret=secret)
+    with_three(tmp_path, work, secret=secret, peer_secret=secret and f"{secret} of peers")
 
 
 def test_a_busy_caller_does_not_starve_the_node(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ import asyncio, os, doyen
 
 async def main():
     peers = {{"n1": {addresses(1)[0]!r}}}
-    async with doyen.Node("n1", peers=peers, data_dir={str(tmp_path / "n1")!r}) as node:
+    async with doyen.Node("n1", peers=peers, data_dir={str(tmp_path / "n1")!r}, found=True) as node:
         child = os.fork()
         if not child:
             try:
@@ -305,17 +305,17 @@ def test_unknown_options_are_refused() -> None:
 def test_a_node_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     async def main() -> None:
         peers = {"n1": addresses(1)[0]}
-        node = doyen.Node("n1", peers=peers, data_dir=tmp_path / "n1")
+        node = doyen.Node("n1", peers=peers, data_dir=tmp_path / "n1", found=True)
         with pytest.raises(doyen.SessionClosed, match="not running"):
             await node.propose(b"early")
         async with node:
             with pytest.raises(doyen.SessionClosed, match="entered once"):
                 await node.__aenter__()
             with pytest.raises(doyen.StoreUnusable, match=f"in use by process {os.getpid()}"):
-                async with doyen.Node("n1", peers=peers, data_dir=tmp_path / "n1"):
+                async with doyen.Node("n1", peers=peers, data_dir=tmp_path / "n1", found=True):
                     pass
             with pytest.raises(doyen.DoyenError, match=r"listen|in use"):
-                async with doyen.Node("n1", peers=peers, data_dir=tmp_path / "other"):
+                async with doyen.Node("n1", peers=peers, data_dir=tmp_path / "other", found=True):
                     pass
 
     asyncio.run(main())

@@ -59,7 +59,7 @@ def test_nodes_that_know_one_another(
         tls = TLS(certificate=certificate, key=key, authority=files.certificate("ca"))
         security = Security(tls=tls)
     else:
-        security = Security(secret=SECRET)
+        security = Security(peer_secret=SECRET)
 
     async def body() -> None:
         async with Street() as street:

@@ -61,6 +61,7 @@ class Nodes:
                     data_dir=self._folder / name,
                     election_s=0.3,
                     heartbeat_s=0.05,
+                    found=True,
                     **self._settings,
                 )
             )
@@ -403,7 +404,7 @@ def test_secrets(tmp_path: Path) -> None:
         file = tmp_path / "secret"
         file.write_text(f"{SECRET}\n")
         quoted = SECRET.replace(" ", "%20")
-        async with nodes(tmp_path / "n", secret=SECRET) as quorum:
+        async with nodes(tmp_path / "n", secret=SECRET, peer_secret=f"{SECRET} of nodes") as quorum:
             for url in (
                 quorum.url(secret=quoted),
                 quorum.url(query=f"?secret_file={file}"),

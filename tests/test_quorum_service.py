@@ -66,6 +66,7 @@ from doyen.quorum.requests import (
 )
 from doyen.quorum.versions import NEWEST
 from doyen.quorum.wire import Fault
+from doyen.quorum.wire import Role as Power
 from doyen.testing.virtual import run_virtual
 from drivers import World
 
@@ -83,6 +84,7 @@ class Client:
 
     def __init__(self, service: Service, name: str = "a-client", role: str = "client") -> None:
         self.role = role
+        self.granted: Power = "admin"
         self.closed = False
         self.refused: Fault | None = None
         self.faults: list[Fault] = []

@@ -33,7 +33,7 @@ from nodes import addresses
 from trials import SECRET, Trial
 
 CLUSTER = "doyen"
-KNOWING = Security(secret=SECRET.encode())
+KNOWING = Security(secret=SECRET.encode(), peer_secret=SECRET.encode())
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_those_of_another_cluster_and_those_who_do_not_know_the_secret(trial: Tr
                     await open_store(url, context)
             for me, security in (
                 (Identity("another", "n2", 7), KNOWING),
-                (Identity(CLUSTER, "n2", 7), Security(secret=b"a long guess at it")),
+                (Identity(CLUSTER, "n2", 7), Security(peer_secret=b"a long guess at it")),
                 (Identity(CLUSTER, "", 7), KNOWING),
             ):
                 with pytest.raises(Refused):
@@ -220,7 +220,7 @@ def test_a_thief_of_a_name(trial: Trial, tmp_path: Path) -> None:
         command = [*DOYEN, "serve", "--json", "--id", victim.name]
         command += ["--peers", ",".join(f"{peer}={at}" for peer, at in peers.items())]
         command += ["--data-dir", str(tmp_path / folder)]
-        command += ["--secret-file", str(tmp_path / "secret")]
+        command += ["--peer-secret-file", str(tmp_path / "secret"), "--found"]
         before = faults(trial)
         with (tmp_path / "log").open("w") as log:
             thief = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)

@@ -49,6 +49,7 @@ async def started(folder: Path, machine: Tally | None = None, **limits: int) -> 
         data_dir=folder,
         election_s=0.3,
         heartbeat_s=0.05,
+        found=True,
         limits=Limits(**limits),
     )
     server = await Server.open(options, machine)

@@ -31,6 +31,7 @@ async def _live(protocol: str, folder: Path, peers: dict[str, str], written: int
                 peers=peers,
                 data_dir=folder / name,
                 machine=notes[name],
+                found=True,
                 protocol=protocol,
                 election_s=0.5,
                 heartbeat_s=0.05,

@@ -169,7 +169,7 @@ def test_the_newest_version_that_both_speak(
 ) -> None:
     monkeypatch.setattr(wire, "NEWEST", 2)
     me, later = ["c", "x", 1], "of a later version"
-    hello = ["doyen", *theirs, "client", me, "", bytes(32), [1, 2], later]
+    hello = ["doyen", *theirs, "client", me, "", bytes(32), [1, 2], [], later]
     listener = Listener(N2)
     if chosen is not None:
         listener.take(Word.HELLO, msgspec.msgpack.encode(hello))

@@ -203,7 +203,8 @@ class Trial:
             peers = ",".join(f"{peer}={self.peers[peer]}" for peer in known)
             command = [*DOYEN, "serve", "--json", "--id", name, "--peers", peers]
             command += ["--secret-file", str(secret), "--data-dir", str(self.data(name))]
-            return [*command, *(["--join"] if join else [])]
+            command += ["--peer-secret-file", str(secret)]
+            return [*command, "--join" if join else "--found"]
         given = {
             "name": name,
             "peers": {peer: self.peers[peer] for peer in known},
@@ -548,8 +549,10 @@ async def run_node(folder: Path, given: dict[str, Any]) -> None:
         peers=peers,
         data_dir=given["folder"],
         secret=SECRET,
+        peer_secret=SECRET,
         machine=ledger,
         join=given["join"],
+        found=not given["join"],
     )
     async with often(node):
         tell(event="listening", node=name)

@@ -36,7 +36,8 @@ class Certificates:
         self._self_signed("ca", *authority)
         self._self_signed("stranger", *AUTHORITY)
         # The members of a cluster are each other's clients.
-        self._signed("server", "ca", *LEAF, "extendedKeyUsage=serverAuth,clientAuth")
+        node = "extendedKeyUsage=serverAuth,clientAuth"
+        self._signed("server", "ca", *LEAF, node, unit="doyen-peer")
         self._signed("client", "ca", *LEAF, "extendedKeyUsage=clientAuth")
         self._signed("guest", "stranger", *LEAF, "extendedKeyUsage=clientAuth")
 
@@ -59,9 +60,15 @@ class Certificates:
         new = ("-x509", "-config", plain, "-subj", f"/CN={name}", "-keyout", self.key(name))
         _openssl(*NEW, *new, *added, "-out", self.certificate(name))
 
-    def _signed(self, name: str, by: str, *extensions: str) -> None:
+    def sign(self, name: str, unit: str = "") -> None:
+        """Make another certificate of a client, or of a node, for 127.0.0.1."""
+        use = "serverAuth,clientAuth" if unit == "doyen-peer" else "clientAuth"
+        self._signed(name, "ca", *LEAF, f"extendedKeyUsage={use}", unit=unit)
+
+    def _signed(self, name: str, by: str, *extensions: str, unit: str = "") -> None:
         request, wanted = self.folder / f"{name}.csr", self.folder / f"{name}.ext"
-        _openssl(*NEW, "-new", "-subj", f"/CN={name}", "-keyout", self.key(name), "-out", request)
+        subject = f"/OU={unit}/CN={name}" if unit else f"/CN={name}"
+        _openssl(*NEW, "-new", "-subj", subject, "-keyout", self.key(name), "-out", request)
         wanted.write_text("\n".join([*extensions, ""]))
         signer = ("-CA", self.certificate(by), "-CAkey", self.key(by), "-CAcreateserial")
         what = ("-req", "-in", request, "-extfile", wanted, "-out", self.certificate(name))

@@ -32,8 +32,13 @@ __all__ = ["MANUAL", "configure", "options", "read_peers", "run"]
 
 MANUAL = """\
 Runs one node of a quorum. Three or five of them, each on a machine of its own, are a store that
-needs nothing else: doyen://h1:7400,h2:7400,h3:7400. All of them are started with the same peers. A
-node's data folder is its memory: never copy one, and never remove one of a node that counts.
+needs nothing else: doyen://h1:7400,h2:7400,h3:7400. All of them are started with the same peers.
+
+A node's data folder is its memory. With --found, nodes whose folders are empty found a cluster,
+once all of them are there; a node whose folder has data takes no notice of it. With --join, a node
+waits until it is added to a cluster that exists. A node that is a member and has lost its folder,
+or has an older copy of it, is refused by the others: remove it, and add it anew with an empty
+folder.
 
 Settings come from a TOML file (--config), from the environment (DOYEN_NODE_ID, DOYEN_NODE_PEERS,
 …) and from options; the later prevail. SIGTERM or Ctrl-C hands leadership over, then stops; a
@@ -44,7 +49,8 @@ the same as a file:
   id = "n1"
   data_dir = "/var/lib/doyen"
   listen = "0.0.0.0:7400"           # default: its own address among the peers
-  secret_file = "/etc/doyen/secret" # or TLS, unless all is on one machine
+  peer_secret_file = "/etc/doyen/peers"   # or TLS, unless all is on one machine
+  secret_file = "/etc/doyen/clients"
   [peers]
   n1 = "10.0.0.1:7400"
   n2 = "10.0.0.2:7400"
@@ -69,7 +75,7 @@ exit codes:
 
 examples:
   # a quorum on one machine, to try; in three terminals, with n1, n2 and n3
-  doyen serve --id n1 --data-dir n1 --peers n1=:7401,n2=:7402,n3=:7403
+  doyen serve --found --id n1 --data-dir n1 --peers n1=:7401,n2=:7402,n3=:7403
   doyen run billing --store doyen://localhost:7401,localhost:7402 -- ./work
 """
 
@@ -106,13 +112,17 @@ SETTINGS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "listen": (str, "HOST:PORT", "where to listen (default: its own address among the peers)"),
     "http": (str, "HOST:PORT", "a second port, for probes that have no certificate"),
     "cluster": (str, "NAME", "nodes of one name talk to one another only (default: doyen)"),
-    "secret_file": (str, "FILE", "a file with what nodes and clients prove they know"),
+    "secret_file": (str, "FILE", "a file with what clients prove they know"),
+    "peer_secret_file": (str, "FILE", "a file with what nodes prove to one another"),
+    "admin_secret_file": (str, "FILE", "a file with what administrators prove they know"),
+    "onlooker_secret_file": (str, "FILE", "a file with what those prove who only read"),
     "tls_certificate": (str, "FILE", "this node's certificate, PEM"),
     "tls_key": (str, "FILE", "its key"),
     "tls_authority": (str, "FILE", "who signs the others' certificates"),
     "tls_mutual": (_truth, "true|false", "let in only who has a certificate (default: true)"),
     "insecure": (_truth, "true|false", "listen beyond this machine with neither secret nor TLS"),
-    "join": (_truth, "true|false", "wait to be added to a quorum that exists"),
+    "found": (_truth, "true|false", "with an empty folder: found a cluster, with all peers"),
+    "join": (_truth, "true|false", "with an empty folder: wait to be added to a cluster"),
     "election_s": (seconds, "SECONDS", "how long a leader may be silent (default: 1)"),
     "heartbeat_s": (seconds, "SECONDS", "how often a leader speaks (default: 0.1)"),
     "quota_bytes": (_count, "BYTES", "how large the keyspace may become (default: 1 GiB)"),
@@ -170,10 +180,11 @@ def options(given: Mapping[str, str | None], environment: Mapping[str, str]) -> 
                 f"a node needs {name}: --{name.replace('_', '-')}, DOYEN_NODE_{name.upper()},"
                 f" or {name} in a file (--config)"
             )
-    if "DOYEN_NODE_SECRET" in environment:
-        asked["secret"] = environment["DOYEN_NODE_SECRET"]
-    if file := asked.pop("secret_file", None):
-        asked["secret"] = _secret(Path(file))
+    for name in SECRETS:
+        if (variable := f"DOYEN_NODE_{name.upper()}") in environment:
+            asked[name] = environment[variable]
+        if file := asked.pop(f"{name}_file", None):
+            asked[name] = _secret(Path(file))
     if tls := {name: asked.pop(f"tls_{name}") for name in TLS_PARTS if f"tls_{name}" in asked}:
         from doyen.quorum.wire import TLS
 
@@ -183,7 +194,7 @@ def options(given: Mapping[str, str | None], environment: Mapping[str, str]) -> 
 
 def _check_variables(environment: Mapping[str, str]) -> None:
     """Refuse one that nobody reads: it was meant to do something."""
-    known = [f"DOYEN_NODE_{name.upper()}" for name in (*SETTINGS, "config", "secret")]
+    known = [f"DOYEN_NODE_{name.upper()}" for name in (*SETTINGS, "config", *SECRETS)]
     for variable in environment:
         if variable.startswith("DOYEN_NODE_") and variable not in known:
             raise ConfigError(f"nothing reads the variable {variable}; {_hint(variable, known)}")
@@ -194,6 +205,7 @@ def _hint(name: str, known: Collection[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
 
 
+SECRETS = ("secret", "peer_secret", "admin_secret", "onlooker_secret")
 TLS_PARTS = ("certificate", "key", "authority", "mutual")
 
 
@@ -236,9 +248,9 @@ def _secret(path: Path) -> str:
     try:
         secret = path.read_text().strip()
     except OSError as error:
-        raise ConfigError(f"secret_file {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"secret file {path} cannot be read: {error.strerror}") from error
     if not secret:
-        raise ConfigError(f"secret_file {path} is empty: put a long random line into it")
+        raise ConfigError(f"secret file {path} is empty: put a long random line into it")
     return secret
 
 

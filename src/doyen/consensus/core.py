@@ -57,6 +57,7 @@ __all__ = [
     "Message",
     "Persist",
     "Persisted",
+    "Position",
     "Proposed",
     "ReadAsked",
     "ReadReady",
@@ -110,6 +111,11 @@ class Membership(Struct, frozen=True, array_like=True):
     learners: tuple[str, ...] = ()
     addresses: Mapping[str, str] = {}
     """Where to reach each, for those who join later. Meaningless to a core."""
+    members: Mapping[str, str] = {}
+    """The random id of each server's data folder, by name. A server that comes back with another
+    one has lost its data. Meaningless to a core; absent until the cluster has recorded it."""
+    cluster: str = ""
+    """The random id of the cluster; empty until it has been recorded."""
 
     @property
     def majority(self) -> int:
@@ -127,6 +133,23 @@ class Snapshot(Struct, frozen=True, array_like=True):
     index: int
     generation: int
     membership: Membership
+
+
+class Position(Struct, frozen=True, array_like=True, gc=False):
+    """How far a server has come: the generation that it has entered, and the last entry of its log.
+    What is on disk never goes back, as long as the disk keeps it."""
+
+    generation: int = 0
+    last_generation: int = 0
+    last_index: int = 0
+
+    def covers(self, other: Position) -> bool:
+        """Whether a server that was at `other` can be here now."""
+        return self.generation >= other.generation and not self.behind(other)
+
+    def behind(self, other: Position) -> bool:
+        """Whether the other's log is further along."""
+        return (self.last_generation, self.last_index) < (other.last_generation, other.last_index)
 
 
 class Message(Struct, frozen=True, array_like=True, tag=True, gc=False):

@@ -1,6 +1,6 @@
 """`Node`: one server of an embedded quorum, in the user's own process.
 
-    async with doyen.Node("n1", peers={...}, data_dir="/var/lib/app") as node:
+    async with doyen.Node("n1", peers={...}, data_dir="/var/lib/app", found=True) as node:
         await node.propose(b"...")
 
 A node runs on a thread of its own, with its own loop, so that code which blocks the caller's loop
@@ -11,6 +11,8 @@ crosses over as one piece, and so do the answers.
     driver       carries out what a consensus core says (with `applied`, `proposals`)
     machine      commands, exactly once, and the state machines behind them
     journal      memory in a folder (with `folder`)
+    members      who this node is, whom it hears as a peer, founding
+    roles        what peers, administrators, clients and onlookers may do
     peers, door  links to other nodes; who may come in
     service      the Store port for clients (with `keeper` and `leases`, for the one that leads)
     server       a real node, put together
@@ -55,13 +57,16 @@ class Standing(NamedTuple):
 class Node:
     """One server of an embedded quorum, running in this process.
 
-        async with doyen.Node("n1", peers=peers, data_dir="data/n1", machine=Counter()) as node:
+        async with doyen.Node("n1", peers=peers, data_dir="data/n1", found=True) as node:
             print(node.role, node.leader)
             total = await node.propose(b"add 1")
 
     `peers` names every node's address, this one's included; all nodes are started with the same.
-    Entered when the node runs, which is before anyone leads. On leaving, leadership is handed over
-    first. The quorum agrees on what `machine` (see `StateMachine`) carries out.
+    With `found`, nodes whose folders are empty found a cluster, once all of them are there; with
+    `join`, this one waits to be added to a cluster that exists. An empty folder needs one of them;
+    with a folder that has data neither means anything. Entered when the node runs, which is before
+    anyone leads. On leaving, leadership is handed over first. The quorum agrees on what `machine`
+    (see `StateMachine`) carries out.
     """
 
     def __init__(
@@ -73,9 +78,13 @@ class Node:
         listen: str | None = None,
         cluster: str = "doyen",
         secret: str | None = None,
+        peer_secret: str | None = None,
+        admin_secret: str | None = None,
+        onlooker_secret: str | None = None,
         tls: TLS | None = None,
         insecure: bool = False,
         join: bool = False,
+        found: bool = False,
         machine: StateMachine | None = None,
         election_s: float = 1.0,
         heartbeat_s: float = 0.1,
@@ -95,9 +104,13 @@ class Node:
             listen=listen,
             cluster=cluster,
             secret=secret,
+            peer_secret=peer_secret,
+            admin_secret=admin_secret,
+            onlooker_secret=onlooker_secret,
             tls=tls,
             insecure=insecure,
             join=join,
+            found=found,
             election_s=election_s,
             heartbeat_s=heartbeat_s,
             protocol=protocol,

@@ -31,7 +31,7 @@ from typing import Any
 
 from doyen.errors import StoreUnusable
 from doyen.quorum.link import BOUND, HANDSHAKE_S, KEEPALIVE_S, End, Link, Tally
-from doyen.quorum.wire import Fault, Identity, Listener, Security, check_exposure
+from doyen.quorum.wire import Fault, Identity, Listener, MemberInfo, Security, check_exposure
 
 __all__ = ["Door", "Page"]
 
@@ -62,6 +62,7 @@ class Door:
         clients: Callable[[Link], None],
         pages: Mapping[str, Page],
         insecure: bool = False,
+        info: Callable[[], MemberInfo] = MemberInfo,
         tally: Tally | None = None,
         handshake_s: float = HANDSHAKE_S,
         keepalive_s: float = KEEPALIVE_S,
@@ -72,6 +73,7 @@ class Door:
         self.me = me
         self.security = security
         self.pages = pages
+        self.info = info
         self.tally = tally or Tally()
         self.handshake_s = handshake_s
         self.keepalive_s = keepalive_s
@@ -85,7 +87,7 @@ class Door:
         self._strangers: dict[Visitor, None] = {}
         self._inside: set[Link] = set()
         self._closed = False
-        self.context = security.listening
+        security.listening  # noqa: B018 - files that cannot be used are found here
 
     @property
     def strangers(self) -> int:
@@ -228,7 +230,7 @@ class Visitor(asyncio.Protocol):
             return
         self._connecting = True
         loop = asyncio.get_running_loop()
-        context = None if self._http_only else self._door.context
+        context = None if self._http_only else self._door.security.listening
         patience_s = self._door.handshake_s + 1 if context else None  # ours runs out first
         try:
             await loop.connect_accepted_socket(
@@ -261,7 +263,7 @@ class Visitor(asyncio.Protocol):
     def _make_link(self, data: bytes) -> None:
         door = self._door
         link = Link(
-            Listener(door.me, door.security.secret),
+            Listener(door.me, security=door.security, info=door.info),
             door.tally,
             admit=door.admit,
             keepalive_s=door.keepalive_s,

@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -85,6 +85,7 @@ from doyen.node.proposals import (
     encode_results,
     inform,
 )
+from doyen.node.roles import needs_admin
 from doyen.quorum.versions import NEWEST
 
 __all__ = ["Answer", "Driver", "Limits", "Status"]
@@ -102,7 +103,7 @@ RETRY_S = 0.02
 
 
 # What nodes ask the leader, by the first byte, and how it answers.
-_PROPOSE, _READ, _SERVICE, _ORDER = b"P", b"R", b"Q", b"O"
+_PROPOSE, _READ, _SERVICE, _ORDER, _PROPOSE_AS_ADMIN = b"P", b"R", b"Q", b"O", b"A"
 _DONE, _NOT_LEADING, _UNKNOWN, _REFUSED = 0, 1, 2, 3
 
 
@@ -144,6 +145,7 @@ class Driver:
         self._membership = core.membership
 
         self._applied = Applied(machine, journal, core.founders, limits, self)
+        self.copy = self._applied.copy
         self._proposals = Proposals(core.id, incarnation, limits)
         self._sweeper: asyncio.TimerHandle | None = None
         # Batches of peers, with the bytes as they came.
@@ -475,7 +477,6 @@ class Driver:
 
     async def propose(self, target: int, body: bytes, *, request: Request | None = None) -> Any:
         """Have the state machine `target` carry out `body`, on every node; return its result.
-
         `request` is the id of a client that keeps its own count. Raises `CommandFailed` with the
         machine's own error; `StoreUnavailable` if it was certainly not carried out;
         `OutcomeUnknown` if nobody could say within `patience_s`.
@@ -583,7 +584,8 @@ class Driver:
     async def _forward(self, leader: str, batch: Batch) -> None:
         """Have the leader propose a batch of ours."""
         batch.tried()
-        answer = await self._put(leader, _PROPOSE + encode_batch(batch.commands))
+        tag = _PROPOSE_AS_ADMIN if needs_admin(batch.commands) else _PROPOSE
+        answer = await self._put(leader, tag + encode_batch(batch.commands))
         status, payload = answer[0], answer[1:]
         if status == _DONE:
             self._proposals.settle(batch, decode_results(payload))
@@ -666,10 +668,8 @@ class Driver:
 
     async def ask_leader(self, question: bytes) -> bytes:
         """Put a question to the handler (`on_question`) of the node that leads, maybe this one.
-
-        Raises `StoreUnavailable` if it was certainly not heard, `OutcomeUnknown` if the link
-        broke before the answer came.
-        """
+        Raises `StoreUnavailable` if it was certainly not heard, `OutcomeUnknown` if the link broke
+        before the answer came."""
         return await self._ask(_SERVICE + question)
 
     async def _ask(self, question: bytes) -> bytes:
@@ -735,8 +735,8 @@ class Driver:
         tag, body = question[:1], question[1:]
         if self.core.role is not Role.LEADING:
             tell(_NOT_LEADING)
-        elif tag == _PROPOSE:
-            self._asked_to_propose(body, tell)
+        elif tag in (_PROPOSE, _PROPOSE_AS_ADMIN):
+            self._asked_to_propose(body, tell, as_admin=tag == _PROPOSE_AS_ADMIN)
         elif tag == _READ:
             self._readers.append(lambda index: tell(_DONE, index.to_bytes(8)))
             self._flush_soon()
@@ -749,12 +749,15 @@ class Driver:
         else:
             tell(_REFUSED, b"the leader does not know such a question")
 
-    def _asked_to_propose(self, data: bytes, tell: Tell) -> None:
+    def _asked_to_propose(self, data: bytes, tell: Tell, *, as_admin: bool) -> None:
         try:
             commands = decode_batch(data)
             self.machine.check({command.target for command in commands})
         except (MsgspecError, ConfigError) as error:
             tell(_REFUSED, f"the leader cannot propose this batch: {error}".encode())
+            return
+        if needs_admin(commands) and not as_admin:
+            tell(_REFUSED, b"an administrator's command, forwarded without that role")
             return
         if self._offered_bytes + len(data) > self.limits.pending_bytes:
             tell(_REFUSED, b"the leader has more proposals than it can take")
@@ -769,10 +772,6 @@ class Driver:
         return offer
 
     # Snapshots.
-
-    def copy(self) -> tuple[Snapshot, Iterator[bytes]]:
-        """All that has been applied, as it is now; the pieces may be taken while more is."""
-        return self._applied.copy()
 
     def _send_snapshot(self, effect: SendSnapshot) -> None:
         self.start_task(self._stream(effect.peer, effect.generation))

@@ -1,6 +1,7 @@
 """What a journal's folder holds, and how it is read after a crash.
 
     identity                     whose folder this is: cluster, node, protocol
+    member                       its random id, and the cluster's (see `members`)
     lock                         held by the one process that writes here
     log-0000000001, …            segments of the log
     snapshot-<index>-<unique>    snapshots; the one in force is named by the log
@@ -39,6 +40,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -59,6 +61,7 @@ from doyen.node.frames import (
     FrameReader,
     FrameWriter,
 )
+from doyen.node.members import Member
 
 __all__ = [
     "AHEAD_BYTES",
@@ -80,14 +83,18 @@ __all__ = [
     "check_identity",
     "claim",
     "read_identity",
+    "read_member",
     "survey",
     "write_identity",
+    "write_member",
 ]
 
 SEGMENT_BYTES = 64 << 20
 AHEAD_BYTES = 1 << 20
 """How much of a segment is filled with zeros ahead of what is written."""
 
+
+S = TypeVar("S", bound=Struct)
 
 # Whose folder it is.
 
@@ -122,13 +129,29 @@ def claim(disk: Disk, folder: Path) -> int:
 
 
 def write_identity(disk: Disk, folder: Path, identity: Identity) -> None:
-    about = msgspec.to_builtins(identity)
-    about["checksum"] = zlib.crc32(msgspec.json.encode(identity))
-    frames.put_file(disk, folder / "identity", json.dumps(about, indent=1).encode() + b"\n")
+    _write(disk, folder / "identity", identity)
 
 
 def read_identity(disk: Disk, folder: Path) -> Identity | None:
-    path = folder / "identity"
+    return _read(disk, folder / "identity", Identity)
+
+
+def write_member(disk: Disk, folder: Path, member: Member) -> None:
+    """Apart from `identity`, which earlier releases read too."""
+    _write(disk, folder / "member", member)
+
+
+def read_member(disk: Disk, folder: Path) -> Member | None:
+    return _read(disk, folder / "member", Member)
+
+
+def _write(disk: Disk, path: Path, what: Struct) -> None:
+    about = msgspec.to_builtins(what)
+    about["checksum"] = zlib.crc32(msgspec.json.encode(what))
+    frames.put_file(disk, path, json.dumps(about, indent=1).encode() + b"\n")
+
+
+def _read(disk: Disk, path: Path, kind: type[S]) -> S | None:
     try:
         data = frames.read_all(disk, path)
     except FileNotFoundError:
@@ -136,12 +159,12 @@ def read_identity(disk: Disk, folder: Path) -> Identity | None:
     try:
         about = json.loads(data)
         checksum = about.pop("checksum")
-        identity = msgspec.convert(about, Identity)
+        found = msgspec.convert(about, kind)
     except (ValueError, KeyError, AttributeError, msgspec.ValidationError):
         raise frames.damaged(path, 0, "it does not say whose folder this is") from None
-    if checksum != zlib.crc32(msgspec.json.encode(identity)):
+    if checksum != zlib.crc32(msgspec.json.encode(found)):
         raise frames.damaged(path, 0, "its checksum is wrong")
-    return identity
+    return found
 
 
 def check_identity(folder: Path, found: Identity, wanted: Identity) -> None:
@@ -324,7 +347,7 @@ class Findings(Struct):
 
 
 _SEGMENT = re.compile(r"log-(\d{10})")
-_OURS = re.compile(r"(log-\d{10}|snapshot-\d+-[0-9a-f]{8})(\.new)?|(identity|reserve)\.new")
+_OURS = re.compile(r"(log-\d{10}|snapshot-\d+-[0-9a-f]{8})(\.new)?|(identity|member|reserve)\.new")
 
 
 def _segment_name(number: int) -> str:

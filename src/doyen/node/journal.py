@@ -259,6 +259,12 @@ class FileJournal:
         self._log.close()
         self._disk.close(self._lock)
 
+    def abandon(self) -> None:
+        """Let go of the folder before `start`."""
+        self._aside.shutdown()
+        self._log.close()
+        self._disk.close(self._lock)
+
     def _on_aside(self, do: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._aside, do, *arguments)
 

@@ -26,6 +26,9 @@ PAUSES = 100
 AGAIN = 10
 """How often an order is given again whose outcome is not known."""
 
+MAX_MEMBERS = 64
+"""How many nodes a cluster may have, learners included."""
+
 _encode = Encoder().encode
 
 
@@ -51,13 +54,19 @@ def changed(members: Membership, order: Order) -> Membership:
     """The membership that an order leads to; the same, if there is nothing to do."""
     node = order.node
     voters, learners = list(members.voters), list(members.learners)
-    addresses = dict(members.addresses)
+    addresses, ids = dict(members.addresses), dict(members.members)
     match order.what:
         case "add":
             if node not in members.everyone:
                 learners.append(node)
             addresses[node] = _reachable(order.address)
+            if len(voters) + len(learners) > MAX_MEMBERS:
+                raise OrderFailed(f"a cluster has at most {MAX_MEMBERS} nodes: remove one first")
         case "promote" if node in learners:
+            if members.cluster and node not in ids:
+                raise OrderFailed(
+                    f"{node} has not connected yet, so its id is not known; ask again when it has"
+                )
             learners.remove(node)
             voters.append(node)
         case "promote" if node not in voters:
@@ -65,11 +74,12 @@ def changed(members: Membership, order: Order) -> Membership:
         case "remove" if node in members.everyone:
             (voters if node in voters else learners).remove(node)
             addresses.pop(node, None)
+            ids.pop(node, None)
     if order.what not in ("add", "promote", "remove"):
         raise OrderFailed(f"there is no order {order.what!r}")
     if not voters:
         raise OrderFailed(f"{node} is the last voter: without it there is no quorum")
-    return Membership(tuple(voters), tuple(learners), addresses)
+    return Membership(tuple(voters), tuple(learners), addresses, ids, members.cluster)
 
 
 def _reachable(address: str) -> str:

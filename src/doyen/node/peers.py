@@ -18,6 +18,10 @@ the connection that this node has dialled; a process that dies ends both.
 it answers, the newcomer is refused; if it does not, it is dead or unreachable, and let go of. A
 node refuses whoever claims to be itself.
 
+**Who is heard** is for `members` to say: by the ids in the handshake. While a cluster waits to be
+founded its nodes connect too, and nothing goes over these connections but the founding record
+(`FOUNDED`); they end when it is on disk, and ordinary ones follow.
+
 **Bounds**: what does not fit into a link's queue (`bound` bytes) is dropped and counted in
 `dropped`. A snapshot goes out in chunks, so many of them ahead of the other side's word
 (`WINDOW`), so that nothing waits behind more than that.
@@ -40,15 +44,27 @@ from msgspec.msgpack import Decoder, Encoder
 
 from doyen.consensus.core import Message, Snapshot
 from doyen.errors import DoyenError, OutcomeUnknown, StoreUnavailable, StoreUnusable
+from doyen.node.members import Members
 from doyen.quorum.link import BOUND, HANDSHAKE_S, KEEPALIVE_S, End, Link, Tally, dial
 from doyen.quorum.versions import FIRST
-from doyen.quorum.wire import FIRST_FREE, MAX_FRAME, Fault, FrameError, Identity, Refused, Security
+from doyen.quorum.wire import (
+    FIRST_FREE,
+    MAX_FRAME,
+    Fault,
+    FrameError,
+    Identity,
+    MemberInfo,
+    Refused,
+    Security,
+)
 
 __all__ = ["Peers"]
 
 log = logging.getLogger("doyen")
 
-MESSAGE, QUESTION, ANSWER, STREAM, CHUNK, CREDIT, STORED = range(FIRST_FREE, FIRST_FREE + 7)
+MESSAGE, QUESTION, ANSWER, STREAM, CHUNK, CREDIT, STORED, FOUNDED = range(
+    FIRST_FREE, FIRST_FREE + 8
+)
 
 SOONEST_S, LATEST_S = 0.01, 0.5
 HELD_S = 1.0
@@ -90,6 +106,7 @@ class Peers:
         security: Security,
         *,
         decode: Callable[[bytes], Message],
+        members: Members | None = None,
         tally: Tally | None = None,
         jitter: Callable[[], float] = random.random,
         bound: int = BOUND,
@@ -99,6 +116,7 @@ class Peers:
     ) -> None:
         self.me = me
         self.security = security
+        self.members = members
         self.tally = tally or Tally()
         self.dropped: Counter[str] = Counter()
         """Messages that did not fit into a peer's queue, or found no link, by peer."""
@@ -111,6 +129,8 @@ class Peers:
         self._peers: dict[str, _Outgoing] = {}
         self._links: dict[str, Link] = {}
         self._callers: dict[str, _Incoming] = {}
+        self._founding: dict[str, Link] = {}
+        """Connections that were dialled by nodes while they or this one wait to be founded."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._version = FIRST
@@ -138,6 +158,11 @@ class Peers:
         for node, address in addresses.items():
             if node != self.me.node and node not in self._peers:
                 self._peers[node] = _Outgoing(self, node, address)
+        if self.members is not None:
+            self.members.reformed()
+            for node, caller in list(self._callers.items()):
+                if node not in addresses:
+                    caller.link.close()
 
     def supports(self, peer: str) -> int:
         link = self._links.get(peer)
@@ -192,6 +217,7 @@ class Peers:
     async def close(self) -> None:
         self._closed = True
         links = [*self._links.values(), *(caller.link for caller in self._callers.values())]
+        links += self._founding.values()
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
@@ -228,6 +254,16 @@ class Peers:
             text = f"another process is connected as node {them.node!r}: every node needs its own"
             link.refuse(Fault.DUPLICATE, text)
             return
+        members = self.members
+        if members is not None:
+            try:
+                members.admit(them, link.info, link.certificate)
+            except Refused as error:
+                link.refuse(error.fault, str(error))
+                return
+            if members.waiting or link.info.founding:
+                self._let_in_to_found(link)
+                return
         before = self._callers.get(them.node)
         if before is not None:
             before.link.abort()
@@ -238,6 +274,51 @@ class Peers:
         peer = self._peers.get(them.node)
         if peer is not None:
             peer.hurry()
+
+    # Founding.
+
+    def _let_in_to_found(self, link: Link) -> None:
+        node = link.them.node
+        before = self._founding.pop(node, None)
+        if before is not None:
+            before.abort()
+        if link.closed:
+            return
+        self._founding[node] = link
+        link.welcome(self._take_record, self._founding_ended)
+        peer = self._peers.get(node)
+        if peer is not None:
+            peer.hurry()
+
+    def _founding_ended(self, link: Link, end: End) -> None:
+        if self._founding.get(link.them.node) is link:
+            del self._founding[link.them.node]
+
+    def _take_record(self, link: Link, frames: Sequence[tuple[int, bytes]]) -> None:
+        for kind, payload in frames:
+            if kind != FOUNDED:
+                raise FrameError(Fault.OUT_OF_TURN, f"a frame of kind {kind} before the founding")
+            self._run(self._told(link, payload))
+
+    async def _told(self, link: Link, record: bytes) -> None:
+        assert self.members is not None
+        try:
+            if await self.members.told(record):
+                self._founded()
+        except DoyenError as error:
+            link.fault(Fault.MEMBER, str(error))
+
+    async def found(self) -> None:
+        """Found the cluster, if it is for this node to do and everybody is there."""
+        if self.members is not None and await self.members.found():
+            self._founded()
+
+    def _founded(self) -> None:
+        """This node has the founding record on disk: tell it, and connect as members do."""
+        for peer in self._peers.values():
+            peer.founded()
+        for link in list(self._founding.values()):
+            link.close()
 
     async def _is_the_one(self, them: Identity) -> bool:
         """Whether no other live process is connected under this id."""
@@ -300,14 +381,26 @@ class _Outgoing:
         self._questions: dict[int, tuple[asyncio.Future[bytes], int]] = {}
         self._streams: dict[int, _Sending] = {}
         self._hurry = asyncio.Event()
+        self._waiting: Link | None = None
+        """The connection while the cluster waits to be founded."""
         self._task = peers._run(self._keep())
 
     def hurry(self) -> None:
         """It is there: no need to wait."""
         self._hurry.set()
 
+    def founded(self) -> None:
+        """The cluster has been founded: tell the peer if it waits for that, and connect anew."""
+        link, members = self._waiting, self._peers.members
+        if link is not None and members is not None:
+            link.send(FOUNDED, members.record())
+            link.close()
+        self.hurry()
+
     def close(self) -> None:
         self._task.cancel()
+        if self._waiting is not None:
+            self._waiting.close()
         link, self.link = self.link, None
         if link is not None:
             link.close()  # first: what was queued goes out by this, and may be heard
@@ -327,6 +420,9 @@ class _Outgoing:
             else:
                 began = loop.time()
                 await link.wait()
+                if self._waiting is not None and self._peers.members is not None:
+                    self._waiting = None
+                    self._peers.members.parted(self.node)
                 if loop.time() - began > HELD_S:
                     pause = SOONEST_S
                     continue
@@ -337,12 +433,14 @@ class _Outgoing:
             pause = min(2 * pause, LATEST_S)
 
     async def _dial(self) -> Link:
-        peers = self._peers
+        peers, members = self._peers, self._peers.members
         link = await dial(
             self.address,
             peers.me,
             role="peer",
             wanted=self.node,
+            info=members.info() if members is not None else MemberInfo(),
+            judge=members.judging(self.node) if members is not None else None,
             security=peers.security,
             on_frames=self._take,
             on_end=self._ended,
@@ -365,15 +463,30 @@ class _Outgoing:
         except BaseException:
             link.abort()
             raise
+        if members is not None:
+            if members.waiting or link.info.founding:
+                self._wait_to_found(link, members)
+                return link
+            members.connected(self.node, link.info)
         self.link = peers._links[self.node] = link
         peers._connected(self.node)
         return link
+
+    def _wait_to_found(self, link: Link, members: Members) -> None:
+        self._waiting = link
+        self.trouble = "the cluster has not been founded"
+        members.met(self.node, link.info)
+        if record := members.record():
+            link.send(FOUNDED, record)
+        self._peers._run(self._peers.found())
 
     def _ended(self, link: Link, end: End) -> None:
         if link is not self.link:
             return
         self.link = None
         self.trouble = f"{self.address}: {end.value}"
+        if self._peers.members is not None:
+            self._peers.members.disconnected(self.node)
         self._let_go(link)
         if end is End.LEFT:
             self._peers._disconnected(self.node)

@@ -11,8 +11,10 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,15 +23,19 @@ from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
 from doyen.clock import SystemClock
-from doyen.consensus.core import Making, Membership, Settings
+from doyen.consensus.core import ChangeAsked, Making, Membership, Role, Settings
 from doyen.errors import ConfigError
 from doyen.node.door import Door
 from doyen.node.driver import Driver, Limits
+from doyen.node.folder import read_identity, read_member, survey, write_member
+from doyen.node.frames import Disk
 from doyen.node.journal import FileJournal
 from doyen.node.journal import Identity as Owner
 from doyen.node.machine import KEYSPACE, USER, Machine
+from doyen.node.members import Member, Members, opening
 from doyen.node.pages import pages
 from doyen.node.peers import Peers
+from doyen.node.proposals import Batch
 from doyen.node.service import Service
 from doyen.node.state import StateMachine
 from doyen.quorum.keyspace import QUOTA, Keyspace
@@ -50,6 +56,8 @@ PROTOCOLS = {
 """Where each protocol lives. Raft has everything; the others elect, replicate and restart."""
 
 MIN_QUOTA = 1 << 20
+RECORD_AGAIN_S = 0.1
+"""How soon member ids are offered again that could not be recorded: another change is under way."""
 LAST_TURNS = 5
 """Connections that were broken off are closed by the loop itself, a turn or two later."""
 CANNOT_GO_ON = 70
@@ -69,11 +77,20 @@ class Options:
     cluster: str = "doyen"
     """Nodes of one name talk to one another, and to nobody else."""
     secret: str | None = None
+    """What clients prove that they know. Each of the four may have several lines: all are accepted,
+    and the first is used."""
+    peer_secret: str | None = None
+    """What nodes prove to one another."""
+    admin_secret: str | None = None
+    onlooker_secret: str | None = None
     tls: TLS | None = None
     insecure: bool = False
     """Listen beyond this machine with neither secret nor TLS."""
     join: bool = False
     """This node is new to a quorum that exists: it waits until it is added there."""
+    found: bool = False
+    """Found a new cluster if the data folder is empty, together with all peers. With a folder that
+    has data it means nothing, so it may stay in a node's settings."""
     election_s: float = 1.0
     heartbeat_s: float = 0.1
     protocol: str = "raft"
@@ -92,6 +109,17 @@ class Options:
                 parse_address(address)
         if len({*self.peers.values()}) != len(self.peers):
             raise ConfigError(f"two nodes have one address: {dict(self.peers)}")
+        security = self.security
+        peers_known = self.peer_secret or security.certified or len(self.peers) == 1
+        if security.accepted and not peers_known:
+            raise ConfigError(
+                "a secret is set and no peer secret: whoever is a client could act as a node."
+                " Set a peer secret that only nodes have (--peer-secret-file, peer_secret=)."
+                " While a cluster of an earlier release is upgraded, it has to be the secret"
+                " that the nodes shared until now"
+            )
+        if self.join and self.found:
+            raise ConfigError("a node either founds a cluster (found) or joins one (join)")
         if self.join and len(self.peers) == 1:
             raise ConfigError("a node that joins needs the addresses of those it joins")
         if self.protocol not in PROTOCOLS:
@@ -126,12 +154,23 @@ class Options:
         if self.tls is not None:
             files = {"ca": self.tls.authority, "cert": self.tls.certificate, "key": self.tls.key}
             options |= {"tls": "true"} | {name: str(file) for name, file in files.items() if file}
-        secret = f"{quote(self.secret, safe='')}@" if self.secret else ""
+        key = self.security.key("client")
+        secret = f"{quote(key.decode(), safe='')}@" if key else ""
         return f"doyen://{secret}{','.join(dict.fromkeys(hosts))}?{urlencode(options)}"
 
     @property
     def security(self) -> Security:
-        return Security(secret=self.secret.encode() if self.secret else None, tls=self.tls)
+        return Security(
+            secret=_encoded(self.secret),
+            peer_secret=_encoded(self.peer_secret),
+            admin_secret=_encoded(self.admin_secret),
+            onlooker_secret=_encoded(self.onlooker_secret),
+            tls=self.tls,
+        )
+
+
+def _encoded(secret: str | None) -> bytes | None:
+    return secret.encode() if secret else None
 
 
 def _limits(options: Options, making: Making) -> Limits:
@@ -139,6 +178,50 @@ def _limits(options: Options, making: Making) -> Limits:
     if getattr(making, "snapshots", True):
         return options.limits
     return replace(options.limits, snapshot_entries=sys.maxsize, snapshot_bytes=sys.maxsize)
+
+
+def _open(
+    options: Options, owner: Owner, state: Any
+) -> tuple[FileJournal, Member, Callable[[Member], Awaitable[None]]]:
+    """Read the folder, or make it if that was asked for: its journal, and who it is."""
+    disk, folder = Disk(), Path(options.data_dir)
+    start = partial(
+        opening,
+        node=options.id,
+        peers=options.peers,
+        founding=options.found,
+        joining=options.join,
+        folder=str(folder),
+    )
+    if not folder.is_dir() or read_identity(disk, folder) is None:
+        start(None, blank=not folder.is_dir() or survey(disk, folder) is None)
+    journal = FileJournal(folder, owner, state)
+    try:
+        found, recovered = read_member(disk, folder), journal.recovered
+        blank = not (recovered.state or recovered.snapshot or recovered.entries)
+        own = start(found, blank=blank)
+        if own != found:
+            write_member(disk, folder, own)
+    except BaseException:
+        journal.abandon()
+        raise
+
+    async def save(member: Member) -> None:
+        await asyncio.to_thread(write_member, disk, folder, member)
+
+    return journal, own, save
+
+
+async def _record(driver: Driver, members: Members) -> None:
+    """While this node leads, have the log name the member ids that are known and missing there."""
+    while True:
+        members.news.clear()
+        wanted = members.to_record() if driver.role is Role.LEADING else None
+        if wanted is not None:
+            driver.offer(ChangeAsked(wanted), Batch([], []))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RECORD_AGAIN_S if wanted is not None else None):
+                await members.news.wait()
 
 
 def _tell_apart(options: Options, members: Membership) -> None:
@@ -194,14 +277,15 @@ class Server:
         # Before there is a folder: what is refused leaves nothing behind.
         check_exposure(host, security, insecure=options.insecure)
         tally = Tally()
-        peers = Peers(me, security, decode=Decoder(protocol.MESSAGES).decode, tally=tally)
         owner = Owner(options.cluster, options.id, options.protocol)
-        journal = await asyncio.to_thread(
-            FileJournal, Path(options.data_dir), owner, protocol.STATE
+        journal, own, save = await asyncio.to_thread(_open, options, owner, protocol.STATE)
+        members = Members(options.id, options.peers, own, save)
+        peers = Peers(
+            me, security, decode=Decoder(protocol.MESSAGES).decode, members=members, tally=tally
         )
         driver: Driver | None = None
         try:
-            core = making(
+            core = members.core = making(
                 options.id,
                 options.membership,
                 journal.recovered,
@@ -241,11 +325,15 @@ class Server:
                 peers=peers.admit,
                 clients=service.admit,
                 pages=pages(driver, service, tally),
+                info=members.info,
                 insecure=options.insecure,
                 tally=tally,
             )
             await driver.start()
             port = await door.listen(host, port)
+            if options.protocol == "raft":  # the others' membership is fixed
+                driver.on_role(lambda *_: members.news.set())
+                driver.start_task(_record(driver, members))
             if http is not None:
                 await door.listen(*parse_address(http), http_only=True)
         except BaseException:

@@ -35,7 +35,7 @@ from doyen.errors import (
     StoreError,
     StoreUnavailable,
 )
-from doyen.node import keeper
+from doyen.node import keeper, roles
 from doyen.node.driver import Answer, Status
 from doyen.node.keeper import AGAIN, AGAIN_S, CONFIRMED, GONE, Keeper, decode_leases
 from doyen.node.machine import KEYSPACE
@@ -78,7 +78,8 @@ from doyen.quorum.requests import (
     Wrote,
     decode_request,
 )
-from doyen.quorum.wire import Fault
+from doyen.quorum.wire import Fault, allows
+from doyen.quorum.wire import Role as Power
 
 __all__ = ["Limits", "Service"]
 
@@ -129,6 +130,9 @@ class Link(Protocol):
     @property
     def role(self) -> str: ...
 
+    @property
+    def granted(self) -> Power: ...
+
     def welcome(self, on_frames: Any, on_end: Any) -> None: ...
 
     def refuse(self, fault: Fault, text: str) -> None: ...
@@ -151,10 +155,14 @@ class Link(Protocol):
 class _Client:
     """One connection."""
 
-    __slots__ = ("_loop", "_size", "_wrote", "backlog", "link", "lists", "name", "watches")
+    __slots__ = (
+        *("_loop", "_size", "_wrote", "allowed", "backlog"),
+        *("link", "lists", "name", "watches"),
+    )
 
     def __init__(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:
         self.link = link
+        self.allowed = roles.allowed(link.granted)
         self.name = ""
         self.backlog: deque[tuple[int, bytes]] = deque()
         """Frames that have arrived and are not looked at yet."""
@@ -354,7 +362,9 @@ class Service:
             if request is None:
                 break
             handler = self._handlers.get(type(request))
-            if handler is None:
+            if type(request) not in client.allowed:
+                self._forbid(client, request)
+            elif handler is None:
                 reads.append(request)
             else:
                 handler(client, request)
@@ -374,6 +384,12 @@ class Service:
                 for request in reads:
                     client.fail(request.id, Trouble.UNAVAILABLE, str(error))
 
+    def _forbid(self, client: _Client, request: Any) -> None:
+        """Say that the client's role does not allow this."""
+        text = roles.refusal(client.link.granted, roles.NEEDED[type(request)])
+        for number in request.ids if type(request) is words.Write else (request.id,):
+            client.fail(number, Trouble.UNUSABLE, text)
+
     def _hello(self, client: _Client, request: words.Hello) -> None:
         if not 8 <= len(request.client) <= self._limits.name:
             client.link.fault(Fault.MALFORMED, "a client's name has 8 to 64 characters")
@@ -387,7 +403,7 @@ class Service:
             return
         submit, settle = self._driver.submit, client.settle
         for number, body in zip(ids, bodies, strict=True):
-            flaw = _flaw(body)
+            flaw = _flaw(body, client.link.granted)
             if flaw is not None:
                 client.fail(number, Trouble.UNUSABLE, flaw)
                 continue
@@ -680,12 +696,14 @@ def _beyond_quota(result: bytes) -> str:
     )
 
 
-def _flaw(body: bytes) -> str | None:
+def _flaw(body: bytes, role: Power) -> str | None:
     """Why a client may not have this carried out."""
     try:
         command = decode_command(body)
     except (MsgspecError, UnicodeDecodeError) as error:
         return f"not a command of this version of doyen: {error}"
+    if isinstance(command, roles.ADMIN_COMMANDS) and not allows(role, "admin"):
+        return roles.refusal(role, "admin")
     check = _CHECKS.get(type(command))
     return "that is for the quorum's leader to say" if check is None else check(command)
 

@@ -9,6 +9,8 @@
     link.closed, link.end           # whether it has ended, and how
     await link.wait()               # until it has
     link.them                       # Identity of the other side: cluster, node, incarnation
+    link.info                       # MemberInfo of the other side, if it is a node
+    link.granted                    # the role that it has, if it called us
 
 `on_frames(link, [(kind, payload), …])` gets everything that one read brought, in order; it may be
 called before `dial` returns, and may raise `FrameError` for what makes no sense. `on_end(link,
@@ -32,7 +34,7 @@ import os
 import ssl
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import Any, cast
@@ -47,7 +49,9 @@ from doyen.quorum.wire import (
     FrameError,
     Frames,
     Identity,
+    Judge,
     Listener,
+    MemberInfo,
     Refused,
     Role,
     Security,
@@ -160,6 +164,21 @@ class Link(asyncio.Protocol):
     def role(self) -> Role:
         """As what the other side has come, if it called us."""
         return self._handshake.role if isinstance(self._handshake, Listener) else "peer"
+
+    @property
+    def granted(self) -> Role:
+        """What the other side may do, by its secret and its certificate."""
+        return self._handshake.granted if isinstance(self._handshake, Listener) else "peer"
+
+    @property
+    def info(self) -> MemberInfo:
+        """What the other side says of itself, if it is a node."""
+        return self._handshake.info
+
+    @property
+    def certificate(self) -> Mapping[str, Any] | None:
+        """The other side's, if it has shown one."""
+        return self._handshake.certificate
 
     @property
     def version(self) -> int:
@@ -287,6 +306,7 @@ class Link(asyncio.Protocol):
         self._transport = transport
         self._transport.set_write_buffer_limits(HIGH_WATER)
         self.where = _where(self._transport.get_extra_info("peername"))
+        self._handshake.certificate = self._transport.get_extra_info("peercert") or None
         if self._why is not None:
             self._transport.abort()
         elif isinstance(self._handshake, Dialler):
@@ -458,6 +478,8 @@ async def dial(
     on_frames: OnFrames,
     on_end: OnEnd,
     wanted: str = ANY,
+    info: MemberInfo = MemberInfo(),  # noqa: B008  (frozen)
+    judge: Judge | None = None,
     tally: Tally | None = None,
     handshake_s: float = HANDSHAKE_S,
     keepalive_s: float = KEEPALIVE_S,
@@ -468,7 +490,7 @@ async def dial(
     host, port = parse_address(address)
     loop = asyncio.get_running_loop()
     link = Link(
-        Dialler(me, role, wanted, security.secret),
+        Dialler(me, role, wanted, security.key(role), info=info, judge=judge),
         tally or Tally(),
         on_frames=on_frames,
         on_end=on_end,

@@ -5,7 +5,7 @@ No sockets here: `link` carries it over asyncio, the tests over nothing at all.
     Frames                bytes in, frames out: `feed(data) -> [(kind, payload), …]`
     frame(kind, *parts)   one frame as bytes
     Dialler, Listener     the two sides of the handshake, frame by frame
-    Security, TLS         a shared secret, certificates, both or neither; made from files
+    Security, TLS         secrets for each role, certificates, both or neither; made from files
     check_exposure(…)     refuses to listen beyond loopback with neither
     parse_address(text)   "host:port" -> (host, port)
 
@@ -18,31 +18,42 @@ with.
 **The handshake**: the dialler says `Hello` (the protocol versions that it speaks, whether it is a
 peer, a client or an onlooker, its cluster, its own id, whom it wants), the listener `Challenge`
 (the version chosen, who it is), the dialler `Proof`, the listener `Welcome`, or `Refusal` with the
-reason. With a shared secret both prove that they know it: HMAC-SHA256 over everything that was said
-in `Hello` and `Challenge`, both nonces included, under a label that differs for the two sides. What
-was heard on one connection is therefore worth nothing on another, nor sent back on the same.
-Without TLS, whoever can alter packets on the way can still take over a connection once it is made;
-a secret is for networks that one trusts, and TLS for the others.
+reason. Both also send `MemberInfo`: the id of the cluster and, between nodes, of the data folder,
+and how far the node has come. Releases before it neither send nor read it.
+
+With a secret both prove that they know it: HMAC-SHA256 over everything that was said in `Hello` and
+`Challenge`, both nonces included, under a label that differs for the two sides. What was heard on
+one connection is therefore worth nothing on another, nor sent back on the same. Without TLS,
+whoever can alter packets on the way can still take over a connection once it is made; a secret is
+for networks that one trusts, and TLS for the others.
+
+**Roles**: `peer`, `admin`, `client`, `onlooker`, each of which includes those after it. A listener
+has a secret for each, and the one that the dialler proves decides its role; with mutual TLS, the
+organizational unit of the dialler's certificate does (`doyen-peer`, `doyen-admin`, …). If both are
+in use, the lesser of the two roles counts; a certificate without such a unit is a client's, or, if
+there is a peer secret, leaves it to the secrets. With neither, everybody has every role.
 """
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
+import logging
+import os
 import ssl
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_bytes
 from struct import Struct as Layout
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, MsgspecError, Struct
 from msgspec.msgpack import Decoder, encode
 
+from doyen.consensus.core import Position
 from doyen.errors import ConfigError, StoreError
 from doyen.quorum import versions
 from doyen.quorum.versions import FIRST
@@ -60,15 +71,21 @@ __all__ = [
     "FrameError",
     "Frames",
     "Identity",
+    "Judge",
     "Listener",
+    "MemberInfo",
     "Refused",
     "Role",
     "Security",
     "Word",
+    "allows",
+    "certificate_names",
     "check_exposure",
     "frame",
     "parse_address",
 ]
+
+log = logging.getLogger("doyen")
 
 OLDEST, NEWEST = 1, 1
 """The versions of the protocol that are spoken here. Both sides take the newest they share."""
@@ -83,8 +100,13 @@ ANY = ""
 """As a cluster or a node that is wanted: whichever it is."""
 
 MIN_SECRET = 16
-Role = Literal["peer", "client", "onlooker"]
-"""An onlooker only asks how a node is doing, and may while there is no leader."""
+Role = Literal["peer", "admin", "client", "onlooker"]
+"""Each includes those after it. As what a connection is made, it is a peer's, a client's, or an
+onlooker's, which only asks how a node is doing, and may while there is no leader."""
+
+_RANKS: dict[str, int] = {"onlooker": 0, "client": 1, "admin": 2, "peer": 3}
+_UNIT = "doyen-"
+"""What the organizational unit of a certificate begins with, if the rest is a role."""
 
 _HEAD = Layout(">IB")
 HEAD_SIZE = _HEAD.size
@@ -116,6 +138,8 @@ class Fault(StrEnum):
     NODE = "node"
     DUPLICATE = "duplicate"
     SECRET = "secret"
+    ROLE = "role"
+    MEMBER = "member"
     TLS = "tls"
     CROWDED = "crowded"
     DEADLINE = "deadline"
@@ -210,6 +234,23 @@ class Identity(Struct, frozen=True, array_like=True):
     """Drawn when the process starts: tells a process from another that uses the same id."""
 
 
+class MemberInfo(Struct, frozen=True, array_like=True):
+    """What a node says of itself besides its name. All of it is empty in releases before it; a
+    client knows the cluster's id only."""
+
+    cluster_id: Name = ""
+    """Drawn when the cluster was founded: tells it from another of the same name."""
+    member: Name = ""
+    """Drawn with the data folder: tells it from another folder of a node of the same name."""
+    position: Position = Position()
+    founding: Name = ""
+    """A digest of the peers with which it waits to be founded; empty if it does not wait."""
+
+
+Judge = Callable[[Identity, MemberInfo], None]
+"""Raises `Refused`."""
+
+
 class _Versions(Struct, frozen=True, array_like=True):
     """What every version of `Hello` begins with."""
 
@@ -228,6 +269,7 @@ class _Hello(Struct, frozen=True, array_like=True):
     nonce: Nonce
     supports: tuple[int, int] = (FIRST, FIRST)
     """The versions of the replicated state that it supports (see `versions`)."""
+    info: MemberInfo = MemberInfo()
 
 
 class _Challenge(Struct, frozen=True, array_like=True):
@@ -236,6 +278,7 @@ class _Challenge(Struct, frozen=True, array_like=True):
     secret: bool
     nonce: Nonce
     supports: tuple[int, int] = (FIRST, FIRST)
+    info: MemberInfo = MemberInfo()
 
 
 class _Refusal(Struct, frozen=True, array_like=True):
@@ -272,17 +315,31 @@ class Dialler:
     """The side that opens the connection: `begin`, then `take` each frame until `done`."""
 
     def __init__(
-        self, me: Identity, role: Role, wanted: str = ANY, secret: bytes | None = None
+        self,
+        me: Identity,
+        role: Role,
+        wanted: str = ANY,
+        secret: bytes | None = None,
+        *,
+        info: MemberInfo = MemberInfo(),  # noqa: B008  (frozen)
+        judge: Judge | None = None,
     ) -> None:
+        """`judge` may refuse the listener, by what it says of itself."""
         self._me = me
+        self._role = role
         self._wanted = wanted
         self._secret = secret
+        self._info = info
+        self._judgement = judge
         self._hello = encode(
-            _Hello("doyen", OLDEST, NEWEST, role, me, wanted, token_bytes(32), SUPPORTED)
+            _Hello("doyen", OLDEST, NEWEST, role, me, wanted, token_bytes(32), SUPPORTED, info)
         )
         self._challenge = b""
+        self.certificate: Mapping[str, Any] | None = None
+        """The listener's, if it has shown one."""
         self.them = Identity(ANY, ANY, 0)
         self.supports = FIRST, FIRST
+        self.info = MemberInfo()
         self.version = 0
         self.done = False
 
@@ -311,7 +368,7 @@ class Dialler:
 
     def _judge(self, theirs: _Challenge) -> None:
         """Is it who we wanted? It may say so in error; the proof comes later."""
-        self.them, self.version = theirs.me, theirs.version
+        self.them, self.version, self.info = theirs.me, theirs.version, theirs.info
         self.supports = theirs.supports
         if not OLDEST <= theirs.version <= NEWEST:
             raise FrameError(Fault.VERSION, f"version {theirs.version} of the protocol was chosen")
@@ -319,8 +376,16 @@ class Dialler:
             raise Refused(Fault.CLUSTER, _other_cluster(theirs.me.cluster, self._me.cluster))
         if self._wanted not in {ANY, theirs.me.node}:
             raise Refused(Fault.NODE, _other_node(theirs.me.node, self._wanted))
+        _check_cluster_id(theirs.info.cluster_id, self._info.cluster_id)
+        if _explicit_role(self.certificate) not in {None, "peer"}:
+            raise Refused(
+                Fault.ROLE, "the certificate of whoever listens there is a client's, not a node's"
+            )
+        if self._judgement is not None:
+            self._judgement(theirs.me, theirs.info)
         if theirs.secret and self._secret is None:
-            raise Refused(Fault.SECRET, "the node wants a shared secret, and none is set here")
+            text = "a peer secret" if self._role == "peer" else "a shared secret"
+            raise Refused(Fault.SECRET, f"the node wants {text}, and none is set here")
         if self._secret is not None and not theirs.secret:
             raise Refused(
                 Fault.SECRET,
@@ -334,14 +399,31 @@ class Listener:
     `Refused` raised by `take` is for the dialler to know: send `refusal(error)`.
     """
 
-    def __init__(self, me: Identity, secret: bytes | None = None) -> None:
+    def __init__(
+        self,
+        me: Identity,
+        secret: bytes | None = None,
+        *,
+        security: Security | None = None,
+        info: Callable[[], MemberInfo] = MemberInfo,
+    ) -> None:
+        """`secret` alone lets whoever knows it act in every role."""
         self._me = me
-        self._secret = secret
+        self._security = security or Security(peer_secret=secret)
+        self._secret: bytes | None = None
+        """The one that the dialler has proved to know."""
+        self._my_info = info
         self._hello = b""
         self._challenge = b""
+        self.certificate: Mapping[str, Any] | None = None
+        """The dialler's, if it has shown one."""
         self.them = Identity(ANY, ANY, 0)
         self.supports = FIRST, FIRST
+        self.info = MemberInfo()
         self.role: Role = "client"
+        """As what it has come."""
+        self.granted: Role = "onlooker"
+        """What it may do, by its secret and its certificate."""
         self.version = 0
         self.proved = False
 
@@ -350,17 +432,50 @@ class Listener:
         if kind == Word.HELLO and not self._hello:
             self._judge(payload)
             self._hello = payload
-            secret = self._secret is not None
+            info = self._my_info()
+            if self.role != "peer":
+                info = MemberInfo(info.cluster_id)
+            secret = bool(self._security.accepted)
             self._challenge = encode(
-                _Challenge(self.version, self._me, secret, token_bytes(32), SUPPORTED)
+                _Challenge(self.version, self._me, secret, token_bytes(32), SUPPORTED, info)
             )
             return frame(Word.CHALLENGE, self._challenge)
         if kind == Word.PROOF and self._hello and not self.proved:
-            if not hmac.compare_digest(payload, self._sign(_DIALLER)):
-                raise Refused(Fault.SECRET, "the shared secret is not the one that is set here")
+            self._grant(payload)
             self.proved = True
             return b""
         raise FrameError(Fault.OUT_OF_TURN, f"a frame of kind {kind} in the handshake")
+
+    def _grant(self, proof: bytes) -> None:
+        """Find out what the dialler may do, and whether that is enough for what it wants."""
+        by_secret: Role = "peer"
+        if self._security.accepted:
+            for role, secret in self._security.accepted:
+                expected = _proof(secret, _DIALLER, self._hello, self._challenge)
+                if hmac.compare_digest(proof, expected):
+                    by_secret, self._secret = role, secret
+                    break
+            else:
+                raise Refused(Fault.SECRET, "the shared secret is not the one that is set here")
+        elif proof:
+            raise Refused(Fault.SECRET, "the shared secret is not the one that is set here")
+        by_certificate: Role = "peer"
+        if self._security.certified:
+            # Many certificates name a host only, and a host may have nodes and clients. So one that
+            # names no role is a client's, unless nodes have a secret that clients do not have.
+            assumed: Role = "peer" if self._security.peer_secret else "client"
+            by_certificate = _explicit_role(self.certificate) or assumed
+        self.granted = min(by_secret, by_certificate, key=_RANKS.__getitem__)
+        if self.role == "peer" and self.granted != "peer":
+            what = "secret" if by_secret != "peer" else "certificate"
+            raise Refused(
+                Fault.ROLE,
+                f"the {what} is of role {self.granted!r}, and only nodes are heard as peers: a node"
+                f" needs the peers' {what}"
+                + (" (--peer-secret-file)" if what == "secret" else " (OU=doyen-peer)"),
+            )
+        if self.granted == "peer" and self.role != "peer":
+            self.granted = "admin"
 
     def welcome(self) -> bytes:
         return frame(Word.WELCOME, self._sign(_LISTENER))
@@ -378,7 +493,8 @@ class Listener:
                 f"the caller {theirs.oldest} to {theirs.newest}: upgrade the older one",
             )
         hello = _decode(_hello, payload)
-        self.them, self.role, self.supports = hello.me, hello.role, hello.supports
+        self.them, self.role, self.info = hello.me, hello.role, hello.info
+        self.supports = hello.supports
         if hello.me.cluster != self._me.cluster and (
             hello.role == "peer" or hello.me.cluster != ANY
         ):
@@ -389,6 +505,7 @@ class Listener:
             raise Refused(Fault.NODE, "a peer has to say its id")
         if hello.role == "peer" and hello.me.node == self._me.node:
             raise Refused(Fault.DUPLICATE, _same_id(self._me, hello.me))
+        _check_cluster_id(self._my_info().cluster_id, hello.info.cluster_id)
 
 
 def refusal(error: Refused) -> bytes:
@@ -398,6 +515,42 @@ def refusal(error: Refused) -> bytes:
 
 def _other_cluster(here: str, wanted: str) -> str:
     return f"this node belongs to cluster {here!r}, not to {wanted!r}: check the addresses"
+
+
+def _check_cluster_id(here: str, wanted: str) -> None:
+    if here and wanted and here != wanted:
+        raise Refused(
+            Fault.CLUSTER,
+            f"this node belongs to the cluster with id {here}, not to the one with id {wanted}: a"
+            " cluster of the same name was founded separately. Check the addresses; if the old"
+            " cluster is gone for good, connect anew (a node: start it with an empty data folder)",
+        )
+
+
+def allows(granted: Role, needed: Role) -> bool:
+    """Whether whoever was granted the one role may do what needs the other."""
+    return _RANKS[granted] >= _RANKS[needed]
+
+
+def _explicit_role(certificate: Mapping[str, Any] | None) -> Role | None:
+    """The role that a certificate names, in its organizational unit."""
+    for name, value in _subject(certificate):
+        if name == "organizationalUnitName" and value.startswith(_UNIT):
+            role = value.removeprefix(_UNIT)
+            # A role of a later release, or a misspelt one, must not be taken for a greater one.
+            return role if role in _RANKS else "onlooker"  # type: ignore[return-value]
+    return None
+
+
+def certificate_names(certificate: Mapping[str, Any] | None) -> set[str]:
+    """The names that a certificate is for: its common name, and its hosts and addresses."""
+    names = {value for name, value in _subject(certificate) if name == "commonName"}
+    others = (certificate or {}).get("subjectAltName", ())
+    return names | {value for kind, value in others if kind in {"DNS", "IP Address"}}
+
+
+def _subject(certificate: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    return [pair for part in (certificate or {}).get("subject", ()) for pair in part]
 
 
 def _other_node(here: str, wanted: str) -> str:
@@ -478,35 +631,109 @@ def _no_password() -> bytes:
     raise ValueError("the key is encrypted; a node needs one that is not")
 
 
+class _Reloaded:
+    """A TLS context, made anew when its files change. If they cannot be used then, the one in
+    force stays, and the reason is logged."""
+
+    def __init__(self, make: Callable[[], ssl.SSLContext], tls: TLS) -> None:
+        self._make = make
+        self._files = [file for file in (tls.certificate, tls.key, tls.authority) if file]
+        self._seen = self._state()
+        self._context = make()
+
+    def _state(self) -> list[tuple[int, int, int]]:
+        found = []
+        for file in self._files:
+            try:
+                status = os.stat(file)
+            except OSError:
+                continue  # it is being replaced, or making the context will say so
+            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
+        return found
+
+    def get(self) -> ssl.SSLContext:
+        state = self._state()
+        if state != self._seen:
+            self._seen = state
+            try:
+                self._context = self._make()
+                log.warning("certificates reloaded: %s", ", ".join(map(str, self._files)))
+            except ConfigError as error:
+                log.warning("changed certificates not used, the earlier ones stay: %s", error)
+        return self._context
+
+
 @dataclass(frozen=True, kw_only=True)
 class Security:
     """How nodes and clients know one another. Whoever listens or dials looks at the context once
-    at its start, so that files which cannot be used are found then."""
+    at its start, so that files which cannot be used are found then; afterwards for each connection,
+    so that certificates which were replaced are used without a restart.
+
+    A secret may have several lines: each is accepted, and the first is proved when dialling."""
 
     secret: bytes | None = None
+    """The clients'; for a client, the one that it has, of whatever role."""
     tls: TLS | None = None
+    peer_secret: bytes | None = None
+    admin_secret: bytes | None = None
+    onlooker_secret: bytes | None = None
+    _contexts: dict[str, _Reloaded] = field(default_factory=dict, init=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.secret is not None and len(self.secret) < MIN_SECRET:
-            raise ConfigError(
-                f"the shared secret has {len(self.secret)} bytes; it needs {MIN_SECRET} or more, "
-                "since whoever listens in can try short ones at leisure "
-                "(python -c 'import secrets; print(secrets.token_hex(16))')"
-            )
+        for _, secret in self.accepted:
+            if len(secret) < MIN_SECRET:
+                raise ConfigError(
+                    f"the shared secret has {len(secret)} bytes; it needs {MIN_SECRET} or more, "
+                    "since whoever listens in can try short ones at leisure "
+                    "(python -c 'import secrets; print(secrets.token_hex(16))')"
+                )
 
-    @cached_property
+    @property
+    def certified(self) -> bool:
+        """Whether a dialler's certificate tells who it is."""
+        return self.tls is not None and self.tls.mutual
+
+    @property
+    def accepted(self) -> list[tuple[Role, bytes]]:
+        """The secrets that a listener accepts, and the role that each gives."""
+        given: list[tuple[Role, bytes | None]] = [
+            ("peer", self.peer_secret),
+            ("admin", self.admin_secret),
+            ("client", self.secret),
+            ("onlooker", self.onlooker_secret),
+        ]
+        if self.certified and not (self.peer_secret or self.admin_secret or self.onlooker_secret):
+            # One secret for all, besides certificates: those decide.
+            given = [("peer", self.secret)]
+        return [(role, line) for role, secret in given for line in (secret or b"").splitlines()]
+
+    def key(self, role: Role) -> bytes | None:
+        """What to prove when dialling."""
+        if role == "peer":
+            secret = self.peer_secret or (self.secret if self.certified else None)
+        else:
+            secret = self.secret or self.admin_secret or self.peer_secret or self.onlooker_secret
+        return secret.splitlines()[0] if secret else None
+
+    @property
     def listening(self) -> ssl.SSLContext | None:
-        return self.tls.for_listening() if self.tls else None
+        return self._context("listening", self.tls.for_listening) if self.tls else None
 
-    @cached_property
+    @property
     def dialling(self) -> ssl.SSLContext | None:
-        return self.tls.for_dialling() if self.tls else None
+        return self._context("dialling", self.tls.for_dialling) if self.tls else None
+
+    def _context(self, use: str, make: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
+        assert self.tls is not None
+        if use not in self._contexts:
+            self._contexts[use] = _Reloaded(make, self.tls)
+        return self._contexts[use].get()
 
 
 def check_exposure(host: str, security: Security, *, insecure: bool = False) -> None:
     """Refuse to listen where strangers could speak as a node. TLS that asks nobody for a
     certificate keeps nobody out."""
-    if insecure or security.secret is not None or _loopback(host):
+    if insecure or security.accepted or _loopback(host):
         return
     one_way = security.tls is not None and not security.tls.mutual
     if security.tls is not None and not one_way:

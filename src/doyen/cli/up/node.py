@@ -20,7 +20,7 @@ def command(name: str, peers: Mapping[str, str], folder: Path) -> list[str]:
     """What starts a node of this process."""
     addresses = ",".join(f"{peer}={address}" for peer, address in peers.items())
     arguments = ["--id", name, "--peers", addresses, "--data-dir", str(folder / name)]
-    arguments += ["--cluster", folder.name, "--election-s", str(ELECTION_S)]
+    arguments += ["--found", "--cluster", folder.name, "--election-s", str(ELECTION_S)]
     return [sys.executable, "-P", "-m", __name__, str(os.getpid()), *arguments]
 
 

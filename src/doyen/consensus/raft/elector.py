@@ -24,6 +24,7 @@ from doyen.consensus.core import (
     Message,
     Persist,
     Persisted,
+    Position,
     Received,
     Recovered,
     Role,
@@ -89,6 +90,8 @@ class Elector:
         self.vote = ballot.vote if self.generation == ballot.generation else None
         self.commit = self.log.base
         self.founders = ballot.founders
+        self.witnessed: dict[str, Position] = {}
+        """What each peer has told this server to be on its disk: votes and acknowledgements."""
         self._jitter = jitter
         self._now = now
         self._out: list[Effect] = []
@@ -115,6 +118,11 @@ class Elector:
             TimeoutNow: self._timeout_now,
         }
         self._wait()
+
+    @property
+    def position(self) -> Position:
+        """How far this server has come; never less than what it has told anybody."""
+        return Position(self.generation, self.log.last_generation, self.log.last)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event, and say what has to be done about it, in order."""
@@ -356,6 +364,9 @@ class Elector:
         elif (
             message.granted and message.generation == self.generation and self._campaign is STANDING
         ):
+            mark = self.witnessed.get(peer, Position())
+            last = mark.last_generation, mark.last_index
+            self.witnessed[peer] = Position(message.generation, *last)
             self._count(peer)
 
     def _timeout_now(self, peer: str, message: TimeoutNow) -> None:

@@ -54,6 +54,7 @@ from doyen.consensus.core import (
     Message,
     Persist,
     Persisted,
+    Position,
     Proposed,
     ReadAsked,
     ReadReady,
@@ -471,6 +472,9 @@ class Raft(Elector):
         ):
             progress.stream()
         if ahead:
+            reached = self.log.generation_at(message.index)
+            if reached >= 0:
+                self.witnessed[peer] = Position(self.generation, reached, message.index)
             if message.index > self.commit:
                 self._advance()
                 if self.role is not LEADING:
@@ -731,6 +735,10 @@ def _unlike(old: Membership, new: Membership) -> str | None:
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     if len(changed) > 1:
         return f"only one server can change at a time, not {', '.join(changed)}"
-    if not changed and old.addresses == new.addresses:
+    if not changed and (old.addresses, old.members, old.cluster) == (
+        new.addresses,
+        new.members,
+        new.cluster,
+    ):
         return "that is the membership in force"
     return None

@@ -118,6 +118,7 @@ class QuorumStore(Store):
         notice_s = ELECTIONS * condition.election_s
         self.capabilities = replace(self.capabilities, notice_s=notice_s)
         self._renewals.cluster = self._wire.cluster
+        self._renewals.cluster_id = self._wire.cluster_id
         if token_floor:
             await self._do(Advance(token_floor))
 

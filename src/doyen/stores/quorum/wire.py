@@ -9,7 +9,8 @@ connection is no lost answer.
   a node that is frozen costs that moment. If none can be had, whatever was never sent has failed.
 - A node that is silent while something is asked of it is asked for a sign of life, and left if
   there is none.
-- Every node must be of one cluster. Two clusters behind one URL would elect two leaders.
+- Every node must be of one cluster, by its name and by its random id. Two clusters behind one URL
+  would elect two leaders, and one that was founded anew has forgotten everything.
 - Watches are begun anew on every connection, each from its own position: the revision up to which
   it has been told everything. The node tells what was missed, then confirms the watch.
 
@@ -61,7 +62,7 @@ from doyen.quorum.requests import (
     decode_answer,
 )
 from doyen.quorum.versions import FIRST
-from doyen.quorum.wire import ANY, Fault, FrameError, Identity, Refused, Security
+from doyen.quorum.wire import ANY, Fault, FrameError, Identity, MemberInfo, Refused, Security
 
 __all__ = ["Electing", "Standing", "Wire", "inquire"]
 
@@ -192,6 +193,8 @@ class Wire:
     ) -> None:
         """`first` is where in `nodes` to begin."""
         self.cluster = cluster
+        self.cluster_id = ""
+        """The random id of the cluster, as the first node that let us in has told it."""
         self._nodes = nodes
         self._next = first
         self._security = security
@@ -529,6 +532,7 @@ class Wire:
         return await dial(
             address,
             Identity(self.cluster, ANY, self._incarnation),
+            info=MemberInfo(self.cluster_id),
             role="client",
             security=self._security,
             on_frames=self._take,
@@ -543,6 +547,7 @@ class Wire:
                 self._loop.call_soon(self._connect)
             return
         self.cluster = self.cluster or link.them.cluster
+        self.cluster_id = self.cluster_id or link.info.cluster_id
         self._link = link
         link.send(REQUEST, encode(Hello(self._name)))
         self._told = 0

@@ -1,0 +1,321 @@
+"""Who is heard as a peer: ids of folders and clusters, founding, positions."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import permutations
+
+import pytest
+
+from doyen.consensus.core import Membership, Position
+from doyen.errors import StoreUnusable
+from doyen.node.members import FOUNDING, JOINING, Member, Members, opening
+from doyen.quorum.wire import Identity, MemberInfo, Refused
+
+PEERS = {"n1": "h1:1", "n2": "h2:1", "n3": "h3:1"}
+IDS = {"n1": "m1", "n2": "m2", "n3": "m3"}
+HERE = Position(4, 3, 100)
+
+
+class Core:
+    """As much of a core as is needed."""
+
+    def __init__(self, membership: Membership, position: Position = HERE) -> None:
+        self.membership = membership
+        self.position = position
+        self.generation = position.generation
+        self.witnessed: dict[str, Position] = {}
+
+
+class Node(Members):
+    """One with a disk in memory."""
+
+    def __init__(self, name: str = "n1", own: Member | None = None) -> None:
+        self.disk = own or Member(f"m{name[1:]}", "c", IDS)
+        super().__init__(name, PEERS, self.disk, self._write)
+
+    async def _write(self, member: Member) -> None:
+        await asyncio.sleep(0)
+        self.disk = member
+
+
+def founded(name: str = "n1", **changes: object) -> Node:
+    node = Node(name)
+    node.core = Core(Membership(tuple(PEERS), (), PEERS, IDS, "c"))
+    return node
+
+
+def judge(node: Members, name: str, info: MemberInfo) -> None:
+    node.admit(Identity("doyen", name, 7), info, None)
+
+
+def says(member: str = "m2", position: Position = HERE, cluster_id: str = "c") -> MemberInfo:
+    return MemberInfo(cluster_id, member, position)
+
+
+def start(found: Member | None, *, blank: bool, **how: bool) -> Member:
+    given = {"founding": False, "joining": False} | how
+    return opening(found, blank=blank, node="n1", peers=PEERS, folder="data", **given)
+
+
+def test_an_empty_folder_needs_to_know_what_for() -> None:
+    with pytest.raises(StoreUnusable, match=r"--found.*--join.*doyen cluster remove n1"):
+        start(None, blank=True)
+    assert start(None, blank=True, founding=True).pending == FOUNDING
+    assert start(None, blank=True, joining=True).pending == JOINING
+    first, second = (start(None, blank=True, joining=True) for _ in range(2))
+    assert first.member != second.member
+
+
+def test_a_folder_with_data_takes_no_notice_of_flags() -> None:
+    known = Member("m1", "c", IDS)
+    for how in ({}, {"founding": True}, {"joining": True}):
+        assert start(known, blank=False, **how) == known
+        assert start(known, blank=True, **how) == known
+        old = start(None, blank=False, **how)  # of a release that had no ids
+        assert (len(old.member), old.pending, old.cluster_id) == (16, "", "")
+    assert start(Member("m1", pending=JOINING), blank=False) == Member("m1")
+
+
+def test_a_folder_that_waits_keeps_its_id() -> None:
+    waits = Member("m1", pending=FOUNDING)
+    assert start(waits, blank=True, founding=True) == waits
+    assert start(waits, blank=True, joining=True) == Member("m1", pending=JOINING)
+    with pytest.raises(StoreUnusable, match="--found"):
+        start(waits, blank=True)
+
+
+def test_a_cluster_of_one_is_founded_at_once() -> None:
+    own = opening(
+        None,
+        blank=True,
+        node="n1",
+        peers={"n1": "h:1"},
+        founding=True,
+        joining=False,
+        folder="data",
+    )
+    assert own.cluster_id
+    assert own.founders == {"n1": own.member}
+
+
+@pytest.mark.parametrize(
+    ("name", "info", "told"),
+    [
+        ("n2", says(), None),
+        ("n2", says(position=Position(9, 9, 900)), None),
+        ("n2", says("m9"), "has id m9, not m2.*doyen cluster remove n2.*add n2 h2:1"),
+        ("n2", says("m9", Position()), "has lost what it has promised"),
+        ("n2", MemberInfo(), "runs an earlier release"),
+        ("n2", MemberInfo("", "m9", founding="x"), "its data folder is empty"),
+        ("n2", MemberInfo("", "m2", founding="x"), None),
+        ("n4", says("m4"), "not a member of this cluster: add it"),
+        ("n4", says("m4", Position(4, 3, 101)), None),
+        ("n4", says("m4", Position(4, 3, 101), ""), "not a member"),
+        ("n4", MemberInfo("", "", Position(9, 9, 900)), "not a member"),
+        # Added anew by entries that are not here yet; never a folder that has less than this one.
+        ("n2", says("m9", Position(5, 5, 500)), None),
+        ("n2", says("m9", Position(5, 5, 500), ""), "has id m9"),
+    ],
+)
+def test_who_is_heard(name: str, info: MemberInfo, told: str | None) -> None:
+    node = founded()
+    if told is None:
+        judge(node, name, info)
+        return
+    with pytest.raises(Refused, match=told) as caught:
+        judge(node, name, info)
+    assert caught.value.fault == "member"
+
+
+@pytest.mark.parametrize(
+    ("position", "heard"),
+    [
+        (Position(4, 3, 90), True),
+        (Position(4, 4, 10), True),  # what it had of generation 3 was replaced
+        (Position(5, 3, 91), True),
+        (Position(4, 3, 89), False),
+        (Position(4, 2, 200), False),
+        (Position(3, 3, 90), False),  # it has voted in generation 4
+        (Position(), False),
+    ],
+)
+def test_whoever_has_acknowledged_more_than_it_has(position: Position, heard: bool) -> None:
+    node = founded()
+    assert isinstance(node.core, Core)
+    node.core.witnessed["n2"] = Position(4, 3, 90)
+    judging = node.judging("n2")
+    # What is acknowledged while the node is being dialled is not held against it.
+    node.core.witnessed["n2"] = Position(4, 3, 95)
+    if heard:
+        judging(Identity("doyen", "n2", 7), says(position=position))
+        return
+    with pytest.raises(Refused, match=r"older copy\. Remove it from the cluster"):
+        judging(Identity("doyen", "n2", 7), says(position=position))
+
+
+def test_what_was_heard_of_one_folder_says_nothing_of_the_next() -> None:
+    node = founded()
+    core = node.core
+    assert isinstance(core, Core)
+    node.reformed()
+    core.witnessed["n2"] = Position(4, 3, 90)
+    core.witnessed["n3"] = Position(4, 3, 80)
+    core.membership = Membership(("n1", "n3"), (), PEERS, {"n1": "m1", "n3": "m3"}, "c")
+    node.reformed()
+    core.membership = Membership(("n1", "n3"), ("n2",), PEERS, {"n1": "m1", "n3": "m3"}, "c")
+    node.reformed()
+    judge(node, "n2", says("m22", Position()))
+    assert core.witnessed == {"n3": Position(4, 3, 80)}
+
+
+def test_a_certificate_lets_in_the_node_that_it_names() -> None:
+    node = founded()
+
+    def shows(*names: str) -> None:
+        subject = ((("commonName", names[0]),),)
+        hosts = tuple(("DNS", name) for name in names[1:])
+        certificate = {"subject": subject, "subjectAltName": hosts}
+        node.admit(Identity("doyen", "n2", 7), says(), certificate)
+
+    shows("n2")
+    shows("somebody", "h2")
+    with pytest.raises(Refused, match="is for h3, n3, not for node 'n2' or its host 'h2'"):
+        shows("n3", "h3")
+
+
+# Founding.
+
+
+def waiting() -> dict[str, Node]:
+    nodes = {name: Node(name, Member(IDS[name], pending=FOUNDING)) for name in PEERS}
+    for node in nodes.values():
+        node.core = Core(Membership(tuple(PEERS), (), PEERS), Position())
+    return nodes
+
+
+def dial(node: Node, other: Node) -> bool:
+    """A handshake, and what follows it. Whether the other one has been founded by it."""
+    try:
+        node.judging(other.node)(Identity("doyen", other.node, 7), other.info())
+        other.admit(Identity("doyen", node.node, 7), node.info(), None)
+    except Refused:
+        node.parted(other.node)
+        return False
+    if node.waiting or other.waiting:
+        node.met(other.node, other.info())
+    if other.waiting and (record := node.record()):
+        return asyncio.run(other.told(record))
+    return False
+
+
+@pytest.mark.parametrize("order", list(permutations(permutations(PEERS, 2), 3)))
+def test_nobody_founds_alone_and_all_found_the_same(
+    order: tuple[tuple[str, str], ...],
+) -> None:
+    nodes = waiting()
+    for one, other in order:
+        dial(nodes[one], nodes[other])
+        for node in nodes.values():
+            asyncio.run(node.found())
+        if not nodes["n1"].waiting:
+            assert {("n1", "n2"), ("n1", "n3")} <= {*order}
+    for _ in range(2):
+        for one, other in permutations(PEERS, 2):
+            dial(nodes[one], nodes[other])
+            asyncio.run(nodes[one].found())
+    assert {node.disk.cluster_id for node in nodes.values()} == {nodes["n1"].cluster_id} != {""}
+    assert all(node.disk.founders == IDS and not node.waiting for node in nodes.values())
+
+
+@pytest.mark.parametrize("wiped", [("n1",), ("n2",), ("n1", "n2"), ("n2", "n3"), ("n1", "n3")])
+@pytest.mark.parametrize("known", ["all", "first", "two"])
+def test_wiped_nodes_found_nothing_while_one_has_data(wiped: tuple[str, ...], known: str) -> None:
+    """Whether or not all had heard of the founding when the folders were lost."""
+    nodes = waiting()
+    for other in ("n2", "n3"):
+        dial(nodes["n1"], nodes[other])
+    assert asyncio.run(nodes["n1"].found())
+    if known != "first":
+        dial(nodes["n1"], nodes["n2"])
+    if known == "all":
+        dial(nodes["n1"], nodes["n3"])
+    cluster_id = nodes["n1"].cluster_id
+    holders = {name for name, node in nodes.items() if not node.waiting} - {*wiped}
+    for name in wiped:
+        nodes[name] = Node(name, Member(f"{IDS[name]} anew", pending=FOUNDING))
+        nodes[name].core = Core(Membership(tuple(PEERS), (), PEERS), Position())
+    for _ in range(3):
+        for one, other in permutations(PEERS, 2):
+            dial(nodes[one], nodes[other])
+            asyncio.run(nodes[one].found())
+    ids = {node.cluster_id for node in nodes.values()} - {""}
+    if holders:
+        assert ids == {cluster_id}
+        assert all(nodes[name].waiting for name in wiped)
+    else:  # nobody knows of the first founding, and nobody has promised anything in it
+        assert len(ids) == 1
+
+
+def test_nodes_that_were_told_of_others_do_not_found() -> None:
+    one, other = waiting()["n1"], waiting()["n2"]
+    other._peers = {**PEERS, "n3": "elsewhere:1"}
+    with pytest.raises(Refused, match="told of different peers"):
+        judge(one, "n2", other.info())
+    with pytest.raises(Refused, match="not among the peers"):
+        judge(one, "n4", MemberInfo("", "m4", founding="x"))
+    with pytest.raises(Refused, match="every node to have an empty data folder"):
+        judge(one, "n2", says(cluster_id=""))
+    assert not asyncio.run(one.found())
+
+
+def test_a_founding_under_way_is_not_begun_again() -> None:
+    node = waiting()["n1"]
+    for other in ("n2", "n3"):
+        node.met(other, MemberInfo("", IDS[other], founding="x"))
+
+    async def twice() -> list[bool]:
+        return [*await asyncio.gather(node.found(), node.found())]
+
+    assert asyncio.run(twice()) == [True, False]
+    assert node.own == node.disk
+
+
+# What the leader records.
+
+
+def test_the_leader_records_what_was_founded_and_who_joins() -> None:
+    node = Node()
+    node.core = Core(Membership(tuple(PEERS), (), PEERS))
+    recorded = node.to_record()
+    assert recorded is not None
+    assert (recorded.members, recorded.cluster) == (IDS, "c")
+    node.core.membership = recorded
+    assert node.to_record() is None
+    node.core.membership = Membership(tuple(PEERS), ("n4",), PEERS, IDS, "c")
+    assert node.to_record() is None
+    node.connected("n4", says("m4", Position(), ""))
+    recorded = node.to_record()
+    assert recorded is not None
+    assert recorded.members == {**IDS, "n4": "m4"}
+
+
+def test_a_cluster_of_an_earlier_release_is_recorded_when_everybody_is_there() -> None:
+    node = Node(own=Member("m1"))
+    node.core = Core(Membership(tuple(PEERS), (), PEERS))
+    judge(node, "n2", MemberInfo())
+    node.connected("n2", MemberInfo())
+    node.connected("n3", says("m3", cluster_id=""))
+    assert node.to_record() is None
+    with pytest.raises(Refused, match="is empty, and it is a voter"):
+        judge(node, "n2", says("m2", Position(), ""))
+    node.connected("n2", says("m2", cluster_id=""))
+    recorded = node.to_record()
+    assert recorded is not None
+    assert recorded.members == IDS
+    again = node.to_record()
+    assert again is not None
+    assert again.cluster == recorded.cluster != ""
+    node.core.membership = recorded
+    with pytest.raises(Refused, match="runs an earlier release"):
+        judge(node, "n2", MemberInfo())
