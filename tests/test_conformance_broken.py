@@ -5,24 +5,26 @@ from __future__ import annotations
 
 import asyncio
 import posixpath
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 
 from doyen.clock import VirtualClock
 from doyen.errors import LeaseGone, OutcomeUnknown, StoreUnavailable
 from doyen.model import Entry, Lease, Version
-from doyen.store import Context, Creation, Store, Watch
+from doyen.store import Context, Creation, Watch
 from doyen.stores import memory
 from doyen.stores.memory import MemoryServer, MemoryStore
-from doyen.testing import StoreConformance, StoreHarness, run_virtual
+from doyen.testing import FaultyStore, LinkedStoreConformance
+from linked import VirtualHarness
 
-C = TypeVar("C", bound=type[MemoryServer] | type[MemoryStore])
+Broken = type[MemoryServer] | type[MemoryStore] | type[FaultyStore]
+C = TypeVar("C", bound=Broken)
 
-BROKEN: list[tuple[type[MemoryServer] | type[MemoryStore], str]] = []
+BROKEN: list[tuple[Broken, str]] = []
 
 
 def caught_by(*tests: str) -> Callable[[C], C]:
@@ -405,41 +407,81 @@ class ForgetsAtRestart(MemoryServer):
     """Stands for a store without durability: the harness gives it no memory across a restart."""
 
 
-class BrokenHarness(StoreHarness):
-    ttl_s = 5.0
+@caught_by("racers_for_a_forgotten_key")
+class LooksBeforeItWrites(MemoryStore):
+    """Overwrites what has come since it looked."""
 
-    def __init__(self, broken: type[MemoryServer] | type[MemoryStore]) -> None:
+    async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
+        if self._server.get(key) is None:
+            await asyncio.sleep(0.02)
+            self._server.delete(key)
+        return await super().create(key, value, lease)
+
+
+@caught_by("foreign_values_spoil_only_what_they_stand_on")
+class ReadsEverything(MemoryServer):
+    """Stumbles over what is not its own, wherever it stands."""
+
+    def renew(self, lease: str) -> None:
+        if any(b"stray" in stored.value for stored in self._entries.values()):
+            raise StoreUnavailable("the store holds something unreadable")
+        super().renew(lease)
+
+
+@caught_by("a_link_that_falls_silent_during_each_call")
+class NeverGivesUp(FaultyStore):
+    """Waits for an answer though its caller has given up."""
+
+    async def get(self, key: str) -> Entry | None:
+        call = asyncio.ensure_future(super().get(key))
+        while not call.done():
+            try:
+                await asyncio.wait({call})
+            except asyncio.CancelledError:
+                continue
+        return call.result()
+
+
+@caught_by("a_client_that_the_server_has_cut_off")
+class StaysAway(FaultyStore):
+    """Does not come back after its connection was broken."""
+
+    was_reset = False
+
+    async def renew(self, lease: Lease) -> None:
+        if self.was_reset:
+            raise StoreUnavailable("the connection is closed")
+        await super().renew(lease)
+
+
+caught_by("leases_of_the_dead")(WaitsForAReaper)
+
+
+class BrokenHarness(VirtualHarness):
+    def __init__(self, broken: Broken) -> None:
+        if issubclass(broken, MemoryServer):
+            self.server_type = broken
+        elif issubclass(broken, MemoryStore):
+            self.store_type = broken
+        else:
+            self.faulty = broken
         super().__init__()
-        self.virtual = VirtualClock()
-        self.clock = self.virtual
-        self.broken = broken
-        self.server = self._new_server()
 
-    def _new_server(self) -> MemoryServer:
-        return (self.broken if issubclass(self.broken, MemoryServer) else MemoryServer)(
-            self.virtual
-        )
-
-    async def open(self) -> Store:
-        store = self.broken if issubclass(self.broken, MemoryStore) else MemoryStore
-        return store(self.server, self.context())
+    def was_reset(self, store: FaultyStore) -> None:
+        if isinstance(store, StaysAway):
+            store.was_reset = True
 
     async def restart(self) -> None:
-        if self.broken is ForgetsAtRestart:
-            self.server = self._new_server()
-
-    def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        run_virtual(main, clock=self.virtual)
+        if self.server_type is ForgetsAtRestart:
+            self.server = self.server_type(self.virtual)
 
 
 @pytest.mark.parametrize(
     ("broken", "test"), BROKEN, ids=[f"{broken.__name__}-{test}" for broken, test in BROKEN]
 )
-def test_a_broken_store_is_caught(
-    broken: type[MemoryServer] | type[MemoryStore], test: str
-) -> None:
+def test_a_broken_store_is_caught(broken: Broken, test: str) -> None:
     with pytest.raises((AssertionError, pytest.fail.Exception)):
-        getattr(StoreConformance(), test)(BrokenHarness(broken))
+        getattr(LinkedStoreConformance(), test)(BrokenHarness(broken))
 
 
 class HangsUp(MemoryStore):
@@ -464,9 +506,9 @@ class HangsUp(MemoryStore):
 )
 def test_a_store_whose_server_hangs_up_as_a_lease_ends_is_not_broken(test: str) -> None:
     """The port lets any call end in doubt; what it forbids is that the lease be accepted."""
-    getattr(StoreConformance(), test)(BrokenHarness(HangsUp))
+    getattr(LinkedStoreConformance(), test)(BrokenHarness(HangsUp))
 
 
 def test_every_test_of_the_suite_catches_something() -> None:
-    suite = {name for name in dir(StoreConformance) if name.startswith("test_")}
+    suite = {name for name in dir(LinkedStoreConformance) if name.startswith("test_")}
     assert suite == {test for _, test in BROKEN}

@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from typing import Any
-
 import pytest
 
-from doyen.clock import VirtualClock
 from doyen.store import Store
-from doyen.stores.memory import MemoryServer, MemoryStore
-from doyen.testing import Faults, FaultyStore, Odds, StoreConformance, StoreHarness, run_virtual
+from doyen.testing import Faults, FaultyStore, LinkedStoreConformance, Odds
+from linked import VirtualHarness
 
 
-class MemoryHarness(StoreHarness):
-    ttl_s = 5.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.virtual = VirtualClock()
-        self.clock = self.virtual
-        self.server = MemoryServer(self.virtual)
-
-    async def open(self) -> Store:
-        return MemoryStore(self.server, self.context())
-
-    def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        run_virtual(main, clock=self.virtual)
-
-
-class TestMemory(StoreConformance):
+class TestMemory(LinkedStoreConformance):
     @pytest.fixture
-    def store_harness(self) -> MemoryHarness:
-        return MemoryHarness()
+    def store_harness(self) -> VirtualHarness:
+        return VirtualHarness()
 
 
-class FaultyHarness(MemoryHarness):
+class FaultyHarness(VirtualHarness):
     """Memory behind fault injection: every call and notification is late, by up to ttl/100."""
 
     def __init__(self, seed: int) -> None:
@@ -47,7 +27,7 @@ class FaultyHarness(MemoryHarness):
 
 
 @pytest.mark.parametrize("seed", range(3))
-class TestFaulty(StoreConformance):
+class TestFaulty(LinkedStoreConformance):
     """Fault injection does only what the port allows."""
 
     @pytest.fixture

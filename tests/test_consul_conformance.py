@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 import pytest
 
-from doyen.store import Store, open_store
-from doyen.testing import StoreConformance, StoreHarness
-from servers.consul import Consul
+import servers
+from doyen.model import leader_key, line_key, order_key
+from doyen.testing import LinkedStoreConformance, StoreHarness
+from linked import ServerHarness
 
 
-class Harness(StoreHarness):
+class Harness(ServerHarness):
     ttl_s = 1.0
+    server: servers.Consul
 
-    def __init__(self, server: Consul) -> None:
-        super().__init__()
-        self._server = server
-
-    async def open(self) -> Store:
-        return await open_store(self._server.url, self.context())
-
-    async def restart(self) -> None:
-        await asyncio.to_thread(self._server.restart)
+    async def deface(self, name: str) -> None:
+        for key in (leader_key(name), order_key(name), f"{line_key(name)}/stray", "leases/stray"):
+            self.server.put(f"doyen/{key}", b"\xff stray")
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Consul]:
-    with Consul(session_ttl_min="1s") as server:
+def server() -> Iterator[servers.Consul]:
+    with servers.Consul(session_ttl_min="1s") as server:
         yield server
 
 
-class TestConsul(StoreConformance):
+class TestConsul(LinkedStoreConformance):
     @pytest.fixture
-    def store_harness(self, server: Consul) -> StoreHarness:
+    def store_harness(self, server: servers.Consul) -> StoreHarness:
         return Harness(server)

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 import pytest
 
-from doyen.store import Store, open_store
-from doyen.testing import StoreConformance, StoreHarness
-from servers.etcd import Etcd
+import servers
+from doyen.model import leader_key, line_key, order_key
+from doyen.testing import LinkedStoreConformance, StoreHarness
+from linked import ServerHarness
 
 
-class Harness(StoreHarness):
+class Harness(ServerHarness):
     ttl_s = 1.0
+    server: servers.Etcd
 
-    def __init__(self, server: Etcd) -> None:
-        super().__init__()
-        self._server = server
-
-    async def open(self) -> Store:
-        return await open_store(self._server.url, self.context())
-
-    async def restart(self) -> None:
-        await asyncio.to_thread(self._server.restart)
+    async def deface(self, name: str) -> None:
+        for key in (leader_key(name), order_key(name), f"{line_key(name)}/stray", "leases/stray"):
+            self.server.put(f"/doyen/{key}", b"\xff stray")
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Etcd]:
-    with Etcd() as server:
+def server() -> Iterator[servers.Etcd]:
+    with servers.Etcd() as server:
         yield server
 
 
-class TestEtcd(StoreConformance):
+class TestEtcd(LinkedStoreConformance):
     @pytest.fixture
-    def store_harness(self, server: Etcd) -> StoreHarness:
+    def store_harness(self, server: servers.Etcd) -> StoreHarness:
         return Harness(server)

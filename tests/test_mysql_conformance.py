@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 import servers
-from doyen.store import Store, open_store
-from doyen.testing import StoreConformance, StoreHarness
+from doyen.model import leader_key, line_key, order_key
+from doyen.testing import LinkedStoreConformance, StoreHarness
+from linked import ServerHarness
 
 
-class Harness(StoreHarness):
+class Harness(ServerHarness):
     ttl_s = 0.4
+    server: servers.MariaDB
 
-    def __init__(self, url: str) -> None:
-        super().__init__()
-        self._url = url
+    async def restart(self) -> None:
+        """The server is shared: restarting it is left to the tests that start one."""
 
-    async def open(self) -> Store:
-        return await open_store(self._url, self.context())
+    async def deface(self, name: str) -> None:
+        paths = (leader_key(name), order_key(name), f"{line_key(name)}/stray")
+        insert = "INSERT INTO doyen.doyen_leases VALUES ('stray', -1, 0, 0)"
+        await asyncio.to_thread(
+            self.server.query, "DELETE FROM doyen.doyen_leases WHERE id = 'stray'"
+        )
+        await asyncio.to_thread(self.server.query, insert)
+        for path in paths:
+            columns = "path, value, revision, version, lease"
+            row = f"'{path}', x'ff00', -1, -1, 'stray'"
+            insert = f"INSERT INTO doyen.doyen_entries ({columns}) VALUES ({row})"
+            await asyncio.to_thread(self.server.query, insert)
 
 
-class TestMySQL(StoreConformance):
+class TestMySQL(LinkedStoreConformance):
     @pytest.fixture
     def store_harness(self, mysql: servers.MariaDB) -> StoreHarness:
-        return Harness(mysql.url)
+        return Harness(mysql)

@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
 from collections.abc import Iterator
 
 import pytest
 
-from doyen.store import Store, open_store
+import servers
+from doyen.model import leader_key, line_key, order_key
+from doyen.stores.nats.mirror import subject_of
 from doyen.testing import StoreConformance, StoreHarness
-from servers.nats import Nats
+from linked import ServerHarness
+from servers import wire
 
 
-class Harness(StoreHarness):
+class Harness(ServerHarness):
     ttl_s = 1.0
+    server: servers.Nats
 
-    def __init__(self, server: Nats) -> None:
-        super().__init__()
-        self._server = server
+    async def deface(self, name: str) -> None:
+        paths = (leader_key(name), order_key(name), f"{line_key(name)}/stray")
+        for kind, key in (*(("entries", path) for path in paths), ("leases", "stray"), ("x", "y")):
+            wire.nats_request(self.server.port, subject_of("doyen", kind, key), b"\xff stray")
 
-    async def open(self) -> Store:
-        return await open_store(self._server.url, self.context())
-
-    async def restart(self) -> None:
-        await asyncio.to_thread(self._server.restart)
+    async def forget(self, key: str) -> None:
+        body = json.dumps({"filter": subject_of("doyen", "entries", key)}).encode()
+        wire.nats_request(self.server.port, "$JS.API.STREAM.PURGE.KV_doyen", body)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Nats]:
-    with Nats() as server:
+def server() -> Iterator[servers.Nats]:
+    with servers.Nats() as server:
         yield server
 
 
 class TestNats(StoreConformance):
     @pytest.fixture
-    def store_harness(self, server: Nats) -> StoreHarness:
+    def store_harness(self, server: servers.Nats) -> StoreHarness:
         return Harness(server)

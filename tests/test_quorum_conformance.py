@@ -7,20 +7,34 @@ from collections.abc import Iterator
 
 import pytest
 
+from doyen.model import leader_key, line_key, order_key
 from doyen.store import Store, open_store
-from doyen.testing import StoreConformance, StoreHarness
+from doyen.testing import LinkedStoreConformance, StoreConformance, StoreHarness
+from linked import ProxyLink, ServerHarness
 from servers import QuorumCluster
 
 
-class Harness(StoreHarness):
+class Harness(ServerHarness):
     ttl_s = 1.0
 
     def __init__(self, quorum: QuorumCluster) -> None:
-        super().__init__()
+        super().__init__(quorum.members[0])
         self._quorum = quorum
 
     async def open(self) -> Store:
         return await open_store(self._quorum.url, self.context())
+
+    async def link(self) -> ProxyLink:
+        """To each client another node."""
+        self.server = self._quorum.members[len(self._links) % len(self._quorum.members)]
+        return await super().link()
+
+    async def deface(self, name: str) -> None:
+        """Only clients of doyen's own protocol can write here; such a one may be mistaken."""
+        store = await self.open()
+        for key in (leader_key(name), order_key(name), f"{line_key(name)}/stray"):
+            await store.put(key, b"\xff stray", if_version=None)
+        await store.close()
 
     async def restart(self) -> None:
         """One node after the other, so that the quorum goes on."""
@@ -46,7 +60,7 @@ def quorum() -> Iterator[QuorumCluster]:
         yield quorum
 
 
-class TestQuorum(StoreConformance):
+class TestQuorum(LinkedStoreConformance):
     @pytest.fixture
     def store_harness(self, quorum: QuorumCluster) -> StoreHarness:
         return Harness(quorum)

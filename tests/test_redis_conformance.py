@@ -8,22 +8,28 @@ from collections.abc import Iterator
 import pytest
 
 import servers
-from doyen.store import Store, open_store
-from doyen.testing import StoreConformance, StoreHarness
+from doyen.model import leader_key, line_key, order_key
+from doyen.testing import LinkedStoreConformance, StoreHarness
+from linked import ServerHarness
+from servers import wire
 
 
-class Harness(StoreHarness):
+class Harness(ServerHarness):
     ttl_s = 0.5
+    server: servers.Redis
 
-    def __init__(self, server: servers.Redis) -> None:
-        super().__init__()
-        self._server = server
+    async def deface(self, name: str) -> None:
+        paths = (leader_key(name), order_key(name), f"{line_key(name)}/stray")
+        for path in paths:
+            self._run("HSET", "entries", f"value:{path}", "stray", f"lease:{path}", "stray")
+            self._run("ZADD", "index", "0", path)
+            self._run("ZADD", "bound", "0", f"stray {path}")
+        self._run("ZADD", "bound", "0", "stray")
+        self._run("HSET", "leases", "ttl_us:stray", "x")
+        self._run("ZADD", "due", "1", "stray")
 
-    async def open(self) -> Store:
-        return await open_store(self._server.url, self.context())
-
-    async def restart(self) -> None:
-        await asyncio.to_thread(self._server.restart)
+    def _run(self, command: str, key: str, *words: str) -> None:
+        wire.redis_command(self.server.port, command, f"{{doyen}}:{key}", *words)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +38,7 @@ def server() -> Iterator[servers.Redis]:
         yield server
 
 
-class TestRedis(StoreConformance):
+class TestRedis(LinkedStoreConformance):
     @pytest.fixture
     def store_harness(self, server: servers.Redis) -> StoreHarness:
         return Harness(server)
@@ -44,7 +50,7 @@ def valkey() -> Iterator[servers.Valkey]:
         yield server
 
 
-class TestValkey(StoreConformance):
+class TestValkey(LinkedStoreConformance):
     @pytest.fixture
     def store_harness(self, valkey: servers.Valkey) -> StoreHarness:
         return Harness(valkey)

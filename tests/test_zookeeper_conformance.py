@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 import pytest
 
 import servers
 from doyen.store import Store, open_store
-from doyen.testing import StoreConformance, StoreHarness
+from doyen.testing import LinkedStoreConformance, StoreConformance, StoreHarness
+from linked import ServerHarness
+from servers.wire import ZooKeeperLink
+
+FOLDER = "/doyen/tests"
 
 
-class Harness(StoreHarness):
+class Harness(ServerHarness):
     ttl_s = 0.6
+    server: servers.ZooKeeper
 
-    def __init__(self, server: servers.ZooKeeper | servers.ZooKeeperEnsemble) -> None:
-        super().__init__()
-        self._server = server
+    async def open_at(self, url: str) -> Store:
+        return await open_store(f"{url}{FOLDER}", self.context())
 
-    async def open(self) -> Store:
-        return await open_store(f"{self._server.url}/doyen/tests", self.context())
-
-    async def restart(self) -> None:
-        if isinstance(self._server, servers.ZooKeeper):
-            await asyncio.to_thread(self._server.restart)
+    async def deface(self, name: str) -> None:
+        election = f"{FOLDER}/elections/{name}"
+        with ZooKeeperLink(self.server.port) as link:
+            link.create(election, b"\xff stray")
+            for child in ("leader", "leader:", "guid_0000000007", "guid_stray", "stray"):
+                link.create(f"{election}/{child}", b"\xff stray")
+            link.create(f"{election}/leader:/order", b"\xff stray")
+            link.create(f"{FOLDER}/doyen/leases/stray{name}", b"\xff stray")
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +38,21 @@ def server() -> Iterator[servers.ZooKeeper]:
         yield server
 
 
-class TestZooKeeper(StoreConformance):
+class TestZooKeeper(LinkedStoreConformance):
     @pytest.fixture
     def store_harness(self, server: servers.ZooKeeper) -> StoreHarness:
         return Harness(server)
+
+
+class EnsembleHarness(StoreHarness):
+    ttl_s = 0.6
+
+    def __init__(self, ensemble: servers.ZooKeeperEnsemble) -> None:
+        super().__init__()
+        self._ensemble = ensemble
+
+    async def open(self) -> Store:
+        return await open_store(f"{self._ensemble.url}{FOLDER}", self.context())
 
 
 @pytest.fixture(scope="module")
@@ -51,4 +67,4 @@ class TestZooKeeperEnsemble(StoreConformance):
 
     @pytest.fixture
     def store_harness(self, ensemble: servers.ZooKeeperEnsemble) -> StoreHarness:
-        return Harness(ensemble)
+        return EnsembleHarness(ensemble)

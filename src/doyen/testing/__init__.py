@@ -2,7 +2,8 @@
 
 - `run_virtual`, `VirtualLoop`: run asyncio code in virtual time, where nothing ever waits.
 - `FaultyStore`, `Faults`: put faults between a caller and its store, by hand or by seed.
-- `StoreConformance`, `StoreHarness`: put a store to every promise of the port (needs pytest).
+- `StoreConformance`, `StoreHarness`: put a store to every promise of the port (needs pytest);
+  `LinkedStoreConformance`, `LinkedHarness` for a store that is reached over a network.
 
 Importing `doyen` does not import this package, and this package imports each tool when it is first
 asked for: the pytest plugin beside it is loaded in every run and must cost next to nothing.
@@ -14,7 +15,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from doyen.testing.conformance import StoreConformance, StoreHarness
+    from doyen.testing.conformance import (
+        Link,
+        LinkedHarness,
+        LinkedStoreConformance,
+        StoreConformance,
+        StoreHarness,
+    )
     from doyen.testing.faults import (
         Expired,
         Fault,
@@ -35,6 +42,9 @@ __all__ = [
     "Faults",
     "FaultyStore",
     "Late",
+    "Link",
+    "LinkedHarness",
+    "LinkedStoreConformance",
     "Lost",
     "Odds",
     "Refused",

@@ -15,6 +15,9 @@ and inherits the tests:
         def store_harness(self):
             return Harness()
 
+A store that is reached over a network inherits `LinkedStoreConformance` instead, and its harness
+`LinkedHarness`: the suite then also breaks links, kills connections and writes foreign values.
+
 The same tests run in virtual time (override `run`) and against real servers. They wait for what
 must come, within bounds, and never rely on something not having come yet; where the machine was
 too slow for a statement about time, they start again. Each test uses names of its own, so a shared
@@ -29,11 +32,25 @@ from doyen.testing.conformance.entries import Entries
 from doyen.testing.conformance.harness import StoreHarness
 from doyen.testing.conformance.leases import Leases
 from doyen.testing.conformance.lines import Lines
+from doyen.testing.conformance.links import Link, LinkedHarness, Links
 from doyen.testing.conformance.trouble import Trouble
 from doyen.testing.conformance.watches import Watches
 
-__all__ = ["StoreConformance", "StoreHarness"]
+__all__ = [
+    "Link",
+    "LinkedHarness",
+    "LinkedStoreConformance",
+    "StoreConformance",
+    "StoreHarness",
+]
 
 
 class StoreConformance(Leases, Entries, Lines, Watches, Trouble):
     """The promises of the Store port. Inherit, and give a fixture `store_harness`."""
+
+
+class LinkedStoreConformance(StoreConformance, Links):
+    """The same for a store that is reached over a network, and what holds when that fails.
+
+    The fixture `store_harness` gives a `LinkedHarness`.
+    """

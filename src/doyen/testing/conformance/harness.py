@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -114,14 +114,13 @@ class StoreHarness(ABC):
         return self.ttl_s * store.expiry_factor + store.notice_s + self.patience_s
 
 
-Body = Callable[[Any, StoreHarness], Coroutine[Any, Any, None]]
-Test = Callable[[Any, StoreHarness], None]
+H = TypeVar("H", bound=StoreHarness)
 
 
-def promise(body: Body) -> Test:
+def promise(body: Callable[[Any, H], Coroutine[Any, Any, None]]) -> Callable[[Any, H], None]:
     """Make a test of a coroutine: run by the harness, with its clients closed at the end."""
 
-    def test(self: object, store_harness: StoreHarness) -> None:
+    def test(self: object, store_harness: H) -> None:
         async def main() -> None:
             try:
                 await body(self, store_harness)
