@@ -18,7 +18,7 @@ from doyen.errors import LeaseGone, TicketGone
 from doyen.model import Entry
 from doyen.quorum import history as histories
 from doyen.quorum import keyspace as words
-from doyen.quorum.history import Change, Kind
+from doyen.quorum.history import Change, History, Kind
 from doyen.quorum.keyspace import (
     Advance,
     Begin,
@@ -510,6 +510,23 @@ def test_what_history_has_forgotten_counts_as_changed(monkeypatch: pytest.Monkey
     assert keyspace.history.after(since) is None
     assert not keyspace.history.changed("quiet", keyspace.revision - 3)
     assert keyspace.history.changed("k", keyspace.revision - 1)
+
+
+def test_what_is_kept_of_the_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its size too. What does not fit counts as changed; what does is told apart."""
+    monkeypatch.setattr(histories, "MOST_BYTES", 50_000)
+    monkeypatch.setattr(histories, "INDEX_BYTES", 20_000)
+    history, seen = History(), 0
+    for revision in range(1, 1000):
+        history.add(Change(revision, f"{revision}/" + "x/" * 50, Kind.PUT))
+        if revision % 7 == 0:
+            seen += history.changed("quiet", revision - 2)
+            assert history.changed(f"{revision}/x", revision - 1)
+            assert not history.changed(f"{revision - 1}/x", revision - 1)
+            assert history.changed("quiet", 0)
+        assert len(history) * 164 <= 50_100
+        assert sum(map(len, history._index)) <= 30_000
+    assert seen == 0
 
 
 def test_a_list_is_of_one_instant_however_late_it_is_taken() -> None:

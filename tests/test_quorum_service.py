@@ -30,6 +30,9 @@ from doyen.quorum.keyspace import (
     Granted,
     Keyspace,
     Put,
+    Quota,
+    Raise,
+    Reap,
     Refused,
     Revoke,
     Stands,
@@ -40,6 +43,7 @@ from doyen.quorum.keyspace import (
 from doyen.quorum.requests import (
     ANSWER,
     MAX_KEY,
+    MAX_LEVELS,
     MAX_VALUE,
     REQUEST,
     Ahead,
@@ -516,8 +520,12 @@ def test_what_a_client_may_not_do_is_said_in_words() -> None:
             Grant(float("inf")),
             Grant(float("nan")),
             Advance(2**62),
+            Put("a/" * MAX_LEVELS + "a", b"", 0),
             Begin(7),
             Expire(1, (lease,)),
+            Raise(NEWEST),
+            Reap(),
+            Quota(1),
         ]
         for number, command in enumerate(commands, 2):
             answer = await client.do(number, command)
@@ -528,6 +536,8 @@ def test_what_a_client_may_not_do_is_said_in_words() -> None:
         for _ in range(3):
             await client.ask(Watch, "k", -1)
         assert (await client.ask(Watch, "k", -1)).trouble is Trouble.UNUSABLE
+        other = Client(quorum.services["n2"])
+        assert (await other.ask(Watch, "x" * (MAX_KEY + 1), -1)).trouble is Trouble.UNUSABLE
         assert await client.do(99, Revoke(lease)) == Done()
 
     on_quorum(test, Limits(watches=3))

@@ -61,6 +61,7 @@ from doyen.quorum.keyspace import (
 from doyen.quorum.requests import (
     ANSWER,
     MAX_KEY,
+    MAX_LEVELS,
     MAX_TTL_S,
     MAX_VALUE,
     MIN_TTL_S,
@@ -551,6 +552,10 @@ class Service:
             text = f"one connection may have {self._limits.watches} watches; open another store"
             client.fail(request.id, Trouble.UNUSABLE, text)
             return
+        if len(request.scope) > MAX_KEY:
+            text = f"a scope has at most {MAX_KEY} characters, not {len(request.scope)}"
+            client.fail(request.id, Trouble.UNUSABLE, text)
+            return
         self._notify()
         client.watches[request.id] = request.scope
         self._watchers.setdefault(request.scope, {})[client, request.id] = None
@@ -719,6 +724,8 @@ def _flaw_of_ticket(command: Enqueue) -> str | None:
 def _flaw_of(key: str, value: bytes) -> str | None:
     if not 0 < len(key) <= MAX_KEY:
         return f"a key has 1 to {MAX_KEY} characters, not {len(key)}"
+    if key.count("/") >= MAX_LEVELS:
+        return f"a key has at most {MAX_LEVELS} parts between slashes, not {key.count('/') + 1}"
     if len(value) > MAX_VALUE:
         return (
             f"a value has at most {MAX_VALUE} bytes, not {len(value)}: keep large data elsewhere,"

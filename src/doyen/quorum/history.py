@@ -22,8 +22,8 @@ MOST_BYTES: Final = 16 << 20
 """About how many bytes they may take."""
 OVERHEAD: Final = 64
 """Bytes that a change takes apart from its key, in this count."""
-KNOWN: Final = 8
-"""How many times as many scopes as changes `changed` keeps in mind before it begins anew."""
+INDEX_BYTES: Final = 32 << 20
+"""About how many bytes the scopes may take that `changed` keeps in mind."""
 
 
 class Kind(IntEnum):
@@ -62,9 +62,11 @@ class History:
         """Changes up to this revision may be missing."""
         self._changes: deque[Change] = deque()
         self._bytes = 0
-        # The last change of every scope that has one, up to `_indexed_to`: see `changed`.
+        # The last change of every scope that has one after `_indexed_from` and up to
+        # `_indexed_to`: see `changed`.
         self._index: dict[str, int] = {}
-        self._indexed_to = floor
+        self._index_bytes = 0
+        self._indexed_from = self._indexed_to = floor
         for change in changes:
             self.add(change)
 
@@ -103,10 +105,8 @@ class History:
 
     def changed(self, scope: str, since: int) -> bool:
         """Whether anything at `scope` or under it changed, or may have changed, after `since`."""
-        if since < self.floor:
-            return True
         self._extend_index()
-        return self._index.get(scope, 0) > since
+        return since < max(self.floor, self._indexed_from) or self._index.get(scope, 0) > since
 
     def _latest(self, since: int) -> Iterator[Change]:
         for change in reversed(self._changes):
@@ -117,15 +117,23 @@ class History:
     def _extend_index(self) -> None:
         """Only watches that are resumed ask for this, all of a connection's at once, so it is not
         kept up to date in between."""
-        if self._indexed_to < self.floor or len(self._index) > KNOWN * MOST:
+        latest = self._changes[-1].revision if self._changes else self.floor
+        if latest <= self._indexed_to:
+            return
+        if self._indexed_to < self.floor or self._index_bytes > INDEX_BYTES:
             self._index.clear()
-            self._indexed_to = self.floor
+            self._index_bytes = 0
+            self._indexed_from = self._indexed_to = self.floor
         fresh: dict[str, int] = {}
         for change in self._latest(self._indexed_to):
+            if self._index_bytes > INDEX_BYTES:
+                self._index.clear()  # all of it is older than this
+                self._indexed_from = change.revision
+                break
             scope = change.key
             while scope and scope not in fresh:  # or this change and all above it are known
                 fresh[scope] = change.revision
+                self._index_bytes += len(scope) + OVERHEAD
                 scope = scope.rpartition("/")[0]
         self._index.update(fresh)
-        if self._changes:
-            self._indexed_to = self._changes[-1].revision
+        self._indexed_to = latest

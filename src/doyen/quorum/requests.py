@@ -25,6 +25,7 @@ from doyen.quorum.versions import FIRST
 __all__ = [
     "ANSWER",
     "MAX_KEY",
+    "MAX_LEVELS",
     "MAX_TTL_S",
     "MAX_VALUE",
     "MAX_WRITES",
@@ -66,6 +67,8 @@ REQUEST: Final = 32
 ANSWER: Final = 33
 
 MAX_KEY: Final = 4096
+MAX_LEVELS: Final = 64
+"""Parts of a key, between slashes: a change concerns the scopes of all of them."""
 MAX_VALUE: Final = 1_000_000
 MAX_WRITES: Final = 256
 """In one frame."""

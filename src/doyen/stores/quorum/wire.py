@@ -438,8 +438,12 @@ class Wire:
         call = self._calls.get(answer.id)
         if call is None:
             watch = self._watches.get(answer.id)
-            if watch is not None and not watch.begun.done():
+            if watch is None:
+                return
+            if not watch.begun.done():
                 watch.begun.set_exception(_error(answer))
+            else:
+                log.warning("the watch on %s could not be resumed: %s", watch.scope, answer.text)
         elif answer.trouble is Trouble.FORGOTTEN:
             self._rename(answer, call)
         elif answer.trouble is Trouble.UNAVAILABLE and call.sent > 1 and answer.id > 0:
