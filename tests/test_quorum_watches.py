@@ -24,7 +24,7 @@ from doyen.quorum.requests import (
     decode_answer,
     decode_request,
 )
-from doyen.quorum.wire import Fault, Security
+from doyen.quorum.wire import Fault, Identity, MemberInfo, Security
 from doyen.stores.quorum.wire import Wire
 from doyen.testing.virtual import run_virtual
 
@@ -36,11 +36,12 @@ class Follower:
 
     role = Role.FOLLOWING
 
-    def __init__(self) -> None:
+    def __init__(self, cluster: str) -> None:
+        self.cluster = cluster
         self.current: list[Callable[[], None]] = []
 
     def status(self) -> Status:
-        members = Membership(("n1",))
+        members = Membership(("n1",), cluster=self.cluster)
         return Status("n1", Role.FOLLOWING, 1, "n2", 0, 0, 0, 0, False, members)
 
     def on_role(self, callback: Any) -> None: ...
@@ -57,7 +58,7 @@ class Follower:
 class ServerSide:
     """The node's end of a link; what it sends waits in `out`."""
 
-    role, closed = "client", False
+    role, granted, closed = "client", "client", False
 
     def __init__(self) -> None:
         self.out: list[Frame] = []
@@ -82,8 +83,7 @@ class ClientSide:
 
     where, ending, closed = "n", False, False
 
-    class them:  # noqa: N801
-        cluster = "c"
+    them, info = Identity("c", "n1", 1), MemberInfo("the cluster")
 
     def __init__(self, server: ServerSide, supports: tuple[int, int] = (1, 2)) -> None:
         self.server, self.supports = server, supports
@@ -96,13 +96,12 @@ class ClientSide:
 class Node:
     """A node that serves watches out of a keyspace."""
 
-    def __init__(self, keyspace: Keyspace, cluster_id: str = "") -> None:
-        self.driver = Follower()
+    def __init__(self, keyspace: Keyspace, cluster_id: str = "the cluster") -> None:
+        self.driver = Follower(cluster_id)
         self.service = Service(
             self.driver,  # type: ignore[arg-type]
             keyspace,
             SystemClock(),
-            cluster_id=cluster_id,
         )
         self.server = ServerSide()
         self.service.admit(self.server)  # type: ignore[arg-type]
@@ -203,6 +202,7 @@ def test_a_quiet_watch_keeps_up_with_its_connection() -> None:
             "busy": keyspace.revision,
             "quiet": keyspace.revision,
         }
+        assert {watch.cluster for watch in watches} == {"the cluster"}
 
     run_virtual(main)
 
@@ -244,7 +244,7 @@ def test_a_node_that_is_behind_catches_up_before_it_confirms() -> None:
 
 @pytest.mark.parametrize(
     ("cluster_id", "since", "missed"),
-    [("this", 1, False), ("", 1, False), ("other", 1, True), ("this", 99, True)],
+    [("the cluster", 1, False), ("", 1, False), ("other", 1, True), ("the cluster", 99, True)],
 )
 def test_a_position_of_another_history_is_told_to_read_again(
     cluster_id: str, since: int, missed: bool
@@ -254,7 +254,7 @@ def test_a_position_of_another_history_is_told_to_read_again(
     async def main() -> None:
         keyspace = Keyspace()
         put(keyspace, "a")
-        node = Node(keyspace, "this")
+        node = Node(keyspace)
         node.server.take(node.server, [(REQUEST, encode(Watch(-1, "b", since, cluster_id)))])
         node.caught_up()
         expected: list[Any] = [Changed([-1], 1)] if missed else []

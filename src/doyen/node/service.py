@@ -220,7 +220,6 @@ class Service:
         *,
         election_s: float = 1.0,
         cluster: str = "",
-        cluster_id: str = "",
         protocol: str = "raft",
         quota_bytes: int = QUOTA,
         limits: Limits = Limits(),  # noqa: B008  (frozen)
@@ -230,8 +229,6 @@ class Service:
         self._limits = limits
         self._election_s = election_s
         self.cluster, self.protocol = cluster, protocol
-        self.cluster_id = cluster_id
-        """Tells this cluster from every other, whatever its name; empty if it has none."""
         self._loop = asyncio.get_running_loop()
         self._clients: dict[Link, _Client] = {}
         self._watchers: dict[str, dict[tuple[_Client, int], None]] = {}
@@ -580,10 +577,9 @@ class Service:
     def _missed(self, request: words.Watch) -> bool:
         """Whether anything in a watch's scope changed, or may have, after its position. A position
         that this cluster never came to, or of another cluster, says nothing about this history."""
-        keyspace = self._keyspace
-        foreign = request.cluster and self.cluster_id and request.cluster != self.cluster_id
+        keyspace, ours = self._keyspace, self._driver.status().membership.cluster
         return (
-            bool(foreign)
+            (bool(ours and request.cluster) and request.cluster != ours)
             or request.since > keyspace.revision
             or keyspace.history.changed(request.scope, request.since)
         )

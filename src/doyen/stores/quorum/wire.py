@@ -556,7 +556,8 @@ class Wire:
         link.send(REQUEST, encode(Hello(self._name)))
         self._told = 0
         for watch in self._watches.values():
-            link.send(REQUEST, encode(Watch(watch.id, watch.scope, watch.position)))
+            resumed = Watch(watch.id, watch.scope, watch.position, self.cluster_id)
+            link.send(REQUEST, encode(resumed))
         for _, call in sorted(self._calls.items()):
             self._send(call)
 
