@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import logging
 import multiprocessing
 import os
 import signal
@@ -17,8 +19,10 @@ import pytest
 import doyen
 from doyen import BlockingSession, SessionClosed, Term, TermState
 from doyen import term as term_module
+from doyen.events import Hindered, Queued, Record
+from doyen.presence import Settings
 from doyen.runtime import ThreadRuntime
-from support import heart_of, until_blocking
+from support import heart_of, presence_of, until_blocking
 
 # From 3.12 on Python warns of forks in a process with threads, which is what is on trial here.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -137,6 +141,52 @@ def test_the_child_may_connect_for_itself(tmp_path: Path) -> None:
 
         in_child(check)
         assert term.valid
+
+
+def test_what_reports_for_the_parent_holds_up_no_child(tmp_path: Path) -> None:
+    """The queues of the parent have no thread in the child, and their locks may be held there."""
+    audit = tmp_path / "audit.jsonl"
+    handler = logging.FileHandler(tmp_path / "log")
+    logger = logging.getLogger("doyen")
+    stuck = threading.Event()
+
+    def sink(_: Record) -> None:
+        stuck.wait(20)
+
+    settings = Settings(url="memory://reports", ttl_s=5, audit=audit, sinks=(sink,))
+    logger.addHandler(handler)
+    try:
+        with BlockingSession(settings) as session, session.campaign("e"):
+            queues = [*presence_of(session).telemetry._outlets, session._runtime._log._lines]
+            locks = [queue._changed for queue in queues if isinstance(queue, Queued)]
+            assert len(locks) == 3
+
+            def check() -> None:
+                logger.warning("the child speaks for itself")
+                presence_of(session).telemetry.emit(Hindered(election="e", name="n", error="x"))
+                atexit._run_exitfuncs()
+
+            holding, forked = threading.Event(), threading.Event()
+
+            def hold() -> None:
+                with locks[0], locks[1], locks[2]:
+                    holding.set()
+                    forked.wait(20)
+
+            holder = threading.Thread(target=hold)
+            holder.start()
+            assert holding.wait(20)
+            try:
+                in_child(check)
+            finally:
+                forked.set()
+                stuck.set()
+                holder.join()
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+    assert "the child speaks for itself" in (tmp_path / "log").read_text()
+    assert b"hindered" not in audit.read_bytes()
 
 
 def test_the_child_may_connect_asynchronously(tmp_path: Path) -> None:

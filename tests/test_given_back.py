@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
+from doyen.session import OBSERVED
 from doyen.store import Store
-from support import TTL_S, Place, heart_of, soon, virtual
+from support import TTL_S, Place, heart_of, lead_until_told, soon, until, virtual
 
 
 @virtual
@@ -81,3 +82,28 @@ def _tells_of_closing(closed: list[bool], store: Store) -> Store:
 
     store.close = closing  # type: ignore[method-assign]
     return store
+
+
+@virtual
+async def test_a_slow_observer_keeps_the_newest(place: Place) -> None:
+    """What waits for an observer is bounded; in the end it knows who leads."""
+    watcher, session, stop = await place.open(), await place.open(), asyncio.Event()
+    leaders = watcher.observe("e")
+    assert await anext(leaders) is None
+    for number in range(2 * OBSERVED):
+        async with session.campaign("e", name=f"leader {number}"):
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)
+    last = asyncio.create_task(lead_until_told(session, stop, name="last"))
+    await asyncio.sleep(0.1)
+    seen = [await anext(leaders) for _ in range(OBSERVED)]
+    assert seen[-1] is not None
+    assert seen[-1].name == "last"
+    told = asyncio.create_task(anext(leaders))
+    await asyncio.sleep(1)
+    assert not told.done()
+    stop.set()
+    await last
+    await until(told.done)
+    assert told.result() is None
+    await leaders.aclose()

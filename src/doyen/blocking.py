@@ -7,6 +7,7 @@ if leadership was lost on the way, so that no result of a lost term passes unnot
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -21,7 +22,7 @@ from doyen.model import Candidate, Leader, Line
 from doyen.orders import order_resign, order_transfer
 from doyen.presence import Presence, Settings
 from doyen.runtime import ThreadRuntime
-from doyen.session import candidacy, connect, drop, hold, settings_for, settle_loss, track
+from doyen.session import OBSERVED, candidacy, connect, drop, hold, settings_for, settle_loss, track
 from doyen.stand import Options, Stand, default_name
 from doyen.term import Term, TermState
 
@@ -140,9 +141,15 @@ class BlockingSession:
         presence.check_open()
         seen: queue.SimpleQueue[T | BaseException] = queue.SimpleQueue()
 
+        def deliver(what: T) -> None:
+            if seen.qsize() >= OBSERVED:
+                with contextlib.suppress(queue.Empty):
+                    seen.get_nowait()
+            seen.put(what)
+
         async def watch() -> None:
             try:
-                await presence.errand(lambda: observe(presence, seen.put))
+                await presence.errand(lambda: observe(presence, deliver))
             except BaseException as error:
                 seen.put(error)
                 raise

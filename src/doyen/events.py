@@ -239,7 +239,7 @@ def missing(gap: Record | None, record: Record) -> Record:
 class Outlet(Protocol):
     """The way from a session to one of its sinks."""
 
-    def put(self, record: Record) -> None:
+    def put(self, record: Record) -> object:
         """Hand over an event; never blocks. Any thread."""
         ...
 
@@ -335,12 +335,13 @@ class Queued(Generic[T]):
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
-    def put(self, item: T) -> None:
+    def put(self, item: T) -> bool:
+        """False if nothing is taken any more, or in the child of a fork."""
         if self._pid != os.getpid():
-            return
+            return False
         with self._changed:
             if self._closing:
-                return
+                return False
             taken = self._backlog.put(item)
             falls_behind = not taken and not self._behind
             self._behind = not taken
@@ -348,9 +349,8 @@ class Queued(Generic[T]):
                 self._begin()
             self._changed.notify_all()
         if falls_behind:
-            log.error(
-                "%s does not keep up: what happens is dropped there until it does", self._name
-            )
+            log.error("%s does not keep up: events are dropped there until it does", self._name)
+        return True
 
     def _begin(self) -> None:
         thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -364,6 +364,8 @@ class Queued(Generic[T]):
         return threading.current_thread() is self._thread
 
     def settle(self, within_s: float) -> bool:
+        if self._pid != os.getpid():
+            return False  # a thread that no longer exists may have held the lock
         with self._changed:
             return self._changed.wait_for(self._idle, within_s)
 

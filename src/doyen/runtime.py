@@ -30,9 +30,10 @@ from doyen.clock import Clock, SystemClock
 from doyen.events import FLUSH_S, Direct, Outlet, Queued, Sink, missing
 from doyen.heart import Heart
 
-__all__ = ["InlineRuntime", "Runtime", "ThreadRuntime"]
+__all__ = ["InlineRuntime", "Runtime", "ThreadRuntime", "outlast"]
 
 T = TypeVar("T")
+log = logging.getLogger("doyen")
 
 ADMITTED = 64
 """How many new pieces of work begin in one turn of doyen's loop."""
@@ -129,7 +130,7 @@ class InlineRuntime:
         return await _obtained(task, task.cancel, lambda result: self._task(undo(result)))
 
     def start(self, work: Coroutine[Any, Any, Any]) -> None:
-        self._task(work)
+        self._task(work).add_done_callback(_report)
 
     def post(self, call: Callable[[], None]) -> None:
         self._loop.call_soon(call)
@@ -228,8 +229,14 @@ def _settle(future: Future[T], task: asyncio.Task[T]) -> None:
             future.set_exception(error)
 
 
+def _report(task: asyncio.Task[Any]) -> None:
+    """Of work that nobody waits for, only the log can tell that it failed."""
+    if not task.cancelled() and task.exception() is not None:
+        log.error("a background task of doyen failed", exc_info=task.exception())
+
+
 def _take_note(task: asyncio.Task[Any]) -> None:
-    """An error that nobody waits for is not worth a complaint of asyncio's."""
+    """The error is the caller's to see; asyncio need not complain if it no longer waits."""
     if not task.cancelled():
         task.exception()
 
@@ -240,15 +247,11 @@ class _LogRelay(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         self._lines = Queued(_hand_on, merge=_lines_missing, name="doyen-log")
-        self._pid = os.getpid()
         for name in LOGGERS:
             logging.getLogger(name).addFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if self._lines.on_own_thread() or self._pid != os.getpid():
-            return True
-        self._lines.put(record)
-        return False
+        return self._lines.on_own_thread() or not self._lines.put(record)
 
     def flush(self, within_s: float) -> None:
         self._lines.settle(within_s)
@@ -287,14 +290,14 @@ async def _obtained(
         await asyncio.wait({future})
     except asyncio.CancelledError:
         cancel()
-        await _outlast(future)
+        await outlast(future)
         if not future.cancelled() and future.exception() is None:
-            await _outlast(undo(future.result()))
+            await outlast(undo(future.result()))
         raise
     return future.result()
 
 
-async def _outlast(future: asyncio.Future[Any]) -> None:
+async def outlast(future: asyncio.Future[Any]) -> None:
     """Wait for the future, whoever cancels us meanwhile."""
     while not future.done():
         try:
@@ -401,7 +404,7 @@ class ThreadRuntime:
         )
 
     def start(self, work: Coroutine[Any, Any, Any]) -> None:
-        self._hand_in(work, _take_note)
+        self._hand_in(work, _report)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run `work` on doyen's loop; the future is any thread's."""

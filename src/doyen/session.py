@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import os
 import weakref
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextvars import ContextVar
 from types import TracebackType
@@ -32,6 +33,8 @@ from doyen.term import forked as term_forked
 __all__ = ["Campaign", "Session", "connect"]
 
 T = TypeVar("T")
+OBSERVED = 64
+"""How many changes wait for an observer. One that is slower misses the oldest."""
 
 
 def candidacy(presence: Presence, stand: Stand) -> Candidacy:
@@ -235,7 +238,8 @@ class Session:
         return await self._errand(lambda presence: presence.leader(election))
 
     def observe(self, election: str) -> AsyncGenerator[Leader | None, None]:
-        """Who leads now, then every change; None while vacant.
+        """Who leads now, then every change; None while vacant. An observer that is more than 64
+        changes behind misses the oldest.
 
         async for leader in session.observe("billing"):
             print(leader.name if leader else "nobody")
@@ -256,27 +260,32 @@ class Session:
         presence = self._opened
         presence.check_open()
         loop = asyncio.get_running_loop()
-        seen: asyncio.Queue[T] = asyncio.Queue()
+        seen: deque[T] = deque(maxlen=OBSERVED)
+        changed = asyncio.Event()
 
         def deliver(what: T) -> None:
-            with contextlib.suppress(RuntimeError):  # the observer's loop has been closed
-                loop.call_soon_threadsafe(seen.put_nowait, what)
+            # A loop that is stuck is woken once, not once for each change that it misses.
+            seen.append(what)
+            if len(seen) == 1:
+                with contextlib.suppress(RuntimeError):  # the observer's loop has been closed
+                    loop.call_soon_threadsafe(changed.set)
 
         watching = asyncio.ensure_future(
             presence.runtime.do(presence.errand(lambda: observe(presence, deliver))),
         )
         try:
             while True:
-                getting = asyncio.ensure_future(seen.get())
+                while seen:
+                    yield seen.popleft()
+                waking = asyncio.ensure_future(changed.wait())
                 try:
-                    await asyncio.wait({getting, watching}, return_when=asyncio.FIRST_COMPLETED)
-                    if not getting.done():
-                        watching.result()
-                        raise SessionClosed("the session is closed; connect again")
-                    what = getting.result()
+                    await asyncio.wait({waking, watching}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    getting.cancel()
-                yield what
+                    waking.cancel()
+                changed.clear()
+                if not seen and watching.done():
+                    watching.result()
+                    raise SessionClosed("the session is closed; connect again")
         finally:
             watching.cancel()
 

@@ -31,6 +31,7 @@ from functools import partial
 from typing import Protocol
 
 from doyen.errors import LeadershipLost
+from doyen.runtime import outlast
 from doyen.supervise import guard as wire
 
 __all__ = ["Supervisor", "Tenure"]
@@ -130,7 +131,7 @@ class Supervisor:
         except asyncio.CancelledError:
             self._tell(wire.STOP)
             self._take_over_in(TAKEOVER_SHARE * term.stop_budget_s)
-            await _outlast(ended)
+            await outlast(ended)
             ended.exception()  # the cancellation says it already
             raise
         finally:
@@ -255,12 +256,3 @@ class Supervisor:
             tree.signal(signal.SIGKILL)
             await asyncio.sleep(0.005)
         self._conclude(signal.SIGKILL)
-
-
-async def _outlast(future: asyncio.Future[int]) -> None:
-    """Wait for the future, whoever cancels us meanwhile."""
-    while not future.done():
-        try:
-            await asyncio.wait({future})
-        except asyncio.CancelledError:
-            continue
