@@ -29,8 +29,7 @@ When it is healed, connections on which something was swallowed are closed.
 What reaches the model: the loop answers `create_connection(host=…)`, hence
 `asyncio.open_connection` and all that is built on it. A library that opens its own socket can be
 given `network.path(host, port)`; for libpq the folder is the host (`?host=FOLDER&port=PORT`).
-Threads do not exist in virtual time: a client that needs one is tested behind the adapter's own
-seam instead.
+A library that needs threads is given those of `strands`, which take turns with the loop.
 """
 
 from __future__ import annotations
