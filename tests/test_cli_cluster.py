@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 import doyen
 from doyen.cli import main
 from doyen.quorum.requests import Condition
-from doyen.stores.quorum.diagnosis import State
+from doyen.stores.quorum.diagnosis import State, risks_of_removal
 from doyen.stores.quorum.store import QuorumStore
 from served import Quorum
+
+NAMES = [("n1", "leading"), ("n2", "following")]
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
@@ -44,6 +47,85 @@ def test_a_node_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert sum("silent_because" in node for node in status["nodes"]) == 1
         with doyen.connect_blocking(quorum.url) as session, session.campaign("e") as term:
             assert term.token > token
+
+
+def test_a_removal_that_puts_something_at_risk_is_asked_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Quorum(tmp_path) as quorum:
+        quorum.leader()
+        store = ["--store", quorum.url]
+        assert main(["cluster", "remove", "n1", *store]) == 1
+        said = capsys.readouterr().err
+        assert "2 voters would be left, n2, n3: if one of them fails" in said
+        assert "--force" in said
+
+        class Terminal(io.StringIO):
+            def isatty(self) -> bool:
+                return True
+
+        monkeypatch.setattr("sys.stderr", Terminal())
+        monkeypatch.setattr("sys.stdin", Terminal("n\n"))
+        assert main(["cluster", "remove", "n1", *store]) == 1
+        monkeypatch.setattr("sys.stdin", Terminal("y\n"))
+        assert main(["cluster", "remove", "n1", *store]) == 0
+        capsys.readouterr()
+        assert told(capsys, "remove", "n2", "--force", *store)["voters"] == ["n3"]
+
+
+def condition(node: str, role: str = "following", applied: int = 5000, **other: Any) -> State:
+    told: dict[str, Any] = {
+        "id": 0,
+        "node": node,
+        "version": "",
+        "role": role,
+        "generation": 1,
+        "leader": "n1",
+        "commit": 5000,
+        "applied": applied,
+        "snapshot": 0,
+        "full": False,
+        "voters": ("n1", "n2", "n3"),
+        "learners": ("n4",),
+        "addresses": {},
+        "revision": 1,
+        "keys": 1,
+        "leases": 1,
+        "clients": 1,
+        "watches": 1,
+    }
+    return State(f"{node}:1", Condition(**told | other))
+
+
+@pytest.mark.parametrize(
+    ("states", "node", "told"),
+    [
+        ([condition("n1", "leading"), condition("n2"), condition("n3")], "n2", ["2 voters"]),
+        ([condition("n1", "leading"), condition("n2"), condition("n3")], "n4", []),
+        ([condition("n1", "leading"), condition("n2"), condition("n3")], "n9", []),
+        # The dead one is removed: no more may fail than before.
+        ([condition("n1", "leading"), condition("n2"), State("n3:1", None)], "n3", []),
+        (
+            [condition(name, role, voters=("n1", "n2")) for name, role in NAMES],
+            "n2",
+            ["n1 would be the only voter"],
+        ),
+        (
+            [
+                condition("n1", "leading"),
+                condition("n2", applied=3000),
+                condition("n3", applied=3000),
+            ],
+            "n1",
+            ["2 voters", "n1 may have the only up-to-date copy"],
+        ),
+        ([condition("n2"), condition("n3")], "n2", []),  # nobody leads: nobody obeys either
+    ],
+)
+def test_what_a_removal_puts_at_risk(states: list[State], node: str, told: list[str]) -> None:
+    risks = risks_of_removal(states, node)
+    assert len(risks) == len(told)
+    assert all(part in risk for part, risk in zip(told, risks, strict=True))
 
 
 def test_leadership_is_transferred(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,13 @@ doyen://h1:7400,h2:7400,h3:7400. Whatever node is asked, the one that leads deci
 To replace a node, or to have five instead of three: start the new one with --join, add it, wait
 until status shows that it has caught up, promote it; then remove the old one. One change at a time;
 each is refused until the one before it is agreed on, or if too few of those who then count answer.
-To add a node that belongs already, at another address, is how it moves.
+To add a node that belongs already, at another address, is how it moves. To remove one that is
+needed (two voters or one would be left, or none that is up to date) asks first; where nobody can be
+asked it is refused, unless --force is given. Changes and backups need an administrator's secret or
+certificate.
+
+A node that has lost its data folder, or has an older copy of it, is refused by the others: remove
+it, empty the folder, start it with --join, add and promote it.
 
 A backup is taken from the running quorum, at one instant, as one checksummed file. If a majority of
 the nodes is lost for good, --data-dir takes one from the folder of a node that is stopped. Take one
@@ -105,6 +111,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     promote.add_argument("node", metavar="NAME", help="the node's name")
     remove = action("remove", "take a node out")
     remove.add_argument("node", metavar="NAME", help="the node's name")
+    remove.add_argument("--force", action="store_true", help="do not ask, whatever it puts at risk")
     transfer = action("transfer", "have another node lead")
     transfer.add_argument("node", metavar="NAME", nargs="?", default="", help="default: the best")
     backup = action("backup", "copy everything into a file")
@@ -175,9 +182,27 @@ async def _insist(order: Callable[[], Awaitable[None]], args: argparse.Namespace
         ) from error
 
 
+def _confirm_removal(node: str, risks: list[str]) -> None:
+    """Ask if something is at risk. Raises `OrderFailed` unless the answer is yes."""
+    if not risks:
+        return
+    text = f"removing {node} is dangerous: {'; '.join(risks)}"
+    remedy = "Add another node first (doyen cluster add, promote), or use --force"
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise OrderFailed(f"{text}. Nothing was done. {remedy}")
+    print(f"{text}.\nRemove {node} all the same? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise OrderFailed(f"{node} was not removed. {remedy}")
+
+
 async def _arrange(args: argparse.Namespace) -> int:
+    from doyen.stores.quorum.diagnosis import risks_of_removal
+
     async with _quorum(args) as store:
         address = getattr(args, "address", "")
+        if args.action == "remove" and not args.force:
+            risks = risks_of_removal(await store.inspect(), args.node)
+            await asyncio.to_thread(_confirm_removal, args.node, risks)
         await _insist(lambda: store.arrange(args.action, args.node, address), args)
         states = await store.inspect()
     conditions = [state.condition for state in states if state.condition is not None]

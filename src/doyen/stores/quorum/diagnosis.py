@@ -8,7 +8,10 @@ from typing import NamedTuple
 from doyen.model import Finding
 from doyen.quorum.requests import Condition
 
-__all__ = ["State", "findings", "outsiders"]
+__all__ = ["State", "findings", "outsiders", "risks_of_removal"]
+
+BEHIND = 1000
+"""Entries that a node may be behind and still count as up to date."""
 
 
 class State(NamedTuple):
@@ -30,6 +33,35 @@ def outsiders(states: Sequence[State]) -> set[str]:
         return set()
     leads = max(leaders, key=lambda each: each.generation)
     return {each.node for each in up}.difference(leads.voters, leads.learners)
+
+
+def risks_of_removal(states: Sequence[State], node: str) -> list[str]:
+    """What would be dangerous about removing this node now. Whether the change can be agreed on at
+    all is for the leader to say."""
+    up = {state.condition.node: state.condition for state in states if state.condition}
+    leads = max(
+        (each for each in up.values() if each.role == "leading"),
+        key=lambda each: each.generation,
+        default=None,
+    )
+    if leads is None or node not in leads.voters or len(leads.voters) == 1:
+        return []
+    answer = [voter for voter in leads.voters if voter in up and up[voter].leader == leads.node]
+    stay = [voter for voter in leads.voters if voter != node]
+    left = [voter for voter in answer if voter != node]
+    spare_before = len(answer) - (len(leads.voters) // 2 + 1)
+    spare_after = len(left) - (len(stay) // 2 + 1)
+    risks = []
+    if len(stay) == 1:
+        risks.append(f"{stay[0]} would be the only voter, with the only copy of the data")
+    elif spare_after == 0 and spare_before > 0:
+        risks.append(
+            f"{len(stay)} voters would be left, {', '.join(stay)}: if one of them fails, nothing"
+            " can be written"
+        )
+    if not any(up[voter].applied + BEHIND >= leads.commit for voter in left):
+        risks.append(f"{node} may have the only up-to-date copy of the data")
+    return risks
 
 
 def findings(states: Sequence[State]) -> list[Finding]:

@@ -55,6 +55,9 @@ from doyen.stores.quorum.wire import Electing, Wire, inquire
 
 __all__ = ["QuorumStore"]
 
+OTHERS = 64
+"""How many nodes that only other nodes have named are asked about themselves: as many as a cluster
+may have."""
 ELECTING_S = 0.05
 """How often to look whether nodes that are electing a leader have one."""
 ELECTIONS = 3.0
@@ -206,7 +209,8 @@ class QuorumStore(Store):
                 told = state.condition.addresses
                 others |= {_place(told[node]): node for node in told if node not in known}
         named = {_place(address) for address in self._nodes}
-        unseen = [place for place in others if place not in named]
+        # A node may name whatever it likes, and each name is an address that this dials.
+        unseen = [place for place in others if place not in named][:OTHERS]
         states += await asyncio.gather(*map(self._inspect, unseen))
         return [
             state if state.condition else state._replace(node=others.get(_place(state.address), ""))
