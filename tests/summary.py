@@ -1,7 +1,8 @@
 """The summary of `make chaos`: for every engine how long its trials took, how many faults and
 elections there were, and how many violations were found. It is printed whatever fails.
 
-The whole run is bounded: when the time is up, what has not been run counts as a failure.
+The whole run is bounded: when the time is up, every trial that has not begun fails. With workers of
+pytest-xdist and `--dist loadgroup` all trials of an engine are run by the same worker.
 """
 
 from __future__ import annotations
@@ -53,18 +54,21 @@ class Summary:
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         self._limit_s = limit_s
         self._ends_at = time.monotonic() + limit_s
-        self._session: pytest.Session | None = None
         self._began_at = 0.0
         self._before = Tally()
         self._failed: set[str] = set()
         self.rows: dict[str, Row] = defaultdict(Row)
 
-    def pytest_sessionstart(self, session: pytest.Session) -> None:
-        self._session = session
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group(engine_of(item)))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
         self._began_at, self._before = time.monotonic(), replace(tally)
+        if self._began_at > self._ends_at:
+            pytest.fail(f"not run: the time of {self._limit_s / 60:g} minutes is up", pytrace=False)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -90,8 +94,6 @@ class Summary:
             row.failed += report.nodeid in self._failed
             for name in ("length_s", "faults", "elections", "violations"):
                 setattr(row, name, getattr(row, name) + told[name])
-        if time.monotonic() > self._ends_at and self._session is not None:
-            self._session.shouldfail = f"the time of {self._limit_s / 60:g} minutes is up"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("summary per engine")
