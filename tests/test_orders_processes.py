@@ -73,6 +73,12 @@ class Actor:
         self.send(signal.SIGKILL)
         self.process.wait()
 
+    def go(self) -> None:
+        """Have one that waits for a word give its order."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
     def let_go(self) -> None:
         if self.process.poll() is None:
             self.thaw()
@@ -191,9 +197,11 @@ def test_an_order_to_a_frozen_leader_waits_for_its_lease(stage: Stage) -> None:
     ttl_s = 3.0
     a = stage.join("a", waits=False, ttl_s=ttl_s)
     stage.join("b", ttl_s=ttl_s)
+    giver = stage.give("g", to=None, at_a_word=True)
+    stage.wait("g", "ready")
     a.freeze()
     began = now()
-    stage.give("g", to=None)
+    giver.go()
     assert stage.outcome("g")["leader"] == "a"
     entered = stage.wait("b", "entered")["at"]
     assert began + 0.3 < entered < began + 3 * ttl_s
@@ -421,8 +429,18 @@ async def candidate(
             await standing
 
 
-async def giver(who: str, url: str, audit: str, to: str | None, wait_s: float = PATIENCE_S) -> None:
+async def giver(
+    who: str,
+    url: str,
+    audit: str,
+    to: str | None,
+    wait_s: float = PATIENCE_S,
+    at_a_word: bool = False,
+) -> None:
     async with doyen.connect(url, ttl_s=LONG_TTL_S, audit=audit, on_event=sink) as session:
+        if at_a_word:
+            say("ready")
+            await asyncio.to_thread(sys.stdin.readline)
         try:
             if to is None:
                 leader = await session.resign(ELECTION, wait_s=wait_s)
