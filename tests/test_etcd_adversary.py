@@ -1,0 +1,98 @@
+"""etcd's adapter against a scripted cluster in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import grpc.aio
+import pytest
+
+from adversary import Network, WireLoop, WireWorld, run_contest
+from doyen.clock import VirtualClock
+from doyen.errors import LeaseGone, StoreUnavailable
+from doyen.model import Lease
+from doyen.store import Context, Creation, open_store
+from doyen.stores.etcd.store import EtcdStore
+from doyen.testing.faults import Faults
+from model_etcd import Channel, EtcdModel
+from swarm import SafetyViolated
+
+LEADER_WITHIN_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc.aio, "insecure_channel", Channel)
+
+
+def contest(seed: int) -> WireWorld:
+    def build(world: WireWorld) -> EtcdModel:
+        return EtcdModel(seed, lambda: not world.is_calm)
+
+    world = run_contest(
+        seed,
+        build,
+        lambda host: f"etcd://{host}:1000,{host}:1001",
+        ports=(1000, 1001),
+        leader_within_s=LEADER_WITHIN_S,
+    )
+    assert isinstance(world.model, EtcdModel)
+    assert world.model.broken is None
+    return world
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_contest(seed: int) -> None:
+    assert contest(seed).oracle.terms > 3
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("seed", range(1000, 1200))
+def test_contest_long(seed: int) -> None:
+    contest(seed)
+
+
+async def believing(self: EtcdStore, key: str, value: bytes, lease: Lease) -> Creation:
+    """A mutant of `create` that takes whatever stands there for its own."""
+    creation = await CREATE(self, key, value, lease)
+    return Creation(True, replace(creation.entry, lease=lease.id))
+
+
+CREATE = EtcdStore.create
+
+
+def test_a_mutant_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EtcdStore, "create", believing)
+    with pytest.raises(SafetyViolated):
+        contest(7)
+
+
+def test_a_renewal_by_a_deposed_leader_does_not_count() -> None:
+    """Its member answers renewals as before, while the lease runs out at the new leader."""
+    loop = WireLoop(VirtualClock())
+    loop.network = network = Network()
+
+    async def main() -> None:
+        model = EtcdModel()
+        await network.listen("one", 1000, model, Faults())
+        store = await open_store("etcd://one:1000", Context(loop.clock, lambda event: None))
+        lease = await store.grant(3)
+        await store.renew(lease)
+        model.deposed["one:1000"] = loop.time() + 10.0, model.term
+        model.term += 1
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable, match="no leader"):
+                await store.renew(lease)
+            await asyncio.sleep(2.0)
+        assert not model.leases
+        await asyncio.sleep(10.0)
+        with pytest.raises(LeaseGone):
+            await store.renew(lease)
+        await store.close()
+
+    try:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(main())
+    finally:
+        network.close()
