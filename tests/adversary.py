@@ -80,12 +80,28 @@ class WireLoop(VirtualLoop):
         if host is None or self.network is None:
             return await super().create_connection(protocol_factory, host, port, **options)
         path = await self.network.reach(str(host), int(port))
-        return await self.create_unix_connection(protocol_factory, path)
+        transport, protocol = await self.create_unix_connection(protocol_factory, path)
+        found = transport.get_extra_info("socket")
+        transport._extra["socket"] = _WithoutOptions(found)  # type: ignore[attr-defined]
+        return transport, protocol
 
     async def getaddrinfo(self, host: Any, port: Any, **_: Any) -> Any:
         """Every name is an address; the usual way would need a thread."""
         name = host.decode() if isinstance(host, bytes) else str(host)
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (name, int(port or 0)))]
+
+
+class _WithoutOptions:
+    """A socket on which clients set TCP's options, which a Unix socket does not have."""
+
+    def __init__(self, found: Any) -> None:
+        self._found = found
+
+    def setsockopt(self, *_: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._found, name)
 
 
 class _Polling(selectors.PollSelector):
@@ -202,7 +218,8 @@ class Connection:
     def close(self) -> None:
         self.closed = True
         self._outgoing.clear()
-        self._writer.close()
+        if not self._loop.is_closed():
+            self._writer.close()
 
 
 class Network:

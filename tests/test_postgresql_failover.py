@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,35 +16,12 @@ from relational import Place, run, until
 KEY = leader_key("e")
 
 
-class Standby(servers.Postgres):
-    """Follows a primary by streaming, until it is promoted."""
-
-    def __init__(self, primary: servers.Postgres) -> None:
-        super().__init__()
-        self._primary = primary
-        follows = f"host=127.0.0.1 port={primary.port} user=postgres"
-        self.options = {"primary_conninfo": follows}
-
-    def prepare(self) -> None:
-        """Begin with a copy of the primary's data, for which it is stopped."""
-        super().prepare()
-        data = self.folder / "data"
-        owner = data.stat()
-        self._primary.stop()
-        shutil.rmtree(data)
-        shutil.copytree(self._primary.folder / "data", data)
-        (data / "standby.signal").touch()
-        for path in (data, *data.rglob("*")):
-            shutil.chown(path, owner.st_uid, owner.st_gid)
-        self._primary.start()
-
-
 @dataclass
 class Pair:
     """A store's way to both: the first of them was the primary, the second has been promoted."""
 
     old: servers.Postgres
-    new: servers.Postgres
+    new: servers.PostgresStandby
     to_old: servers.Proxy
     to_new: servers.Proxy
     place: Place
@@ -81,7 +57,7 @@ class Pair:
 def pair() -> Iterator[Pair]:
     with (
         servers.Postgres() as old,
-        Standby(old) as new,
+        servers.PostgresStandby(old) as new,
         servers.Proxy(old) as to_old,
         servers.Proxy(new) as to_new,
     ):
@@ -99,7 +75,7 @@ def test_all_connections_of_a_store_leave_a_deposed_primary_together(pair: Pair)
             before = (await store.create(KEY, b"v", lease)).entry.revision
             await store.renew(lease)
             await pair.replicated(lease)
-            assert pair.new.query("SELECT pg_promote()") == [["t"]]
+            pair.new.promote()
             pair.to_old.refuse_new()
             pair.end_other_connections(pair.old)
             await until(lambda: found(store))

@@ -247,13 +247,22 @@ class Link(ABC, Generic[C]):
                 if self.usable(self._connection):
                     return self._connection
                 self.drop(self._connection)
-            if self._connecting is None:
-                self._connecting = self._loop.create_task(self._connect())
-                self._connecting.add_done_callback(self._arrived)
-            connecting = self._connecting
+            connecting = self._begin_to_connect()
             await asyncio.wait({connecting})
             if not connecting.cancelled():
                 connecting.result()
+
+    def reconnect(self) -> None:
+        """Have a connection made if there is none, without waiting for it: a link that is not used
+        would not notice that another server has become the primary."""
+        if not self._closed and (self._connection is None or not self.usable(self._connection)):
+            self._begin_to_connect()
+
+    def _begin_to_connect(self) -> asyncio.Task[tuple[C, str]]:
+        if self._connecting is None:
+            self._connecting = self._loop.create_task(self._connect())
+            self._connecting.add_done_callback(self._arrived)
+        return self._connecting
 
     async def _connect(self) -> tuple[C, str]:
         """A connection to the first host that is the primary, and its incarnation."""

@@ -199,6 +199,7 @@ class RelationalStore(Store):
 
     async def renew(self, lease: Lease) -> None:
         self._require_usable()
+        self._work.reconnect()
         rows = await self._pulse.write(self._sql["renew"], {"lease": lease.id})
         if not rows:
             raise _gone(lease.id)

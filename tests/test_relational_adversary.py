@@ -1,0 +1,210 @@
+"""Both adapters of the relational store against scripted servers in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+from adversary import Network, WireLoop, WireWorld, run_contest
+from doyen import lookout
+from doyen.clock import VirtualClock
+from doyen.errors import StoreError
+from doyen.events import Event
+from doyen.model import leader_key
+from doyen.store import Context, open_store
+from doyen.stores.sql.link import Link
+from doyen.testing.faults import Faults, Odds
+from model_mysql import MySQLModel
+from model_postgresql import PostgreSQLModel, keep_virtual_time
+from model_sql import Cluster
+from swarm import SafetyViolated
+
+ENGINES: dict[str, type[PostgreSQLModel | MySQLModel]] = {
+    "postgresql": PostgreSQLModel,
+    "mysql": MySQLModel,
+}
+TTL_S = 3.0
+KEY = leader_key("e")
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    keep_virtual_time(monkeypatch)
+    return str(request.param)
+
+
+def address(engine: str, network: Network, host: str) -> str:
+    if engine == "mysql":
+        return f"mysql://u:p@{host}:1000/d"
+    return f"postgresql://u@{quote(str(network.folder / host), safe='')}:1000/d"
+
+
+def contest(
+    engine: str, seed: int, *, failovers: int = 2, body_s: float = 4 * TTL_S, **options: Any
+) -> None:
+    worlds: list[WireWorld] = []
+    models: list[Cluster] = []
+
+    def build(world: WireWorld) -> Any:
+        worlds.append(world)
+        world.body_s = body_s
+        models.append(ENGINES[engine](seed=world.rng.getrandbits(32), failovers=failovers))
+        return models[0]
+
+    run_contest(
+        seed,
+        build,
+        lambda host: address(engine, worlds[0].network, host),
+        ttl_s=TTL_S,
+        **options,
+    )
+    assert not models[0].failed
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_contest_among_failovers_and_faults(engine: str, seed: int) -> None:
+    contest(engine, seed, steps=25)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("seed", range(100, 160))
+def test_many_contests(engine: str, seed: int) -> None:
+    contest(engine, seed, steps=60, failovers=4)
+
+
+async def two_primaries(world: WireWorld, model: Cluster) -> None:
+    """Another server takes over; the old one goes on, and the leader's renewals still reach it."""
+    await asyncio.sleep(2 * TTL_S)
+    model.synchronous = False
+    model.fail_over()
+    (leader,) = world.oracle._valid
+    model.close_all_but_renewals(leader.name)
+    await asyncio.sleep(5 * TTL_S)
+
+
+def quiet(
+    engine: str, also: Callable[[WireWorld, Cluster], Awaitable[None]], candidates: int = 3
+) -> None:
+    """A contest in which nothing happens but what `also` does."""
+
+    async def act(world: WireWorld) -> None:
+        assert isinstance(world.model, Cluster)
+        await also(world, world.model)
+
+    contest(
+        engine,
+        1,
+        failovers=0,
+        body_s=1000 * TTL_S,
+        candidates=candidates,
+        steps=0,
+        odds=Odds(),
+        also=act,
+    )
+
+
+async def cut_each_off(world: WireWorld, model: Cluster) -> None:
+    """One candidate after the other, the leader among them, while the server's clock is stepped."""
+    for process in list(world.processes):
+        await asyncio.sleep(2 * TTL_S)
+        process.faults.cut()
+        model.primary.skew_s += 3600
+        await asyncio.sleep(2 * TTL_S)
+        world.heal(process)
+
+
+def test_a_leader_that_is_cut_off_is_given_its_time(engine: str) -> None:
+    quiet(engine, cut_each_off)
+
+
+def test_a_lease_that_is_ended_early_makes_two_leaders(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oracle is not blind: an observer that counts from before it has seen anything is caught,
+    where the server's clock does not stop it."""
+    true = lookout._Sighting
+
+    def early(counter: int, since: float, ttl_s: float, last: float) -> lookout._Sighting:
+        return true(counter, since - 0.8 * ttl_s, ttl_s, last)
+
+    monkeypatch.setattr(lookout, "_Sighting", early)
+    with pytest.raises(SafetyViolated):
+        quiet(engine, cut_each_off)
+
+
+def test_renewals_follow_to_the_new_primary(engine: str) -> None:
+    quiet(engine, two_primaries)
+
+
+def test_without_the_check_a_deposed_primary_makes_two_leaders(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Link, "leave_others", lambda *_: None)
+    monkeypatch.setattr(Link, "_require_primary", lambda *_: None)
+    with pytest.raises(SafetyViolated):
+        quiet(engine, two_primaries)
+
+
+@pytest.mark.parametrize("candidates", [3, 8])
+def test_after_an_outage_there_is_a_leader_within_a_ttl(engine: str, candidates: int) -> None:
+    """Every lease was lost in it: the successors do not wait for one after the other."""
+
+    async def outage(world: WireWorld, _: Cluster) -> None:
+        world.network.stop()
+        await asyncio.sleep(3 * TTL_S)
+        world.network.start()
+        world.oracle.somebody_leads.clear()
+        began = world.clock.now()
+        async with asyncio.timeout(100 * TTL_S):
+            await world.oracle.somebody_leads.wait()
+        assert world.clock.now() - began < 1.4 * TTL_S
+
+    quiet(engine, outage, candidates=candidates)
+
+
+def test_a_listener_that_is_ended_as_it_begins_begins_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a server does that is shut down: nothing fails unheard, and what changes later is told."""
+    keep_virtual_time(monkeypatch)
+    network, clock = Network(), VirtualClock()
+    loop = WireLoop(clock)
+    loop.network = network
+    unheard: list[dict[str, Any]] = []
+    loop.set_exception_handler(lambda _, context: unheard.append(context))
+    events: list[Event] = []
+
+    async def main() -> None:
+        model = PostgreSQLModel()
+        await network.listen("p", 1000, model, Faults())
+        store = await open_store(address("postgresql", network, "p"), Context(clock, events.append))
+        told = asyncio.Event()
+        await store.watch(KEY, told.set)
+        lease = await store.grant(TTL_S)
+        for _ in range(20):
+            model.ends_listeners = True
+            for connection in list(model.renewing):
+                connection.close()
+            await asyncio.sleep(0.3)
+            with pytest.raises(StoreError):
+                await store.renew(lease)
+            model.ends_listeners = False
+        await asyncio.sleep(TTL_S)
+        told.clear()
+        await store.put(KEY, b"v", if_version=None)
+        async with asyncio.timeout(1):
+            await told.wait()
+        await store.close()
+        network.stop()
+        await asyncio.sleep(1)
+
+    try:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(main())
+    finally:
+        network.close()
+    assert not unheard
