@@ -2,14 +2,12 @@
 
 It is seen as one server: every request is carried out in one order, and a session belongs to
 whoever names it, on whatever connection. Sessions expire at a full tick after their time has passed
-without a word from the client; the connection is closed with them. Beyond the faults of each
-connection, `lose_session` ends a session early, as an operator may.
+without a word from the client; the connection is closed with them.
 """
 
 from __future__ import annotations
 
 import math
-import random
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -119,7 +117,6 @@ class ZooKeeperModel:
 
     def __init__(self, world: WireWorld) -> None:
         self._clock = world.clock
-        self._random = random.Random(world.rng.getrandbits(32))
         self._zxid = 1 << 32
         self._nodes = {"/": Node(b"", 0, 0)}
         self.sessions: dict[int, SessionRow] = {}
@@ -187,11 +184,6 @@ class ZooKeeperModel:
             if now >= due:
                 self.expired += 1
                 self._end(session)
-
-    def lose_session(self) -> None:
-        """An operator, or a follower that was slow to report it, ends a session early."""
-        if self.sessions:
-            self._end(self._random.choice(list(self.sessions.values())))
 
     def _end(self, session: SessionRow) -> None:
         del self.sessions[session.number]

@@ -373,6 +373,29 @@ class TestHints:
         run(main)
 
 
+class TestDamage:
+    """What somebody else has written in our place."""
+
+    def test_a_damaged_entry_hides_nothing_else(self, redis: servers.Redis) -> None:
+        async def main() -> None:
+            bad, good = leader_key("damaged"), leader_key("sound")
+            async with opened(redis.url) as store:
+                lease = await store.grant(60)
+                for key in (bad, good):
+                    await store.create(key, b"v", lease)
+                damage = ("HSET", "{doyen}:entries", f"version:{bad}", "x")
+                wire.redis_command(redis.port, *damage)
+                surveys = await store.survey([bad, good])
+                assert all(each.owners == {lease.id} for each in surveys.values())
+                assert await store.get(good) is not None
+                with pytest.raises(StoreUnusable, match=f"{bad} is damaged"):
+                    await store.get(bad)
+                await store.revoke(lease)
+                assert await store.get(bad) is None
+
+        run(main)
+
+
 class TestElections:
     """Incidents of others, through the public API."""
 

@@ -229,6 +229,29 @@ def test_numbers_for_tickets_run_out_aloud(
     asyncio.run(main())
 
 
+def test_znodes_of_others_are_no_hindrance(zookeeper: servers.ZooKeeper, chroot: str) -> None:
+    """Names that doyen would never give, where it keeps its own."""
+
+    async def main(client: Any) -> None:
+        async with opened(zookeeper.url + chroot) as store:
+            lease = await store.grant(TTL_S)
+            await store.create(leader_key("e"), b"v", lease)
+            told = asyncio.Event()
+            await store.watch("elections/e", told.set)
+            for name in (":=FF", "=FF:", "line:/foreign", "guid_abc"):
+                client.create(f"{chroot}/elections/e/{name}", b"?", makepath=True)
+            await asyncio.wait_for(told.wait(), 10.0)
+            assert b"v" in [entry.value for entry in await store.list("elections/e")]
+            client.create(f"{chroot}/elections/=FF", b"?")
+            assert b"v" in [entry.value for entry in await store.list("elections")]
+            told.clear()
+            await store.delete(leader_key("e"))
+            await asyncio.wait_for(told.wait(), 10.0)
+
+    with other_eyes(zookeeper) as client:
+        asyncio.run(main(client))
+
+
 def test_an_operator_ends_a_lease_by_deleting_its_znode(
     zookeeper: servers.ZooKeeper, chroot: str
 ) -> None:

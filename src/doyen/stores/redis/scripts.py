@@ -256,7 +256,8 @@ for i = 3, #ARGV do
       end
       local row = at[id]
       row[2] = row[2] + 1
-      if tonumber(e[1]) > tonumber(row[3]) then row[3] = e[1] end
+      -- What somebody else has damaged must not hide all the rest.
+      if (tonumber(e[1]) or 0) > tonumber(row[3]) then row[3] = e[1] end
     end
   end
   surveys[#surveys + 1] = rows

@@ -237,7 +237,14 @@ class RedisStore(Store):
         over: dict[str, int] = {}
         entries = []
         for row in rows:
-            entry, ended = self._entry(row, wire)
+            try:
+                entry, ended = self._entry(row, wire)
+            except (TypeError, ValueError) as error:
+                path = row[0].decode(errors="replace")
+                raise StoreUnusable(
+                    f"{wire.where}: the entry {path} is damaged ({error}): remove its fields, such"
+                    f" as version:{path}, from the hash of all entries"
+                ) from error
             entries.append(entry)
             if ended is not None:
                 over[ended.lease] = ended.counter

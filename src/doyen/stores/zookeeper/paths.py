@@ -225,4 +225,7 @@ def _escape(text: str) -> str:
 def _decode(name: str) -> str:
     if name == "=":
         return ""
-    return _ESCAPED.sub(lambda found: bytes.fromhex(found[0].replace("=", "")).decode(), name)
+    # Others may have made a name that is none of ours; it must not end a walk.
+    return _ESCAPED.sub(
+        lambda found: bytes.fromhex(found[0].replace("=", "")).decode(errors="replace"), name
+    )

@@ -260,7 +260,7 @@ class ZooKeeperStore(Store):
         self._require_usable()
         await self._fresh()
         leaves = await self._layout.walk(prefix, self._children)
-        entries = await asyncio.gather(*(self._get(leaf.key) for leaf in leaves))
+        entries = await asyncio.gather(*(self._get(leaf.key, leaf.path) for leaf in leaves))
         return [entry for entry in entries if entry is not None]
 
     async def head(self, line: str) -> Entry | None:
@@ -408,10 +408,11 @@ class ZooKeeperStore(Store):
             return []
         return names
 
-    async def _get(self, key: str) -> Entry | None:
-        """As `get`, after another read."""
+    async def _get(self, key: str, path: str | None = None) -> Entry | None:
+        """As `get`, after another read. With the path, if it was found by that."""
         try:
-            return self._found(key, await self._own.send(GetData(self._layout.leaf(key), None)))
+            where = path or self._layout.leaf(key)
+            return self._found(key, await self._own.send(GetData(where, None)))
         except NoNodeError:
             return None
 
