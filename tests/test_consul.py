@@ -108,11 +108,35 @@ def test_acl_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
                 except StoreUnusable:
                     await asyncio.sleep(0.05)
 
+    def reader(server: servers.Consul) -> str:
+        """A token that may read keys and make sessions, and write nothing."""
+        rules = 'key_prefix "" { policy = "read" } session_prefix "" { policy = "write" }'
+        policy = {"Name": "reader", "Rules": rules}
+        wire.http_json(server.port, "PUT", f"/v1/acl/policy?token={MASTER}", policy)
+        token = {"Policies": [{"Name": "reader"}]}
+        made = wire.http_json(server.port, "PUT", f"/v1/acl/token?token={MASTER}", token)
+        return str(made["SecretID"])
+
+    async def may_not_write(url: str) -> None:
+        """A transaction that the ACL refuses must not look like one that came too late."""
+        async with opened(url) as store:
+            lease = await store.grant(10)
+            for call in (
+                store.create(leader_key("e"), b"v", lease),
+                store.put(order_key("e"), b"v", if_version=None),
+                store.delete(leader_key("e")),
+                store.enqueue(line_key("e"), b"v", lease),
+            ):
+                with pytest.raises(StoreUnusable, match="key_prefix write on doyen's prefix"):
+                    async with asyncio.timeout(10):
+                        await call
+
     with Guarded(acl=acl, primary_datacenter="dc1") as server:
         at = f"127.0.0.1:{server.port}"
         asyncio.run(ready(f"consul://:{MASTER}@{at}"))
         refused(f"consul://{at}", StoreUnusable, "key_prefix write on doyen's prefix")
         refused(f"consul://:{UNKNOWN}@{at}", StoreUnusable, "does not know the ACL token")
+        asyncio.run(may_not_write(f"consul://:{reader(server)}@{at}"))
         monkeypatch.setenv("CONSUL_HTTP_TOKEN", MASTER)
         asyncio.run(leads(f"consul://{at}"))
 

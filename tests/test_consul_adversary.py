@@ -12,7 +12,7 @@ import pytest
 from adversary import Network, WireLoop, WireWorld, run_contest
 from doyen.clock import VirtualClock
 from doyen.errors import OutcomeUnknown
-from doyen.model import Entry, Lease, leader_key
+from doyen.model import Entry, Lease, leader_key, line_key
 from doyen.store import Context, Creation, Store, open_store
 from doyen.stores.consul.store import ConsulStore
 from doyen.testing.faults import Faults
@@ -138,6 +138,42 @@ def test_a_silent_agent_is_not_asked_while_another_answers() -> None:
             model.silent[AGENTS[1]] = FOREVER_S
             assert not await patiently(store.renew(lease))
             assert await patiently(store.renew(lease))
+
+    run(main)
+
+
+def test_what_others_put_into_a_line_is_no_ticket() -> None:
+    """As a folder made in Consul's user interface, or a key set by hand."""
+
+    async def main(model: ConsulModel) -> None:
+        async with opened() as store:
+            lease = await store.grant(10)
+            for name in ("", "0", "zz/y"):
+                await store.put(f"{line_key('e')}/{name}", b"", if_version=None)
+            ticket = await store.enqueue(line_key("e"), b"t", lease)
+            assert await store.ahead(ticket) is None
+            after = await store.enqueue(line_key("e"), b"u", lease)
+            assert await store.ahead(after) == ticket
+
+    run(main)
+
+
+@pytest.mark.parametrize("said", ["<html>404 page</html>", '{"kv": 1}', '[{"Key": 1}]'])
+def test_an_answer_that_is_not_consuls_is_an_error(said: str) -> None:
+    """A proxy's page, for example. Watches go on when the agent answers again."""
+
+    async def main(model: ConsulModel) -> None:
+        async with opened() as store:
+            told = asyncio.Event()
+            await store.watch(leader_key("e"), told.set)
+            proper = model._do
+            model._do = lambda *request: (200, said, 1)  # type: ignore[method-assign]
+            model._next()
+            with pytest.raises(OutcomeUnknown, match="check that the URL names agents"):
+                await store.get(leader_key("e"))
+            await asyncio.sleep(30.0)
+            model._do = proper  # type: ignore[method-assign]
+            await told.wait()
 
     run(main)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import grpc.aio
@@ -11,8 +12,8 @@ import pytest
 from adversary import Network, WireLoop, WireWorld, run_contest
 from doyen.clock import VirtualClock
 from doyen.errors import LeaseGone, StoreUnavailable
-from doyen.model import Lease
-from doyen.store import Context, Creation, open_store
+from doyen.model import Lease, line_key
+from doyen.store import Context, Creation, Store, open_store
 from doyen.stores.etcd.store import EtcdStore
 from doyen.testing.faults import Faults
 from model_etcd import Channel, EtcdModel
@@ -68,18 +69,33 @@ def test_a_mutant_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         contest(7)
 
 
-def test_a_renewal_by_a_deposed_leader_does_not_count() -> None:
-    """Its member answers renewals as before, while the lease runs out at the new leader."""
+def run(main: Callable[[EtcdModel, Store], Awaitable[None]]) -> None:
+    """Run it on a store in a cluster of one."""
     loop = WireLoop(VirtualClock())
     loop.network = network = Network()
 
-    async def main() -> None:
+    async def all_of_it() -> None:
         model = EtcdModel()
         await network.listen("one", 1000, model, Faults())
         store = await open_store("etcd://one:1000", Context(loop.clock, lambda event: None))
+        async with asyncio.timeout(100):
+            await main(model, store)
+        await store.close()
+
+    try:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(all_of_it())
+    finally:
+        network.close()
+
+
+def test_a_renewal_by_a_deposed_leader_does_not_count() -> None:
+    """Its member answers renewals as before, while the lease runs out at the new leader."""
+
+    async def main(model: EtcdModel, store: Store) -> None:
         lease = await store.grant(3)
         await store.renew(lease)
-        model.deposed["one:1000"] = loop.time() + 10.0, model.term
+        model.deposed["one:1000"] = asyncio.get_running_loop().time() + 10.0, model.term
         model.term += 1
         for _ in range(2):
             with pytest.raises(StoreUnavailable, match="no leader"):
@@ -89,10 +105,18 @@ def test_a_renewal_by_a_deposed_leader_does_not_count() -> None:
         await asyncio.sleep(10.0)
         with pytest.raises(LeaseGone):
             await store.renew(lease)
-        await store.close()
 
-    try:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            runner.run(main())
-    finally:
-        network.close()
+    run(main)
+
+
+@pytest.mark.parametrize("name", ["", "0", "0-x", "zz/y"])
+def test_what_others_put_into_a_line_is_no_ticket(name: str) -> None:
+    async def main(model: EtcdModel, store: Store) -> None:
+        lease = await store.grant(10)
+        await store.put(f"{line_key('e')}/{name}", b"", if_version=None)
+        ticket = await store.enqueue(line_key("e"), b"t", lease)
+        assert await store.ahead(ticket) is None
+        higher = await store.enqueue(line_key("e"), b"u", lease, rank=1)
+        assert await store.ahead(ticket) == higher
+
+    run(main)

@@ -162,7 +162,7 @@ class ConsulStore(Store):
         raise StoreUnusable(f"Consul refuses a ticket: {answer.text}")
 
     async def ahead(self, ticket: Entry) -> Entry | None:
-        line = await self.list(ticket.key.rpartition("/")[0])
+        line = [each for each in await self.list(ticket.key.rpartition("/")[0]) if _is_ticket(each)]
         place = next((n for n, each in enumerate(line) if each.key == ticket.key), None)
         if place is None:
             raise TicketGone(f"the ticket {ticket.key} is no longer in its line")
@@ -320,6 +320,11 @@ def _lock(path: str, value: bytes, lease: Lease) -> Operation:
 def _refuse_ended(answer: Answer) -> None:
     if any("invalid session" in error["What"] for error in answer.json["Errors"]):
         raise LeaseGone("Consul has ended the session")
+
+
+def _is_ticket(entry: Entry) -> bool:
+    """Whether an entry in a line is a ticket, and not something that others have put there."""
+    return entry.lease is not None and _TICKET.fullmatch(entry.key.rpartition("/")[2]) is not None
 
 
 def _rank(key: str) -> int:

@@ -160,15 +160,25 @@ class EtcdStore(Store):
             if not answer.succeeded:
                 raise TicketGone(f"{ticket.key} is no longer in the line")
             same_rank, higher = (each.response_range.kvs for each in answer.responses)
-            if same_rank:
-                return self._entry(same_rank[0])
-            if not higher:
+            if not same_rank and not higher:
                 return None
-            # The nearest rank above ours, and of its tickets the last.
-            rank_above = higher[0].key.rpartition(b"/")[2].partition(b"-")[0]
-            found = await self._range(_last(line, rank_above))
-            if found.kvs:
-                return self._entry(found.kvs[0])
+            found = same_rank
+            if not found:
+                # The nearest rank above ours, and of its tickets the last.
+                rank_above = higher[0].key.rpartition(b"/")[2].partition(b"-")[0]
+                found = (await self._range(_last(line, rank_above))).kvs
+            if not all(_is_ticket(self._entry(each)) for each in found or higher):
+                return await self._ahead_of_all(ticket)
+            if found:
+                return self._entry(found[0])
+
+    async def _ahead_of_all(self, ticket: Entry) -> Entry | None:
+        """The ticket before this one in a line that others have put something into."""
+        line = [each for each in await self.list(ticket.key.rpartition("/")[0]) if _is_ticket(each)]
+        place = next((n for n, each in enumerate(line) if each.key == ticket.key), None)
+        if place is None:
+            raise TicketGone(f"{ticket.key} is no longer in the line")
+        return line[place - 1] if place else None
 
     async def get(self, key: str) -> Entry | None:
         answer = await self._range(rpc.RangeRequest(key=self._at(key)))
@@ -236,6 +246,10 @@ def _place(entry: Entry) -> tuple[str, int]:
     """Where an entry stands in a list: by key, but tickets of one rank by arrival."""
     ticket = _TICKET.fullmatch(entry.key)
     return (ticket[1], entry.revision) if ticket else (entry.key, 0)
+
+
+def _is_ticket(entry: Entry) -> bool:
+    return entry.lease is not None and _TICKET.fullmatch(entry.key) is not None
 
 
 def _absent(key: bytes) -> dict[str, Any]:
