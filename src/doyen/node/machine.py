@@ -120,14 +120,12 @@ class _Client:
 
     def settle_below(self, floor: int) -> int:
         """Let the results below go; how many bytes that frees."""
-        results = self.results
-        if floor - self.floor <= len(results):
-            settled = [seq for seq in range(self.floor, floor) if seq in results]
-        else:
-            settled = [seq for seq in results if seq < floor]
-        freed = 0
-        for seq in settled:
-            freed += _size(results.pop(seq))
+        results, freed = self.results, 0
+        near = floor - self.floor <= len(results)
+        for seq in range(self.floor, floor) if near else [each for each in results if each < floor]:
+            result = results.pop(seq, None)
+            if result is not None:
+                freed += len(result) if type(result) is bytes else _size(result)
         self.floor = floor
         self.bytes -= freed
         return freed
@@ -208,7 +206,15 @@ class Machine:
                         raise  # this node's trouble, not the command's: it must end
                     except Exception as error:  # noqa: BLE001 - the same on every node
                         result = Failure(f"{type(error).__name__}: {error}")
-                    self._keep(client, command, result)
+                    size = len(result) if type(result) is bytes else _size(result)
+                    if size <= LARGE and client.bytes + size <= RESULT_BYTES:
+                        kept[seq] = result
+                        client.bytes += size
+                        self._bytes += size
+                    else:
+                        self._keep_large(client, command, result, size)
+                    if len(kept) > RESULTS:
+                        self._bytes -= client.settle_below(next(iter(kept)) + 1)
             results.append(result)
         self._forget(index)
         return results
@@ -221,21 +227,17 @@ class Machine:
                     if command.target not in self._targets:
                         raise StoreUnusable(_nobody(command.target))
 
-    def _keep(self, client: _Client, command: Command, result: Any) -> None:
-        """Remember a result for as long as it may be asked for again."""
-        size = _size(result)
+    def _keep_large(self, client: _Client, command: Command, result: Any, size: int) -> None:
+        """Remember that a command was carried out, and its result if there is room for it."""
         if self.version == FIRST:
             if command.target == KEYSPACE and type(result) is bytes and size > LARGE:
                 return
         elif client.bytes + size > RESULT_BYTES:
             result = _TOO_LARGE
             size = _size(result)
-        kept = client.results
-        kept[command.seq] = result
+        client.results[command.seq] = result
         client.bytes += size
         self._bytes += size
-        if len(kept) > RESULTS:
-            self._bytes -= client.settle_below(next(iter(kept)) + 1)
 
     def _client(self, name: str, index: int, floor: int) -> _Client | None:
         client = self._clients.pop(name, None)
@@ -307,6 +309,8 @@ def _nobody(target: int) -> str:
 
 def _size(result: Any) -> int:
     """How many bytes a result takes, about, and the same on every node."""
+    if result is None:
+        return 0
     if type(result) is bytes:
         return len(result)
     if type(result) is Failure:

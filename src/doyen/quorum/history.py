@@ -77,11 +77,12 @@ class History:
         """Take in the latest; the oldest go if there are too many."""
         changes = self._changes
         changes.append(change)
-        self._bytes += len(change.key) + OVERHEAD
-        while len(changes) > MOST or self._bytes > MOST_BYTES:
+        size = self._bytes + len(change.key) + OVERHEAD
+        while len(changes) > MOST or size > MOST_BYTES:
             oldest = changes.popleft()
-            self._bytes -= len(oldest.key) + OVERHEAD
+            size -= len(oldest.key) + OVERHEAD
             self.floor = oldest.revision
+        self._bytes = size
 
     def picture(self) -> list[Change]:
         """All of them, as they are now."""

@@ -268,6 +268,7 @@ encode: Callable[[Any], bytes] = _encoder.encode
 decode_command: Callable[[bytes], Commands] = msgspec.msgpack.Decoder(Commands).decode
 decode_result: Callable[[bytes], Results] = msgspec.msgpack.Decoder(Results).decode
 
+_PUT = Kind.PUT
 _DONE, _REFUSED, _GONE = encode(Done()), encode(Refused()), encode(Gone())
 
 
@@ -541,8 +542,9 @@ class Keyspace:
     def _put(self, command: Put) -> bytes:
         key = command.key
         sought = self._records.seek(key)
-        there = sought[2]
-        standing = self._standing(there)
+        standing = there = sought[2]
+        if there is not None and there.lease in self._ended:
+            standing = None
         if (standing.version if standing else 0) != command.if_version:
             return _REFUSED
         version = revision = self.revision + 1
@@ -672,13 +674,17 @@ class Keyspace:
     ) -> bytes | None:
         """Have a record of the next revision stand where `there` is, within the quota; or say that
         it is full."""
-        more = _size(record) - (_size(there) if there is not None else 0)
-        if (full := self._full(more)) is not None:
+        key = record.key
+        more = len(key) + len(record.value) + OVERHEAD
+        if there is not None:
+            more -= _size(there)
+        size = self.bytes + more
+        if size > self.quota and (full := self._full(more)) is not None:
             return full
-        self.revision += 1
-        self.bytes += more
-        self._records.put(record.key, record, sought)
-        self.history.add(Change(self.revision, record.key, Kind.PUT, record.lease))
+        self.bytes = size
+        self.revision = revision = self.revision + 1
+        self._records.put(key, record, sought)
+        self.history.add(Change(revision, key, _PUT, record.lease))
         return None
 
     def _remove(self, record: Record, kind: Kind) -> None:
