@@ -9,17 +9,19 @@ import json
 import socket
 import struct
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+import doyen
 import servers
 from doyen.clock import SystemClock
 from doyen.errors import ConfigError, DoyenError, LeaseGone, StoreUnavailable, StoreUnusable
 from doyen.model import leader_key, line_key, order_key
-from doyen.store import Context, Store, open_store
+from doyen.store import Context, Creation, Store, open_store
 from doyen.stores.nats.link import Address, Link
 from doyen.stores.nats.store import NatsStore
 
@@ -198,6 +200,97 @@ def test_watches_outlive_connections_and_servers() -> None:
         return None if entry is None else entry.value
 
     asyncio.run(main())
+
+
+def test_bytes_that_are_no_text_do_not_stop_the_copy(nats: servers.Nats) -> None:
+    """Neither in a subject nor in headers: nats-py would stop reading the connection."""
+
+    async def main() -> None:
+        async with opened(f"{nats.url}/bytes") as store:
+            reader, writer = await asyncio.open_connection("127.0.0.1", nats.port)
+            await reader.readline()
+            writer.write(b'CONNECT {"headers":true,"verbose":false}\r\n')
+            writer.write(b"PUB $KV.bytes.entries.\xff\xfe 1\r\nx\r\n")
+            writer.write(b"HPUB $KV.bytes.entries.a 16 16\r\nNATS/1.0 \xff\xff\xff\r\n\r\n\r\n")
+            writer.write(b"PUB $KV.bytes.leases.stray 3\r\nabc\r\nPING\r\n")
+            await writer.drain()
+            assert await reader.readline() == b"PONG\r\n"
+            writer.close()
+            async with opened(f"{nats.url}/bytes") as other:
+                for each in (store, other):
+                    lease = await each.grant(30)
+                    assert (await each.create(leader_key(lease.id), b"", lease)).won
+
+    asyncio.run(main())
+
+
+def test_creations_over_markers_that_the_server_has_forgotten(
+    nats: servers.Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("doyen.stores.nats.link.GRAVE_TTL", "1s")
+    keys = [leader_key(f"forgotten{number}") for number in range(30)]
+
+    async def main() -> None:
+        at = f"{nats.url}/forgotten"
+        async with opened(at) as a, opened(at) as b:
+            leases = await a.grant(30), await b.grant(30)
+            for key in keys:
+                made = await a.create(key, b"", leases[0])
+                await a.delete(key, if_version=made.entry.version)
+            await b.get(keys[-1])
+            async with asyncio.timeout(20):
+                while await a._work.last(  # noqa: ASYNC110
+                    "KV_forgotten", a._subject(keys[-1])
+                ):
+                    await asyncio.sleep(0.1)  # no event tells that a marker has been forgotten
+            for number, key in enumerate(keys):
+
+                async def late(key: str = key, late_s: float = number * 1e-4) -> Creation:
+                    await asyncio.sleep(late_s)
+                    return await b.create(key, b"b", leases[1])
+
+                one, two = await asyncio.gather(a.create(key, b"a", leases[0]), late())
+                assert one.won is not two.won
+                assert one.entry == two.entry == await a.get(key)
+
+    asyncio.run(main())
+
+
+def test_many_candidates_get_a_leader_soon_after_an_outage() -> None:
+    """Within a ttl and a handover, however many leases were lost in it."""
+    ttl_s, number = 1.0, 8
+
+    async def candidate(url: str, leads: asyncio.Event) -> None:
+        async with doyen.connect(url, ttl_s=ttl_s) as session:
+            async for campaign in session.campaigns("outage"):
+                async with campaign:
+                    leads.set()
+                    await asyncio.Event().wait()
+
+    async def main() -> float:
+        with servers.Nats() as server:
+            leads = asyncio.Event()
+            tasks = [asyncio.create_task(candidate(server.url, leads)) for _ in range(number)]
+            await reached(leads)
+            async with opened(server.url) as store:
+                changed = asyncio.Event()
+                await store.watch(line_key("outage"), changed.set)
+                while len(await store.list(line_key("outage"))) < number:
+                    await reached(changed)
+            server.kill()
+            await asyncio.sleep(3.5 * ttl_s)  # until the last attempt to revoke has been given up
+            leads.clear()
+            server.launch()
+            await asyncio.to_thread(server.await_ready)
+            began = time.monotonic()
+            await reached(leads)
+            took_s = time.monotonic() - began
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            return took_s
+
+    assert asyncio.run(main()) < 3 * ttl_s, f"{number} ttls, one for each lease, without it"
 
 
 def test_diagnosis_warns_of_one_replica(nats: servers.Nats) -> None:

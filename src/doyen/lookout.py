@@ -65,6 +65,8 @@ class LeaseRow(NamedTuple):
     counter: int
     age_us: int
     incarnation: str
+    standing_s: float | None = None
+    """How long the counter is known to have stood already, where the store can date all leases."""
 
 
 class Survey(NamedTuple):
@@ -197,6 +199,9 @@ class Lookout:
         sighting = self._seen.pop(row.lease, None)
         if sighting is None or sighting.counter != row.counter:
             sighting = _Sighting(row.counter, now, ttl_s, now)
+        if row.standing_s is not None:
+            sighting.since = min(sighting.since, now - row.standing_s)
+            sighting.together = True
         sighting.last = now
         self._seen[row.lease] = sighting  # last in order: the first is the one not met for longest
         self._forget_before(now)

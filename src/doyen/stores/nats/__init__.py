@@ -8,12 +8,13 @@
     ?token_floor=N                         refuse a bucket whose sequence is below N
 
 Two buckets: one for entries and leases, of which every client keeps a copy, and one for renewals,
-which nobody follows. The leader record is written if its subject's last sequence is the expected
-one; the sequence of that write is the token. No clock of a server is asked: a lease is ended by
+which nobody follows. The leader record is written over nothing, or over a delete marker that was
+seen; the sequence of that write is the token. No clock of a server is asked: a lease is ended by
 whoever has seen its renewals cease for a whole ttl. The parts:
 
     link       connections, requests, what errors mean
     mirror     the copy of the bucket, and whom its changes concern
+    marks      how long renewals have been standing
     store      the port: entries, leases, renewals
 
 The client library is nats-py, the extra `nats`.

@@ -3,14 +3,17 @@
     KV_<bucket>         entries and leases: see `mirror`
     KV_<bucket>_beats   one subject per lease: the last renewal. Its sequence is the counter
 
-- One write decides: the record is written if its subject's last sequence is what it was when
-  nothing stood there. It is bound to a lease by a header; if that lease had ended before the write,
-  the entry is void from the start, for everybody, and its writer finds that out before it returns.
-- Renewals are writes by the holder alone. A lease is ended in two steps: its beat is buried, if it
+- One write decides: the record is written over nothing, or over a delete marker or a void record
+  that was seen, by its sequence. It is bound to a lease by a header; if that lease had ended before
+  the write, the entry is void from the start, for everybody, and its writer finds that out before
+  it returns.
+- Renewals are writes by the holder alone. A lease is ended in two steps: its beat is deleted, if it
   is still the one that was seen unchanged for a whole ttl (from here on no renewal succeeds), then
-  the lease itself (from here on everything bound to it is void). What `unchanged for a ttl` means,
-  and who looks when, is the lookout's knowledge.
-- What is void is buried at leisure; nothing depends on it.
+  the lease itself (from here on everything bound to it is void). What `unchanged for a ttl` means
+  is the knowledge of the marks and the lookout; the lookout also knows who looks when.
+- A lease is written before its first beat. Whatever a process leaves behind when it dies, the lease
+  is in everybody's copy; leases that nobody waits for are looked at by the sweep, a few at a time.
+- Void entries are deleted in the background; nothing depends on it.
 
 Imports the port, the model, the lookout and its own package.
 """
@@ -18,23 +21,38 @@ Imports the port, the model, the lookout and its own package.
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
+import random
 import re
 import uuid
 from builtins import list as list_
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
 
 from doyen.errors import LeaseGone, StoreError, StoreUnavailable, StoreUnusable, TicketGone
 from doyen.events import LeaseEnded
 from doyen.lookout import LeaseRow, Lookout, Survey
 from doyen.model import Entry, Finding, Lease, Version
 from doyen.store import Capabilities, Context, Creation, Store, Watch
-from doyen.stores.nats.link import Address, Link, Refused
+from doyen.stores.nats.link import AT_ONCE, Address, Link, Message, Missing, Refused
+from doyen.stores.nats.marks import Marks
 from doyen.stores.nats.mirror import CREATED, LEASE, Mirror, subject_of
 
 __all__ = ["NatsStore"]
 
+log = logging.getLogger("doyen.nats")
+
 LOOKED_AT = 16
 """How many of the first entries of a list have their leases looked at."""
+MARK_S = 0.1
+"""A mark that is older is renewed when leases are looked at."""
+SWEEP_S = 2.0
+SWEPT = 4
+"""How often, and at how many leases, the sweep looks while it finds none that is over."""
+_DAMAGED_TTL_S = 60.0
+"""The ttl that is assumed where neither the lease nor its beat shows one."""
 _TICKET = re.compile(r"(-?\d+)-[0-9a-f]{32}")
 
 
@@ -44,13 +62,15 @@ class NatsStore(Store):
     def __init__(self, address: Address, context: Context, *, bucket: str) -> None:
         self._emit = context.emit
         self._bucket = bucket
-        self._work = Link(address, on_reconnect=self._reconnected)
+        self._now = context.clock.now
+        self._work = Link(address, on_connect=self._reconnected)
         self._pulse = Link(address)
+        self._marks = Marks()
         self._lookout = Lookout(self, context.clock.now, None)
         self._mirror = Mirror(self._work, bucket, self._lookout.changed)
         self._beats: dict[str, int] = {}
         """The sequence of the last renewal of each lease that is ours."""
-        self._tidying: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._replicas = 1
         # Found dead by an observer whose sighting is a ttl old when it has just begun to look; a
         # candidate that has been waiting needs little more than the ttl.
@@ -74,13 +94,15 @@ class NatsStore(Store):
             )
         self._mirror.start(self._lookout.all_changed)
         await self._mirror.catch_up()
+        await self._mark()
+        self._spawn(self._sweep())
 
     async def _have(self, bucket: str, replicas: int) -> None:
         """Make a bucket, unless there is one."""
         stream = f"KV_{bucket}"
         try:
             config = (await self._work.ask(f"STREAM.INFO.{stream}"))["config"]
-        except KeyError:
+        except Missing:
             answer = await self._work.ask(
                 f"STREAM.CREATE.{stream}",
                 name=stream,
@@ -115,9 +137,13 @@ class NatsStore(Store):
 
     async def grant(self, ttl_s: float) -> Lease:
         lease = Lease(uuid.uuid4().hex, max(ttl_s, self.capabilities.ttl_min_s))
-        beat = await self._work.write(self._beat(lease.id), str(lease.ttl_s).encode(), 0)
-        subject = subject_of(self._bucket, "leases", lease.id)
-        await self._mirror.reach(await self._work.write(subject, str(lease.ttl_s).encode(), 0))
+        value = str(lease.ttl_s).encode()
+        try:
+            granted = await self._work.write(subject_of(self._bucket, "leases", lease.id), value, 0)
+            beat = await self._work.write(self._beat(lease.id), value, 0)
+        except Refused as error:
+            raise _gone(lease.id) from error
+        await self._mirror.reach(granted)
         self._beats[lease.id] = beat
         return lease
 
@@ -125,15 +151,22 @@ class NatsStore(Store):
         subject, value = self._beat(lease.id), str(lease.ttl_s).encode()
         while (last := self._beats.get(lease.id)) is not None:
             try:
-                self._beats[lease.id] = await self._pulse.write(subject, value, last)
-                return
+                sequence = await self._pulse.write(subject, value, last)
             except Refused:
-                # Ours alone are the renewals: an earlier one was given up, and done all the same.
+                # Only this client renews the lease: either the lease has ended, or a renewal
+                # whose answer did not come was carried out.
                 found = await self._pulse.last(f"KV_{self._bucket}_beats", subject)
                 if found is None or found.deleted:
                     self._beats.pop(lease.id, None)
-                else:
-                    self._beats[lease.id] = found.sequence
+                    break
+                sequence = found.sequence
+                done = False
+            else:
+                done = True
+            if lease.id in self._beats:  # not revoked meanwhile
+                self._beats[lease.id] = max(sequence, self._beats[lease.id])
+            if done:
+                return
         raise _gone(lease.id)
 
     async def revoke(self, lease: Lease) -> None:
@@ -147,9 +180,7 @@ class NatsStore(Store):
         sequence = await self._work.bury(subject_of(self._bucket, "leases", lease), None)
         await self._mirror.reach(sequence)
         if bound:
-            task = asyncio.get_running_loop().create_task(self._tidy(bound))
-            self._tidying.add(task)
-            task.add_done_callback(self._tidying.discard)
+            self._spawn(self._tidy(bound))
 
     async def _tidy(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -161,17 +192,15 @@ class NatsStore(Store):
                     continue
 
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
-        sequence = await self._found(key, value, {LEASE: lease.id}, lease.id)
-        if sequence is None:
+        while True:
+            sequence = await self._found(key, value, {LEASE: lease.id}, lease.id)
+            if sequence is not None:
+                await self._mirror.reach(sequence)
+                self._require(lease.id)
+                return Creation(True, Entry(key, value, sequence, sequence, lease.id))
             standing = await self.get(key)
-            return (
-                await self.create(key, value, lease)
-                if standing is None
-                else Creation(False, standing)
-            )
-        await self._mirror.reach(sequence)
-        self._require(lease.id)
-        return Creation(True, Entry(key, value, sequence, sequence, lease.id))
+            if standing is not None:
+                return Creation(False, standing)
 
     async def _found(
         self, key: str, value: bytes, headers: dict[str, str], lease: str | None
@@ -184,17 +213,14 @@ class NatsStore(Store):
                 await self._mirror.catch_up()
                 if key in self._mirror.view.entries:
                     return None
-            last = self._mirror.view.graves.get(key, 0)
+            tried = self._mirror.view.graves.get(key, 0)
             try:
-                return await self._work.write(self._subject(key), value, last, headers)
+                return await self._work.write(self._subject(key), value, tried, headers)
             except Refused:
-                await self._mirror.catch_up()
-                if self._mirror.view.graves.get(key, 0) == last:
-                    # Its grave is not known here any more, or has been forgotten there.
-                    found = await self._work.last(f"KV_{self._bucket}", self._subject(key))
-                    self._mirror.view.graves.pop(key, None)
-                    if found is not None:
-                        self._mirror.view.graves[key] = found.sequence
+                found = await self._work.last(f"KV_{self._bucket}", self._subject(key))
+                if found is not None:
+                    await self._mirror.reach(found.sequence)
+                self._mirror.learn(key, tried, found)
 
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
         if if_version is None:
@@ -234,14 +260,16 @@ class NatsStore(Store):
         return Entry(key, value, sequence, sequence, lease.id)
 
     async def ahead(self, ticket: Entry) -> Entry | None:
+        looked_at = 1
         while True:
             await self._mirror.catch_up()
             line = self._under(ticket.key.rpartition("/")[0])
             place = next((n for n, each in enumerate(line) if each.key == ticket.key), None)
             if place is None:
                 raise TicketGone(f"the ticket {ticket.key} is no longer in its line")
-            if not await self._end_what_is_over(line[max(0, place - 1) : place]):
+            if not await self._end_what_is_over(line[max(0, place - looked_at) : place]):
                 return line[place - 1] if place else None
+            looked_at = min(2 * looked_at, AT_ONCE)  # one that is over is seldom alone
 
     async def get(self, key: str) -> Entry | None:
         while True:
@@ -278,17 +306,58 @@ class NatsStore(Store):
 
     async def look(self, leases: Sequence[str]) -> Sequence[LeaseRow]:
         """For the lookout: the last renewals. Of a server's clock nothing is asked."""
-        incarnation, rows = self._work.incarnation, []
-        for lease in leases:
-            found = await self._work.last(f"KV_{self._bucket}_beats", self._beat(lease))
-            if found is None or found.deleted:
-                if lease in self._mirror.view.leases:
-                    await self._end(lease)  # somebody began to, and did not come to the end
-                rows.append(LeaseRow(lease, None, 0, 0, incarnation))
-            else:
-                ttl_us = round(float(found.value) * 1e6)
-                rows.append(LeaseRow(lease, ttl_us, found.sequence, -1, incarnation))
+        incarnation, stream = self._work.incarnation, f"KV_{self._bucket}_beats"
+        if self._marks.age_s(incarnation, self._now()) >= MARK_S:
+            await self._mark()
+        beats = await self._work.last_of_all(stream, map(self._beat, leases))
+        if self._work.incarnation != incarnation:
+            raise StoreUnavailable("another server answers now: what was seen is of no use")
+        found = zip(leases, beats, strict=True)
+        rows = [self._row(lease, beat, incarnation) for lease, beat in found]
+        for row in rows:
+            if row.ttl_us is None and row.lease in self._mirror.view.leases:
+                await self._end(row.lease)  # somebody began to, and did not come to the end
         return rows
+
+    def _row(self, lease: str, beat: Message | None, incarnation: str) -> LeaseRow:
+        known = self._mirror.view.leases
+        if lease not in known or (beat is not None and beat.deleted):
+            return LeaseRow(lease, None, 0, 0, incarnation)
+        ttl_s = known[lease] or _ttl(beat)
+        # Without a beat the lease is being granted, or its holder died before the first one.
+        counter = 0 if beat is None else beat.sequence
+        standing_s = self._marks.standing_s(incarnation, counter, self._now()) if beat else 0.0
+        return LeaseRow(lease, round(ttl_s * 1e6), counter, -1, incarnation, standing_s)
+
+    async def _mark(self) -> None:
+        incarnation = self._work.incarnation
+        state = (await self._work.ask(f"STREAM.INFO.KV_{self._bucket}_beats"))["state"]
+        if self._work.incarnation == incarnation:
+            self._marks.note(incarnation, int(state["last_seq"]), self._now())
+
+    async def _sweep(self) -> None:
+        """End leases that are over though nobody waits for them.
+
+        Every client looks at a few leases at a time, beginning anywhere, so that many clients
+        find them sooner. While most of them are over it looks at more, and works for a third of
+        the time; renewals go on meanwhile, on a connection of their own.
+        """
+        loop = asyncio.get_running_loop()
+        due: deque[str] = deque()
+        number, pause_s = SWEPT, SWEEP_S
+        while True:
+            await asyncio.sleep(pause_s)
+            number, pause_s, began = max(SWEPT, number // 2), SWEEP_S, loop.time()
+            if not due:
+                due.extend(lease for lease, ttl_s in self._mirror.view.leases.items() if ttl_s)
+                due.rotate(random.randrange(len(due) + 1))
+            leases = [due.popleft() for _ in range(min(number, len(due)))]
+            leases = [each for each in leases if each not in self._beats]
+            try:
+                if 2 * await self._end_if_over(leases) > len(leases):
+                    number, pause_s = min(4 * number, 4 * AT_ONCE), 2 * (loop.time() - began)
+            except (StoreError, Refused) as error:
+                log.debug("leases could not be swept: %s", error)
 
     async def seal(self, lease: str, counter: int) -> None:
         """For the lookout: end a lease, if it has not been renewed after all."""
@@ -303,7 +372,7 @@ class NatsStore(Store):
         return 0
 
     async def diagnose(self) -> Sequence[Finding]:
-        version = str(self._work.client.connected_server_version)
+        version = self._work.version
         findings = [Finding(level="ok", subject="version", text=f"NATS {version}")]
         if self._replicas == 1:
             findings.append(
@@ -318,11 +387,16 @@ class NatsStore(Store):
             )
         return findings
 
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def close(self) -> None:
         self._lookout.close()
-        for task in self._tidying:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tidying, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._mirror.close()
         await self._pulse.close()
         await self._work.close()
@@ -330,13 +404,19 @@ class NatsStore(Store):
     async def _end_what_is_over(self, entries: Iterable[Entry]) -> bool:
         """Look at the leases of entries; whether any was over, and has been ended."""
         leases = {each.lease for each in entries if each.lease is not None}
-        ended = False
-        for row in await self.look(sorted(leases)):
-            if self._lookout.judge(row).over:
-                ended = True
-                if row.ttl_us is not None:
-                    await self.seal(row.lease, row.counter)
-        return ended
+        return await self._end_if_over(sorted(leases)) > 0
+
+    async def _end_if_over(self, leases: Sequence[str]) -> int:
+        """End those of the leases that are over, together; how many that were."""
+        over = [row for row in await self.look(leases) if self._lookout.judge(row).over]
+        to_seal = [row for row in over if row.ttl_us is not None]
+        for start in range(0, len(to_seal), AT_ONCE):
+            some = to_seal[start : start + AT_ONCE]
+            seals = (self.seal(row.lease, row.counter) for row in some)
+            for outcome in await asyncio.gather(*seals, return_exceptions=True):
+                if isinstance(outcome, BaseException):
+                    raise outcome
+        return len(over)
 
     def _under(self, prefix: str) -> list_[Entry]:
         entries = [
@@ -355,6 +435,15 @@ class NatsStore(Store):
 
     def _beat(self, lease: str) -> str:
         return f"$KV.{self._bucket}_beats.{lease}"
+
+
+def _ttl(beat: Message | None) -> float:
+    """The ttl by a beat, for a lease whose own value is damaged."""
+    try:
+        ttl_s = float(beat.value) if beat else _DAMAGED_TTL_S
+    except ValueError:
+        return _DAMAGED_TTL_S
+    return ttl_s if 0 < ttl_s < math.inf else _DAMAGED_TTL_S
 
 
 def _gone(lease: str) -> LeaseGone:

@@ -1,0 +1,311 @@
+"""A NATS server in plain Python, as far as doyen uses one: for `adversary`.
+
+It speaks the client protocol, keeps streams with one message per subject, honours
+`Nats-Expected-Last-Subject-Sequence` and `Nats-TTL`, and feeds push consumers. Beyond the faults of
+each connection it may, by seed, deliver changes late, lose single deliveries, and end a connection
+with an error, all of which a real server does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from base64 import b64encode
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from adversary import Connection, WireWorld
+
+PORT = 1000
+INFO = {"version": "2.12.0", "max_payload": 1 << 20, "headers": True, "proto": 1}
+NO_RESPONDERS = b"NATS/1.0 503\r\n\r\n"
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What the server does wrong, beside the faults of each connection: chances of each event."""
+
+    late: float = 0.05
+    """A change is delivered up to `delay_s` late, and so are the changes behind it."""
+    lost: float = 0.01
+    """A change is not delivered."""
+    error: float = 0.005
+    """A request is answered by an error that ends the connection."""
+    delay_s: float = 1.0
+
+
+FAIR = Trouble(late=0.0, lost=0.0, error=0.0)
+ROUGH = Trouble()
+
+
+@dataclass(frozen=True)
+class Stored:
+    sequence: int
+    headers: bytes
+    data: bytes
+    expires: float
+
+
+@dataclass(eq=False)
+class Stream:
+    config: dict[str, Any]
+    last: int = 0
+    messages: dict[str, Stored] = field(default_factory=dict)
+    consumers: dict[str, Consumer] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Consumer:
+    name: str
+    stream: str
+    connection: Connection
+    sid: str
+    subject: str
+    delivered: int = 0
+    due: float = 0.0
+
+
+class NatsModel:
+    """The server. `now` is its clock."""
+
+    def __init__(self, now: Callable[[], float], seed: int = 0, trouble: Trouble = FAIR) -> None:
+        self._now = now
+        self._random = random.Random(seed)
+        self.trouble = trouble
+        self.streams: dict[str, Stream] = {}
+        self.requests: list[str] = []
+        """Subjects of all requests that were carried out."""
+        self.connected: dict[Connection, dict[str, str]] = {}
+        """Subscriptions of each connection: subjects by sid."""
+        self._starts = 0
+        self._names = count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self, connection: Connection) -> None:
+        if not self.connected:
+            self._starts += 1  # nobody can tell whether it was started again meanwhile
+        subscriptions = self.connected[connection] = {}
+        info = INFO | {"server_id": f"server-{self._starts}"}
+        connection.send(b"INFO " + json.dumps(info).encode() + b"\r\n")
+        try:
+            while line := await connection.reader.readline():
+                verb, *args = line.decode().split()
+                if verb == "PING":
+                    if not connection.deaf:
+                        connection.send(b"PONG\r\n")
+                elif verb == "SUB":
+                    subscriptions[args[-1]] = args[0]
+                elif verb == "UNSUB":
+                    subscriptions.pop(args[0], None)
+                elif verb in ("PUB", "HPUB"):
+                    await self._published(connection, verb, args)
+        finally:
+            del self.connected[connection]
+
+    async def _published(self, connection: Connection, verb: str, args: list[str]) -> None:
+        total = int(args[-1])
+        header_size = int(args[-2]) if verb == "HPUB" else 0
+        body = (await connection.reader.readexactly(total + 2))[:-2]
+        subject = args[0]
+        reply = args[1] if len(args) == (4 if verb == "HPUB" else 3) else ""
+        headers, data = body[:header_size], body[header_size:]
+        if self._chance(self.trouble.error):
+            connection.send(b"-ERR 'User Authentication Expired'\r\n")
+            connection.close()
+            return
+
+        def do() -> bytes:
+            answer_headers, answer = self.carry_out(connection, subject, headers, data)
+            return self._to(connection, reply, "", answer_headers, answer) if reply else b""
+
+        await connection.answer(_operation(subject), do, subject)
+
+    def _chance(self, chance: float) -> bool:
+        return chance > 0 and self._random.random() < chance
+
+    def _to(
+        self, connection: Connection, subject: str, reply: str, headers: bytes, data: bytes
+    ) -> bytes:
+        """A message as bytes, if the connection has subscribed to the subject."""
+        sid = next(
+            (
+                sid
+                for sid, pattern in self.connected.get(connection, {}).items()
+                if pattern == subject
+                or (pattern.endswith("*") and subject.startswith(pattern[:-1]))
+            ),
+            None,
+        )
+        return b"" if sid is None else _message(subject, sid, reply, headers, data)
+
+    def carry_out(
+        self, connection: Connection | None, subject: str, headers: bytes, data: bytes
+    ) -> tuple[bytes, bytes]:
+        """One request; the headers and the body of its answer."""
+        self.requests.append(subject)
+        if not subject.startswith("$JS.API."):
+            name = next(
+                (name for name, stream in self.streams.items() if _covers(stream, subject)), None
+            )
+            if name is None:
+                return NO_RESPONDERS, b""
+            return b"", json.dumps(self.write(name, subject, headers, data)).encode()
+        action, _, rest = subject.removeprefix("$JS.API.").rpartition(".")
+        request = json.loads(data) if data else {}
+        if action.startswith("CONSUMER.DELETE"):
+            stream = self.streams.get(action.rpartition(".")[2])
+            if stream is not None:
+                stream.consumers.pop(rest, None)
+            return b"", b"{}"
+        if action == "STREAM.CREATE":
+            self.streams.setdefault(rest, Stream(request))
+        if rest not in self.streams:
+            return b"", _error(404, 10059, "stream not found")
+        stream = self.streams[rest]
+        self._forget(stream)
+        match action:
+            case "STREAM.CREATE" | "STREAM.INFO":
+                state = {"last_seq": stream.last, "messages": len(stream.messages)}
+                answer = {"config": stream.config, "state": state}
+            case "STREAM.MSG.GET":
+                found = stream.messages.get(request["last_by_subj"])
+                if found is None:
+                    return b"", _error(404, 10037, "no message found")
+                hdrs = {"hdrs": b64encode(found.headers).decode()} if found.headers else {}
+                data_text = b64encode(found.data).decode()
+                answer = {"message": {"seq": found.sequence, "data": data_text, **hdrs}}
+            case "CONSUMER.CREATE":
+                assert connection is not None
+                answer = self._consume(connection, rest, request["config"])
+            case _:
+                raise NotImplementedError(subject)
+        return b"", json.dumps(answer).encode()
+
+    def write(self, name: str, subject: str, headers: bytes, data: bytes) -> dict[str, Any]:
+        """A message for a stream, and the acknowledgement."""
+        stream = self.streams[name]
+        self._forget(stream)
+        parsed = parse(headers)
+        expected = parsed.get("Nats-Expected-Last-Subject-Sequence")
+        before = stream.messages.get(subject)
+        last = before.sequence if before else 0
+        if expected is not None and int(expected) != last:
+            problem: dict[str, Any] = json.loads(_error(400, 10071, f"wrong last sequence: {last}"))
+            return problem
+        stream.last += 1
+        expires = float("inf")
+        if ttl := parsed.get("Nats-TTL"):
+            expires = self._now() + float(ttl[:-1]) * _UNITS[ttl[-1]]
+        stored = Stored(stream.last, headers, data, expires)
+        stream.messages.pop(subject, None)
+        stream.messages[subject] = stored
+        for consumer in list(stream.consumers.values()):
+            self._deliver(consumer, subject, stored, 0)
+        return {"stream": name, "seq": stream.last}
+
+    def _forget(self, stream: Stream) -> None:
+        now = self._now()
+        for subject in [each for each, found in stream.messages.items() if found.expires <= now]:
+            del stream.messages[subject]
+
+    def _consume(self, connection: Connection, name: str, config: dict[str, Any]) -> dict[str, Any]:
+        stream, inbox = self.streams[name], config["deliver_subject"]
+        subscriptions = self.connected.get(connection, {})
+        sid = next((sid for sid, each in subscriptions.items() if each == inbox), "0")
+        consumer = Consumer(f"c{next(self._names)}", name, connection, sid, inbox)
+        stream.consumers[consumer.name] = consumer
+        waiting = list(stream.messages.items())
+        for number, (subject, stored) in enumerate(waiting, 1):
+            self._deliver(consumer, subject, stored, len(waiting) - number)
+        pulse_s = config["idle_heartbeat"] / 1e9
+        task = asyncio.get_running_loop().create_task(self._beat(stream, consumer, pulse_s))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return {"name": consumer.name, "num_pending": len(waiting)}
+
+    def _deliver(self, consumer: Consumer, subject: str, stored: Stored, pending: int) -> None:
+        consumer.delivered += 1
+        if self._chance(self.trouble.lost):
+            return
+        numbers = f"1.{stored.sequence}.{consumer.delivered}.0.{pending}"
+        reply = f"$JS.ACK.{consumer.stream}.{consumer.name}.{numbers}"
+        late = self._chance(self.trouble.late)
+        self._send(
+            consumer,
+            _message(subject, consumer.sid, reply, stored.headers, stored.data),
+            self._random.uniform(0, self.trouble.delay_s) if late else 0.0,
+        )
+
+    def _send(self, consumer: Consumer, message: bytes, delay_s: float = 0.0) -> None:
+        """In the order of the consumer; answers may overtake what is delivered late."""
+        now = self._now()
+        consumer.due = max(consumer.due, now + delay_s)
+        if consumer.due > now:
+            loop = asyncio.get_running_loop()
+            loop.call_later(consumer.due - now, consumer.connection.send, message)
+        else:
+            consumer.connection.send(message)
+
+    async def _beat(self, stream: Stream, consumer: Consumer, pulse_s: float) -> None:
+        while consumer.name in stream.consumers and not consumer.connection.closed:
+            await asyncio.sleep(pulse_s)
+            status = (
+                f"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: {consumer.delivered}\r\n"
+                f"Nats-Last-Stream: {stream.last}\r\n\r\n"
+            )
+            self._send(consumer, _message(consumer.subject, consumer.sid, "", status.encode(), b""))
+        stream.consumers.pop(consumer.name, None)
+
+
+def build(
+    trouble: Trouble = ROUGH, kind: type[NatsModel] = NatsModel
+) -> Callable[[WireWorld], NatsModel]:
+    """For `run_contest`: the trouble ends with the faults of the connections."""
+
+    def make(world: WireWorld) -> NatsModel:
+        model, calm = kind(world.clock.now, world.rng.getrandbits(32), trouble), world.calm
+
+        def calmed() -> None:
+            model.trouble = FAIR
+            calm()
+
+        world.calm = calmed  # type: ignore[method-assign]
+        return model
+
+    return make
+
+
+def headers_of(pairs: Iterable[tuple[str, str]]) -> bytes:
+    return b"NATS/1.0\r\n" + "".join(f"{k}: {v}\r\n" for k, v in pairs).encode() + b"\r\n"
+
+
+def parse(headers: bytes) -> dict[str, str]:
+    lines = headers.decode(errors="replace").split("\r\n")[1:]
+    return dict(line.split(": ", 1) for line in lines if ": " in line)
+
+
+def _covers(stream: Stream, subject: str) -> bool:
+    return any(subject.startswith(each.removesuffix(">")) for each in stream.config["subjects"])
+
+
+def _error(code: int, err_code: int, description: str) -> bytes:
+    problem = {"code": code, "err_code": err_code, "description": description}
+    return json.dumps({"error": problem}).encode()
+
+
+def _message(subject: str, sid: str, reply: str, headers: bytes, data: bytes) -> bytes:
+    route = f"{subject} {sid} {reply}".rstrip()
+    total = len(headers) + len(data)
+    if headers:
+        return f"HMSG {route} {len(headers)} {total}\r\n".encode() + headers + data + b"\r\n"
+    return f"MSG {route} {total}\r\n".encode() + data + b"\r\n"
+
+
+def _operation(subject: str) -> str:
+    if subject.startswith("$JS.API."):
+        return subject.split(".")[2]
+    return "write"

@@ -1,0 +1,575 @@
+"""NATS against a scripted server: interleavings and faults, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from adversary import Connection, Network, WireLoop, WireWorld, run_contest
+from doyen.clock import VirtualClock
+from doyen.errors import LeaseGone, OutcomeUnknown, StoreError, StoreUnavailable
+from doyen.events import Event, LeaseEnded
+from doyen.model import Lease, leader_key, line_key, order_key
+from doyen.store import Context, Creation, open_store
+from doyen.stores.nats import link as link_module
+from doyen.stores.nats.link import Refused
+from doyen.stores.nats.mirror import subject_of
+from doyen.stores.nats.store import NatsStore
+from doyen.testing.faults import Faults, Lost, Odds
+from model_nats import FAIR, PORT, NatsModel, Trouble, build, headers_of
+from swarm import SafetyViolated
+
+TTL_S = 3.0
+KEY = leader_key("e")
+STREAM = "KV_doyen"
+
+
+@pytest.fixture
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delete markers are forgotten soon."""
+    monkeypatch.setattr(link_module, "GRAVE_TTL", "1s")
+
+
+class Room:
+    """A server without faults of its own, and stores on it."""
+
+    def __init__(self, model: NatsModel, network: Network, clock: VirtualClock) -> None:
+        self.model = model
+        self.network = network
+        self.clock = clock
+        self.faults = Faults()
+        self.events: list[Event] = []
+        self._stores: list[NatsStore] = []
+
+    async def open(self) -> NatsStore:
+        context = Context(self.clock, self.events.append)
+        store = await open_store(f"nats://here:{PORT}/doyen?connect_timeout_s=1", context)
+        assert isinstance(store, NatsStore)
+        self._stores.append(store)
+        return store
+
+    def foreign(self, subject: str, value: bytes, headers: bytes = b"") -> None:
+        """A write by another program."""
+        self.model.write(STREAM, subject, headers, value)
+
+    def end_connections(self, last_words: bytes = b"") -> None:
+        for connection in list(self.model.connected):
+            connection.send(last_words)
+            connection.close()
+
+    async def close(self) -> None:
+        for store in self._stores:
+            await store.close()
+
+
+def meets(
+    test: Callable[[Room], Coroutine[Any, Any, None]], kind: type[NatsModel] = NatsModel
+) -> float:
+    """Run a test against the model; how much time passed in it."""
+    clock = VirtualClock()
+    network, loop = Network(), WireLoop(clock)
+    loop.network = network
+    took_s = 0.0
+
+    async def main() -> None:
+        nonlocal took_s
+        room = Room(kind(clock.now), network, clock)
+        await network.listen("here", PORT, room.model, room.faults)
+        began = clock.now()
+        try:
+            await test(room)
+            took_s = clock.now() - began
+        finally:
+            await room.close()
+        await nothing_is_left(network)
+
+    try:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(main())
+    finally:
+        network.close()
+    return took_s
+
+
+async def nothing_is_left(network: Network) -> None:
+    """Neither a connection nor a task, once the pulses of the server's consumers have ended."""
+    await asyncio.sleep(30)
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not [str(task) for task in left]
+    assert not network._connections
+
+
+async def until_gone(store: NatsStore) -> None:
+    """Wait until nothing stands at the key."""
+    changed = asyncio.Event()
+    watch = await store.watch(KEY, changed.set)
+    while await store.get(KEY) is not None:
+        await changed.wait()
+        changed.clear()
+    watch.close()
+
+
+async def old_found(
+    self: NatsStore, key: str, value: bytes, headers: dict[str, str], lease: str | None
+) -> int | None:
+    """As it was when it took any message for a delete marker."""
+    while True:
+        if lease is not None:
+            self._require(lease)
+        if key in self._mirror.view.entries:
+            await self._mirror.catch_up()
+            if key in self._mirror.view.entries:
+                return None
+        last = self._mirror.view.graves.get(key, 0)
+        try:
+            return await self._work.write(self._subject(key), value, last, headers)
+        except Refused:
+            await self._mirror.catch_up()
+            if self._mirror.view.graves.get(key, 0) == last:
+                found = await self._work.last(STREAM, self._subject(key))
+                self._mirror.view.graves.pop(key, None)
+                if found is not None:
+                    self._mirror.view.graves[key] = found.sequence
+
+
+def two_creations(found: list[Creation]) -> Callable[[Room], Coroutine[Any, Any, None]]:
+    """A delete marker has been forgotten by the server. Between the refusal of one creation and
+    its look at what is there, another creation succeeds."""
+
+    async def test(room: Room) -> None:
+        a, b = await room.open(), await room.open()
+        mine, other = await a.grant(60), await b.grant(60)
+        made = await a.create(KEY, b"before", mine)
+        assert await a.delete(KEY, if_version=made.entry.version)
+        await b._mirror.catch_up()
+        await asyncio.sleep(1.1)
+        look = b._work.last
+        creating: list[asyncio.Future[Creation]] = []
+
+        async def meanwhile(stream: str, subject: str) -> Any:
+            room.model.trouble = Trouble(late=1.0, lost=0.0, error=0.0)
+            if not creating:
+                creating.append(asyncio.ensure_future(a.create(KEY, b"a", mine)))
+                while subject not in room.model.streams[STREAM].messages:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            return await look(stream, subject)
+
+        b._work.last = meanwhile  # type: ignore[method-assign]
+        second = await b.create(KEY, b"b", other)
+        found.extend([await creating[0], second])
+
+    return test
+
+
+def test_a_live_record_is_never_taken_for_a_delete_marker(forgetful: None) -> None:
+    creations: list[Creation] = []
+    meets(two_creations(creations))
+    assert [each.won for each in creations] == [True, False]
+    assert creations[1].entry == creations[0].entry
+
+
+def test_the_test_would_see_two_winners(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NatsStore, "_found", old_found)
+    creations: list[Creation] = []
+    meets(two_creations(creations))
+    assert [each.won for each in creations] == [True, True]
+
+
+def test_a_marker_that_this_copy_has_forgotten_is_written_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("doyen.stores.nats.mirror._GRAVES", 1)
+
+    async def test(room: Room) -> None:
+        store = await room.open()
+        lease = await store.grant(TTL_S)
+        for _ in range(2):
+            for name in ("a", "b", "c"):
+                made = await store.create(leader_key(name), b"", lease)
+                assert made.won
+                await store.delete(leader_key(name), if_version=made.entry.version)
+        ended = await store.grant(TTL_S)
+        assert (await store.create(KEY, b"void", ended)).won
+        await store.revoke(ended)
+        await asyncio.sleep(1)
+        store._mirror.view.graves.clear()
+        assert (await store.create(KEY, b"", lease)).won
+
+    meets(test)
+
+
+FOREIGN = [
+    (subject_of("doyen", "leases", "stray"), b"abc", b""),
+    (subject_of("doyen", "leases", "endless"), b"inf", b""),
+    (subject_of("doyen", "leases", "nan"), b"nan", b""),
+    ("$KV.doyen.leases", b"", b""),
+    ("$KV.doyen.notes.mine", b"hello", b""),
+    ("$KV.doyen.entries.elections.e.%6Ceader", b"an alias", b""),
+    ("$KV.doyen.entries.elections.e.%6Ceader", b"", headers_of([("KV-Operation", "DEL")])),
+    (subject_of("doyen", "entries", order_key("x")), b"\xff", b""),
+    (subject_of("doyen", "entries", order_key("y")), b"", headers_of([("Doyen-Created", "?")])),
+    (subject_of("doyen", "entries", order_key("z")), b"", headers_of([("Status", "100")])),
+    (subject_of("doyen", "entries", order_key("z")), b"", b"NATS/1.0 \xff\xff\xff\r\n\r\n"),
+]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["copied", "followed"])
+@pytest.mark.parametrize(("subject", "value", "headers"), FOREIGN)
+def test_a_foreign_value_ends_nothing(
+    subject: str, value: bytes, headers: bytes, before: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(room: Room) -> None:
+        a = await room.open()
+        lease = await a.grant(TTL_S)
+        made = await a.create(KEY, b"leader", lease)
+        if before:
+            room.foreign(subject, value, headers)
+        b = await room.open()
+        if not before:
+            room.foreign(subject, value, headers)
+        told = asyncio.Event()
+        await b.watch(KEY, told.set)
+        for _ in range(10):
+            await asyncio.sleep(1)
+            await a.renew(lease)
+            assert await b.get(KEY) == made.entry
+        told.clear()
+        await a.delete(KEY, if_version=made.entry.version)
+        await told.wait()
+        assert (await b.create(KEY, b"", await b.grant(TTL_S))).won
+
+    with caplog.at_level(logging.WARNING, "doyen.nats"):
+        meets(test)
+    told = [record.getMessage() for record in caplog.records if record.name == "doyen.nats"]
+    if ".entries.elections" not in subject or "%6C" in subject:
+        assert len(told) == 2, "once by each of two clients"
+        assert all(subject in line for line in told)
+
+
+def test_a_live_lease_that_was_overwritten_still_stands() -> None:
+    """Also for a client that comes later: were the record void for it, it could lead as well."""
+
+    async def test(room: Room) -> None:
+        a = await room.open()
+        lease = await a.grant(TTL_S)
+        made = await a.create(KEY, b"leader", lease)
+        room.foreign(subject_of("doyen", "leases", lease.id), b"rubbish")
+        b = await room.open()
+        for _ in range(5):
+            await asyncio.sleep(1)
+            await a.renew(lease)
+            assert await b.get(KEY) == made.entry
+        await until_gone(b)  # its beat tells the ttl
+
+    assert 5 + TTL_S <= meets(test) <= 5 + 1.2 * TTL_S
+
+
+def test_a_beat_that_was_overwritten_or_lost_ends_no_lease_early() -> None:
+    async def test(room: Room) -> None:
+        a, b = await room.open(), await room.open()
+        lease = await a.grant(TTL_S)
+        made = await a.create(KEY, b"leader", lease)
+        beats = room.model.streams["KV_doyen_beats"]
+        room.model.write("KV_doyen_beats", f"$KV.doyen_beats.{lease.id}", b"", b"rubbish")
+        assert await b.get(KEY) == made.entry
+        await a.renew(lease)
+        beats.messages.clear()
+        began = room.clock.now()
+        await until_gone(b)
+        assert room.clock.now() - began >= TTL_S
+        with pytest.raises(LeaseGone):
+            await a.renew(lease)
+
+    meets(test)
+
+
+@pytest.mark.parametrize("last_words", [b"", b"-ERR 'User Authentication Expired'\r\n", b"?\r\n"])
+def test_a_connection_that_the_server_ends_is_replaced(last_words: bytes) -> None:
+    async def test(room: Room) -> None:
+        store = await room.open()
+        lease = await store.grant(TTL_S)
+        told = asyncio.Event()
+        await store.watch(KEY, told.set)
+        for _ in range(5):
+            room.end_connections(last_words)
+            await asyncio.sleep(0)
+            failures = 0
+            while True:
+                try:
+                    await store.renew(lease)
+                    assert await store.get(KEY) is None
+                    break
+                except (StoreUnavailable, OutcomeUnknown):
+                    failures += 1
+                    await asyncio.sleep(0.05)
+            assert failures
+            told.clear()
+            room.foreign(subject_of("doyen", "entries", KEY), b"news")
+            await told.wait()
+            assert await store.delete(KEY)
+
+    assert meets(test) < 5
+
+
+def test_a_server_that_refuses_again_and_again_is_not_stormed() -> None:
+    class Refusing(NatsModel):
+        refusing = False
+        attempts = 0
+
+        async def serve(self, connection: Connection) -> None:
+            if self.refusing:
+                self.attempts += 1
+                connection.send(b"-ERR 'Authorization Violation'\r\n")
+                connection.close()
+            else:
+                await super().serve(connection)
+
+    async def test(room: Room) -> None:
+        model = room.model
+        assert isinstance(model, Refusing)
+        store = await room.open()
+        lease = await store.grant(120)
+        model.refusing = True
+        room.end_connections()
+        await asyncio.sleep(60)
+        assert 60 < model.attempts <= 200
+        with pytest.raises(StoreUnavailable):
+            await store.renew(lease)
+        model.refusing = False
+        await asyncio.sleep(2)
+        await store.renew(lease)
+
+    meets(test, Refusing)
+
+
+Call = Callable[[NatsStore, Lease], Coroutine[Any, Any, Any]]
+CALLS: dict[str, Call] = {
+    "grant": lambda store, _: store.grant(TTL_S),
+    "renew": lambda store, lease: store.renew(lease),
+    "create": lambda store, lease: store.create(KEY, b"", lease),
+    "enqueue": lambda store, lease: store.enqueue(line_key("e"), b"", lease),
+    "put": lambda store, _: store.put(order_key("e"), b"", if_version=None),
+    "get": lambda store, _: store.get(KEY),
+    "list": lambda store, _: store.list(line_key("e")),
+    "delete": lambda store, _: store.delete(KEY),
+    "watch": lambda store, _: store.watch(KEY, lambda: None),
+    "revoke": lambda store, lease: store.revoke(lease),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_call_on_a_silent_connection_ends(call: Call) -> None:
+    """By an error, within the time for answers; and a later one finds another connection."""
+
+    async def test(room: Room) -> None:
+        store = await room.open()
+        lease = await store.grant(60)
+        for operation in ("STREAM", "write"):
+            room.faults.next(operation, Lost())
+        with pytest.raises((StoreUnavailable, OutcomeUnknown)):
+            await call(store, lease)
+        room.faults._next.clear()
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    await store.get(KEY)
+                    await store.grant(TTL_S)
+                    break
+                except StoreError:
+                    await asyncio.sleep(0.2)
+
+    assert meets(test) <= 2 * link_module.ANSWER_S + 10
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["well", "silent"])
+def test_a_store_can_be_closed_at_every_moment(silent: bool) -> None:
+    """Its opening or a call is cancelled after any number of turns of the loop, or it is closed
+    under a call; then nothing is left, and nothing hangs."""
+
+    async def life(room: Room) -> None:
+        store = await room.open()
+        try:
+            lease = await store.grant(TTL_S)
+            await store.watch(KEY, lambda: None)
+            await store.create(KEY, b"", lease)
+            await store.renew(lease)
+            await store.revoke(lease)
+        finally:
+            await store.close()
+            await store.close()
+
+    async def test(room: Room) -> None:
+        turns = 0
+        while True:
+            task = asyncio.get_running_loop().create_task(life(room))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            if silent:
+                room.faults.cut()
+                await asyncio.sleep(0.1)
+            ended = not task.cancel()
+            async with asyncio.timeout(10):
+                await asyncio.wait({task})
+            assert ended or task.cancelled(), "a cancellation was lost"
+            room.faults.heal()
+            room.network.healed(room.faults)
+            if ended:
+                return
+            turns += 1 if turns < 60 else 7
+
+    meets(test)
+
+
+@pytest.mark.parametrize("number", [5, 1_000, pytest.param(100_000, marks=pytest.mark.chaos)])
+def test_leases_of_the_dead_are_swept_and_renewals_go_on(number: int) -> None:
+    async def test(room: Room) -> None:
+        first = await room.open()
+        dead = [await first.grant(TTL_S)]
+        await first.close()
+        for each in range(number - 1):
+            name = f"{each:032x}"
+            room.foreign(subject_of("doyen", "leases", name), b"3.0")
+            if each % 10:  # the others died before their first beat
+                room.model.write("KV_doyen_beats", f"$KV.doyen_beats.{name}", b"", b"3.0")
+        store = await room.open()
+        lease = await store.grant(TTL_S)
+        assert len(store._mirror.view.leases) == len(dead) + number
+        longest_s = 0.0
+        while len(store._mirror.view.leases) > 1:
+            began = room.clock.now()
+            await store.renew(lease)
+            longest_s = max(longest_s, room.clock.now() - began)
+            await asyncio.sleep(TTL_S / 3)
+        assert list(store._mirror.view.leases) == [lease.id]
+        assert longest_s < 0.1
+        ended = [event for event in room.events if isinstance(event, LeaseEnded)]
+        assert len(ended) == number
+
+    # The model answers in no time, so the pauses of the sweep are short.
+    assert meets(test) <= TTL_S + 12 + number * 0.01
+
+
+def test_the_sweep_costs_little_while_everybody_lives() -> None:
+    async def test(room: Room) -> None:
+        store, other = await room.open(), await room.open()
+        leases = [await other.grant(60) for _ in range(50)]
+        room.model.requests.clear()
+        await asyncio.sleep(20)
+        assert len(room.model.requests) <= 2 * 10 * 6
+        assert set(store._mirror.view.leases) == {lease.id for lease in leases}
+
+    meets(test)
+
+
+class Outage(WireWorld):
+    """Candidates that lose their store for a while; how long until somebody leads again."""
+
+    def __init__(self, candidates: int, outage_s: float) -> None:
+        super().__init__(1, build(FAIR), url, ttl_s=TTL_S, odds=Odds())
+        self.body_s = 1e6
+        self.took_s = 0.0
+        self.watch_over(self._life(candidates, outage_s))
+
+    async def _life(self, candidates: int, outage_s: float) -> None:
+        for _ in range(candidates):
+            self.start()
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(5)
+        self.network.stop()
+        await asyncio.sleep(outage_s)
+        self.oracle.somebody_leads.clear()
+        self.network.start()
+        began = self.clock.now()
+        await self.oracle.somebody_leads.wait()
+        self.took_s = self.clock.now() - began
+        await self.end()
+        await nothing_is_left(self.network)
+
+
+def url(host: str) -> str:
+    return f"nats://{host}:{PORT}/doyen?connect_timeout_s=1"
+
+
+@pytest.mark.parametrize("candidates", [1, 2, 20])
+def test_after_an_outage_somebody_leads_within_a_ttl(candidates: int) -> None:
+    """And a little: the clients connect again, and the first in line takes the record."""
+    assert Outage(candidates, 20.0).took_s <= TTL_S + 1.5
+
+
+def contest(seed: int) -> None:
+    async def also(world: WireWorld) -> None:
+        await world.end()
+        await nothing_is_left(world.network)
+
+    run_contest(seed, build(), url, also=also)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_contest(seed: int, forgetful: None) -> None:
+    contest(seed)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("seed", range(100, 400))
+def test_many_contests(seed: int, forgetful: None) -> None:
+    contest(seed)
+
+
+def race(seed: int, rounds: int = 20) -> None:
+    """Three stores create the same key whenever the server has forgotten who had it before, while
+    answers and changes come late. Whoever has created it holds it until it deletes it."""
+    chance = random.Random(seed)
+    held: dict[int, None] = {}
+    tokens = [0]
+
+    async def contend(store: NatsStore, lease: Lease) -> None:
+        await asyncio.sleep(chance.uniform(0, 0.05))
+        creation = await store.create(KEY, b"", lease)
+        if not creation.won:
+            return
+        token = creation.entry.revision
+        if held or token <= tokens[-1]:
+            raise SafetyViolated(f"{token} was created while {list(held)} stood, after {tokens}")
+        tokens.append(token)
+        held[token] = None
+        await asyncio.sleep(chance.uniform(0, 0.1))
+        del held[token]
+        if not await store.delete(KEY, if_version=creation.entry.version):
+            raise SafetyViolated(f"{token} was overwritten while it stood")
+
+    async def test(room: Room) -> None:
+        stores = [await room.open() for _ in range(3)]
+        leases = [await store.grant(3600) for store in stores]
+        room.model.trouble = Trouble(late=0.5, lost=0.0, error=0.0, delay_s=0.1)
+        room.faults.odds = Odds(late=0.3, delay_s=0.03)
+        for _ in range(rounds):
+            async with asyncio.TaskGroup() as group:
+                for store, lease in zip(stores, leases, strict=True):
+                    group.create_task(contend(store, lease))
+            await asyncio.sleep(1.1)
+        room.faults.odds, room.model.trouble = Odds(), FAIR
+        assert len(tokens) > rounds
+
+    try:
+        meets(test)
+    except* SafetyViolated as violations:
+        raise violations.exceptions[0] from None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_creations_over_forgotten_markers(seed: int, forgetful: None) -> None:
+    race(seed)
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3])
+def test_the_race_would_see_two_winners(
+    seed: int, forgetful: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NatsStore, "_found", old_found)
+    with pytest.raises(SafetyViolated):
+        race(seed)
