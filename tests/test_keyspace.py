@@ -50,6 +50,7 @@ from doyen.quorum.keyspace import (
     encode,
 )
 from doyen.quorum.ordered import FULL, Ordered
+from doyen.quorum.versions import FIRST
 from doyen.stores.memory import MemoryServer
 
 KEYS = ["a", "a/b", "a0", "line/5", "line/5/deep"]
@@ -70,10 +71,8 @@ class Same(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.model = MemoryServer(VirtualClock())
-        self.real = Keyspace()
-        self.twin = Keyspace()
-        if self.version > 1:
-            assert self.do(Raise(self.version)) == Done()
+        self.real = Keyspace(self.version)
+        self.twin = Keyspace(self.version)
         self.leases: list[tuple[str, int]] = []
         self.keys: dict[str, str] = {key: key for key in KEYS}
         """By their keys in the model; tickets have others in ours."""
@@ -281,12 +280,6 @@ TestSame.settings = settings(max_examples=60, stateful_step_count=60, deadline=N
 TestSameInSlices.settings = TestSame.settings
 
 
-def raised(version: int = 2) -> Keyspace:
-    keyspace = Keyspace()
-    assert do(keyspace, Raise(version)) == Done()
-    return keyspace
-
-
 def twin(keyspace: Keyspace) -> Keyspace:
     restored = Keyspace()
     restored.restore(keyspace.snapshot())
@@ -295,7 +288,7 @@ def twin(keyspace: Keyspace) -> Keyspace:
 
 def test_a_lease_ends_at_once_and_its_keys_go_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(words, "SLICE", 3)
-    keyspace = raised()
+    keyspace = Keyspace()
     lease, other = do(keyspace, Grant(1.0)).lease, do(keyspace, Grant(1.0)).lease
     keys = [do(keyspace, Enqueue("line", b"", lease, 0)).key for _ in range(7)]
     mine = do(keyspace, Enqueue("line", b"", other, 0)).key
@@ -340,7 +333,7 @@ def test_a_lease_ends_at_once_and_its_keys_go_in_slices(monkeypatch: pytest.Monk
 
 def test_ends_of_many_leases_share_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(words, "SLICE", 5)
-    keyspace = raised()
+    keyspace = Keyspace()
     do(keyspace, Begin(1))
     leases = tuple(do(keyspace, Grant(1.0)).lease for _ in range(4))
     for lease in leases:
@@ -357,7 +350,7 @@ def test_ends_of_many_leases_share_a_slice(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_in_the_first_version_a_lease_ends_whole_and_snapshots_are_as_they_were() -> None:
     """Members of the first release do the same with the same log, and read these snapshots."""
-    keyspace = Keyspace()
+    keyspace = Keyspace(FIRST)
     lease = do(keyspace, Grant(1.5)).lease
     for number in range(words.SLICE + 1):
         do(keyspace, Create(f"k{number}", b"", lease))
@@ -370,7 +363,7 @@ def test_in_the_first_version_a_lease_ends_whole_and_snapshots_are_as_they_were(
 
 
 def test_a_raised_version_is_never_lowered_and_begins_a_history_that_all_nodes_have() -> None:
-    keyspace = Keyspace()
+    keyspace = Keyspace(FIRST)
     do(keyspace, Put("a", b"", 0))
     replica = twin(keyspace)
     for each in (keyspace, replica):
@@ -386,7 +379,7 @@ def test_a_raised_version_is_never_lowered_and_begins_a_history_that_all_nodes_h
 
 
 def test_what_a_later_release_may_put_into_the_log_ends_the_node() -> None:
-    keyspace = raised()
+    keyspace = Keyspace()
     before = [*keyspace.snapshot()]
     for unknown in (encode([13, "new"]), encode(Raise(3)), encode([10, 2, "a new field"])):
         with pytest.raises(UnknownCommand, match="install the release"):
@@ -401,7 +394,7 @@ def test_what_a_later_release_may_put_into_the_log_ends_the_node() -> None:
 
 
 def test_beyond_the_quota_only_what_makes_room_is_carried_out() -> None:
-    keyspace = raised()
+    keyspace = Keyspace()
     lease = do(keyspace, Grant(1.0)).lease
     do(keyspace, Create("mine", b"x" * 100, lease))
     kept = do(keyspace, Put("kept", b"x" * 100, 0)).version
@@ -427,7 +420,7 @@ def test_beyond_the_quota_only_what_makes_room_is_carried_out() -> None:
 
 def test_the_size_is_that_of_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(words, "SLICE", 1)
-    keyspace = raised()
+    keyspace = Keyspace()
     lease = do(keyspace, Grant(1.0)).lease
     do(keyspace, Create("a", b"1", lease))
     do(keyspace, Create("b", b"22", lease))
@@ -468,7 +461,7 @@ def test_a_rank_of_more_than_64_bits_is_refused() -> None:
 
 def test_a_nest_of_lists_behind_a_command_is_refused_however_deep_it_is() -> None:
     """A node that skipped it would run out of stack, or not, by how deep in its own calls it is."""
-    keyspace = Keyspace()
+    keyspace = Keyspace(FIRST)
     put = b"\x95" + encode(Put("k", b"", 0))[1:]
     for depth in (0, 10, 960, 10_000):
         result = decode_result(keyspace.apply(put + b"\x91" * depth + b"\xc0"))
@@ -546,12 +539,14 @@ def test_a_list_is_of_one_instant_however_late_it_is_taken() -> None:
     assert {record.value for record in keyspace.list("k")} == {b"now"}
 
 
-def test_a_restored_node_remembers_no_history() -> None:
-    keyspace, other = Keyspace(), Keyspace()
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_a_restored_node_remembers_of_the_history(version: int) -> None:
+    """Snapshots of the first version hold none: then everything before them counts as changed."""
+    keyspace, other = Keyspace(version), Keyspace()
     do(keyspace, Put("a", b"", 0))
     do(keyspace, Put("b", b"", 0))
     other.restore(keyspace.snapshot())
-    assert other.history.changed("a", 1)
+    assert other.history.changed("a", 1) == (version == 1)
     assert not other.history.changed("a", 2)
 
 

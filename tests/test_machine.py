@@ -53,9 +53,7 @@ def test_results_are_kept_until_they_are_had() -> None:
 
 
 def keyspace_machine(version: int) -> tuple[Machine, Keyspace]:
-    keyspace = Keyspace()
-    if version > 1:
-        keyspace.apply(words.encode(words.Raise(version)))
+    keyspace = Keyspace(version)
     return Machine({KEYSPACE: keyspace}), keyspace
 
 
@@ -189,7 +187,6 @@ def test_a_node_without_the_state_machine_that_its_log_needs_stops(
 
 def test_an_unknown_command_stops_the_node_instead_of_being_passed_over() -> None:
     replica = Machine({KEYSPACE: Keyspace()})
-    one(replica, 1, "a", 1, 1, KEYSPACE, words.encode(words.Raise(2)))
     with pytest.raises(words.UnknownCommand):
         one(replica, 2, "a", 2, 1, KEYSPACE, words.encode([99, "what?"]))
 

@@ -508,6 +508,8 @@ def test_what_is_wrong_with_a_quorum_is_told() -> None:
     assert any("even number" in text for text in even["warning"])
     full = told(*(State(f"h{n}", condition(f"n{n}", full=n == 2)) for n in (1, 2, 3)))
     assert any("full" in text for text in full["problem"])
+    beyond = told(*(State(f"h{n}", condition(f"n{n}", alarm=True, quota=7)) for n in (1, 2, 3)))
+    assert any("of 7 bytes" in text for text in beyond["problem"])
     headless = told(*(State(f"h{n}", condition(f"n{n}", leader=None)) for n in (1, 2, 3)))
     assert any("no leader" in text for text in headless["problem"])
     cut_off = condition("n3", leader=None, generation=4)

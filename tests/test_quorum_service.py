@@ -68,7 +68,7 @@ from doyen.quorum.requests import (
     Wrote,
     decode_answer,
 )
-from doyen.quorum.versions import NEWEST
+from doyen.quorum.versions import FIRST, NEWEST
 from doyen.quorum.wire import Fault
 from doyen.quorum.wire import Role as Power
 from doyen.testing.virtual import run_virtual
@@ -79,7 +79,7 @@ TTL_S = 2.0
 
 class WithKeyspace(Machine):
     def __init__(self, targets: Mapping[int, StateMachine]) -> None:
-        self.keyspace = Keyspace()
+        self.keyspace = Keyspace(FIRST)
         super().__init__({**targets, KEYSPACE: self.keyspace})
 
 

@@ -30,6 +30,7 @@ from doyen.node.state import StateMachine
 from doyen.presence import Settings as SessionSettings
 from doyen.quorum.keyspace import Keyspace
 from doyen.quorum.link import Link, Tally
+from doyen.quorum.versions import FIRST
 from doyen.quorum.wire import Identity, Listener, Security
 from doyen.runtime import InlineRuntime
 from doyen.session import Session
@@ -189,7 +190,7 @@ class NodeHost(Host):
             now=self.clock.now(),
         )
         world.cluster.started(core, self.disk.recovered)
-        keyspace = Keyspace()
+        keyspace = Keyspace(FIRST)
         self.registers = Registers(world.applied)
         driver = Driver(
             core,

@@ -40,6 +40,7 @@ from doyen.node.service import Service
 from doyen.node.state import StateMachine
 from doyen.quorum.keyspace import QUOTA, Keyspace
 from doyen.quorum.link import Tally
+from doyen.quorum.versions import FIRST
 from doyen.quorum.wire import TLS, Identity, Security, check_exposure, parse_address
 
 __all__ = ["PROTOCOLS", "Options", "Server"]
@@ -296,7 +297,7 @@ class Server:
                 now=clock.now(),
             )
             _tell_apart(options, core.membership)
-            keyspace = Keyspace()
+            keyspace = Keyspace(FIRST)
             targets: dict[int, Any] = {KEYSPACE: keyspace}
             if machine is not None:
                 targets[USER] = machine

@@ -334,12 +334,13 @@ class Keyspace:
     True
     """
 
-    def __init__(self) -> None:
+    def __init__(self, version: int = NEWEST) -> None:
+        """Empty. A node's begins at version `FIRST`: the log says when it was raised."""
         self.revision = 0
         """The number of the last change."""
         self.era = 0
         """The last one that a leader began."""
-        self.version = FIRST
+        self.version = version
         """The cluster's; see `versions`."""
         self.history = History()
         """The latest changes. From version 2 on it is the same on every node."""
