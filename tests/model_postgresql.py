@@ -56,6 +56,8 @@ class PostgreSQLModel(Cluster):
         super().__init__({name: name for name in _NAMES}, _DIALECT, **options)
         self.ends_listeners = False
         """A connection on which somebody has begun to listen is ended at once."""
+        self.garbles = False
+        """Answers are not of the protocol."""
         self._ears: dict[Connection, DatabaseServer] = {}
 
     async def speak(self, connection: Connection, server: DatabaseServer) -> None:
@@ -105,6 +107,8 @@ class PostgreSQLModel(Cluster):
         answers = self.carry_out(connection, server, text)
         if answers is None:
             return b""
+        if self.garbles:
+            return b"Z" + struct.pack("!I", 1)
         told = [_notification(path) for path in dict.fromkeys(server.told)]
         for other, at in self._ears.items():
             if at is server and other is not connection:

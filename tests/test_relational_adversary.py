@@ -166,10 +166,12 @@ def test_after_an_outage_there_is_a_leader_within_a_ttl(engine: str, candidates:
     quiet(engine, outage, candidates=candidates)
 
 
-def test_a_listener_that_is_ended_as_it_begins_begins_again(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("fault", ["ends_listeners", "garbles"])
+def test_a_listener_that_meets_trouble_begins_again(
+    fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a server does that is shut down: nothing fails unheard, and what changes later is told."""
+    """A connection is ended as it begins to listen, as by a server that is shut down, or carries
+    what is not of the protocol: nothing fails unheard, and what changes later is told."""
     keep_virtual_time(monkeypatch)
     network, clock = Network(), VirtualClock()
     loop = WireLoop(clock)
@@ -186,13 +188,13 @@ def test_a_listener_that_is_ended_as_it_begins_begins_again(
         await store.watch(KEY, told.set)
         lease = await store.grant(TTL_S)
         for _ in range(20):
-            model.ends_listeners = True
+            setattr(model, fault, True)
             for connection in list(model.renewing):
                 connection.close()
             await asyncio.sleep(0.3)
             with pytest.raises(StoreError):
                 await store.renew(lease)
-            model.ends_listeners = False
+            setattr(model, fault, False)
         await asyncio.sleep(TTL_S)
         told.clear()
         await store.put(KEY, b"v", if_version=None)

@@ -397,8 +397,9 @@ class _PgLink(Link[_Connection]):
         if state.startswith(("08", "57P")):
             return ConnectionLost(cause)
         if not state:
+            # libpq makes errors of its own, which psycopg passes on as plain DatabaseErrors.
             lost = isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
-            return ConnectionLost(cause) if lost else error
+            return ConnectionLost(cause) if lost or type(error) is psycopg.DatabaseError else error
         if state in ("40001", "40P01"):
             return TryAgain(cause)
         if state in (
