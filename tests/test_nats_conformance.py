@@ -10,7 +10,7 @@ import pytest
 import servers
 from doyen.model import leader_key, line_key, order_key
 from doyen.stores.nats.mirror import subject_of
-from doyen.testing import StoreConformance, StoreHarness
+from doyen.testing import LinkedStoreConformance, StoreHarness
 from linked import ServerHarness
 from servers import wire
 
@@ -35,7 +35,7 @@ def server() -> Iterator[servers.Nats]:
         yield server
 
 
-class TestNats(StoreConformance):
+class TestNats(LinkedStoreConformance):
     @pytest.fixture
     def store_harness(self, server: servers.Nats) -> StoreHarness:
         return Harness(server)

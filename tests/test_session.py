@@ -658,3 +658,15 @@ async def test_doubt_is_told_with_the_time_that_is_left(
     doubts = [event for event in place.seen(Unsure) if isinstance(event, Unsure)]
     assert doubts
     assert all(0 < doubt.remaining_s < TTL_S for doubt in doubts)
+
+
+@virtual
+async def test_a_store_that_fails_at_once_is_not_asked_without_end(place: Place) -> None:
+    """Renewals that fail in no time, up to the very deadline: a bounded number of them."""
+    faults = Faults()
+    session = await place.open(faults)
+    heart = await presence_of(session).heart()
+    faults.next("renew", *[Refused()] * 500)
+    await asyncio.sleep(3 * TTL_S)
+    assert heart.lost_because == "no renewal was confirmed in time"
+    assert len([line for line in faults.trace if line.startswith("renew")]) < 100

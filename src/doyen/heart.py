@@ -34,6 +34,7 @@ from doyen.timing import Timing
 __all__ = ["NEVER", "Heart"]
 
 NEVER = float("-inf")
+_GRAIN_S = 0.001
 log = logging.getLogger("doyen")
 
 LossListener = Callable[[str], None]
@@ -152,7 +153,10 @@ class Heart:
                 return
             except Exception as error:  # noqa: BLE001 - whatever failed, the renewal is retried
                 self._doubt(error)
-                due = min(self._clock.now() + self.timing.retry_every_s, self.valid_until)
+                now = self._clock.now()
+                # Not sooner than a timer can tell apart from now: a store that fails at once just
+                # before the deadline would otherwise be asked again without end.
+                due = max(now + _GRAIN_S, min(now + self.timing.retry_every_s, self.valid_until))
             else:
                 self._confirm(sent_at)
                 due = self._next_renewal()
