@@ -75,9 +75,13 @@ local function tell(path)
   end
 end
 
+-- The second result is true if the lease is damaged, by somebody else: it is then passed over where
+-- many are looked at, and an error where an entry that is bound to it is asked for.
 local function lease_row(id)
   local l = redis.call('HMGET', LEASES, 'ttl_us:' .. id, 'counter:' .. id, 'renewed_us:' .. id)
-  if not l[1] then return {{id}} end
+  if not (tonumber(l[1]) and tonumber(l[2]) and tonumber(l[3])) then
+    return {{id}}, (l[1] or l[2] or l[3]) and true
+  end
   return {{id, l[1], l[2], int(now() - l[3])}}
 end
 
@@ -90,7 +94,8 @@ local function entry(path)
   if not e[1] then return false end
   local row = {{path, e[1], e[2], e[3]}}
   if e[4] then
-    local l = lease_row(e[4])
+    local l, damaged = lease_row(e[4])
+    if damaged then error('the lease ' .. e[4] .. ' of ' .. path .. ' is damaged') end
     if not l[2] then return false end
     row[5] = l
   end
@@ -248,13 +253,13 @@ for i = 3, #ARGV do
   local rows, at = {}, {}
   for _, path in ipairs(paths) do
     local e = redis.call('HMGET', ENTRIES, 'version:' .. path, 'lease:' .. path)
-    if e[1] then
-      local id = e[2] or ''
-      if not at[id] then
-        rows[#rows + 1] = {id, 0, '0'}
-        at[id] = rows[#rows]
-      end
-      local row = at[id]
+    local id = e[2] or ''
+    if e[1] and at[id] == nil then
+      at[id] = (id == '' or lease_row(id)[2]) and {id, 0, '0'} or false
+      if at[id] then rows[#rows + 1] = at[id] end
+    end
+    local row = e[1] and at[id]
+    if row then
       row[2] = row[2] + 1
       -- What somebody else has damaged must not hide all the rest.
       if (tonumber(e[1]) or 0) > tonumber(row[3]) then row[3] = e[1] end
