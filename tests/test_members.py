@@ -24,6 +24,7 @@ class Core:
         self.membership = membership
         self.position = position
         self.generation = position.generation
+        self.commit = position.last_index
         self.witnessed: dict[str, Position] = {}
 
 
@@ -166,6 +167,9 @@ def test_what_was_heard_of_one_folder_says_nothing_of_the_next() -> None:
     core.membership = Membership(("n1", "n3"), ("n2",), PEERS, {"n1": "m1", "n3": "m3"}, "c")
     node.reformed()
     judge(node, "n2", says("m22", Position()))
+    node.lost = "it was told so"
+    with pytest.raises(Refused, match="it was told so"):
+        judge(node, "n2", says("m22", Position()))
     assert core.witnessed == {"n3": Position(4, 3, 80)}
 
 

@@ -131,8 +131,13 @@ def test_an_older_copy_of_a_folder_is_refused(
         again = await nodes.start(follower)
         await until(lambda: "its data folder is an older copy" in caplog.text)
         assert f"doyen cluster remove {follower}" in caplog.text
+        await until(lambda: f"node {follower} takes no part any more" in caplog.text)
         assert again.leader is None
         assert await leader.propose(b"third") == 3
+        # Nor does it help another into office that does not know what it has forgotten.
+        (other,) = {*nodes.peers} - {follower, leader.id}
+        await nodes.stop(leader.id)
+        await until(lambda: nodes.nodes[other].leader is None)
 
     with_three(tmp_path, work)
 

@@ -41,7 +41,7 @@ from doyen.consensus.core import Membership, Position
 from doyen.errors import ConfigError, StoreUnusable
 from doyen.quorum.wire import Fault, Identity, Judge, MemberInfo, Refused, certificate_names
 
-__all__ = ["Member", "Members", "opening"]
+__all__ = ["Lost", "Member", "Members", "opening"]
 
 log = logging.getLogger("doyen.node")
 
@@ -106,11 +106,17 @@ def opening(
     )
 
 
+class Lost(Refused):
+    """The node's own folder, and an older copy of it: it must take no part any more."""
+
+
 class Core(Protocol):
-    """What is needed of a consensus core. Only Raft has `position` and `witnessed`."""
+    """What is needed of a consensus core. Only Raft has `position`, `witnessed` and a `log` with
+    the membership before the one in force."""
 
     membership: Membership
     generation: int
+    commit: int
 
 
 class Members:
@@ -128,6 +134,8 @@ class Members:
         self.core: Core | None = None
         self.infos: dict[str, MemberInfo] = {}
         """What each connected peer has said of itself."""
+        self.lost = ""
+        """Why this node takes no part any more, if a peer has told it so."""
         self._peers = dict(peers)
         self._save = save
         self._settling = False
@@ -142,6 +150,18 @@ class Members:
     @property
     def membership(self) -> Membership:
         return self.core.membership if self.core is not None else Membership(())
+
+    @property
+    def everyone(self) -> tuple[str, ...]:
+        """The members; until a change is committed, those before it too, who may have to hear of
+        it, or to undo it."""
+        log, members = getattr(self.core, "log", None), self.membership
+        if self.core is None or log is None or not hasattr(log, "membership_before"):
+            return members.everyone
+        if log.membership_index <= self.core.commit:
+            return members.everyone
+        before: Membership = log.membership_before
+        return members.everyone + before.everyone
 
     @property
     def cluster_id(self) -> str:
@@ -200,6 +220,8 @@ class Members:
     def judge(self, them: Identity, info: MemberInfo, mark: Position) -> None:
         """Raise `Refused` unless this is a node to be heard as a peer."""
         node = them.node
+        if self.lost:
+            raise Refused(Fault.MEMBER, self.lost)
         if self.waiting:
             self._check_fellow(node, info)
             return
@@ -208,7 +230,7 @@ class Members:
                 raise self._lost(node, "its data folder is empty, and this cluster has data")
             return
         if not self._ahead(info):
-            if node not in self.membership.everyone:
+            if node not in self.everyone:
                 raise Refused(
                     Fault.MEMBER,
                     f"node {node!r} is not a member of this cluster: add it (doyen cluster add"
@@ -275,12 +297,14 @@ class Members:
 
     def _check_position(self, node: str, info: MemberInfo, mark: Position) -> None:
         if info.member and not info.position.covers(mark):
-            raise self._lost(
-                node,
-                f"it has acknowledged entry {mark.last_index} of generation {mark.last_generation}"
-                f" in generation {mark.generation}, and now has entry {info.position.last_index} of"
-                f" generation {info.position.last_generation} in generation"
-                f" {info.position.generation}: its data folder is an older copy",
+            had, has = mark, info.position
+            raise Lost(
+                Fault.MEMBER,
+                f"node {node!r} has lost what it has promised: it has acknowledged entry"
+                f" {had.last_index} of generation {had.last_generation} in generation"
+                f" {had.generation}, and now has entry {has.last_index} of generation"
+                f" {has.last_generation} in generation {has.generation}: its data folder is an"
+                f" older copy. {self._remedy(node)}",
             )
 
     def _lost(self, node: str, why: str) -> Refused:
@@ -301,8 +325,10 @@ class Members:
     def reformed(self) -> None:
         """Another membership is in force: what was heard of a folder says nothing of another."""
         ids, witnessed = dict(self.ids), getattr(self.core, "witnessed", {})
-        for node in [node for node in witnessed if ids.get(node) != self._recorded.get(node)]:
-            if node in self._recorded:
+        everyone = self.everyone
+        for node in [*witnessed]:
+            known = self._recorded.get(node)
+            if node not in everyone or (known and ids.get(node) != known):
                 del witnessed[node]
         self._recorded = ids
         self.news.set()

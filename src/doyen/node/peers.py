@@ -44,7 +44,7 @@ from msgspec.msgpack import Decoder, Encoder
 
 from doyen.consensus.core import Message, Snapshot
 from doyen.errors import DoyenError, OutcomeUnknown, StoreUnavailable, StoreUnusable
-from doyen.node.members import Members
+from doyen.node.members import Lost, Members
 from doyen.quorum.link import BOUND, HANDSHAKE_S, KEEPALIVE_S, End, Link, Tally, dial
 from doyen.quorum.versions import FIRST
 from doyen.quorum.wire import (
@@ -62,8 +62,8 @@ __all__ = ["Peers"]
 
 log = logging.getLogger("doyen")
 
-MESSAGE, QUESTION, ANSWER, STREAM, CHUNK, CREDIT, STORED, FOUNDED = range(
-    FIRST_FREE, FIRST_FREE + 8
+MESSAGE, QUESTION, ANSWER, STREAM, CHUNK, CREDIT, STORED, FOUNDED, LOST = range(
+    FIRST_FREE, FIRST_FREE + 9
 )
 
 SOONEST_S, LATEST_S = 0.01, 0.5
@@ -160,8 +160,9 @@ class Peers:
                 self._peers[node] = _Outgoing(self, node, address)
         if self.members is not None:
             self.members.reformed()
+            heard = {*addresses, *self.members.everyone}
             for node, caller in list(self._callers.items()):
-                if node not in addresses:
+                if node not in heard:
                     caller.link.close()
 
     def supports(self, peer: str) -> int:
@@ -258,6 +259,9 @@ class Peers:
         if members is not None:
             try:
                 members.admit(them, link.info, link.certificate)
+            except Lost as error:
+                self._tell_lost(link, str(error))
+                return
             except Refused as error:
                 link.refuse(error.fault, str(error))
                 return
@@ -274,6 +278,22 @@ class Peers:
         peer = self._peers.get(them.node)
         if peer is not None:
             peer.hurry()
+
+    def _tell_lost(self, link: Link, text: str) -> None:
+        """Have a node that comes with an older copy of its folder take no part: there may be others
+        that do not know, and could make up a majority with it. It is let in for this, since only
+        then it knows who says so."""
+        self.tally.note(Fault.MEMBER, f"{link}: {text}")
+        link.welcome(lambda *_: None, lambda *_: None)
+        link.send(LOST, text.encode())
+        link.close()
+
+    def _take_no_part(self, text: str) -> None:
+        if self.members is not None and not self.members.lost:
+            self.members.lost = text
+            log.critical("node %s takes no part any more: %s", self.me.node, text)
+            for link in [*self._links.values(), *(each.link for each in self._callers.values())]:
+                link.abort()
 
     # Founding.
 
@@ -434,12 +454,13 @@ class _Outgoing:
 
     async def _dial(self) -> Link:
         peers, members = self._peers, self._peers.members
+        info = members.info() if members is not None else MemberInfo()
         link = await dial(
             self.address,
             peers.me,
             role="peer",
             wanted=self.node,
-            info=members.info() if members is not None else MemberInfo(),
+            info=info,
             judge=members.judging(self.node) if members is not None else None,
             security=peers.security,
             on_frames=self._take,
@@ -464,7 +485,7 @@ class _Outgoing:
             link.abort()
             raise
         if members is not None:
-            if members.waiting or link.info.founding:
+            if info.founding or link.info.founding:
                 self._wait_to_found(link, members)
                 return link
             members.connected(self.node, link.info)
@@ -473,11 +494,14 @@ class _Outgoing:
         return link
 
     def _wait_to_found(self, link: Link, members: Members) -> None:
-        self._waiting = link
         self.trouble = "the cluster has not been founded"
+        if not members.waiting:  # any more: the peer is told, and dialled anew as a member
+            if record := members.record():
+                link.send(FOUNDED, record)
+            link.close()
+            return
+        self._waiting = link
         members.met(self.node, link.info)
-        if record := members.record():
-            link.send(FOUNDED, record)
         self._peers._run(self._peers.found())
 
     def _ended(self, link: Link, end: End) -> None:
@@ -552,6 +576,8 @@ class _Outgoing:
                     asked = questions.pop(number, None)
                     if asked is not None and not asked[0].done():
                         asked[0].set_result(payload[8:])
+                elif kind == LOST:
+                    self._peers._take_no_part(payload.decode(errors="replace"))
                 elif kind == CREDIT:
                     number, size = _CREDIT.unpack(payload)
                     if number in self._streams:
@@ -630,6 +656,8 @@ class _Incoming:
                 received(node, message)
             elif kind == QUESTION and len(payload) >= 8:
                 self._question(payload)
+            elif kind == FOUNDED:
+                link.close()  # this node has heard of it since it was dialled; ordinary ones follow
             else:
                 self._snapshot(kind, payload)
 
