@@ -46,6 +46,7 @@ Host = tuple[str, int | None]
 
 _TRIES = 20
 _PAUSE_S = 0.005
+_PATIENCE_S = 1.0
 
 
 class TryAgain(StoreUnavailable):
@@ -149,6 +150,7 @@ class Link(ABC, Generic[C]):
         self._at = ""
         """The incarnation of the server at the other end."""
         self._connecting: asyncio.Task[tuple[C, str]] | None = None
+        self._executions: set[asyncio.Task[list[list[Row]]]] = set()
         self._closed = False
 
     port: ClassVar[int]
@@ -223,6 +225,8 @@ class Link(ABC, Generic[C]):
         connection, self._connection = self._connection, None
         if connection is not None:
             await self.farewell(connection)
+        if self._executions:  # their connections were hung up, and are released as they end
+            await asyncio.wait(self._executions, timeout=_PATIENCE_S)
 
     async def farewell(self, connection: C) -> None:
         """End a connection in good order, if that can be done at once."""
@@ -327,6 +331,8 @@ class Link(ABC, Generic[C]):
     async def _carry_out(self, connection: C, text: str, given: Given) -> list[list[Row]]:
         """Send a message; if the caller is cancelled meanwhile, drop the connection."""
         execution = self._loop.create_task(self.execute(connection, text, given))
+        self._executions.add(execution)
+        execution.add_done_callback(self._executions.discard)
         try:
             return await asyncio.shield(execution)
         except asyncio.CancelledError:
