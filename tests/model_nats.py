@@ -14,6 +14,7 @@ import random
 from base64 import b64encode
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
@@ -47,7 +48,6 @@ class Stored:
     sequence: int
     headers: bytes
     data: bytes
-    expires: float
 
 
 @dataclass(eq=False)
@@ -56,6 +56,7 @@ class Stream:
     last: int = 0
     messages: dict[str, Stored] = field(default_factory=dict)
     consumers: dict[str, Consumer] = field(default_factory=dict)
+    expiring: list[tuple[float, int, str]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -197,10 +198,10 @@ class NatsModel:
             problem: dict[str, Any] = json.loads(_error(400, 10071, f"wrong last sequence: {last}"))
             return problem
         stream.last += 1
-        expires = float("inf")
         if ttl := parsed.get("Nats-TTL"):
             expires = self._now() + float(ttl[:-1]) * _UNITS[ttl[-1]]
-        stored = Stored(stream.last, headers, data, expires)
+            heappush(stream.expiring, (expires, stream.last, subject))
+        stored = Stored(stream.last, headers, data)
         stream.messages.pop(subject, None)
         stream.messages[subject] = stored
         for consumer in list(stream.consumers.values()):
@@ -208,9 +209,11 @@ class NatsModel:
         return {"stream": name, "seq": stream.last}
 
     def _forget(self, stream: Stream) -> None:
-        now = self._now()
-        for subject in [each for each, found in stream.messages.items() if found.expires <= now]:
-            del stream.messages[subject]
+        while stream.expiring and stream.expiring[0][0] <= self._now():
+            _, sequence, subject = heappop(stream.expiring)
+            found = stream.messages.get(subject)
+            if found is not None and found.sequence == sequence:
+                del stream.messages[subject]
 
     def _consume(self, connection: Connection, name: str, config: dict[str, Any]) -> dict[str, Any]:
         stream, inbox = self.streams[name], config["deliver_subject"]
