@@ -273,6 +273,17 @@ def test_nodes_that_were_told_of_others_do_not_found() -> None:
     assert not asyncio.run(one.found())
 
 
+@pytest.mark.parametrize(
+    "founders", [{**IDS, "n2": "m9"}, {"n2": "m2"}, {**IDS, "n4": "m4"}, {"n1": "m1"}]
+)
+def test_a_record_of_another_founding_is_refused(founders: dict[str, str]) -> None:
+    teller, node = Node("n1", Member("m1", "c", founders)), waiting()["n2"]
+    with pytest.raises(Refused, match="founded with another data folder"):
+        asyncio.run(node.told(teller.record()))
+    assert node.waiting
+    assert node.disk.cluster_id == ""
+
+
 def test_a_founding_under_way_is_not_begun_again() -> None:
     node = waiting()["n1"]
     for other in ("n2", "n3"):
