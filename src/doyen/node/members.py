@@ -387,7 +387,7 @@ class Members:
             self._settling = False
         self.own = own
         self.news.set()
-        log.warning("node %s: cluster founded, id %s", self.node, founding.cluster_id)
+        log.info("node %s: cluster founded, id %s", self.node, founding.cluster_id)
 
     def missing(self) -> list[str]:
         """Whom this node waits for, to be founded."""
