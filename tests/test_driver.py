@@ -574,3 +574,70 @@ def test_garbage_from_a_peer_is_refused() -> None:
         assert all(answer[0] == 3 for answer in answers)
 
     run(main)
+
+
+def test_no_load_of_clients_refuses_or_delays_commands_of_the_node_itself() -> None:
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        for disk in world.disks.values():
+            disk.sync_s = 0.05
+        waiting = [asyncio.ensure_future(leader.propose(USER, b"%d" % n)) for n in range(40)]
+        await asyncio.sleep(0.001)
+        with pytest.raises(StoreUnavailable, match="40 proposals are under way on node"):
+            await leader.propose(USER, b"one too many")
+        settled: list[Any] = []
+        for _ in range(2):
+            leader.submit(USER, b"own", lambda *told: settled.append(told), internal=True)
+        with pytest.raises(StoreUnavailable, match=r"2 commands of node n. itself"):
+            leader.submit(USER, b"own", lambda *told: None, internal=True)
+        await world.until(lambda: len(settled) == 2)
+        # Behind what was in the log already, and before everything else.
+        assert [result for _, result, error in settled if error is None] == [17, 18]
+        await asyncio.gather(*waiting)
+
+    run(main, limits=Limits(pending_commands=40, internal_commands=2, batch_commands=2))
+
+
+async def written_at(world: World, node: Driver, rate: int, seconds: float) -> list[float]:
+    """How long each of so many writes a second took; all of them have been answered."""
+    took: list[float] = []
+
+    async def write(n: int) -> None:
+        began = world.loop.time()
+        await node.propose(USER, b"%s-%d" % (node.id.encode(), n))
+        took.append(world.loop.time() - began)
+
+    async with asyncio.TaskGroup() as writes:
+        for n in range(int(rate * seconds)):
+            writes.create_task(write(n))
+            await asyncio.sleep(1 / rate)
+    return sorted(took)
+
+
+def test_writes_through_a_follower_keep_up_on_a_slow_disk() -> None:
+    """Every turn's proposals as a batch of their own would be more entries than the leader's
+    disk can take, so they would pile up there."""
+
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        for disk in world.disks.values():
+            disk.sync_s = 0.01
+        direct = await written_at(world, leader, 2000, 1.0)
+        forwarded = await written_at(world, follower_of(world), 2000, 1.0)
+        assert len(direct) == len(forwarded) == 2000
+        assert forwarded[1000] < 1.5 * direct[1000]
+        assert forwarded[-1] < 2 * direct[-1]
+
+    run(main)
+
+
+def test_a_leader_serves_its_own_clients_and_its_followers_alike() -> None:
+    async def main(world: World) -> None:
+        for disk in world.disks.values():
+            disk.sync_s = 0.01
+        took = await asyncio.gather(
+            *(written_at(world, node, 1000, 0.5) for node in world.nodes.values())
+        )
+        assert max(each[-1] for each in took) < 0.1
+
+    run(main, limits=Limits(batch_commands=32, pipeline=2))

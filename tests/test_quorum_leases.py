@@ -3,6 +3,7 @@ client must never believe in a lease that the quorum has ended. What would break
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -10,9 +11,14 @@ from typing import Any
 
 import pytest
 
+from doyen.consensus.core import Role
+from doyen.errors import StoreUnavailable
 from doyen.node import leases as module
+from doyen.node.keeper import CONFIRMED, Keeper, decode_leases
 from doyen.node.leases import OVERSLEPT_S, LeaseClock
+from doyen.node.proposals import Settle
 from doyen.quorum.keyspace import (
+    QUOTA,
     Begin,
     Command,
     Done,
@@ -23,6 +29,7 @@ from doyen.quorum.keyspace import (
     decode_result,
     encode,
 )
+from doyen.testing.virtual import run_virtual
 
 TTL_S = 3.0
 
@@ -375,3 +382,63 @@ MUTANTS = [
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_what_would_break_it_is_caught(mutant: type[World]) -> None:
     assert any(mutant(seed).run().violations for seed in SEEDS)
+
+
+class Refusing:
+    """A driver that leads alone, and at times takes no more commands."""
+
+    role = Role.LEADING
+
+    def __init__(self, keyspace: Keyspace) -> None:
+        self.keyspace = keyspace
+        self.refuses = False
+        self.refused = 0
+
+    def submit(self, target: int, body: bytes, settle: Settle, **options: Any) -> None:
+        if self.refuses:
+            self.refused += 1
+            raise StoreUnavailable("commands are under way already")
+        assert options == {"internal": True}
+        asyncio.get_running_loop().call_soon(settle, 0, self.keyspace.apply(body), None)
+
+    def when_current(self, call: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_soon(call)
+
+    def supported(self) -> int:
+        return 0
+
+
+def test_the_end_of_a_lease_that_is_refused_is_tried_again_and_restarts_no_other() -> None:
+    async def main() -> None:
+        loop: Any = asyncio.get_running_loop()
+        keyspace = Keyspace()
+        dead, silent, live = (do(keyspace, Grant(ttl_s)).lease for ttl_s in (1.0, 2.0, 5.0))
+        driver = Refusing(keyspace)
+        keeper = Keeper(driver, keyspace, loop.clock, QUOTA)
+        began = loop.time()
+        keeper.role_changed(1)
+        await asyncio.sleep(0.01)
+        era = keyspace.era
+        ended: dict[int, float] = {}
+        answers: list[tuple[float, list[int]]] = []
+        while len(ended) < 2:
+            driver.refuses = 0.8 < loop.time() - began < 1.5
+            asked_at = loop.time()
+
+            def answer(data: bytes, asked_at: float = asked_at) -> None:
+                answers.append((loop.time() - asked_at, decode_leases(data)))
+
+            keeper.asked(encode([live]), answer)
+            await asyncio.sleep(0.02)
+            keeper.applied()
+            for lease in {dead, silent} - {*ended}:
+                if keyspace.lease(lease) is None:
+                    ended[lease] = loop.time() - began
+        keeper.stop()
+        assert driver.refused > 1
+        assert keyspace.era == era
+        assert ended[dead] < 1.6
+        assert ended[silent] < 2.1
+        assert all(verdict == [CONFIRMED] and took < 0.01 for took, verdict in answers)
+
+    run_virtual(main)

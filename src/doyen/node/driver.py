@@ -9,7 +9,10 @@ waits, but knows no threads, files or sockets: a real node and the lab run the s
 - **Order.** Effects are carried out in the order they were given. Sends that wait for the disk
   are held, in order, until it has said so; only then does the core hear `Persisted`.
 - **Batches.** Whatever is proposed in one turn of the loop becomes one entry, encoded once. A node
-  that follows sends its batch to the leader, which puts those very bytes into its log.
+  that follows sends its batches to the leader, a few at a time (`Limits.forwards`), and the leader
+  makes one entry of all that has arrived in a turn.
+- **Commands of the node itself** (`internal`) do not wait for clients': they have a bound of their
+  own and go into an entry of their own, before all others.
 - **Bounded turns.** What is committed is applied in slices, a little in each turn, so that
   nothing waits for a long backlog, heartbeats least of all.
 - **Exactly once.** A proposal keeps its request id (see `machine`) until its outcome is known, so
@@ -156,6 +159,9 @@ class Driver:
         # Entries of ours that are in the log, by index.
         self._waiting: dict[int, Batch] = {}
         self._flushing = False
+        self._forwarding = 0
+        """Batches of ours that the leader has not answered."""
+        self._others_first = False
         self._retry: asyncio.TimerHandle | None = None
         self._handing_over = self._told_full = False
 
@@ -444,10 +450,12 @@ class Driver:
         return batch
 
     def settle(self, batch: Batch, results: list[Any]) -> None:
-        if batch.answer is not None:
-            batch.answer(_DONE, encode_results(results))
-        else:
-            self._proposals.settle(batch, results)
+        at = 0
+        for answer, count in batch.answers:
+            answer(_DONE, encode_results(results[at : at + count]))
+            at += count
+        if batch.proposals:
+            self._proposals.settle(batch, results[at:])
 
     def entered(self, generation: int, index: int) -> None:
         self._again_if(lambda at, batch: at >= index and batch.generation < generation)
@@ -495,13 +503,20 @@ class Driver:
         return await future
 
     def submit(
-        self, target: int, body: bytes, settle: Settle, *, request: Request | None = None
+        self,
+        target: int,
+        body: bytes,
+        settle: Settle,
+        *,
+        request: Request | None = None,
+        internal: bool = False,
     ) -> None:
-        """`propose`, with the outcome told to `settle`."""
+        """`propose`, with the outcome told to `settle`. `internal` commands are those of the node
+        itself, which wait for no client's."""
         self._check_open()
         self.machine.check({target})
         deadline = self._now() + self.limits.patience_s
-        self._proposals.add(target, body, settle, request, deadline)
+        self._proposals.add(target, body, settle, request, deadline, internal=internal)
         if self._sweeper is None:
             self._sweeper = self._loop.call_later(self.limits.patience_s, self._sweep)
         if not self._flushing:
@@ -548,27 +563,71 @@ class Driver:
         else:
             while self._offers:
                 _tell(self._next_offer()[1], _NOT_LEADING)
-            if leader is not None and (batch := self._proposals.gather(self._applied.index)):
+            if leader is not None:
+                self._flush_to_leader(leader)
+
+    def _flush_to_leader(self, leader: str) -> None:
+        """A batch is sent at once, up to a few at a time: were every turn's sent by itself, the
+        leader would have as many entries, and on a slow disk they would pile up there."""
+        proposals, applied = self._proposals, self._applied.index
+        while proposals.waiting and self._forwarding < self.limits.forwards:
+            internal = proposals.internal_waiting
+            batch = proposals.gather(applied, internal=internal)
+            if batch is not None:
+                self._forwarding += 1
                 self.start_task(self._forward(leader, batch))
-                self._flush_soon()
 
     def _flush_to_core(self) -> None:
-        proposals, waiting, room = self._proposals, self._waiting, self.limits.pipeline
+        proposals, waiting = self._proposals, self._waiting
+        while proposals.internal_waiting:
+            own = proposals.gather(self._applied.index, internal=True)
+            if own is not None and not self._enter(own):
+                return
         if not self._journal.full():
             self._told_full = False
-        elif self._offers or proposals.waiting:
+        elif self._offers or proposals.clients_waiting:
             self._refuse_for_room()
             return
-        while self._offers and len(waiting) < room:
+        while (self._offers or proposals.clients_waiting) and len(waiting) < self.limits.pipeline:
+            batch, data = self._next_entry()
+            if batch is not None and not self._enter(batch, data):
+                return
+
+    def _next_entry(self) -> tuple[Batch | None, bytes]:
+        """What waits here, and what peers have sent, in one entry within its bounds. They begin in
+        turn, so that neither keeps the other waiting."""
+        limits, offers, applied = self.limits, self._offers, self._applied.index
+        self._others_first = not self._others_first
+        own = None if self._others_first else self._proposals.gather(applied)
+        taken: list[Batch] = []
+        data = b""
+        count = size = 0
+        if own is not None:
+            count, size = len(own.commands), sum(len(each.body) for each in own.commands)
+        while offers:
+            following, batch = offers[0]
+            count, size = count + len(batch.commands), size + len(following)
+            if (taken or own) and (count > limits.batch_commands or size > limits.batch_bytes):
+                break
             data, batch = self._next_offer()
-            if self.offer(Proposed(data), batch) is not None:
-                _tell(batch, _NOT_LEADING)
-        if len(waiting) < room and (mine := proposals.gather(self._applied.index)) is not None:
-            if self.offer(Proposed(encode_batch(mine.commands)), mine) is not None:
-                proposals.again(mine)
-                self._flush_after_pause()
-            elif proposals.waiting:
-                self._flush_soon()
+            taken.append(batch)
+        if own is None and not offers:
+            own = self._proposals.gather(applied, count, size)
+        if own is None and len(taken) == 1:
+            return taken[0], data
+        if own is None and not taken:
+            return None, b""
+        return Batch.merged(taken, own), b""
+
+    def _enter(self, batch: Batch, data: bytes = b"") -> bool:
+        """Whether the core takes a batch as an entry. If not, it is tried again, here or by the
+        peers that it came from."""
+        if self.offer(Proposed(data or encode_batch(batch.commands)), batch) is None:
+            return True
+        _tell(batch, _NOT_LEADING)
+        self._proposals.again(batch)
+        self._flush_after_pause()
+        return False
 
     def offer(self, event: Event, batch: Batch) -> str | None:
         """Tell the core. Returns why it refused; otherwise `batch` waits for its entry."""
@@ -583,6 +642,14 @@ class Driver:
 
     async def _forward(self, leader: str, batch: Batch) -> None:
         """Have the leader propose a batch of ours."""
+        try:
+            await self._have_proposed(leader, batch)
+        finally:
+            self._forwarding -= 1
+        if self._proposals.waiting:
+            self._flush_soon()
+
+    async def _have_proposed(self, leader: str, batch: Batch) -> None:
         batch.tried()
         tag = _PROPOSE_AS_ADMIN if needs_admin(batch.commands) else _PROPOSE
         answer = await self._put(leader, tag + encode_batch(batch.commands))
@@ -597,9 +664,7 @@ class Driver:
             return
         self._proposals.again(batch)
         if self.core.leader == leader:
-            self._flush_after_pause()
-        else:
-            self._flush_soon()
+            await self.pause()
 
     def _refuse_for_room(self) -> None:
         """The disk is full: say so, and let another lead who may have room."""
@@ -793,6 +858,6 @@ class Driver:
 
 
 def _tell(batch: Batch, status: int, reason: str = "") -> None:
-    """Tell the peer that a batch came from, if it did."""
-    if batch.answer is not None:
-        batch.answer(status, reason.encode())
+    """Tell the peers that a batch, or parts of it, came from."""
+    for answer, _ in batch.answers:
+        answer(status, reason.encode())

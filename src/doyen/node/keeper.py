@@ -66,7 +66,13 @@ class Driver(Protocol):
     def role(self) -> Role: ...
 
     def submit(
-        self, target: int, body: bytes, settle: Settle, *, request: Request | None = None
+        self,
+        target: int,
+        body: bytes,
+        settle: Settle,
+        *,
+        request: Request | None = None,
+        internal: bool = False,
     ) -> None: ...
 
     def when_current(self, call: Callable[[], None]) -> None: ...
@@ -236,15 +242,29 @@ class Keeper:
         if clock is None:
             return
         while leases := clock.due(self._now()):
-            self._submit(Expire(self._era, leases), partial(self._ended, clock))
+            self._end(clock, leases)
         self._set_timer()
 
-    def _ended(self, clock: LeaseClock, _: int, result: Any, error: BaseException | None) -> None:
-        """The end of some leases was agreed on, or not. If not, they are neither renewed nor
-        ended in this era, so we begin another, in which all get their time anew."""
+    def _end(self, clock: LeaseClock, leases: tuple[int, ...]) -> None:
+        if self._clock is clock:
+            self._submit(Expire(self._era, leases), partial(self._ended, clock, leases))
+
+    def _ended(
+        self,
+        clock: LeaseClock,
+        leases: tuple[int, ...],
+        _: int,
+        result: Any,
+        error: BaseException | None,
+    ) -> None:
+        """The end of some leases was agreed on, or not. If it failed, it is proposed again: those
+        leases are not renewed any more, ending one twice is harmless, and the time of the others
+        goes on. If it was refused, the keyspace is in another era, and all get their time anew."""
         if self._clock is not clock:
             return
-        if error is not None or isinstance(decode_result(result), Refused):
+        if error is not None:
+            self._loop.call_later(AGAIN_S, self._end, clock, leases)
+        elif isinstance(decode_result(result), Refused):
             self._begin()
         else:
             clock.settle()
@@ -290,6 +310,6 @@ class Keeper:
 
     def _submit(self, command: Command, settle: Settle) -> None:
         try:
-            self._driver.submit(KEYSPACE, encode(command), settle)
+            self._driver.submit(KEYSPACE, encode(command), settle, internal=True)
         except DoyenError as error:
-            self._loop.call_later(0.1, settle, 0, None, error)
+            self._loop.call_later(AGAIN_S, settle, 0, None, error)

@@ -4,6 +4,9 @@ Each has a request id (see `machine`), which it keeps however often it is propos
 or a broken link is answered by proposing it again. `Proposals` numbers them, gathers what waits
 into batches within bounds, tells proposers the outcome, and lets those go whose time is over.
 
+Commands of the node itself (ends of leases, upkeep) have a queue and a bound of their own and are
+gathered first, so that no load of clients' delays or refuses them.
+
 Nothing here waits or sends; the driver says when.
 """
 
@@ -61,6 +64,11 @@ class Limits(Struct, frozen=True, kw_only=True):
     pending_commands: int = 16384
     """Proposals under way at a time; more are refused."""
     pending_bytes: int = 64 << 20
+    internal_commands: int = 1024
+    """Commands of the node itself under way at a time. Proposals of clients are not counted."""
+    forwards: int = 4
+    """Batches that a follower has sent to the leader and that are not answered yet. What is
+    proposed meanwhile is gathered into the next ones."""
     pipeline: int = 8
     """Entries of our own that may be under way before what comes next is gathered up."""
     apply_commands: int = 2048
@@ -101,12 +109,16 @@ class _Proposal(Struct, eq=False, gc=False):
     born: int = 0
     """Where in the log we were when it was first proposed."""
     tried: int = 0
+    internal: bool = False
+    """A command of the node itself."""
 
 
 class Batch:
-    """An entry of our own on its way: what it holds, and who is told when it is applied."""
+    """An entry of our own on its way: what it holds, and who is told when it is applied.
 
-    __slots__ = ("answer", "commands", "generation", "proposals")
+    The commands of peers come first, in the order of `answers`; those of `proposals` follow."""
+
+    __slots__ = ("answers", "commands", "generation", "proposals")
 
     def __init__(
         self,
@@ -116,9 +128,21 @@ class Batch:
     ) -> None:
         self.commands = commands
         self.proposals = proposals
-        self.answer = answer
-        """How to tell a peer, if it came from one."""
+        self.answers = [] if answer is None else [(answer, len(commands))]
+        """How to tell each peer that sent a part of it, and how many commands are that peer's."""
         self.generation = 0
+
+    @classmethod
+    def merged(cls, offers: list[Batch], own: Batch | None) -> Batch:
+        """One entry of what peers have sent and what this node proposes."""
+        parts = offers if own is None else [*offers, own]
+        if len(parts) == 1:
+            return parts[0]
+        merged = cls(
+            [each for part in parts for each in part.commands], own.proposals if own else []
+        )
+        merged.answers = [answer for offer in offers for answer in offer.answers]
+        return merged
 
     def tried(self, times: int = 1) -> None:
         """Its commands may be carried out; or (-1) they were not, for certain."""
@@ -182,6 +206,8 @@ class Proposals:
         self._live: dict[_Proposal, None] = {}
         self._live_bytes = 0
         self._queue: deque[_Proposal] = deque()
+        self._internal: deque[_Proposal] = deque()
+        self._internal_live = 0
 
     def __len__(self) -> int:
         return len(self._live)
@@ -189,10 +215,27 @@ class Proposals:
     @property
     def waiting(self) -> bool:
         """Whether something is there to be gathered."""
+        return bool(self._queue or self._internal)
+
+    @property
+    def clients_waiting(self) -> bool:
+        """Whether something of clients is there to be gathered."""
         return bool(self._queue)
 
+    @property
+    def internal_waiting(self) -> bool:
+        """Whether a command of the node itself is there to be gathered."""
+        return bool(self._internal)
+
     def add(
-        self, target: int, body: bytes, settle: Settle, request: Request | None, deadline: float
+        self,
+        target: int,
+        body: bytes,
+        settle: Settle,
+        request: Request | None,
+        deadline: float,
+        *,
+        internal: bool = False,
     ) -> None:
         """Take in one; refuse what is beyond the bounds."""
         limits = self._limits
@@ -206,12 +249,17 @@ class Proposals:
                 f"a command has at most {limits.command_bytes} bytes, not {size}: keep large"
                 " data elsewhere and propose where it is"
             )
-        if (
-            len(self._live) >= limits.pending_commands
-            or self._live_bytes + size > limits.pending_bytes
-        ):
+        live = len(self._live) - self._internal_live
+        if internal:
+            if self._internal_live >= limits.internal_commands:
+                raise StoreUnavailable(
+                    f"{self._internal_live} commands of node {self._node} itself are under way"
+                    " already"
+                )
+            self._internal_live += 1
+        elif live >= limits.pending_commands or self._live_bytes + size > limits.pending_bytes:
             raise StoreUnavailable(
-                f"{len(self._live)} proposals are under way on node {self._node} already; wait for"
+                f"{live} proposals are under way on node {self._node} already; wait for"
                 " some of them"
             )
         if request is not None:
@@ -219,11 +267,17 @@ class Proposals:
             command = Command(client, seq, floor, target, body)
             proposal = _Proposal(target, body, settle, deadline, command, seq)
         else:
-            proposal = _Proposal(target, body, settle, deadline, self._identity, 0)
+            proposal = _Proposal(
+                target, body, settle, deadline, self._identity, 0, internal=internal
+            )
             self._identify(proposal)
         self._live[proposal] = None
-        self._live_bytes += size
-        self._queue.append(proposal)
+        if not internal:
+            self._live_bytes += size
+        self._queue_of(proposal).append(proposal)
+
+    def _queue_of(self, proposal: _Proposal) -> deque[_Proposal]:
+        return self._internal if proposal.internal else self._queue
 
     def _new_identity(self) -> _Identity:
         self._identities += 1
@@ -234,16 +288,19 @@ class Proposals:
         proposal.seq = identity.seq = seq = identity.seq + 1
         identity.open[seq] = None
 
-    def gather(self, applied: int) -> Batch | None:
-        """A batch of what waits, within its bounds. `applied` is where in the log we are."""
+    def gather(
+        self, applied: int, taken: int = 0, taken_bytes: int = 0, *, internal: bool = False
+    ) -> Batch | None:
+        """A batch of what waits, of clients or of the node itself, within its bounds. `applied` is
+        where in the log we are; so much of the batch is taken already."""
         limits = self._limits
-        live, queue = self._live, self._queue
-        room = limits.batch_bytes
+        live, queue = self._live, self._internal if internal else self._queue
+        most, room = limits.batch_commands - taken, limits.batch_bytes - taken_bytes
         commands: list[Command] = []
         proposals: list[_Proposal] = []
         known: _Identity | None = None
         name, floor = "", 0
-        while queue and len(proposals) < limits.batch_commands and room > 0:
+        while queue and len(proposals) < most and room > 0:
             proposal = queue.popleft()
             if proposal not in live:
                 continue
@@ -265,7 +322,8 @@ class Proposals:
 
     def again(self, batch: Batch) -> None:
         """Have its proposals gathered again, before the others."""
-        self._queue.extendleft(reversed(batch.proposals))
+        for proposal in reversed(batch.proposals):
+            self._queue_of(proposal).appendleft(proposal)
 
     def settle(self, batch: Batch, results: list[Any]) -> None:
         """A batch has been carried out."""
@@ -291,14 +349,17 @@ class Proposals:
             self._identity = self._new_identity()
         proposal.tried = 0
         self._identify(proposal)
-        self._queue.append(proposal)
+        self._queue_of(proposal).append(proposal)
 
     def _finish(self, proposal: _Proposal, value: Any, error: BaseException | None) -> None:
         live = self._live
         if proposal not in live:
             return
         del live[proposal]
-        self._live_bytes -= len(proposal.body)
+        if proposal.internal:
+            self._internal_live -= 1
+        else:
+            self._live_bytes -= len(proposal.body)
         if not isinstance(proposal.origin, Command):
             proposal.origin.open.pop(proposal.seq, None)
         inform(proposal.settle, proposal.seq, value, error)
@@ -309,7 +370,7 @@ class Proposals:
             self._fail(proposal, reason)
 
     def refuse_waiting(self, reason: str) -> None:
-        """Nothing of what waits can be proposed."""
+        """Nothing of what clients wait for can be proposed."""
         queued = [*self._queue]
         self._queue.clear()
         for proposal in queued:
