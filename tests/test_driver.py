@@ -93,10 +93,8 @@ class Hasty(Driver):
 class Stale(Driver):
     """Reads without asking anybody."""
 
-    def _ask_round(self) -> None:
-        readers, self._readers = self._readers, []
-        for ready in readers:
-            ready(self.applied)
+    def when_current(self, call: Callable[[], None]) -> None:
+        self.when_applied(self.applied, call)
 
 
 class Forgetful(Machine):

@@ -51,7 +51,6 @@ from doyen.consensus.core import (
     Persist,
     Persisted,
     Proposed,
-    ReadAsked,
     ReadReady,
     ReadRefused,
     Received,
@@ -81,6 +80,7 @@ from doyen.node.ports import Journal, Status, Transport
 from doyen.node.proposals import (
     Batch,
     Limits,
+    Offers,
     Proposals,
     Request,
     Settle,
@@ -88,6 +88,7 @@ from doyen.node.proposals import (
     encode_results,
     inform,
 )
+from doyen.node.reads import Reads
 from doyen.node.roles import needs_admin
 from doyen.quorum.versions import NEWEST
 
@@ -151,9 +152,7 @@ class Driver:
         self.copy = self._applied.copy
         self._proposals = Proposals(core.id, incarnation, limits)
         self._sweeper: asyncio.TimerHandle | None = None
-        # Batches of peers, with the bytes as they came.
-        self._offers: deque[tuple[bytes, Batch]] = deque()
-        self._offered_bytes = 0
+        self._offers = Offers(limits)
         self._offering: Batch | None = None
         self._refusal = ""
         # Entries of ours that are in the log, by index.
@@ -161,14 +160,10 @@ class Driver:
         self._flushing = False
         self._forwarding = 0
         """Batches of ours that the leader has not answered."""
-        self._others_first = False
         self._retry: asyncio.TimerHandle | None = None
         self._handing_over = self._told_full = False
 
-        self._readers: list[Callable[[int], None]] = []
-        self._rounds: dict[int, list[Callable[[int], None]]] = {}
-        self._round = 0
-        self._asking = False
+        self._reads = Reads(self, self._ask_index)
         # What peers have been asked, and have not answered yet.
         self._asks: dict[asyncio.Task[bytes], str] = {}
 
@@ -187,8 +182,8 @@ class Driver:
             RoleChanged: self._role_change,
             Accepted: self._accept,
             Refused: self._refuse,
-            ReadReady: self._read_ready,
-            ReadRefused: self._read_refused,
+            ReadReady: self._reads.ready,
+            ReadRefused: self._reads.refused,
             TransferFailed: self._transfer_failed,
             SendSnapshot: self._send_snapshot,
             Install: self._applied.install,
@@ -239,8 +234,7 @@ class Driver:
         for task in [*self._tasks]:
             task.cancel()
         self._proposals.refuse_all(f"node {self.id} has stopped")
-        self._readers.clear()
-        self._rounds.clear()
+        self._reads.clear()
         if not self._role_changed.done():
             self._role_changed.set_result(None)
 
@@ -413,7 +407,7 @@ class Driver:
         for asking, leader in self._asks.items():
             if leader != effect.leader:
                 asking.cancel()
-        self._flush_soon()
+        self.flush_soon()
         for callback in self._on_role:
             inform(callback, effect.role, effect.generation, effect.leader)
 
@@ -434,7 +428,7 @@ class Driver:
     def _transfer_failed(self, effect: TransferFailed) -> None:
         self._handing_over = False
         self._orders.transferred(effect.reason)
-        self._flush_soon()
+        self.flush_soon()
 
     # What is committed is applied; see `applied`.
 
@@ -472,14 +466,14 @@ class Driver:
         under the same ids."""
         _tell(batch, _UNKNOWN)
         self._proposals.again(batch)
-        self._flush_soon()
+        self.flush_soon()
 
     def moved_on(self, index: int) -> None:
         self._transport.require(self.machine.version)
         for callback in self._on_applied:
             inform(callback, index)
         if self._offers or self._proposals.waiting:
-            self._flush_soon()
+            self.flush_soon()
 
     # Proposals.
 
@@ -520,7 +514,7 @@ class Driver:
         if self._sweeper is None:
             self._sweeper = self._loop.call_later(self.limits.patience_s, self._sweep)
         if not self._flushing:
-            self._flush_soon()
+            self.flush_soon()
 
     def _check_open(self) -> None:
         if self._stopping or self._ended:
@@ -537,32 +531,32 @@ class Driver:
         leader = f"leader: {self.leader}" if self.leader else "no leader is known"
         return f"not confirmed after {self.limits.patience_s:g} s on node {self.id} ({leader})"
 
-    def _flush_soon(self) -> None:
+    def flush_soon(self) -> None:
+        """Have what has gathered go on its way, once in this turn."""
         if not self._flushing and not self._ended:
             self._flushing = True
             self._loop.call_soon(self._flush)
 
-    def _flush_after_pause(self) -> None:
+    def flush_after_pause(self) -> None:
         if self._retry is None and not self._ended:
             self._retry = self._loop.call_later(RETRY_S, self._flush_retry)
 
     def _flush_retry(self) -> None:
         self._retry = None
-        self._flush_soon()
+        self.flush_soon()
 
     def _flush(self) -> None:
         """Once per turn: everything that has gathered goes to the core, or to the leader."""
         self._flushing = False
         if self._ended:
             return
-        if self._readers:
-            self._ask_round()
+        self._reads.flush()
         leader = self.core.leader
         if self.core.role is Role.LEADING:
             self._flush_to_core()
         else:
             while self._offers:
-                _tell(self._next_offer()[1], _NOT_LEADING)
+                _tell(self._offers.take(), _NOT_LEADING)
             if leader is not None:
                 self._flush_to_leader(leader)
 
@@ -589,35 +583,9 @@ class Driver:
             self._refuse_for_room()
             return
         while (self._offers or proposals.clients_waiting) and len(waiting) < self.limits.pipeline:
-            batch, data = self._next_entry()
+            batch, data = self._offers.next_entry(proposals, self._applied.index)
             if batch is not None and not self._enter(batch, data):
                 return
-
-    def _next_entry(self) -> tuple[Batch | None, bytes]:
-        """What waits here, and what peers have sent, in one entry within its bounds. They begin in
-        turn, so that neither keeps the other waiting."""
-        limits, offers, applied = self.limits, self._offers, self._applied.index
-        self._others_first = not self._others_first
-        own = None if self._others_first else self._proposals.gather(applied)
-        taken: list[Batch] = []
-        data = b""
-        count = size = 0
-        if own is not None:
-            count, size = len(own.commands), sum(len(each.body) for each in own.commands)
-        while offers:
-            following, batch = offers[0]
-            count, size = count + len(batch.commands), size + len(following)
-            if (taken or own) and (count > limits.batch_commands or size > limits.batch_bytes):
-                break
-            data, batch = self._next_offer()
-            taken.append(batch)
-        if own is None and not offers:
-            own = self._proposals.gather(applied, count, size)
-        if own is None and len(taken) == 1:
-            return taken[0], data
-        if own is None and not taken:
-            return None, b""
-        return Batch.merged(taken, own), b""
 
     def _enter(self, batch: Batch, data: bytes = b"") -> bool:
         """Whether the core takes a batch as an entry. If not, it is tried again, here or by the
@@ -626,7 +594,7 @@ class Driver:
             return True
         _tell(batch, _NOT_LEADING)
         self._proposals.again(batch)
-        self._flush_after_pause()
+        self.flush_after_pause()
         return False
 
     def offer(self, event: Event, batch: Batch) -> str | None:
@@ -647,7 +615,7 @@ class Driver:
         finally:
             self._forwarding -= 1
         if self._proposals.waiting:
-            self._flush_soon()
+            self.flush_soon()
 
     async def _have_proposed(self, leader: str, batch: Batch) -> None:
         batch.tried()
@@ -670,7 +638,7 @@ class Driver:
         """The disk is full: say so, and let another lead who may have room."""
         reason = f"the disk of node {self.id}, which leads, is full: make room there"
         while self._offers:
-            _tell(self._next_offer()[1], _REFUSED, reason)
+            _tell(self._offers.take(), _REFUSED, reason)
         self._proposals.refuse_waiting(reason)
         if not self._handing_over:
             if not self._told_full:
@@ -694,40 +662,11 @@ class Driver:
     def when_current(self, call: Callable[[], None]) -> None:
         """`barrier`, telling `call`. It may never be told."""
         self._check_open()
-        self._readers.append(lambda index: self.when_applied(index, call))
-        self._flush_soon()
+        self._reads.add(lambda index: self.when_applied(index, call))
 
-    def _ask_round(self) -> None:
-        """One question for everyone who reads in this turn."""
-        if self.core.role is Role.LEADING:
-            self._round += 1
-            self._rounds[self._round], self._readers = self._readers, []
-            self.tell_core(ReadAsked(self._round))
-        elif self.core.leader is not None and not self._asking:
-            self._asking = True
-            readers, self._readers = self._readers, []
-            self.start_task(self._ask_index(self.core.leader, readers))
-
-    def _read_ready(self, effect: ReadReady) -> None:
-        for ready in self._rounds.pop(effect.token, ()):
-            ready(effect.index)
-
-    def _read_refused(self, effect: ReadRefused) -> None:
-        self._readers = self._rounds.pop(effect.token, []) + self._readers
-        self._flush_after_pause()
-
-    async def _ask_index(self, leader: str, readers: list[Callable[[int], None]]) -> None:
+    async def _ask_index(self, leader: str) -> int | None:
         answer = await self._put(leader, _READ)
-        self._asking = False
-        if answer[0] == _DONE:
-            index = int.from_bytes(answer[1:])
-            for ready in readers:
-                ready(index)
-            if self._readers:
-                self._flush_soon()
-        else:
-            self._readers = readers + self._readers
-            self._flush_after_pause()
+        return int.from_bytes(answer[1:]) if answer[0] == _DONE else None
 
     # Questions to whoever leads.
 
@@ -803,8 +742,7 @@ class Driver:
         elif tag in (_PROPOSE, _PROPOSE_AS_ADMIN):
             self._asked_to_propose(body, tell, as_admin=tag == _PROPOSE_AS_ADMIN)
         elif tag == _READ:
-            self._readers.append(lambda index: tell(_DONE, index.to_bytes(8)))
-            self._flush_soon()
+            self._reads.add(lambda index: tell(_DONE, index.to_bytes(8)))
         elif tag == _SERVICE and self._on_question is not None:
             self._on_question(body, lambda given: tell(_DONE, given))
         elif tag == _ORDER:
@@ -824,17 +762,10 @@ class Driver:
         if needs_admin(commands) and not as_admin:
             tell(_REFUSED, b"an administrator's command, forwarded without that role")
             return
-        if self._offered_bytes + len(data) > self.limits.pending_bytes:
+        if not self._offers.add(data, Batch(commands, [], tell)):
             tell(_REFUSED, b"the leader has more proposals than it can take")
             return
-        self._offers.append((data, Batch(commands, [], tell)))
-        self._offered_bytes += len(data)
-        self._flush_soon()
-
-    def _next_offer(self) -> tuple[bytes, Batch]:
-        offer = self._offers.popleft()
-        self._offered_bytes -= len(offer[0])
-        return offer
+        self.flush_soon()
 
     # Snapshots.
 

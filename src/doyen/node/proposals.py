@@ -27,6 +27,7 @@ __all__ = [
     "Batch",
     "Forgotten",
     "Limits",
+    "Offers",
     "Proposals",
     "Request",
     "Settle",
@@ -396,3 +397,55 @@ class Proposals:
         else:
             error = StoreUnavailable(f"{reason}; it was not carried out")
         self._finish(proposal, None, error)
+
+
+class Offers:
+    """Batches that peers have sent to this node, which leads: what waits to become entries."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._queue: deque[tuple[bytes, Batch]] = deque()
+        """Each with the bytes as they came."""
+        self._bytes = 0
+        self._first = False
+
+    def __bool__(self) -> bool:
+        return bool(self._queue)
+
+    def add(self, data: bytes, batch: Batch) -> bool:
+        """False if there is no room for it."""
+        if self._bytes + len(data) > self._limits.pending_bytes:
+            return False
+        self._queue.append((data, batch))
+        self._bytes += len(data)
+        return True
+
+    def take(self) -> Batch:
+        data, batch = self._queue.popleft()
+        self._bytes -= len(data)
+        return batch
+
+    def next_entry(self, proposals: Proposals, applied: int) -> tuple[Batch | None, bytes]:
+        """What peers have sent, and what clients here propose, as one entry within its bounds; and
+        its bytes, if they are as they came. Peers and clients begin in turn, so that neither keeps
+        the other waiting."""
+        limits, queue = self._limits, self._queue
+        self._first = not self._first
+        own = None if self._first else proposals.gather(applied)
+        taken: list[Batch] = []
+        data = b""
+        count = size = 0
+        if own is not None:
+            count, size = len(own.commands), sum(len(each.body) for each in own.commands)
+        while queue:
+            following, batch = queue[0]
+            count, size = count + len(batch.commands), size + len(following)
+            if (taken or own) and (count > limits.batch_commands or size > limits.batch_bytes):
+                break
+            data = following
+            taken.append(self.take())
+        if own is None and not queue:
+            own = proposals.gather(applied, count, size)
+        if own is None and not taken:
+            return None, b""
+        return Batch.merged(taken, own), data if own is None and len(taken) == 1 else b""
