@@ -190,7 +190,7 @@ MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], int]] = [
     (on_the_wall_clock, 3),
     (answer_ignored, 25),
     (announced_unread, 0),
-    (removed_by_another, 1),
+    (removed_by_another, 3),
     (renewed_by_a_read, 2),
 ]
 SEEDS = 60

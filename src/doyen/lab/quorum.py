@@ -23,7 +23,6 @@ import asyncio
 import random
 from collections.abc import Callable, Iterable
 from contextvars import copy_context
-from functools import partial
 from math import inf
 from typing import Any
 
@@ -216,8 +215,15 @@ class QuorumWorld:
         self._later(host.fuse_down_s, self._revive, host)
 
     def _later(self, delay_s: float, do: Callable[..., object], *given: Any) -> None:
-        """As the world's own doing, not that of the process in which this is called."""
-        self._outside.run(self.loop.call_later, delay_s, partial(do, *given))
+        """As the world's own doing, not that of the process in which this is called. After the end
+        of the run nothing is done: a fault that began or ended while its hosts are being closed
+        would leave one of them frozen for good."""
+
+        def act() -> None:
+            if not self._over:
+                do(*given)
+
+        self._outside.run(self.loop.call_later, delay_s, act)
 
     def _revive(self, host: Host) -> None:
         host.downs -= 1
