@@ -10,6 +10,8 @@ import asyncio
 import json
 import logging
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +25,7 @@ from doyen import Session
 from doyen.audit import verify
 from doyen.clock import SystemClock, VirtualClock
 from doyen.events import (
+    AWAIT_S,
     Backlog,
     Direct,
     Elected,
@@ -38,7 +41,7 @@ from doyen.events import (
     Telemetry,
     missing,
 )
-from doyen.presence import Settings
+from doyen.presence import Presence, Settings
 from doyen.runtime import InlineRuntime
 from doyen.store import Context
 from doyen.stores.memory import MemoryStore
@@ -313,3 +316,89 @@ def test_a_stuck_log_is_waited_for_within_an_allowance() -> None:
         telemetry.emit(ELECTED)
         clock.advance(0.001)
     assert sum(waits) < 0.1 * clock.now()
+
+
+@virtual
+async def test_sessions_that_share_a_loop_share_the_allowance(place: Place) -> None:
+    """A stuck disk under the audit logs of many sessions delays renewals no more than under one."""
+    clock, waits = VirtualClock(), []
+
+    class Stuck(Direct):
+        def settle(self, within_s: float) -> bool:
+            waits.append(within_s)
+            clock.advance(within_s)
+            return False
+
+    class StuckDisk(InlineRuntime):
+        def outlet(
+            self, sink: Sink, name: str = "", finish: Callable[[], None] = lambda: None
+        ) -> Outlet:
+            return Stuck(sink, finish)
+
+    runtime = StuckDisk(clock)
+    settings = Settings(url="memory://", ttl_s=6.0, audit=os.devnull)
+    for _ in range(100):
+        store = MemoryStore(place.server, Context(place.clock, lambda event: None))
+        presence = await Presence.open(settings, runtime, store=store)
+        presence.telemetry.emit(ELECTED)
+        await presence.close()
+    assert sum(waits) < 2 * AWAIT_S
+
+
+def test_a_sink_that_ends_its_thread_is_called_again() -> None:
+    heard: list[int] = []
+
+    def leaving(item: int) -> None:
+        heard.append(item)
+        raise SystemExit
+
+    queued = Queued(leaving, merge=lambda _, item: item, name="test-sink")
+    queued.put(1)
+    queued.put(2)
+    assert queued.settle(20.0)
+    assert heard == [1, 2]
+    asyncio.run(queued.close(20.0))
+
+
+def test_a_queue_may_be_closed_twice(caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[int] = []
+    queued = Queued(heard.append, merge=lambda _, item: item, name="test-sink")
+    queued.put(1)
+    for _ in range(2):
+        asyncio.run(queued.close(20.0))
+    assert heard == [1]
+    assert not caplog.records
+
+
+def test_what_no_thread_could_be_started_for_is_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    heard: list[int] = []
+    late = Queued(heard.append, merge=lambda _, item: item, name="test-sink")
+    never = Queued(heard.append, merge=lambda _, item: item, name="test-sink")
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(threading.Thread, "start", refuse)
+        late.put(1)
+        never.put(3)
+    late.put(2)
+    for queued in (late, never):
+        asyncio.run(queued.close(20.0))
+    assert heard == [1, 2]
+    assert "test-sink: 1 events are lost, because no thread could be started" in caplog.text
+
+
+def test_stuck_sinks_hold_up_the_end_of_the_process_once() -> None:
+    """However many they are: the waits at the end of the process do not add up."""
+    program = (
+        "import threading, time\n"
+        "from doyen.events import Queued\n"
+        "stuck = threading.Event()\n"
+        "for _ in range(30):\n"
+        "    Queued(lambda _: stuck.wait(), merge=lambda _, item: item, name='x').put(1)\n"
+    )
+    began = SystemClock().now()
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=25)
+    assert SystemClock().now() - began < 15.0

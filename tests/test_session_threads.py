@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 import doyen
+import doyen.audit
 from doyen import LeadershipLost
 from doyen.blocking import BlockingSession
 from doyen.clock import SystemClock
@@ -364,3 +365,39 @@ def test_a_second_cancellation_does_not_stop_the_closing_on_threads() -> None:
     asyncio.run(main())
     assert server._leases == {}
     assert ThreadRuntime._shared is None
+
+
+def test_an_audit_log_that_hangs_on_opening_stops_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a network file system whose server is gone. Whoever gives up leaves no file open."""
+    asked, back, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class Hanging(doyen.audit.AuditLog):
+        def __init__(self, path: str) -> None:
+            asked.set()
+            back.wait(20)
+            super().__init__(path)
+
+        def close(self) -> None:
+            super().close()
+            closed.set()
+
+    monkeypatch.setattr(doyen.audit, "AuditLog", Hanging)
+
+    async def main() -> None:
+        async with doyen.connect("memory://x") as session, session.campaign("e") as term:
+            opening = asyncio.ensure_future(
+                doyen.connect("memory://y", audit=tmp_path / "audit").__aenter__()
+            )
+            assert await asyncio.to_thread(asked.wait, 20)
+            async with asyncio.timeout(20):
+                await session.leader("e")
+                opening.cancel()
+                await asyncio.wait({opening})
+            assert opening.cancelled()
+            assert term.valid
+            back.set()
+            assert await asyncio.to_thread(closed.wait, 20)
+
+    asyncio.run(main())

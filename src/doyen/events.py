@@ -20,6 +20,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -28,6 +29,7 @@ from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 from doyen.clock import Clock
 
 __all__ = [
+    "Allowance",
     "Backlog",
     "Direct",
     "Elected",
@@ -307,11 +309,16 @@ class Backlog(Generic[T]):
         return item
 
 
+def _nothing() -> None:
+    pass
+
+
 class Queued(Generic[T]):
     """A bounded queue in front of `deliver`, emptied by a thread of its own.
 
-    The thread starts with the first item, and ends when the queue is closed and empty. In the
-    child of a fork, where there is no such thread, nothing is taken.
+    The thread starts with the first item, and ends when the queue is closed and empty. If none can
+    be started, items are kept and the next one tries again; if not `keeps`, they are refused. In
+    the child of a fork, where there is no such thread, nothing is taken.
     """
 
     def __init__(
@@ -322,8 +329,10 @@ class Queued(Generic[T]):
         name: str,
         finish: Callable[[], None] = lambda: None,
         limit: int | None = None,
+        keeps: bool = True,
     ) -> None:
         self._deliver = deliver
+        self._keeps = keeps
         self._finish = finish
         self._name = name
         self._backlog = Backlog(QUEUED if limit is None else limit, merge)
@@ -331,37 +340,34 @@ class Queued(Generic[T]):
         self._busy = False
         self._behind = False
         self._closing = False
+        self._ended = False
         self._at_end: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
     def put(self, item: T) -> bool:
-        """False if nothing is taken any more, or in the child of a fork."""
+        """False if it was refused: by a queue that is closed, has no thread, or is a parent's."""
         if self._pid != os.getpid():
             return False
         with self._changed:
-            if self._closing:
+            if self._closing or not (self._started() or self._keeps):
                 return False
             taken = self._backlog.put(item)
             falls_behind = not taken and not self._behind
             self._behind = not taken
-            if self._thread is None:
-                self._begin()
             self._changed.notify_all()
         if falls_behind:
             log.error("%s does not keep up: events are dropped there until it does", self._name)
         return True
 
-    def _begin(self) -> None:
-        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
-            thread.start()
-            self._thread = thread
-            atexit.register(self.settle, FLUSH_S)
-
-    def on_own_thread(self) -> bool:
-        """Whether the caller is what `deliver` runs on."""
-        return threading.current_thread() is self._thread
+    def _started(self) -> bool:
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            with contextlib.suppress(RuntimeError):  # too many, or the interpreter is ending
+                thread.start()
+                self._thread = thread
+                _running.add(self)
+        return self._thread is not None
 
     def settle(self, within_s: float) -> bool:
         if self._pid != os.getpid():
@@ -386,27 +392,41 @@ class Queued(Generic[T]):
                 self._busy = True
             try:
                 self._deliver(item)
-            except Exception:
+            except BaseException:  # SystemExit, too: the thread serves all later items
                 log.exception("%s failed on %s and was passed over", self._name, item)
-        atexit.unregister(self.settle)
-        self._finish()
-        for tell in self._at_end:
-            tell()
+        _running.discard(self)
+        self._end()
 
     def shut(self, tell: Callable[[], None] = lambda: None) -> None:
         """Take no more; `tell` is called, on any thread, when all has been delivered."""
         with self._changed:
-            self._at_end.append(tell)
+            if not self._ended:
+                self._at_end.append(tell)
+                tell = _nothing
             self._closing = True
             self._changed.notify_all()
-            if self._thread is not None:
-                return
-        self._finish()
+            threaded = self._thread is not None
         tell()
+        if not threaded:
+            if self._backlog:
+                log.error(
+                    "%s: %d events are lost, because no thread could be started to deliver them",
+                    self._name,
+                    len(self._backlog),
+                )
+            self._end()
+
+    def _end(self) -> None:
+        self._finish()
+        with self._changed:
+            self._ended = True
+            at_end, self._at_end = self._at_end, []
+        for tell in at_end:
+            tell()
 
     def join(self, within_s: float) -> None:
         """After `shut`: block until the thread has ended, or the time is over."""
-        if self._thread is not None:
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(within_s)
 
     async def close(self, within_s: float) -> None:
@@ -430,6 +450,39 @@ class Queued(Generic[T]):
             )
 
 
+_running: set[Queued[Any]] = set()
+"""The queues that have a thread."""
+
+
+def _settle_all() -> None:
+    """The process ends: give the sinks that are behind `FLUSH_S`, all together."""
+    give_up = time.monotonic() + FLUSH_S
+    for queued in list(_running):
+        queued.settle(max(0.0, give_up - time.monotonic()))
+
+
+atexit.register(_settle_all)
+
+
+class Allowance:
+    """How long doyen's loop may still wait for audit logs: of all sessions together, since they
+    share the loop. It fills up again with time."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._left_s = AWAIT_S
+        self._at = clock.now()
+
+    def settle(self, audit: Outlet) -> None:
+        """Wait for an audit log, if there is anything left to wait."""
+        began = self._clock.now()
+        refilled = self._left_s + AWAIT_SHARE * (began - self._at)
+        self._at, self._left_s = began, min(AWAIT_S, refilled)
+        if self._left_s > 0:
+            audit.settle(self._left_s)
+            self._left_s -= self._clock.now() - began
+
+
 class Telemetry:
     """The stream of one session: stamps events and hands them to every sink, in order."""
 
@@ -441,16 +494,16 @@ class Telemetry:
         *,
         audit: Outlet | None = None,
         outlet: Callable[[Sink], Outlet] = Direct,
+        allowance: Allowance | None = None,
     ) -> None:
         """`outlet` makes the way to each of the `sinks`; `audit` is the one that awaited events
-        are waited for at."""
+        are waited for at, within the `allowance`."""
         self._clock = clock
         self._session = session
         self._audit = audit
         self._outlets = [*([audit] if audit else []), *map(outlet, sinks)]
         self._pid = os.getpid()
-        self._allowed_s = AWAIT_S
-        self._allowed_at = clock.now()
+        self._allowance = allowance or Allowance(clock)
 
     def emit(self, event: Event) -> None:
         """Any thread; blocks for an awaited event only, and for `AWAIT_S` at most."""
@@ -459,17 +512,7 @@ class Telemetry:
         for outlet in self._outlets:
             outlet.put(record)
         if event.awaited and self._audit is not None:
-            self._await_audit(self._audit)
-
-    def _await_audit(self, audit: Outlet) -> None:
-        """Wait for the audit log, within an allowance that fills up again with time: a slow disk
-        must not stop the loop time and again."""
-        began = self._clock.now()
-        refilled = self._allowed_s + AWAIT_SHARE * (began - self._allowed_at)
-        self._allowed_at, self._allowed_s = began, min(AWAIT_S, refilled)
-        if self._allowed_s > 0:
-            audit.settle(self._allowed_s)
-            self._allowed_s -= self._clock.now() - began
+            self._allowance.settle(self._audit)
 
     def settle(self, within_s: float = FLUSH_S) -> None:
         """Block until every sink has taken all there is, or the time is over: the process ends."""

@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from doyen.errors import ConfigError, OutcomeUnknown, SessionClosed, StoreError, StoreUnavailable
@@ -104,10 +105,15 @@ class Presence:
         if settings.audit is not None:
             from doyen.audit import AuditLog
 
-            to_file = AuditLog(settings.audit)
+            to_file = await runtime.aside(partial(AuditLog, settings.audit), AuditLog.close)
             audit = runtime.outlet(to_file, "doyen-audit", to_file.close)
         telemetry = Telemetry(
-            runtime.clock, session_id, settings.sinks, audit=audit, outlet=runtime.outlet
+            runtime.clock,
+            session_id,
+            settings.sinks,
+            audit=audit,
+            outlet=runtime.outlet,
+            allowance=runtime.audit_wait,
         )
         try:
             if store is None:

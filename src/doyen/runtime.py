@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from doyen.clock import Clock, SystemClock
-from doyen.events import FLUSH_S, Direct, Outlet, Queued, Sink, missing
+from doyen.events import FLUSH_S, Allowance, Direct, Outlet, Queued, Sink, missing
 from doyen.heart import Heart
 
 __all__ = ["InlineRuntime", "Runtime", "ThreadRuntime", "outlast"]
@@ -50,6 +50,7 @@ class Runtime(Protocol):
     clock: Clock
     random: random.Random
     pid: int
+    audit_wait: Allowance
 
     async def do(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on doyen's loop; cancelling the caller cancels it."""
@@ -87,6 +88,11 @@ class Runtime(Protocol):
         has been closed and everything delivered."""
         ...
 
+    async def aside(self, call: Callable[[], T], undo: Callable[[T], None]) -> T:
+        """Make a call that may block, elsewhere than on doyen's loop. If the caller is cancelled
+        meanwhile, what it returns in the end is undone."""
+        ...
+
     def flush_log(self, within_s: float) -> None:
         """Block until the handlers of `logging` have what was logged, or the time is over."""
         ...
@@ -107,6 +113,7 @@ class InlineRuntime:
         self.clock = clock
         self.random = random.Random(seed)
         self.pid = os.getpid()
+        self.audit_wait = Allowance(clock)
         self._loop = asyncio.get_running_loop()
         self._timers: dict[Heart, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -151,6 +158,9 @@ class InlineRuntime:
         self, sink: Sink, name: str = "doyen-sink", finish: Callable[[], None] = lambda: None
     ) -> Outlet:
         return Direct(sink, finish)
+
+    async def aside(self, call: Callable[[], T], undo: Callable[[T], None]) -> T:
+        return call()
 
     def flush_log(self, within_s: float) -> None:
         pass
@@ -229,29 +239,44 @@ def _settle(future: Future[T], task: asyncio.Task[T]) -> None:
             future.set_exception(error)
 
 
+def _fulfil(future: Future[T], call: Callable[[], T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
+        future.set_exception(error)
+
+
+def _undo(undo: Callable[[T], None], future: Future[T]) -> None:
+    if future.exception() is None:
+        undo(future.result())
+
+
 def _report(task: asyncio.Task[Any]) -> None:
     """Of work that nobody waits for, only the log can tell that it failed."""
     if not task.cancelled() and task.exception() is not None:
         log.error("a background task of doyen failed", exc_info=task.exception())
 
 
-def _take_note(task: asyncio.Task[Any]) -> None:
+def _take_note(task: asyncio.Future[Any]) -> None:
     """The error is the caller's to see; asyncio need not complain if it no longer waits."""
     if not task.cancelled():
         task.exception()
 
 
 class _LogRelay(logging.Filter):
-    """Takes doyen's log lines before any handler sees them, and hands them on from a thread."""
+    """Takes doyen's log lines before any handler sees them, and hands them on from a thread.
+
+    It comes before the filters of the user, so that these see each line once, on that thread.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._lines = Queued(_hand_on, merge=_lines_missing, name="doyen-log")
+        self._lines = Queued(_hand_on, merge=_lines_missing, name="doyen-log", keeps=False)
         for name in LOGGERS:
-            logging.getLogger(name).addFilter(self)
+            logging.getLogger(name).filters.insert(0, self)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return self._lines.on_own_thread() or not self._lines.put(record)
+        return getattr(_handing_on, "now", False) or not self._lines.put(record)
 
     def flush(self, within_s: float) -> None:
         self._lines.settle(within_s)
@@ -263,13 +288,22 @@ class _LogRelay(logging.Filter):
         self._lines.join(FLUSH_S)
 
 
+_handing_on = threading.local()
+"""`now` is set on the threads of relays. There may be two: while the last session is being closed,
+another may be opened."""
+
+
 def _hand_on(line: logging.LogRecord) -> None:
-    logging.getLogger(line.name).handle(line)
+    _handing_on.now = True
+    try:
+        logging.getLogger(line.name).handle(line)
+    except Exception:  # noqa: BLE001 - a handler that raises is reported as logging reports others
+        logging.Handler().handleError(line)
 
 
 def _lines_missing(gap: logging.LogRecord | None, line: logging.LogRecord) -> logging.LogRecord:
     before = gap.args[0] if gap is not None and isinstance(gap.args, tuple) else 0
-    return logging.LogRecord(
+    return logging.getLogRecordFactory()(
         "doyen",
         logging.WARNING,
         line.pathname,
@@ -320,6 +354,7 @@ class ThreadRuntime:
         self.clock: Clock = SystemClock()
         self.random = random.Random()
         self.pid = os.getpid()
+        self.audit_wait = Allowance(self.clock)
         self._users = 0
         self._loop = asyncio.new_event_loop()
         self._intake: deque[_Work] = deque()
@@ -368,6 +403,21 @@ class ThreadRuntime:
         self, sink: Sink, name: str = "doyen-sink", finish: Callable[[], None] = lambda: None
     ) -> Outlet:
         return Queued(Direct(sink).put, merge=missing, name=name, finish=finish)
+
+    async def aside(self, call: Callable[[], T], undo: Callable[[T], None]) -> T:
+        # Not in an executor: the end of the process would wait for a call that hangs.
+        called: Future[T] = Future()
+        threading.Thread(
+            target=_fulfil, args=(called, call), name="doyen-aside", daemon=True
+        ).start()
+        arriving = asyncio.wrap_future(called)
+        try:
+            await asyncio.wait({arriving})
+        except asyncio.CancelledError:
+            arriving.add_done_callback(_take_note)
+            called.add_done_callback(partial(_undo, undo))
+            raise
+        return arriving.result()
 
     def flush_log(self, within_s: float) -> None:
         self._log.flush(within_s)
