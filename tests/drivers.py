@@ -86,6 +86,7 @@ class Link:
         self._world = world
         self._node = node
         self.open = False
+        self.addresses: dict[str, str] = {}
 
     def start(
         self,
@@ -323,6 +324,8 @@ class World:
     ) -> None:
         link = self.links.get(peer)
         if link is None or not link.open or not self.joined(node, peer):
+            return
+        if lossy and peer not in self.links[node].addresses:
             return
         if lossy and self.random.random() < self.loss:
             return

@@ -518,7 +518,7 @@ def test_nodes_come_and_go() -> None:
         assert leader.id not in other.membership.everyone
         assert await world.nodes["n4"].propose(USER, b"b") == 2
         with pytest.raises(OrderFailed, match="no order"):
-            await world.nodes["n4"]._ask(b"O" + Order("dance", "n4").encoded())
+            await world.nodes["n4"]._questions.ask_leader(b"O" + Order("dance", "n4").encoded())
 
     run(main)
 
@@ -566,7 +566,7 @@ def test_garbage_from_a_peer_is_refused() -> None:
         (leader,) = world.leaders()
         answers: list[bytes] = []
         for question in (b"", b"P", b"P\xc1garbage", b"O\xc1", b"X", b"Q"):
-            leader._asked("n9", question, answers.append)
+            leader.asked("n9", question, answers.append)
         await asyncio.sleep(0.1)
         assert len(answers) == 6
         assert all(answer[0] == 3 for answer in answers)
@@ -639,3 +639,61 @@ def test_a_leader_serves_its_own_clients_and_its_followers_alike() -> None:
         assert max(each[-1] for each in took) < 0.1
 
     run(main, limits=Limits(batch_commands=32, pipeline=2))
+
+
+async def longest_write(world: World, node: Driver, order: Callable[[], Any]) -> float:
+    """How long the longest write took while an order was carried out."""
+    longest = 0.0
+    over = False
+
+    async def write() -> None:
+        nonlocal longest
+        while not over:
+            began = world.loop.time()
+            await node.propose(USER, b"%d" % int(began * 1e6))
+            longest = max(longest, world.loop.time() - began)
+            await asyncio.sleep(0.001)
+
+    writing = asyncio.ensure_future(write())
+    await asyncio.sleep(0.1)
+    await order()
+    await asyncio.sleep(2.0)
+    over = True
+    await writing
+    return longest
+
+
+@pytest.mark.parametrize("voters", [("n1", "n2"), VOTERS, ("n1", "n2", "n3", "n4", "n5")])
+def test_removing_the_leader_stops_writes_no_longer_than_two_transfers(
+    voters: tuple[str, ...],
+) -> None:
+    async def main(world: World) -> None:
+        follower = follower_of(world)
+        transfer = await longest_write(world, follower, lambda: follower.transfer(follower.id))
+        (leader,) = world.leaders()
+        client = next(node for node in world.nodes.values() if node is not leader)
+        removal = await longest_write(world, client, lambda: client.remove(leader.id))
+        assert removal < 2 * transfer
+        assert leader.id not in client.membership.everyone
+        assert leader.membership == client.membership, "it has heard of it"
+        assert leader.id not in world.links[client.id].addresses
+
+    run(main, voters=voters)
+
+
+def test_members_that_leave_are_reached_until_the_change_is_committed() -> None:
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        leaves = follower_of(world)
+        stays = next(n for n in world.nodes if n not in (leader.id, leaves.id))
+        world.disks[leader.id].sync_s = world.disks[stays].sync_s = 0.5
+        removal = asyncio.ensure_future(leader.remove(leaves.id))
+        await asyncio.sleep(0.1)
+        assert leaves.id not in leader.membership.everyone
+        assert leaves.id in world.links[leader.id].addresses
+        assert leaves.id in world.links[stays].addresses
+        await removal
+        await world.until(lambda: leaves.id not in world.links[stays].addresses)
+        assert leaves.id not in world.links[leader.id].addresses
+
+    run(main)

@@ -583,3 +583,35 @@ def test_a_node_that_answers_nonsense_is_one_that_is_silent(kind: int, answer: b
         assert not amiss
 
     run(main)
+
+
+def test_many_reads_of_large_values_at_once_are_all_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answered as fast as the client takes them: at most one value more than the socket's buffer
+    waits in the node."""
+    most = 0
+    send = Link.send
+
+    def measured(link: Link, kind: int, *parts: bytes) -> bool:
+        nonlocal most
+        sent = send(link, kind, *parts)
+        most = max(most, link.queued + link._transport.get_write_buffer_size())
+        return sent
+
+    async def main() -> None:
+        nodes = Nodes(tmp_path)
+        await nodes.start()
+        store = await open_store(nodes.url(), Context(SystemClock(), lambda _: None))
+        try:
+            await store.put("large", b"x" * 1_000_000, if_version=None)
+            monkeypatch.setattr(Link, "send", measured)
+            async with asyncio.timeout(WITHIN_S):
+                found = await asyncio.gather(*(store.get("large") for _ in range(40)))
+            assert [len(each.value) for each in found if each] == [1_000_000] * 40
+            assert most < 3_000_000
+        finally:
+            await store.close()
+            await nodes.stop()
+
+    asyncio.run(main())

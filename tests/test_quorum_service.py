@@ -94,7 +94,7 @@ class Client:
         self.faults: list[Fault] = []
         self.told: list[Any] = []
         self.results: dict[int, bytes] = {}
-        self.deaf = self.paused = False
+        self.deaf = self.paused = self.congested = False
         self._on_frames: Callable[..., None] | None = None
         self._ids = 0
         service.admit(self)
@@ -119,7 +119,8 @@ class Client:
         return not self.deaf
 
     async def drain(self) -> None:
-        return
+        while self.congested and not self.closed:  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(0.001)
 
     def pause(self) -> None:
         self.paused = True

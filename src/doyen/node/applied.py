@@ -105,6 +105,11 @@ class Applied:
         self._membership = snapshot.membership
         self._entries = self._bytes = 0
 
+    @property
+    def membership(self) -> Membership:
+        """The latest that is committed."""
+        return self._membership
+
     async def restore(self) -> Snapshot:
         """Put the journal's snapshot in the place of everything."""
         snapshot, stream = await self._journal.read_snapshot()

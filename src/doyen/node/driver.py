@@ -88,6 +88,7 @@ from doyen.node.proposals import (
     encode_results,
     inform,
 )
+from doyen.node.questions import DONE, NOT_LEADING, REFUSED, UNKNOWN, Answer, Questions
 from doyen.node.reads import Reads
 from doyen.node.roles import needs_admin
 from doyen.quorum.versions import NEWEST
@@ -96,7 +97,6 @@ __all__ = ["Answer", "Driver", "Limits", "Status"]
 
 log = logging.getLogger("doyen.node")
 
-Answer = Callable[[bytes], None]
 Tell = Callable[..., None]
 """`tell(status, payload=b"")`."""
 
@@ -106,9 +106,8 @@ RETRY_S = 0.02
 """Pause before something is tried again, unless the leader changes sooner."""
 
 
-# What nodes ask the leader, by the first byte, and how it answers.
+# What nodes ask the leader, by the first byte.
 _PROPOSE, _READ, _SERVICE, _ORDER, _PROPOSE_AS_ADMIN = b"P", b"R", b"Q", b"O", b"A"
-_DONE, _NOT_LEADING, _UNKNOWN, _REFUSED = 0, 1, 2, 3
 
 
 class Driver:
@@ -146,9 +145,8 @@ class Driver:
         self._timer_at = inf
         self._durable = 0
         self._held: deque[Send] = deque()
-        self._membership = core.membership
-
         self._applied = Applied(machine, journal, core.founders, limits, self)
+        self._reached = core.membership, self._applied.membership
         self.copy = self._applied.copy
         self._proposals = Proposals(core.id, incarnation, limits)
         self._sweeper: asyncio.TimerHandle | None = None
@@ -164,13 +162,14 @@ class Driver:
         self._handing_over = self._told_full = False
 
         self._reads = Reads(self, self._ask_index)
-        # What peers have been asked, and have not answered yet.
-        self._asks: dict[asyncio.Task[bytes], str] = {}
+        self._questions = Questions(self, transport, limits.patience_s)
 
         self._on_role: list[Callable[[Role, int, str | None], None]] = []
         self._on_applied: list[Callable[[int], None]] = []
         self._on_question: Callable[[bytes, Answer], None] | None = None
-        self._orders = orders = Orders(self, lambda order: self._ask(_ORDER + order))
+        self._orders = orders = Orders(
+            self, lambda order: self._questions.ask_leader(_ORDER + order)
+        )
         self.arrange, self.transfer = orders.arrange, orders.transfer
         self.add, self.promote, self.remove = orders.add, orders.promote, orders.remove
         self._role_changed: asyncio.Future[None] = self._loop.create_future()
@@ -197,9 +196,9 @@ class Driver:
         self._transport.require(self.machine.version)
         self._journal.start(self._persisted, self.fail)
         self._transport.start(
-            self._received, self._connected, self._disconnected, self._asked, self._streamed
+            self._received, self._connected, self._disconnected, self.asked, self._streamed
         )
-        self._reach()
+        self._reach(anew=True)
         self._arm()
 
     async def stop(self, handover_s: float = 5.0) -> None:
@@ -228,6 +227,7 @@ class Driver:
     def crash(self) -> None:
         """End at once, and do nothing any more, as a process that is killed."""
         self._ended = True
+        self._questions.end()
         for timer in (self._timer, self._sweeper, self._retry):
             if timer is not None:
                 timer.cancel()
@@ -341,8 +341,7 @@ class Driver:
             self._stepping = False
         if core.next_deadline < self._timer_at:
             self._arm()
-        if core.membership is not self._membership:
-            self._reach()
+        self._reach()
         self._applied.go_on()
 
     def _received(self, peer: str, message: Message) -> None:
@@ -383,11 +382,20 @@ class Driver:
         if self._timer_at == inf and not self._ended:
             self._arm()
 
-    def _reach(self) -> None:
-        self._membership = members = self.core.membership
-        addresses = members.addresses
+    def _reach(self, *, anew: bool = False) -> None:
+        """Be connected to all members. Until a change is committed, both the old and the new ones
+        take part: whoever leaves has to acknowledge and to hear of it."""
+        latest, committed = self.core.membership, self._applied.membership
+        if not anew and latest is self._reached[0] and committed is self._reached[1]:
+            return
+        self._reached = latest, committed
         self._transport.reach(
-            {peer: addresses.get(peer, "") for peer in members.everyone if peer != self.id}
+            {
+                peer: members.addresses.get(peer, "")
+                for members in (committed, latest)
+                for peer in members.everyone
+                if peer != self.id
+            }
         )
 
     # Effects.
@@ -404,9 +412,7 @@ class Driver:
         changed.set_result(None)
         if effect.leader not in (None, self.id):
             self._orders.transferred()
-        for asking, leader in self._asks.items():
-            if leader != effect.leader:
-                asking.cancel()
+        self._questions.lead_by(effect.leader)
         self.flush_soon()
         for callback in self._on_role:
             inform(callback, effect.role, effect.generation, effect.leader)
@@ -446,7 +452,7 @@ class Driver:
     def settle(self, batch: Batch, results: list[Any]) -> None:
         at = 0
         for answer, count in batch.answers:
-            answer(_DONE, encode_results(results[at : at + count]))
+            answer(DONE, encode_results(results[at : at + count]))
             at += count
         if batch.proposals:
             self._proposals.settle(batch, results[at:])
@@ -464,12 +470,13 @@ class Driver:
     def _again(self, batch: Batch) -> None:
         """An entry of ours was not committed, or went by unseen: its proposals go round again,
         under the same ids."""
-        _tell(batch, _UNKNOWN)
+        _tell(batch, UNKNOWN)
         self._proposals.again(batch)
         self.flush_soon()
 
     def moved_on(self, index: int) -> None:
         self._transport.require(self.machine.version)
+        self._reach()
         for callback in self._on_applied:
             inform(callback, index)
         if self._offers or self._proposals.waiting:
@@ -523,11 +530,12 @@ class Driver:
     def _sweep(self) -> None:
         self._sweeper = None
         now = self._now()
-        due = self._proposals.sweep(now, self._too_late())
+        due = self._proposals.sweep(now, self.too_late())
         if due is not None:
             self._sweeper = self._loop.call_later(max(due - now, 1e-3), self._sweep)
 
-    def _too_late(self) -> str:
+    def too_late(self) -> str:
+        """What to say of something that has taken too long."""
         leader = f"leader: {self.leader}" if self.leader else "no leader is known"
         return f"not confirmed after {self.limits.patience_s:g} s on node {self.id} ({leader})"
 
@@ -556,7 +564,7 @@ class Driver:
             self._flush_to_core()
         else:
             while self._offers:
-                _tell(self._offers.take(), _NOT_LEADING)
+                _tell(self._offers.take(), NOT_LEADING)
             if leader is not None:
                 self._flush_to_leader(leader)
 
@@ -592,7 +600,7 @@ class Driver:
         peers that it came from."""
         if self.offer(Proposed(data or encode_batch(batch.commands)), batch) is None:
             return True
-        _tell(batch, _NOT_LEADING)
+        _tell(batch, NOT_LEADING)
         self._proposals.again(batch)
         self.flush_after_pause()
         return False
@@ -620,14 +628,14 @@ class Driver:
     async def _have_proposed(self, leader: str, batch: Batch) -> None:
         batch.tried()
         tag = _PROPOSE_AS_ADMIN if needs_admin(batch.commands) else _PROPOSE
-        answer = await self._put(leader, tag + encode_batch(batch.commands))
+        answer = await self._questions.put(leader, tag + encode_batch(batch.commands))
         status, payload = answer[0], answer[1:]
-        if status == _DONE:
+        if status == DONE:
             self._proposals.settle(batch, decode_results(payload))
             return
-        if status != _UNKNOWN:
+        if status != UNKNOWN:
             batch.tried(-1)
-        if status == _REFUSED:
+        if status == REFUSED:
             self._proposals.refuse(batch, payload.decode())
             return
         self._proposals.again(batch)
@@ -638,7 +646,7 @@ class Driver:
         """The disk is full: say so, and let another lead who may have room."""
         reason = f"the disk of node {self.id}, which leads, is full: make room there"
         while self._offers:
-            _tell(self._offers.take(), _REFUSED, reason)
+            _tell(self._offers.take(), REFUSED, reason)
         self._proposals.refuse_waiting(reason)
         if not self._handing_over:
             if not self._told_full:
@@ -657,7 +665,7 @@ class Driver:
             async with asyncio.timeout(self.limits.patience_s):
                 await done
         except TimeoutError:
-            raise StoreUnavailable(f"the read was {self._too_late()}") from None
+            raise StoreUnavailable(f"the read was {self.too_late()}") from None
 
     def when_current(self, call: Callable[[], None]) -> None:
         """`barrier`, telling `call`. It may never be told."""
@@ -665,8 +673,8 @@ class Driver:
         self._reads.add(lambda index: self.when_applied(index, call))
 
     async def _ask_index(self, leader: str) -> int | None:
-        answer = await self._put(leader, _READ)
-        return int.from_bytes(answer[1:]) if answer[0] == _DONE else None
+        answer = await self._questions.put(leader, _READ)
+        return int.from_bytes(answer[1:]) if answer[0] == DONE else None
 
     # Questions to whoever leads.
 
@@ -674,61 +682,13 @@ class Driver:
         """Put a question to the handler (`on_question`) of the node that leads, maybe this one.
         Raises `StoreUnavailable` if it was certainly not heard, `OutcomeUnknown` if the link broke
         before the answer came."""
-        return await self._ask(_SERVICE + question)
-
-    async def _ask(self, question: bytes) -> bytes:
-        heard = False
-        try:
-            async with asyncio.timeout(self.limits.patience_s):
-                while not self._ended:
-                    leader = self.core.leader
-                    if leader is not None:
-                        heard = True
-                        answer = await self._put(leader, question)
-                        if answer[0] == _DONE:
-                            return answer[1:]
-                        if answer[0] == _REFUSED:
-                            raise OrderFailed(answer[1:].decode())
-                        if answer[0] == _UNKNOWN:
-                            raise OutcomeUnknown(f"{leader} was lost before it could answer")
-                        heard = False
-                    await self.pause()
-        except TimeoutError:
-            raise (OutcomeUnknown if heard else StoreUnavailable)(self._too_late()) from None
-        raise SessionClosed(f"node {self.id} has stopped")
-
-    async def _put(self, leader: str, question: bytes) -> bytes:
-        """A question and its answer; whatever goes wrong is an answer too."""
-        if leader != self.id:
-            asking = self._loop.create_task(self._transport.ask(leader, question))
-            self._asks[asking] = leader
-            try:
-                return await asking or bytes([_UNKNOWN])
-            except StoreUnavailable:
-                return bytes([_NOT_LEADING])
-            except OutcomeUnknown:
-                return bytes([_UNKNOWN])
-            except asyncio.CancelledError:
-                if not asking.cancelled():
-                    raise
-                return bytes([_UNKNOWN])  # another leads now, and this one may be silent for ever
-            finally:
-                del self._asks[asking]
-                asking.cancel()
-        future: asyncio.Future[bytes] = self._loop.create_future()
-
-        def answer(given: bytes) -> None:
-            if not future.done():
-                future.set_result(given)
-
-        self._asked(self.id, question, answer)
-        return await future
+        return await self._questions.ask_leader(_SERVICE + question)
 
     async def pause(self) -> None:
         """Until the role changes, or a moment."""
         await asyncio.wait({self._role_changed}, timeout=RETRY_S)
 
-    def _asked(self, peer: str, question: bytes, answer: Answer) -> None:
+    def asked(self, peer: str, question: bytes, answer: Answer) -> None:
         """A peer asks whoever leads."""
         if self._ended:
             return
@@ -738,32 +698,32 @@ class Driver:
 
         tag, body = question[:1], question[1:]
         if self.core.role is not Role.LEADING:
-            tell(_NOT_LEADING)
+            tell(NOT_LEADING)
         elif tag in (_PROPOSE, _PROPOSE_AS_ADMIN):
             self._asked_to_propose(body, tell, as_admin=tag == _PROPOSE_AS_ADMIN)
         elif tag == _READ:
-            self._reads.add(lambda index: tell(_DONE, index.to_bytes(8)))
+            self._reads.add(lambda index: tell(DONE, index.to_bytes(8)))
         elif tag == _SERVICE and self._on_question is not None:
-            self._on_question(body, lambda given: tell(_DONE, given))
+            self._on_question(body, lambda given: tell(DONE, given))
         elif tag == _ORDER:
-            done, batch = partial(tell, _DONE), Batch([], [], tell)
-            refuse = lambda reason: tell(_REFUSED, reason.encode())  # noqa: E731
+            done, batch = partial(tell, DONE), Batch([], [], tell)
+            refuse = lambda reason: tell(REFUSED, reason.encode())  # noqa: E731
             self.start_task(self._orders.obey(body, done, refuse, batch))
         else:
-            tell(_REFUSED, b"the leader does not know such a question")
+            tell(REFUSED, b"the leader does not know such a question")
 
     def _asked_to_propose(self, data: bytes, tell: Tell, *, as_admin: bool) -> None:
         try:
             commands = decode_batch(data)
             self.machine.check({command.target for command in commands})
         except (MsgspecError, ConfigError) as error:
-            tell(_REFUSED, f"the leader cannot propose this batch: {error}".encode())
+            tell(REFUSED, f"the leader cannot propose this batch: {error}".encode())
             return
         if needs_admin(commands) and not as_admin:
-            tell(_REFUSED, b"an administrator's command, forwarded without that role")
+            tell(REFUSED, b"an administrator's command, forwarded without that role")
             return
         if not self._offers.add(data, Batch(commands, [], tell)):
-            tell(_REFUSED, b"the leader has more proposals than it can take")
+            tell(REFUSED, b"the leader has more proposals than it can take")
             return
         self.flush_soon()
 

@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Protocol
 
 from msgspec import MsgspecError, Struct
 from msgspec.msgpack import Decoder, Encoder
 
-from doyen.consensus.core import ChangeAsked, Core, Event, Membership, TransferAsked
+from doyen.consensus.core import ChangeAsked, Core, Event, Membership, Role, TransferAsked
 from doyen.errors import ConfigError, OrderFailed, OutcomeUnknown
 from doyen.node.proposals import Batch
+from doyen.node.questions import NOT_LEADING
 from doyen.quorum.wire import parse_address
 
 __all__ = ["Order", "Orders", "changed"]
 
 PAUSES = 100
 """How long to wait for the news of who leads now."""
+
+RETRIES = 10
+"""How often a change that was refused is tried again: a leader that was just elected refuses
+changes until its first entry is committed and it has heard from the voters."""
 
 AGAIN = 10
 """How often an order is given again whose outcome is not known."""
@@ -175,15 +181,36 @@ class Orders:
             order = Order.decoded(body)
             if order.what == "transfer":
                 await self._transfer(order.node)
-            elif (wanted := changed(members := self._owner.core.membership, order)) != members:
-                reason = self._owner.offer(ChangeAsked(wanted), batch)
-                if reason is not None:
-                    refuse(reason)
+            elif not await self._change(order, batch):
                 return
         except (MsgspecError, OrderFailed) as error:
             refuse(str(error))
         else:
             done()
+
+    async def _change(self, order: Order, batch: Batch) -> bool:
+        """Propose another membership. False if it is answered through `batch`, or by the next
+        leader; True if there is nothing to do."""
+        owner, core = self._owner, self._owner.core
+        if order.what == "remove" and order.node == core.id and len(core.membership.voters) > 1:
+            # It would stop leading when the change is committed, and nobody would lead until the
+            # others had noticed; so another leads first, and carries this out.
+            with suppress(OrderFailed):
+                await self._transfer("")
+        reason: str | None = ""
+        for _ in range(RETRIES):
+            if core.role is not Role.LEADING:
+                for answer, _count in batch.answers:
+                    answer(NOT_LEADING, b"")
+                return False
+            wanted = changed(core.membership, order)
+            if wanted == core.membership:
+                return True
+            reason = owner.offer(ChangeAsked(wanted), batch)
+            if reason is None:
+                return False
+            await owner.pause()
+        raise OrderFailed(reason or "")
 
     async def _transfer(self, to: str) -> None:
         core = self._owner.core

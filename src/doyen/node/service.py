@@ -35,7 +35,7 @@ from doyen.errors import (
     StoreError,
     StoreUnavailable,
 )
-from doyen.node import keeper, roles
+from doyen.node import checks, keeper, roles
 from doyen.node.driver import Answer, Status
 from doyen.node.keeper import AGAIN, AGAIN_S, CONFIRMED, GONE, Keeper, decode_leases
 from doyen.node.machine import KEYSPACE
@@ -44,27 +44,15 @@ from doyen.quorum import requests as words
 from doyen.quorum.history import Change
 from doyen.quorum.keyspace import (
     QUOTA,
-    Advance,
-    Create,
-    Delete,
-    Enqueue,
     Full,
-    Grant,
     Keyspace,
-    Put,
     Record,
-    Revoke,
-    decode_command,
     decode_result,
     encode,
 )
 from doyen.quorum.requests import (
     ANSWER,
     MAX_KEY,
-    MAX_LEVELS,
-    MAX_TTL_S,
-    MAX_VALUE,
-    MIN_TTL_S,
     REQUEST,
     Arranged,
     Changed,
@@ -79,7 +67,7 @@ from doyen.quorum.requests import (
     Wrote,
     decode_request,
 )
-from doyen.quorum.wire import Fault, allows
+from doyen.quorum.wire import Fault
 from doyen.quorum.wire import Role as Power
 
 __all__ = ["Limits", "Service"]
@@ -91,6 +79,8 @@ SLICE: Final = 256
 BACKLOG: Final = 1 << 18
 """How many frames of one client may wait to be looked at: more than one that comes back with all
 its watches has. Beyond, no more is read from it for now."""
+BACKLOG_BYTES: Final = 64 << 20
+"""How many bytes of one client may wait to be looked at."""
 LISTS: Final = 8
 """How many long lists may be under way to one client."""
 PIECE: Final = 1 << 20
@@ -129,6 +119,9 @@ class Link(Protocol):
     def closed(self) -> bool: ...
 
     @property
+    def congested(self) -> bool: ...
+
+    @property
     def role(self) -> str: ...
 
     @property
@@ -157,8 +150,8 @@ class _Client:
     """One connection."""
 
     __slots__ = (
-        *("_loop", "_size", "_wrote", "allowed", "backlog"),
-        *("link", "lists", "name", "watches"),
+        *("_loop", "_size", "_wrote", "allowed", "backlog", "backlog_bytes"),
+        *("draining", "link", "lists", "name", "reads", "watches"),
     )
 
     def __init__(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:
@@ -167,6 +160,10 @@ class _Client:
         self.name = ""
         self.backlog: deque[tuple[int, bytes]] = deque()
         """Frames that have arrived and are not looked at yet."""
+        self.backlog_bytes = 0
+        self.reads: deque[Any] = deque()
+        """Reads that can be answered as soon as the client has taken earlier answers."""
+        self.draining = False
         self.lists = 0
         self.watches: dict[int, str] = {}
         self._loop = loop
@@ -345,18 +342,24 @@ class Service:
         if client is not None:
             waiting = bool(client.backlog)
             client.backlog.extend(frames)
-            if len(client.backlog) > BACKLOG:
+            client.backlog_bytes += sum(len(payload) for _, payload in frames)
+            if len(client.backlog) > BACKLOG or client.backlog_bytes > BACKLOG_BYTES:
                 link.pause()
             if not waiting:
                 self._serve(client)
 
     def _serve(self, client: _Client) -> None:
         """In slices, so that what the first have asked for is on its way to disks and peers while
-        the rest is read; and one that asks for much does not keep the others waiting."""
+        the rest is read; and one that asks for much does not keep the others waiting. Nothing
+        is taken from a client that does not take its answers."""
+        if client.draining:
+            return
         link, backlog, room = client.link, client.backlog, SLICE
         reads: list[Any] = []
         while backlog and room > 0 and not link.closed:
-            request = _request(link, *backlog.popleft())
+            kind, payload = backlog.popleft()
+            client.backlog_bytes -= len(payload)
+            request = _request(link, kind, payload)
             if request is None:
                 break
             handler = self._handlers.get(type(request))
@@ -372,7 +375,7 @@ class Service:
             return
         if backlog:
             self._loop.call_soon(self._serve, client)
-        if len(backlog) <= BACKLOG:
+        if len(backlog) <= BACKLOG and client.backlog_bytes <= BACKLOG_BYTES:
             link.resume()
         if reads:
             # One round for all of them, and it begins after the last of them has arrived.
@@ -401,7 +404,7 @@ class Service:
             return
         submit, settle = self._driver.submit, client.settle
         for number, body in zip(ids, bodies, strict=True):
-            flaw = _flaw(body, client.link.granted)
+            flaw = checks.flaw(body, client.link.granted)
             if flaw is not None:
                 client.fail(number, Trouble.UNUSABLE, flaw)
                 continue
@@ -413,10 +416,27 @@ class Service:
                 client.fail(number, trouble, str(error))
 
     def _read(self, client: _Client, reads: list[Any]) -> None:
-        for request in reads:
-            if client.link.closed:
+        client.reads.extend(reads)
+        if not client.draining:
+            self._answer_reads(client)
+
+    def _answer_reads(self, client: _Client) -> None:
+        """No faster than the client takes the answers: what waits here are requests, and each
+        value is read when it can be sent."""
+        link, reads = client.link, client.reads
+        while reads and not link.closed:
+            if link.congested:
+                client.draining = True
+                self._start(self._answer_later(client))
                 return
+            request = reads.popleft()
             self._reads[type(request)](client, request)
+
+    async def _answer_later(self, client: _Client) -> None:
+        await client.link.drain()
+        client.draining = False
+        self._answer_reads(client)
+        self._serve(client)
 
     def _get(self, client: _Client, request: words.Get) -> None:
         client.tell(Found(request.id, self._keyspace.get(request.key)))
@@ -695,67 +715,6 @@ def _beyond_quota(result: bytes) -> str:
         " than is left of that quota. Delete entries or end leases, or restart every node with a"
         " larger --quota-bytes"
     )
-
-
-def _flaw(body: bytes, role: Power) -> str | None:
-    """Why a client may not have this carried out."""
-    try:
-        command = decode_command(body)
-    except (MsgspecError, UnicodeDecodeError) as error:
-        return f"not a command of this version of doyen: {error}"
-    if isinstance(command, roles.ADMIN_COMMANDS) and not allows(role, "admin"):
-        return roles.refusal(role, "admin")
-    check = _CHECKS.get(type(command))
-    return "that is for the quorum's leader to say" if check is None else check(command)
-
-
-def _flaw_of_entry(command: Create | Put) -> str | None:
-    return _flaw_of(command.key, command.value)
-
-
-def _flaw_of_ticket(command: Enqueue) -> str | None:
-    return _flaw_of(command.line, command.value)
-
-
-def _flaw_of(key: str, value: bytes) -> str | None:
-    if not 0 < len(key) <= MAX_KEY:
-        return f"a key has 1 to {MAX_KEY} characters, not {len(key)}"
-    if key.count("/") >= MAX_LEVELS:
-        return f"a key has at most {MAX_LEVELS} parts between slashes, not {key.count('/') + 1}"
-    if len(value) > MAX_VALUE:
-        return (
-            f"a value has at most {MAX_VALUE} bytes, not {len(value)}: keep large data elsewhere,"
-            " and say here where it is"
-        )
-    return None
-
-
-def _flaw_of_lease(command: Grant) -> str | None:
-    if not MIN_TTL_S <= command.ttl_s <= MAX_TTL_S:
-        return f"a ttl is between {MIN_TTL_S:g} and {MAX_TTL_S:g} s, not {command.ttl_s:g}"
-    return None
-
-
-def _flaw_of_floor(command: Advance) -> str | None:
-    if not 0 <= command.floor < 2**62 or command.by:
-        return f"a token floor is between 0 and 2^62, not {command.floor}"
-    return None
-
-
-def _flawless(command: Revoke | Delete) -> None:
-    return None
-
-
-_CHECKS: dict[type, Callable[[Any], str | None]] = {
-    Create: _flaw_of_entry,
-    Put: _flaw_of_entry,
-    Enqueue: _flaw_of_ticket,
-    Grant: _flaw_of_lease,
-    Advance: _flaw_of_floor,
-    Revoke: _flawless,
-    Delete: _flawless,
-}
-"""What clients may have carried out. The rest is for the quorum's leader."""
 
 
 def _pieces(records: Iterable[Record]) -> Iterator[list[Record]]:

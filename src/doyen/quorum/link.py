@@ -199,6 +199,11 @@ class Link(asyncio.Protocol):
         """Whether `send` would refuse."""
         return self.queued > self.bound
 
+    @property
+    def congested(self) -> bool:
+        """Whether `drain` would wait."""
+        return not self.closed and (self._stuffed or self.queued > HIGH_WATER)
+
     # What owners do with it.
 
     def send(self, kind: int, *parts: bytes) -> bool:
@@ -221,7 +226,7 @@ class Link(asyncio.Protocol):
 
     async def drain(self) -> None:
         """Wait until what was sent has been handed over, or the link has ended."""
-        while not self.closed and (self._stuffed or self.queued > HIGH_WATER):
+        while self.congested:
             future = self._loop.create_future()
             self._waiting.append(future)
             await future
