@@ -2,8 +2,9 @@
 
 It speaks the client protocol, keeps streams with one message per subject, honours
 `Nats-Expected-Last-Subject-Sequence` and `Nats-TTL`, and feeds push consumers. Beyond the faults of
-each connection it may, by seed, deliver changes late, lose single deliveries, and end a connection
-with an error, all of which a real server does.
+each connection it may, by seed, deliver changes late, lose single deliveries, place a consumer on a
+replica that lacks the latest messages, and end a connection with an error, all of which a real
+server does.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 import json
 import random
 from base64 import b64encode
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -36,10 +38,15 @@ class Trouble:
     """A change is not delivered."""
     error: float = 0.005
     """A request is answered by an error that ends the connection."""
+    behind: float = 0.2
+    """A consumer is placed on a replica that lacks the latest messages for up to `delay_s`. The
+    server places a consumer with one replica on any of those of the stream."""
+    behind_by: tuple[int, int] = (1, 10)
+    """How many messages, at least and at most."""
     delay_s: float = 1.0
 
 
-FAIR = Trouble(late=0.0, lost=0.0, error=0.0)
+FAIR = Trouble(late=0.0, lost=0.0, error=0.0, behind=0.0)
 ROUGH = Trouble()
 
 
@@ -57,6 +64,14 @@ class Stream:
     messages: dict[str, Stored] = field(default_factory=dict)
     consumers: dict[str, Consumer] = field(default_factory=dict)
     expiring: list[tuple[float, int, str]] = field(default_factory=list)
+    recent: deque[tuple[str, Stored]] = field(default_factory=lambda: deque(maxlen=100))
+    """The latest messages, also those that others have replaced."""
+
+    def before(self, horizon: int) -> list[tuple[str, Stored]]:
+        """The last message of each subject, on a replica that has reached `horizon`."""
+        found = {s: each for s, each in self.messages.items() if each.sequence <= horizon}
+        found |= {s: each for s, each in self.recent if each.sequence <= horizon}
+        return sorted(found.items(), key=lambda each: each[1].sequence)
 
 
 @dataclass(eq=False)
@@ -163,7 +178,7 @@ class NatsModel:
                 stream.consumers.pop(rest, None)
             return b"", b"{}"
         if action == "STREAM.CREATE":
-            self.streams.setdefault(rest, Stream(request))
+            self.streams.setdefault(rest, Stream(request, request["first_seq"] - 1))
         if rest not in self.streams:
             return b"", _error(404, 10059, "stream not found")
         stream = self.streams[rest]
@@ -174,6 +189,8 @@ class NatsModel:
                 answer = {"config": stream.config, "state": state}
             case "STREAM.MSG.GET":
                 found = stream.messages.get(request["last_by_subj"])
+                if request["last_by_subj"].endswith(">"):
+                    found = next(reversed(stream.messages.values()), None)
                 if found is None:
                     return b"", _error(404, 10037, "no message found")
                 hdrs = {"hdrs": b64encode(found.headers).decode()} if found.headers else {}
@@ -204,9 +221,14 @@ class NatsModel:
         stored = Stored(stream.last, headers, data)
         stream.messages.pop(subject, None)
         stream.messages[subject] = stored
+        stream.recent.append((subject, stored))
         for consumer in list(stream.consumers.values()):
             self._deliver(consumer, subject, stored, 0)
         return {"stream": name, "seq": stream.last}
+
+    def delete(self, name: str) -> None:
+        """An operator deletes a stream. Its consumers end without a word."""
+        self.streams.pop(name).consumers.clear()
 
     def _forget(self, stream: Stream) -> None:
         while stream.expiring and stream.expiring[0][0] <= self._now():
@@ -221,9 +243,17 @@ class NatsModel:
         sid = next((sid for sid, each in subscriptions.items() if each == inbox), "0")
         consumer = Consumer(f"c{next(self._names)}", name, connection, sid, inbox)
         stream.consumers[consumer.name] = consumer
-        waiting = list(stream.messages.items())
+        horizon = stream.last
+        if self._chance(self.trouble.behind):
+            horizon -= self._random.randint(*self.trouble.behind_by)
+        waiting = stream.before(horizon) if horizon < stream.last else list(stream.messages.items())
         for number, (subject, stored) in enumerate(waiting, 1):
             self._deliver(consumer, subject, stored, len(waiting) - number)
+        if horizon < stream.last:
+            consumer.due = self._now() + self._random.uniform(0, self.trouble.delay_s)
+            for subject, stored in stream.recent:
+                if stored.sequence > horizon:
+                    self._deliver(consumer, subject, stored, 0)
         pulse_s = config["idle_heartbeat"] / 1e9
         task = asyncio.get_running_loop().create_task(self._beat(stream, consumer, pulse_s))
         self._tasks.add(task)

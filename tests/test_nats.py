@@ -71,7 +71,6 @@ def test_errors_name_the_cause(nats: servers.Nats) -> None:
     nobody = servers.free_port()
     unreachable = f"nats://127.0.0.1:{nobody}?connect_timeout_s=0.5"
     refused(unreachable, StoreUnavailable, f"127.0.0.1:{nobody} cannot be reached")
-    refused(f"{nats.url}/floor?token_floor=1000", StoreUnusable, "below token_floor=1000")
     refused(f"{nats.url}/three?replicas=3", StoreUnusable, "replicas")
 
 
@@ -141,6 +140,36 @@ def test_a_bucket_that_forgets_is_refused(nats: servers.Nats, tmp_path: Path) ->
 
     asyncio.run(make())
     refused(f"{nats.url}/forgetful", StoreUnusable, "needs 'file'")
+
+
+def test_operators_may_purge_and_delete_a_bucket(nats: servers.Nats) -> None:
+    async def main() -> None:
+        url, key = f"{nats.url}/operated", leader_key("e")
+        async with opened(url) as store:
+            lease = await store.grant(30)
+            made = await store.create(key, b"", lease)
+            await store._work.ask("STREAM.PURGE.KV_operated")
+            async with asyncio.timeout(5):
+                assert await store.delete(key, if_version=made.entry.version)
+                again = await store.create(key, b"", lease)
+            assert again.won
+            assert again.entry.revision > made.entry.revision
+            await store._work.ask("STREAM.DELETE.KV_operated")
+            async with opened(url):
+                with pytest.raises(StoreUnusable, match="token_floor"):
+                    await store.grant(30)
+
+    asyncio.run(main())
+    refused(f"{nats.url}/operated?token_floor=1000", StoreUnusable, "below token_floor=1000")
+
+
+def test_a_bucket_is_made_above_the_tokens_of_another(nats: servers.Nats) -> None:
+    async def main() -> None:
+        async with opened(f"{nats.url}/above?token_floor=1000") as store:
+            made = await store.create(leader_key("e"), b"", await store.grant(30))
+            assert made.entry.revision > 1000
+
+    asyncio.run(main())
 
 
 def test_an_ended_lease_voids_what_is_written_later(nats: servers.Nats) -> None:

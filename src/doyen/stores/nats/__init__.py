@@ -5,7 +5,7 @@
     ?tls=true &ca=FILE &cert=FILE &key=FILE
     ?replicas=3                            of a bucket that is created here, default 1
     ?connect_timeout_s=3                   how long the servers may take to answer at first
-    ?token_floor=N                         refuse a bucket whose sequence is below N
+    ?token_floor=N                         refuse a bucket below sequence N; make one above N
 
 Two buckets: one for entries and leases, of which every client keeps a copy, and one for renewals,
 which nobody follows. The leader record is written over nothing, or over a delete marker that was

@@ -8,6 +8,8 @@
 - An entry stands as long as its lease is there. A lease is written before anything is bound to it,
   and its id is never used again; so whatever the order of arrival, what has lost its lease is void.
 - `catch_up` makes the copy as new as the stream was when it was called.
+- The server may place the consumer on a replica that lacks the latest messages. A copy is therefore
+  used once it has the message that is the last one according to the leader of the stream.
 - Anybody may write to a bucket. A message that doyen cannot have written is logged once and does
   not end the copy. A lease whose value is damaged still stands: were it taken for absent, a client
   that has just come would think a live leader's record void.
@@ -85,6 +87,8 @@ class Mirror:
         self._all_changed: Callable[[], None] = lambda: None
         self.view = _View()
         self._position = 0
+        self.highest = 0
+        """The highest sequence that was ever seen."""
         self._moved = asyncio.Event()
         self._restart = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -101,7 +105,13 @@ class Mirror:
 
     async def catch_up(self) -> None:
         """Have everything in the copy that was written before this call."""
-        await self.reach(int((await self.state())["last_seq"]))
+        known, last = self._position, int((await self.state())["last_seq"])
+        if last < known:
+            self._restart.set()
+            raise OutcomeUnknown(
+                f"the bucket {self._bucket} has gone back from sequence {known} to {last}"
+            )
+        await self.reach(last)
 
     async def reach(self, sequence: int) -> None:
         """Have everything in the copy up to this sequence."""
@@ -165,6 +175,7 @@ class Mirror:
             arrived.put_nowait(message)
 
         base = int((await self.state())["last_seq"])
+        last = await self._link.last(self._stream, f"$KV.{self._bucket}.>")
         subscription = await apart(client.subscribe(inbox, cb=take), CLOSE_S)
         name = ""
         try:
@@ -184,7 +195,7 @@ class Mirror:
                 },
             )
             name = made["name"]
-            await self._copy(arrived, int(made["num_pending"]), base)
+            await self._copy(arrived, int(made["num_pending"]), base, last.sequence if last else 0)
         finally:
             if client.is_connected:
                 await apart(subscription.unsubscribe(), CLOSE_S)
@@ -192,13 +203,18 @@ class Mirror:
                     subject = f"$JS.API.CONSUMER.DELETE.{self._stream}.{name}"
                     await apart(client.publish(subject, b""), CLOSE_S)
 
-    async def _copy(self, arrived: asyncio.Queue[Msg], pending: int, base: int) -> None:
+    async def _copy(self, arrived: asyncio.Queue[Msg], pending: int, base: int, last: int) -> None:
+        """`base` is where the stream was before, `last` the sequence of its last message."""
         position, delivered = 0, 0
         first: list[tuple[str, Message]] = []
-        while pending > 0:
-            subject, message, delivered, pending = await self._next(arrived, delivered)
-            position = message.sequence
-            first.append((subject, message))
+        async with asyncio.timeout(None) as limit:
+            while pending > 0 or position < last:
+                if pending == 0 and limit.when() is None:
+                    # The replica is behind, or the last message has expired in the meantime.
+                    limit.reschedule(asyncio.get_running_loop().time() + SILENCE_S)
+                subject, message, delivered, pending = await self._next(arrived, delivered)
+                position = message.sequence
+                first.append((subject, message))
         view = _View()
         leases = f"$KV.{self._bucket}.leases."
         first.sort(key=lambda each: not each[0].startswith(leases))
@@ -253,6 +269,7 @@ class Mirror:
 
     def _advance(self, position: int) -> None:
         self._position = position
+        self.highest = max(self.highest, position)
         self._moved.set()
         self._moved = asyncio.Event()
 

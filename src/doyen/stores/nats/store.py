@@ -83,22 +83,22 @@ class NatsStore(Store):
         """Connect, have the buckets, and a copy of the one that counts."""
         await self._work.open()
         await self._pulse.open()
-        for bucket in (self._bucket, f"{self._bucket}_beats"):
-            await self._have(bucket, replicas)
+        await self._have(self._bucket, replicas, floor)
+        await self._have(f"{self._bucket}_beats", replicas, 0)
         state = await self._mirror.state()
         if int(state["last_seq"]) < floor:
             raise StoreUnusable(
                 f"the bucket {self._bucket} is at sequence {state['last_seq']}, below"
                 f" token_floor={floor}: it seems to have been restored or made anew, and would"
-                " give out tokens a second time"
+                " give out tokens a second time. Delete it; it is made again, above token_floor"
             )
         self._mirror.start(self._lookout.all_changed)
         await self._mirror.catch_up()
         await self._mark()
         self._spawn(self._sweep())
 
-    async def _have(self, bucket: str, replicas: int) -> None:
-        """Make a bucket, unless there is one."""
+    async def _have(self, bucket: str, replicas: int, floor: int) -> None:
+        """Make a bucket, unless there is one. Its sequences begin above `floor`."""
         stream = f"KV_{bucket}"
         try:
             config = (await self._work.ask(f"STREAM.INFO.{stream}"))["config"]
@@ -114,6 +114,7 @@ class NatsStore(Store):
                 allow_msg_ttl=True,
                 storage="file",
                 num_replicas=max(1, replicas),
+                first_seq=floor + 1,
             )
             config = answer["config"]
         except StoreUnavailable as error:
@@ -139,7 +140,7 @@ class NatsStore(Store):
         lease = Lease(uuid.uuid4().hex, max(ttl_s, self.capabilities.ttl_min_s))
         value = str(lease.ttl_s).encode()
         try:
-            granted = await self._work.write(subject_of(self._bucket, "leases", lease.id), value, 0)
+            granted = await self._write(subject_of(self._bucket, "leases", lease.id), value, 0)
             beat = await self._work.write(self._beat(lease.id), value, 0)
         except Refused as error:
             raise _gone(lease.id) from error
@@ -215,12 +216,31 @@ class NatsStore(Store):
                     return None
             tried = self._mirror.view.graves.get(key, 0)
             try:
-                return await self._work.write(self._subject(key), value, tried, headers)
+                return await self._write(self._subject(key), value, tried, headers)
             except Refused:
                 found = await self._work.last(f"KV_{self._bucket}", self._subject(key))
                 if found is not None:
                     await self._mirror.reach(found.sequence)
                 self._mirror.learn(key, tried, found)
+
+    async def _write(
+        self, subject: str, value: bytes, last: int, headers: dict[str, str] | None = None
+    ) -> int:
+        """Write to the bucket, whose sequences are tokens: none may be lower than one before."""
+        before = self._mirror.highest
+        sequence = await self._work.write(subject, value, last, headers)
+        if sequence > before:
+            return sequence
+        try:
+            await self._work.bury(subject, sequence)
+        except Refused:
+            pass
+        raise StoreUnusable(
+            f"the bucket {self._bucket} is at sequence {sequence} and was at {before} before: it"
+            " was deleted or restored, or its server has lost writes, and its tokens would be lower"
+            " than those already given out. Stop all candidates, delete the bucket, and connect"
+            f" with token_floor={before} or higher"
+        )
 
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
         if if_version is None:
@@ -232,9 +252,7 @@ class NatsStore(Store):
             return None
         headers = {CREATED: str(standing.revision)}
         try:
-            sequence = await self._work.write(
-                self._subject(key), value, int(str(if_version)), headers
-            )
+            sequence = await self._write(self._subject(key), value, int(str(if_version)), headers)
         except Refused:
             return None
         return Entry(key, value, standing.revision, sequence)
@@ -249,12 +267,21 @@ class NatsStore(Store):
                 await self._work.bury(self._subject(key), int(str(standing.version)))
                 return True
             except Refused:
+                found = await self._work.last(f"KV_{self._bucket}", self._subject(key))
+            if found is not None:
+                await self._mirror.reach(found.sequence)
+                continue
+            # An operator has purged it, of which no copy was told. A delete marker tells them all.
+            try:
+                await self._work.bury(self._subject(key), 0)
+                return True
+            except Refused:
                 continue
 
     async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
         self._require(lease.id)
         key = f"{line}/{rank}-{uuid.uuid4().hex}"
-        sequence = await self._work.write(self._subject(key), value, 0, {LEASE: lease.id})
+        sequence = await self._write(self._subject(key), value, 0, {LEASE: lease.id})
         await self._mirror.reach(sequence)
         self._require(lease.id)
         return Entry(key, value, sequence, sequence, lease.id)
