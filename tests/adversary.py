@@ -250,6 +250,8 @@ class Network:
                 await model.serve(connection)
             except (ConnectionError, asyncio.IncompleteReadError):
                 pass
+            except asyncio.CancelledError:
+                pass  # at the end of a test; asyncio before Python 3.12 would log it as an error
             finally:
                 del self._connections[connection]
                 connection.close()

@@ -23,7 +23,8 @@ from typing import Any
 
 from lupa.lua51 import LuaRuntime
 
-from adversary import Connection, WireWorld
+from adversary import Connection
+from doyen.clock import VirtualClock
 
 LAG_S = 0.5
 BEHIND_S = 600.0
@@ -72,10 +73,12 @@ class Server:
 class RedisModel:
     """The servers; connections are made to the one that is the master at the time."""
 
-    def __init__(self, world: WireWorld, trouble: Trouble = ROUGH) -> None:
+    def __init__(
+        self, clock: VirtualClock, chance: random.Random, trouble: Trouble = ROUGH
+    ) -> None:
         self.trouble = trouble
-        self._clock = world.clock
-        self._random = random.Random(world.rng.getrandbits(32))
+        self._clock = clock
+        self._random = chance
         self.master = Server(self._new_run())
         self._replicated: dict[bytes, Value] = {}
         self._replicated_at = 0.0

@@ -14,12 +14,16 @@ from doyen.clock import VirtualClock
 from doyen.errors import LeaseGone, StoreUnavailable
 from doyen.model import Lease, line_key
 from doyen.store import Context, Creation, Store, open_store
+from doyen.stores.etcd.cluster import Cluster
+from doyen.stores.etcd.leases import Leases
 from doyen.stores.etcd.store import EtcdStore
 from doyen.testing.faults import Faults
 from model_etcd import Channel, EtcdModel
 from swarm import SafetyViolated
 
 LEADER_WITHIN_S = 20.0
+UNWITNESSED = 6
+"""The seed of a contest in which a deposed leader goes on confirming renewals of the holder."""
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +71,37 @@ def test_a_mutant_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EtcdStore, "create", believing)
     with pytest.raises(SafetyViolated):
         contest(7)
+
+
+class Agreeing:
+    """A mutant of the answer to the read that follows a renewal: it agrees with the renewal."""
+
+    def __getattr__(self, name: str) -> Agreeing:
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class Unwitnessed(Leases):
+    def __init__(self, cluster: Cluster, witness: bytes) -> None:
+        super().__init__(cluster, witness)
+
+        async def agree(*_: object, **__: object) -> Agreeing:
+            return Agreeing()
+
+        self._wire.call = agree  # type: ignore[method-assign]
+
+
+def test_a_renewal_that_no_majority_has_confirmed_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("doyen.stores.etcd.store.Leases", Unwitnessed)
+    with pytest.raises(SafetyViolated):
+        contest(UNWITNESSED)
 
 
 def run(main: Callable[[EtcdModel, Store], Awaitable[None]]) -> None:

@@ -193,6 +193,33 @@ class TestSeal:
         run(main)
 
 
+class TestSweep:
+    """Leases that nobody waits for are ended by those who open a store."""
+
+    def test_what_is_no_lease_does_not_stand_before_those_that_are(self) -> None:
+        async def main() -> None:
+            async with opened(server.url) as store:
+                lease = await store.grant(TTL_S)
+            for number in range(200):
+                command("ZADD", "due", "1", f"stray{number}")
+                command("HSET", "leases", f"ttl_us:damaged{number}", "x")
+                command("ZADD", "due", "1", f"damaged{number}")
+            async with opened(server.url) as store:
+
+                async def ended() -> bool:
+                    (row,) = await store.look([lease.id])
+                    return row.ttl_us is None
+
+                await until("the lease of the dead is ended", ended)
+            assert command("ZCARD", "due") == b"1"  # the element that keeps the key
+
+        def command(name: str, key: str, *words: str) -> object:
+            return wire.redis_command(server.port, name, f"{{doyen}}:{key}", *words)
+
+        with servers.Redis() as server:
+            run(main)
+
+
 class TestFailover:
     """A replica that lacks the last writes becomes the master."""
 

@@ -5,19 +5,26 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+import random
+from collections.abc import Awaitable, Callable
 
 import pytest
 from redis.asyncio import connection
 
-from adversary import WireOracle, WireWorld, run_contest
+from adversary import Network, WireLoop, WireOracle, WireWorld, run_contest
+from doyen.clock import VirtualClock
 from doyen.lookout import LeaseRow, Lookout, Verdict
+from doyen.model import leader_key
+from doyen.store import Context, Store, open_store
 from doyen.stores.redis import link
 from doyen.stores.redis.scripts import SCRIPTS
+from doyen.testing.faults import Faults, Late
 from model_redis import FAIR, RedisModel
 from swarm import SafetyViolated
 
 STEPS = 40
+TTL_S = 3.0
+KEY = leader_key("e")
 FAILOVERS = {**WireWorld.happenings, "failover": 2}
 
 
@@ -44,7 +51,7 @@ def contest(
     models: list[RedisModel] = []
 
     def build(world: WireWorld) -> RedisModel:
-        model = RedisModel(world)
+        model = RedisModel(world.clock, random.Random(world.rng.getrandbits(32)))
         world.oracle = oracle()
         world.wall = lambda _: model.step_clock(world.rng.choice([-600, 600]))  # type: ignore[method-assign]
         if failover:
@@ -95,12 +102,16 @@ MUTANTS: dict[str, tuple[str, str, str, dict[str, object]]] = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_broken_script_is_caught(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     script, right, wrong, options = MUTANTS[mutant]
+    break_script(monkeypatch, script, right, wrong)
+    assert is_caught(lambda seed: contest(seed, **options))  # type: ignore[arg-type]
+
+
+def break_script(monkeypatch: pytest.MonkeyPatch, script: str, right: str, wrong: str) -> None:
     text = SCRIPTS[script]
     assert right in text
     broken = text.replace(right, wrong)
     monkeypatch.setitem(SCRIPTS, script, broken)
     monkeypatch.setitem(link._DIGESTS, script, hashlib.sha1(broken.encode()).hexdigest())
-    assert is_caught(lambda seed: contest(seed, **options))  # type: ignore[arg-type]
 
 
 def test_one_who_ends_leases_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +122,85 @@ def test_one_who_ends_leases_early_is_caught(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(Lookout, "judge", hasty)
     assert is_caught(contest)
+
+
+async def renewed_while_an_answer_was_late(room: Room) -> bool:
+    """The other's second look leaves the server before the renewal and arrives after it, when the
+    lease has been standing for a ttl as far as the other knows; and the server's clock, by which it
+    is younger, has been set forward. Whether the lease survives."""
+    lease = await room.holder.grant(TTL_S)
+    await room.holder.create(KEY, b"", lease)
+    assert await room.other.get(KEY) is not None
+    room.model.step_clock(600)
+    await asyncio.sleep(TTL_S - 0.7)
+    room.faults["other"].next("EVALSHA", Late(after_s=1.0))
+    looking = asyncio.ensure_future(room.other.get(KEY))
+    await asyncio.sleep(0.1)
+    await room.holder.renew(lease)
+    return await looking is not None
+
+
+async def clock_was_set_forward(room: Room) -> bool:
+    lease = await room.holder.grant(TTL_S)
+    await room.holder.create(KEY, b"", lease)
+    await asyncio.sleep(TTL_S / 3)
+    room.model.step_clock(600)
+    standing = await room.other.get(KEY)
+    await asyncio.sleep(TTL_S / 3)
+    return standing is not None and await room.other.get(KEY) is not None
+
+
+class Room:
+    """Two stores on a server, each with faults of its own."""
+
+    def __init__(self, scenario: Callable[[Room], Awaitable[bool]]) -> None:
+        self.faults = {name: Faults() for name in ("holder", "other")}
+        loop = WireLoop(VirtualClock())
+        loop.network = self._network = Network()
+        self._clock = loop.clock
+        try:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                self.survived = runner.run(self._run(scenario))
+        finally:
+            self._network.close()
+
+    async def _run(self, scenario: Callable[[Room], Awaitable[bool]]) -> bool:
+        self.model = RedisModel(self._clock, random.Random(0), FAIR)
+        self.holder, self.other = await self._open("holder"), await self._open("other")
+        try:
+            return await scenario(self)
+        finally:
+            await self.holder.close()
+            await self.other.close()
+
+    async def _open(self, name: str) -> Store:
+        await self._network.listen(name, 1000, self.model, self.faults[name])
+        return await open_store(f"redis://{name}:1000", Context(self._clock, lambda event: None))
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_renewal_prevails_over_a_look_that_came_late(
+    broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contests hardly ever see this: the holder's renewals have to fail for most of a ttl, and one
+    of them to succeed just then, while the age of the lease by the server's clock is wrong."""
+    if broken:
+        check = "if redis.call('HGET', LEASES, 'counter:' .. ARGV[3]) ~= ARGV[4] then return 0 end"
+        break_script(monkeypatch, "seal", check, "")
+    assert Room(renewed_while_an_answer_was_late).survived is not broken
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_no_clock_of_a_server_ends_a_lease(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if broken:
+        judge = Lookout.judge
+
+        def trusting(self: Lookout, row: LeaseRow) -> Verdict:
+            verdict = judge(self, row)
+            return verdict._replace(over=row.ttl_us is None or row.age_us >= row.ttl_us)
+
+        monkeypatch.setattr(Lookout, "judge", trusting)
+    assert Room(clock_was_set_forward).survived is not broken
 
 
 def is_caught(run: Callable[[int], object], seeds: int = 12) -> bool:

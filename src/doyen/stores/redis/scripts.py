@@ -36,6 +36,8 @@ LAYOUT = 2
 LARGEST = 1 << 53
 _SWEPT = 64
 """How many leases that look over are followed up when a store is opened."""
+_LOOKED_AT = 16
+"""How many times as many are looked at to find them."""
 
 _PRELUDE = f"""
 local META, LEASES, DUE, ENTRIES, INDEX, BOUND = unpack(KEYS)
@@ -239,8 +241,18 @@ local rows = {}
 for i = 3, #ARGV do rows[#rows + 1] = lease_row(ARGV[i]) end
 return rows
 """,
+    # What is no lease, or a damaged one, is taken out, so that it does not stand before the others.
+    # Whoever still renews such a lease puts it in again.
     "stale": f"""
-return redis.call('ZRANGEBYSCORE', DUE, '-inf', int(now()), 'LIMIT', 0, {_SWEPT})
+local due, at = {{}}, int(now())
+for _ = 1, {_LOOKED_AT} do
+  local ids = redis.call('ZRANGEBYSCORE', DUE, '-inf', at, 'LIMIT', #due, {_SWEPT})
+  for _, id in ipairs(ids) do
+    if lease_row(id)[2] then due[#due + 1] = id else redis.call('ZREM', DUE, id) end
+  end
+  if #due >= {_SWEPT} or #ids < {_SWEPT} then break end
+end
+return due
 """,
     "position": "return redis.call('HGET', META, 'revision') or '0'",
     # By scope and owner: how much stands there, and the latest version of it.

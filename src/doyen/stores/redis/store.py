@@ -72,7 +72,7 @@ class RedisStore(Store):
             )
         if floor:
             await self._write("raise", str(floor))
-        stale, _ = await self._read("stale")
+        stale, _ = await self._write("stale")
         self._lookout.follow(lease.decode() for lease in stale)
 
     async def grant(self, ttl_s: float) -> Lease:
