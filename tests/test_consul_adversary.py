@@ -11,7 +11,7 @@ import pytest
 
 from adversary import Network, WireLoop, WireWorld, run_contest
 from doyen.clock import VirtualClock
-from doyen.errors import OutcomeUnknown
+from doyen.errors import OutcomeUnknown, StoreUnusable
 from doyen.model import Entry, Lease, leader_key, line_key
 from doyen.store import Context, Creation, Store, open_store
 from doyen.stores.consul.store import ConsulStore
@@ -69,6 +69,29 @@ async def patiently(call: Awaitable[object]) -> bool:
 def asked(model: ConsulModel, path: str = "") -> list[str]:
     """Which agents were asked, in order."""
     return [agent for agent, what in model.seen if path in what]
+
+
+def test_a_datacentre_that_was_replaced_gives_out_no_tokens() -> None:
+    """To those who know higher ones, and nothing that they were refused stays there."""
+
+    async def main(model: ConsulModel) -> None:
+        model.index = 1000
+        async with opened() as store, opened() as other:
+            before = await store.create(leader_key("e"), b"v", await store.grant(3600))
+            model.kv.clear()
+            model.sessions.clear()
+            model.index = 10
+            lease = await store.grant(3600)
+            with pytest.raises(StoreUnusable, match="token_floor"):
+                await store.create(leader_key("e"), b"v", lease)
+            with pytest.raises(StoreUnusable, match="token_floor"):
+                await store.enqueue(line_key("e"), b"v", lease)
+            assert await other.get(leader_key("e")) is None
+            assert not await other.list(line_key("e"))
+            model.index = before.entry.revision
+            assert (await store.create(leader_key("e"), b"v", lease)).won
+
+    run(main)
 
 
 def test_deletions_leave_a_silent_agent() -> None:

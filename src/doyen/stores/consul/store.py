@@ -75,6 +75,8 @@ class ConsulStore(Store):
         self._renewals = Wire(agents)
         self._watches = Watches(agents, prefix)
         self._deletions = _Deletions(self._transact)
+        self._highest = 0
+        """The highest index of an entry that was ever seen."""
 
     async def open(self, token_floor: int) -> None:
         """See that we may read, and learn how short sessions may be."""
@@ -121,13 +123,13 @@ class ConsulStore(Store):
                 raise
 
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
-        path = self._path(key)
+        path, before = self._path(key), self._highest
         while True:
             answer = await self._transact(
                 {"Verb": "check-not-exists", "Key": path}, _lock(path, value, lease)
             )
             if answer.status == 200:
-                return Creation(True, self._written(answer, value))
+                return Creation(True, await self._newer(self._written(answer, value), before))
             _refuse_ended(answer)
             standing = await self.get(key)
             if standing is not None:
@@ -154,10 +156,10 @@ class ConsulStore(Store):
         return await self._deletions.delete(condition, {"Verb": "delete", "Key": path})
 
     async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
-        path = self._path(f"{line}/{rank}.{uuid4().hex}")
+        path, before = self._path(f"{line}/{rank}.{uuid4().hex}"), self._highest
         answer = await self._transact(_lock(path, value, lease))
         if answer.status == 200:
-            return self._written(answer, value)
+            return await self._newer(self._written(answer, value), before)
         _refuse_ended(answer)
         raise StoreUnusable(f"Consul refuses a ticket: {answer.text}")
 
@@ -218,8 +220,20 @@ class ConsulStore(Store):
         """The entry that a transaction wrote; Consul does not repeat its value."""
         return self._entry({**answer.json["Results"][-1]["KV"], "Value": _text(value)})
 
+    async def _newer(self, created: Entry, before: int) -> Entry:
+        """An entry that was just created, whose index may be a token: refuse one of the past."""
+        if created.revision > before:
+            return created
+        await self.delete(created.key, if_version=created.version)
+        raise StoreUnusable(
+            f"Consul is at index {created.revision} and was at {before} before: it was restored or"
+            " replaced, and its tokens would be lower than those already given out. Restore a"
+            f" snapshot whose index is higher, then connect again, with token_floor={before}"
+        )
+
     def _entry(self, raw: dict[str, Any]) -> Entry:
         self._watches.show(raw["Key"], raw["ModifyIndex"])
+        self._highest = max(self._highest, raw["ModifyIndex"])
         segments = raw["Key"].removeprefix(f"{self._prefix}/").split("/")
         return Entry(
             key="/".join(_UNDOTS.get(segment, segment) for segment in segments),
