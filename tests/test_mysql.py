@@ -95,6 +95,75 @@ def test_tokens_grow_though_a_replica_takes_over_whose_clock_is_behind(
     run(main, 60)
 
 
+FORMER_META = (
+    "CREATE TABLE {meta} (one TINYINT PRIMARY KEY, layout INT NOT NULL,"
+    " revision BIGINT NOT NULL, position BIGINT NOT NULL) ENGINE = InnoDB"
+)
+"""As doyen made it before it kept the server that gave the last revision."""
+
+
+async def make_as_before(place: Place) -> None:
+    async with place.stores():
+        pass
+    place.server.query(f"DROP TABLE {meta(place)}")
+    place.server.query(FORMER_META.format(meta=meta(place)))
+    place.server.query(f"INSERT INTO {meta(place)} VALUES (1, 1, 6000000000000000, 7)")
+
+
+def test_tables_of_an_earlier_version_are_adapted_while_that_goes_on(place: Place) -> None:
+    """Several open them at once, while clients of the earlier version go on writing."""
+
+    async def main() -> None:
+        await make_as_before(place)
+        done = False
+
+        def write_as_before() -> int:
+            number = 0
+            while not done:
+                place.server.query(
+                    f"UPDATE {meta(place)} SET revision = GREATEST(revision + 1, 5),"
+                    " position = position + 1"
+                )
+                number += 1
+            return number
+
+        writing = asyncio.create_task(asyncio.to_thread(write_as_before))
+        try:
+            stores = await asyncio.gather(*(place.open() for _ in range(8)))
+            entries = [
+                await store.put(leader_key(str(number)), b"v", if_version=None)
+                for number, store in enumerate(stores)
+            ]
+        finally:
+            done = True
+            written = await writing
+        tokens = [entry.revision for entry in entries if entry is not None]
+        assert len(tokens) == 8
+        assert tokens == sorted(set(tokens))
+        assert tokens[0] > 6 * 10**15
+        revision = place.number(f"SELECT revision FROM {meta(place)}")
+        assert revision == 6 * 10**15 + written + 8
+        for store in stores:
+            await store.close()
+
+    run(main)
+
+
+def test_tables_of_an_earlier_version_that_may_not_be_altered(place: Place) -> None:
+    """The error says what an administrator has to do."""
+
+    async def main() -> None:
+        await make_as_before(place)
+        user = f"u{place.tables['meta'][-12:-5]}"
+        place.server.query(f"CREATE USER {user}@'%' IDENTIFIED BY 'p'")
+        place.server.query(f"GRANT SELECT, INSERT, UPDATE, DELETE, CREATE ON doyen.* TO {user}@'%'")
+        url = place.url().replace("doyen:doyen@", f"{user}:p@")
+        with pytest.raises(StoreUnusable, match=r"ALTER TABLE .* ADD COLUMN server"):
+            await open_store(url, CONTEXT)
+
+    run(main)
+
+
 def meta(place: Place) -> str:
     return place.tables["meta"]
 

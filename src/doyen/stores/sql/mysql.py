@@ -86,8 +86,12 @@ _TABLES = (
     "CREATE TABLE IF NOT EXISTS {meta} (one TINYINT PRIMARY KEY, layout INT NOT NULL,"
     " revision BIGINT NOT NULL, position BIGINT NOT NULL, server VARBINARY(255) NOT NULL)"
     " ENGINE = InnoDB",
-    "INSERT INTO {meta} VALUES (1, {layout}, 0, 0, '') ON DUPLICATE KEY UPDATE one = 1",
+    "INSERT INTO {meta} (one, layout, revision, position, server) VALUES (1, {layout}, 0, 0, '')"
+    " ON DUPLICATE KEY UPDATE one = 1",
 )
+_ADD_SERVER = "ALTER TABLE {meta} ADD COLUMN server VARBINARY(255) NOT NULL DEFAULT ''"
+"""Earlier versions of doyen made `meta` without it. Their clients may go on beside newer ones: they
+name the columns that they use."""
 _SERVER = "CONCAT(@@hostname, ':', @@port, '/', @@server_id)"
 _WHO = f"SELECT {_SERVER}, '', 0, CONCAT(@@global.read_only) IN ('0', 'OFF')"
 _LEFT_OUT = 1 << 40
@@ -104,6 +108,7 @@ _NOT_ALLOWED = {1044, 1142, 1143, 1227, 1370}
 _NOT_NOW = {1021, 1037, 1038, 1041, 1114, 1203, 1205, 1226, 1317, 3024}
 _STRANGER = {1044, 1045, 1130, 1698}
 _NO_TABLE, _NO_DATABASE, _DEADLOCK, _LOCK_TIMEOUT, _STATEMENT_LOG = 1146, 1049, 1213, 1205, 1665
+_NO_COLUMN, _COLUMN_IS_THERE = 1054, 1060
 
 
 async def open_store(url: StoreURL, context: Context) -> MySQLStore:
@@ -167,6 +172,28 @@ async def _make_tables(link: _MyLink, names: dict[str, str], prefix: str) -> Non
         rows = await link.read(query, {})
     ((layout,),) = rows
     check_layout(layout, f"the tables {prefix}* at {link.where}")
+    try:
+        await link.read(f"SELECT server FROM {names['meta']}", {})
+    except StoreUnusable as error:
+        if _code(error.__cause__) != _NO_COLUMN:
+            raise
+        await _add_server(link, names)
+
+
+async def _add_server(link: _MyLink, names: dict[str, str]) -> None:
+    """Adapt tables that an earlier version of doyen has made."""
+    statement = _ADD_SERVER.format(**names)
+    try:
+        await link.read(statement, {})
+    except StoreUnusable as error:
+        code = _code(error.__cause__)
+        if code in _NOT_ALLOWED:
+            raise StoreUnusable(
+                f"{link.where}: doyen's tables are of an earlier version, and we may not change"
+                f" them; have an administrator say: {statement}"
+            ) from error
+        if code != _COLUMN_IS_THERE:  # or another was quicker
+            raise
 
 
 class _NoTable(StoreUnusable):
@@ -207,7 +234,7 @@ class _MyLink(Link[Connection]):
                     connect_timeout=round(self._timeout_s),
                     # Notes are of no use here, and the client writes them to standard error.
                     init_command=f"SET SESSION innodb_lock_wait_timeout = {_LOCK_TIMEOUT_S},"
-                    " sql_notes = 0",
+                    f" lock_wait_timeout = {_LOCK_TIMEOUT_S}, sql_notes = 0",
                     ssl=self._tls,
                 )
         except MySQLError as error:
@@ -301,8 +328,8 @@ def _tls(url: StoreURL) -> ssl.SSLContext | None:
     return context
 
 
-def _code(error: BaseException) -> int:
-    code = error.args[0] if error.args else 0
+def _code(error: BaseException | None) -> int:
+    code = error.args[0] if error is not None and error.args else 0
     return code if isinstance(code, int) else 0
 
 
