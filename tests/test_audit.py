@@ -396,21 +396,29 @@ GARBAGE = [
 
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
-def test_garbage_is_counted_and_passed_over(lines: list[Line], a: Process, garbage: bytes) -> None:
+def test_with_lines_that_cannot_be_read_nothing_is_proved(
+    lines: list[Line], a: Process, garbage: bytes
+) -> None:
+    """One of them may have said that somebody was elected."""
     a.elected(1, 10, until=5)
     lines.insert(0, Line(Where("a.jsonl", 99), garbage))
     report = verify_lines(lines)
-    assert report.ok
+    assert (report.verdict, report.missing, report.unreadable) == ("incomplete", 0, 1)
+    assert "1 line cannot be read" in report.warnings[0]
     assert [str(ignored.where) for ignored in report.ignored] == ["a.jsonl:99"]
 
 
 def test_a_torn_last_line_is_reported(tmp_path: Path, lines: list[Line], a: Process) -> None:
+    """Its process was killed as it wrote, or is writing: what it did later is proved by nothing
+    anyway, and it led nobody whom the rest does not show."""
     a.elected(1, 10, until=5)
     a.resigned(2, 10)
     log = tmp_path / "a.jsonl"
     log.write_bytes(b"".join(line.text for line in lines)[:-20])
     report = verify([log])
     assert report.ok
+    assert report.unreadable == 0
+    assert "ends inside a line" in report.warnings[0]
     assert report.ignored[0].where == (str(log), 2)
     assert "torn" in report.ignored[0].why
 
@@ -427,6 +435,17 @@ def test_a_line_appended_to_a_torn_one_is_not_lost(
     report = verify([log])
     assert kinds(report) == ["overlap"]
     assert len(report.ignored) == 1
+    log.write_bytes(torn[:40] + second.replace(b": ", b":"))
+    assert (verify([log]).verdict, verify([log]).unreadable) == ("incomplete", 1)
+
+
+def test_many_gaps_are_read_in_little_time(lines: list[Line], a: Process) -> None:
+    """A disk that is full time and again leaves one gap after another."""
+    a.elected(1, 10, until=1e6)
+    for at in range(2, 10_000):
+        a.says("gap", at, missed=1, since=at)
+    lines += lines
+    assert verify_lines(lines).missing == 9_998
 
 
 def test_nothing_is_proved_by_nothing(lines: list[Line], a: Process) -> None:

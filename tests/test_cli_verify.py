@@ -127,8 +127,9 @@ def test_what_was_ignored_is_listed(
     logs.close()
     torn = tmp_path / "torn.jsonl"
     torn.write_text("nonsense\n" * 30 + '{"event":"elec')
-    assert main(["verify", *logs.paths, str(torn)]) == 0
+    assert main(["verify", *logs.paths, str(torn)]) == 1
     out = capsys.readouterr().out
+    assert "not proved: 30 lines of these logs cannot be read." in out
     assert "lines ignored: 31\n" in out
     assert f"{torn}:1: not JSON" in out
     assert "and 11 more; --json has all" in out

@@ -23,7 +23,9 @@ clocks, whose disagreement `tolerance_s` allows for. Logs of *one* store belong 
 stores may each have an election of the same name.
 
 Where the logs have a gap nothing is proved (`Report.verdict` is "incomplete"), and what the missing
-events could explain is not called a violation.
+events could explain is not called a violation. Nor is anything proved by logs with lines that
+cannot be read, since each may have been an event; but for a torn last line, which a killed process
+leaves behind.
 
 Reading is streaming, and the order of files and lines does not matter.
 """

@@ -204,7 +204,10 @@ class Evidence:
         self.files: set[str] = set()
         self.lines = 0
         self.ignored: list[Ignored] = []
-        self.missing: list[Missing] = []
+        self.unreadable = 0
+        """Ignored lines that may have been events. Not those in which a file ends: their process
+        was killed as it wrote, or is still at it."""
+        self.missing: dict[Missing, None] = {}
         self.processes: set[tuple[str, int]] = set()
         self.wall_offsets: dict[str, tuple[float, float]] = {}
         self.last_sign: dict[str, Fact] = {}
@@ -227,7 +230,7 @@ class Evidence:
             if raw is not None:
                 self._record(where, raw)
         except _Malformed as malformed:
-            self.ignored.append(Ignored(where, f"not a line of an audit log: {malformed}"))
+            self._ignore(where, f"not a line of an audit log: {malformed}")
 
     def _parse(self, where: Where, text: bytes) -> dict[str, Any] | None:
         try:
@@ -235,15 +238,20 @@ class Evidence:
         except (ValueError, RecursionError):
             whole = text.rfind(_OPENING)
             if whole > 0:
-                self.ignored.append(Ignored(where, "torn: another line begins inside it"))
+                self._ignore(where, "torn: another line begins inside it")
                 return self._parse(where, text[whole:])
-            torn = not text.endswith(b"\n")
-            why = "torn: the file ends inside it" if torn else "not JSON"
-            self.ignored.append(Ignored(where, why))
+            if text.endswith(b"\n"):
+                self._ignore(where, "not JSON")
+            else:
+                self.ignored.append(Ignored(where, "torn: the file ends inside it"))
             return None
         if not isinstance(raw, dict):
             raise _Malformed("not an object")
         return raw
+
+    def _ignore(self, where: Where, why: str) -> None:
+        self.ignored.append(Ignored(where, why))
+        self.unreadable += 1
 
     def _record(self, where: Where, raw: dict[str, Any]) -> None:
         kind, session, pid = _text(raw, "event"), _text(raw, "session"), _whole(raw, "pid")
@@ -275,8 +283,7 @@ class Evidence:
             case "gap":
                 since = now if raw.get("since") is None else _moment(raw, "since", now)
                 gap = Missing(session, since, now, _whole(raw, "missed"))
-                if gap not in self.missing:  # the same log may be given twice, or copied
-                    self.missing.append(gap)
+                self.missing[gap] = None  # once, though the same log may be given twice
         self.processes.add((now.boot, pid))
         self.last_sign[session] = later(self.last_sign.get(session), fact)
         offset = now.wall - now.at

@@ -109,7 +109,7 @@ class Violation:
 
 Verdict = Literal["proved", "disproved", "incomplete", "empty"]
 """`incomplete`: nothing contradicts the guarantees, but the logs say that events are missing from
-them. `empty`: no term begins in these logs."""
+them, or have lines that cannot be read. `empty`: no term begins in these logs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +131,8 @@ class Report:
     tolerance_s: float
     missing: int
     """Events that the logs themselves say are not in them: they could not be written in time."""
+    unreadable: int
+    """Lines that are no events, or no longer: torn, damaged, or written by something else."""
     violations: tuple[Violation, ...]
     warnings: tuple[str, ...]
     ignored: tuple[Ignored, ...]
@@ -144,7 +146,7 @@ class Report:
     def verdict(self) -> Verdict:
         if self.violations:
             return "disproved"
-        if self.missing:
+        if self.missing or self.unreadable:
             return "incomplete"
         return "empty" if self.empty else "proved"
 
@@ -168,6 +170,7 @@ class Report:
             "ok": self.ok,
             "verdict": self.verdict,
             "missing": self.missing,
+            "unreadable": self.unreadable,
             **{name: getattr(self, name) for name in counts},
             "gap_p50_s": self.gap_p50_s,
             "gap_max_s": self.gap_max_s,
@@ -253,6 +256,7 @@ class _Judge:
             wall_clocks_compared=self._wall_compared,
             tolerance_s=self._tolerance_s,
             missing=sum(gap.events for gap in seen.missing),
+            unreadable=seen.unreadable,
             violations=tuple(sorted(self._violations, key=lambda found: found.when.wall)),
             warnings=tuple(self._warnings),
             ignored=tuple(seen.ignored),
@@ -535,6 +539,17 @@ class _Judge:
                 f"{missing} events of {sessions} sessions, from {first} to {last}, could not be"
                 " written in time (a full or slow disk, a pipe that nobody reads): what they would"
                 " have shown is not proved"
+            )
+        if seen.unreadable:
+            these = "1 line" if seen.unreadable == 1 else f"{seen.unreadable} lines"
+            self._warnings.append(
+                f"{these} cannot be read (torn by a full disk or a power cut, damaged, or written"
+                " by another program): what they said may be what proves, disproves or explains"
+            )
+        if cut := len(seen.ignored) - seen.unreadable:
+            these = "1 file ends" if cut == 1 else f"{cut} files end"
+            self._warnings.append(
+                f"{these} inside a line: the process was killed as it wrote it, or is writing now"
             )
         beginnings = seen.begun.keys()
         headless = (seen.lost.keys() | seen.resigned.keys()) - beginnings

@@ -21,7 +21,7 @@ clocks, which is as good as these are.
 exit codes:
   0    proved
   1    disproved: what happened is told, violation by violation; or not proved, because the logs say
-       that events are missing from them
+       that events are missing from them, or have lines that cannot be read
   2    there was nothing to verify
   others as for every command: see doyen --help
 
@@ -81,9 +81,14 @@ def _tell(report: Report, out: Console) -> None:
     if report.verdict == "empty":
         out.print("nothing to verify: no term begins in these logs", style="yellow")
     elif report.verdict == "incomplete":
+        lacking = []
+        if report.missing:
+            lacking.append(f"{report.missing} events are missing from these logs")
+        if report.unreadable:
+            lacking.append(f"{report.unreadable} lines of these logs cannot be read")
         out.print(
-            f"not proved: {report.missing} events are missing from these logs. What is in them"
-            " contradicts nothing: no two terms are known to have overlapped",
+            f"not proved: {', and '.join(lacking)}. The rest contradicts nothing: no two terms are"
+            " known to have overlapped",
             style="yellow",
         )
     elif report.ok:
