@@ -20,8 +20,9 @@ clocks, which is as good as these are.
 
 exit codes:
   0    proved
-  1    disproved: what happened is told, violation by violation; or not proved, because the logs say
-       that events are missing from them, or have lines that cannot be read
+  1    disproved: what happened is told, violation by violation; or not proved,
+       because the logs say that events are missing from them, or have lines
+       that cannot be read
   2    there was nothing to verify
   others as for every command: see doyen --help
 

@@ -334,11 +334,12 @@ class Link(ABC, Generic[C]):
         self._executions.add(execution)
         execution.add_done_callback(self._executions.discard)
         try:
-            return await asyncio.shield(execution)
+            await asyncio.wait({execution})  # a shield reports later failures, from 3.14 on
         except asyncio.CancelledError:
             self.drop(connection)
             execution.add_done_callback(lambda done: self._left_alone(done, connection))
             raise
+        return execution.result()
 
     def _require_primary(self, connection: C, who: Row) -> None:
         """An answer counts if it comes from the server that all links use now."""

@@ -402,11 +402,7 @@ class _PgLink(Link[_Connection]):
             return ConnectionLost(cause) if lost or type(error) is psycopg.DatabaseError else error
         if state in ("40001", "40P01"):
             return TryAgain(cause)
-        if state in (
-            "25006",
-            "0A000",
-            "55000",
-        ):  # what a standby says to BEGIN READ WRITE, and so on
+        if state in _STANDBY:
             return WrongServer(f"{self.where} has become a standby ({cause})")
         if state == "55P03":
             return StoreUnavailable(
