@@ -425,22 +425,94 @@ def test_a_full_disk_refuses_and_another_leads() -> None:
     run(main)
 
 
-def test_when_every_disk_is_full_everyone_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_when_every_disk_is_full_one_leader_stays(caplog: pytest.LogCaptureFixture) -> None:
     async def main(world: World) -> None:
+        (leader,) = world.leaders()
         for disk in world.disks.values():
             disk.fill(True)
-        for node in [*world.nodes.values()] * 3:
-            # Unknown, if the leader it was put to changes before it has answered.
-            with pytest.raises((StoreUnavailable, OutcomeUnknown), match="is full"):
+        for node in [*world.nodes.values()] * 20:
+            with pytest.raises(StoreUnavailable, match=f"disk of node {leader.id}.* is full"):
                 await node.propose(USER, b"a")
-            await world.leader()
+            await node.barrier()
+            await asyncio.sleep(0.1)
+        assert world.leaders() == [leader]
+        assert leader.generation == 1
         told = [record.getMessage() for record in caplog.records if "is full" in record.message]
-        assert len(told) == len({*told}), "each node says so once, not whenever it is asked"
+        assert len(told) == len({*told}) == 3, "each node says so once, followers too"
+        assert all(node.status().full for node in world.nodes.values())
+        with pytest.raises(OrderFailed, match="no other voter is there that could lead"):
+            await leader.transfer()
+        other = follower_of(world).id
+        with pytest.raises(OrderFailed, match=f"the disk of {other} is full"):
+            await leader.transfer(other)
         for disk in world.disks.values():
             disk.fill(False)
+        await asyncio.sleep(0.5)
         assert await world.leaders()[0].propose(USER, b"b") == 1
 
     run(main)
+
+
+def test_a_full_leader_hands_over_to_a_node_with_room() -> None:
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        full, *roomy = [node for node in world.voters if node != leader.id]
+        world.disks[leader.id].fill(True)
+        world.disks[full].fill(True)
+        await world.until(lambda: full in leader.without_room())
+        for _ in range(10):
+            with contextlib.suppress(StoreUnavailable):
+                await leader.propose(USER, b"a")
+            await asyncio.sleep(0.2)
+        (successor,) = world.leaders()
+        assert successor.id in roomy
+        assert successor.generation == 2
+
+    run(main, voters=("n1", "n2", "n3", "n4", "n5"))
+
+
+def test_writes_are_refused_while_no_majority_has_room() -> None:
+    """Else the reserves of the full nodes would be used up, and no lease could end."""
+
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        full = [node for node in VOTERS if node != leader.id]
+        world.disks[full[0]].fill(True)
+        await asyncio.sleep(0.5)
+        assert await leader.propose(USER, b"a") == 1
+        world.disks[full[1]].fill(True)
+        await asyncio.sleep(0.5)
+        for node in world.nodes.values():
+            with pytest.raises(StoreUnavailable, match="no majority has room"):
+                await node.propose(USER, b"b")
+        settled: list[Any] = []
+        leader.submit(USER, b"own", lambda *told: settled.append(told), internal=True)
+        await world.until(lambda: settled)
+        assert settled[0][1:] == (2, None)
+        world.disks[full[0]].fill(False)
+        await asyncio.sleep(0.5)
+        assert await leader.propose(USER, b"c") == 3
+
+    run(main)
+
+
+def test_what_waits_for_the_leaders_disk_has_a_bound() -> None:
+    """The others commit without it, so nothing else bounds it."""
+
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        disk = world.disks[leader.id]
+        disk.sync_s = 5.0
+        with pytest.raises(StoreUnavailable, match=f"bytes wait for the disk of node {leader.id}"):
+            for n in range(30):
+                await leader.propose(USER, b"%d" % n + b"x" * 1000)
+        assert 10_000 < disk.queued() < 12_500
+        await asyncio.sleep(6.0)
+        assert disk.queued() == 0
+        disk.sync_s = 0.001
+        await leader.propose(USER, b"again")
+
+    run(main, limits=Limits(journal_bytes=10_000))
 
 
 def test_a_journal_that_fails_ends_the_process() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from doyen.quorum.keyspace import Put, Written, encode
-from doyen.quorum.requests import Found, Get, Write
-from test_quorum_service import Client, Quorum, on_quorum
+from doyen.quorum.keyspace import Delete, Done, Put, Revoke, Written, encode
+from doyen.quorum.requests import Failed, Found, Get, Renew, Renewed, Trouble, Write
+from test_quorum_service import TTL_S, Client, Quorum, granted, on_quorum
 
 
 def test_answers_wait_until_the_client_takes_them() -> None:
@@ -28,5 +28,39 @@ def test_answers_wait_until_the_client_takes_them() -> None:
             assert (await client.answer_to(-n)).record.value == b"old"
         await client.answer_to(2)
         assert not client.faults
+
+    on_quorum(test)
+
+
+def test_while_every_disk_is_full_leases_are_renewed_and_ended() -> None:
+    async def test(quorum: Quorum) -> None:
+        world = quorum.world
+        leader = await quorum.leader()
+        generation = world.nodes[leader].generation
+        for node in (leader, await quorum.follower()):
+            client = Client(quorum.services[node], f"client-of-{node}")
+            live, dead, given_up = [await granted(client, number) for number in (1, 2, 3)]
+            assert isinstance(await client.do(4, Put(node, b"", 0)), Written)
+            for disk in world.disks.values():
+                disk.fill(True)
+            await asyncio.sleep(0.5)
+            began = world.loop.time()
+            number = 10
+            while quorum.keyspace(leader).lease(dead) is not None:
+                assert isinstance(await client.ask(Renew, live), Renewed)
+                number += 1
+                refused = await client.do(number, Put("more", b"", 0))
+                assert isinstance(refused, Failed)
+                assert refused.trouble is Trouble.UNAVAILABLE
+                assert (await client.ask(Get, node)).record is not None
+                assert world.loop.time() - began < 1.2 * TTL_S
+                await asyncio.sleep(0.1)
+            assert await client.do(5, Revoke(given_up)) == Done()
+            assert await client.do(6, Delete(node, 0)) == Done()
+            assert quorum.keyspace(leader).lease(live) is not None
+            assert (await quorum.leader(), world.nodes[leader].generation) == (leader, generation)
+            for disk in world.disks.values():
+                disk.fill(False)
+            await asyncio.sleep(0.5)
 
     on_quorum(test)

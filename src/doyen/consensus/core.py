@@ -220,9 +220,10 @@ class ReadAsked(Event, frozen=True, gc=False):
 
 
 class TransferAsked(Event, frozen=True, gc=False):
-    """Have `to` lead, or, if empty, whichever voter is furthest along."""
+    """Have `to` lead, or, if empty, whichever voter is furthest along and not to be avoided."""
 
     to: str = ""
+    avoid: tuple[str, ...] = ()
 
 
 class ChangeAsked(Event, frozen=True, gc=False):

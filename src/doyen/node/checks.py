@@ -8,6 +8,7 @@ from typing import Any
 from msgspec import MsgspecError
 
 from doyen.node import roles
+from doyen.node.machine import KEYSPACE, Command
 from doyen.quorum.keyspace import (
     Advance,
     Create,
@@ -22,7 +23,17 @@ from doyen.quorum.requests import MAX_KEY, MAX_LEVELS, MAX_TTL_S, MAX_VALUE, MIN
 from doyen.quorum.wire import Role as Power
 from doyen.quorum.wire import allows
 
-__all__ = ["flaw"]
+__all__ = ["flaw", "frees"]
+
+_FREEING = {kind.__struct_config__.tag for kind in (Revoke, Delete)}
+
+
+def frees(command: Command) -> bool:
+    """Whether a command only removes something. The tag is read in place where it is encoded in
+    the usual way: a short array that begins with a small number."""
+    body = command.body
+    usual = command.target == KEYSPACE and len(body) >= 2 and 0x90 < body[0] <= 0x9F
+    return usual and body[1] in _FREEING
 
 
 def flaw(body: bytes, role: Power) -> str | None:

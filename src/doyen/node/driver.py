@@ -62,7 +62,6 @@ from doyen.consensus.core import (
     Snapshot,
     SnapshotReceived,
     SnapshotSent,
-    TransferAsked,
     TransferFailed,
 )
 from doyen.errors import (
@@ -91,6 +90,7 @@ from doyen.node.proposals import (
 from doyen.node.questions import DONE, NOT_LEADING, REFUSED, UNKNOWN, Answer, Questions
 from doyen.node.reads import Reads
 from doyen.node.roles import needs_admin
+from doyen.node.room import Room
 from doyen.quorum.versions import NEWEST
 
 __all__ = ["Answer", "Driver", "Limits", "Status"]
@@ -108,6 +108,7 @@ RETRY_S = 0.02
 
 # What nodes ask the leader, by the first byte.
 _PROPOSE, _READ, _SERVICE, _ORDER, _PROPOSE_AS_ADMIN = b"P", b"R", b"Q", b"O", b"A"
+_ROOM = b"F"
 
 
 class Driver:
@@ -159,10 +160,12 @@ class Driver:
         self._forwarding = 0
         """Batches of ours that the leader has not answered."""
         self._retry: asyncio.TimerHandle | None = None
-        self._handing_over = self._told_full = False
 
         self._reads = Reads(self, self._ask_index)
         self._questions = Questions(self, transport, limits.patience_s)
+        tell = lambda leader, report: self._questions.put(leader, _ROOM + report)  # noqa: E731
+        self._room = Room(self, journal, limits, clock.now, tell)
+        self.without_room = self._room.without
 
         self._on_role: list[Callable[[Role, int, str | None], None]] = []
         self._on_applied: list[Callable[[int], None]] = []
@@ -228,6 +231,7 @@ class Driver:
         """End at once, and do nothing any more, as a process that is killed."""
         self._ended = True
         self._questions.end()
+        self._room.end()
         for timer in (self._timer, self._sweeper, self._retry):
             if timer is not None:
                 timer.cancel()
@@ -345,6 +349,7 @@ class Driver:
         self._applied.go_on()
 
     def _received(self, peer: str, message: Message) -> None:
+        self._room.look()
         self.tell_core(Received(peer, message))
 
     def _connected(self, peer: str) -> None:
@@ -357,6 +362,7 @@ class Driver:
         if self._ended:
             return
         self._durable = token
+        self._room.look()
         held = self._held
         while held and held[0].after <= token:
             send = held.popleft()
@@ -407,7 +413,7 @@ class Driver:
             self._transport.send(effect.peer, effect.message)
 
     def _role_change(self, effect: RoleChanged) -> None:
-        self._handing_over = False
+        self._room.role_changed()
         changed, self._role_changed = self._role_changed, self._loop.create_future()
         changed.set_result(None)
         if effect.leader not in (None, self.id):
@@ -432,7 +438,7 @@ class Driver:
         self._refusal = effect.reason
 
     def _transfer_failed(self, effect: TransferFailed) -> None:
-        self._handing_over = False
+        self._room.stays()
         self._orders.transferred(effect.reason)
         self.flush_soon()
 
@@ -585,11 +591,8 @@ class Driver:
             own = proposals.gather(self._applied.index, internal=True)
             if own is not None and not self._enter(own):
                 return
-        if not self._journal.full():
-            self._told_full = False
-        elif self._offers or proposals.clients_waiting:
-            self._refuse_for_room()
-            return
+        if (reason := self._room.refusal()) and (self._offers or proposals.clients_waiting):
+            self._refuse_for_room(reason)
         while (self._offers or proposals.clients_waiting) and len(waiting) < self.limits.pipeline:
             batch, data = self._offers.next_entry(proposals, self._applied.index)
             if batch is not None and not self._enter(batch, data):
@@ -642,17 +645,13 @@ class Driver:
         if self.core.leader == leader:
             await self.pause()
 
-    def _refuse_for_room(self) -> None:
-        """The disk is full: say so, and let another lead who may have room."""
-        reason = f"the disk of node {self.id}, which leads, is full: make room there"
-        while self._offers:
-            _tell(self._offers.take(), REFUSED, reason)
-        self._proposals.refuse_waiting(reason)
-        if not self._handing_over:
-            if not self._told_full:
-                log.error("%s; handing over if another can lead", reason)
-            self._handing_over = self._told_full = True
-            self.tell_core(TransferAsked())
+    def _refuse_for_room(self, reason: str) -> None:
+        """There is no room: say so, and let another lead who may have some."""
+        spares = self._room.spares
+        for batch in self._offers.take_out(spares):
+            _tell(batch, REFUSED, reason)
+        self._proposals.refuse_waiting(reason, spares)
+        self._room.hand_over_soon()
 
     # Reads.
 
@@ -684,9 +683,9 @@ class Driver:
         before the answer came."""
         return await self._questions.ask_leader(_SERVICE + question)
 
-    async def pause(self) -> None:
+    async def pause(self, within_s: float = RETRY_S) -> None:
         """Until the role changes, or a moment."""
-        await asyncio.wait({self._role_changed}, timeout=RETRY_S)
+        await asyncio.wait({self._role_changed}, timeout=within_s)
 
     def asked(self, peer: str, question: bytes, answer: Answer) -> None:
         """A peer asks whoever leads."""
@@ -705,6 +704,9 @@ class Driver:
             self._reads.add(lambda index: tell(DONE, index.to_bytes(8)))
         elif tag == _SERVICE and self._on_question is not None:
             self._on_question(body, lambda given: tell(DONE, given))
+        elif tag == _ROOM:
+            self._room.heard(peer, body)
+            tell(DONE)
         elif tag == _ORDER:
             done, batch = partial(tell, DONE), Batch([], [], tell)
             refuse = lambda reason: tell(REFUSED, reason.encode())  # noqa: E731

@@ -109,6 +109,7 @@ class FileJournal:
         self._mark = Mark(ledger.end, b"", ledger.kept)
         """What the log will amount to when all that is queued is written."""
         self._received: Kept | None = None
+        self._queued = 0
         self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._writer: threading.Thread | None = None
@@ -176,9 +177,11 @@ class FileJournal:
                 size += len(entry.data) + 16
                 if size > BATCH_BYTES and at > start:
                     records.append(self._put(first + start, keep, entries[start:at]))
+                    self._queued += size
                     self._queue.put(_Write(records, size, 0))
                     records, start, size = [], at, len(entry.data) + 16
             records.append(self._put(first + start, keep, entries[start:] if start else entries))
+        self._queued += size
         self._queue.put(_Write(records, size, effect.token))
 
     def _put(self, first: int, keep: bool, entries: Any) -> Put:
@@ -188,6 +191,9 @@ class FileJournal:
 
     def full(self) -> bool:
         return self._full
+
+    def queued(self) -> int:
+        return self._queued
 
     async def take_snapshot(self, snapshot: Snapshot, pieces: Iterator[bytes]) -> None:
         kept = await self._store(snapshot, lambda step: self._on_aside(step, pieces))
@@ -335,7 +341,8 @@ class FileJournal:
         if records := [record for write in writes for record in write.records]:
             self._log.append(records)
         token = max(write.token for write in writes)
-        self._tell(self._report, token, [write.done for write in writes if write.done])
+        size = sum(write.size for write in writes)
+        self._tell(self._report, token, size, [write.done for write in writes if write.done])
         if litter := self._log.litter():
             self._remove(litter)
 
@@ -385,7 +392,8 @@ class FileJournal:
         with suppress(RuntimeError):  # The loop has been closed over us.
             self._loop.call_soon_threadsafe(what, *arguments)
 
-    def _report(self, token: int, done: list[asyncio.Future[None]]) -> None:
+    def _report(self, token: int, size: int, done: list[asyncio.Future[None]]) -> None:
+        self._queued -= size
         if token:
             self._persisted(token)
         for future in done:
@@ -508,6 +516,15 @@ class MemoryJournal:
 
     def full(self) -> bool:
         return self._full
+
+    def queued(self) -> int:
+        return sum(
+            len(entry.data)
+            for records, _ in self._queue
+            for record in records
+            if isinstance(record, Put)
+            for entry in record.entries
+        )
 
     def fill(self, full: bool) -> None:
         """Have the disk be full, or no longer."""

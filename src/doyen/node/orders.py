@@ -109,6 +109,10 @@ class Owner(Protocol):
     async def pause(self) -> None:
         """Until the role changes, or a moment."""
 
+    def without_room(self) -> tuple[str, ...]:
+        """The nodes whose disk is full, as far as this one knows."""
+        ...
+
     def offer(self, event: Event, batch: Batch) -> str | None:
         """Have the core add something to the log; `batch` is told when it is applied. Returns
         why it was refused."""
@@ -216,9 +220,12 @@ class Orders:
         core = self._owner.core
         if to == core.id:
             return
+        full = self._owner.without_room()
+        if to in full:
+            raise OrderFailed(f"the disk of {to} is full: make room there, or name another node")
         settled = asyncio.get_running_loop().create_future()
         self._transfers.append(settled)
-        self._owner.tell_core(TransferAsked(to))
+        self._owner.tell_core(TransferAsked(to, full))
         await settled
         if to and core.leader != to:
             raise OrderFailed(f"{core.leader} leads now, not {to}")

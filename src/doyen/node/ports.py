@@ -43,6 +43,10 @@ class Journal(Protocol):
     def full(self) -> bool:
         """Whether the disk has no room for more proposals; what it has keeps standing."""
 
+    def queued(self) -> int:
+        """About how many bytes wait to be on disk."""
+        ...
+
     async def take_snapshot(self, snapshot: Snapshot, pieces: Iterator[bytes]) -> None:
         """Write a snapshot of our own, durably, in small steps; then forget what it stands for in
         the log, but for a tail that helps those who are a little behind."""

@@ -72,6 +72,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     proposed meanwhile is gathered into the next ones."""
     pipeline: int = 8
     """Entries of our own that may be under way before what comes next is gathered up."""
+    journal_bytes: int = 64 << 20
+    """Bytes that may wait for a leader's own disk; beyond, clients' writes are refused."""
     apply_commands: int = 2048
     """Commands that are applied in one turn of the loop, to the end of an entry."""
     snapshot_entries: int = 100_000
@@ -370,12 +372,21 @@ class Proposals:
         for proposal in batch.proposals:
             self._fail(proposal, reason)
 
-    def refuse_waiting(self, reason: str) -> None:
-        """Nothing of what clients wait for can be proposed."""
+    def refuse_waiting(self, reason: str, unless: Callable[[Command], bool]) -> None:
+        """Nothing of what clients wait for can be proposed, with exceptions."""
         queued = [*self._queue]
         self._queue.clear()
         for proposal in queued:
-            self._fail(proposal, reason)
+            if unless(self._command(proposal)):
+                self._queue.append(proposal)
+            else:
+                self._fail(proposal, reason)
+
+    def _command(self, proposal: _Proposal) -> Command:
+        origin = proposal.origin
+        if isinstance(origin, Command):
+            return origin
+        return Command(origin.name, proposal.seq, origin.floor, proposal.target, proposal.body)
 
     def refuse_all(self, reason: str) -> None:
         """Nobody is left to see any of them through."""
@@ -424,6 +435,18 @@ class Offers:
         data, batch = self._queue.popleft()
         self._bytes -= len(data)
         return batch
+
+    def take_out(self, unless: Callable[[Command], bool]) -> list[Batch]:
+        """Those with a command that is no exception."""
+        batches, out = [*self._queue], []
+        self._queue.clear()
+        self._bytes = 0
+        for data, batch in batches:
+            if all(unless(command) for command in batch.commands):
+                self.add(data, batch)
+            else:
+                out.append(batch)
+        return out
 
     def next_entry(self, proposals: Proposals, applied: int) -> tuple[Batch | None, bytes]:
         """What peers have sent, and what clients here propose, as one entry within its bounds; and

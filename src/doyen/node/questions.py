@@ -94,7 +94,8 @@ class Questions:
             except OutcomeUnknown:
                 return bytes([UNKNOWN])
             except asyncio.CancelledError:
-                if not asking.cancelled():
+                task = asyncio.current_task()
+                if not asking.cancelled() or (task is not None and task.cancelling()):
                     raise
                 return bytes([UNKNOWN])
             finally:

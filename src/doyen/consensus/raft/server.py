@@ -633,13 +633,13 @@ class Raft(Elector):
         if self.role is not LEADING:
             self._out.append(TransferFailed("this server does not lead"))
             return
-        heir = event.to or self._furthest()
+        heir = event.to or self._furthest(event.avoid)
         if heir == self._heir and heir is not None:
             return
         if self._heir is not None:
             self._keep_leading(f"{heir} is to lead instead of {self._heir}")
         if heir is None:
-            self._out.append(TransferFailed("no other voter is there to lead"))
+            self._out.append(TransferFailed("no other voter is there that could lead"))
         elif heir == self.id:
             self._out.append(TransferFailed("this server leads already"))
         elif heir not in self.membership.voters:
@@ -650,14 +650,15 @@ class Raft(Elector):
             self._arm()
             self._hand_over(heir)
 
-    def _furthest(self) -> str | None:
-        """The other voter that has most of the log, among those heard of."""
+    def _furthest(self, avoid: tuple[str, ...] = ()) -> str | None:
+        """The other voter that has most of the log, among those heard of and not avoided."""
         best: str | None = None
         for voter in self.membership.voters:
             progress = self._peers.get(voter)
             if (
                 progress is not None
                 and progress.active
+                and voter not in avoid
                 and (best is None or progress.match > self._peers[best].match)
             ):
                 best = voter
