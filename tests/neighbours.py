@@ -144,8 +144,7 @@ class Neighbour:
 
     def die(self) -> None:
         """As a process does: every connection ends, nobody is told why."""
-        for task in self.door._accepting:
-            task.cancel()
+        self.door.stop_listening()
         for link in [*self.peers._links.values(), *(c.link for c in self.peers._callers.values())]:
             link.abort()
         for link in self.clients:

@@ -6,6 +6,7 @@ After each, a node that belongs here is let in and heard.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 import struct
@@ -435,3 +436,21 @@ def test_a_door_that_is_closed_lets_nobody_in() -> None:
                     await call(node.address)
 
     run(body())
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_door_that_is_closed_as_somebody_arrives_leaves_no_socket_open(turns: int) -> None:
+    """An unclosed socket is a warning, and warnings are errors here."""
+
+    async def body() -> None:
+        async with Street() as street:
+            node = await street.add("n1")
+            arriving = [socket.create_connection((HOST, node.port)) for _ in range(3)]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await node.door.close()
+            for each in arriving:
+                each.close()
+
+    run(body())
+    gc.collect()

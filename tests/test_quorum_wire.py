@@ -23,7 +23,7 @@ from doyen.quorum.requests import (
     Wrote,
     decode_request,
 )
-from doyen.quorum.wire import ANY, MAX_FRAME, Fault, Identity, Security
+from doyen.quorum.wire import ANY, MAX_FRAME, Fault, Identity, MemberInfo, Security
 from doyen.stores.quorum import wire
 from doyen.stores.quorum.wire import Wire
 
@@ -34,6 +34,7 @@ class FakeLink:
     where = "a node"
     closed = ending = full = False
     them = Identity("cluster", "n1", 1)
+    info = MemberInfo()
 
     def __init__(self, on_frames: Any, on_end: Any) -> None:
         self._on_frames, self._on_end = on_frames, on_end

@@ -315,18 +315,17 @@ def test_every_address_of_a_name() -> None:
     run(body())
 
 
-def test_a_door_with_no_descriptors_left_opens_again() -> None:
+def test_a_door_with_no_descriptors_left_opens_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, left = socket.socket.accept, [errno.EMFILE, errno.ENFILE, errno.ECONNABORTED]
+
+    def sometimes(listening: socket.socket) -> tuple[socket.socket, Any]:
+        if left:
+            raise OSError(left.pop(), "no more")
+        return accept(listening)
+
     async def body() -> None:
         async with Street() as street:
-            loop = asyncio.get_running_loop()
-            accept, left = loop.sock_accept, [errno.EMFILE, errno.ENFILE, errno.ECONNABORTED]
-
-            async def sometimes(listening: socket.socket) -> tuple[socket.socket, Any]:
-                if left:
-                    raise OSError(left.pop(), "no more")
-                return await accept(listening)
-
-            loop.sock_accept = sometimes  # type: ignore[assignment,method-assign]
+            monkeypatch.setattr(socket.socket, "accept", sometimes)
             node = await street.add("n1")
             (await call(node.address)).link.abort()
             assert node.counts == {"crowded": 3}

@@ -83,7 +83,7 @@ class Door:
         self._insecure = insecure
         self._max_strangers = max_strangers
         self._max_clients = max_clients
-        self._accepting: set[asyncio.Task[None]] = set()
+        self._listening: list[socket.socket] = []
         self._strangers: dict[Visitor, None] = {}
         self._inside: set[Link] = set()
         self._closed = False
@@ -117,7 +117,8 @@ class Door:
                 failures.append(error)
                 continue
             port = listening.getsockname()[1]
-            self._accepting.add(loop.create_task(self._accept(listening, http_only)))
+            self._listening.append(listening)
+            loop.add_reader(listening, self._accept, listening, http_only)
         for failure in failures:
             # A machine may know a name's IPv6 address and have no IPv6.
             if len(failures) == len(set(found)) or failure.errno not in NO_SUCH_NETWORK:
@@ -128,18 +129,26 @@ class Door:
                 ) from failure
         return port
 
-    async def _accept(self, listening: socket.socket, http_only: bool) -> None:
-        loop = asyncio.get_running_loop()
-        with listening:
-            while True:
-                try:
-                    for _ in range(ACCEPTED_AT_ONCE):
-                        arrived, where = await loop.sock_accept(listening)
-                        Visitor(self, http_only, where[0]).begin(arrived)
-                    await asyncio.sleep(0)
-                except OSError as error:  # it was gone already, or there are no descriptors left
-                    self.tally.note(Fault.CROWDED, f"nobody could be let in: {error}")
-                    await asyncio.sleep(ACCEPT_AGAIN_S)
+    def _accept(self, listening: socket.socket, http_only: bool) -> None:
+        """Take in who waits. A callback, not a task: a task that is cancelled just after a
+        connection was accepted would lose it without closing it."""
+        try:
+            for _ in range(ACCEPTED_AT_ONCE):
+                arrived, where = listening.accept()
+                arrived.setblocking(False)
+                Visitor(self, http_only, where[0]).begin(arrived)
+        except (BlockingIOError, InterruptedError):
+            pass  # all of them are in
+        except OSError as error:  # it was gone already, or there are no descriptors left
+            self.tally.note(Fault.CROWDED, f"nobody could be let in: {error}")
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listening)
+            loop.call_later(ACCEPT_AGAIN_S, self._accept_again, listening, http_only)
+
+    def _accept_again(self, listening: socket.socket, http_only: bool) -> None:
+        if listening in self._listening:
+            loop = asyncio.get_running_loop()
+            loop.add_reader(listening, self._accept, listening, http_only)
 
     def enter(self, visitor: Visitor) -> None:
         """A stranger is at the door."""
@@ -165,15 +174,22 @@ class Door:
             link.when_gone(self._inside.discard)
             self._clients(link)
 
+    def stop_listening(self) -> None:
+        """Let nobody in any more; who is in stays."""
+        for listening in self._listening:
+            asyncio.get_running_loop().remove_reader(listening)
+            listening.close()
+        self._listening.clear()
+
     async def close(self) -> None:
         """Listen no more, send strangers away, and end the clients' links."""
         self._closed = True
-        for task in self._accepting:
-            task.cancel()
-        if self._accepting:
-            await asyncio.wait(self._accepting)
-        for visitor in list(self._strangers):
+        self.stop_listening()
+        strangers = list(self._strangers)
+        for visitor in strangers:
             visitor.turn_away(None, "")
+        for visitor in strangers:
+            await visitor.wait()
         for link in list(self._inside):
             link.close()
         for link in list(self._inside):
@@ -291,6 +307,11 @@ class Visitor(asyncio.Protocol):
             self._transport.abort()
         elif self._connecting and self._task is not None:
             self._task.cancel()
+
+    async def wait(self) -> None:
+        """Until its connection is in the hands of a transport, or closed."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
 
     def _end(self) -> None:
         self._over = True
