@@ -354,12 +354,21 @@ class WireWorld(World):
         self.odds = odds
         self.ports = ports
         self.is_calm = False
+        self._lives: list[asyncio.Task[None]] = []
         self.network = Network()
         self.model = build(self)
 
     def start(self) -> None:
         self.started += 1
-        self.processes.append(WireProcess(self, f"p{self.started}"))
+        process = WireProcess(self, f"p{self.started}")
+        self.processes.append(process)
+        self._lives.append(process.task)
+
+    async def end(self) -> None:
+        """Those that have left or crashed before may still be closing their sessions: if that is
+        cancelled, connections stay open."""
+        await super().end()
+        await asyncio.gather(*self._lives, return_exceptions=True)
 
     def heal(self, process: Process) -> None:
         super().heal(process)

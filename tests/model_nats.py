@@ -39,8 +39,8 @@ class Trouble:
     error: float = 0.005
     """A request is answered by an error that ends the connection."""
     behind: float = 0.2
-    """A consumer is placed on a replica that lacks the latest messages for up to `delay_s`. The
-    server places a consumer with one replica on any of those of the stream."""
+    """A consumer is placed on a replica that lacks the latest messages, until `delay_s` or half of
+    that has passed. The server places a consumer with one replica on any of those of the stream."""
     behind_by: tuple[int, int] = (1, 10)
     """How many messages, at least and at most."""
     delay_s: float = 1.0
@@ -250,7 +250,8 @@ class NatsModel:
         for number, (subject, stored) in enumerate(waiting, 1):
             self._deliver(consumer, subject, stored, len(waiting) - number)
         if horizon < stream.last:
-            consumer.due = self._now() + self._random.uniform(0, self.trouble.delay_s)
+            lag_s = self.trouble.delay_s * self._random.uniform(0.5, 1)
+            consumer.due = self._now() + lag_s
             for subject, stored in stream.recent:
                 if stored.sequence > horizon:
                     self._deliver(consumer, subject, stored, 0)

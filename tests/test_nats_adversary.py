@@ -240,12 +240,14 @@ def test_a_copy_that_is_behind_hides_nothing_of_our_own() -> None:
         for _ in range(50):
             try:
                 assert await store.get(KEY) == made.entry
-                await store.enqueue(line_key("e"), b"", lease)
                 seen += 1
             except (OutcomeUnknown, StoreUnavailable):
                 pass
             await asyncio.sleep(0.2)
         assert seen > 10
+        room.model.trouble = FAIR
+        await asyncio.sleep(5)
+        await store.enqueue(line_key("e"), b"", lease)
 
     meets(test)
 
