@@ -41,6 +41,26 @@ async def opened(url: str) -> AsyncIterator[RedisStore]:
         await store.close()
 
 
+def test_a_lease_is_ended_only_on_the_server_on_which_it_was_seen(redis: servers.Redis) -> None:
+    """After a failover the numbers of renewals that were lost are given again. What was seen on
+    the server before says nothing of a lease with the same number on this one."""
+
+    async def main() -> None:
+        async with opened(redis.url) as store, opened(redis.url) as other:
+            lease = await store.grant(60)
+            (seen,) = await other.look([lease.id])
+            other._lookout.judge(seen._replace(incarnation="a server before"))
+            await other.seal(lease.id, seen.counter)
+            await store.renew(lease)
+            (seen,) = await other.look([lease.id])
+            other._lookout.judge(seen)
+            await other.seal(lease.id, seen.counter)
+            with pytest.raises(LeaseGone):
+                await store.renew(lease)
+
+    run(main)
+
+
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(main())
 
@@ -159,6 +179,7 @@ class TestSeal:
                 key = leader_key("seal")
                 await holder.create(key, b"v", lease)
                 (seen,) = await other.look([lease.id])
+                other._lookout.judge(seen)
                 await holder.renew(lease)
                 await other.seal(lease.id, seen.counter)
                 assert await other.get(key) is not None
@@ -179,6 +200,7 @@ class TestSeal:
                 lease = await old.grant(60)
                 await old.create(key, b"old", lease)
                 (seen,) = await new.look([lease.id])
+                new._lookout.judge(seen)
                 await new.seal(lease.id, seen.counter)
                 mine = await new.grant(60)
                 assert (await new.create(key, b"new", mine)).won

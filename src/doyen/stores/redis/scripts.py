@@ -191,7 +191,9 @@ renewed(ARGV[3], ttl_us)
 return lease_row(ARGV[3])
 """,
     "revoke": "finish(ARGV[3])",
+    # RUN is who carries it out: the counter says nothing of what another server has confirmed.
     "seal": """
+if RUN ~= ARGV[5] then return 0 end
 if redis.call('HGET', LEASES, 'counter:' .. ARGV[3]) ~= ARGV[4] then return 0 end
 finish(ARGV[3])
 return 1

@@ -198,8 +198,10 @@ class RedisStore(Store):
         return [_lease_row(row, wire) for row in rows]
 
     async def seal(self, lease: str, counter: int) -> None:
-        """End a lease that is over, unless its counter has moved."""
-        ended, _ = await self._write("seal", lease, str(counter))
+        """End a lease that is over, unless its counter has moved, and only on the server on which
+        it was seen: another may lack renewals, and count them again."""
+        run, _, _ = self._lookout.incarnation.partition(" ")
+        ended, _ = await self._write("seal", lease, str(counter), run)
         if ended and lease not in self._own:
             self._emit(LeaseEnded(lease=lease, cause="expired"))
 
