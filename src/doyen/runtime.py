@@ -30,7 +30,7 @@ from doyen.clock import Clock, SystemClock
 from doyen.events import FLUSH_S, Allowance, Direct, Outlet, Queued, Sink, missing
 from doyen.heart import Heart
 
-__all__ = ["InlineRuntime", "Runtime", "ThreadRuntime", "outlast"]
+__all__ = ["InlineRuntime", "LogRelay", "Runtime", "ThreadRuntime", "outlast"]
 
 T = TypeVar("T")
 log = logging.getLogger("doyen")
@@ -39,7 +39,9 @@ ADMITTED = 64
 """How many new pieces of work begin in one turn of doyen's loop."""
 SLICE_S = 0.1
 """How long after waking from suspend a deadline may go unnoticed by the watchdog."""
-LOGGERS = ("doyen", "doyen.audit", "doyen.consul", "doyen.nats", "doyen.zookeeper")
+LOGGERS = (
+    *("doyen", "doyen.audit", "doyen.consul", "doyen.nats", "doyen.node", "doyen.zookeeper"),
+)
 """The loggers of what runs on doyen's threads. A filter of a logger does not see the lines of its
 children, so each is named; `tests/test_house.py` compares."""
 
@@ -263,7 +265,7 @@ def _take_note(task: asyncio.Future[Any]) -> None:
         task.exception()
 
 
-class _LogRelay(logging.Filter):
+class LogRelay(logging.Filter):
     """Takes doyen's log lines before any handler sees them, and hands them on from a thread.
 
     It comes before the filters of the user, so that these see each line once, on that thread.
@@ -362,7 +364,7 @@ class ThreadRuntime:
         self._hearts: set[Heart] = set()
         self._changed = threading.Condition()
         self._stopped = False
-        self._log = _LogRelay()
+        self._log = LogRelay()
         self._threads = [
             threading.Thread(target=self._run, name="doyen", daemon=True),
             threading.Thread(target=self._watch, name="doyen-watchdog", daemon=True),

@@ -17,12 +17,14 @@ import sys
 import tomllib
 from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from doyen.cli._manual import manual
 from doyen.cli._output import Exit, print_json, seconds
 from doyen.errors import ConfigError
+from doyen.events import FLUSH_S, Queued
 
 if TYPE_CHECKING:
     from doyen.consensus.core import Role
@@ -254,7 +256,7 @@ def _secret(path: Path) -> str:
     return secret
 
 
-Tell = Callable[..., None]
+Tell = Callable[..., object]
 
 
 def _tell(words: str, **_: object) -> None:
@@ -268,6 +270,21 @@ def _tell_json(words: str, **fields: object) -> None:
 
 
 async def _serve(asked: Options, http: str | None, tell: Tell) -> int:
+    """What it says is written by a thread: a pipe that nobody reads must not stop the node."""
+    lines = Queued(_write, merge=lambda _, line: line, name="doyen-serve")
+    try:
+        return await _serve_until_told(
+            asked, http, lambda words, **fields: lines.put(partial(tell, words, **fields))
+        )
+    finally:
+        await lines.close(FLUSH_S)
+
+
+def _write(line: Callable[[], object]) -> None:
+    line()
+
+
+async def _serve_until_told(asked: Options, http: str | None, tell: Tell) -> int:
     from doyen.node.server import Server
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()

@@ -11,6 +11,7 @@ import logging
 import os
 import random
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from msgspec.structs import replace
 from doyen.clock import SystemClock
 from doyen.consensus.core import ChangeAsked, Making, Membership, Role, Settings
 from doyen.errors import ConfigError
+from doyen.events import FLUSH_S
 from doyen.node.door import Door
 from doyen.node.driver import Driver, Limits
 from doyen.node.folder import read_identity, read_member, survey, write_member
@@ -42,6 +44,7 @@ from doyen.quorum.keyspace import QUOTA, Keyspace
 from doyen.quorum.link import Tally
 from doyen.quorum.versions import FIRST
 from doyen.quorum.wire import TLS, Identity, Security, check_exposure, parse_address
+from doyen.runtime import LogRelay
 
 __all__ = ["PROTOCOLS", "Options", "Server"]
 
@@ -241,8 +244,22 @@ def _tell_apart(options: Options, members: Membership) -> None:
 def _end_process(error: BaseException) -> None:
     """The journal can no longer be believed, so this process must not say another word."""
     log.critical("ending the process: %s", error)
-    logging.shutdown()
+
+    def write_out() -> None:
+        for relay in _relays:
+            relay.flush(FLUSH_S)
+        logging.shutdown()
+
+    # Whoever reads the log may not read any more, and this process must end all the same.
+    writing = threading.Thread(target=write_out, daemon=True)
+    writing.start()
+    writing.join(2 * FLUSH_S)
     os._exit(CANNOT_GO_ON)
+
+
+_relays: list[LogRelay] = []
+"""Those of the nodes in this process. They hand log lines to the handlers of `logging` from a
+thread: a handler that blocks, on a pipe that nobody reads, must not stop a node."""
 
 
 class Server:
@@ -256,6 +273,7 @@ class Server:
         self.service = service
         self.port = port
         self._door = door
+        self._relay: LogRelay | None = None
 
     @classmethod
     async def open(
@@ -267,6 +285,24 @@ class Server:
         abort: Callable[[BaseException], None] = _end_process,
     ) -> Server:
         """Read the folder, listen, and take part. `http` is a second address, for probes."""
+        relay = LogRelay()
+        _relays.append(relay)
+        try:
+            server = await cls._open(options, machine, http, abort)
+        except BaseException:
+            await _stop_relay(relay)
+            raise
+        server._relay = relay
+        return server
+
+    @classmethod
+    async def _open(
+        cls,
+        options: Options,
+        machine: StateMachine | None,
+        http: str | None,
+        abort: Callable[[BaseException], None],
+    ) -> Server:
         where, name = PROTOCOLS[options.protocol]
         protocol = import_module(where)
         making: Making = getattr(protocol, name)
@@ -352,3 +388,11 @@ class Server:
         await self.driver.stop()
         for _ in range(LAST_TURNS):
             await asyncio.sleep(0)
+        if self._relay is not None:
+            await _stop_relay(self._relay)
+
+
+async def _stop_relay(relay: LogRelay) -> None:
+    """Have it write what it has, if anybody reads it."""
+    _relays.remove(relay)
+    await asyncio.to_thread(relay.close)
