@@ -223,14 +223,14 @@ def test_a_folder_of_an_earlier_release_gets_its_ids_when_all_are_there(tmp_path
         async with asyncio.timeout(60):
             from doyen.node import server
 
-            recording = server._record
-            server._record = lambda driver, members: asyncio.sleep(3600)
+            recording = server.record_members
+            server.record_members = lambda driver, members: asyncio.sleep(3600)
             try:
                 for name in nodes.peers:
                     await nodes.start(name)
                 await (await nodes.leader()).propose(b"first")
             finally:
-                server._record = recording
+                server.record_members = recording
             for name in nodes.peers:
                 await nodes.stop(name)
                 (tmp_path / name / "member").unlink()

@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,14 +23,15 @@ from doyen.errors import (
 from doyen.node import machine as machines
 from doyen.node.door import Door
 from doyen.node.server import Options, Server
-from doyen.quorum.keyspace import encode
-from doyen.quorum.link import Link
-from doyen.quorum.requests import ANSWER, Condition, Renewed
+from doyen.quorum.keyspace import Record, encode
+from doyen.quorum.link import End, Link
+from doyen.quorum.requests import ANSWER, Condition, Listed, Renewed, Scan
 from doyen.quorum.wire import Identity, Security
 from doyen.store import Context, StoreURL, open_store
 from doyen.stores.quorum import make_store
 from doyen.stores.quorum.diagnosis import State, findings
 from doyen.stores.quorum.store import QuorumStore
+from doyen.stores.quorum.wire import Wire
 from servers import Proxy, QuorumCluster, free_port
 
 SECRET = "correct horse battery staple"
@@ -615,3 +617,21 @@ def test_many_reads_of_large_values_at_once_are_all_answered(
             await nodes.stop()
 
     asyncio.run(main())
+
+
+def test_a_list_that_was_answered_is_whole_though_its_connection_ends_in_the_same_turn() -> None:
+    record = Record("k/1", b"v", 1, 1)
+
+    async def main() -> None:
+        wire = Wire(["127.0.0.1:1"], Security(), cluster="", connect_timeout_s=1.0)
+        listing = asyncio.create_task(wire.ask(lambda number: Scan(number, "k")))
+        await asyncio.sleep(0)
+        (number,) = wire._calls
+        link: Any = SimpleNamespace(where="n1", send=lambda *_: True, close=lambda: None)
+        wire._link = link
+        wire._take(link, [(ANSWER, encode(Listed(number, [record], False)))])
+        wire._ended(link, End.LEFT)
+        assert await listing == [record]
+        await wire.close()
+
+    run(main)

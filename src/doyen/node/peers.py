@@ -423,6 +423,8 @@ class _Outgoing:
             self._waiting.close()
         link, self.link = self.link, None
         if link is not None:
+            if self._peers.members is not None:
+                self._peers.members.disconnected(self.node)
             link.close()  # first: what was queued goes out by this, and may be heard
             self._let_go(link)
 

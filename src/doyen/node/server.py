@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from doyen.clock import SystemClock
 from doyen.consensus.core import ChangeAsked, Making, Membership, Role, Settings
-from doyen.errors import ConfigError
+from doyen.errors import ConfigError, StoreUnusable
 from doyen.events import FLUSH_S
 from doyen.node.door import Door
 from doyen.node.driver import Driver, Limits
@@ -46,7 +46,7 @@ from doyen.quorum.versions import FIRST
 from doyen.quorum.wire import TLS, Identity, Security, check_exposure, parse_address
 from doyen.runtime import LogRelay
 
-__all__ = ["PROTOCOLS", "Options", "Server"]
+__all__ = ["PROTOCOLS", "Options", "Server", "record_members"]
 
 log = logging.getLogger("doyen.node")
 
@@ -216,7 +216,7 @@ def _open(
     return journal, own, save
 
 
-async def _record(driver: Driver, members: Members) -> None:
+async def record_members(driver: Driver, members: Members) -> None:
     """While this node leads, have the log name the member ids that are known and missing there."""
     while True:
         members.news.clear()
@@ -316,7 +316,15 @@ class Server:
         tally = Tally()
         owner = Owner(options.cluster, options.id, options.protocol)
         journal, own, save = await asyncio.to_thread(_open, options, owner, protocol.STATE)
-        members = Members(options.id, options.peers, own, save)
+
+        async def save_or_end(member: Member) -> None:
+            try:
+                await save(member)
+            except (OSError, StoreUnusable) as error:
+                abort(error)  # as when the journal cannot be written
+                raise
+
+        members = Members(options.id, options.peers, own, save_or_end)
         peers = Peers(
             me, security, decode=Decoder(protocol.MESSAGES).decode, members=members, tally=tally
         )
@@ -370,7 +378,7 @@ class Server:
             port = await door.listen(host, port)
             if options.protocol == "raft":  # the others' membership is fixed
                 driver.on_role(lambda *_: members.news.set())
-                driver.start_task(_record(driver, members))
+                driver.start_task(record_members(driver, members))
             if http is not None:
                 await door.listen(*parse_address(http), http_only=True)
         except BaseException:

@@ -571,7 +571,7 @@ class Wire:
                     watch.position = max(watch.position, self._told)
                     watch.confirmed = False
             for call in self._calls.values():
-                call.records.clear()
+                call.records = []  # not cleared: it may be the answer, not yet taken
             if self._calls or self._watches:
                 self._connect()
 
