@@ -21,7 +21,18 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-__all__ = ["KINDS", "LEADER", "ORDERS", "PLOTS", "Fault", "Plan", "Weather", "draw", "stream"]
+__all__ = [
+    "FOLDERS",
+    "KINDS",
+    "LEADER",
+    "ORDERS",
+    "PLOTS",
+    "Fault",
+    "Plan",
+    "Weather",
+    "draw",
+    "stream",
+]
 
 LEADER = "leader"
 """Stands, in a fault, for whoever leads when it happens."""
@@ -34,6 +45,8 @@ ORDERS = ("transfer", "compact", "churn")
 KINDS = NETWORK + PROCESS + DISK + CLOCK + ORDERS
 """Every kind of fault. Those of the last group are orders rather than faults, given to cores that
 know them."""
+FOLDERS = ("wipe", "rollback")
+"""Faults that only whole nodes know: a data directory is emptied, or is an older copy."""
 
 THEMES = (
     ("partition",),

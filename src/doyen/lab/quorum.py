@@ -1,18 +1,23 @@
 """A world of whole nodes and their clients: everything that users run, on simulated machines.
 
-Each node is what `doyen serve` is: a core under the real driver, peers and links on (simulated)
-TCP, the keyspace and its service. Only the journal is the lab's, since it must be able to forget.
-Each candidate is a process of its own with a session on `doyen://`, standing for one election.
-Beside them, proposers on every node swap registers, and their history is checked.
+Each node is what `doyen serve` is: a core under the real driver, the journal on a simulated disk,
+peers and links on (simulated) TCP with secrets and member ids, the keyspace and its service. Each
+candidate is a process of its own with a session on `doyen://`, standing for one election. Other
+processes are clients of the keyspace (see `clients`). Beside them, proposers on every node swap
+registers, and their history is checked.
 
 What must hold, looked at after every turn of the loop:
 
 - what `consensus.invariants` says of the cores;
-- every node applies the same commands in the same order, each once;
+- every result on every node is the one that the log gives (see `reference`), each command being
+  carried out once;
 - at most one term is valid at any instant of *true* time, whatever the machines' clocks say;
 - tokens increase from term to term;
-- what clients saw is linearizable; what was refused was not carried out; and after the healing
-  somebody is elected and a command is carried out.
+- what clients were told of keys, leases and watches is what the log says; what was refused was not
+  carried out;
+- a node that has lost its data directory takes no part until it was added anew;
+- with nothing wrong there is service, within `OUTAGE_S`; and after the healing somebody is elected,
+  a command is carried out, and the leases of those who are gone end.
 
 Imports the node, the session and the rest of the lab.
 """
@@ -21,7 +26,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from math import inf
 from typing import Any
@@ -34,34 +40,42 @@ from doyen.consensus.invariants import Cluster, InvariantBroken
 from doyen.errors import DoyenError
 from doyen.events import Elected, Record
 from doyen.lab.checkers import Violation
-from doyen.lab.faults import Undo, told_of_cut
+from doyen.lab.clients import ClientHost, Witness
 from doyen.lab.linearizability import Operation, linearizable, witnessed
 from doyen.lab.machines import Killed, LabLoop, Network, Process, undisturbed
+from doyen.lab.plan import KINDS as ALL
 from doyen.lab.plan import LEADER, Fault, Plan, Weather, stream
 from doyen.lab.protocols import Protocol, known
-from doyen.lab.residents import CandidateHost, Host, NodeHost, decode_swap
+from doyen.lab.quorum_faults import BEGIN, DRIFT, give_orders
+from doyen.lab.reference import Reference
+from doyen.lab.residents import SLICE_KEYS, CandidateHost, Host, NodeHost, decode_swap
 from doyen.lab.world import Outcome, Statistics
-from doyen.node.driver import Driver
+from doyen.node.driver import Limits
+from doyen.node.frames import SyncFailed
 from doyen.term import Term
 
-__all__ = ["HOLDER", "KINDS", "QuorumWorld", "draw"]
+__all__ = ["HOLDER", "KINDS", "NAMED", "QuorumWorld", "draw"]
 
 HOLDER = "holder"
 """Stands, in a fault, for the candidate whose term is valid when it happens."""
+CLIENTS = ("k1", "k2")
+"""The clients of the keyspace."""
 KINDS = (
     *("partition", "oneway", "bridge", "reset", "slow", "loss"),
     *("crash", "power", "pause"),
     *("stall", "full", "fsync"),
     *("rate", "jump"),
-    *("transfer", "churn"),
+    *("transfer", "churn", "wipe"),
 )
 """Of those that plans know. Links are TCP here, so nothing is repeated or comes out of order."""
-DRIFT = 0.004
+NAMED = ("rollback",)
+"""Only where they are asked for: what protects from them has limits (see `docs/stores/quorum.md`),
+which other faults would exceed."""
 LIVENESS_S = 60.0
-OF_NODES = frozenset({"stall", "full", "fsync", "transfer", "churn"})
+OUTAGE_S = 10.0
+"""How long nothing may be answered while nothing is wrong."""
+OF_NODES = frozenset({"stall", "full", "fsync", "transfer", "churn", "wipe", "rollback"})
 """What cannot befall a candidate, which has no disk and belongs to nothing."""
-INSISTENCE = 10
-"""How often an order is given if it is refused."""
 
 
 class Oracle:
@@ -111,10 +125,23 @@ class QuorumWorld:
         self.noise = plan.seed * 1_000_003 + plan.noise
         self.clock = VirtualClock()
         self.settings = self.protocol.make_settings(plan)
-        addresses = {name: f"{name}:1" for name in plan.names}
-        self.membership = Membership(plan.names, (), addresses)
+        self.limits = Limits(
+            snapshot_entries=plan.compact_every if self.protocol.snapshots else sys.maxsize,
+            snapshot_bytes=sys.maxsize,
+            apply_commands=20,
+        )
+        self.reference = Reference(SLICE_KEYS)
+        self.witness = Witness(self, self.reference)
+        self.healed = False
+        self.changing: dict[str, None] = {}
+        """Nodes that are being added or removed, or have to be."""
+        self.answered_at = self.disturbed_at = 0.0
+        self.longest_s = 0.0
+        """The longest time without an answer, from the first one on."""
+        self._number = 0
+        self._given: dict[asyncio.Task[None], None] = {}
         self.cluster = Cluster(ballots=self.protocol.ballots)
-        self.make = _watched(self.protocol.make, self.cluster)
+        self.make = _watched(self.protocol.make, self)
         self.oracle = Oracle(self)
         self.chronicle: Callable[[float, str, str], None] | None = None
         self.violation: Violation | None = None
@@ -147,6 +174,8 @@ class QuorumWorld:
             self.chronicle(self.loop.time(), who, what)
 
     def role_changed(self, host: Host, role: Role, generation: int, leader: str | None) -> None:
+        if isinstance(host, NodeHost) and host.lost and leader is not None:
+            self.complain("identity", f"{host.name} takes part, and has lost its data directory")
         if role is Role.LEADING:
             if self.statistics.first_leader_s is None:
                 self.statistics.first_leader_s = round(self.loop.time(), 4)
@@ -163,15 +192,37 @@ class QuorumWorld:
         else:
             self.complain("applied", f"command {place} was applied after {len(self.sequence)}")
 
+    def committed(self) -> None:
+        """More is committed than before."""
+        self.reference.advance(self.cluster.committed, self.loop.time())
+        self.witness.advanced()
+
+    def judge_results(self, host: Host, index: int, results: Sequence[Any]) -> None:
+        if not self.reference.agrees(index, results):
+            self.complain(
+                "applied", f"{host.name} has other results for entry {index} than the log"
+            )
+
+    def next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    def answered(self) -> None:
+        """Somebody was served."""
+        now = self.loop.time()
+        if self.answered_at:
+            self.longest_s = max(self.longest_s, now - self.answered_at)
+        self.answered_at = now
+
     def aborted(self, host: Host, error: BaseException) -> None:
         if self._over:
             return
-        if not isinstance(error, OSError):
+        if not isinstance(error, OSError | SyncFailed) and not isinstance(error.__cause__, OSError):
             self.complain("defect", f"{host.name}: {error!r}")
         self.tell(host.name, "ends its own process")
         host.downs += 1
         host.stop(told=True)
-        self._later(0.1, self._revive, host)
+        self.later(0.1, self.revive, host)
         raise Killed
 
     def leader(self) -> NodeHost | None:
@@ -201,20 +252,65 @@ class QuorumWorld:
         else:
             self.statistics.writes += 1
         self._tenths[int(self.loop.time() * 10)] = None
+        self.answered()
 
     def refused(self, operation: Operation) -> None:
         """It is certain, they say, that it was not carried out."""
         if operation.value is not None:
             self._refused[operation.client, operation.seq] = None
 
+    # Who belongs.
+
+    def addresses_for(self, name: str) -> dict[str, str]:
+        """The nodes that this one is told of when it is started: the founders, or, for one that
+        joins, all there are."""
+        nodes = [host.name for host in self.hosts.values() if isinstance(host, NodeHost)]
+        known = nodes if self._joins(name) else self.plan.names
+        return {each: f"{each}:1" for each in dict.fromkeys((*known, name))}
+
+    def _joins(self, name: str) -> bool:
+        host = self.hosts.get(name)
+        return isinstance(host, NodeHost) and host.joining
+
+    def membership_for(self, name: str, *, joining: bool) -> Membership:
+        addresses = self.addresses_for(name)
+        if not joining:
+            return Membership(self.plan.names, (), addresses)
+        others = tuple(each for each in addresses if each != name)
+        return Membership(others, (name,), addresses)
+
+    def add_node(self) -> NodeHost:
+        """A new machine, with a node that waits to be added."""
+        number = 1 + sum(isinstance(host, NodeHost) for host in self.hosts.values())
+        host = NodeHost(self, f"n{number}", number, joining=True)
+        self.hosts[host.name] = host
+        host.start()
+        return host
+
+    def change(self, host: NodeHost, *orders: tuple[str, str]) -> None:
+        """Have an administrator give orders about a node."""
+        self.changing[host.name] = None
+        before = [*self._given]
+
+        async def give() -> None:
+            if before:
+                await asyncio.wait(before)
+            await give_orders(self, host, *orders)
+            if orders[-1][0] == "promote":
+                self.changing.pop(host.name, None)
+
+        task = self._outside.run(self.loop.create_task, give())
+        self._given[task] = None
+        task.add_done_callback(lambda _: self._given.pop(task, None))
+
     # Fate.
 
     def blow(self, host: Host) -> None:
         self.tell(host.name, "is killed")
         host.stop(told=host.fuse_told)
-        self._later(host.fuse_down_s, self._revive, host)
+        self.later(host.fuse_down_s, self.revive, host)
 
-    def _later(self, delay_s: float, do: Callable[..., object], *given: Any) -> None:
+    def later(self, delay_s: float, do: Callable[..., object], *given: Any) -> None:
         """As the world's own doing, not that of the process in which this is called. After the end
         of the run nothing is done: a fault that began or ended while its hosts are being closed
         would leave one of them frozen for good."""
@@ -225,10 +321,11 @@ class QuorumWorld:
 
         self._outside.run(self.loop.call_later, delay_s, act)
 
-    def _revive(self, host: Host) -> None:
+    def revive(self, host: Host) -> None:
         host.downs -= 1
         if host.downs <= 0 and not host.up:
             host.downs = 0
+            self.disturbed_at = self.loop.time()
             host.start()
             self.tell(host.name, "is back")
 
@@ -236,14 +333,16 @@ class QuorumWorld:
         fault = self.plan.faults[number]
         hosts = self._named(fault)
         self.statistics.faults += 1
-        undo = _BEGIN[fault.kind](self, fault, hosts) if hosts is not None else None
+        self.disturbed_at = self.loop.time()
+        undo = BEGIN[fault.kind](self, fault, hosts) if hosts is not None else None
         if undo is not None:
             self._active[number] = undo
-            self._later(fault.for_s, self._end, number)
+            self.later(fault.for_s, self._end, number)
 
     def _end(self, number: int) -> None:
         undo = self._active.pop(number, None)
         if undo is not None:
+            self.disturbed_at = self.loop.time()
             undo()
 
     def _named(self, fault: Fault) -> list[Host] | None:
@@ -292,18 +391,20 @@ class QuorumWorld:
         self._stop = self.loop.create_future()
         rng = stream(self.noise, "start")
         for number, name in enumerate(self.plan.names, 1):
-            self.hosts[name] = NodeHost(self, name, number)
+            self.hosts[name] = NodeHost(self, name, number, joining=False)
         for number in range(1, self.plan.clients + 1):
             name = f"c{number}"
             self.hosts[name] = CandidateHost(self, name, 100 + number)
+        for number, name in enumerate(CLIENTS, 1):
+            self.hosts[name] = ClientHost(self, name, 200 + number)
         for host in self.hosts.values():
             host.clock.adjust(rate=rng.uniform(1 - DRIFT, 1))
-            self._later(rng.uniform(0.0, 0.2), host.start)
+            self.later(rng.uniform(0.0, 0.2), host.start)
         for number, fault in enumerate(self.plan.faults):
             if fault.at < self.plan.for_s:
-                self._later(fault.at, self._begin, number)
+                self.later(fault.at, self._begin, number)
         try:
-            await self._wait(self.plan.for_s)
+            await self._suffer()
             if self.violation is None:
                 await self._heal()
             if self.violation is None:
@@ -311,12 +412,33 @@ class QuorumWorld:
         finally:
             await self._clean_up()
 
+    async def _suffer(self) -> None:
+        """The time of trouble. Whenever there has been none for a while, there is service."""
+        while self.violation is None and (left := self.plan.for_s - self.loop.time()) > 0:
+            await self._wait(min(left, 0.5))
+            if (
+                self._active
+                or self.changing
+                or not all(
+                    host.up and not (host.process and host.process.frozen)
+                    for host in self.hosts.values()
+                )
+            ):
+                self.disturbed_at = self.loop.time()
+            self._check_service()
+
+    def _check_service(self) -> None:
+        idle_s = self.loop.time() - max(self.answered_at, self.disturbed_at)
+        if idle_s > OUTAGE_S:
+            self.complain("outage", f"nothing is wrong, and nobody was served for {idle_s:.1f} s")
+
     async def _wait(self, seconds: float) -> None:
         await asyncio.wait({self._stop}, timeout=seconds)
 
     async def _heal(self) -> None:
-        healed_at = self.loop.time()
+        healed_at = self.disturbed_at = self.loop.time()
         self.tell("", "everything is healed")
+        self.healed = True
         for number in list(self._active):
             self._end(number)
         for host in self.hosts.values():
@@ -325,6 +447,7 @@ class QuorumWorld:
             host.start()
         while self.violation is None:
             await self._wait(0.5)
+            self._check_service()
             since = self.loop.time() - healed_at
             lacking = self._lacking(healed_at)
             if lacking is None:
@@ -351,9 +474,15 @@ class QuorumWorld:
             driver = host.driver if isinstance(host, NodeHost) else None
             if driver is None or driver.leader != leader.name or driver.status().applied < before:
                 return f"{name}, a voter, is not along"
-        return None
+        if self.changing:
+            return f"{next(iter(self.changing))} has not been added anew"
+        return self.witness.overdue(healed_at) or self.witness.untold()
 
     def _judge(self) -> None:
+        self.witness.judge()
+        for host in self.hosts.values():
+            if isinstance(host, NodeHost) and host.at(self.reference.index):
+                self.witness.compare(host.name, host.keyspace)
         places: dict[tuple[int, int], float] = {}
         for place, command in enumerate(self.sequence):
             client, seq, _, _ = decode_swap(command)
@@ -375,7 +504,10 @@ class QuorumWorld:
             for operation in self.history
             if (operation.client, operation.seq) not in self._refused
         ]
-        if witnessed(history) is not None and (key_ops := linearizable(history)) is not None:
+        contradicted = witnessed(history)
+        if contradicted is not None and self.protocol.name == "raft":
+            self.complain("linearizability", f"the log contradicts {contradicted!r}")
+        elif contradicted is not None and (key_ops := linearizable(history)) is not None:
             self.complain("linearizability", f"no order explains {key_ops[-6:]}")
 
     async def _clean_up(self) -> None:
@@ -387,6 +519,8 @@ class QuorumWorld:
         for process in processes:
             process.bury()
         self.network.close(processes)
+        for task in [*self._given]:
+            task.cancel()
         for _ in range(20):
             left = [task for process in processes for task in process.tasks if not task.done()]
             if not left:
@@ -414,214 +548,32 @@ class QuorumWorld:
         )
 
 
-def _watched(making: Any, cluster: Cluster) -> Any:
+def _watched(making: Any, world: QuorumWorld) -> Any:
     """The same core, whose every step the invariants are held against."""
+    cluster = world.cluster
 
     class Watched(making):  # type: ignore[misc]
         def handle(self, event: Event, now: float) -> list[Effect]:
             effects: list[Effect] = super().handle(event, now)
             if effects:
                 cluster.stepped(self, effects)
+                if len(cluster.committed) > world.reference.index:
+                    world.committed()
             return effects
 
     return Watched
 
 
-# Faults.
-
-
-def _and(hosts: Iterable[Host]) -> str:
-    return " and ".join(host.name for host in hosts)
-
-
-def _cut(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
-    if not hosts:
-        return None
-    others = [host for host in world.hosts.values() if host not in hosts]
-    pairs: list[tuple[str, str]] = []
-    if fault.kind == "oneway":
-        pairs += [(hosts[0].name, other.name) for other in hosts[1:]]
-    else:
-        for one in hosts if fault.kind == "partition" else hosts[1:]:
-            for other in others:
-                pairs += [(one.name, other.name), (other.name, one.name)]
-    who, begins, ends = told_of_cut(fault.kind, [host.name for host in hosts])
-    if pairs:
-        world.tell(who, begins)
-    for here, there in pairs:
-        world.network.cut(here, there)
-
-    def undo() -> None:
-        for here, there in pairs:
-            world.network.cut(here, there, -1)
-        if pairs:
-            world.tell(who, ends)
-
-    return undo
-
-
-def _reset(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
-    if len(hosts) > 1:
-        world.tell(_and(hosts[:2]), "lose their connections")
-        world.network.reset(hosts[0].name, hosts[1].name)
-    return None
-
-
-def _slow(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
-    if len(hosts) < 2:
-        return None
-    names = hosts[0].name, hosts[1].name
-
-    def more(seconds: float) -> None:
-        for pair in (names, names[::-1]):
-            extra = world.network.extra_s
-            extra[pair] = max(0.0, extra.get(pair, 0.0) + seconds)
-
-    more(fault.amount)
-    world.tell(_and(hosts[:2]), f"hear each other {fault.amount:g} s late")
-    return lambda: more(-fault.amount)
-
-
-def _loss(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
-    def more(share: float) -> None:
-        world.network.loss = max(0.0, world.network.loss + share)
-
-    more(fault.amount)
-    world.tell("the network", f"loses {fault.amount:.0%} of all packets, and sends them again")
-    return lambda: more(-fault.amount)
-
-
-def _crash(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
-    host = hosts[0]
-    if host.up and host.fuse < 0:
-        host.downs += 1
-        host.fuse_told = fault.kind == "crash"
-        host.fuse_down_s = fault.for_s
-        if isinstance(host, NodeHost) and fault.amount:
-            host.fuse = int(fault.amount)
-        else:
-            world.blow(host)
-    return None
-
-
-def _pause(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
-    process = hosts[0].process
-    if process is None or process.dead:
-        return None
-    process.freeze()
-    world.tell(hosts[0].name, "is frozen")
-
-    def undo() -> None:
-        world.tell(hosts[0].name, "goes on")
-        if process.frozen:
-            process.thaw()
-
-    return undo
-
-
-def _stall(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
-    host = hosts[0]
-    if not isinstance(host, NodeHost):
-        return None
-
-    def more(seconds: float) -> None:
-        host.disk.sync_s = max(0.0005, host.disk.sync_s + seconds)
-
-    more(fault.amount)
-    world.tell(host.name, f"has a disk that takes {fault.amount:g} s a write")
-    return lambda: more(-fault.amount)
-
-
-def _full(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
-    host = hosts[0]
-    if not isinstance(host, NodeHost):
-        return None
-    host.disk.fill(True)
-    world.tell(host.name, "has a full disk")
-    return lambda: host.disk.fill(False)
-
-
-def _fsync(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
-    host = hosts[0]
-    if isinstance(host, NodeHost) and host.up and host.driver is not None:
-        world.tell(host.name, "is told by its disk that a write has failed")
-        assert host.process is not None
-        error = OSError(5, "the disk reports an error")
-        world.loop.call_soon(host.disk.failed, error, context=host.process.context)
-    return None
-
-
-def _rate(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
-    """Within the drift that validity allows for."""
-    rate = 1 - DRIFT * min(1.0, fault.amount)
-    hosts[0].clock.adjust(rate=rate)
-    world.tell(hosts[0].name, f"has a clock that runs at {rate:g} times the rate")
-    return None
-
-
-def _jump(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
-    """Of wall time, which nothing may rest on."""
-    seconds = 3600.0 * fault.amount if fault.amount > 1 else -3600.0
-    hosts[0].clock.step_wall(seconds)
-    world.tell(hosts[0].name, f"has its wall clock set {seconds:+g} s")
-    return None
-
-
-def _transfer(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
-    _order(world, ("transfer", hosts[0].name if hosts else ""))
-    return None
-
-
-def _churn(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
-    """A node goes, and comes back with what it knew."""
-    host = hosts[0]
-    if not isinstance(host, NodeHost) or not world.protocol.membership:
-        return None
-    _order(world, ("remove", host.name))
-    return lambda: _order(world, ("add", host.name), ("promote", host.name))
-
-
-def _order(world: QuorumWorld, *orders: tuple[str, str]) -> None:
-    """Have the leader, or whichever node is up, give orders one after the other."""
-    nodes = [world.leader(), *(host for host in world.hosts.values() if isinstance(host, NodeHost))]
-    giver = next((host for host in nodes if host is not None and host.driver is not None), None)
-    if giver is None:
-        return
-
-    async def give(driver: Driver) -> None:
-        for what, node in orders:
-            asked = f"let {node or 'another'} lead" if what == "transfer" else f"{what} {node}"
-            world.tell(giver.name, f"is asked to {asked}")
-            for _ in range(INSISTENCE):
-                try:
-                    await driver.arrange(what, node, f"{node}:1")
-                    break
-                except DoyenError:
-                    await asyncio.sleep(0.2)
-
-    assert giver.process is not None
-    assert giver.driver is not None
-    giver.process.start(give(giver.driver))
-
-
-_BEGIN: dict[str, Callable[[QuorumWorld, Fault, list[Host]], Undo | None]] = {
-    "partition": _cut,
-    "oneway": _cut,
-    "bridge": _cut,
-    "reset": _reset,
-    "slow": _slow,
-    "loss": _loss,
-    "crash": _crash,
-    "power": _crash,
-    "pause": _pause,
-    "stall": _stall,
-    "full": _full,
-    "fsync": _fsync,
-    "rate": _rate,
-    "jump": _jump,
-    "transfer": _transfer,
-    "churn": _churn,
-}
+def _deposed(rng: random.Random, for_s: float) -> list[Fault]:
+    """Leaders are cut off again and again for about as long as it takes to elect another: what
+    they have decided by then comes late."""
+    faults = []
+    at = rng.uniform(2.0, 3.0)
+    while at < for_s - 2:
+        long_s = rng.uniform(1.0, 3.0)
+        faults.append(Fault("partition", round(at, 4), round(long_s, 4), (LEADER,)))
+        at += long_s + rng.uniform(1.0, 2.5)
+    return faults
 
 
 def draw(
@@ -629,25 +581,36 @@ def draw(
     nodes: int,
     seed: int,
     *,
-    kinds: tuple[str, ...] = KINDS,
+    kinds: tuple[str, ...] = ALL,
     for_s: float = 20.0,
     clients: int = 3,
 ) -> Plan:
     """What this seed has in store for nodes and candidates."""
     from doyen.lab.plan import draw as draw_plan
 
-    kinds = tuple(kind for kind in kinds if kind in KINDS)
+    kinds = KINDS if kinds == ALL else tuple(kind for kind in kinds if kind in (*KINDS, *NAMED))
     plan = draw_plan(protocol, nodes, seed, kinds=kinds, for_s=for_s, clients=clients)
     rng = stream(seed, "quorum")
-    candidates = [f"c{number}" for number in range(1, clients + 1)]
+    candidates = [*(f"c{number}" for number in range(1, clients + 1)), *CLIENTS]
+    # Mostly the cluster is founded before the trouble begins: all its nodes must meet for that.
+    founding_s = 1.0 if rng.random() < 0.85 else 0.0
     faults = []
     for fault in plan.faults:
         given = list(fault.nodes)
         if given and clients and fault.kind not in OF_NODES and rng.random() < 0.4:
-            given[0] = HOLDER if rng.random() < 0.5 else rng.choice(candidates)
+            given[0] = HOLDER if rng.random() < 0.3 else rng.choice(candidates)
         if fault.kind == "partition" and rng.random() < 0.5:
-            given += rng.sample(candidates, rng.randint(0, clients))
-        faults.append(msgspec.structs.replace(fault, nodes=tuple(dict.fromkeys(given))))
+            given += rng.sample(candidates, rng.randint(0, len(candidates)))
+        at = round(fault.at + founding_s, 4)
+        faults.append(msgspec.structs.replace(fault, at=at, nodes=tuple(dict.fromkeys(given))))
+    if "partition" in kinds and rng.random() < 0.25:
+        faults = _deposed(rng, for_s)
+    if kinds:
+        # One node at least is away for so long that it can only be sent a snapshot.
+        away = Fault(
+            "crash", round(rng.uniform(3.0, for_s - 3.0), 4), 2.0, (rng.choice(plan.names),)
+        )
+        faults.append(away)
     weather = Weather(min(plan.weather.latency_s, 0.02), plan.weather.spread, plan.weather.fsync_s)
     return plan.but(
         world="quorum",
@@ -655,4 +618,7 @@ def draw(
         faults=tuple(faults),
         weather=weather,
         heartbeat_s=min(plan.heartbeat_s, 0.2),
+        # Small, so that every run has snapshots, and nodes that can only be sent one.
+        compact_every=rng.choice([5, 10, 20]),
+        tail_entries=rng.choice([0, 5]),
     )

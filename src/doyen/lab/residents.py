@@ -1,7 +1,8 @@
 """Who lives in a quorum's world: nodes and candidates, each a process on a machine of its own.
 
-A node is put together as `node.server` does it, but for the journal, which is the lab's, since it
-must be able to forget. A candidate is a session on `doyen://`, standing for one election.
+A node is put together as `node.server` does it, on a data directory in memory (see `files`), with
+small limits: what happens to a real node once an hour happens here several times a run. A
+candidate is a session on `doyen://`, standing for one election.
 
 Imports the node, the session and the machines.
 """
@@ -9,8 +10,7 @@ Imports the node, the session and the machines.
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -18,13 +18,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.msgpack import Decoder
 
-from doyen.errors import DoyenError, OutcomeUnknown, StoreError
+from doyen.errors import DoyenError, OutcomeUnknown, StoreError, StoreUnusable
+from doyen.lab.files import FOLDER, Files, LabJournal
 from doyen.lab.machines import Killed, OwnClock, Process
 from doyen.lab.plan import stream
 from doyen.node.driver import Driver
-from doyen.node.journal import MemoryJournal
-from doyen.node.machine import KEYSPACE, USER, Machine
+from doyen.node.folder import read_member, write_member
+from doyen.node.journal import Identity as Owner
+from doyen.node.machine import KEYSPACE, USER, Command, Machine
+from doyen.node.members import Member, Members, opening
 from doyen.node.peers import Peers
+from doyen.node.server import record_members
 from doyen.node.service import Service
 from doyen.node.state import StateMachine
 from doyen.presence import Settings as SessionSettings
@@ -40,11 +44,21 @@ from doyen.store import Context, open_store
 if TYPE_CHECKING:
     from doyen.lab.quorum import QuorumWorld
 
-__all__ = ["CandidateHost", "Host", "NodeHost", "decode_swap"]
+__all__ = ["CLIENT_SECRET", "SLICE_KEYS", "CandidateHost", "Host", "NodeHost", "decode_swap"]
 
 RECIPES: list[Recipe] = ["line", "line", "race"]
 TTL_S = 2.0
 ELECTION = "lab"
+SLICE_KEYS = 1
+"""How many keys of ended leases one command removes: few, so that ends take several."""
+HISTORY = 12
+"""How many changes nodes remember for watches: few, so that some are resumed too late."""
+CLIENT_SECRET = "the-secret-of-clients"
+SECURITY = Security(
+    secret=CLIENT_SECRET.encode(),
+    peer_secret=b"the-secret-of-peers",
+    admin_secret=b"the-secret-of-admins",
+)
 
 _encode = msgspec.msgpack.Encoder().encode
 decode_swap = Decoder(tuple[int, int, int, int]).decode
@@ -74,39 +88,19 @@ class Registers(StateMachine):
         self.count, self.values = _state(b"".join(pieces))
 
 
-class Disk(MemoryJournal):
-    """A journal that takes its time, and forgets what was not synced."""
+class JudgedMachine(Machine):
+    """A node's machine, every result of which is held against the log."""
 
-    sync_s = 0.001
-    chance: random.Random
-    fuse: Callable[[], None] = staticmethod(lambda: None)
-    failed: Callable[[BaseException], None]
-
-    def start(
-        self, persisted: Callable[[int], None], failed: Callable[[BaseException], None]
+    def __init__(
+        self, targets: Mapping[int, Any], judge: Callable[[int, Sequence[Any]], None]
     ) -> None:
-        super().start(persisted, failed)
-        self.failed = failed
+        super().__init__(targets)
+        self._judge = judge
 
-    def _enqueue(self, records: list[Any], token: int) -> None:
-        self.fuse()
-        if not self._queue:
-            self._loop.call_later(self.sync_s, self._flush)
-        self._queue.append((records, token))
-
-    def crash(self) -> None:
-        queued, self._queue = self._queue, []
-        for records, _ in queued[: self.chance.randint(0, len(queued))]:
-            for record in records:
-                self._ledger.advance(record)
-        self._closed = True
-
-    def again(self) -> Disk:
-        reopened = super().reopen()
-        reopened.__class__ = Disk
-        assert isinstance(reopened, Disk)
-        reopened.chance, reopened.sync_s = self.chance, self.sync_s
-        return reopened
+    def apply(self, index: int, commands: Sequence[Command]) -> list[Any]:
+        results = super().apply(index, commands)
+        self._judge(index, results)
+        return results
 
 
 class Host:
@@ -165,44 +159,110 @@ class Host:
 class NodeHost(Host):
     """A node, and proposers on it."""
 
-    def __init__(self, world: QuorumWorld, name: str, number: int) -> None:
+    def __init__(self, world: QuorumWorld, name: str, number: int, *, joining: bool) -> None:
         super().__init__(world, name, number)
-        self.disk = Disk(import_module(world.where).STATE)
-        self.disk.chance = self.rng
-        self.disk.sync_s = world.plan.weather.fsync_s
+        self.files = Files()
+        self._full = 0
+        self.sync_s = world.plan.weather.fsync_s
+        self.joining = joining
+        """Started with `--join`; the others with `--found`, also when they have lost everything."""
+        self.lost = False
+        """Its data directory was emptied, or is an older copy: it must not take part with it."""
+        self.journal: LabJournal | None = None
         self.driver: Driver | None = None
+        self.keyspace = Keyspace(FIRST)
         self.registers = Registers(world.applied)
+        self.snapshots = self.installs = 0
+        """How many were taken and received, in all its lives."""
+
+    def at(self, index: int) -> bool:
+        """Whether it has applied just this much."""
+        return self.driver is not None and self.driver.applied == index
+
+    def _open(self) -> tuple[LabJournal, Member]:
+        """As `node.server` does it."""
+        world, files = self.world, self.files
+        start = partial(
+            opening,
+            node=self.name,
+            peers=world.addresses_for(self.name),
+            founding=not self.joining,
+            joining=self.joining,
+            folder=f"the folder of {self.name}",
+        )
+        journal = LabJournal(
+            files,
+            Owner("lab", self.name, world.protocol.name),
+            import_module(world.where).STATE,
+            sync_s=self.sync_s,
+            chance=self.rng,
+            fuse=self.burn,
+            count=self._count,
+        )
+        found, recovered = read_member(files, FOLDER), journal.recovered
+        own = start(found, blank=not (recovered.state or recovered.snapshot or recovered.entries))
+        if own != found:
+            write_member(files, FOLDER, own)
+        return journal, own
+
+    def _count(self, what: str) -> None:
+        if what == "snapshot":
+            self.snapshots += 1
+        else:
+            self.installs += 1
+
+    async def _save(self, member: Member) -> None:
+        await asyncio.sleep(self.sync_s)
+        self.burn()
+        try:
+            write_member(self.files, FOLDER, member)
+        except (OSError, StoreUnusable) as error:
+            self._abort(error)
 
     async def live(self) -> None:
         world = self.world
         me = Identity("lab", self.name, self.number * 1_000_000 + self.lives)
         tally = Tally()
-        decode = Decoder(import_module(world.where).MESSAGES).decode
-        peers = Peers(me, Security(), decode=decode, tally=tally, jitter=self.rng.random)
-        self.disk = self.disk.again() if self.lives > 1 else self.disk
-        self.disk.fuse = self.burn
-        core = world.make(
+        try:
+            journal, own = self._open()
+        except (OSError, StoreUnusable) as error:
+            self._abort(error)
+            return
+        self.journal = journal
+        members = Members(self.name, world.addresses_for(self.name), own, self._save)
+        peers = Peers(
+            me,
+            SECURITY,
+            decode=Decoder(import_module(world.where).MESSAGES).decode,
+            members=members,
+            tally=tally,
+            jitter=self.rng.random,
+        )
+        core = members.core = world.make(
             self.name,
-            world.membership,
-            self.disk.recovered,
+            world.membership_for(self.name, joining=self.joining),
+            journal.recovered,
             settings=world.settings,
             jitter=self.rng.random,
             now=self.clock.now(),
         )
-        world.cluster.started(core, self.disk.recovered)
-        keyspace = Keyspace(FIRST)
+        world.cluster.started(core, journal.recovered)
+        self.keyspace = Keyspace(FIRST, slice_keys=SLICE_KEYS, history=HISTORY)
         self.registers = Registers(world.applied)
         driver = Driver(
             core,
-            self.disk,
+            journal,
             peers,
-            Machine({KEYSPACE: keyspace, USER: self.registers}),
+            JudgedMachine(
+                {KEYSPACE: self.keyspace, USER: self.registers}, partial(world.judge_results, self)
+            ),
             self.clock,
             incarnation=f"{me.incarnation:x}",
+            limits=world.limits,
             abort=self._abort,
         )
         service = Service(
-            driver, keyspace, self.clock, election_s=world.settings.election_timeout_s
+            driver, self.keyspace, self.clock, election_s=world.settings.election_timeout_s
         )
 
         def admit(link: Link) -> None:
@@ -212,7 +272,13 @@ class NodeHost(Host):
         self.driver = driver
         await driver.start()
         assert self.process is not None
-        world.network.listen(self.process, lambda: Link(Listener(me, None), tally, admit=admit))
+        world.network.listen(
+            self.process,
+            lambda: Link(Listener(me, security=SECURITY, info=members.info), tally, admit=admit),
+        )
+        if world.protocol.membership:
+            driver.on_role(lambda *_: members.news.set())
+            driver.start_task(record_members(driver, members))
         await self._propose(driver)
 
     def _abort(self, error: BaseException) -> None:
@@ -240,9 +306,21 @@ class NodeHost(Host):
             world.end(operation, result)
 
     def stopped(self) -> None:
-        self.disk.crash()
+        self.files = self.files.after_crash(self.rng)
+        self.files.fill(self._full > 0)
         self.world.cluster.crashed(self.name)
-        self.driver = None
+        self.driver = self.journal = None
+
+    def fill(self, full: bool) -> None:
+        """Have the disk be full, or no longer."""
+        self._full += 1 if full else -1
+        self.files.fill(self._full > 0)
+
+    def slow_down(self, seconds: float) -> None:
+        """Have every sync take so much longer."""
+        self.sync_s = max(0.0005, self.sync_s + seconds)
+        if self.journal is not None:
+            self.journal.sync_s = self.sync_s
 
 
 class CandidateHost(Host):
@@ -256,7 +334,9 @@ class CandidateHost(Host):
         nodes = ",".join(f"{name}:1" for name in world.plan.names)
         while True:
             try:
-                store = await open_store(f"doyen://{nodes}", Context(self.clock, lambda _: None))
+                store = await open_store(
+                    f"doyen://{CLIENT_SECRET}@{nodes}", Context(self.clock, lambda _: None)
+                )
                 runtime = InlineRuntime(self.clock, self.rng.getrandbits(32))
                 async with Session(asked, runtime, store) as session:
                     async for campaign in session.campaigns(

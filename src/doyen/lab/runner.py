@@ -32,7 +32,7 @@ from msgspec import Struct
 
 from doyen.consensus.core import Making, Message
 from doyen.errors import ConfigError
-from doyen.lab.plan import KINDS, ORDERS, PLOTS, Plan, draw
+from doyen.lab.plan import FOLDERS, KINDS, ORDERS, PLOTS, Plan, draw
 from doyen.lab.protocols import Protocol, known
 from doyen.lab.shrink import shrink
 from doyen.lab.story import make_world, tell
@@ -75,10 +75,10 @@ def kinds_of(faults: str | Iterable[str]) -> tuple[str, ...]:
     for name in names:
         if name in (*PLOTS, "all", "none"):
             raise ConfigError(f"{name!r} goes with nothing else: name it alone")
-        if name not in KINDS:
-            known_ones = ", ".join((*KINDS, *PLOTS))
+        if name not in (*KINDS, *FOLDERS):
+            known_ones = ", ".join((*KINDS, *FOLDERS, *PLOTS))
             raise ConfigError(f"no fault {name!r}; there are all, none, {known_ones}")
-    return tuple(kind for kind in KINDS if kind in names)
+    return tuple(kind for kind in (*KINDS, *FOLDERS) if kind in names)
 
 
 def run(
@@ -131,7 +131,7 @@ def _check_kinds(world: str, kinds: Sequence[str]) -> None:
     if world == "quorum":
         from doyen.lab import quorum
 
-        there = quorum.KINDS
+        there = (*quorum.KINDS, *quorum.NAMED)
     elif world != "cores":
         raise ConfigError(f"no world {world!r}; there are cores and quorum")
     for kind in () if kinds == KINDS else kinds:

@@ -57,7 +57,10 @@ class History:
     (['a/b'], False)
     """
 
-    def __init__(self, floor: int = 0, changes: Iterable[Change] = ()) -> None:
+    def __init__(
+        self, floor: int = 0, changes: Iterable[Change] = (), *, most: int | None = None
+    ) -> None:
+        self._most = MOST if most is None else most
         self.floor = floor
         """Changes up to this revision may be missing."""
         self._changes: deque[Change] = deque()
@@ -78,7 +81,7 @@ class History:
         changes = self._changes
         changes.append(change)
         size = self._bytes + len(change.key) + OVERHEAD
-        while len(changes) > MOST or size > MOST_BYTES:
+        while len(changes) > self._most or size > MOST_BYTES:
             oldest = changes.popleft()
             size -= len(oldest.key) + OVERHEAD
             self.floor = oldest.revision

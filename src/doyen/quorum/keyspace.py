@@ -334,15 +334,20 @@ class Keyspace:
     True
     """
 
-    def __init__(self, version: int = NEWEST) -> None:
-        """Empty. A node's begins at version `FIRST`: the log says when it was raised."""
+    def __init__(
+        self, version: int = NEWEST, *, slice_keys: int | None = None, history: int | None = None
+    ) -> None:
+        """Empty. A node's begins at version `FIRST`: the log says when it was raised. Smaller
+        slices and histories than the usual ones are for simulations; all nodes have the same."""
+        self._slice_keys = SLICE if slice_keys is None else slice_keys
+        self._history_changes = history
         self.revision = 0
         """The number of the last change."""
         self.era = 0
         """The last one that a leader began."""
         self.version = version
         """The cluster's; see `versions`."""
-        self.history = History()
+        self.history = History(most=history)
         """The latest changes. From version 2 on it is the same on every node."""
         self.bytes = 0
         """The size of everything, as the quota counts it."""
@@ -508,9 +513,9 @@ class Keyspace:
         self.bytes = size + OVERHEAD * len(leases)
         self.quota, self.alarm = head.quota, head.alarm
         if head.format == FORMATS[0]:
-            self.history = History(head.counter)
+            self.history = History(head.counter, most=self._history_changes)
         else:
-            self.history = History(head.floor, changes)
+            self.history = History(head.floor, changes, most=self._history_changes)
 
     def _grant(self, command: Grant) -> bytes:
         if (full := self._full(OVERHEAD)) is not None:
@@ -610,7 +615,7 @@ class Keyspace:
         if self.version == FIRST:
             # A node that was restored has less of it than the others. From here on all have the
             # same.
-            self.history = History(self.revision)
+            self.history = History(self.revision, most=self._history_changes)
         self.version = command.version
         return _DONE
 
@@ -641,8 +646,8 @@ class Keyspace:
         self._calm()
 
     def _remove_slice(self) -> None:
-        room = SLICE
-        for lease in [*islice(self._ended, SLICE)]:
+        room = self._slice_keys
+        for lease in [*islice(self._ended, room)]:
             revision = self.revision
             self.revision = revision + 1
             keys, removed, left = self._ended[lease], 0, True

@@ -1,0 +1,291 @@
+"""A node's data directory in memory, and the real journal on it, driven by timers.
+
+`Files` is one directory. It keeps apart what was written and what was synced; `after_crash` gives
+what the next process finds: everything that was synced, and of the rest any part, name by name and
+sector by sector.
+
+`LabJournal` is `FileJournal` without its threads. What the writing thread would do is done by a
+timer after `sync_s`, and what the snapshot thread would do is done at once. Segments, frames,
+recovery, the reserve and snapshots are the journal's own code.
+
+Imports the journal and the words of consensus.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from doyen.consensus.core import Snapshot
+from doyen.node.frames import NO_ROOM, Disk
+from doyen.node.journal import RETRY_S, FileJournal, Identity
+
+__all__ = ["FOLDER", "Files", "LabJournal"]
+
+FOLDER = Path("data")
+SECTOR = 64
+SEGMENT_BYTES = 16 << 10
+"""Small, so that a run has many segments."""
+AHEAD_BYTES = 1 << 10
+RESERVE_BYTES = 8 << 10
+SEALED = 0.3
+"""How often a batch is sealed before the next one comes."""
+
+
+class _File:
+    __slots__ = ("data", "synced")
+
+    def __init__(self, data: bytes = b"") -> None:
+        self.data = bytearray(data)
+        self.synced = bytes(data)
+
+    def surviving(self, rng: random.Random, luck: str) -> bytes:
+        if luck == "all" or self.synced == self.data:
+            return bytes(self.data)
+        if luck == "none":
+            return self.synced
+        size = rng.choice((len(self.synced), len(self.data)))
+        new, old = bytes(self.data[:size]).ljust(size, b"\0"), self.synced[:size].ljust(size, b"\0")
+        kept = rng.choice((0.1, 0.5, 0.9))
+        return b"".join(
+            (new if rng.random() < kept else old)[at : at + SECTOR] for at in range(0, size, SECTOR)
+        )
+
+
+class Files(Disk):
+    """One directory in memory."""
+
+    def __init__(self, files: dict[str, bytes] | None = None) -> None:
+        self._files = {name: _File(data) for name, data in (files or {}).items()}
+        self._synced_names = dict(self._files)
+        self._open: dict[int, _File] = {}
+        self._fds = 0
+        self._room: int | None = None
+        """Bytes that are left; None if there is no limit."""
+        self.sync_fails = False
+        """Whether the next sync fails, and what it would have written is lost."""
+
+    def after_crash(self, rng: random.Random) -> Files:
+        """What the next process finds."""
+        luck = rng.choice(("none", "all", "torn"))
+        names = dict(self._synced_names)
+        for name in sorted(self._files.keys() | names.keys()):
+            now = self._files.get(name)
+            if now is not names.get(name) and (
+                luck == "all" or (luck == "torn" and rng.random() < 0.5)
+            ):
+                if now is None:
+                    del names[name]
+                else:
+                    names[name] = now
+        return Files({name: file.surviving(rng, luck) for name, file in names.items()})
+
+    def copy(self) -> Files:
+        """As it would be found after a crash that loses what was not synced."""
+        return Files({name: file.synced for name, file in self._synced_names.items()})
+
+    @property
+    def empty(self) -> bool:
+        return not self._files
+
+    def fill(self, full: bool) -> None:
+        """Leave no room, or as much as anybody needs."""
+        self._room = 0 if full else None
+
+    def _take(self, more: int) -> None:
+        if self._room is not None:
+            if more > self._room:
+                raise OSError(errno.ENOSPC, "no space left on device")
+            self._room -= more
+
+    def make_folder(self, path: Path) -> None:
+        pass
+
+    def names(self, folder: Path) -> list[str]:
+        return sorted(self._files)
+
+    def create(self, path: Path) -> int:
+        self._files[path.name] = _File()
+        return self._descriptor(path)
+
+    def open(self, path: Path, *, write: bool = False) -> int:
+        if path.name not in self._files:
+            raise FileNotFoundError(path)
+        return self._descriptor(path)
+
+    def _descriptor(self, path: Path) -> int:
+        self._fds += 1
+        self._open[self._fds] = self._files[path.name]
+        return self._fds
+
+    def close(self, fd: int) -> None:
+        self._open.pop(fd, None)
+
+    def size(self, fd: int) -> int:
+        return len(self._open[fd].data)
+
+    def read(self, fd: int, size: int, offset: int) -> bytes:
+        return bytes(self._open[fd].data[offset : offset + size])
+
+    def write(self, fd: int, data: bytes, offset: int) -> None:
+        held = self._open[fd].data
+        end = offset + len(data)
+        if end > len(held):
+            self._take(end - len(held))
+            held += bytes(end - len(held))
+        held[offset:end] = data
+
+    def cut(self, fd: int, size: int) -> None:
+        del self._open[fd].data[size:]
+
+    def sync(self, fd: int) -> None:
+        file = self._open[fd]
+        if self.sync_fails:
+            self.sync_fails = False
+            file.data[:] = file.synced
+            raise OSError(errno.EIO, "input/output error")
+        if file.synced != file.data:
+            file.synced = bytes(file.data)
+
+    def sync_folder(self, path: Path) -> None:
+        self._synced_names = dict(self._files)
+
+    def rename(self, old: Path, new: Path) -> None:
+        self._files[new.name] = self._files.pop(old.name)
+
+    def remove(self, path: Path) -> None:
+        file = self._files.pop(path.name, None)
+        if file is not None and self._room is not None:
+            self._room += len(file.data)
+
+    def allocate(self, fd: int, size: int) -> None:
+        held = self._open[fd].data
+        self._take(size - len(held))
+        held += bytes(size - len(held))
+
+    def lock(self, fd: int) -> bool:
+        return True
+
+
+class _Inline:
+    """Stands where the journal has a thread for snapshots: does at once what it is given."""
+
+    def submit(self, do: Callable[..., Any], *arguments: Any) -> None:
+        do(*arguments)
+
+    def shutdown(self) -> None:
+        pass
+
+
+class _Queue:
+    """Stands where the journal has a queue to its writing thread."""
+
+    def __init__(self, put: Callable[[Any], None]) -> None:
+        self.put = put
+
+
+class LabJournal(FileJournal):
+    """The journal of a simulated node."""
+
+    def __init__(
+        self,
+        files: Files,
+        identity: Identity,
+        state: Any,
+        *,
+        sync_s: float,
+        chance: random.Random,
+        fuse: Callable[[], None],
+        count: Callable[[str], None],
+    ) -> None:
+        super().__init__(
+            FOLDER,
+            identity,
+            state,
+            segment_bytes=SEGMENT_BYTES,
+            ahead_bytes=AHEAD_BYTES,
+            reserve_bytes=RESERVE_BYTES,
+            disk=files,
+        )
+        self._aside: Any = _Inline()
+        self._queue: Any = _Queue(self._take_in)
+        self._writes: list[Any] = []
+        self._busy = False
+        self._chance = chance
+        self._fuse = fuse
+        self.sync_s = sync_s
+        self._count = count
+
+    def start(
+        self, persisted: Callable[[int], None], failed: Callable[[BaseException], None]
+    ) -> None:
+        self._persisted, self._failed = persisted, failed
+        self._loop = asyncio.get_running_loop()
+
+    async def take_snapshot(self, snapshot: Snapshot, pieces: Iterator[bytes]) -> None:
+        """After a while: what is applied meanwhile must not get into it."""
+        await asyncio.sleep(self.sync_s)
+        await super().take_snapshot(snapshot, pieces)
+        self._count("snapshot")
+
+    def install(self, effect: Any) -> None:
+        super().install(effect)
+        self._count("install")
+
+    def _take_in(self, write: Any) -> None:
+        self._fuse()
+        self._writes.append(write)
+        if not self._busy:
+            self._busy = True
+            self._loop.call_later(self.sync_s, self._work)
+
+    def _work(self) -> None:
+        """What the writing thread does, up to where it would wait."""
+        writes, self._writes, self._busy = self._writes, [], False
+        try:
+            left = self._write_what_fits(writes)
+            if not left and self._chance.random() < SEALED:
+                self._seal()
+            if self._full and not left:
+                self._full = not self._set_aside()
+        except Exception as error:  # noqa: BLE001 - as on the thread: nothing is certain now
+            self._failed(error)
+            return
+        self._writes[:0] = left
+        if left or self._full:
+            self._busy = True
+            self._loop.call_later(RETRY_S, self._work)
+        elif self._writes and not self._busy:
+            self._busy = True
+            self._loop.call_later(self.sync_s, self._work)
+
+    def _write_what_fits(self, writes: list[Any]) -> list[Any]:
+        while writes:
+            some = writes[:1] if self._full else writes
+            try:
+                self._append(some)
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                if self._full:
+                    return writes
+                self._full = True
+                self._disk.remove(self._folder / "reserve")
+            else:
+                writes = writes[len(some) :]
+        return []
+
+    def _tell(self, what: Callable[..., None], *arguments: Any) -> None:
+        what(*arguments)
+
+    def _on_aside(self, do: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        try:
+            done.set_result(do(*arguments))
+        except Exception as error:  # noqa: BLE001 - for whoever waits for it
+            done.set_exception(error)
+        return done

@@ -1,0 +1,377 @@
+"""What the log of a quorum says: a second, simple implementation of the replicated state.
+
+`Reference` applies the committed entries of a run, in order, to plain dictionaries. Every node's
+results are compared with its results, entry by entry, so a node that carries a command out twice,
+skips one, applies it in a wrong era or has restored a snapshot that lacks something is found at the
+first result that differs. It also keeps what stood at each key after every entry, so that reads
+can be held against the log, and when each lease began and ended.
+
+It shares nothing with `quorum.keyspace` and `node.machine` but the words for commands and results.
+What only very large runs reach (clients that are forgotten, results that are too many) is left out.
+
+Imports the words of the keyspace and of consensus.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
+from typing import Any, NamedTuple
+
+from msgspec.msgpack import Decoder
+
+from doyen.consensus.core import Entry, Kind
+from doyen.node.machine import KEYSPACE, Command, Failure, decode_batch
+from doyen.quorum import keyspace as words
+from doyen.quorum.keyspace import Record, decode_command, encode
+
+__all__ = ["Lease", "Reference", "Written"]
+
+_decode_swap = Decoder(tuple[int, int, int, int]).decode
+
+LARGE = 1024
+"""In version 1, a larger result of the keyspace was not kept."""
+
+
+class Written(NamedTuple):
+    """A write that took effect, and where in the log."""
+
+    place: int
+    record: Record
+
+
+class Lease:
+    """A lease, from its grant to its end."""
+
+    __slots__ = ("began", "end_index", "ended", "expired", "index", "ttl_s")
+
+    def __init__(self, index: int, began: float, ttl_s: float) -> None:
+        self.index = index
+        self.began = began
+        self.ttl_s = ttl_s
+        self.ended = inf
+        """When its end was committed, in true time."""
+        self.end_index = 0
+        self.expired = False
+        """Ended by its time, not by its owner."""
+
+
+class Reference:
+    """The state after every committed entry."""
+
+    def __init__(self, slice_keys: int) -> None:
+        self._slice_keys = slice_keys
+        self.index = 0
+        self.times: list[float] = [0.0]
+        """When each entry was first known to be committed."""
+        self.results: list[list[Any]] = [[]]
+        self.revision = 0
+        self.era = 0
+        self.version = 1
+        self.quota = words.QUOTA
+        self.records: dict[str, Record] = {}
+        """What is stored, with what waits for its removal."""
+        self.leases: dict[int, Lease] = {}
+        """All there ever were."""
+        self.standing: dict[int, dict[str, None]] = {}
+        """Leases that have not ended, and the keys bound to them."""
+        self.written: dict[int, Written] = {}
+        """Every write that took effect, by its version."""
+        self.deleted: dict[int, int] = {}
+        """Where the record of a version was deleted by a client."""
+        self.values: dict[bytes, int] = {}
+        """How often each value was written."""
+        self.changes: dict[str, list[float]] = {}
+        """When those who watch a scope had something to be told of."""
+        self._ended: dict[int, list[str]] = {}
+        self._now = 0.0
+        self._touched: dict[str, None] = {}
+        self._seen: dict[str, Record | None] = {}
+        self._timeline: dict[str, tuple[list[int], list[Record | None]]] = {}
+        self._registers: dict[int, int] = {}
+        self._clients: dict[str, tuple[dict[int, Any], list[int]]] = {}
+        self._do: dict[type, Callable[[Any], words.Result]] = {
+            words.Grant: self._grant,
+            words.Revoke: self._revoke,
+            words.Create: self._create,
+            words.Put: self._put,
+            words.Delete: self._delete,
+            words.Enqueue: self._enqueue,
+            words.Begin: self._begin,
+            words.Expire: self._expire,
+            words.Advance: self._advance,
+            words.Raise: self._raise,
+            words.Reap: self._reap,
+            words.Quota: self._set_quota,
+        }
+
+    # The log.
+
+    def advance(self, log: Sequence[Entry], now: float) -> None:
+        """Apply what has been committed since."""
+        self._now = now
+        while self.index < len(log):
+            entry = log[self.index]
+            self.index += 1
+            self.times.append(now)
+            commands = decode_batch(entry.data) if entry.kind == Kind.COMMANDS else []
+            self.results.append([self._once(command) for command in commands])
+            self._note_changes()
+
+    def _once(self, command: Command) -> Any:
+        """The result of a command, which is carried out if it has not been."""
+        if command.client not in self._clients:
+            if command.floor > 1:
+                return None
+            self._clients[command.client] = {}, [1]
+        kept, floor = self._clients[command.client]
+        if command.floor > floor[0]:
+            floor[0] = command.floor
+            for seq in [seq for seq in kept if seq < command.floor]:
+                del kept[seq]
+        if command.seq in kept:
+            return kept[command.seq]
+        if command.seq < floor[0]:
+            return None
+        if command.target == KEYSPACE:
+            wanted = decode_command(command.body)
+            result: Any = encode(self._do[type(wanted)](wanted))
+            if self.version == 1 and len(result) > LARGE:
+                return result
+        else:
+            _, _, key, value = _decode_swap(command.body)
+            result = self._registers.get(key)
+            self._registers[key] = value
+        kept[command.seq] = result
+        return result
+
+    def agrees(self, index: int, results: Sequence[Any]) -> bool:
+        """Whether a node's results of an entry are those of the log. None stands for a command
+        that is too old to have a result."""
+        if index > self.index:
+            return False
+        expected = self.results[index]
+        if len(expected) != len(results):
+            return False
+        return all(
+            mine == theirs or (mine is None and isinstance(theirs, Failure) and theirs.forgotten)
+            for mine, theirs in zip(expected, results, strict=True)
+        )
+
+    def _note_changes(self) -> None:
+        touched, self._touched = self._touched, {}
+        for key in touched:
+            now = self._now_at(key)
+            if now == self._seen.get(key):
+                continue
+            self._seen[key] = now
+            indexes, records = self._timeline.setdefault(key, ([0], [None]))
+            indexes.append(self.index)
+            records.append(now)
+
+    def _changed(self, key: str) -> None:
+        """Whoever watches is to be told: of what ends with its lease, when it is removed."""
+        scope = key
+        while scope:
+            self.changes.setdefault(scope, []).append(self._now)
+            scope = scope.rpartition("/")[0]
+
+    def _now_at(self, key: str) -> Record | None:
+        record = self.records.get(key)
+        return None if record is not None and record.lease in self._ended else record
+
+    # What clients may have seen.
+
+    def at(self, key: str, index: int) -> Record | None:
+        """What stood at a key after an entry."""
+        found = self._timeline.get(key)
+        if found is None:
+            return None
+        return found[1][bisect_right(found[0], index) - 1]
+
+    def under(self, prefix: str, index: int) -> list[Record]:
+        """What stood under a prefix after an entry, in order."""
+        begin = f"{prefix}/"
+        keys = sorted(key for key in self._timeline if key.startswith(begin))
+        return [record for key in keys if (record := self.at(key, index)) is not None]
+
+    def points(self, scopes: Iterable[str], low: int, high: int) -> list[int]:
+        """`low`, and every index up to `high` after which something at the scopes or under them
+        had changed."""
+        found = {low: None}
+        for scope in scopes:
+            under = f"{scope}/"
+            for key, (indexes, _) in self._timeline.items():
+                if key == scope or key.startswith(under):
+                    for index in indexes[bisect_right(indexes, low) :]:
+                        if index > high:
+                            break
+                        found[index] = None
+        return sorted(found)
+
+    def last_change(self, scope: str, before: float) -> float:
+        """When those who watch a scope last had something to be told of, before an instant."""
+        times = self.changes.get(scope, [])
+        at = bisect_left(times, before)
+        return times[at - 1] if at else -inf
+
+    # Commands.
+
+    def _bytes(self) -> int:
+        stored = sum(len(each.key) + len(each.value) for each in self.records.values())
+        return stored + words.OVERHEAD * (len(self.records) + len(self.standing))
+
+    def _full(self, more: int) -> words.Full | None:
+        if more <= 0 or self.version == 1 or (used := self._bytes()) + more <= self.quota:
+            return None
+        return words.Full(used, self.quota)
+
+    def _grant(self, command: words.Grant) -> words.Result:
+        if (full := self._full(words.OVERHEAD)) is not None:
+            return full
+        self.revision += 1
+        self.standing[self.revision] = {}
+        self.leases[self.revision] = Lease(self.index, self._now, command.ttl_s)
+        return words.Granted(self.revision)
+
+    def _write(self, record: Record) -> words.Full | None:
+        there = self.records.get(record.key)
+        more = len(record.key) + len(record.value) + words.OVERHEAD
+        if there is not None:
+            more -= len(there.key) + len(there.value) + words.OVERHEAD
+        if (full := self._full(more)) is not None:
+            return full
+        self.revision += 1
+        self.records[record.key] = record
+        self._touched[record.key] = None
+        self._changed(record.key)
+        self.written[record.version] = Written(self.index, record)
+        self.values[record.value] = self.values.get(record.value, 0) + 1
+        return None
+
+    def _create(self, command: words.Create) -> words.Result:
+        if command.lease not in self.standing:
+            return words.Gone()
+        there = self._now_at(command.key)
+        if there is not None:
+            return words.Stands(there)
+        revision = self.revision + 1
+        record = Record(command.key, command.value, revision, revision, command.lease)
+        if (full := self._write(record)) is not None:
+            return full
+        self.standing[command.lease][command.key] = None
+        return words.Written(revision, revision)
+
+    def _put(self, command: words.Put) -> words.Result:
+        there = self._now_at(command.key)
+        if (there.version if there is not None else 0) != command.if_version:
+            return words.Refused()
+        version = self.revision + 1
+        first = there.revision if there is not None else version
+        ticket = there is not None and there.ticket
+        record = Record(command.key, command.value, first, version, 0, ticket)
+        if (full := self._write(record)) is not None:
+            return full
+        if there is not None:
+            self._unbind(there)
+        return words.Written(first, version)
+
+    def _delete(self, command: words.Delete) -> words.Result:
+        there = self._now_at(command.key)
+        if there is None or command.if_version not in (0, there.version):
+            return words.Refused()
+        self.revision += 1
+        self._unbind(there)
+        del self.records[command.key]
+        self._touched[command.key] = None
+        self._changed(command.key)
+        self.deleted[there.version] = self.index
+        return words.Done()
+
+    def _enqueue(self, command: words.Enqueue) -> words.Result:
+        if command.lease not in self.standing:
+            return words.Gone()
+        revision = self.revision + 1
+        key = f"{command.line}/{words.RANKS - command.rank:020d}-{revision:020d}"
+        record = Record(key, command.value, revision, revision, command.lease, True)
+        if (full := self._write(record)) is not None:
+            return full
+        self.standing[command.lease][key] = None
+        return words.Ticketed(key, revision)
+
+    def _unbind(self, record: Record) -> None:
+        if record.lease in self.standing:
+            del self.standing[record.lease][record.key]
+
+    def _revoke(self, command: words.Revoke) -> words.Result:
+        self._end((command.lease,), expired=False)
+        return words.Done()
+
+    def _begin(self, command: words.Begin) -> words.Result:
+        if command.era <= self.era:
+            return words.Refused()
+        self.era = command.era
+        return words.Done()
+
+    def _expire(self, command: words.Expire) -> words.Result:
+        if command.era != self.era:
+            return words.Refused()
+        self._end(command.leases, expired=True)
+        return words.Done()
+
+    def _end(self, leases: Iterable[int], *, expired: bool) -> None:
+        for lease in leases:
+            if lease not in self.standing:
+                continue
+            self.revision += 1
+            bound = self.standing.pop(lease)
+            ending = self.leases[lease]
+            ending.ended, ending.end_index, ending.expired = self._now, self.index, expired
+            self._touched |= bound
+            if self.version == 1:
+                for key in bound:
+                    if self.records[key].lease == lease:
+                        del self.records[key]
+                        self._changed(key)
+            elif bound:
+                self._ended[lease] = [*bound]
+        self._remove_slice()
+
+    def _remove_slice(self) -> None:
+        """At most so many keys, of at most as many leases; each lease's at a revision of their
+        own."""
+        room = self._slice_keys
+        for lease in [*self._ended][: self._slice_keys]:
+            keys, removed = self._ended[lease], 0
+            while keys and removed < room:
+                record = self.records.get(key := keys.pop(0))
+                if record is not None and record.lease == lease:
+                    del self.records[key]
+                    self._changed(key)
+                    removed += 1
+            # Whether there is more is found out only when there is room for it.
+            if removed < room:
+                del self._ended[lease]
+            self.revision += removed > 0
+            room -= removed
+            if not room:
+                break
+
+    def _reap(self, _: words.Reap) -> words.Result:
+        self._remove_slice()
+        return words.Done()
+
+    def _advance(self, command: words.Advance) -> words.Result:
+        self.revision = max(self.revision + command.by, command.floor)
+        return words.Done()
+
+    def _raise(self, command: words.Raise) -> words.Result:
+        if command.version <= self.version:
+            return words.Refused()
+        self.version = command.version
+        return words.Done()
+
+    def _set_quota(self, command: words.Quota) -> words.Result:
+        self.quota = command.bytes
+        return words.Done()

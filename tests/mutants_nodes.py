@@ -1,0 +1,285 @@
+"""Whole nodes and their clients with one promise broken each, for the lab to find.
+
+Each is a function that patches what runs in a world of the lab. The promises are those of
+`docs/stores/quorum.md` and, as far as a quorum has a part in them, of `docs/guarantees.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from doyen.election import Candidacy
+from doyen.heart import Heart
+from doyen.lab.machines import OwnClock
+from doyen.model import Entry
+from doyen.node import frames, keeper, machine, members, roles, service
+from doyen.node.driver import Driver
+from doyen.node.leases import LeaseClock
+from doyen.node.machine import Command, Machine
+from doyen.node.members import Members
+from doyen.quorum import keyspace, wire
+from doyen.quorum.history import Change, History, Kind
+from doyen.quorum.keyspace import Keyspace
+from doyen.quorum.requests import Watch
+from doyen.stores.quorum.wire import Wire
+
+Mutant = Callable[[pytest.MonkeyPatch], None]
+
+
+# Terms: `docs/guarantees.md`.
+
+
+def on_the_wall_clock(patch: pytest.MonkeyPatch) -> None:
+    """Leases are counted on a clock that administrators set (mutant 24)."""
+    now = OwnClock.now
+    patch.setattr(OwnClock, "now", lambda self: now(self) + self._wall)
+
+
+def answer_ignored(patch: pytest.MonkeyPatch) -> None:
+    """A renewal that failed is taken for a success (27)."""
+    patch.setattr(Heart, "_doubt", lambda self, _: self._confirm(self._clock.now()))
+
+
+def removed_by_another(patch: pytest.MonkeyPatch) -> None:
+    """Who is first in line deletes the record of a live holder (28)."""
+    wait = Candidacy._wait
+
+    async def shove(self: Candidacy, behind: Entry, *until: float | None) -> None:
+        if behind.key == self._record_key:
+            await self._presence.call(self._presence.store.delete(behind.key))
+        else:
+            await wait(self, behind, *until)
+
+    patch.setattr(Candidacy, "_wait", shove)
+
+
+def announced_unread(patch: pytest.MonkeyPatch) -> None:
+    """Who has waited takes whatever record there is for its own (26)."""
+    is_mine = Candidacy._is_mine
+
+    def trust(self: Candidacy, entry: Entry) -> bool:
+        return is_mine(self, entry) or bool(self._behind and entry.key == self._record_key)
+
+    patch.setattr(Candidacy, "_is_mine", trust)
+
+
+# Leases.
+
+
+def not_extended(patch: pytest.MonkeyPatch) -> None:
+    """A new leader gives the leases that it finds no time (29)."""
+    take_in = LeaseClock.take_in
+
+    def hasty(self: LeaseClock, now: float) -> bool:
+        found = self._taken_in == 0
+        more = take_in(self, now)
+        if found:
+            self._until = dict.fromkeys(self._until, now)
+            self._heap = [(now, lease) for lease in self._until]
+        return more
+
+    patch.setattr(LeaseClock, "take_in", hasty)
+
+
+def renewed_by_a_read(patch: pytest.MonkeyPatch) -> None:
+    """A renewal is confirmed, and a read answered, by a leader that nobody may hear any more
+    (30)."""
+    patch.setattr(Driver, "when_current", lambda self, call: call())
+
+
+def era_ignored(patch: pytest.MonkeyPatch) -> None:
+    """An end of leases counts in whatever era it was proposed."""
+
+    def expire(self: Keyspace, command: keyspace.Expire) -> bytes:
+        self._end(command.leases)
+        return keyspace.encode(keyspace.Done())
+
+    patch.setattr(Keyspace, "_expire", expire)
+
+
+def confirmed_without_an_era(patch: pytest.MonkeyPatch) -> None:
+    """A leader confirms renewals before it has begun an era, and ends count in any."""
+
+    def begin(self: keeper.Keeper) -> None:
+        self._era = self._keyspace.era
+        self._clock = LeaseClock(self._keyspace)
+        self._take_in()
+
+    patch.setattr(keeper.Keeper, "_begin", begin)
+    era_ignored(patch)
+
+
+def never_ended(patch: pytest.MonkeyPatch) -> None:
+    """A lease whose time is over is left to whoever leads next."""
+    patch.setattr(keeper.Keeper, "_end_those_due", lambda self: None)
+
+
+def seen_until_removed(patch: pytest.MonkeyPatch) -> None:
+    """What was bound to an ended lease stands until it is removed."""
+    patch.setattr(Keyspace, "_standing", lambda self, record: record)
+
+
+def removed_by_key(patch: pytest.MonkeyPatch) -> None:
+    """A slice of a lease's end removes whatever stands at its keys by then."""
+
+    def remove(self: Keyspace, key: str, lease: int) -> bool:
+        record = self._records.get(key)
+        if record is None:
+            return False
+        self._remove(record, Kind.END)
+        return True
+
+    patch.setattr(Keyspace, "_remove_bound", remove)
+
+
+def ends_left_out(patch: pytest.MonkeyPatch) -> None:
+    """A snapshot says nothing of leases whose keys are not all removed."""
+    pieces = keyspace._pieces
+
+    def fewer(head: bytes, leases: Any, ended: list[int], *others: Any) -> Iterator[bytes]:
+        return pieces(head, leases, [], *others)
+
+    patch.setattr(keyspace, "_pieces", fewer)
+
+
+# Writes: once, and for good.
+
+
+def done_again(patch: pytest.MonkeyPatch) -> None:
+    """A write that is asked for again is done again."""
+
+    def apply(self: Machine, index: int, commands: Sequence[Command]) -> list[Any]:
+        return [self._applies[command.target](command.body) for command in commands]
+
+    patch.setattr(Machine, "apply", apply)
+
+
+def results_left_out(patch: pytest.MonkeyPatch) -> None:
+    """A snapshot says nothing of what was carried out before."""
+    patch.setattr(machine, "_pieces_of", lambda clients: iter([machine._encode([])]))
+
+
+def renamed(patch: pytest.MonkeyPatch) -> None:
+    """A client sends what was under way again under another name."""
+    use = Wire._use
+
+    def anew(self: Wire, link: Any) -> None:
+        self._name, self._named, self._floor = f"{self._name}+", False, 1
+        for call in self._calls.values():
+            call.name = self._name
+        use(self, link)
+
+    patch.setattr(Wire, "_use", anew)
+
+
+def not_synced(patch: pytest.MonkeyPatch) -> None:
+    """The journal reports what it has written to its log, and not synced."""
+    sync = frames.sync
+
+    def skip(disk: frames.Disk, fd: int, path: Path) -> None:
+        if not path.name.startswith("log-") or path.suffix == ".new":
+            sync(disk, fd, path)
+
+    patch.setattr(frames, "sync", skip)
+
+
+def unknown_skipped(patch: pytest.MonkeyPatch) -> None:
+    """A node passes over commands that it does not know; one of them knows fewer than the rest."""
+    apply = Keyspace.apply
+    ignorant: list[Keyspace] = []
+
+    def skip(self: Keyspace, command: bytes) -> bytes:
+        if not ignorant:
+            ignorant.append(self)
+        if self is ignorant[0] and isinstance(keyspace.decode_command(command), keyspace.Reap):
+            return keyspace.encode(keyspace.Malformed("unknown"))
+        return apply(self, command)
+
+    patch.setattr(Keyspace, "apply", skip)
+
+
+# Reads.
+
+
+def read_while_behind(patch: pytest.MonkeyPatch) -> None:
+    """A node answers reads before it has applied what the leader had committed."""
+    patch.setattr(Driver, "when_applied", lambda self, index, call: call())
+
+
+# Watches.
+
+
+def deaf_when_resumed(patch: pytest.MonkeyPatch) -> None:
+    """A watch that is resumed is told nothing of what it has missed."""
+    watch = service.Service._watch
+
+    def deaf(self: service.Service, client: Any, request: Watch) -> None:
+        watch(self, client, replace(request, since=-1))
+
+    patch.setattr(service.Service, "_watch", deaf)
+
+
+def never_too_old(patch: pytest.MonkeyPatch) -> None:
+    """A watch from before the history is resumed as if nothing had changed since."""
+
+    def changed(self: History, scope: str, since: int) -> bool:
+        self._extend_index()
+        return self._index.get(scope, 0) > since
+
+    patch.setattr(History, "changed", changed)
+
+
+def ends_untold(patch: pytest.MonkeyPatch) -> None:
+    """Who watches is not told of what ends with a lease."""
+    add = History.add
+
+    def fewer(self: History, change: Change) -> None:
+        if change.kind != Kind.END:
+            add(self, change)
+
+    patch.setattr(History, "add", fewer)
+
+
+def history_left_out(patch: pytest.MonkeyPatch) -> None:
+    """A snapshot has no history, and says that nothing is missing from it."""
+    pieces = keyspace._pieces
+
+    def fewer(head: bytes, leases: Any, ended: Any, records: Any, _: Any) -> Iterator[bytes]:
+        return pieces(head, leases, ended, records, [])
+
+    patch.setattr(keyspace, "_pieces", fewer)
+
+
+# Who belongs, and who may do what.
+
+
+def one_id(patch: pytest.MonkeyPatch) -> None:
+    """A data directory has the same id whenever it is made, and may have less than before."""
+    patch.setattr(members, "token_hex", lambda size: "0" * 2 * size)
+    older_copy_accepted(patch)
+
+
+def older_copy_accepted(patch: pytest.MonkeyPatch) -> None:
+    """A member that has acknowledged more than it has is heard."""
+    patch.setattr(Members, "_check_position", lambda *_: None)
+
+
+def lifted_by_anyone(patch: pytest.MonkeyPatch) -> None:
+    """Every client may lift tokens."""
+    patch.setattr(roles, "ADMIN_COMMANDS", ())
+    patch.setattr(roles, "needs_admin", lambda commands: False)
+
+
+def peers_by_any_secret(patch: pytest.MonkeyPatch) -> None:
+    """Whoever knows a client's secret may come as a peer."""
+    accepted = vars(wire.Security)["accepted"].fget
+
+    def anybody(self: wire.Security) -> list[tuple[wire.Role, bytes]]:
+        return [("peer", secret) for _, secret in accepted(self)]
+
+    patch.setattr(wire.Security, "accepted", property(anybody))
