@@ -155,13 +155,16 @@ class Members:
     def everyone(self) -> tuple[str, ...]:
         """The members; until a change is committed, those before it too, who may have to hear of
         it, or to undo it."""
-        log, members = getattr(self.core, "log", None), self.membership
+        return self.membership.everyone + self._before.everyone
+
+    @property
+    def _before(self) -> Membership:
+        """The membership before a change that is not committed; empty if there is none."""
+        log = getattr(self.core, "log", None)
         if self.core is None or log is None or not hasattr(log, "membership_before"):
-            return members.everyone
-        if log.membership_index <= self.core.commit:
-            return members.everyone
+            return Membership(())
         before: Membership = log.membership_before
-        return members.everyone + before.everyone
+        return before if log.membership_index > self.core.commit else Membership(())
 
     @property
     def cluster_id(self) -> str:
@@ -282,7 +285,7 @@ class Members:
         return same and bool(info.member) and self.position.behind(info.position)
 
     def _check_identity(self, node: str, info: MemberInfo) -> None:
-        expected = self.ids.get(node)
+        expected = self.ids.get(node) or self._before.members.get(node)
         if expected and not info.member:
             raise Refused(
                 Fault.MEMBER,
