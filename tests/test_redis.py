@@ -226,12 +226,18 @@ class TestSweep:
                 command("ZADD", "due", "1", f"stray{number}")
                 command("HSET", "leases", f"ttl_us:damaged{number}", "x")
                 command("ZADD", "due", "1", f"damaged{number}")
+
+            async def due() -> bool:
+                (row,) = await store.look([lease.id])
+                return row.ttl_us is not None and row.age_us > row.ttl_us
+
+            async def ended() -> bool:
+                (row,) = await store.look([lease.id])
+                return row.ttl_us is None
+
             async with opened(server.url) as store:
-
-                async def ended() -> bool:
-                    (row,) = await store.look([lease.id])
-                    return row.ttl_us is None
-
+                await until("the lease of the dead is due", due)
+            async with opened(server.url) as store:  # which follows up what looks over
                 await until("the lease of the dead is ended", ended)
             assert command("ZCARD", "due") == b"1"  # the element that keeps the key
 
