@@ -5,7 +5,8 @@ script may touch only the keys that it declares. Beyond the faults of each conne
 may, by seed, refuse a script for a while (`TRYAGAIN`, `OOM`), redirect it (`MOVED`, `ASK`), forget
 all scripts, lose or delay publications, and leave `WAIT` without its replica.
 
-`failover` makes the replica the master. It has a clock of its own, and holds what `WAIT` has
+`failover` makes the replica the master. It has a clock of its own, in step with that of a master of
+which it knows nothing: only clocks tell which of the two came first. It holds what `WAIT` has
 confirmed, and of the rest what was written more than `LAG_S` ago. The old master becomes a replica
 of it: those connected to it may go on reading, and are refused when they write.
 """
@@ -99,6 +100,9 @@ class RedisModel:
         """The replica is the master from now on, without what it lacks."""
         self.failovers += 1
         behind_s = self._random.uniform(-BEHIND_S, BEHIND_S)
+        counted_last = self._replicated.get(b"{doyen}:meta", {}).get(b"run", b"")
+        if counted_last != self.master.run.encode():
+            behind_s = self.master.behind_s
         old, self.master = self.master, Server(self._new_run(), behind_s, self._replicated)
         old.is_master, old.data = False, self.master.data
         self._replicate()

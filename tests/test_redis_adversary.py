@@ -4,7 +4,9 @@ there is one leader at a time, tokens grow, and in the end somebody leads."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import itertools
 import random
 from collections.abc import Awaitable, Callable
 
@@ -13,13 +15,14 @@ from redis.asyncio import connection
 
 from adversary import Network, WireLoop, WireOracle, WireWorld, run_contest
 from doyen.clock import VirtualClock
+from doyen.errors import OutcomeUnknown, StoreUnavailable
 from doyen.lookout import LeaseRow, Lookout, Verdict
-from doyen.model import leader_key
+from doyen.model import leader_key, order_key
 from doyen.store import Context, Store, open_store
 from doyen.stores.redis import link
 from doyen.stores.redis.scripts import SCRIPTS
 from doyen.testing.faults import Faults, Late
-from model_redis import FAIR, RedisModel
+from model_redis import FAIR, LAG_S, RedisModel
 from swarm import SafetyViolated
 
 STEPS = 40
@@ -92,8 +95,8 @@ MUTANTS: dict[str, tuple[str, str, str, dict[str, object]]] = {
     "creates over what stands there": ("create", "if standing then", "if false then", {}),
     "begins where the old server was": (
         "create",
-        "n = n + GAP",
-        "n = n",
+        "ahead = ahead + GAP",
+        "ahead = ahead",
         {"failover": True, "oracle": Tokens},
     ),
 }
@@ -155,6 +158,7 @@ class Room:
 
     def __init__(self, scenario: Callable[[Room], Awaitable[bool]]) -> None:
         self.faults = {name: Faults() for name in ("holder", "other")}
+        self._names = itertools.count()
         loop = WireLoop(VirtualClock())
         loop.network = self._network = Network()
         self._clock = loop.clock
@@ -173,6 +177,17 @@ class Room:
             await self.holder.close()
             await self.other.close()
 
+    async def token(self) -> int:
+        """A number as tokens are, from whichever server is the master."""
+        async with asyncio.timeout(LAG_S):
+            while True:
+                with contextlib.suppress(StoreUnavailable, OutcomeUnknown):
+                    name = f"{order_key('e')}/{next(self._names)}"
+                    entry = await self.holder.put(name, b"", if_version=None)
+                    assert entry is not None
+                    return entry.revision
+                await asyncio.sleep(0.02)
+
     async def _open(self, name: str) -> Store:
         await self._network.listen(name, 1000, self.model, self.faults[name])
         return await open_store(f"redis://{name}:1000", Context(self._clock, lambda event: None))
@@ -188,6 +203,22 @@ def test_a_renewal_prevails_over_a_look_that_came_late(
         check = "if redis.call('HGET', LEASES, 'counter:' .. ARGV[3]) ~= ARGV[4] then return 0 end"
         break_script(monkeypatch, "seal", check, "")
     assert Room(renewed_while_an_answer_was_late).survived is not broken
+
+
+async def two_failovers(room: Room) -> bool:
+    """The second promotes a server that knows nothing of what the first has promoted. Whether the
+    tokens grow."""
+    tokens = [await room.token()]
+    await asyncio.sleep(LAG_S + 0.1)
+    tokens.append(await room.token())
+    for _ in range(2):
+        room.model.failover()
+        tokens.append(await room.token())
+    return tokens == sorted(set(tokens))
+
+
+def test_tokens_grow_over_servers_that_know_nothing_of_each_other() -> None:
+    assert Room(two_failovers).survived
 
 
 @pytest.mark.parametrize("broken", [False, True])

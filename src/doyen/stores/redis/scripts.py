@@ -1,7 +1,7 @@
 """What is done at the server, each as one script and so in one step.
 
     {prefix}:meta     hash: revision (the counter of all changes), run (of the server that last
-                      counted), layout
+                      counted), ahead (how far it counts ahead of its clock), layout
     {prefix}:leases   hash: ttl_us:<id>, counter:<id>, renewed_us:<id>; a lease has ended when its
                       fields are gone
     {prefix}:due      sorted set: all leases, by when they would end if nobody renewed them
@@ -19,10 +19,12 @@ that no key vanishes with its last lease or entry, each holds an element named b
 
 Nothing has a time to live of its own: a server's clock alone never ends anything.
 
-Revisions are what tokens are made of. Each is above the one before, never below the server's
-microseconds, and a server that was not the last to count leaves a gap of more than an hour's
-microseconds: one that was promoted, or started again, without the last writes of the one before
-stays above the tokens which that one has given.
+Revisions are what tokens are made of. Each is above the one before, and follows the server's clock
+in microseconds. A server that was not the last to count begins to count more than an hour further
+ahead of its clock. So one that was promoted, or started again, without the last writes of the one
+before stays above the tokens which that one has given. If that one in turn had just been promoted,
+and nothing that it wrote is known, both count equally far ahead of their clocks: then the later one
+stays above as long as its clock is behind by less than the time between the two promotions.
 
 Numbers in Lua are exact up to 2**53, which microseconds reach in the year 2255. Imports nothing.
 """
@@ -52,11 +54,16 @@ local function now()
 end
 
 local function number()
-  local last = redis.call('HMGET', META, 'revision', 'run')
-  local n = tonumber(last[1] or 0) + 1
-  if last[2] and last[2] ~= RUN then n = n + GAP end
-  n = int(math.max(n, now()))
-  redis.call('HSET', META, 'revision', n, 'run', RUN)
+  local last = redis.call('HMGET', META, 'revision', 'run', 'ahead')
+  local n, at = tonumber(last[1] or 0) + 1, now()
+  local ahead = tonumber(last[3]) or math.max(0, n - at)
+  if not last[2] or last[2] == RUN then
+    ahead = math.max(ahead, n - at)
+  else
+    ahead = ahead + GAP
+  end
+  n = int(math.max(n, at + ahead))
+  redis.call('HSET', META, 'revision', n, 'run', RUN, 'ahead', int(ahead))
   return n
 end
 
@@ -177,7 +184,10 @@ return layout
 """,
     "raise": """
 local last = tonumber(redis.call('HGET', META, 'revision') or 0)
-if last < tonumber(ARGV[3]) then redis.call('HSET', META, 'revision', ARGV[3]) end
+if last < tonumber(ARGV[3]) then
+  redis.call('HSET', META, 'revision', ARGV[3])
+  number()
+end
 """,
     "grant": """
 redis.call('HSET', LEASES, 'ttl_us:' .. ARGV[3], ARGV[4], 'counter:' .. ARGV[3], '0')
