@@ -68,11 +68,15 @@ class Same(RuleBasedStateMachine):
 
     version = 1
 
+    slice_keys: int | None = None
+
+    def new(self) -> Keyspace:
+        return Keyspace(self.version, slice_keys=self.slice_keys)
+
     @initialize()
     def begin(self) -> None:
         self.model = MemoryServer(VirtualClock())
-        self.real = Keyspace(self.version)
-        self.twin = Keyspace(self.version)
+        self.real, self.twin = self.new(), self.new()
         self.leases: list[tuple[str, int]] = []
         self.keys: dict[str, str] = {key: key for key in KEYS}
         """By their keys in the model; tickets have others in ours."""
@@ -250,7 +254,7 @@ class Same(RuleBasedStateMachine):
         if hasattr(self, "real"):
             pieces = list(self.real.snapshot())
             assert list(self.twin.snapshot()) == pieces
-            self.twin = Keyspace()
+            self.twin = self.new()
             self.twin.restore(iter(pieces))
             assert list(self.twin.snapshot()) == pieces
             assert list(self.twin.leases()) == list(self.real.leases())
@@ -267,11 +271,9 @@ class SameInSlices(Same):
 
     @initialize(size=st.integers(1, 2))
     def begin_with_small_slices(self, size: int) -> None:
-        words.SLICE = size  # type: ignore[misc]
-
-    def teardown(self) -> None:
-        words.SLICE = 500  # type: ignore[misc]
-        super().teardown()
+        """Before or after `begin`, as it happens, and before anything is done."""
+        self.slice_keys = size
+        self.real, self.twin = self.new(), self.new()
 
 
 TestSame = Same.TestCase

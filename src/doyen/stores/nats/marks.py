@@ -37,8 +37,13 @@ class Marks:
             self._incarnation = incarnation
             self._positions.clear()
             self._times.clear()
-        if self._positions and (position == self._positions[-1] or now - self._times[-1] < GRAIN_S):
-            return  # a mark less makes renewals look younger, never older
+        if self._positions and position == self._positions[-1]:
+            return
+        if len(self._times) > 1 and now - self._times[-2] < GRAIN_S:
+            # Two marks are that close already. The later one gives way, which makes what it dated
+            # look younger by less than GRAIN_S, and never older.
+            self._positions.pop()
+            self._times.pop()
         self._positions.append(position)
         self._times.append(now)
         if len(self._positions) > _KEPT:
