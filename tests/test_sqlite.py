@@ -34,18 +34,25 @@ TTL_S = 60.0
 
 
 async def opened(
-    path: Path, emit: Callable[[Event], None] = lambda event: None, clock: Clock | None = None
+    path: Path,
+    emit: Callable[[Event], None] = lambda event: None,
+    clock: Clock | None = None,
+    query: str = "",
 ) -> SQLiteStore:
-    store = await open_store(f"sqlite://{path}", Context(clock or SystemClock(), emit))
+    store = await open_store(f"sqlite://{path}{query}", Context(clock or SystemClock(), emit))
     assert isinstance(store, SQLiteStore)
     return store
 
 
 @asynccontextmanager
 async def stores(
-    path: Path, count: int = 1, clock: Clock | None = None
+    path: Path,
+    count: int = 1,
+    clock: Clock | None = None,
+    emit: Callable[[Event], None] = lambda event: None,
+    query: str = "",
 ) -> AsyncIterator[list[SQLiteStore]]:
-    handles = [await opened(path, clock=clock) for _ in range(count)]
+    handles = [await opened(path, emit, clock, query) for _ in range(count)]
     try:
         yield handles
     finally:
@@ -77,15 +84,12 @@ def test_tokens_grow_across_restarts_and_from_the_floor(tmp_path: Path) -> None:
     path = tmp_path / "x.db"
 
     async def create(query: str = "") -> int:
-        store = await open_store(
-            f"sqlite://{path}{query}", Context(SystemClock(), lambda event: None)
-        )
-        lease = await store.grant(TTL_S)
-        won, entry = await store.create("k", b"v", lease)
-        assert won
-        await store.revoke(lease)
-        await store.close()
-        return entry.revision
+        async with stores(path, query=query) as (store,):
+            lease = await store.grant(TTL_S)
+            won, entry = await store.create("k", b"v", lease)
+            assert won
+            await store.revoke(lease)
+            return entry.revision
 
     async def test() -> None:
         tokens = [await create(), await create()]
@@ -119,8 +123,7 @@ def test_the_entries_of_a_dead_lease_are_gone_for_every_method(tmp_path: Path) -
     async def test() -> None:
         path = tmp_path / "x.db"
         ended: list[Event] = []
-        async with stores(path) as (first,):
-            survivor = await opened(path, ended.append)
+        async with stores(path) as (first,), stores(path, emit=ended.append) as (survivor,):
             lease, own = await first.grant(TTL_S), await survivor.grant(TTL_S)
             ahead = await first.enqueue("line", b"1", lease)
             mine = await survivor.enqueue("line", b"2", own)
@@ -147,7 +150,6 @@ def test_the_entries_of_a_dead_lease_are_gone_for_every_method(tmp_path: Path) -
             await until(lambda: bool(told), "the watcher is told")
             assert ended == [LeaseEnded(lease=lease.id, cause="died")]
             watch.close()
-            await survivor.close()
 
     run(test)
 
@@ -170,10 +172,9 @@ def test_opening_sweeps_up_what_the_dead_left(tmp_path: Path) -> None:
             (folder / f"0123456789abcdef.{part}").touch()
 
     async def look() -> None:
-        store = await opened(path)
         folder = path.with_name("x.db.sessions")
-        assert [file.suffix for file in folder.iterdir()] == [".inbox"]
-        await store.close()
+        async with stores(path):
+            assert [file.suffix for file in folder.iterdir()] == [".inbox"]
         assert list(folder.iterdir()) == []
 
     run(leave)
@@ -199,13 +200,12 @@ def test_leases_of_another_boot_are_followed_up_after_opening(
     async def look() -> None:
         ended: list[Event] = []
         clock = VirtualClock()
-        store = await opened(path, ended.append, clock)
-        clock.advance(0.19)
-        assert await store.get("k") is not None
-        clock.advance(0.01)
-        await until(lambda: bool(ended), "the lease of the last boot is ended")
-        assert await store.get("k") is None
-        await store.close()
+        async with stores(path, clock=clock, emit=ended.append) as (store,):
+            clock.advance(0.19)
+            assert await store.get("k") is not None
+            clock.advance(0.01)
+            await until(lambda: bool(ended), "the lease of the last boot is ended")
+            assert await store.get("k") is None
 
     run(leave)
     run(look)
@@ -578,14 +578,13 @@ def test_reads_go_on_while_another_writes(tmp_path: Path) -> None:
 def test_a_closed_store_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     async def test() -> None:
         before = os.listdir("/proc/self/fd")
-        store = await opened(tmp_path / "x.db")
-        lease = await store.grant(TTL_S)
-        await store.create("k", b"v", lease)
-        await store.watch("k", lambda: None)
-        late = asyncio.create_task(store.get("k"))
-        await asyncio.sleep(0)
-        await store.close()
-        await store.close()
+        async with stores(tmp_path / "x.db") as (store,):
+            lease = await store.grant(TTL_S)
+            await store.create("k", b"v", lease)
+            await store.watch("k", lambda: None)
+            late = asyncio.create_task(store.get("k"))
+            await asyncio.sleep(0)
+            await store.close()
         await late  # what was asked for before is answered
         for call in (
             store.grant(1),

@@ -67,6 +67,32 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.close()
 
 
+def test_two_threads_that_find_a_lease_over_at_once_tell_it_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store's loop and its database thread judge the same leases."""
+    owner, judge = bench.handle(), bench.handle()
+    lease = owner.grant(TTL_S)
+    owner.release(lease)
+    both = threading.Barrier(2)
+    is_dead = module._owner_is_dead
+
+    def proven(fd: int) -> bool:
+        dead = is_dead(fd)
+        both.wait(10)
+        return dead
+
+    monkeypatch.setattr(module, "_owner_is_dead", proven)
+    verdicts: list[Verdict] = []
+    other = threading.Thread(target=lambda: verdicts.append(judge.judge(lease)))
+    other.start()
+    verdicts.append(judge.judge(lease))
+    other.join()
+    assert [verdict.ended for verdict in verdicts] == [True, True]
+    assert bench.ended == [(lease, "died")]
+    assert bench.files() == set()
+
+
 def test_a_renewed_lease_lives_and_one_left_alone_expires(bench: Bench) -> None:
     owner, judge = bench.handle(), bench.handle()
     lease = owner.grant(TTL_S)

@@ -24,8 +24,9 @@ Each does its own first, so at least one sees the other. Files go in the order l
 and the owner looks for the seal before it looks whether its file was unlinked, so it cannot find
 both gone unnoticed.
 
-No database is involved, and nothing here waits: a renewal is a few system calls, whatever state
-the database is in. `judge` may be called from any thread, the rest from the store's loop.
+No database is involved, and no renewal waits: it is a few system calls, whatever state the database
+is in. `judge` may be called from any thread, the rest from the store's loop; threads that find a
+lease over at the same time take turns, so that each handle tells its end once at most.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import math
 import os
 import secrets
 import struct
+import threading
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -134,6 +136,7 @@ class Leases:
         self._tell_ended = ended
         self._held: dict[str, _Held] = {}
         self._seen: dict[str, tuple[bytes, float]] = {}
+        self._ending = threading.Lock()
 
     def grant(self, ttl_s: float) -> str:
         """Begin a lease and hold it."""
@@ -257,7 +260,7 @@ class Leases:
 
     def _by_lock_or_clock(self, lease: str, fd: int, record: Record) -> Verdict:
         if _owner_is_dead(fd):
-            return self._over(lease, "died")
+            return self._over(lease, fd, "died")
         left_s = record.expires_at - self._now()
         if left_s <= 0:
             self._seal(lease)
@@ -266,7 +269,7 @@ class Leases:
                 return Verdict(False, record.ttl_s)
             left_s = again.expires_at - self._now()
             if left_s <= 0:
-                return self._over(lease, "expired")
+                return self._over(lease, fd, "expired")
         return Verdict(False, left_s, left_s)
 
     def _by_change(self, lease: str, fd: int, raw: bytes, record: Record | None) -> Verdict:
@@ -284,15 +287,16 @@ class Leases:
         self._seal(lease)
         if _read(fd)[0] != raw:
             return Verdict(False, ttl_s)
-        return self._over(lease, "expired")
+        return self._over(lease, fd, "expired")
 
-    def _over(self, lease: str, cause: Literal["died", "expired"]) -> Verdict:
+    def _over(self, lease: str, fd: int, cause: Literal["died", "expired"]) -> Verdict:
         self._seen.pop(lease, None)
-        if lease not in self._held:
-            # Told before the unlink: nobody can act on the end before there is a word of it, not
-            # even if we are killed in between.
-            self._tell_ended(lease, cause)
-        self._unlink(lease)
+        with self._ending:
+            if lease not in self._held and os.fstat(fd).st_nlink > 0:
+                # Told before the unlink: nobody can act on the end before there is a word of it,
+                # not even if we are killed in between.
+                self._tell_ended(lease, cause)
+            self._unlink(lease)
         return _ENDED
 
     def _seal(self, lease: str) -> None:
