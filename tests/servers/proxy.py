@@ -17,7 +17,8 @@ What the faults mean, as the two ends see them:
 - `refuse`: as `reset`, and nobody listens until `heal`.
 - `break_after`: the connection that carries one byte more than so many is reset, once, with the
   bytes before it delivered. `break_after(0, "down")` is an answer that never came: the server has
-  done what it was asked.
+  done what it was asked, unless its protocol sends anything but answers (HTTP/2 acknowledges a
+  request before it is carried out).
 
 The proxy has a thread and a loop of its own; every method returns when it has taken effect.
 """
