@@ -476,6 +476,59 @@ def test_a_server_that_refuses_again_and_again_is_not_stormed() -> None:
     meets(test, Refusing)
 
 
+def test_a_connection_that_ends_at_once_is_tried_again_when_a_store_is_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server that is being stopped welcomes a client and goes; the next one stays."""
+    welcomed = 0
+    connect = link_module._Client.connect
+
+    async def ends(client: Any, *args: Any, **options: Any) -> None:
+        nonlocal welcomed
+        welcomed += 1
+        await connect(client, *args, **options)
+        if welcomed <= 2:
+            await client.close()
+
+    monkeypatch.setattr(link_module._Client, "connect", ends)
+
+    async def test(room: Room) -> None:
+        store = await room.open()
+        assert welcomed == 4  # two that ended, and the two connections of a store
+        await store.renew(await store.grant(TTL_S))
+
+    assert meets(test) < 1
+
+
+def test_renewals_made_anew_between_seeing_and_ending_end_no_other_lease() -> None:
+    """A lease was found over. Before it is ended, the bucket of renewals is deleted and made again,
+    and the sequence that was seen is that of another lease's renewal."""
+
+    async def test(room: Room) -> None:
+        a, b = await room.open(), await room.open()
+        over = await a.grant(TTL_S)
+        assert (await a.create(KEY, b"a", over)).won
+        assert await b.get(KEY) is not None
+        await asyncio.sleep(1.2 * TTL_S)
+        (row,) = await b.look([over.id])
+        assert b._lookout.judge(row).over
+        room.model.delete(f"{STREAM}_beats")
+        c = await room.open()
+        live = await c.grant(60)
+        assert c._beats[live.id] == row.counter
+        await b.seal(over.id, row.counter)
+        assert not [event for event in room.events if isinstance(event, LeaseEnded)]
+        await c.renew(live)
+        assert (await c.create(line_key("e"), b"c", live)).won
+        with pytest.raises(LeaseGone):  # nor does the new bucket revive what it does not know
+            await a.renew(over)
+        await asyncio.sleep(1.2 * TTL_S)
+        await until_gone(b)
+        assert [each.lease for each in room.events if isinstance(each, LeaseEnded)] == [over.id]
+
+    meets(test)
+
+
 Call = Callable[[NatsStore, Lease], Coroutine[Any, Any, Any]]
 CALLS: dict[str, Call] = {
     "grant": lambda store, _: store.grant(TTL_S),

@@ -20,6 +20,7 @@ from doyen.stores.sql.link import (
     TryAgain,
     WrongServer,
 )
+from doyen.stores.sql.postgresql import _PgLink
 from doyen.testing import run_virtual
 
 
@@ -312,3 +313,33 @@ def test_addresses(
 def test_a_port_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="a port is a number"):
         Address.of(StoreURL.parse("x://h:http/d"))
+
+
+def test_an_unexpected_error_does_not_end_listening(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is logged, and the connection is tried again: a watch must not go deaf."""
+
+    async def main() -> None:
+        url = StoreURL.parse("postgresql://db/doyen")
+        link = _PgLink(url, Primary("who"), "channel", lambda path: None)
+        asked: list[float] = []
+
+        async def read(query: str, given: Given) -> list[Row]:
+            asked.append(asyncio.get_running_loop().time())
+            if len(asked) == 1:
+                raise RuntimeError("a defect")
+            return []
+
+        monkeypatch.setattr(link, "read", read)
+        listening = asyncio.create_task(link.listen(2.0))
+        await asyncio.sleep(3)
+        assert len(asked) > 1
+        assert not listening.done()
+        listening.cancel()
+        await asyncio.wait({listening})
+
+    run_virtual(main())
+    (line,) = caplog.records
+    assert line.levelname == "ERROR"
+    assert "a defect" in (line.exc_text or "")

@@ -193,7 +193,7 @@ class Link:
             )
             await apart(connecting, self._address.connect_timeout_s)
             if not client.is_connected:
-                raise StoreUnavailable("the connection ended at once")
+                raise ConnectionAbortedError("the connection ended at once")
         except BaseException:
             await _close(client)
             raise
@@ -233,7 +233,7 @@ class Link:
                 try:
                     async with asyncio.timeout(self._address.connect_timeout_s):
                         await self._connect()
-                except (OSError, nats.errors.Error, StoreUnavailable) as error:
+                except (OSError, nats.errors.Error) as error:
                     self._failed(error)
                     log.debug("NATS cannot be reached: %s", self._trouble)
                 except Exception:

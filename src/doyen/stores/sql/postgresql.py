@@ -25,6 +25,7 @@ Imports psycopg, the port and its own package.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import socket
@@ -67,6 +68,8 @@ except ImportError as missing:
     ) from missing
 
 __all__ = ["CLOCK", "PostgreSQLStore", "open_store"]
+
+log = logging.getLogger("doyen")
 
 CLOCK = "CAST(EXTRACT(epoch FROM clock_timestamp()) * 1000000 AS bigint)"
 _OLDEST = 120000
@@ -477,7 +480,9 @@ class _PgLink(Link[_Connection]):
                 async with asyncio.timeout(_PATIENCE_S):
                     await self.read("SELECT 1", {})
                 pause_s = _FIRST_PAUSE_S
-            except (StoreError, TimeoutError):
+            except Exception as error:
+                if not isinstance(error, StoreError | TimeoutError):
+                    log.exception("listening to %s failed; trying again", self.where)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 self._lost.set()
