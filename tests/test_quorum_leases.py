@@ -106,6 +106,25 @@ def test_who_overslept_spares_what_was_due_once() -> None:
     assert clock.due(clock.next_deadline) == (other,)
 
 
+def test_who_overslept_spares_each_however_many_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that were spared before end in several commands; the others are spared all the same."""
+    monkeypatch.setattr(module, "AT_ONCE", 3)
+    keyspace, clock, dead = granted(*[2.0] * 5)
+    slept_s = OVERSLEPT_S + 0.5
+    woke = 2.0 + slept_s
+    assert clock.due(woke) == ()
+    alive = do(keyspace, Grant(2.0)).lease
+    clock.take_in(woke - 2.0 + slept_s)  # due a moment after the others
+    again = clock.next_deadline + slept_s
+    ended: list[int] = []
+    while due := clock.due(again):
+        ended += due
+    assert ended == dead
+    assert clock.renew(alive, again + 0.1)
+
+
 def test_many_are_taken_in_and_ended_by_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SLICE", 10)
     monkeypatch.setattr(module, "AT_ONCE", 7)

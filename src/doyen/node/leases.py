@@ -58,6 +58,9 @@ class LeaseClock:
         self._spared: set[int] = set()
         """Those kept once because we overslept, and not renewed since."""
         self._looked_at = -inf
+        self._slept_s = 0.0
+        self._unfinished = False
+        """Whether `due` had more to name than it may at once."""
 
     @property
     def next_deadline(self) -> float:
@@ -95,11 +98,13 @@ class LeaseClock:
         return lease not in self._ending and self._keyspace.lease(lease) is not None
 
     def due(self, now: float) -> tuple[int, ...]:
-        """Leases whose time is over, some of them if they are many. They are not renewed again."""
+        """Leases whose time is over, some of them if they are many: ask until there are none. They
+        are not renewed again."""
         heap = self._heap
         found: list[int] = []
-        slept_s = now - max(self.next_deadline, self._looked_at)
-        self._looked_at = now
+        if not self._unfinished:
+            self._slept_s = now - max(self.next_deadline, self._looked_at)
+        slept_s, self._looked_at = self._slept_s, now
         while heap and heap[0][0] <= now and len(found) < AT_ONCE:
             lease = heap[0][1]
             ttl_s = self._keyspace.lease(lease)
@@ -116,6 +121,7 @@ class LeaseClock:
                 heappop(heap)
                 self._ending[lease] = None
                 found.append(lease)
+        self._unfinished = len(found) == AT_ONCE
         return tuple(found)
 
     def settle(self) -> None:
