@@ -106,12 +106,37 @@ def test_results_of_all_clients_are_kept_within_bounds(monkeypatch: pytest.Monke
         one(replica, 1 + number, f"c{number}", 1, 1, USER, b"")
     assert sum(map(len, replica.snapshot())) < 12_000
     assert one(replica, 60, "c49", 1, 1, USER, b"") == b"x" * 1000
-    assert one(replica, 61, "c0", 2, 2, USER, b"").forgotten
+    assert one(replica, 61, "c0", 1, 1, USER, b"").forgotten
     again = Machine({USER: Odd(b"x" * 1000)})
     again.restore(replica.snapshot())
     for each in (replica, again):
         one(each, 62, "new", 1, 1, USER, b"")
     assert [*again.snapshot()] == [*replica.snapshot()]
+
+
+def test_a_write_is_not_repeated_because_results_of_others_took_the_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client that has had no answer yet says so (`floor` 1), like one that is new. Its write was
+    carried out, the answer was lost, and others have filled the table since."""
+    monkeypatch.setattr(module, "TABLE_BYTES", 10_000)
+    replica = Machine({USER: (odd := Odd(b"x" * 1000))})
+    one(replica, 1, "first", 1, 1, USER, b"")
+    one(replica, 1, "first", 3, 1, USER, b"")
+    for number in range(20):
+        one(replica, 2 + number, f"c{number}", 1, 1, USER, b"")
+    copied = Machine({USER: Odd(b"x" * 1000)})
+    copied.restore(replica.snapshot())
+    done = len(odd.done)
+    for number in (1, 2, 3):
+        assert one(replica, 30, "first", number, 1, USER, b"").forgotten
+        assert one(copied, 30, "first", number, 1, USER, b"").forgotten
+    assert len(odd.done) == done
+    for number in range(20, 40):
+        for each in (replica, copied):
+            one(each, 11 + number, f"c{number}", 1, 1, USER, b"")
+    assert [*copied.snapshot()] == [*replica.snapshot()]
+    assert sum(map(len, replica.snapshot())) < 12_000
 
 
 def test_in_the_first_version_large_results_are_not_kept() -> None:
@@ -199,6 +224,7 @@ class Odd(Tally):
         self.result = result
 
     def apply(self, command: bytes) -> Any:
+        self.done.append(command)
         if isinstance(self.result, BaseException):
             raise self.result
         return self.result

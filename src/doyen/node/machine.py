@@ -30,7 +30,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from struct import Struct as Layout
-from sys import maxsize
 from typing import Any, Protocol
 
 from msgspec import MsgspecError, Struct
@@ -56,7 +55,9 @@ RESULTS = 1 << 14
 RESULT_BYTES = 1 << 18
 """How many bytes the results take that are kept for one client."""
 TABLE_BYTES = 64 << 20
-"""How many bytes the results of all clients take; beyond, whoever was idle longest is forgotten."""
+"""How many bytes the results of all clients take; beyond, those of whoever was idle longest are let
+go. The client is not forgotten for that: if it has had no answer yet, it could not be told from a
+new one, and what it asks again would be carried out again."""
 LARGE = 1024
 """In version 1 of the state, a result of the keyspace beyond this many bytes was not kept, and its
 command was carried out again if it was asked for again."""
@@ -157,6 +158,8 @@ class Machine:
         self._applies = {number: target.apply for number, target in targets.items()}
         # The one that was idle longest stands first.
         self._clients: dict[str, _Client] = {}
+        # In the same order, all that have results, and perhaps some that have none.
+        self._keeping: dict[str, None] = {}
         # Every snapshot ends one: whoever is changed later is copied first, so that a snapshot
         # can take its time over those that it has seen.
         self._epoch = 0
@@ -251,17 +254,30 @@ class Machine:
             client.bytes = size
         client.last = index
         self._clients[name] = client
+        self._keeping.pop(name, None)
+        self._keeping[name] = None
         return client
 
     def _forget(self, index: int) -> None:
         clients = self._clients
-        most = TABLE_BYTES if self.version > FIRST else maxsize
         while clients:
             name = next(iter(clients))
             idle = index - clients[name].last >= FORGOTTEN_AFTER
-            if not idle and len(clients) <= CLIENTS and self._bytes <= most:
-                return
+            if not idle and len(clients) <= CLIENTS:
+                break
             self._bytes -= clients.pop(name).bytes
+            self._keeping.pop(name, None)
+        if self.version > FIRST:
+            while self._bytes > TABLE_BYTES:
+                self._let_go(next(iter(self._keeping)))
+
+    def _let_go(self, name: str) -> None:
+        """Keep of a client only up to where it has counted."""
+        del self._keeping[name]
+        client = self._clients[name]
+        if client.results:
+            self._bytes -= client.bytes
+            self._clients[name] = _Client(self._epoch, max(client.results) + 1, client.last, {})
 
     def snapshot(self) -> Iterator[bytes]:
         """Everything as it is now, in pieces; see `StateMachine.snapshot`."""
@@ -274,6 +290,7 @@ class Machine:
         """Put a snapshot in the place of everything."""
         frames = _Frames(pieces)
         self._clients.clear()
+        self._keeping.clear()
         self._bytes = 0
         for piece in frames.of(_TABLE):
             for each in _decode_remembered(piece):
@@ -282,6 +299,7 @@ class Machine:
                 client.bytes = sum(map(_size, kept.values()))
                 self._bytes += client.bytes
                 self._clients[each.name] = client
+                self._keeping[each.name] = None
         for number in sorted(self._targets):
             self._targets[number].restore(frames.of(number))
             frames.skip(number)

@@ -459,7 +459,7 @@ class Wire:
     def _rename(self, answer: Failed, call: _Call) -> None:
         """We were idle for so long that the quorum has forgotten how far we had counted. What it
         was asked only once was certainly not done, and goes out again under another name."""
-        if self._named:
+        if call.name == self._name:  # or there is another name already
             self._named = False
             self._name = uuid.uuid4().hex
             link = self._link
