@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import asyncio
 
-from doyen.quorum.keyspace import Delete, Done, Put, Revoke, Written, encode
-from doyen.quorum.requests import Failed, Found, Get, Renew, Renewed, Trouble, Write
+from doyen.quorum.keyspace import Delete, Done, Put, Revoke, Written, decode_result, encode
+from doyen.quorum.requests import (
+    Ahead,
+    Arrange,
+    Failed,
+    Found,
+    Get,
+    Head,
+    Renew,
+    Renewed,
+    Scan,
+    Trouble,
+    Write,
+)
+from doyen.quorum.wire import MAX_FRAME
 from test_quorum_service import TTL_S, Client, Quorum, granted, on_quorum
 
 
@@ -60,6 +73,53 @@ def test_while_every_disk_is_full_leases_are_renewed_and_ended() -> None:
             assert quorum.keyspace(leader).lease(live) is not None
             assert (await quorum.leader(), world.nodes[leader].generation) == (leader, generation)
             for disk in world.disks.values():
+                disk.fill(False)
+            await asyncio.sleep(0.5)
+
+    on_quorum(test)
+
+
+def test_a_request_as_long_as_a_frame_is_answered_in_a_short_one() -> None:
+    """An answer that does not fit into a frame would end the node, whoever has asked for it."""
+
+    async def test(quorum: Quorum) -> None:
+        huge = "x" * (MAX_FRAME - 64)
+        for node in (await quorum.leader(), await quorum.follower()):
+            client = Client(quorum.services[node])
+            assert (await client.ask(Get, huge)).record is None
+            assert (await client.ask(Head, huge)).record is None
+            assert (await client.ask(Scan, huge)).records == []
+            failed = await client.ask(Ahead, huge)
+            assert failed.trouble is Trouble.TICKET_GONE
+            for order in (("promote", huge), (huge, "n1"), ("\0" * (MAX_FRAME // 2), "n1")):
+                failed = await client.ask(Arrange, *order)
+                assert failed.trouble is Trouble.UNUSABLE
+        assert await quorum.leader()
+
+    on_quorum(test)
+
+
+def test_when_disks_are_full_what_frees_is_carried_out_in_whatever_company_it_comes() -> None:
+    """A follower sends the leader what its clients write in one turn as one batch."""
+
+    async def test(quorum: Quorum) -> None:
+        for node in (await quorum.leader(), await quorum.follower()):
+            client = Client(quorum.services[node], f"client-of-{node}")
+            lease = await granted(client)
+            await client.do(2, Put(f"kept/{node}", b"", 0))
+            for disk in quorum.world.disks.values():
+                disk.fill(True)
+            await asyncio.sleep(0.5)
+            commands = Put(f"new/{node}", b"", 0), Delete(f"kept/{node}", 0), Revoke(lease)
+            client.put(Write(3, [3, 4, 5], [encode(each) for each in commands]))
+            refused = await client.answer_to(3)
+            assert refused.trouble is Trouble.UNAVAILABLE
+            assert "is full" in refused.text
+            for number in (4, 5):
+                done = await client.answer_to(number)
+                assert isinstance(done, bytes)
+                assert isinstance(decode_result(done), Done)
+            for disk in quorum.world.disks.values():
                 disk.fill(False)
             await asyncio.sleep(0.5)
 

@@ -69,7 +69,7 @@ from doyen.quorum.requests import (
     decode_answer,
 )
 from doyen.quorum.versions import FIRST, NEWEST
-from doyen.quorum.wire import Fault
+from doyen.quorum.wire import MAX_FRAME, Fault
 from doyen.quorum.wire import Role as Power
 from doyen.testing.virtual import run_virtual
 from drivers import World
@@ -111,8 +111,11 @@ class Client:
         assert kind == ANSWER
         if self.closed:
             return False
+        data = b"".join(parts)
+        if len(data) >= MAX_FRAME:
+            raise ValueError(f"a frame of {len(data)} bytes")  # as links do
         if not self.deaf:
-            answer = decode_answer(b"".join(parts))
+            answer = decode_answer(data)
             self.told.append(answer)
             if isinstance(answer, Wrote):
                 self.results |= zip(answer.ids, answer.results, strict=True)

@@ -73,6 +73,7 @@ from doyen.errors import (
     StoreUnavailable,
 )
 from doyen.node.applied import Applied
+from doyen.node.checks import frees
 from doyen.node.machine import Machine, decode_batch, encode_batch
 from doyen.node.orders import Orders
 from doyen.node.ports import Journal, Status, Transport
@@ -639,7 +640,11 @@ class Driver:
         if status != UNKNOWN:
             batch.tried(-1)
         if status == REFUSED:
-            self._proposals.refuse(batch, payload.decode())
+            # It refuses a batch as a whole, for lack of room say; what frees some may go alone.
+            freeing, rest = batch.parted(frees)
+            self._proposals.refuse(rest if rest.commands else freeing, payload.decode())
+            if freeing.commands and rest.commands:
+                await self._have_proposed(leader, freeing)
             return
         self._proposals.again(batch)
         if self.core.leader == leader:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import Annotated, Protocol
 
-from msgspec import MsgspecError, Struct
+from msgspec import Meta, MsgspecError, Struct
 from msgspec.msgpack import Decoder, Encoder
 
 from doyen.consensus.core import ChangeAsked, Core, Event, Membership, Role, TransferAsked
@@ -37,13 +37,16 @@ MAX_MEMBERS = 64
 
 _encode = Encoder().encode
 
+Name = Annotated[str, Meta(max_length=300)]
+"""Refusals quote it, and have to fit into a frame."""
+
 
 class Order(Struct, frozen=True, array_like=True):
     """`transfer`, `add`, `promote` or `remove`, and which node it is about."""
 
-    what: str
-    node: str
-    address: str = ""
+    what: Name
+    node: Name
+    address: Name = ""
 
     def encoded(self) -> bytes:
         return _encode(self)

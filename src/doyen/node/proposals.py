@@ -147,6 +147,15 @@ class Batch:
         merged.answers = [answer for offer in offers for answer in offer.answers]
         return merged
 
+    def parted(self, first: Callable[[Command], bool]) -> tuple[Batch, Batch]:
+        """A batch of this node's own as two: the commands for which `first` holds, and the rest."""
+        parts: tuple[Batch, Batch] = Batch([], []), Batch([], [])
+        for command, proposal in zip(self.commands, self.proposals, strict=True):
+            part = parts[0 if first(command) else 1]
+            part.commands.append(command)
+            part.proposals.append(proposal)
+        return parts
+
     def tried(self, times: int = 1) -> None:
         """Its commands may be carried out; or (-1) they were not, for certain."""
         for proposal in self.proposals:
@@ -372,12 +381,12 @@ class Proposals:
         for proposal in batch.proposals:
             self._fail(proposal, reason)
 
-    def refuse_waiting(self, reason: str, unless: Callable[[Command], bool]) -> None:
+    def refuse_waiting(self, reason: str, unless: Callable[[list[Command]], bool]) -> None:
         """Nothing of what clients wait for can be proposed, with exceptions."""
         queued = [*self._queue]
         self._queue.clear()
         for proposal in queued:
-            if unless(self._command(proposal)):
+            if unless([self._command(proposal)]):
                 self._queue.append(proposal)
             else:
                 self._fail(proposal, reason)
@@ -436,13 +445,13 @@ class Offers:
         self._bytes -= len(data)
         return batch
 
-    def take_out(self, unless: Callable[[Command], bool]) -> list[Batch]:
-        """Those with a command that is no exception."""
+    def take_out(self, unless: Callable[[list[Command]], bool]) -> list[Batch]:
+        """Those that are no exception."""
         batches, out = [*self._queue], []
         self._queue.clear()
         self._bytes = 0
         for data, batch in batches:
-            if all(unless(command) for command in batch.commands):
+            if unless(batch.commands):
                 self.add(data, batch)
             else:
                 out.append(batch)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from math import inf
 from typing import Any, Protocol
 
@@ -156,10 +156,10 @@ class Room:
         members, full = self._owner.core.membership, self.without()
         return sum(voter not in full for voter in members.voters) >= members.majority
 
-    def spares(self, command: Command) -> bool:
-        """Whether this is carried out all the same."""
-        size = len(command.body) + len(command.client) + 32
-        if not frees(command) or self._spent + size > SPARE_BYTES:
+    def spares(self, commands: Sequence[Command]) -> bool:
+        """Whether these are carried out all the same."""
+        size = sum(len(each.body) + len(each.client) + 32 for each in commands)
+        if self._spent + size > SPARE_BYTES or not all(map(frees, commands)):
             return False
         self._spent += size
         return True

@@ -85,6 +85,8 @@ LISTS: Final = 8
 """How many long lists may be under way to one client."""
 PIECE: Final = 1 << 20
 """About how many bytes of a list go into one frame."""
+TEXT: Final = 4 * MAX_KEY
+"""How many characters of an explanation a client is told."""
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -203,7 +205,8 @@ class _Client:
             link.fault(Fault.OVERFLOW, "reads no answers")
 
     def fail(self, request: int, trouble: Trouble, text: str) -> None:
-        self.tell(Failed(request, trouble, text))
+        """The text may quote what the client sent, which may be as long as a frame."""
+        self.tell(Failed(request, trouble, text[:TEXT]))
 
 
 class Service:
