@@ -102,13 +102,9 @@ class Applied:
     def _stand_at(self, snapshot: Snapshot) -> None:
         self.index = self.snapshot = snapshot.index
         self.generation = snapshot.generation
-        self._membership = snapshot.membership
-        self._entries = self._bytes = 0
-
-    @property
-    def membership(self) -> Membership:
+        self.membership = snapshot.membership
         """The latest that is committed."""
-        return self._membership
+        self._entries = self._bytes = 0
 
     async def restore(self) -> Snapshot:
         """Put the journal's snapshot in the place of everything."""
@@ -184,7 +180,7 @@ class Applied:
             commands = self._commands(entry.data) if batch is None else batch.commands
             results = self.machine.apply(index, commands)
         elif entry.kind == Kind.MEMBERSHIP:
-            self._membership = _decode_membership(entry.data)
+            self.membership = _decode_membership(entry.data)
         elif entry.kind != Kind.NOTHING:
             raise UnknownCommand(_UNREADABLE.format(index=index))
         if batch is not None:
@@ -216,7 +212,7 @@ class Applied:
 
     def copy(self) -> tuple[Snapshot, Iterator[bytes]]:
         """What has been applied so far."""
-        snapshot = Snapshot(self.index, self.generation, self._membership)
+        snapshot = Snapshot(self.index, self.generation, self.membership)
         return snapshot, self.machine.snapshot()
 
     def _take_snapshot(self) -> None:

@@ -42,9 +42,10 @@ def flaw(body: bytes, role: Power) -> str | None:
         command = decode_command(body)
     except (MsgspecError, UnicodeDecodeError) as error:
         return f"not a command of this version of doyen: {error}"
-    if isinstance(command, roles.ADMIN_COMMANDS) and not allows(role, "admin"):
+    kind = type(command)
+    if kind in roles.ADMIN_COMMANDS and not allows(role, "admin"):
         return roles.refusal(role, "admin")
-    check = _CHECKS.get(type(command))
+    check = _CHECKS.get(kind)
     return "that is for the quorum's leader to say" if check is None else check(command)
 
 

@@ -149,6 +149,7 @@ class Driver:
         self._held: deque[Send] = deque()
         self._applied = Applied(machine, journal, core.founders, limits, self)
         self._reached = core.membership, self._applied.membership
+        self._required = 0
         self.copy = self._applied.copy
         self._proposals = Proposals(core.id, incarnation, limits)
         self._sweeper: asyncio.TimerHandle | None = None
@@ -197,12 +198,12 @@ class Driver:
     async def start(self) -> None:
         """Restore what a snapshot holds, and take part."""
         await self._applied.start()
-        self._transport.require(self.machine.version)
+        self._require()
         self._journal.start(self._persisted, self.fail)
         self._transport.start(
             self._received, self._connected, self._disconnected, self.asked, self._streamed
         )
-        self._reach(anew=True)
+        self._reach()
         self._arm()
 
     async def stop(self, handover_s: float = 5.0) -> None:
@@ -346,11 +347,13 @@ class Driver:
             self._stepping = False
         if core.next_deadline < self._timer_at:
             self._arm()
-        self._reach()
+        if core.membership is not self._reached[0]:
+            self._reach()
         self._applied.go_on()
 
     def _received(self, peer: str, message: Message) -> None:
-        self._room.look()
+        if self._journal.full() is not self._room.full:
+            self._room.look()
         self.tell_core(Received(peer, message))
 
     def _connected(self, peer: str) -> None:
@@ -363,7 +366,8 @@ class Driver:
         if self._ended:
             return
         self._durable = token
-        self._room.look()
+        if self._journal.full() is not self._room.full:
+            self._room.look()
         held = self._held
         while held and held[0].after <= token:
             send = held.popleft()
@@ -389,13 +393,10 @@ class Driver:
         if self._timer_at == inf and not self._ended:
             self._arm()
 
-    def _reach(self, *, anew: bool = False) -> None:
+    def _reach(self) -> None:
         """Be connected to all members. Until a change is committed, both the old and the new ones
         take part: whoever leaves has to acknowledge and to hear of it."""
-        latest, committed = self.core.membership, self._applied.membership
-        if not anew and latest is self._reached[0] and committed is self._reached[1]:
-            return
-        self._reached = latest, committed
+        self._reached = latest, committed = self.core.membership, self._applied.membership
         self._transport.reach(
             {
                 peer: members.addresses.get(peer, "")
@@ -404,6 +405,11 @@ class Driver:
                 if peer != self.id
             }
         )
+
+    def _require(self) -> None:
+        """Have peers refused that do not support the cluster's version."""
+        self._required = self.machine.version
+        self._transport.require(self._required)
 
     # Effects.
 
@@ -482,8 +488,10 @@ class Driver:
         self.flush_soon()
 
     def moved_on(self, index: int) -> None:
-        self._transport.require(self.machine.version)
-        self._reach()
+        if self.machine.version != self._required:
+            self._require()
+        if self._applied.membership is not self._reached[1]:
+            self._reach()
         for callback in self._on_applied:
             inform(callback, index)
         if self._offers or self._proposals.waiting:
@@ -522,7 +530,7 @@ class Driver:
         """`propose`, with the outcome told to `settle`. `internal` commands are those of the node
         itself, which wait for no client's."""
         self._check_open()
-        self.machine.check({target})
+        self.machine.check(target)
         deadline = self._now() + self.limits.patience_s
         self._proposals.add(target, body, settle, request, deadline, internal=internal)
         if self._sweeper is None:
@@ -722,7 +730,8 @@ class Driver:
     def _asked_to_propose(self, data: bytes, tell: Tell, *, as_admin: bool) -> None:
         try:
             commands = decode_batch(data)
-            self.machine.check({command.target for command in commands})
+            for target in {command.target for command in commands}:
+                self.machine.check(target)
         except (MsgspecError, ConfigError) as error:
             tell(REFUSED, f"the leader cannot propose this batch: {error}".encode())
             return

@@ -22,7 +22,7 @@ and the same snapshot on every node.
   is told. But what this node cannot carry out while others can, since it lacks the state machine or
   is of an older release, raises: the node must stop, or it would differ from the others.
 
-Imports the keyspace's error and msgspec; no clock, no chance, no I/O.
+Imports the keyspace and msgspec; no clock, no chance, no I/O.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from msgspec import MsgspecError, Struct
 from msgspec.msgpack import Decoder, Encoder
 
 from doyen.errors import ConfigError, StoreUnusable
-from doyen.quorum.keyspace import UnknownCommand
+from doyen.quorum.keyspace import Keyspace, UnknownCommand
 from doyen.quorum.versions import FIRST, NEWEST
 
 __all__ = ["KEYSPACE", "USER", "Command", "Failure", "Machine", "decode_batch", "encode_batch"]
@@ -155,6 +155,8 @@ class Machine:
 
     def __init__(self, targets: Mapping[int, Target]) -> None:
         self._targets = dict(targets)
+        keyspace = targets.get(KEYSPACE)
+        self._keyspace = keyspace if isinstance(keyspace, Keyspace) else None
         self._applies = {number: target.apply for number, target in targets.items()}
         # The one that was idle longest stands first.
         self._clients: dict[str, _Client] = {}
@@ -168,12 +170,11 @@ class Machine:
     @property
     def version(self) -> int:
         """The cluster's; see `versions`."""
-        version: int = getattr(self._targets.get(KEYSPACE), "version", NEWEST)
-        return version
+        return NEWEST if self._keyspace is None else self._keyspace.version
 
-    def check(self, targets: set[int]) -> None:
+    def check(self, target: int) -> None:
         """Raise if something is to be proposed for a state machine that this node has not."""
-        if not targets <= self._targets.keys():
+        if target not in self._targets:
             raise ConfigError(
                 "this node has no state machine for it; give every node one, with machine="
             )
@@ -182,7 +183,7 @@ class Machine:
         """Carry out the batch at `index` of the log: a result, or a `Failure`, for each."""
         results: list[Any] = []
         name, client = "", None
-        applies = self._applies
+        applies, grown = self._applies, 0
         for command in commands:
             if command.client != name or client is None:
                 name = command.client
@@ -203,7 +204,8 @@ class Machine:
                         raise StoreUnusable(_nobody(command.target))
                     try:
                         result = apply(command.body)
-                        if type(result) not in _PLAIN:
+                        kind = type(result)
+                        if kind is not bytes and kind not in _PLAIN:
                             result = _plain(result)
                     except (MemoryError, UnknownCommand):
                         raise  # this node's trouble, not the command's: it must end
@@ -213,12 +215,13 @@ class Machine:
                     if size <= LARGE and client.bytes + size <= RESULT_BYTES:
                         kept[seq] = result
                         client.bytes += size
-                        self._bytes += size
+                        grown += size
                     else:
                         self._keep_large(client, command, result, size)
                     if len(kept) > RESULTS:
                         self._bytes -= client.settle_below(next(iter(kept)) + 1)
             results.append(result)
+        self._bytes += grown
         self._forget(index)
         return results
 

@@ -284,9 +284,11 @@ class Proposals:
             )
             self._identify(proposal)
         self._live[proposal] = None
-        if not internal:
+        if internal:
+            self._internal.append(proposal)
+        else:
             self._live_bytes += size
-        self._queue_of(proposal).append(proposal)
+            self._queue.append(proposal)
 
     def _queue_of(self, proposal: _Proposal) -> deque[_Proposal]:
         return self._internal if proposal.internal else self._queue
@@ -467,7 +469,7 @@ class Offers:
         taken: list[Batch] = []
         data = b""
         count = size = 0
-        if own is not None:
+        if own is not None and queue:
             count, size = len(own.commands), sum(len(each.body) for each in own.commands)
         while queue:
             following, batch = queue[0]

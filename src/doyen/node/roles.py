@@ -58,14 +58,18 @@ def refusal(role: Role, needed: Role) -> str:
 
 def needs_admin(commands: Iterable[Command]) -> bool:
     """Whether one of them is for administrators only."""
-    return any(command.target == KEYSPACE and _is_admins(command.body) for command in commands)
+    for command in commands:
+        body = command.body
+        # Every write that is forwarded is looked at, so the tag is read in place where it is
+        # encoded in the usual way: a short array that begins with a small number.
+        usual = len(body) >= 2 and 0x90 < body[0] <= 0x9F and body[1] <= 0x7F
+        if command.target == KEYSPACE and (body[1] in _TAGS if usual else _is_admins(body)):
+            return True
+    return False
 
 
 def _is_admins(body: bytes) -> bool:
-    """Every write that is forwarded is looked at, so the tag is read in place where it is encoded
-    in the usual way: a short array that begins with a small number."""
-    if len(body) >= 2 and 0x90 < body[0] <= 0x9F and body[1] <= 0x7F:
-        return body[1] in _TAGS
+    """`needs_admin` for a command that is encoded in an unusual way, or is none."""
     try:
         return isinstance(decode_command(body), ADMIN_COMMANDS)
     except (MsgspecError, UnicodeDecodeError):

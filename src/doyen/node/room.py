@@ -70,7 +70,8 @@ class Room:
         self._now = now
         self._tell = tell
         self._loop = asyncio.get_running_loop()
-        self._full = False
+        self.full = False
+        """Whether the disk was full when it was looked at last."""
         self._reporting = False
         self._reports: dict[str, float] = {}
         self._settled_at = -inf
@@ -92,9 +93,9 @@ class Room:
     def look(self) -> None:
         """Notice whether the disk is full."""
         full = self._journal.full()
-        if full is self._full:
+        if full is self.full:
             return
-        self._full, name = full, self._owner.core.id
+        self.full, name = full, self._owner.core.id
         if not full:
             log.warning("the disk of node %s has room again", name)
             return
@@ -112,7 +113,7 @@ class Room:
         owner, full = self._owner, True
         while full:
             self.look()
-            full, leader = self._full, owner.core.leader
+            full, leader = self.full, owner.core.leader
             if leader not in (None, owner.core.id):
                 await self._tell(leader, FULL if full else ROOM)
             if full:
@@ -131,14 +132,14 @@ class Room:
 
     def without(self) -> tuple[str, ...]:
         """The nodes whose disk is full, as far as this one knows."""
-        now, own = self._now(), (self._owner.core.id,) if self._full else ()
+        now, own = self._now(), (self._owner.core.id,) if self.full else ()
         return (*own, *(peer for peer, until in self._reports.items() if until > now))
 
     def refusal(self) -> str | None:
         """Why clients' writes are refused now."""
         self.look()
         waiting = self._journal.queued()
-        if self._full:
+        if self.full:
             name = self._owner.core.id
             return f"the disk of node {name}, which leads, is full: make room there"
         if self._reports and not self._majority_has_room():
@@ -166,7 +167,7 @@ class Room:
 
     def hand_over_soon(self) -> None:
         """Let a node with room lead, once it is known which have."""
-        if self._full and self._hands_over is None:
+        if self.full and self._hands_over is None:
             wait_s = max(self._settled_at - self._now(), 0.0)
             self._hands_over = self._loop.call_later(wait_s, self._hand_over)
 

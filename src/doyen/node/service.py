@@ -345,7 +345,8 @@ class Service:
         if client is not None:
             waiting = bool(client.backlog)
             client.backlog.extend(frames)
-            client.backlog_bytes += sum(len(payload) for _, payload in frames)
+            for _, payload in frames:
+                client.backlog_bytes += len(payload)
             if len(client.backlog) > BACKLOG or client.backlog_bytes > BACKLOG_BYTES:
                 link.pause()
             if not waiting:
@@ -405,9 +406,9 @@ class Service:
         if not name or len(ids) != len(bodies) or min(ids) < floor:
             client.link.fault(Fault.OUT_OF_TURN, "writes that nobody could count")
             return
-        submit, settle = self._driver.submit, client.settle
+        submit, settle, role = self._driver.submit, client.settle, client.link.granted
         for number, body in zip(ids, bodies, strict=True):
-            flaw = checks.flaw(body, client.link.granted)
+            flaw = checks.flaw(body, role)
             if flaw is not None:
                 client.fail(number, Trouble.UNUSABLE, flaw)
                 continue

@@ -548,21 +548,22 @@ class Keyspace:
     def _put(self, command: Put) -> bytes:
         key = command.key
         sought = self._records.seek(key)
-        standing = there = sought[2]
-        if there is not None and there.lease in self._ended:
-            standing = None
-        if (standing.version if standing else 0) != command.if_version:
+        there = sought[2]
+        version = self.revision + 1
+        if there is None or (there.lease and there.lease in self._ended):
+            if command.if_version:
+                return _REFUSED
+            lease, record = 0, Record(key, command.value, version, version, 0)
+        elif there.version != command.if_version:
             return _REFUSED
-        version = revision = self.revision + 1
-        ticket = False
-        if standing is not None:
-            revision, ticket = standing.revision, standing.ticket
-        record = Record(key, command.value, revision, version, 0, ticket)
+        else:
+            lease = there.lease
+            record = Record(key, command.value, there.revision, version, 0, there.ticket)
         if (full := self._write(record, there, sought)) is not None:
             return full
-        if standing is not None:
-            self._unbind(standing)
-        return encode(Written(revision, version))
+        if lease and (held := self._leases.get(lease)) is not None:
+            del held.keys[key]
+        return encode(Written(record.revision, version))
 
     def _delete(self, command: Delete) -> bytes:
         standing = self.get(command.key)
@@ -683,7 +684,7 @@ class Keyspace:
         key = record.key
         more = len(key) + len(record.value) + OVERHEAD
         if there is not None:
-            more -= _size(there)
+            more -= len(key) + len(there.value) + OVERHEAD
         size = self.bytes + more
         if size > self.quota and (full := self._full(more)) is not None:
             return full
