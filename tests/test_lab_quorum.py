@@ -99,10 +99,13 @@ def test_the_id_of_a_folder_that_is_gone_is_not_recorded_for_the_next() -> None:
     assert outcome.ok, outcome.violations
 
 
-def test_a_node_on_an_older_copy_of_its_data_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A follower: what the others have heard of one that led is what it has sent, not what it has
-    on disk."""
-    plan = CALM.but(faults=(Fault("rollback", 4.0, 3.0, ("n1",)),))
+@pytest.mark.parametrize("node", ["n1", "leader"])
+def test_a_node_on_an_older_copy_of_its_data_is_refused(
+    monkeypatch: pytest.MonkeyPatch, node: str
+) -> None:
+    """What a follower has on disk is known from its acknowledgements; what a leader has, from what
+    it says of its own log."""
+    plan = CALM.but(faults=(Fault("rollback", 4.0, 3.0, (node,)),))
     assert QuorumWorld(plan).run().ok
     nodes.older_copy_accepted(monkeypatch)
     assert [each.kind for each in QuorumWorld(plan).run().violations] == ["identity"]

@@ -13,6 +13,7 @@ from doyen.consensus.core import (
     Membership,
     Persist,
     Persisted,
+    Position,
     Proposed,
     ReadAsked,
     ReadReady,
@@ -111,6 +112,26 @@ def test_append_is_acknowledged_only_when_on_disk() -> None:
     core = following()
     (send,) = sends(hear(core, Append(1, 0, 0, log(1), 0, 1)), AppendReply)
     assert send.after == core._token > 0
+
+
+def test_a_leader_is_held_to_what_it_has_on_disk_and_not_to_what_it_has_sent() -> None:
+    core = following()
+    hear(core, Append(1, 0, 0, log(1, 1, 1), 2, 1, durable=1))
+    assert core.witnessed["b"] == Position(1, 1, 1)
+    hear(core, Heartbeat(1, 2, 1, durable=3))  # the third entry may yet be cut off
+    assert core.witnessed["b"] == Position(1, 1, 2)
+    hear(core, Heartbeat(2, 2, 1), "c")  # a release that does not say: it has the generation
+    assert core.witnessed["c"] == Position(2)
+
+
+def test_a_leader_says_what_it_has_on_disk() -> None:
+    core = leading()
+    (first, _) = sends(core.handle(Proposed(b"x"), 2.0), Append)
+    assert isinstance(first.message, Append)
+    assert first.message.durable == core.log.last - 1
+    write(core, 2.0)
+    beats = sends(core.handle(ReadAsked(1), 2.0), Heartbeat)
+    assert [each.message.durable for each in beats] == [core.log.last] * 2  # type: ignore[attr-defined]
 
 
 def test_stale_append_does_not_truncate() -> None:

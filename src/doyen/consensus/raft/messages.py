@@ -99,6 +99,8 @@ class Append(Message, frozen=True, array_like=True, tag=True, gc=False):
     entries: tuple[Entry, ...]
     commit: int
     round: int
+    durable: int = 0
+    """Up to this entry, the leader has its log on its own disk."""
 
 
 class AppendReply(Message, frozen=True, array_like=True, tag=True, gc=False):
@@ -119,6 +121,8 @@ class Heartbeat(Message, frozen=True, array_like=True, tag=True, gc=False):
 
     commit: int
     round: int
+    durable: int = 0
+    """As in `Append`."""
 
 
 class HeartbeatReply(Message, frozen=True, array_like=True, tag=True, gc=False):

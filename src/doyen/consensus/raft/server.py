@@ -84,6 +84,8 @@ from doyen.consensus.raft.progress import PROBING, SNAPSHOT, Progress
 
 __all__ = ["Raft"]
 
+_NOWHERE = Position()
+
 
 class Raft(Elector):
     """A `Core`. See the module."""
@@ -238,6 +240,7 @@ class Raft(Elector):
                     "Remove it from the cluster, delete the folder and add it again"
                 )
             self._commit_to(message.commit)
+        self._witness(peer, message.durable)
         if message.round:
             self._out.append(Send(peer, HeartbeatReply(self.generation, message.round)))
 
@@ -258,9 +261,22 @@ class Raft(Elector):
         matched = self._merge(previous, message.entries)
         if message.commit > self.commit:
             self._learn_commit(message.commit, matched)
+        self._witness(peer, message.durable)
         # Whatever is committed here, the leader has: no need to find that out entry by entry.
         reply = AppendReply(self.generation, max(matched, self.commit), round=message.round)
         self._out.append(Send(peer, reply, self._token))
+
+    def _witness(self, leader: str, durable: int) -> None:
+        """Remember what the leader says to have on its own disk, as far as it is committed: that
+        much it must still have whenever it comes back. What it sends may not be on its disk
+        yet, and a majority may do without it."""
+        index = min(durable, self.commit)
+        mark = self.witnessed.get(leader, _NOWHERE)
+        if index > mark.last_index or self.generation > mark.generation:
+            last = max(
+                (mark.last_generation, mark.last_index), (self.log.generation_at(index), index)
+            )
+            self.witnessed[leader] = Position(self.generation, *last)
 
     def _merge(self, previous: int, entries: tuple[Entry, ...]) -> int:
         """Take in what follows `previous`, where the logs agree. Up to where they do then."""
@@ -429,6 +445,7 @@ class Raft(Elector):
             entries,
             self.commit,
             self._round,
+            log.durable,
         )
         return made, size
 
@@ -443,7 +460,10 @@ class Raft(Elector):
             self._replicate(peer, progress)
         else:
             generation = self.log.generation_at(previous)
-            message = Append(self.generation, previous, generation, (), self.commit, self._round)
+            durable = self.log.durable
+            message = Append(
+                self.generation, previous, generation, (), self.commit, self._round, durable
+            )
             self._tell(peer, progress, message, previous)
 
     def _tell(self, peer: str, progress: Progress, message: Append, last: int) -> None:
@@ -561,7 +581,7 @@ class Raft(Elector):
         commit = min(self.commit, progress.match)
         if commit > progress.told:
             progress.told = commit
-            self._out.append(Send(peer, Heartbeat(self.generation, commit, 0)))
+            self._out.append(Send(peer, Heartbeat(self.generation, commit, 0, self.log.durable)))
 
     def _settle(self) -> None:
         """The membership in force is committed: whoever has no part in it is let go."""
@@ -589,14 +609,14 @@ class Raft(Elector):
 
     def _begin_round(self, peers: Iterable[str]) -> None:
         self._round += 1
-        commit = self.commit
-        beat = Heartbeat(self.generation, commit, self._round)
+        commit, durable = self.commit, self.log.durable
+        beat = Heartbeat(self.generation, commit, self._round, durable)
         for peer in peers:
             progress = self._peers.get(peer)
             if progress is None:
                 continue
             if progress.match < commit:
-                mine = Heartbeat(self.generation, progress.match, self._round)
+                mine = Heartbeat(self.generation, progress.match, self._round, durable)
                 self._out.append(Send(peer, mine))
             else:
                 self._out.append(Send(peer, beat))
