@@ -668,6 +668,24 @@ def test_no_load_of_clients_refuses_or_delays_commands_of_the_node_itself() -> N
     run(main, limits=Limits(pending_commands=40, internal_commands=2, batch_commands=2))
 
 
+def test_what_a_leader_has_to_say_is_not_said_by_one_that_leads_no_longer() -> None:
+    """It was right when it was proposed: a version that all members supported, say, and one has
+    joined since that does not."""
+
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        world.cut(leader.id)
+        settled: list[Any] = []
+        leader.submit(USER, b"own", lambda *told: settled.append(told), internal=True)
+        await world.until(lambda: [node for node in world.leaders() if node is not leader])
+        world.heal()
+        await world.until(lambda: settled)
+        assert isinstance(settled[0][2], OutcomeUnknown)
+        assert await leader.propose(USER, b"a client's") == 1
+
+    run(main)
+
+
 async def written_at(world: World, node: Driver, rate: int, seconds: float) -> list[float]:
     """How long each of so many writes a second took; all of them have been answered."""
     took: list[float] = []

@@ -12,7 +12,8 @@ waits, but knows no threads, files or sockets: a real node and the lab run the s
   that follows sends its batches to the leader, a few at a time (`Limits.forwards`), and the leader
   makes one entry of all that has arrived in a turn.
 - **Commands of the node itself** (`internal`) do not wait for clients': they have a bound of their
-  own and go into an entry of their own, before all others.
+  own and go into an entry of their own, before all others. They are a leader's, so those of a node
+  that leads no longer are dropped: the next leader may know better.
 - **Bounded turns.** What is committed is applied in slices, a little in each turn, so that
   nothing waits for a long backlog, heartbeats least of all.
 - **Exactly once.** A proposal keeps its request id (see `machine`) until its outcome is known, so
@@ -580,6 +581,7 @@ class Driver:
         else:
             while self._offers:
                 _tell(self._offers.take(), NOT_LEADING)
+            self._proposals.refuse_internal(f"node {self.id} leads no longer")
             if leader is not None:
                 self._flush_to_leader(leader)
 
@@ -588,8 +590,7 @@ class Driver:
         leader would have as many entries, and on a slow disk they would pile up there."""
         proposals, applied = self._proposals, self._applied.index
         while proposals.waiting and self._forwarding < self.limits.forwards:
-            internal = proposals.internal_waiting
-            batch = proposals.gather(applied, internal=internal)
+            batch = proposals.gather(applied)
             if batch is not None:
                 self._forwarding += 1
                 self.start_task(self._forward(leader, batch))

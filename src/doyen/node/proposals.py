@@ -393,6 +393,11 @@ class Proposals:
             else:
                 self._fail(proposal, reason)
 
+    def refuse_internal(self, reason: str) -> None:
+        """Nothing that this node itself has to say can be proposed."""
+        while self._internal:
+            self._fail(self._internal.popleft(), reason)
+
     def _command(self, proposal: _Proposal) -> Command:
         origin = proposal.origin
         if isinstance(origin, Command):
