@@ -285,6 +285,24 @@ def test_under_another_name_nothing_is_asked_again(monkeypatch: pytest.MonkeyPat
     on_wire(test, monkeypatch)
 
 
+def test_a_first_write_is_not_asked_again_though_a_later_one_was_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would be sent as a new client's first writes are: nothing below it has been answered."""
+
+    async def test(client: Wire, links: list[FakeLink]) -> None:
+        monkeypatch.setattr(wire, "REMEMBERED_S", -1.0)
+        first, second = asked(client, b"first", b"second")
+        await settle()
+        links[0].answer(Wrote([2], results(2)))
+        await second
+        links[0].end()
+        with pytest.raises(OutcomeUnknown, match="forgotten"):
+            await asyncio.wait_for(first, 1.0)
+
+    on_wire(test, monkeypatch)
+
+
 def test_a_first_write_is_not_asked_again_after_a_long_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

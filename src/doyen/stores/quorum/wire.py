@@ -315,10 +315,10 @@ class Wire:
 
     def _too_late(self, call: _Call) -> bool:
         """Whether a write that may have been carried out must not be asked for again: it would be
-        carried out once more if the quorum knows it no longer, and cannot tell, since nothing was
-        answered under this name before."""
+        carried out once more if the quorum knows it no longer, and cannot tell, since all our
+        writes under this name are open, or the first of them is, as a new client's would be."""
         old = self._loop.time() - call.begun_at > REMEMBERED_S
-        return call.name != self._name or (old and not self._named)
+        return call.name != self._name or (old and self._settled_below() == 1)
 
     def _put_writes(self, calls: list[_Call]) -> None:
         ids, bodies = [call.number for call in calls], [call.body for call in calls]
