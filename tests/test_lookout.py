@@ -339,10 +339,21 @@ class Line:
     async def position(self) -> int:
         raise NotImplementedError
 
-    async def lead(self, lease: str, seen_before: Sequence[LeaseRow], *, noticed: bool) -> None:
-        """Take a ticket, keep its lease alive, and return when nobody is ahead of it."""
+    async def lead(
+        self,
+        lease: str,
+        seen_before: Sequence[LeaseRow] = (),
+        *,
+        noticed: bool = False,
+        stale: Sequence[str] = (),
+    ) -> None:
+        """Take a ticket, keep its lease alive, and return when nobody is ahead of it. The `stale`
+        leases are followed from the beginning, as a store does when it is opened."""
         lookout = Lookout(self, self.clock.now, None)
         self.lookouts.append(lookout)
+        if stale:
+            lookout.follow(stale)
+            await asyncio.sleep(0.01)
         for row in seen_before:
             lookout.judge(row)
         if noticed:
@@ -417,6 +428,26 @@ def test_leases_that_were_silent_together_are_judged_together(
         for task in standing:
             task.cancel()
         await asyncio.gather(*standing, return_exceptions=True)
+
+    clock = VirtualClock()
+    run_virtual(test(), clock=clock)
+
+
+def test_a_lease_that_was_followed_before_it_stood_in_the_way_is_not_judged_alone() -> None:
+    """Two candidates have died. When a third comes, the lease of the one in line is past its ttl
+    and that of the leader is not. The third leads a ttl later: it observes both from the beginning,
+    and does not begin with the leader's when the other has ended."""
+
+    async def test() -> None:
+        line = Line(clock)
+        line.grant("leader")
+        line.grant("in line")
+        clock.advance(TTL_S * 0.6)
+        line.renew("leader")
+        clock.advance(TTL_S * 0.5)
+        began = clock.now()
+        await line.lead("new", stale=["in line"])
+        assert clock.now() - began <= TTL_S * 1.05
 
     clock = VirtualClock()
     run_virtual(test(), clock=clock)

@@ -389,7 +389,9 @@ class Lookout:
         elections: set[str] = set()
         for monitor in due:
             sighting = self._seen.get(monitor.lease)
-            if sighting is not None and (sighting.late or self._failed) and not sighting.together:
+            if sighting is None or sighting.together or not monitor.scopes:
+                continue  # a lease that is only followed stands in no election yet
+            if sighting.late or self._failed:
                 doubted.append(sighting)
                 elections |= {_election(scope) for scope in monitor.scopes}
         if elections:
@@ -459,7 +461,7 @@ class Lookout:
                     del self._monitors[lease]
         for lease in survey.owners:
             monitor = self._monitors.get(lease)
-            if monitor is None:
+            if monitor is None or not monitor.scopes:  # not observed, or for no election so far
                 monitor = self._monitors[lease] = _Monitor(lease, self._now())
                 self._stir()
             monitor.scopes.add(scope.name)
