@@ -126,6 +126,12 @@ def test_only_the_clock_reads_the_wall_clock(path: Path) -> None:
         assert not uses(path, "datetime", {"now", "utcnow", "today"})
 
 
+@each_source
+def test_a_failure_after_the_waiter_has_gone_is_not_reported(path: Path) -> None:
+    """From Python 3.14 on, `asyncio.shield` reports it; `doyen.waiting.shared` does not."""
+    assert not uses(path, "asyncio", {"shield"})
+
+
 @each_test
 def test_tests_do_not_sleep(path: Path) -> None:
     """Time is virtual; with real processes a test waits for an event, or polls in short steps.

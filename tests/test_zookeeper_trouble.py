@@ -393,7 +393,7 @@ def test_a_word_from_an_old_session_changes_nothing(
 
     async def main() -> None:
         async with opened(server.url) as store:
-            old = await store.grant(0.6)
+            old = await store.grant(10.0)
             wire = store._leases[old.id]
             await store.revoke(old)
             new = await store.grant(10.0)

@@ -29,6 +29,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from doyen.clock import Clock, SystemClock
 from doyen.events import FLUSH_S, Allowance, Direct, Outlet, Queued, Sink, missing
 from doyen.heart import Heart
+from doyen.waiting import shared
 
 __all__ = ["InlineRuntime", "LogRelay", "Runtime", "ThreadRuntime", "outlast"]
 
@@ -130,7 +131,7 @@ class InlineRuntime:
         return await self._task(work)
 
     async def finish(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.shield(self._task(work))
+        return await shared(self._task(work))
 
     async def obtain(
         self, work: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, None]]

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from doyen.errors import ConfigError, SessionClosed
 from doyen.node.state import StateMachine
+from doyen.waiting import shared
 
 if TYPE_CHECKING:
     from doyen.events import Sink
@@ -147,7 +148,7 @@ class Node:
             end_of_changes()
         closing = asyncio.wrap_future(thread.submit(server.close()))
         try:
-            await asyncio.shield(closing)
+            await shared(closing)
         finally:
             if not closing.done():
                 await asyncio.wait({closing})

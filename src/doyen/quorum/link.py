@@ -61,6 +61,7 @@ from doyen.quorum.wire import (
     parse_address,
     refusal,
 )
+from doyen.waiting import shared
 
 __all__ = ["End", "Link", "Tally", "dial"]
 
@@ -262,7 +263,7 @@ class Link(asyncio.Protocol):
 
     async def wait(self) -> None:
         """Until it has ended."""
-        await asyncio.shield(self._gone)
+        await shared(self._gone)
 
     def when_gone(self, then: Callable[[Link], None]) -> None:
         """Have this called when it has ended, open or not."""

@@ -33,6 +33,7 @@ from typing import Protocol
 from doyen.errors import LeadershipLost
 from doyen.runtime import outlast
 from doyen.supervise import guard as wire
+from doyen.waiting import shared
 
 __all__ = ["Supervisor", "Tenure"]
 
@@ -127,7 +128,7 @@ class Supervisor:
             proof=term.proof(),
         )
         try:
-            return await asyncio.shield(ended)
+            return await shared(ended)
         except asyncio.CancelledError:
             self._tell(wire.STOP)
             self._take_over_in(TAKEOVER_SHARE * term.stop_budget_s)

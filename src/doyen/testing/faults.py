@@ -29,6 +29,7 @@ from typing import Any, NoReturn, TypeVar
 from doyen.errors import OutcomeUnknown, StoreUnavailable
 from doyen.model import Entry, Finding, Lease, Version
 from doyen.store import Creation, Store, Watch
+from doyen.waiting import shared
 
 __all__ = [
     "Expired",
@@ -300,7 +301,7 @@ class FaultyStore(Store):
         self._strays[task] = None
         task.add_done_callback(self._landed)
         try:
-            result = await asyncio.shield(task)
+            result = await shared(task)
         except _Dropped:
             await _silence()
         if self.faults.answers_cut:

@@ -41,6 +41,7 @@ from doyen.errors import (
 from doyen.stores.etcd import rpc
 from doyen.stores.etcd.diagnosis import State
 from doyen.stores.etcd.rpc import Method
+from doyen.waiting import shared
 
 __all__ = [
     "Cluster",
@@ -220,11 +221,7 @@ class Connection:
         """Greet the member, once for all who wait."""
         if self._greeting is None:
             self._greeting = asyncio.get_running_loop().create_task(self._greet())
-            self._greeting.add_done_callback(_seen)
-        if self._greeting.done():
-            self._greeting.result()
-        else:
-            await asyncio.shield(self._greeting)
+        await shared(self._greeting)
 
     async def _greet(self) -> None:
         status = await self.status()
@@ -493,9 +490,3 @@ def _gone_back(member: str, known: int, revision: int, *, reads: bool) -> StoreE
 def _serialise(message: Any) -> bytes:
     data: bytes = message.SerializeToString()
     return data
-
-
-def _seen(task: asyncio.Task[None]) -> None:
-    """Keep asyncio from complaining of a failure that nobody waited for."""
-    if not task.cancelled():
-        task.exception()

@@ -40,6 +40,7 @@ from redis.exceptions import (
 
 from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.stores.redis.scripts import KEYS, SCRIPTS
+from doyen.waiting import shared
 
 __all__ = ["PORT", "SENTINEL_PORT", "Address", "Link", "Wire"]
 
@@ -347,7 +348,7 @@ class Link:
         if self._reaching is None:
             self._reaching = asyncio.get_running_loop().create_task(self._address.reach())
             self._reaching.add_done_callback(self._reached)
-        return await asyncio.shield(self._reaching)
+        return await shared(self._reaching)
 
     def _reached(self, reaching: asyncio.Task[Wire]) -> None:
         self._reaching = None

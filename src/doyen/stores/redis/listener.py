@@ -21,6 +21,7 @@ from redis.exceptions import RedisError
 
 from doyen.errors import StoreError, StoreUnusable
 from doyen.stores.redis.link import Address, Wire
+from doyen.waiting import shared
 
 __all__ = ["Listener"]
 
@@ -62,7 +63,7 @@ class Listener:
             if scope not in self._awaited:
                 self._awaited[scope] = loop.create_future()
                 self._say("SUBSCRIBE", scope)
-            await asyncio.shield(self._awaited[scope])
+            await shared(self._awaited[scope])
         except BaseException:
             self.leave(scope)
             raise

@@ -24,6 +24,7 @@ from kazoo.protocol.states import EventType
 from doyen.errors import StoreError, StoreUnavailable
 from doyen.stores.zookeeper.paths import Layout, is_ticket
 from doyen.stores.zookeeper.wire import Wire
+from doyen.waiting import shared
 
 __all__ = ["Lookout"]
 
@@ -93,7 +94,7 @@ class Lookout:
             read = GetChildren if kind == _CHILDREN else Exists
             asked = self._set[kind, path] = self.wire.send(read(path, self._happened))
         try:
-            return await asyncio.shield(asked)
+            return await shared(asked)
         except (NoNodeError, StoreError):
             if self._set.get((kind, path)) is asked:
                 del self._set[kind, path]

@@ -51,6 +51,7 @@ from doyen.stores.zookeeper.diagnosis import findings, states
 from doyen.stores.zookeeper.lookout import Lookout
 from doyen.stores.zookeeper.paths import Layout, in_line, is_ticket, ticket_stem
 from doyen.stores.zookeeper.wire import Address, Wire
+from doyen.waiting import shared
 
 __all__ = ["ZooKeeperStore"]
 
@@ -157,7 +158,7 @@ class ZooKeeperStore(Store):
         wire = self._leases.get(lease.id)
         if wire is None:
             return
-        await asyncio.shield(wire.end("it was revoked", patiently=True))
+        await shared(wire.end("it was revoked", patiently=True))
         self._leases.pop(lease.id, None)
 
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
@@ -307,7 +308,7 @@ class ZooKeeperStore(Store):
             raise LeaseGone(f"the lease {lease.id} has ended")
         if reason := wire.over():
             if wire.ended is not None:
-                await asyncio.shield(wire.ended)
+                await shared(wire.ended)
             raise LeaseGone(f"the lease {lease.id} has ended: {reason}")
         return wire
 

@@ -77,6 +77,7 @@ from kazoo.retry import KazooRetry
 
 from doyen.clock import Clock
 from doyen.errors import LeaseGone, OutcomeUnknown, StoreError, StoreUnavailable, StoreUnusable
+from doyen.waiting import shared
 
 __all__ = ["Address", "Wire"]
 
@@ -163,7 +164,7 @@ class Wire:
         self._client.start_async()
         try:
             async with asyncio.timeout(self.address.connect_timeout_s):
-                await asyncio.shield(self._opened)
+                await shared(self._opened)
         except TimeoutError as error:
             raise StoreUnavailable(
                 f"no session with ZooKeeper within {self.address.connect_timeout_s:g} s:"
