@@ -1,7 +1,7 @@
 """Nodes for tests: three in this process, or each in a process of its own, told what to do.
 
-Run as a program (`python nodes.py n1 PEERS FOLDER`), it is one node that obeys its standard input,
-a line each, and answers in JSON.
+Run as a program (`python nodes.py n1 PEERS FOLDER ELECTION_S`), it is one node that obeys its
+standard input, a line each, and answers in JSON.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from doyen.node.driver import Limits
 from servers import free_port
 
 PATIENCE_S = 30.0
+LONG_ELECTION_S = 3.0
+"""For tests that tell a handover from an election timeout: longer than a busy machine takes for
+the former."""
 SNAPSHOT_ENTRIES = 50
 
 
@@ -74,9 +77,11 @@ async def until(condition: Callable[[], Any], within_s: float = PATIENCE_S) -> N
 class Process:
     """A node in a process of its own."""
 
-    def __init__(self, name: str, peers: dict[str, str], folder: Path) -> None:
+    def __init__(
+        self, name: str, peers: dict[str, str], folder: Path, election_s: float = 1.0
+    ) -> None:
         self.name = name
-        self._arguments = [name, json.dumps(peers), str(folder / name)]
+        self._arguments = [name, json.dumps(peers), str(folder / name), str(election_s)]
         self.start()
 
     def start(self) -> None:
@@ -130,9 +135,9 @@ class Process:
 class Quorum:
     """Three processes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, election_s: float = 1.0) -> None:
         self.peers = three()
-        self.nodes = {name: Process(name, self.peers, folder) for name in self.peers}
+        self.nodes = {name: Process(name, self.peers, folder, election_s) for name in self.peers}
 
     def leader(self, *, but: str | None = None) -> Process:
         """Whoever leads, once all who run say the same."""
@@ -154,13 +159,15 @@ class Quorum:
                 node.kill()
 
 
-async def _obey(name: str, peers: dict[str, str], folder: str) -> None:
+async def _obey(name: str, peers: dict[str, str], folder: str, election_s: float) -> None:
     loop = asyncio.get_running_loop()
     stopped = loop.create_future()
     loop.add_signal_handler(signal.SIGTERM, stopped.set_result, None)
     notes = Notes()
     async with often(
-        doyen.Node(name, peers=peers, data_dir=folder, machine=notes, found=True)
+        doyen.Node(
+            name, peers=peers, data_dir=folder, machine=notes, found=True, election_s=election_s
+        )
     ) as node:
         print(json.dumps("running"), flush=True)
 
@@ -193,4 +200,4 @@ async def _do(node: doyen.Node, notes: Notes, what: str, *given: Any) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_obey(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]))
+    asyncio.run(_obey(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], float(sys.argv[4])))
