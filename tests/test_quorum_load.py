@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 from doyen.quorum.keyspace import Delete, Done, Put, Revoke, Written, decode_result, encode
 from doyen.quorum.requests import (
@@ -122,5 +123,39 @@ def test_when_disks_are_full_what_frees_is_carried_out_in_whatever_company_it_co
             for disk in quorum.world.disks.values():
                 disk.fill(False)
             await asyncio.sleep(0.5)
+
+    on_quorum(test)
+
+
+def test_a_removed_node_sends_its_clients_away_at_once() -> None:
+    """Not an election timeout later: it will not hear of a leader again."""
+
+    async def test(quorum: Quorum) -> None:
+        loop = asyncio.get_running_loop()
+        leader = await quorum.leader()
+        service, driver = quorum.services[leader], quorum.world.nodes[leader]
+        client = Client(service)
+
+        async def write() -> None:
+            for number in itertools.count(1):
+                if client.closed:
+                    return
+                client.put(Write(1, [number], [encode(Put(f"k{number}", b"", 0))]))
+                await asyncio.sleep(0.002)
+
+        writing = asyncio.create_task(write())
+        other = quorum.world.nodes[await quorum.follower()]
+        await other.remove(leader)
+        await quorum.world.until(lambda: leader not in driver.membership.everyone)
+        outside_at = loop.time()
+        quorum.world.cut(leader)  # the others hang up
+        for peer in driver.membership.everyone:
+            quorum.world.links[leader].disconnected(peer)
+        await writing
+        assert loop.time() - outside_at < 0.2
+        assert not service.serving
+        stopped_at = loop.time()
+        await driver.stop()
+        assert loop.time() - stopped_at < 0.2, "it waits for no answer that cannot come"
 
     on_quorum(test)

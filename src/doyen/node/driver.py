@@ -214,7 +214,8 @@ class Driver:
             with suppress(TimeoutError):
                 async with asyncio.timeout(handover_s):
                     await self._hand_over()
-                    while self._proposals:
+                    # Once this node is removed, no answer comes to what it has forwarded.
+                    while self._proposals and self.id in self.membership.everyone:
                         await self.pause()
         self.crash()
         await self._transport.close()

@@ -7,8 +7,9 @@ Renewals go to whoever leads, those of one turn of the loop together.
 
 The node that leads also keeps the leases: see `keeper`.
 
-A node that has known no leader for an election timeout serves nobody: it sends clients away, so
-that they go where they are served. A connection that ends proves nothing about its client.
+A node that has known no leader for an election timeout, or was removed, serves nobody: it sends
+clients away, so that they go where they are served. A connection that ends proves nothing about its
+client.
 
 Lives on the driver's loop; knows links only as something that frames go to.
 """
@@ -315,7 +316,11 @@ class Service:
             self._giving_up = None
         if leader is not None:
             self._serving = not self._closed
-        elif self._serving:
+        elif not self._serving:
+            return
+        elif (status := self._driver.status()).id not in status.membership.everyone:
+            self._give_up()  # a removed node hears of no leader again
+        else:
             self._giving_up = self._loop.call_later(self._election_s, self._give_up)
 
     def _give_up(self) -> None:
