@@ -136,6 +136,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do one of them."""
+    try:
+        import msgspec  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError("doyen cluster needs msgspec: pip install 'doyen[quorum]'") from error
     if args.action == "restore":
         return _restore(args)
     if args.action == "backup" and Path(args.file).exists():
@@ -310,7 +314,7 @@ async def _backup(args: argparse.Namespace) -> int:
                 await store.copy(take)
         except BaseException as error:
             pieces.put(None)
-            await asyncio.wait({writing})
+            await asyncio.gather(writing, return_exceptions=True)  # `error` says more
             if isinstance(error, TimeoutError):
                 raise StoreUnavailable(
                     f"no node has sent anything for {SILENCE_S:g} s; nothing was written"
@@ -322,10 +326,8 @@ async def _backup(args: argparse.Namespace) -> int:
 
 
 def _backup_folder(args: argparse.Namespace) -> int:
-    try:
-        from doyen.node.backup import backup
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"a node needs {error.name}: pip install 'doyen[quorum]'") from error
+    from doyen.node.backup import backup
+
     contents = backup(Path(args.data_dir), Path(args.file))
     return _backed_up(args, contents.bytes, contents.last, contents.generation)
 

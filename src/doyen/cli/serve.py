@@ -158,7 +158,9 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ConfigError(f"a node needs {error.name}: pip install 'doyen[quorum]'") from error
     if not args.json:
-        logging.basicConfig(format="%(message)s", level=logging.WARNING)
+        logging.basicConfig(
+            format="%(asctime)s.%(msecs)03d %(message)s", datefmt="%H:%M:%S", level=logging.WARNING
+        )
     with asyncio.Runner(loop_factory=new_loop) as runner:
         return runner.run(_serve(Options(**asked), http, _tell_json if args.json else _tell))
 

@@ -87,7 +87,7 @@ def _nodes(states: Sequence[State]) -> Iterator[Finding]:
                 level="warning",
                 subject=each.node,
                 text="this node runs, and knows of no leader, though there is one",
-                remedy="see that it can reach the other nodes",
+                remedy="its log names the reason: it cannot reach the others, or they refuse it",
             )
     for node in sorted(outside):
         yield Finding(
