@@ -437,6 +437,9 @@ class Wire:
 
 def translate(error: grpc.aio.AioRpcError, member: str) -> StoreError:
     """What an error of etcd's or gRPC's means to doyen."""
+    # Its traceback holds the call, and the call its channel, which would go on connecting after it
+    # was closed for as long as anybody keeps the error.
+    error.__traceback__ = None
     details = error.details() or error.code().name.lower()
     # Of a chain of causes, as gRPC tells it, the last.
     said = details.rpartition("last error: ")[2].removeprefix("UNKNOWN: ")
