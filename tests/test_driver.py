@@ -453,6 +453,31 @@ def test_when_every_disk_is_full_one_leader_stays(caplog: pytest.LogCaptureFixtu
     run(main)
 
 
+def test_a_snapshot_that_found_no_room_is_taken_when_there_is_some(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Although nothing is written meanwhile that would make the log grow."""
+
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        node = follower_of(world)
+        world.disks[node.id].fill(True)
+        for _ in range(SMALL.snapshot_entries):
+            await leader.propose(USER, b"a")
+        await asyncio.sleep(30.0)
+        assert node.status().snapshot == 0
+        assert leader.status().snapshot > 0
+        world.disks[node.id].fill(False)
+        await world.until(lambda: node.status().snapshot > 0, within_s=5.0)
+        told = [each.getMessage() for each in caplog.records if "snapshot was taken" in each.msg]
+        assert [each.split(":")[0] for each in told] == [
+            "no snapshot was taken",
+            "a snapshot was taken",
+        ]
+
+    run(main, limits=SMALL)
+
+
 def test_a_full_leader_hands_over_to_a_node_with_room() -> None:
     async def main(world: World) -> None:
         (leader,) = world.leaders()

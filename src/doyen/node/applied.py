@@ -39,6 +39,9 @@ __all__ = ["Applied", "Owner"]
 
 log = logging.getLogger("doyen.node")
 
+AGAIN_S = 2.0
+"""Pause before a snapshot is tried again that could not be written."""
+
 _decode_membership = Decoder(Membership).decode
 
 
@@ -216,18 +219,33 @@ class Applied:
         return snapshot, self.machine.snapshot()
 
     def _take_snapshot(self) -> None:
-        self._entries = self._bytes = 0
         self._snapshotting = True
-        self._owner.start_task(self._write(*self.copy()))
+        self._owner.start_task(self._write())
 
-    async def _write(self, snapshot: Snapshot, pieces: Iterator[bytes]) -> None:
+    async def _write(self) -> None:
+        """Until one is on disk. On a full disk nothing else frees what the log takes, so waiting for
+        the log to grow might be for ever."""
+        failed = False
         try:
-            await self._journal.take_snapshot(snapshot, self._weighed(pieces))
-        except StoreUnavailable as error:
-            log.warning("no snapshot was taken: %s", error)
-            return
+            while True:
+                self._entries = self._bytes = 0
+                snapshot, pieces = self.copy()
+                try:
+                    await self._journal.take_snapshot(snapshot, self._weighed(pieces))
+                    break
+                except StoreUnavailable as error:
+                    if not failed:
+                        failed = True
+                        log.warning(
+                            "no snapshot was taken: %s; trying again every %g s", error, AGAIN_S
+                        )
+                await asyncio.sleep(AGAIN_S)
+                if self.snapshot >= snapshot.index:  # a leader's has been put in place
+                    return
         finally:
             self._snapshotting = False
+        if failed:
+            log.warning("a snapshot was taken: there is room again")
         if snapshot.index > self.snapshot:
             self.snapshot = snapshot.index
             self._owner.tell_core(Compacted(snapshot))

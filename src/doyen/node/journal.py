@@ -531,6 +531,8 @@ class MemoryJournal:
         self._full = full
 
     async def take_snapshot(self, snapshot: Snapshot, pieces: Iterator[bytes]) -> None:
+        if self._full:
+            raise StoreUnavailable("there is no room for a snapshot")
         kept = self._keep(snapshot, list(pieces))
         if self._latest is None or snapshot.index > self._latest.snapshot.index:
             self._latest = kept
