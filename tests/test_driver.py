@@ -23,7 +23,7 @@ from doyen.errors import (
 )
 from doyen.node.driver import Driver, Limits
 from doyen.node.machine import USER, Command, Failure, Machine
-from doyen.node.orders import Order
+from doyen.node.orders import MAX_MEMBERS, Order, changed
 from doyen.node.proposals import Batch, decode_results, encode_results
 from doyen.testing.virtual import run_virtual
 from drivers import VOTERS, Clients, World, storm
@@ -618,6 +618,16 @@ def test_nodes_come_and_go() -> None:
             await world.nodes["n4"]._questions.ask_leader(b"O" + Order("dance", "n4").encoded())
 
     run(main)
+
+
+def test_a_cluster_has_a_bounded_number_of_nodes() -> None:
+    names = [f"n{number:02}" for number in range(1, MAX_MEMBERS + 1)]
+    full = Membership(("n01",), tuple(names[1:]))
+    with pytest.raises(OrderFailed, match=f"at most {MAX_MEMBERS} nodes"):
+        changed(full, Order("add", "one more", "h:1"))
+    assert changed(full, Order("add", names[-1], "h:1")).everyone == full.everyone
+    fewer = changed(full, Order("remove", names[-1]))
+    assert len(changed(fewer, Order("add", "another", "h:1")).everyone) == MAX_MEMBERS
 
 
 def test_a_snapshot_has_the_members_of_its_own_place_in_the_log() -> None:

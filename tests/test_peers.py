@@ -10,7 +10,7 @@ import pytest
 import uvloop
 
 from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable
-from doyen.node.peers import CHUNK_SIZE, MAX_PIECE, WINDOW
+from doyen.node.peers import CHUNK_SIZE, FOUNDED, MAX_PIECE, WINDOW
 from doyen.quorum.link import Link
 from doyen.quorum.versions import NEWEST
 from doyen.quorum.wire import MAX_FRAME, TLS, Security
@@ -327,6 +327,22 @@ def test_a_peer_below_the_clusters_version_is_refused_with_the_remedy() -> None:
             assert one.peers.supports("n2") == 0
             assert one.counts["version"] >= 1
             assert not one.peers._callers
+
+    run(body())
+
+
+def test_a_founding_record_that_comes_late_is_no_fault() -> None:
+    """Whoever has dialled a node that waited to be founded tells it the record, and that node may
+    have heard it from another by then. They connect anew, as members."""
+
+    async def body() -> None:
+        async with Street() as street:
+            one, other = await two(street)
+            link = one.peers._links["n2"]
+            link.send(FOUNDED, b"the record")
+            await until(lambda: link.closed and one.peers._links.get("n2") not in (None, link))
+            assert await one.peers.ask("n2", b"?") == b"re: ?"
+            assert not other.counts
 
     run(body())
 

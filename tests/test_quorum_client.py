@@ -30,7 +30,7 @@ from doyen.quorum.wire import Identity, Security
 from doyen.store import Context, StoreURL, open_store
 from doyen.stores.quorum import make_store
 from doyen.stores.quorum.diagnosis import State, findings
-from doyen.stores.quorum.store import QuorumStore
+from doyen.stores.quorum.store import OTHERS, QuorumStore
 from doyen.stores.quorum.wire import Wire
 from servers import Proxy, QuorumCluster, free_port
 
@@ -585,6 +585,27 @@ def test_a_node_that_answers_nonsense_is_one_that_is_silent(kind: int, answer: b
         assert not amiss
 
     run(main)
+
+
+def test_a_node_that_names_many_others_has_a_bounded_number_of_them_dialled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dialled: list[str] = []
+
+    async def inspect(store: QuorumStore, address: str) -> State:
+        dialled.append(address)
+        many = {f"n{number}": f"10.0.0.1:{number}" for number in range(2, 1000)}
+        return State(address, condition("n1", addresses=many))
+
+    monkeypatch.setattr(QuorumStore, "_inspect", inspect)
+
+    async def main() -> None:
+        store = make_store(StoreURL.parse("doyen://127.0.0.1:7400"))
+        await store.inspect()
+        await store.close()
+
+    run(main)
+    assert len(dialled) == len({*dialled}) == 1 + OTHERS
 
 
 def test_many_reads_of_large_values_at_once_are_all_answered(

@@ -223,8 +223,8 @@ class Applied:
         self._owner.start_task(self._write())
 
     async def _write(self) -> None:
-        """Until one is on disk. On a full disk nothing else frees what the log takes, so waiting for
-        the log to grow might be for ever."""
+        """Write one, and try again until it is on disk. Nothing else frees what the log takes, and
+        on a full disk the log may never grow enough for the next one to be due."""
         failed = False
         try:
             while True:
