@@ -23,7 +23,7 @@ from doyen.errors import (
 )
 from doyen.node.driver import Driver, Limits
 from doyen.node.machine import USER, Command, Failure, Machine
-from doyen.node.orders import MAX_MEMBERS, Order, changed
+from doyen.node.orders import Order
 from doyen.node.proposals import Batch, decode_results, encode_results
 from doyen.testing.virtual import run_virtual
 from drivers import VOTERS, Clients, World, storm
@@ -453,31 +453,6 @@ def test_when_every_disk_is_full_one_leader_stays(caplog: pytest.LogCaptureFixtu
     run(main)
 
 
-def test_a_snapshot_that_found_no_room_is_taken_when_there_is_some(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Although nothing is written meanwhile that would make the log grow."""
-
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        node = follower_of(world)
-        world.disks[node.id].fill(True)
-        for _ in range(SMALL.snapshot_entries):
-            await leader.propose(USER, b"a")
-        await asyncio.sleep(30.0)
-        assert node.status().snapshot == 0
-        assert leader.status().snapshot > 0
-        world.disks[node.id].fill(False)
-        await world.until(lambda: node.status().snapshot > 0, within_s=5.0)
-        told = [each.getMessage() for each in caplog.records if "snapshot was taken" in each.msg]
-        assert [each.split(":")[0] for each in told] == [
-            "no snapshot was taken",
-            "a snapshot was taken",
-        ]
-
-    run(main, limits=SMALL)
-
-
 def test_a_full_leader_hands_over_to_a_node_with_room() -> None:
     async def main(world: World) -> None:
         (leader,) = world.leaders()
@@ -618,16 +593,6 @@ def test_nodes_come_and_go() -> None:
             await world.nodes["n4"]._questions.ask_leader(b"O" + Order("dance", "n4").encoded())
 
     run(main)
-
-
-def test_a_cluster_has_a_bounded_number_of_nodes() -> None:
-    names = [f"n{number:02}" for number in range(1, MAX_MEMBERS + 1)]
-    full = Membership(("n01",), tuple(names[1:]))
-    with pytest.raises(OrderFailed, match=f"at most {MAX_MEMBERS} nodes"):
-        changed(full, Order("add", "one more", "h:1"))
-    assert changed(full, Order("add", names[-1], "h:1")).everyone == full.everyone
-    fewer = changed(full, Order("remove", names[-1]))
-    assert len(changed(fewer, Order("add", "another", "h:1")).everyone) == MAX_MEMBERS
 
 
 def test_a_snapshot_has_the_members_of_its_own_place_in_the_log() -> None:

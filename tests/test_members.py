@@ -8,8 +8,9 @@ from itertools import permutations
 import pytest
 
 from doyen.consensus.core import Membership, Position
-from doyen.errors import StoreUnusable
+from doyen.errors import OrderFailed, StoreUnusable
 from doyen.node.members import FOUNDING, JOINING, Member, Members, opening
+from doyen.node.orders import MAX_MEMBERS, Order, changed
 from doyen.quorum.wire import Identity, MemberInfo, Refused
 
 PEERS = {"n1": "h1:1", "n2": "h2:1", "n3": "h3:1"}
@@ -334,3 +335,13 @@ def test_a_cluster_of_an_earlier_release_is_recorded_when_everybody_is_there() -
     node.core.membership = recorded
     with pytest.raises(Refused, match="runs an earlier release"):
         judge(node, "n2", MemberInfo())
+
+
+def test_a_cluster_has_a_bounded_number_of_nodes() -> None:
+    names = [f"n{number:02}" for number in range(1, MAX_MEMBERS + 1)]
+    full = Membership(("n01",), tuple(names[1:]))
+    with pytest.raises(OrderFailed, match=f"at most {MAX_MEMBERS} nodes"):
+        changed(full, Order("add", "one more", "h:1"))
+    assert changed(full, Order("add", names[-1], "h:1")).everyone == full.everyone
+    fewer = changed(full, Order("remove", names[-1]))
+    assert len(changed(fewer, Order("add", "another", "h:1")).everyone) == MAX_MEMBERS

@@ -1,10 +1,13 @@
-"""Clients served under load, in virtual time."""
+"""Clients served under load, and nodes short of room, in virtual time."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 
+import pytest
+
+from doyen.node.machine import USER
 from doyen.quorum.keyspace import Delete, Done, Put, Revoke, Written, decode_result, encode
 from doyen.quorum.requests import (
     Ahead,
@@ -20,6 +23,8 @@ from doyen.quorum.requests import (
     Write,
 )
 from doyen.quorum.wire import MAX_FRAME
+from drivers import World
+from test_driver import SMALL, follower_of, run
 from test_quorum_service import TTL_S, Client, Quorum, granted, on_quorum
 
 
@@ -159,3 +164,24 @@ def test_a_removed_node_sends_its_clients_away_at_once() -> None:
         assert loop.time() - stopped_at < 0.2, "it waits for no answer that cannot come"
 
     on_quorum(test)
+
+
+def test_a_snapshot_that_found_no_room_is_taken_when_there_is_some(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Although nothing is written meanwhile that would make the log grow."""
+
+    async def main(world: World) -> None:
+        (leader,) = world.leaders()
+        node = follower_of(world)
+        world.disks[node.id].fill(True)
+        for _ in range(SMALL.snapshot_entries):
+            await leader.propose(USER, b"a")
+        await asyncio.sleep(30.0)
+        assert node.status().snapshot == 0
+        assert leader.status().snapshot > 0
+        world.disks[node.id].fill(False)
+        await world.until(lambda: node.status().snapshot > 0, within_s=5.0)
+        assert caplog.text.count("no snapshot was taken") == 1
+
+    run(main, limits=SMALL)
