@@ -11,6 +11,7 @@ import contextlib
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,12 +29,12 @@ from doyen.events import (
     Unsure,
     Waiting,
 )
-from doyen.model import Lease
+from doyen.model import Entry, Lease
 from doyen.runtime import ThreadRuntime
 from doyen.stand import Recipe
 from doyen.store import Store
 from doyen.testing import run_virtual
-from doyen.testing.faults import Faults, FaultyStore, Late, Refused, Stray
+from doyen.testing.faults import Faults, FaultyStore, Late, Refused, Stray, Unanswered
 from support import (
     STOP_BUDGET_S,
     TTL_S,
@@ -314,6 +315,78 @@ async def test_without_its_ticket_a_candidate_still_knows_its_own_record(place: 
     async with asyncio.timeout(TTL_S), session.campaign("e", name="a") as term:
         assert place.holder() == "a"
         assert term.valid
+
+
+def forgetful(store: Store) -> Store:
+    store.capabilities = replace(store.capabilities, durable=False)
+    return store
+
+
+def resurrect(place: Place, entries: list[Entry]) -> None:
+    """What a failover does that loses the deletion of these."""
+    for entry in entries:
+        line = "elections/e/line" if "/line/" in entry.key else None
+        place.server._insert(entry.key, entry.value, entry.lease, line)
+
+
+async def resign(place: Place, session: doyen.Session, recipe: Recipe, of: str) -> list[Entry]:
+    """Lead `e` for a moment; the record, the ticket or both that were deleted then."""
+    async with session.campaign("e", name="a", recipe=recipe):
+        record = place.server.get("elections/e/leader")
+        tickets = place.server.list("elections/e/line")
+    assert record is not None
+    return {"record": [record], "ticket": tickets, "both": [*tickets, record]}[of]
+
+
+LOST_DELETIONS = pytest.mark.parametrize(
+    ("recipe", "of"), [("line", "record"), ("line", "ticket"), ("line", "both"), ("race", "record")]
+)
+
+
+@LOST_DELETIONS
+@pytest.mark.parametrize("options", [{}, {"stall_after_s": 1000.0}])
+@virtual
+async def test_a_candidate_does_not_wait_for_its_own_former_record(
+    place: Place, recipe: Recipe, of: str, options: dict[str, Any]
+) -> None:
+    """A failover has lost the confirmed deletion of a record, a ticket or both: they stand again
+    under a lease that lives. Candidates of the same session that come to them delete them."""
+    session, other = await place.open(wrap=forgetful), await place.open()
+    deleted = await resign(place, session, recipe, of)
+    resurrect(place, deleted)
+    leading = session.campaign("e", name="a", recipe=recipe, **options)
+    async with asyncio.timeout(TTL_S / 2):
+        term = await leading.__aenter__()
+    assert term.token > deleted[-1].revision
+    waiting = asyncio.create_task(lead_until_told(other, asyncio.Event(), name="b"))
+    await asyncio.sleep(10 * TTL_S)
+    assert term.valid
+    assert place.holder() == "a"
+    await leading.__aexit__(None, None, None)
+    await until(lambda: place.holder() == "b")
+    waiting.cancel()
+
+
+@LOST_DELETIONS
+@virtual
+async def test_a_session_checks_that_what_it_deleted_has_not_come_back(
+    place: Place, recipe: Recipe, of: str
+) -> None:
+    """As above, and the session has no candidate that would come to what stands there. Its other
+    terms, on the same lease, go on."""
+    faults = Faults()
+    session, other = await place.open(faults, wrap=forgetful), await place.open()
+    async with session.campaign("another", name="a") as kept:
+        deleted = await resign(place, session, recipe, of)
+        await asyncio.sleep(TTL_S / 2)
+        faults.next("get", Refused(), Unanswered())
+        resurrect(place, deleted)
+        async with asyncio.timeout(4 * TTL_S):
+            async with other.campaign("e", name="b", recipe=recipe) as term:
+                await asyncio.sleep(2 * TTL_S)
+                assert term.valid
+        assert kept.valid
+        assert place.holder("another") == "a"
 
 
 @virtual

@@ -12,7 +12,9 @@ Rules kept here:
 
 - An unknown outcome is not leadership. After one, only a read that shows this attempt's own id
   under this attempt's own lease proves it; what may still arrive late is looked for and removed.
-- The record is deleted only after the body has ended, and only by its own version.
+- The record is deleted only after the body has ended, and only by its own version. A record or
+  ticket of an attempt that has ended, which a failover of the store has brought back, is deleted by
+  any candidate of the same session that comes to it, and by the session (`Presence.delete`).
 - The holder watches its record and takes its absence for loss.
 - Failing to win raises; nothing is ever entered unheld.
 - An order is obeyed, never enforced: the holder ends its own term, and its record goes when its
@@ -289,10 +291,10 @@ class Candidacy:
     def _adopt(self, heart: Heart) -> None:
         if self._heart is not None:
             self._heart.forget(self)
-            self._presence.retire(self._heart)
-            self._drop_watches()
+            self._end_attempt(self._heart)
             self._begin_attempt()
         self._heart = heart
+        heart.attempts.add(self._attempt)
         heart.on_loss(self, partial(self._heart_lost, heart))
 
     def _claim(self) -> bytes:
@@ -340,7 +342,7 @@ class Candidacy:
         if self._is_mine(ahead):
             # An enqueue whose answer was lost has landed after all: waiting on it would be
             # waiting on ourselves.
-            await presence.call(store.delete(ahead.key, if_version=ahead.version))
+            await presence.delete(ahead)
             return
         watch = await presence.call(store.watch(ahead.key, self._wake))
         try:
@@ -354,6 +356,8 @@ class Candidacy:
     ) -> None:
         """Wait to be woken, or until the time to look again by oneself."""
         asked = self._asked
+        if await self._presence.delete_left_over(behind):
+            return
         if self._mailbox is None and self._ticket is not None:
             key = mail_key(asked.election, self._attempt, asked.kind)
             self._mailbox = await self._presence.call(
@@ -678,8 +682,7 @@ class Candidacy:
         heart.forget(self)
         left = self._ticket or self._record or self._laid or self._doubtful
         if not left or heart.lost_because is not None:
-            self._drop_watches()
-            self._presence.retire(heart)
+            self._end_attempt(heart)
             return None
         return self._presence.spawn(self._let_go(heart))
 
@@ -707,8 +710,12 @@ class Candidacy:
                     return
                 await asyncio.sleep(heart.timing.request_timeout_s)
         finally:
-            self._drop_watches()
-            presence.retire(heart)
+            self._end_attempt(heart)
+
+    def _end_attempt(self, heart: Heart) -> None:
+        heart.attempts.discard(self._attempt)
+        self._drop_watches()
+        self._presence.retire(heart)
 
     async def _let_heir_in(self) -> None:
         """After an order in favour of an heir: delete the record, and stay in line until the heir
@@ -736,13 +743,12 @@ class Candidacy:
         if self._doubtful and self._asked.recipe == "line":
             for ticket in await presence.call(store.list(self._line_key())):
                 if self._is_mine(ticket):
-                    await presence.call(store.delete(ticket.key, if_version=ticket.version))
+                    await presence.delete(ticket)
         await self._take_back()
 
     async def _delete(self, entry: Entry | None) -> None:
         if entry is not None:
-            store = self._presence.store
-            await self._presence.call(store.delete(entry.key, if_version=entry.version))
+            await self._presence.delete(entry)
 
 
 def _is_void(order: Entry, token: int) -> bool:

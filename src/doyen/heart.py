@@ -58,6 +58,7 @@ class Heart:
         "_stall_after_s",
         "_store",
         "_telemetry",
+        "attempts",
         "bodies",
         "ended_at",
         "lease",
@@ -91,6 +92,9 @@ class Heart:
         self.unsure = False
         self.bodies = 0
         """Bodies that still run on this lease; it is not given back before they have ended."""
+        self.attempts: set[str] = set()
+        """Candidates' attempts on this lease that have not finished letting go. A record or ticket
+        under this lease that belongs to none of them is left over."""
         self._store = store
         self._clock = clock
         self._telemetry = telemetry

@@ -34,6 +34,9 @@ CALLS_AT_ONCE = 128
 ENTERING = 64
 """How many candidates of a session take their places, or leave them, at a time."""
 
+CHECKS_AT_ONCE = 16
+"""How many deletions are checked at a time. They are not urgent, and use up turns of others."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -83,6 +86,9 @@ class Presence:
         # In the order they came, not sets: one seed must give one run.
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._errands: dict[asyncio.Task[Any], None] = {}
+        self._deleted: dict[str, None] = {}
+        """Keys whose deletion is checked in the next round."""
+        self._checking: asyncio.Task[None] | None = None
         self._bodies = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -236,6 +242,51 @@ class Presence:
 
     def next_attempt(self) -> str:
         return f"{self.id}-{next(self._attempts)}"
+
+    async def delete_left_over(self, entry: Entry) -> bool:
+        """Delete a record or ticket of this session whose attempt has ended; False if it is none.
+
+        A failover that loses a confirmed deletion leaves one behind. The lease under which it
+        stands is still renewed, so it would stay, and everyone would wait for it.
+        """
+        hearts = [*self._own_hearts, *([self._heart] if self._heart else [])]
+        heart = next((each for each in hearts if each.lease.id == entry.lease), None)
+        if heart is None or Claim.decode(entry.value).attempt in heart.attempts:
+            return False
+        await self.delete(entry)
+        return True
+
+    async def delete(self, entry: Entry) -> None:
+        """Delete a record or ticket by its version; one that is gone is as good as deleted.
+
+        Where the store may lose a confirmed deletion, it is looked for once more, when one to two
+        ttls have passed: its owner may have no candidate left that would come across it.
+        """
+        await self.call(self.store.delete(entry.key, if_version=entry.version))
+        if not self.store.capabilities.durable:
+            self._deleted[entry.key] = None
+            if self._checking is None or self._checking.done():
+                self._checking = self.spawn(self._check_deletions())
+
+    async def _check_deletions(self) -> None:
+        while self._deleted:
+            keys, self._deleted = iter(self._deleted), {}
+            await asyncio.sleep(self.timing.ttl_s)
+            while some := [*itertools.islice(keys, CHECKS_AT_ONCE)]:
+                await asyncio.gather(*map(self._check_deletion, some))
+
+    async def _check_deletion(self, key: str) -> None:
+        while True:
+            try:
+                entry = await self.call(self.store.get(key))
+                if entry is not None:
+                    await self.delete_left_over(entry)
+                return
+            except (StoreUnavailable, OutcomeUnknown):
+                await asyncio.sleep(self.retry_pause())
+            except StoreError as error:
+                log.debug("whether %s is still deleted was not checked: %s", key, error)
+                return
 
     def body_begins(self, heart: Heart) -> None:
         self._bodies += 1

@@ -60,6 +60,9 @@ class Capabilities:
     """The end of a process is known at once, by a kernel's word."""
     linearizable_reads: bool = True
     """`get` and `list` show every write that was acknowledged before they began."""
+    durable: bool = True
+    """A confirmed write is never lost. Engines that replicate asynchronously lose some in a
+    failover; whether deletions are among them is then checked."""
     renewals_lag: bool = False
     """A confirmed renewal proves only that the store's majority knows the one before it."""
     ttl_default_s: float = DEFAULT_TTL_S

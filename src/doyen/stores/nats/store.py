@@ -74,7 +74,7 @@ class NatsStore(Store):
         self._replicas = 1
         # Found dead by an observer whose sighting is a ttl old when it has just begun to look; a
         # candidate that has been waiting needs little more than the ttl.
-        self.capabilities = Capabilities(expiry_factor=2.0, notice_s=0.1)
+        self.capabilities = Capabilities(expiry_factor=2.0, notice_s=0.1, durable=False)
 
     def _reconnected(self) -> None:
         self._mirror.restart()

@@ -54,7 +54,7 @@ class RedisStore(Store):
         self._unusable: str | None = None
         # Found dead by an observer whose sighting is a ttl old when it has just begun to look; a
         # candidate that has been waiting needs little more than the ttl.
-        self.capabilities = Capabilities(expiry_factor=2.0)
+        self.capabilities = Capabilities(expiry_factor=2.0, durable=False)
 
     async def open(self, floor: int) -> None:
         """See that the server can be used, and follow up what the dead have left behind."""

@@ -175,7 +175,7 @@ class RelationalStore(Store):
         self._unusable: str | None = None
         # Found dead by an observer whose sighting is a ttl old when it has just begun to look; a
         # candidate that has been waiting needs little more than the ttl.
-        self.capabilities = Capabilities(expiry_factor=2.0, notice_s=poll_s or 0.0)
+        self.capabilities = Capabilities(expiry_factor=2.0, notice_s=poll_s or 0.0, durable=False)
 
     async def open(self, floor: int) -> None:
         """Raise the counter, and follow up what the dead have left behind."""
