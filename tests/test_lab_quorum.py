@@ -25,6 +25,7 @@ from doyen.lab.runner import replay, run, save
 from doyen.lab.shrink import shrink
 from doyen.lab.story import tell
 from doyen.lab.world import Outcome
+from doyen.node.peers import Peers
 from doyen.quorum.versions import NEWEST
 
 CALM = Plan(
@@ -120,6 +121,27 @@ def test_a_new_node_joins_and_counts() -> None:
         type=Membership,
     )
     assert "n4" in leader.voters
+
+
+def test_a_node_that_was_down_catches_up_with_a_leader_that_joined_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It does not know the leader's address: that is in the entries that it lacks. No snapshot is
+    due, so the leader sends them only once it has been answered."""
+    faults = (
+        Fault("crash", 2.0, 6.0, ("n1",)),
+        Fault("churn", 3.0, 0.0, ("n2",), 1.0),
+        Fault("transfer", 5.0, 0.0, ("n4",)),
+    )
+    plan = CALM.but(for_s=9.0, faults=faults, compact_every=10_000)
+    outcome, story = tell(plan)
+    assert outcome.ok, outcome.violations
+    assert any("n1 follows n4" in line for line in story)
+    monkeypatch.setattr(Peers, "_link_back", lambda *_: None)
+    monkeypatch.setattr("doyen.lab.quorum.LIVENESS_S", 3.0)
+    assert [each.text for each in QuorumWorld(plan).run().violations] == [
+        "3 s after everything was healed n1, a voter, is not along"
+    ]
 
 
 def test_a_calm_quorum_elects_and_serves() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import pytest
 import uvloop
@@ -100,6 +101,56 @@ def test_a_peer_that_ends_every_link_is_not_dialled_without_pause() -> None:
 def _show_out(link: Link) -> None:
     link.welcome(lambda *_: None, lambda *_: None)
     link.close()
+
+
+@pytest.mark.parametrize("known", ["no address", "an old address"])
+def test_a_peer_that_cannot_be_dialled_is_answered_on_its_own_connection(known: str) -> None:
+    """A node that was down does not know where those are who joined or moved meanwhile."""
+
+    async def body() -> None:
+        async with Street() as street:
+            one, other = await street.add("n1"), await street.add("n2")
+            if known == "an old address":
+                other.peers.reach({"n1": f"{HOST}:{await free()}"})
+            one.know(other)
+            await until(partial(_resent, other, one, Word(1, "to a peer that was not dialled")))
+            assert other.links() == []
+            other.know(one)
+            await until(other.links)
+            dropped = other.peers.dropped.copy()
+            other.peers.send("n1", Word(1, "to a peer that was"))
+            await until(lambda: one.heard()[-1] == Word(1, "to a peer that was"))
+            assert one.links() == [("connected", "n2")]
+            assert other.peers.dropped == dropped
+            assert not one.counts
+            assert not other.counts
+
+    run(body())
+
+
+def _resent(sender: Neighbour, receiver: Neighbour, message: Word) -> bool:
+    """Send it, as heartbeats are sent again and again, and say whether any has arrived."""
+    sender.peers.send(receiver.me.node, message)
+    return message in receiver.heard()
+
+
+def test_a_peer_is_sent_nothing_on_its_own_connection_while_it_is_dialled() -> None:
+    """The handshake states the position in the log. The peer must not hear of a later one from this
+    node before it has judged that, or it takes this node's folder for an older copy."""
+
+    async def body() -> None:
+        async with Street() as street:
+            one, other = await street.add("n1"), await street.add("n2")
+            one.know(other)
+            await until(lambda: other.peers._callers)
+            with socket.create_server((HOST, 0)) as silent:
+                other.peers.reach({"n1": f"{HOST}:{silent.getsockname()[1]}"})
+                await until(lambda: other.peers._peers["n1"].dialling)
+                other.peers.send("n1", Word(1, "too early"))
+                assert other.peers.dropped["n1"] == 1
+                other.peers.reach({})
+
+    run(body())
 
 
 def test_questions_are_answered_each_by_its_own_answer() -> None:
@@ -356,9 +407,10 @@ def test_a_peer_that_moves_and_one_that_leaves() -> None:
             await asyncio.sleep(0)
             one.peers.reach({})
             assert isinstance(await failure(asked), OutcomeUnknown | StoreUnavailable)
+            other.die()
+            await until(lambda: not one.peers._callers)
             one.peers.send("n2", Word(1, "anyone?"))
             assert one.peers.dropped == {"n2": 1}
-            other.die()
             moved = await street.add("n2", incarnation=99)
             one.know(moved)
             await until(lambda: len(one.links()) == 2)

@@ -155,7 +155,9 @@ class QuorumWorld:
         self._refused: dict[tuple[int, int], None] = {}
         self._active: dict[int, Callable[[], None]] = {}
         self._tenths: dict[int, None] = {}
-        self._applied = 0
+        self._applied = sys.maxsize
+        """What the leader had applied when `_lacking` was last called. The first call has nothing
+        to compare with, so it must not find that everybody is up to date."""
         self._stop: asyncio.Future[None]
         self.loop: LabLoop
         self.network: Network

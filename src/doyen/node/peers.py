@@ -6,10 +6,16 @@
     peers.reach({"n2": "10.0.0.2:7400", "n3": "10.0.0.3:7400"})
 
 **One connection per direction.** A node dials every peer and speaks on that connection: messages,
-questions, snapshots. What comes back on it are answers and credit only. What a peer has to say
-comes on the connection that the peer has dialled. So nobody has to agree on whose connection
-counts, and a link that works one way only is just that. `connected` and `disconnected` are about
-the connection that this node has dialled; a process that dies ends both.
+questions, snapshots. What comes back on it are answers and credit. What a peer has to say comes on
+the connection that the peer has dialled. So nobody has to agree on whose connection counts.
+`connected` and `disconnected` are about the connection that this node has dialled; a process that
+dies ends both.
+
+**A peer that cannot be dialled** is sent messages on the connection that it has dialled itself. A
+node that was down does not know the addresses of members that joined or moved meanwhile: they are
+in entries that it lacks, and a leader sends those only to a follower that answers. While this node
+dials, it sends nothing in this way: the peer would learn of a later position in the log than the
+handshake states, and refuse this node as one with an older copy of its folder.
 
 **A peer that comes back** is dialled at once when its own connection arrives; otherwise within
 10 ms to half a second.
@@ -188,15 +194,28 @@ class Peers:
         )
 
     def send(self, peer: str, message: Message) -> None:
-        link = self._links.get(peer)
+        link = self._links.get(peer) or self._link_back(peer)
         if link is None or link.full or not self._fits(link, _encode(message)):
             self.dropped[peer] += 1
+
+    def _link_back(self, peer: str) -> Link | None:
+        """The connection that a peer has dialled, unless this node is dialling the peer now."""
+        caller, outgoing = self._callers.get(peer), self._peers.get(peer)
+        if caller is None or (outgoing is not None and outgoing.dialling):
+            return None
+        return caller.link
 
     def _fits(self, link: Link, data: bytes) -> bool:
         if len(data) >= MAX_FRAME:
             self.tally.note(Fault.TOO_LARGE, f"a message of {len(data)} bytes was not sent")
             return False
         return link.send(MESSAGE, data)
+
+    def _read(self, payload: bytes) -> Message:
+        try:
+            return self._decode(payload)
+        except (MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise FrameError(Fault.MALFORMED, f"not a message: {error}") from None
 
     async def ask(self, peer: str, question: bytes) -> bytes:
         outgoing = self._peers.get(peer)
@@ -396,6 +415,7 @@ class _Outgoing:
         self.address = address
         self.link: Link | None = None
         self.trouble = "not tried yet"
+        self.dialling = False
         self._peers = peers
         self._numbers = count(1)
         self._questions: dict[int, tuple[asyncio.Future[bytes], int]] = {}
@@ -433,13 +453,16 @@ class _Outgoing:
         loop, jitter, pause = asyncio.get_running_loop(), self._peers._jitter, SOONEST_S
         while True:
             self._hurry.clear()
+            self.dialling = True
             try:
                 link = await self._dial()
             except DoyenError as error:
+                self.dialling = False
                 self.trouble = str(error)
                 if isinstance(error, Refused):
                     self._peers.tally.note(error.fault, f"node {self.node!r} not reached: {error}")
             else:
+                self.dialling = False
                 began = loop.time()
                 await link.wait()
                 if self._waiting is not None and self._peers.members is not None:
@@ -578,6 +601,10 @@ class _Outgoing:
                     asked = questions.pop(number, None)
                     if asked is not None and not asked[0].done():
                         asked[0].set_result(payload[8:])
+                elif kind == MESSAGE:
+                    message = self._peers._read(payload)
+                    if link is self.link:
+                        self._peers._received(self.node, message)
                 elif kind == LOST:
                     self._peers._take_no_part(payload.decode(errors="replace"))
                 elif kind == CREDIT:
@@ -648,14 +675,10 @@ class _Incoming:
 
     def take(self, link: Link, frames: Sequence[tuple[int, bytes]]) -> None:
         peers, node = self._peers, self._node
-        decode, received = peers._decode, peers._received
+        read, received = peers._read, peers._received
         for kind, payload in frames:
             if kind == MESSAGE:
-                try:
-                    message = decode(payload)
-                except (MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                    raise FrameError(Fault.MALFORMED, f"not a message: {error}") from None
-                received(node, message)
+                received(node, read(payload))
             elif kind == QUESTION and len(payload) >= 8:
                 self._question(payload)
             elif kind == FOUNDED:
