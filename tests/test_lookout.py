@@ -252,6 +252,39 @@ def test_leases_that_are_met_no_more_are_forgotten() -> None:
     virtually(test)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_server_that_was_slow_once_is_soon_asked_again(fails: bool) -> None:
+    """A server that stood still has kept us waiting, which says nothing of its load. A change that
+    comes after it is told within the longest pause."""
+
+    async def test(tables: Tables) -> None:
+        slow = False
+
+        async def changes(since: int | None) -> tuple[int, Sequence[str] | None]:
+            if slow:
+                await asyncio.sleep(1.9)
+                if fails:
+                    raise StoreUnavailable("no")
+            return await tables.changes(since)
+
+        lookout = Lookout(tables, tables.clock.now, 0.05, changes)
+        told = asyncio.Event()
+        watch = await lookout.watch("e", told.set)
+        slow = True
+        await asyncio.sleep(1.0)
+        slow = False
+        await asyncio.sleep(1.1)
+        told.clear()
+        tables.alive = False
+        changed_at = tables.clock.now()
+        await told.wait()
+        assert tables.clock.now() - changed_at <= 0.6
+        watch.close()
+        lookout.close()
+
+    virtually(test)
+
+
 @pytest.mark.parametrize("poll_s", [None, 0.1])
 def test_owners_that_could_not_be_found_out_are_asked_for_again(poll_s: float | None) -> None:
     """The store fails just when somebody has begun to watch: there is nothing else to look at."""

@@ -50,6 +50,9 @@ _SETTLE_S = 0.004
 """Those who were told of a change go first; what we must know of it can wait."""
 _RETRY_S = 0.2
 _PATIENCE_S = 2.0
+_LONGEST_PAUSE_S = 0.5
+"""Between two questions for changes, unless `poll_s` is longer. An answer may have been slow because
+the server stood still, and changes that come after that are to be noticed soon."""
 _GRAIN_S = 0.001
 _RIPE = 500
 """How many leases are looked at in one query."""
@@ -419,7 +422,8 @@ class Lookout:
                         await self._ask(self._changes)
             except (StoreError, TimeoutError) as error:
                 log.debug("changes could not be asked for: %s", error)
-            pause_s = max(self._poll_s or 0.0, 4 * (self._loop.time() - began))
+            took_s = self._loop.time() - began
+            pause_s = max(self._poll_s or 0.0, min(4 * took_s, _LONGEST_PAUSE_S))
         self._position = None
 
     async def _ask(self, changes: Changes) -> None:
