@@ -51,8 +51,8 @@ _SETTLE_S = 0.004
 _RETRY_S = 0.2
 _PATIENCE_S = 2.0
 _LONGEST_PAUSE_S = 0.5
-"""Between two questions for changes, unless `poll_s` is longer. An answer may have been slow because
-the server stood still, and changes that come after that are to be noticed soon."""
+"""Between two questions for changes, unless `poll_s` is longer. An answer may have been slow only
+because the server stood still, and changes that come after that are to be noticed soon."""
 _GRAIN_S = 0.001
 _RIPE = 500
 """How many leases are looked at in one query."""
