@@ -119,6 +119,12 @@ def never_ended(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(keeper.Keeper, "_end_those_due", lambda self: None)
 
 
+def ended_late(patch: pytest.MonkeyPatch) -> None:
+    """Leaders count 5 s more for each lease than it was granted for."""
+    due = LeaseClock.due
+    patch.setattr(LeaseClock, "due", lambda self, now: due(self, now - 5.0))
+
+
 def seen_until_removed(patch: pytest.MonkeyPatch) -> None:
     """What was bound to an ended lease stands until it is removed."""
     patch.setattr(Keyspace, "_standing", lambda self, record: record)
@@ -159,6 +165,18 @@ def done_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Machine, "apply", apply)
 
 
+def large_done_again(patch: pytest.MonkeyPatch) -> None:
+    """A command whose result has more than 1,024 bytes is done again if it is asked for again, as
+    in version 1."""
+    keep = Machine._keep_large
+
+    def skip(self: Machine, client: Any, command: Command, result: Any, size: int) -> None:
+        if command.target != machine.KEYSPACE or size <= machine.LARGE:
+            keep(self, client, command, result, size)
+
+    patch.setattr(Machine, "_keep_large", skip)
+
+
 def results_left_out(patch: pytest.MonkeyPatch) -> None:
     """A snapshot says nothing of what was carried out before."""
     patch.setattr(machine, "_pieces_of", lambda clients: iter([machine._encode([])]))
@@ -189,18 +207,12 @@ def not_synced(patch: pytest.MonkeyPatch) -> None:
 
 
 def unknown_skipped(patch: pytest.MonkeyPatch) -> None:
-    """A node passes over commands that it does not know; one of them knows fewer than the rest."""
-    apply = Keyspace.apply
-    ignorant: list[Keyspace] = []
+    """A node goes on after a command that its release does not know."""
 
-    def skip(self: Keyspace, command: bytes) -> bytes:
-        if not ignorant:
-            ignorant.append(self)
-        if self is ignorant[0] and isinstance(keyspace.decode_command(command), keyspace.Reap):
-            return keyspace.encode(keyspace.Malformed("unknown"))
-        return apply(self, command)
+    class Never(Exception):
+        pass
 
-    patch.setattr(Keyspace, "apply", skip)
+    patch.setattr(machine, "UnknownCommand", Never)
 
 
 # Reads.
@@ -253,6 +265,55 @@ def history_left_out(patch: pytest.MonkeyPatch) -> None:
         return pieces(head, leases, ended, records, [])
 
     patch.setattr(keyspace, "_pieces", fewer)
+
+
+def installed_untold(patch: pytest.MonkeyPatch) -> None:
+    """Who watches is not told of what a snapshot from the leader has brought."""
+    restore, notify = Keyspace.restore, service.Service._notify
+    fresh: dict[Keyspace, None] = {}
+
+    def note(self: Keyspace, pieces: Any) -> None:
+        restore(self, pieces)
+        fresh[self] = None
+
+    def skip(self: service.Service) -> None:
+        if self._keyspace in fresh:
+            del fresh[self._keyspace]
+            self._told = self._keyspace.revision
+        notify(self)
+
+    patch.setattr(Keyspace, "restore", note)
+    patch.setattr(service.Service, "_notify", skip)
+
+
+# The quota.
+
+
+def quota_ignored(patch: pytest.MonkeyPatch) -> None:
+    """Whatever is asked for is written, however large the keyspace is."""
+    patch.setattr(Keyspace, "_full", lambda self, more: None)
+
+
+def no_deletes_when_full(patch: pytest.MonkeyPatch) -> None:
+    """While the alarm is on, deletes are refused as writes are."""
+    delete = Keyspace._delete
+
+    def refuse(self: Keyspace, command: keyspace.Delete) -> bytes:
+        if self.alarm:
+            return keyspace.encode(keyspace.Full(self.bytes, self.quota))
+        return delete(self, command)
+
+    patch.setattr(Keyspace, "_delete", refuse)
+
+
+def no_ends_when_full(patch: pytest.MonkeyPatch) -> None:
+    """While the alarm is on, no lease ends by its time."""
+    expire = Keyspace._expire
+
+    def refuse(self: Keyspace, command: keyspace.Expire) -> bytes:
+        return keyspace.encode(keyspace.Refused()) if self.alarm else expire(self, command)
+
+    patch.setattr(Keyspace, "_expire", refuse)
 
 
 # Who belongs, and who may do what.

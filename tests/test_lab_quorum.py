@@ -41,16 +41,17 @@ CALM = Plan(
 
 
 def test_one_seed_gives_one_run() -> None:
-    for seed in range(3):
+    for seed in range(2):
         one = run("raft", 3, seed, for_s=8, world="quorum")
         other = run("raft", 3, seed, for_s=8, world="quorum")
         assert one.trace_hash == other.trace_hash
         assert one.events == other.events
 
 
-def test_nothing_breaks() -> None:
-    for seed in range(8):
-        outcome = run("raft", 3 + 2 * (seed % 2), seed, for_s=10, world="quorum")
+def test_nothing_breaks_among_five() -> None:
+    """Among three, nothing breaks where no rule of `MUTANTS` is broken."""
+    for seed in range(3):
+        outcome = run("raft", 5, seed, for_s=10, world="quorum")
         assert outcome.ok, (seed, outcome.violations)
 
 
@@ -63,7 +64,7 @@ def test_every_protocol_carries_sessions(protocol: str) -> None:
 def test_every_run_has_snapshots_and_installs() -> None:
     """Nodes are away for so long that they can only be sent a snapshot; leases end in several
     steps; and watches are resumed."""
-    for seed in (3, 4, 5):
+    for seed in (3, 4):
         world = QuorumWorld(draw("raft", 3, seed, for_s=10))
         assert world.run().ok
         journals = [host for host in world.hosts.values() if isinstance(host, NodeHost)]
@@ -145,8 +146,7 @@ def test_a_node_that_was_down_catches_up_with_a_leader_that_joined_meanwhile(
 
 
 def test_a_calm_quorum_elects_and_serves() -> None:
-    world = QuorumWorld(CALM)
-    outcome = world.run()
+    world, outcome = calm((4.0,))
     assert outcome.ok
     assert world.oracle.terms > 1
     assert outcome.statistics.writes > 50
@@ -159,24 +159,30 @@ def nothing(at: float) -> Fault:
 
 
 @cache
-def calm_trace(at: tuple[float, ...]) -> str:
-    return QuorumWorld(CALM.but(faults=tuple(map(nothing, at)))).run().trace_hash
+def calm(at: tuple[float, ...]) -> tuple[QuorumWorld, Outcome]:
+    world = QuorumWorld(CALM.but(faults=tuple(map(nothing, at))))
+    return world, world.run()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_fault_does_something_and_service_stops_for_a_bounded_time(kind: str) -> None:
-    amount = {"slow": 0.3, "loss": 0.3, "stall": 0.5}.get(kind, 1.0)
+def test_every_fault_is_told_does_something_and_stops_service_for_a_bounded_time(
+    kind: str,
+) -> None:
+    amount = {"slow": 0.3, "loss": 0.3, "stall": 0.5, "crash": 0.0, "power": 0.0}.get(kind, 1.0)
     befalls = {"loss": (), "slow": ("leader", "n1", "n2"), "reset": ("leader", "n1", "n2")}
     fault = Fault(kind, 4.0, 3.0, befalls.get(kind, ("leader",)), amount)
     if kind in ("oneway", "bridge"):
         fault = Fault(kind, 4.0, 3.0, ("n1", "leader", "n2"))
     world = QuorumWorld(CALM.but(faults=(fault,)))
+    told: list[float] = []
+    world.chronicle = lambda at, who, what: told.append(at)
     rough = world.run()
+    assert 4.0 in told
     assert rough.ok
     assert world.longest_s < SERVED_S.get(kind, 4.0)
-    calm = [calm_trace((4.0,)), calm_trace((4.0, 7.0))]
+    unchanged = [calm(at)[1].trace_hash for at in ((4.0,), (4.0, 7.0))]
     # Nothing rests on wall time, so that a jump of it changes nothing.
-    assert (rough.trace_hash in calm) == (kind == "jump")
+    assert (rough.trace_hash in unchanged) == (kind == "jump")
 
 
 def test_a_voter_that_does_not_come_along_is_seen() -> None:
@@ -211,11 +217,10 @@ def test_an_interrupted_run_leaves_nothing_behind() -> None:
         signal.signal(signal.SIGINT, handler)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *NAMED])
-def test_every_fault_is_told(kind: str) -> None:
-    befalls = () if kind == "loss" else ("n1", "n2")
-    fault = Fault(kind, 4.0, 0.2, befalls, 0.0 if kind in ("crash", "power") else 0.3)
-    _, story = tell(CALM.but(for_s=4.5, faults=(fault,)))
+@pytest.mark.parametrize("kind", NAMED)
+def test_a_fault_that_must_be_asked_for_is_told(kind: str) -> None:
+    outcome, story = tell(CALM.but(for_s=4.5, faults=(Fault(kind, 4.0, 0.2, ("n1",)),)))
+    assert outcome.ok
     assert any(line.startswith("   4.000 s  ") for line in story)
 
 
@@ -234,27 +239,33 @@ def test_the_term_of_a_holder_that_is_cut_off_ends_before_the_next_begins(
 
 
 MUTANTS: list[tuple[nodes.Mutant, int, tuple[str, ...]]] = [
-    (nodes.on_the_wall_clock, 0, ("jump", "crash")),
-    (nodes.removed_by_another, 3, KINDS),
+    (nodes.on_the_wall_clock, 1, ("jump", "crash")),
+    (nodes.removed_by_another, 2, KINDS),
     (nodes.announced_unread, 2, KINDS),
     (nodes.not_extended, 1, KINDS),
     (nodes.renewed_by_a_read, 0, KINDS),
     (nodes.era_ignored, 0, KINDS),
     (nodes.confirmed_without_an_era, 0, KINDS),
     (nodes.never_ended, 1, KINDS),
-    (nodes.seen_until_removed, 8, KINDS),
-    (nodes.removed_by_key, 8, KINDS),
-    (nodes.ends_left_out, 0, KINDS),
+    (nodes.ended_late, 1, KINDS),
+    (nodes.seen_until_removed, 2, KINDS),
+    (nodes.removed_by_key, 4, KINDS),
+    (nodes.ends_left_out, 2, KINDS),
     (nodes.done_again, 0, KINDS),
+    (nodes.large_done_again, 1, ("crash", "reset")),
     (nodes.results_left_out, 0, KINDS),
-    (nodes.renamed, 8, KINDS),
+    (nodes.renamed, 3, KINDS),
     (nodes.not_synced, 0, ("power", "crash")),
-    (nodes.unknown_skipped, 0, KINDS),
-    (nodes.read_while_behind, 5, KINDS),
+    (nodes.unknown_skipped, 1, ("older", "crash")),
+    (nodes.read_while_behind, 11, KINDS),
     (nodes.deaf_when_resumed, 1, KINDS),
-    (nodes.never_too_old, 6, ("partition",)),
+    (nodes.never_too_old, 8, ("partition",)),
     (nodes.ends_untold, 0, KINDS),
     (nodes.history_left_out, 1, KINDS),
+    (nodes.installed_untold, 11, ("partition",)),
+    (nodes.quota_ignored, 2, KINDS),
+    (nodes.no_deletes_when_full, 2, KINDS),
+    (nodes.no_ends_when_full, 9, KINDS),
     (nodes.one_id, 0, ("wipe",)),
     (nodes.lifted_by_anyone, 0, KINDS),
     (nodes.peers_by_any_secret, 0, KINDS),
@@ -264,6 +275,12 @@ SEEDS = 60
 
 def outcome_of(seed: int, kinds: tuple[str, ...] = KINDS) -> Outcome:
     return QuorumWorld(draw("raft", 3, seed, kinds=kinds, for_s=15)).run()
+
+
+@cache
+def unbroken(seed: int, kinds: tuple[str, ...]) -> Outcome:
+    """Many mutants have the same seed."""
+    return outcome_of(seed, kinds)
 
 
 @pytest.mark.parametrize(("broken", "pinned", "kinds"), MUTANTS)
@@ -278,7 +295,7 @@ def test_the_oracle_sees(
         broken(patch)
         seeds = [pinned, *range(SEEDS)]
         seed = next(seed for seed in seeds if not outcome_of(seed, kinds).ok)
-    assert outcome_of(seed, kinds).ok
+    assert unbroken(seed, kinds).ok
 
 
 def test_no_mutant_of_nodes_is_left_out() -> None:

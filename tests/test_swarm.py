@@ -20,6 +20,7 @@ from doyen.heart import Heart
 from doyen.model import Entry
 from doyen.store import Creation
 from doyen.testing.faults import Late
+from mutants_nodes import answer_ignored, removed_by_another
 from swarm import FAIR, TTL_S, OwnClock, SafetyViolated, World
 
 
@@ -70,11 +71,6 @@ def from_the_reply(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Heart, "_confirm", lambda self, _: confirm(self, self._clock.now()))
 
 
-def answer_ignored(patch: pytest.MonkeyPatch) -> None:
-    """A renewal that failed is taken for a success."""
-    patch.setattr(Heart, "_doubt", lambda self, _: self._confirm(self._clock.now()))
-
-
 def on_the_wall_clock(patch: pytest.MonkeyPatch) -> None:
     """Leases are counted on a clock that administrators set."""
     patch.setattr(OwnClock, "now", lambda self: self.true.wall())
@@ -95,19 +91,6 @@ def unknown_is_victory(patch: pytest.MonkeyPatch) -> None:
             return Creation(True, Entry(self._record_key, b"", revision, revision))
 
     patch.setattr(Candidacy, "_ask", believe)
-
-
-def removed_by_another(patch: pytest.MonkeyPatch) -> None:
-    """Who is first in line deletes the record of a live holder."""
-    wait = Candidacy._wait
-
-    async def shove(self: Candidacy, behind: Entry, *until: float | None) -> None:
-        if behind.key == self._record_key:
-            await self._presence.call(self._presence.store.delete(behind.key))
-        else:
-            await wait(self, behind, *until)
-
-    patch.setattr(Candidacy, "_wait", shove)
 
 
 def let_go_too_early(patch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,9 @@ the `Reference`:
 - **Reads.** Each shows the state after some entry that had been committed when the answer came, and
   none from before what anybody had seen or been told when the read began.
 - **Leases.** None ends by its time before its ttl has passed since the last renewal that was
-  confirmed was sent, in true time; nobody is told that a lease has ended which stands; and once all
-  is healed, those of processes that are gone end in time.
+  confirmed was sent, in true time; nobody is told that a lease has ended which stands. While one
+  node leads and commits, each ends within twice its ttl and `LATE_S` of the last renewal that
+  arrived at a leader; and once all is healed, those of processes that are gone end.
 - **Watches.** Whoever reads over a connection is told, with the answer at the latest, of every
   change of what it watches there.
 - **Roles.** A client's secret makes nobody a peer or an administrator.
@@ -49,11 +50,16 @@ CALL_S = 2.0
 """How long a client waits for an answer."""
 NOTICE_S = 0.5
 """How long before a read a change must have been committed for the read to prove anything."""
+LATE_S = 2.0
+"""How much later than twice its ttl a lease may end: what a leader that has begun to lead, or that
+was stopped, takes for it."""
 SILENT_S = 2 * TTL_S + 6.0
 """How long a lease may outlive its process once all is healed: twice its ttl and two elections."""
 PAUSE_S = 0.15
 LARGE = 1100
-"""Bytes of a value whose answer nodes of the first version did not keep."""
+"""Bytes of a value, or of a ticket's key, whose answer nodes of the first version did not keep."""
+LONG = "l/" + "1" * LARGE
+LINES = ("l/0", LONG)
 
 T = TypeVar("T")
 
@@ -94,6 +100,8 @@ class Witness:
         self._low = 0
         self._held: dict[int, Held] = {}
         self._refused: dict[bytes, None] = {}
+        self._heard: dict[int, float] = {}
+        """When a renewal of each lease last arrived at a node that led, or had."""
         self.eyes: dict[Process, list[Eye]] = {}
         self.answers = 0
 
@@ -159,6 +167,19 @@ class Witness:
         held.sent = sent
         self._world.answered()
         self.advanced()
+
+    def heard(self, leases: list[int]) -> None:
+        """Renewals have arrived at a leader."""
+        self._heard |= dict.fromkeys(leases, self._world.loop.time())
+
+    def check_ends(self, steady_since: float) -> None:
+        """One node has led and committed since then."""
+        now = self._world.loop.time()
+        for number in self._log.standing:
+            lease = self._log.leases[number]
+            since = max(steady_since, lease.began, self._heard.get(number, 0.0))
+            if (late_s := now - since - lease.ttl_s) > lease.ttl_s + LATE_S:
+                self._complain("lease", f"lease {number} stands {late_s:.3f} s after its time")
 
     def given_up(self, lease: Lease) -> None:
         """Its owner revokes it, and may not learn whether that was done."""
@@ -246,13 +267,17 @@ class Witness:
     def compare(self, name: str, keyspace: Keyspace) -> None:
         """What a node has that is up to date."""
         log = self._log
-        mine = log.revision, log.era, log.version, sorted(log.standing), log.quota
+        mine = (
+            *(log.revision, log.era, log.version, sorted(log.standing)),
+            *(log.quota, log.bytes()),
+        )
         theirs = (
             keyspace.revision,
             keyspace.era,
             keyspace.version,
             [lease for lease, _ in keyspace.leases()],
             keyspace.quota,
+            keyspace.bytes,
         )
         same = all(
             [*keyspace.list(prefix)] == log.under(prefix, log.index)
@@ -307,7 +332,8 @@ class ClientHost(Host):
             group = f"k/{self.rng.randrange(GROUPS)}"
             scope = group if self.rng.random() < 0.3 else f"{group}/{self.rng.randrange(KEYS)}"
             self._me.start(self._watch(store, scope))
-        self._me.start(self._watch(store, "l/0"))
+        for line in LINES:
+            self._me.start(self._watch(store, line))
         await self._work(store)
 
     async def _overreach(self, url: str) -> None:
@@ -409,11 +435,12 @@ class ClientHost(Host):
         rng = self.rng
         doing: list[Callable[[Store, str], Awaitable[None]]] = [
             *(self._create, self._create, self._create, self._put, self._delete),
-            *(self._enqueue, self._get, self._ahead),
+            *(self._enqueue, self._enqueue, self._get, self._ahead),
         ]
         while True:
             await asyncio.sleep(rng.expovariate(1 / PAUSE_S))
-            do = self._get if self.world.healed else rng.choice(doing)
+            # Once all is healed, what was written goes, so that there is room within the quota.
+            do = rng.choice((self._get, self._delete) if self.world.healed else doing)
             await do(store, f"k/{rng.randrange(GROUPS)}/{rng.randrange(KEYS)}")
 
     def _value(self) -> bytes:
@@ -469,9 +496,10 @@ class ClientHost(Host):
     async def _enqueue(self, store: Store, key: str) -> None:
         if not self._leases:
             return
-        begun, value, lease = self._witness.begin(), self._value(), self.rng.choice(self._leases)
+        begun, value = self._witness.begin(), b"op%d" % self.world.next_number()
+        line, lease = self.rng.choice(("l/0", LONG, LONG)), self.rng.choice(self._leases)
         rank = self.rng.choice((0, 0, 1))
-        ticket = await self._ask_leased(store.enqueue("l/0", value, lease, rank=rank), lease, value)
+        ticket = await self._ask_leased(store.enqueue(line, value, lease, rank=rank), lease, value)
         if ticket is not None:
             self._witness.wrote(begun, ticket)
             self._tickets = [*self._tickets[-4:], ticket]
@@ -519,12 +547,14 @@ class ClientHost(Host):
         except (StoreError, TimeoutError):
             return
 
+        name = ticket.key.rpartition("/")[0]
+
         def holds(index: int) -> bool:
-            line = [each for each in log.under("l/0", index) if each.ticket]
+            line = [each for each in log.under(name, index) if each.ticket]
             before = [each for each in line if each.key < ticket.key]
             return len(before) < len(line) and _same(found[0], before[-1] if before else None)
 
-        self._witness.read(begun, ["l/0"], holds)
+        self._witness.read(begun, [name], holds)
         self._witness.served(self._me, begun)
 
     async def _boxed(self, call: Awaitable[T]) -> list[T]:

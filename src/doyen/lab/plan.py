@@ -45,8 +45,9 @@ ORDERS = ("transfer", "compact", "churn")
 KINDS = NETWORK + PROCESS + DISK + CLOCK + ORDERS
 """Every kind of fault. Those of the last group are orders rather than faults, given to cores that
 know them."""
-FOLDERS = ("wipe", "rollback")
-"""Faults that only whole nodes know: a data directory is emptied, or is an older copy."""
+FOLDERS = ("wipe", "rollback", "older")
+"""Faults that only whole nodes know: a data directory is emptied, or is an older copy; a node is of
+a release that does not know all commands."""
 
 THEMES = (
     ("partition",),

@@ -52,6 +52,7 @@ from doyen.lab.residents import SLICE_KEYS, CandidateHost, Host, NodeHost, decod
 from doyen.lab.world import Outcome, Statistics
 from doyen.node.driver import Limits
 from doyen.node.frames import SyncFailed
+from doyen.quorum.keyspace import UnknownCommand
 from doyen.term import Term
 
 __all__ = ["HOLDER", "KINDS", "NAMED", "QuorumWorld", "draw"]
@@ -68,13 +69,16 @@ KINDS = (
     *("transfer", "churn", "wipe"),
 )
 """Of those that plans know. Links are TCP here, so nothing is repeated or comes out of order."""
-NAMED = ("rollback",)
-"""Only where they are asked for: what protects from them has limits (see `docs/stores/quorum.md`),
-which other faults would exceed."""
+NAMED = ("rollback", "older")
+"""Only where they are asked for. What protects from the first has limits (see
+`docs/stores/quorum.md`), which other faults would exceed; the handshake keeps the second from
+happening."""
 LIVENESS_S = 60.0
+STEADY_S = 1.0
+"""Whoever leads and has committed nothing for so long is not steady."""
 OUTAGE_S = 10.0
 """How long nothing may be answered while nothing is wrong."""
-OF_NODES = frozenset({"stall", "full", "fsync", "transfer", "churn", "wipe", "rollback"})
+OF_NODES = frozenset({"stall", "full", "fsync", "transfer", "churn", "wipe", "rollback", "older"})
 """What cannot befall a candidate, which has no disk and belongs to nothing."""
 
 
@@ -138,6 +142,8 @@ class QuorumWorld:
         self.answered_at = self.disturbed_at = 0.0
         self.longest_s = 0.0
         """The longest time without an answer, from the first one on."""
+        self._steady_since = 0.0
+        self._leading: tuple[str, int, int] | None = None
         self._number = 0
         self._given: dict[asyncio.Task[None], None] = {}
         self.cluster = Cluster(ballots=self.protocol.ballots)
@@ -219,7 +225,10 @@ class QuorumWorld:
     def aborted(self, host: Host, error: BaseException) -> None:
         if self._over:
             return
-        if not isinstance(error, OSError | SyncFailed) and not isinstance(error.__cause__, OSError):
+        expected = isinstance(error, OSError | SyncFailed) or isinstance(error.__cause__, OSError)
+        if isinstance(host, NodeHost) and host.older:
+            expected = expected or isinstance(error, UnknownCommand)
+        if not expected:
             self.complain("defect", f"{host.name}: {error!r}")
         self.tell(host.name, "ends its own process")
         host.downs += 1
@@ -433,6 +442,19 @@ class QuorumWorld:
         idle_s = self.loop.time() - max(self.answered_at, self.disturbed_at)
         if idle_s > OUTAGE_S:
             self.complain("outage", f"nothing is wrong, and nobody was served for {idle_s:.1f} s")
+        self._check_ends()
+
+    def _check_ends(self) -> None:
+        """That leases end in time, while one node leads and commits, whatever else is wrong."""
+        leader, now, leading = self.leader(), self.loop.time(), None
+        if leader is not None and leader.driver is not None and leader.process is not None:
+            leading = leader.name, leader.lives, leader.driver.generation
+            if leader.process.frozen or now - self.reference.times[-1] > STEADY_S:
+                leading = None
+        if leading is None or leading != self._leading:
+            self._steady_since = now
+        self._leading = leading
+        self.witness.check_ends(self._steady_since)
 
     async def _wait(self, seconds: float) -> None:
         await asyncio.wait({self._stop}, timeout=seconds)

@@ -229,6 +229,26 @@ def _rollback(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | Non
     return partial(world.change, host, *_replaced(host))
 
 
+def _older(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
+    """A node is started with a release that does not know all commands of the log, although it says
+    so in the handshake. It must stop at the first that it does not know, as often as it is started,
+    until the right release is installed."""
+    host = hosts[0]
+    if not isinstance(host, NodeHost) or not host.up or host.older:
+        return None
+    world.tell(host.name, "is started with an older release")
+
+    def start(*, older: bool) -> None:
+        host.older = older
+        if host.up:
+            host.stop(told=True)
+            host.downs += 1
+            world.later(0.05, world.revive, host)
+
+    start(older=True)
+    return partial(start, older=False)
+
+
 def _replaced(host: NodeHost) -> tuple[tuple[str, str], ...]:
     """What to do about a node that has lost its data."""
     return ("remove", host.name), ("empty", ""), ("add", host.name), ("promote", host.name)
@@ -322,4 +342,5 @@ BEGIN: dict[str, Callable[[QuorumWorld, Fault, list[Host]], Undo | None]] = {
     "churn": _churn,
     "wipe": _wipe,
     "rollback": _rollback,
+    "older": _older,
 }

@@ -218,12 +218,13 @@ class Reference:
 
     # Commands.
 
-    def _bytes(self) -> int:
+    def bytes(self) -> int:
+        """The size of everything, as the quota counts it."""
         stored = sum(len(each.key) + len(each.value) for each in self.records.values())
         return stored + words.OVERHEAD * (len(self.records) + len(self.standing))
 
     def _full(self, more: int) -> words.Full | None:
-        if more <= 0 or self.version == 1 or (used := self._bytes()) + more <= self.quota:
+        if more <= 0 or self.version == 1 or (used := self.bytes()) + more <= self.quota:
             return None
         return words.Full(used, self.quota)
 

@@ -22,9 +22,10 @@ from doyen.errors import DoyenError, OutcomeUnknown, StoreError, StoreUnusable
 from doyen.lab.files import FOLDER, Files, LabJournal
 from doyen.lab.machines import Killed, OwnClock, Process
 from doyen.lab.plan import stream
-from doyen.node.driver import Driver
+from doyen.node.driver import Answer, Driver
 from doyen.node.folder import read_member, write_member
 from doyen.node.journal import Identity as Owner
+from doyen.node.keeper import decode_leases
 from doyen.node.machine import KEYSPACE, USER, Command, Machine
 from doyen.node.members import Member, Members, opening
 from doyen.node.peers import Peers
@@ -32,7 +33,7 @@ from doyen.node.server import record_members
 from doyen.node.service import Service
 from doyen.node.state import StateMachine
 from doyen.presence import Settings as SessionSettings
-from doyen.quorum.keyspace import Keyspace
+from doyen.quorum.keyspace import Keyspace, Reap, decode_command
 from doyen.quorum.link import Link, Tally
 from doyen.quorum.versions import FIRST
 from doyen.quorum.wire import Identity, Listener, Security
@@ -53,6 +54,8 @@ SLICE_KEYS = 1
 """How many keys of ended leases one command removes: few, so that ends take several."""
 HISTORY = 12
 """How many changes nodes remember for watches: few, so that some are resumed too late."""
+QUOTA_BYTES = 12_000
+"""Of the keyspace: few, so that clients' writes are refused now and then."""
 CLIENT_SECRET = "the-secret-of-clients"
 SECURITY = Security(
     secret=CLIENT_SECRET.encode(),
@@ -62,6 +65,8 @@ SECURITY = Security(
 
 _encode = msgspec.msgpack.Encoder().encode
 decode_swap = Decoder(tuple[int, int, int, int]).decode
+_UNKNOWN = _encode([99])
+"""A command that no release knows."""
 _state = Decoder(tuple[int, dict[int, int]]).decode
 
 
@@ -86,6 +91,26 @@ class Registers(StateMachine):
 
     def restore(self, pieces: Iterable[bytes]) -> None:
         self.count, self.values = _state(b"".join(pieces))
+
+
+class OlderKeyspace(Keyspace):
+    """Of a release that does not know `Reap`."""
+
+    def apply(self, command: bytes) -> bytes:
+        return super().apply(_UNKNOWN if isinstance(decode_command(command), Reap) else command)
+
+
+class HeardDriver(Driver):
+    """A driver that tells the world which renewals arrive at it as the leader."""
+
+    heard: Callable[[list[int]], None]
+
+    def on_question(self, handler: Callable[[bytes, Answer], None]) -> None:
+        def asked(question: bytes, answer: Answer) -> None:
+            self.heard(decode_leases(question))
+            handler(question, answer)
+
+        super().on_question(asked)
 
 
 class JudgedMachine(Machine):
@@ -168,6 +193,8 @@ class NodeHost(Host):
         """Started with `--join`; the others with `--found`, also when they have lost everything."""
         self.lost = False
         """Its data directory was emptied, or is an older copy: it must not take part with it."""
+        self.older = False
+        """Of a release that does not know all commands."""
         self.journal: LabJournal | None = None
         self.driver: Driver | None = None
         self.keyspace = Keyspace(FIRST)
@@ -247,9 +274,10 @@ class NodeHost(Host):
             now=self.clock.now(),
         )
         world.cluster.started(core, journal.recovered)
-        self.keyspace = Keyspace(FIRST, slice_keys=SLICE_KEYS, history=HISTORY)
+        release = OlderKeyspace if self.older else Keyspace
+        self.keyspace = release(FIRST, slice_keys=SLICE_KEYS, history=HISTORY)
         self.registers = Registers(world.applied)
-        driver = Driver(
+        driver = HeardDriver(
             core,
             journal,
             peers,
@@ -261,8 +289,13 @@ class NodeHost(Host):
             limits=world.limits,
             abort=self._abort,
         )
+        driver.heard = world.witness.heard
         service = Service(
-            driver, self.keyspace, self.clock, election_s=world.settings.election_timeout_s
+            driver,
+            self.keyspace,
+            self.clock,
+            election_s=world.settings.election_timeout_s,
+            quota_bytes=QUOTA_BYTES,
         )
 
         def admit(link: Link) -> None:
