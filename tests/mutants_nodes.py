@@ -22,6 +22,7 @@ from doyen.node.driver import Driver
 from doyen.node.leases import LeaseClock
 from doyen.node.machine import Command, Machine
 from doyen.node.members import Members
+from doyen.node.proposals import Proposals
 from doyen.quorum import keyspace, wire
 from doyen.quorum.history import Change, History, Kind
 from doyen.quorum.keyspace import Keyspace
@@ -93,7 +94,14 @@ def renewed_by_a_read(patch: pytest.MonkeyPatch) -> None:
 
 
 def era_ignored(patch: pytest.MonkeyPatch) -> None:
-    """An end of leases counts in whatever era it was proposed."""
+    """An end of leases counts in whatever era it was proposed. Commands of a deposed leader are
+    forwarded to its successor; otherwise only an entry already in the log would show the defect."""
+
+    def forward_internal(self: Proposals, reason: str) -> None:
+        self._queue.extend(self._internal)
+        self._internal.clear()
+
+    patch.setattr(Proposals, "refuse_internal", forward_internal)
 
     def expire(self: Keyspace, command: keyspace.Expire) -> bytes:
         self._end(command.leases)
