@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from doyen.clock import SystemClock
+from doyen.lease.clock import SystemClock
 
 __all__ = ["Crew", "Report", "now"]
 

@@ -19,8 +19,8 @@ from typing import Any
 from bench.crew import Crew, now
 from bench.failover import Contest, settle
 from bench.figures import Figure, spread
-from doyen.clock import SystemClock
-from doyen.store import Context, Store, open_store
+from doyen.lease.clock import SystemClock
+from doyen.stores.port import Context, Store, open_store
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import servers

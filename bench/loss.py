@@ -19,9 +19,9 @@ from collections.abc import Awaitable, Callable
 import doyen
 from bench.crew import now
 from bench.figures import Figure, spread
-from doyen.presence import Settings
-from doyen.runtime import ThreadRuntime
-from doyen.store import Context, Store, open_store
+from doyen.election.presence import SessionSettings
+from doyen.lease.runtime import ThreadRuntime
+from doyen.stores.port import Context, Store, open_store
 from doyen.testing.faults import Faults, FaultyStore
 
 __all__ = ["loss"]
@@ -85,7 +85,7 @@ async def _silenced(ttl_s: float, told: Told) -> float:
     with tempfile.TemporaryDirectory(prefix="doyen-bench-") as folder:
         url = f"sqlite://{folder}/doyen.db"
         store = await runtime.do(link(url))
-        async with doyen.Session(Settings(url=url, ttl_s=ttl_s), runtime, store) as session:
+        async with doyen.Session(SessionSettings(url=url, ttl_s=ttl_s), runtime, store) as session:
             with contextlib.suppress(doyen.LeadershipLost):
                 async with session.campaign("bench") as term:
                     await asyncio.sleep(random.uniform(0.0, 0.1))

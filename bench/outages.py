@@ -18,9 +18,9 @@ from pathlib import Path
 
 from bench.crew import now
 from bench.figures import Figure, spread
-from doyen.clock import SystemClock
 from doyen.errors import StoreError
-from doyen.store import Context, Store, open_store
+from doyen.lease.clock import SystemClock
+from doyen.stores.port import Context, Store, open_store
 from doyen.stores.quorum.store import QuorumStore
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))

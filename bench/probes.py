@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from doyen.store import Context, Store, open_store
+from doyen.stores.port import Context, Store, open_store
 
 __all__ = ["cpu_s", "descriptors", "open_counted", "rss", "switches", "threads"]
 

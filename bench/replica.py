@@ -24,11 +24,11 @@ from typing import Any
 import msgspec
 
 import doyen
-from doyen.clock import SystemClock
+from doyen.lease.clock import SystemClock
 from doyen.model import Version
-from doyen.node import new_loop
-from doyen.node.proposals import Limits
-from doyen.store import Context, open_store
+from doyen.quorum.node import new_loop
+from doyen.quorum.node.proposals import ProposalLimits
+from doyen.stores.port import Context, open_store
 
 BYTES = 100
 KEY = 8
@@ -107,7 +107,7 @@ async def node(orders: asyncio.Queue[dict[str, Any]]) -> None:
         machine=Registers(),
         found=True,
     )
-    limits = Limits(**OPTIONS.get("limits", {}))
+    limits = ProposalLimits(**OPTIONS.get("limits", {}))
     member._options = dataclasses.replace(member._options, limits=limits)
     filling = b"." * (BYTES - KEY)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.crew import Crew
 from bench.figures import Figure, spread
-from doyen.timing import DEFAULT_TTL_S, Timing
+from doyen.lease.timing import DEFAULT_TTL_S, Timing
 
 __all__ = ["herd", "many"]
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import doyen
 from bench import probes
-from doyen.clock import SystemClock
+from doyen.election.presence import SessionSettings
 from doyen.events import Record
-from doyen.presence import Settings
-from doyen.runtime import ThreadRuntime
-from doyen.store import Context
+from doyen.lease.clock import SystemClock
+from doyen.lease.runtime import ThreadRuntime
+from doyen.stores.port import Context
 
 now = SystemClock().now
 ELECTION = "bench"
@@ -161,7 +161,7 @@ async def counted_session(
     runtime = ThreadRuntime.acquire()
     context = Context(runtime.clock, lambda event: None)
     store = await runtime.do(probes.open_counted(url, context, counts))
-    session = doyen.Session(Settings(url=url, **settings), runtime, store)
+    session = doyen.Session(SessionSettings(url=url, **settings), runtime, store)
     return await stack.enter_async_context(session)
 
 

@@ -18,9 +18,9 @@ nothing is under way and move its clock. A minute of faults takes a fraction of 
 `Connection.answer` draws a fault for each request (see `doyen.testing.faults`):
 
 - `Late`: carried out late, or answered late; what follows on the connection waits, as in TCP
-- `Lost`: not carried out; the connection is silent from then on, or closed
+- `LostCall`: not carried out; the connection is silent from then on, or closed
 - `Unanswered`: carried out; the connection sends nothing more, or is closed
-- `Refused`: not carried out, and the connection is closed
+- `RefusedCall`: not carried out, and the connection is closed
 - `Stray`: the connection is closed, and the request is carried out some time later
 
 A cut (`Faults.cut`) swallows what is sent on existing connections, and new ones do not come about.
@@ -47,11 +47,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from doyen import Session
-from doyen.clock import VirtualClock
+from doyen.election.presence import SessionSettings
 from doyen.events import Elected, Record
-from doyen.presence import Settings
-from doyen.runtime import InlineRuntime
-from doyen.testing.faults import Faults, Late, Lost, Odds, Refused, Stray, Unanswered
+from doyen.lease.clock import VirtualClock
+from doyen.lease.runtime import InlineRuntime
+from doyen.testing.faults import Faults, Late, LostCall, Odds, RefusedCall, Stray, Unanswered
 from doyen.testing.virtual import VirtualDeadlock, VirtualLoop
 from swarm import FAIR, Oracle, Process, World
 
@@ -166,7 +166,7 @@ class Connection:
                     await asyncio.sleep(before_s)
                 if not self.deaf:
                     self.send(do(), after_s)
-            case Lost(told=told):
+            case LostCall(told=told):
                 self._silent_in = self._silent_out = True
                 if told:
                     self.close()
@@ -178,7 +178,7 @@ class Connection:
             case Stray(after_s=after_s):
                 self._loop.call_later(after_s, do)
                 self.close()
-            case Refused():
+            case RefusedCall():
                 self.close()
             case _:
                 raise NotImplementedError(fault)
@@ -312,7 +312,7 @@ class WireProcess(Process):
         self.faults.odds = FAIR if world.is_calm else world.odds
         for port in world.ports:
             await world.network.listen(self.name, port, world.model, self.faults)
-        asked = Settings(
+        asked = SessionSettings(
             url=world.url(self.name),
             ttl_s=world.ttl_s,
             stop_budget_s=world.stop_budget_s,

@@ -23,8 +23,8 @@ from typing import Any, Self
 import doyen
 from candidates import eventually
 from doyen.audit import Report, verify
-from doyen.clock import SystemClock
 from doyen.events import Record
+from doyen.lease.clock import SystemClock
 from servers import Proxy
 from servers.proxy import Addressed
 from servers.tally import fault, tally, tidying

@@ -15,16 +15,16 @@ from typing import Any
 
 import msgspec
 
-from doyen.clock import VirtualClock
-from doyen.consensus.core import Event, Membership, Message, Role, Snapshot
-from doyen.consensus.invariants import Cluster, check
-from doyen.consensus.raft import STATE, Raft, RaftSettings
 from doyen.errors import DoyenError, OutcomeUnknown, StoreUnavailable
-from doyen.node.driver import Driver, Limits
-from doyen.node.journal import MemoryJournal
-from doyen.node.machine import USER, Machine
-from doyen.node.ports import StateMachine
-from doyen.quorum.versions import NEWEST
+from doyen.lease.clock import VirtualClock
+from doyen.quorum.consensus.core import CoreEvent, Membership, Message, Role, Snapshot
+from doyen.quorum.consensus.invariants import ClusterView, check
+from doyen.quorum.consensus.raft import STATE, Raft, RaftSettings
+from doyen.quorum.keyspace.versions import NEWEST
+from doyen.quorum.node.driver import Driver, ProposalLimits
+from doyen.quorum.node.interfaces import StateMachine
+from doyen.quorum.node.journal import MemoryJournal
+from doyen.quorum.node.replicated import USER, ReplicatedMachines
 
 KEEPALIVE_S = 1.0
 """How long a link may be silent before it is given up."""
@@ -178,11 +178,11 @@ class World:
         seed: int = 0,
         *,
         voters: tuple[str, ...] = VOTERS,
-        limits: Limits = Limits(),  # noqa: B008
+        limits: ProposalLimits = ProposalLimits(),  # noqa: B008
         loss: float = 0.0,
         delay_s: float = 0.001,
         driver: type[Driver] = Driver,
-        machine: type[Machine] = Machine,
+        machine: type[ReplicatedMachines] = ReplicatedMachines,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.clock: VirtualClock = self.loop.clock  # type: ignore[attr-defined]
@@ -191,7 +191,7 @@ class World:
         self.limits = limits
         self.loss, self.delay_s = loss, delay_s
         self.driver, self.machine = driver, machine
-        self.cluster = Cluster()
+        self.cluster = ClusterView()
         self.supports: dict[str, int] = {}
         """Nodes of an older release: the version of the state that each supports."""
         self.crash_in: dict[str, int] = {}
@@ -264,7 +264,7 @@ class World:
         """Look at everything after every step."""
         handle = core.handle
 
-        def watched(event: Event, now: float) -> list[Any]:
+        def watched(event: CoreEvent, now: float) -> list[Any]:
             effects = handle(event, now)
             self.steps += 1
             check(core)

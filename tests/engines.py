@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import servers
-from doyen.clock import SystemClock
-from doyen.store import Context, open_store
-from doyen.timing import Timing
+from doyen.lease.clock import SystemClock
+from doyen.lease.timing import Timing
+from doyen.stores.port import Context, open_store
 from servers.cluster import Cluster
 
 SLACK_S = 0.2

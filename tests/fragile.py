@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
-from doyen.node.frames import Disk
+from doyen.quorum.node.framed_files import FileSystem
 
 __all__ = ["LUCK", "Crashed", "FragileDisk"]
 
@@ -47,7 +47,7 @@ class Inode:
         )
 
 
-class FragileDisk(Disk):
+class FragileDisk(FileSystem):
     """One folder in memory."""
 
     def __init__(self, files: dict[str, bytes] | None = None) -> None:

@@ -29,8 +29,8 @@ from typing import Any
 import msgspec
 
 import doyen
-from doyen.clock import SystemClock
 from doyen.lab.linearizability import Operation, linearizable, witnessed
+from doyen.lease.clock import SystemClock
 
 OK, NO, UNKNOWN, WRONG = "ok", "no", "unknown", "wrong"
 """Answered; certainly not carried out; perhaps; answered with what should not occur."""

@@ -13,11 +13,11 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from doyen.consensus.core import Entry, Persist
-from doyen.node import journal
-from doyen.node.journal import FileJournal, Identity
+from doyen.quorum.consensus.core import LogEntry, Persist
+from doyen.quorum.node import journal
+from doyen.quorum.node.journal import DirectoryIdentity, FileJournal
 
-WHOSE = Identity("c1", "n1", "raft")
+WHOSE = DirectoryIdentity("c1", "n1", "raft")
 
 
 class Writer:
@@ -40,7 +40,7 @@ class Writer:
         self.end += 1
         self.token += 1
         data = b"%d " % self.end
-        entry = Entry(1, 1, data + bytes(max(0, size - len(data))))
+        entry = LogEntry(1, 1, data + bytes(max(0, size - len(data))))
         self.journal.persist(Persist(self.token, [self.end], self.end, [entry]))
 
     async def room_for(self, in_flight: int) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import servers
-from doyen.clock import VirtualClock
+from doyen.lease.clock import VirtualClock
 from doyen.model import leader_key, line_key, order_key
-from doyen.store import Store, open_store
 from doyen.stores.memory import MemoryServer, MemoryStore
+from doyen.stores.port import Store, open_store
 from doyen.testing import Faults, FaultyStore, LinkedHarness, Odds, run_virtual
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from lupa.lua51 import LuaRuntime
 
 from adversary import Connection
-from doyen.clock import VirtualClock
+from doyen.lease.clock import VirtualClock
 
 LAG_S = 0.5
 BEHIND_S = 600.0

@@ -13,21 +13,26 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from doyen.election import Candidacy
-from doyen.heart import Heart
+from doyen.election.candidate import Candidacy
 from doyen.lab.machines import OwnClock
+from doyen.lease.keepalive import Heart
 from doyen.model import Entry
-from doyen.node import frames, keeper, machine, members, roles, service
-from doyen.node.driver import Driver
-from doyen.node.leases import LeaseClock
-from doyen.node.machine import Command, Machine
-from doyen.node.members import Members
-from doyen.node.proposals import Proposals
-from doyen.quorum import keyspace, wire
-from doyen.quorum.history import Change, History, Kind
-from doyen.quorum.keyspace import Keyspace
-from doyen.quorum.requests import Watch
-from doyen.stores.quorum.wire import Wire
+from doyen.quorum.keyspace import state as keyspace
+from doyen.quorum.keyspace.history import Change, ChangeKind, History
+from doyen.quorum.keyspace.state import Keyspace
+from doyen.quorum.node import framed_files as frames
+from doyen.quorum.node import lease_keeper as keeper
+from doyen.quorum.node import membership as members
+from doyen.quorum.node import replicated as machine
+from doyen.quorum.node import roles, service
+from doyen.quorum.node.driver import Driver
+from doyen.quorum.node.lease_clock import LeaseClock
+from doyen.quorum.node.membership import Members
+from doyen.quorum.node.proposals import Proposals
+from doyen.quorum.node.replicated import Command, ReplicatedMachines
+from doyen.quorum.protocol import wire
+from doyen.quorum.protocol.requests import WatchRequest
+from doyen.stores.quorum.connection import QuorumConnection
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 
@@ -145,7 +150,7 @@ def removed_by_key(patch: pytest.MonkeyPatch) -> None:
         record = self._records.get(key)
         if record is None:
             return False
-        self._remove(record, Kind.END)
+        self._remove(record, ChangeKind.END)
         return True
 
     patch.setattr(Keyspace, "_remove_bound", remove)
@@ -167,22 +172,24 @@ def ends_left_out(patch: pytest.MonkeyPatch) -> None:
 def done_again(patch: pytest.MonkeyPatch) -> None:
     """A write that is asked for again is done again."""
 
-    def apply(self: Machine, index: int, commands: Sequence[Command]) -> list[Any]:
+    def apply(self: ReplicatedMachines, index: int, commands: Sequence[Command]) -> list[Any]:
         return [self._applies[command.target](command.body) for command in commands]
 
-    patch.setattr(Machine, "apply", apply)
+    patch.setattr(ReplicatedMachines, "apply", apply)
 
 
 def large_done_again(patch: pytest.MonkeyPatch) -> None:
     """A command whose result has more than 1,024 bytes is done again if it is asked for again, as
     in version 1."""
-    keep = Machine._keep_large
+    keep = ReplicatedMachines._keep_large
 
-    def skip(self: Machine, client: Any, command: Command, result: Any, size: int) -> None:
+    def skip(
+        self: ReplicatedMachines, client: Any, command: Command, result: Any, size: int
+    ) -> None:
         if command.target != machine.KEYSPACE or size <= machine.LARGE:
             keep(self, client, command, result, size)
 
-    patch.setattr(Machine, "_keep_large", skip)
+    patch.setattr(ReplicatedMachines, "_keep_large", skip)
 
 
 def results_left_out(patch: pytest.MonkeyPatch) -> None:
@@ -192,22 +199,22 @@ def results_left_out(patch: pytest.MonkeyPatch) -> None:
 
 def renamed(patch: pytest.MonkeyPatch) -> None:
     """A client sends what was under way again under another name."""
-    use = Wire._use
+    use = QuorumConnection._use
 
-    def anew(self: Wire, link: Any) -> None:
+    def anew(self: QuorumConnection, link: Any) -> None:
         self._name, self._named, self._floor = f"{self._name}+", False, 1
         for call in self._calls.values():
             call.name = self._name
         use(self, link)
 
-    patch.setattr(Wire, "_use", anew)
+    patch.setattr(QuorumConnection, "_use", anew)
 
 
 def not_synced(patch: pytest.MonkeyPatch) -> None:
     """The journal reports what it has written to its log, and not synced."""
     sync = frames.sync
 
-    def skip(disk: frames.Disk, fd: int, path: Path) -> None:
+    def skip(disk: frames.FileSystem, fd: int, path: Path) -> None:
         if not path.name.startswith("log-") or path.suffix == ".new":
             sync(disk, fd, path)
 
@@ -238,7 +245,7 @@ def deaf_when_resumed(patch: pytest.MonkeyPatch) -> None:
     """A watch that is resumed is told nothing of what it has missed."""
     watch = service.Service._watch
 
-    def deaf(self: service.Service, client: Any, request: Watch) -> None:
+    def deaf(self: service.Service, client: Any, request: WatchRequest) -> None:
         watch(self, client, replace(request, since=-1))
 
     patch.setattr(service.Service, "_watch", deaf)
@@ -259,7 +266,7 @@ def ends_untold(patch: pytest.MonkeyPatch) -> None:
     add = History.add
 
     def fewer(self: History, change: Change) -> None:
-        if change.kind != Kind.END:
+        if change.kind != ChangeKind.END:
             add(self, change)
 
     patch.setattr(History, "add", fewer)
@@ -319,7 +326,7 @@ def no_ends_when_full(patch: pytest.MonkeyPatch) -> None:
     expire = Keyspace._expire
 
     def refuse(self: Keyspace, command: keyspace.Expire) -> bytes:
-        return keyspace.encode(keyspace.Refused()) if self.alarm else expire(self, command)
+        return keyspace.encode(keyspace.ConditionFailed()) if self.alarm else expire(self, command)
 
     patch.setattr(Keyspace, "_expire", refuse)
 

@@ -5,16 +5,16 @@ The numbers are those of the project's list of mutants, of which these are Paxos
 
 from __future__ import annotations
 
-from doyen.consensus.core import Entry, Message
-from doyen.consensus.paxos import AcceptOk, Paxos, Promise, State
-from doyen.consensus.server import Peer
+from doyen.quorum.consensus.common import Peer
+from doyen.quorum.consensus.core import LogEntry, Message
+from doyen.quorum.consensus.paxos import AcceptOk, AcceptorState, Paxos, Promise
 
 
 class ForgetsPromise(Paxos):
     """1 and 3: the promise is not on disk."""
 
-    def _state(self) -> State:
-        return State(max((ballot for _, ballot in self._runs), default=0), self._runs)
+    def _state(self) -> AcceptorState:
+        return AcceptorState(max((ballot for _, ballot in self._runs), default=0), self._runs)
 
 
 class PromisesBeforeWriting(Paxos):
@@ -34,7 +34,7 @@ class AcceptsBeforeWriting(Paxos):
 class FirstReportWins(Paxos):
     """6: of several values reported in a slot, any is proposed anew."""
 
-    def _find(self, slot: int, ballot: int, entry: Entry) -> None:
+    def _find(self, slot: int, ballot: int, entry: LogEntry) -> None:
         super()._find(slot, 0, entry)
 
 
@@ -49,5 +49,5 @@ class HearsNoReports(Paxos):
 class ForgetsBallots(Paxos):
     """In which ballots values were accepted is not on disk."""
 
-    def _state(self) -> State:
-        return State(self.generation, ((1, 1),))
+    def _state(self) -> AcceptorState:
+        return AcceptorState(self.generation, ((1, 1),))

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import msgspec
 
-from doyen.consensus.core import Entry, Recovered, Send, Snapshot
-from doyen.consensus.raft import PreVote, Raft, Vote
-from doyen.consensus.raft.log import Log
+from doyen.quorum.consensus.core import LogEntry, Recovered, Send, Snapshot
+from doyen.quorum.consensus.raft import PreVote, Raft, Vote
+from doyen.quorum.consensus.raft.log import RaftLog
 
 
 class VotesTwice(Raft):
@@ -101,7 +101,7 @@ class ComparesNothing(Raft):
 class CutsOnStaleAppend(Raft):
     """8: whatever an append does not mention is cut off."""
 
-    def _merge(self, previous: int, entries: tuple[Entry, ...]) -> int:
+    def _merge(self, previous: int, entries: tuple[LogEntry, ...]) -> int:
         matched = super()._merge(previous, entries)
         if entries and self.log.base < matched < self.log.last and matched >= self.commit:
             kept = self.log.between(matched, matched)
@@ -162,7 +162,7 @@ class KeepsItsLeader(Raft):
         return self._now - self._heard < self.settings.election_timeout_s or super()._content()
 
 
-class _TrustingLog(Log):
+class _TrustingLog(RaftLog):
     __slots__ = ()
 
     def _disown(self, last: int) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from doyen.consensus.raft import MESSAGES, STATE
-from doyen.node import server
-from doyen.node.machine import Command, Machine
+from doyen.quorum.consensus.raft import MESSAGES, STATE
+from doyen.quorum.node import server
+from doyen.quorum.node.replicated import Command, ReplicatedMachines
 from mutants_raft import AcksBeforeWriting, LeaderCountsItselfAtOnce, ReadsWithoutRounds
 
 __all__ = ["MESSAGES", "STATE", "AcknowledgesFromMemory", "AnswersFromMemory", "DoesItAgain"]
@@ -27,7 +27,7 @@ class AcknowledgesFromMemory(AcksBeforeWriting, LeaderCountsItselfAtOnce):
     """What is on no disk is acknowledged."""
 
 
-class DoesItAgain(Machine):
+class DoesItAgain(ReplicatedMachines):
     """What is asked again, because nobody answered, is done again."""
 
     def apply(self, index: int, commands: Sequence[Command]) -> list[Any]:
@@ -35,7 +35,7 @@ class DoesItAgain(Machine):
 
 
 def install(mutant: str) -> None:
-    if issubclass(globals()[mutant], Machine):
-        vars(server)["Machine"] = globals()[mutant]
+    if issubclass(globals()[mutant], ReplicatedMachines):
+        vars(server)["ReplicatedMachines"] = globals()[mutant]
     else:
         server.PROTOCOLS["raft"] = (__name__, mutant)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from doyen.consensus.core import Message, Recovered
-from doyen.consensus.server import Peer
-from doyen.consensus.smallest_id import SmallestId, Stand, State, Vote
+from doyen.quorum.consensus.common import Peer
+from doyen.quorum.consensus.core import Message, Recovered
+from doyen.quorum.consensus.smallest_id import SmallestId, Stand, Vote, VoterState
 
 
 class VotesTwice(SmallestId):
@@ -30,8 +30,8 @@ class VotesBeforeWriting(SmallestId):
 class ForgetsGeneration(SmallestId):
     """3: the generation is not on disk, but for what the log shows of it."""
 
-    def _state(self) -> State:
-        return State(self.log[-1].generation if self.log else 0, None)
+    def _state(self) -> VoterState:
+        return VoterState(self.log[-1].generation if self.log else 0, None)
 
 
 class CountsRepliesNotVoters(SmallestId):

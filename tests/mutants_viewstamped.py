@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from doyen.consensus.core import Entry, Message, Recovered
-from doyen.consensus.server import Peer
-from doyen.consensus.viewstamped import DoViewChange, PrepareOk, State, Viewstamped
+from doyen.quorum.consensus.common import Peer
+from doyen.quorum.consensus.core import LogEntry, Message, Recovered
+from doyen.quorum.consensus.viewstamped import DoViewChange, PrepareOk, Viewstamped, ViewState
 
 
 class LongestLogWins(Viewstamped):
@@ -23,8 +23,8 @@ class LongestLogWins(Viewstamped):
 class ForgetsView(Viewstamped):
     """3: the view entered is not on disk, but for the last one that was normal."""
 
-    def _state(self) -> State:
-        return State(self.normal, self.normal)
+    def _state(self) -> ViewState:
+        return ViewState(self.normal, self.normal)
 
 
 class ReportsBeforeWriting(Viewstamped):
@@ -63,7 +63,7 @@ class KeepsTheRest(Viewstamped):
     def _shorten(self, op: int) -> None:
         pass
 
-    def _take(self, previous: int, entries: Sequence[Entry]) -> None:
+    def _take(self, previous: int, entries: Sequence[LogEntry]) -> None:
         rest = self.log[previous + len(entries) :]
         super()._take(previous, entries)
         if rest and len(self.log) == previous + len(entries):

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from doyen.consensus.core import Message, Recovered
-from doyen.consensus.server import Peer
-from doyen.consensus.zab import Ack, AckEpoch, AckLeader, Phase, State, Sync, Zab
+from doyen.quorum.consensus.common import Peer
+from doyen.quorum.consensus.core import Message, Recovered
+from doyen.quorum.consensus.zab import Ack, AckEpoch, AckLeader, Phase, Sync, Zab, ZabState
 
 
 class EpochBeforeLog(Zab):
@@ -17,7 +17,7 @@ class EpochBeforeLog(Zab):
 
     def _hear_sync(self, peer: Peer, message: Sync) -> None:
         if self._from_leader(peer, message) and self.phase is not Phase.BROADCAST:
-            self._persist(State(self.generation, self.generation))
+            self._persist(ZabState(self.generation, self.generation))
         super()._hear_sync(peer, message)
 
 
@@ -38,8 +38,8 @@ class FollowsOnHearsay(Zab):
 class ForgetsEpoch(Zab):
     """3: the accepted epoch is not on disk, but for what the current one shows of it."""
 
-    def _state(self) -> State:
-        return State(self.current_epoch, self.current_epoch)
+    def _state(self) -> ZabState:
+        return ZabState(self.current_epoch, self.current_epoch)
 
 
 class PromisesBeforeWriting(Zab):

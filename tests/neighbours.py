@@ -10,16 +10,16 @@ from typing import Any
 
 from msgspec.msgpack import Decoder
 
-from doyen.consensus.core import Membership, Message, Snapshot
-from doyen.node.door import Door
-from doyen.node.peers import Peers
-from doyen.quorum.link import End, Link, Tally, dial
-from doyen.quorum.wire import Identity, Role, Security
+from doyen.quorum.consensus.core import Membership, Message, Snapshot
+from doyen.quorum.node.listener import Door
+from doyen.quorum.node.peers import Peers
+from doyen.quorum.protocol.connection import End, FrameConnection, Tally, dial
+from doyen.quorum.protocol.wire import ConnectionIdentity, Role, Security
 
 HOST = "127.0.0.1"
 SECRET = b"a secret long enough"
 OPEN = Security()
-SOMEBODY = Identity("", "", 5)
+SOMEBODY = ConnectionIdentity("", "", 5)
 SNAPSHOT = Snapshot(7, 3, Membership(("n1", "n2")))
 
 
@@ -67,11 +67,11 @@ class Neighbour:
         door: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        self.me = Identity(cluster, name, incarnation or hash(name))
+        self.me = ConnectionIdentity(cluster, name, incarnation or hash(name))
         self.tally = Tally()
         decode = Decoder(Beat | Word).decode
         self.peers = Peers(self.me, security, decode=decode, tally=self.tally, **settings)
-        self.clients: list[Link] = []
+        self.clients: list[FrameConnection] = []
         self.frames: list[tuple[int, bytes]] = []
         self.ends: list[End] = []
         self.door = Door(
@@ -102,7 +102,7 @@ class Neighbour:
     def counts(self) -> dict[str, int]:
         return dict(self.tally.counts)
 
-    def _welcome(self, link: Link) -> None:
+    def _welcome(self, link: FrameConnection) -> None:
         self.clients.append(link)
         link.welcome(
             lambda _, frames: self.frames.extend(frames), lambda _, end: self.ends.append(end)
@@ -174,18 +174,18 @@ class Street:
 class Caller:
     """A client's side of a link."""
 
-    link: Link
+    link: FrameConnection
     frames: list[tuple[int, bytes]]
     ends: list[End]
 
 
 async def call(
-    address: str, me: Identity = SOMEBODY, role: Role = "client", **settings: Any
+    address: str, me: ConnectionIdentity = SOMEBODY, role: Role = "client", **settings: Any
 ) -> Caller:
     frames: list[tuple[int, bytes]] = []
     ends: list[End] = []
 
-    def take(_: Link, some: Sequence[tuple[int, bytes]]) -> None:
+    def take(_: FrameConnection, some: Sequence[tuple[int, bytes]]) -> None:
         frames.extend(some)
 
     settings = {"security": OPEN, **settings}

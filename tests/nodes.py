@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 import doyen
-from doyen.node.driver import Limits
+from doyen.quorum.node.driver import ProposalLimits
 from servers import free_port
 
 PATIENCE_S = 30.0
@@ -63,7 +63,7 @@ def three() -> dict[str, str]:
 
 def often(node: doyen.Node) -> doyen.Node:
     """A node that takes snapshots often."""
-    limits = Limits(snapshot_entries=SNAPSHOT_ENTRIES)
+    limits = ProposalLimits(snapshot_entries=SNAPSHOT_ENTRIES)
     node._options = dataclasses.replace(node._options, limits=limits)
     return node
 

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from doyen.node.server import Options, Server
-from doyen.quorum.wire import TLS
+from doyen.quorum.node.server import NodeOptions, NodeServer
+from doyen.quorum.protocol.wire import TLS
 
 
 async def serve(folder: Path, peers: dict[str, str], settings: dict[str, Any]) -> None:
@@ -24,8 +24,8 @@ async def serve(folder: Path, peers: dict[str, str], settings: dict[str, Any]) -
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     nodes = [
-        await Server.open(
-            Options(id=node, peers=peers, data_dir=folder / node, **{"found": True} | settings)
+        await NodeServer.open(
+            NodeOptions(id=node, peers=peers, data_dir=folder / node, **{"found": True} | settings)
         )
         for node in sys.argv[4:]
     ]

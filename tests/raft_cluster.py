@@ -14,23 +14,23 @@ from typing import Any
 
 import msgspec
 
-from doyen.consensus.core import (
+from doyen.quorum.consensus.core import (
     Accepted,
     ChangeAsked,
     Committed,
     Compacted,
     Connected,
+    CoreEvent,
     Disconnected,
     Effect,
     Elapsed,
-    Entry,
-    Event,
+    EntryKind,
     Install,
-    Kind,
+    LogEntry,
     Membership,
     Persist,
     Persisted,
-    Proposed,
+    Propose,
     ReadAsked,
     ReadReady,
     Received,
@@ -43,8 +43,8 @@ from doyen.consensus.core import (
     SnapshotSent,
     TransferAsked,
 )
-from doyen.consensus.invariants import Cluster, InvariantBroken, check, check_step, facts
-from doyen.consensus.raft import Raft, RaftSettings, Vote, VoteReply
+from doyen.quorum.consensus.invariants import ClusterView, InvariantBroken, check, check_step, facts
+from doyen.quorum.consensus.raft import Raft, RaftSettings, Vote, VoteReply
 
 SETTINGS = RaftSettings(
     message_entries=3, message_bytes=64, window_messages=4, window_bytes=256, tail_entries=2
@@ -67,7 +67,7 @@ class Disk:
     def __init__(self) -> None:
         self.state: Any = None
         self.snapshot: Snapshot | None = None
-        self.entries: list[Entry] = []
+        self.entries: list[LogEntry] = []
         self.queue: list[Persist | Install | Compacted] = []
 
     @property
@@ -134,7 +134,7 @@ class RaftCluster:
         self.make = make
         self.settings = settings
         self.jitter = jitter
-        self.checker = Cluster(vote_in=vote_in)
+        self.checker = ClusterView(vote_in=vote_in)
         self.flying: list[Parcel] = []
         self.cuts: set[tuple[str, str]] = set()
         self.accepted: dict[tuple[int, int], bytes] = {}
@@ -189,7 +189,7 @@ class RaftCluster:
         box.core = None
         self.checker.crashed(name)
 
-    def tell(self, name: str, event: Event) -> list[Effect]:
+    def tell(self, name: str, event: CoreEvent) -> list[Effect]:
         """Have the server handle an event, and carry out what it says."""
         core = self.core(name)
         before = facts(core)
@@ -203,7 +203,7 @@ class RaftCluster:
         self.checker.stepped(core, effects)
         return effects
 
-    def _carry_out(self, box: Box, event: Event, effect: Effect) -> None:
+    def _carry_out(self, box: Box, event: CoreEvent, effect: Effect) -> None:
         name = box.name
         if isinstance(effect, Send):
             if effect.after and any(
@@ -221,7 +221,7 @@ class RaftCluster:
         elif isinstance(effect, Committed):
             self._apply(box, effect)
         elif isinstance(effect, Accepted):
-            if isinstance(event, Proposed):
+            if isinstance(event, Propose):
                 self.accepted[effect.index, effect.generation] = event.data
         elif isinstance(effect, ReadReady):
             if effect.index < self.reads[effect.token]:
@@ -240,7 +240,7 @@ class RaftCluster:
             data = self.accepted.get((index, entry.generation))
             if data is not None and entry.data != data:
                 raise InvariantBroken(f"{box.name} applies {entry.data!r} in place of {data!r}")
-            if entry.kind == Kind.MEMBERSHIP:
+            if entry.kind == EntryKind.MEMBERSHIP:
                 membership = msgspec.msgpack.decode(entry.data, type=Membership)
                 box.memberships.append((index, membership))
             box.applied = index
@@ -351,7 +351,7 @@ class RaftCluster:
         assert len(self.leaders) == 1, f"leaders: {[core.id for core in self.leaders]}"
         leader = self.leaders[0]
         generation = leader.generation
-        self.tell(leader.id, Proposed(b"healed"))
+        self.tell(leader.id, Propose(b"healed"))
         self.ask_read(leader.id, -1)
         self.run(3 * self.settings.election_timeout_s)
         assert leader.role is Role.LEADING
@@ -455,7 +455,7 @@ class Chaos:
         if leaders:
             self.proposals += 1
             data = b"%d" % self.proposals * self.rng.choice([1, 1, 20])
-            self.cluster.tell(self.rng.choice(leaders).id, Proposed(data))
+            self.cluster.tell(self.rng.choice(leaders).id, Propose(data))
 
     def read(self) -> None:
         if name := self.some():

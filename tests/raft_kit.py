@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from doyen.consensus.core import (
+from doyen.quorum.consensus.core import (
     ChangeAsked,
     Effect,
     Elapsed,
-    Entry,
-    Kind,
+    EntryKind,
+    LogEntry,
     Membership,
     Message,
     Persisted,
+    ProtocolSettings,
     Received,
     Recovered,
     Role,
     Send,
-    Settings,
     Snapshot,
 )
-from doyen.consensus.raft import (
+from doyen.quorum.consensus.raft import (
     AppendReply,
     Ballot,
     Heartbeat,
@@ -36,7 +36,7 @@ def raft(
     name: str = "a",
     membership: Membership = ABC,
     recovered: Recovered | None = None,
-    settings: Settings | None = None,
+    settings: ProtocolSettings | None = None,
 ) -> Raft:
     return Raft(
         name,
@@ -48,8 +48,8 @@ def raft(
     )
 
 
-def log(*generations: int) -> tuple[Entry, ...]:
-    return tuple(Entry(generation, Kind.COMMANDS, b"x") for generation in generations)
+def log(*generations: int) -> tuple[LogEntry, ...]:
+    return tuple(LogEntry(generation, EntryKind.COMMANDS, b"x") for generation in generations)
 
 
 def recovered(generation: int, *generations: int, vote: str | None = None) -> Recovered:

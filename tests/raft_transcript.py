@@ -26,23 +26,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import singledispatch
 
-from doyen.consensus.core import (
+from doyen.quorum.consensus.core import (
     Accepted,
     ChangeAsked,
     Committed,
     Connected,
     Disconnected,
     Effect,
-    Entry,
+    EntryKind,
     Install,
-    Kind,
+    LogEntry,
     Membership,
     Message,
     Persist,
-    Proposed,
+    ProposalRefused,
+    Propose,
     ReadReady,
     ReadRefused,
-    Refused,
     Role,
     RoleChanged,
     Send,
@@ -50,7 +50,7 @@ from doyen.consensus.core import (
     TransferAsked,
     TransferFailed,
 )
-from doyen.consensus.raft import (
+from doyen.quorum.consensus.raft import (
     Append,
     AppendReply,
     Heartbeat,
@@ -63,14 +63,14 @@ from doyen.consensus.raft import (
 from raft_cluster import SETTINGS, RaftCluster
 
 
-def entry(it: Entry) -> str:
-    what = {Kind.NOTHING: "-", Kind.MEMBERSHIP: "membership"}.get(
-        Kind(it.kind), it.data.decode(errors="replace")
+def entry(it: LogEntry) -> str:
+    what = {EntryKind.NOTHING: "-", EntryKind.MEMBERSHIP: "membership"}.get(
+        EntryKind(it.kind), it.data.decode(errors="replace")
     )
     return f"{what}@{it.generation}"
 
 
-def entries(them: tuple[Entry, ...] | list[Entry]) -> str:
+def entries(them: tuple[LogEntry, ...] | list[LogEntry]) -> str:
     return " ".join(map(entry, them))
 
 
@@ -134,7 +134,7 @@ def _(it: Accepted) -> str:
 
 
 @effect.register
-def _(it: Refused) -> str:
+def _(it: ProposalRefused) -> str:
     return f"refused: {it.reason}"
 
 
@@ -236,7 +236,7 @@ class Player:
         self.brief = False
 
     def do_propose(self, name: str, data: str) -> None:
-        self.cluster.tell(name, Proposed(data.encode()))
+        self.cluster.tell(name, Propose(data.encode()))
 
     def do_read(self, name: str, token: str) -> None:
         self.cluster.ask_read(name, int(token))

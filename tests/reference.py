@@ -21,8 +21,8 @@ from typing import Any
 
 from doyen import errors, events
 from doyen.cli import COMMANDS, MANUAL, parsers
-from doyen.stand import Stand
-from doyen.store import _BUILT_IN
+from doyen.election.options import CampaignSettings
+from doyen.stores.port import _BUILT_IN
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs/reference.md"
@@ -126,13 +126,13 @@ def table(*heads: str, rows: Iterator[tuple[str, ...]]) -> str:
 
 
 def options() -> str:
-    node = definition("doyen.stand", "Options")
+    node = definition("doyen.election.options", "CampaignOptions")
     assert isinstance(node, ast.ClassDef)
-    defaults = {each.name: each.default for each in fields(Stand)}
+    defaults = {each.name: each.default for each in fields(CampaignSettings)}
     own = {"name": "host and process id", "meta": "`{}`"}
     kinds = {
         ast.unparse(each.targets[0]): ast.unparse(each.value).removeprefix("Literal")
-        for each in module("doyen.stand").body
+        for each in module("doyen.election.options").body
         if isinstance(each, ast.Assign) and ast.unparse(each.value).startswith("Literal")
     }
 
@@ -238,10 +238,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "errors": errors_tree,
     "events": events_table,
     "node": lambda: stubs(
-        ("doyen.node", "Node"),
-        ("doyen.node.state", "StateMachine"),
-        ("doyen.node", "Standing"),
-        ("doyen.node.ports", "Status"),
+        ("doyen.quorum.node", "Node"),
+        ("doyen.quorum.node.state_machine", "StateMachine"),
+        ("doyen.quorum.node", "NodeStanding"),
+        ("doyen.quorum.node.interfaces", "Status"),
     ),
     "fencing": lambda: stubs(("doyen.fencing", "SQLGuard"), ("doyen.fencing", "GuardedFile")),
     "stores": stores,

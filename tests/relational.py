@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import servers
-from doyen.clock import SystemClock
 from doyen.events import Event
-from doyen.store import Context, open_store
+from doyen.lease.clock import SystemClock
+from doyen.stores.port import Context, open_store
 from doyen.stores.sql import mysql, postgresql
 from doyen.stores.sql.store import RelationalStore
 

@@ -10,30 +10,30 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
-from doyen.consensus.core import (
+from doyen.lab.plan import draw
+from doyen.lab.protocols import known
+from doyen.lab.world import run_plan
+from doyen.quorum.consensus.core import (
     Committed,
     Connected,
+    CoreEvent,
     Disconnected,
     Effect,
     Elapsed,
-    Entry,
-    Event,
+    LogEntry,
     Membership,
     Message,
     Persist,
     Persisted,
-    Proposed,
+    Propose,
+    ProtocolSettings,
     ReadAsked,
     Received,
     Recovered,
     Role,
     Send,
-    Settings,
 )
-from doyen.consensus.invariants import check, check_step, facts
-from doyen.lab.plan import draw
-from doyen.lab.protocols import known
-from doyen.lab.world import run_plan
+from doyen.quorum.consensus.invariants import check, check_step, facts
 
 FAULTS = (
     *("partition", "bridge", "slow", "loss", "duplicate", "reorder"),
@@ -55,7 +55,7 @@ def kill(protocol: str, mutant: Any, nodes: int, seed: int) -> None:
     raise AssertionError(f"{mutant.__name__} lives")
 
 
-SETTINGS = Settings(election_timeout_s=1.0, heartbeat_s=0.1)
+SETTINGS = ProtocolSettings(election_timeout_s=1.0, heartbeat_s=0.1)
 
 
 class Room:
@@ -66,7 +66,7 @@ class Room:
         make: Any,
         names: Sequence[str],
         *,
-        settings: Settings = SETTINGS,
+        settings: ProtocolSettings = SETTINGS,
         disk_s: float = 5e-4,
     ) -> None:
         self.make = make
@@ -77,11 +77,11 @@ class Room:
         self.now = 0.0
         self.cores: dict[str, Any] = {}
         self.states: dict[str, Any] = {}
-        self.entries: dict[str, list[Entry]] = {name: [] for name in names}
+        self.entries: dict[str, list[LogEntry]] = {name: [] for name in names}
         self.queues: dict[str, list[Persist]] = {name: [] for name in names}
         self.tokens = dict.fromkeys(names, 0)
         self.held: dict[str, list[Send]] = {name: [] for name in names}
-        self.applied: dict[str, list[Entry]] = {name: [] for name in names}
+        self.applied: dict[str, list[LogEntry]] = {name: [] for name in names}
         self.said: list[tuple[str, Effect]] = []
         """Everything that any server has said, in order."""
         self.cuts: set[tuple[str, str]] = set()
@@ -120,7 +120,7 @@ class Room:
                 if seen:
                     self.tell(other, Disconnected(name))
 
-    def tell(self, name: str, event: Event) -> list[Effect]:
+    def tell(self, name: str, event: CoreEvent) -> list[Effect]:
         core = self.cores[name]
         before = facts(core)
         effects: list[Effect] = core.handle(event, self.now)
@@ -216,7 +216,7 @@ class Room:
     def propose(self, data: bytes, name: str | None = None) -> list[Effect]:
         leader = name or self.leader()
         assert leader is not None
-        return self.tell(leader, Proposed(data))
+        return self.tell(leader, Propose(data))
 
     def read(self, token: int, name: str | None = None) -> list[Effect]:
         leader = name or self.leader()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from doyen.clock import SystemClock
+from doyen.lease.clock import SystemClock
 
 PATIENCE_S = 20.0
 now = SystemClock().now

@@ -11,13 +11,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from doyen import Session, Term
-from doyen.clock import Clock, SystemClock, VirtualClock
+from doyen.election.presence import Presence, SessionSettings
 from doyen.events import Event, Record
+from doyen.lease.clock import Clock, SystemClock, VirtualClock
+from doyen.lease.runtime import InlineRuntime, ThreadRuntime
 from doyen.model import Claim, leader_key, line_key
-from doyen.presence import Presence, Settings
-from doyen.runtime import InlineRuntime, ThreadRuntime
-from doyen.store import Context, Store
 from doyen.stores.memory import MemoryServer, MemoryStore
+from doyen.stores.port import Context, Store
 from doyen.testing import run_virtual
 from doyen.testing.faults import Faults, FaultyStore
 
@@ -64,7 +64,7 @@ class Place:
         store = FaultyStore(store, faults or Faults())
         runtime = InlineRuntime(clock, next(self._seeds))
         settings = {"url": "memory://", "ttl_s": TTL_S, "sinks": (self.events.append,), **settings}
-        return Session(Settings(**settings), runtime, wrap(store) if wrap else store)
+        return Session(SessionSettings(**settings), runtime, wrap(store) if wrap else store)
 
     def holder(self, election: str = "e") -> str | None:
         """Whose record stands in the store."""
@@ -165,7 +165,7 @@ async def real_session(server: MemoryServer, faults: Faults | None = None, **set
         return FaultyStore(MemoryStore(server, context), faults or Faults())
 
     store = await runtime.do(open_link())
-    async with Session(Settings(url="memory://", **settings), runtime, store) as session:
+    async with Session(SessionSettings(url="memory://", **settings), runtime, store) as session:
         yield session
 
 

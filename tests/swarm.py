@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from doyen import Session, Term
-from doyen.clock import Clock, VirtualClock
+from doyen.election.options import Recipe
+from doyen.election.presence import SessionSettings
 from doyen.events import Elected, Record
+from doyen.lease.clock import Clock, VirtualClock
+from doyen.lease.runtime import InlineRuntime
 from doyen.model import Entry, Lease, Order, Version
-from doyen.presence import Settings
-from doyen.runtime import InlineRuntime
-from doyen.stand import Recipe
-from doyen.store import Context
 from doyen.stores.memory import MemoryServer, MemoryStore
+from doyen.stores.port import Context
 from doyen.testing.faults import Faults, FaultyStore, Odds
 from doyen.testing.virtual import VirtualLoop
 
@@ -224,7 +224,7 @@ class Process:
     async def _live(self) -> None:
         world = self.world
         runtime = InlineRuntime(self.clock, world.rng.getrandbits(32))
-        asked = Settings(
+        asked = SessionSettings(
             url="memory://",
             ttl_s=TTL_S,
             stop_budget_s=world.stop_budget_s,

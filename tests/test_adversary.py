@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from adversary import Connection, Network, WireLoop
-from doyen.clock import VirtualClock
-from doyen.testing.faults import Fault, Faults, Late, Lost, Refused, Stray, Unanswered
+from doyen.lease.clock import VirtualClock
+from doyen.testing.faults import Fault, Faults, Late, LostCall, RefusedCall, Stray, Unanswered
 
 
 class Counter:
@@ -74,11 +74,11 @@ def test_requests_are_answered_and_take_no_time() -> None:
     [
         (Late(before_s=2.0), b"1\n", 1, 1),
         (Late(after_s=2.0), b"1\n", 1, 1),
-        (Lost(), None, 0, 0),
-        (Lost(told=True), b"", 0, 0),
+        (LostCall(), None, 0, 0),
+        (LostCall(told=True), b"", 0, 0),
         (Unanswered(), None, 1, 1),
         (Unanswered(told=True), b"", 1, 1),
-        (Refused(), b"", 0, 0),
+        (RefusedCall(), b"", 0, 0),
         (Stray(after_s=2.0), b"", 0, 1),
     ],
 )

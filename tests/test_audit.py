@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from doyen.audit import AuditLog, Line, Report, Where, verify, verify_lines
-from doyen.clock import VirtualClock, boot_id
+from doyen.audit import AuditLog, LogLine, Report, Where, verify, verify_lines
 from doyen.errors import ConfigError
 from doyen.events import Elected, Record, Telemetry
+from doyen.lease.clock import VirtualClock, boot_id
 
 EPOCH = 1_700_000_000.0
 
@@ -29,7 +29,7 @@ class Process:
     """Writes the lines that one session of one process would."""
 
     def __init__(
-        self, lines: list[Line], name: str, *, boot: str = "boot-1", skew_s: float = 0.0
+        self, lines: list[LogLine], name: str, *, boot: str = "boot-1", skew_s: float = 0.0
     ) -> None:
         self.lines, self.name, self.boot, self.skew_s = lines, name, boot, skew_s
         self.lease = f"lease-{name}"
@@ -52,7 +52,7 @@ class Process:
             }
         )
         here = Where(f"{self.name}.jsonl", len(self.lines) + 1)
-        self.lines.append(Line(here, text.encode() + b"\n"))
+        self.lines.append(LogLine(here, text.encode() + b"\n"))
 
     def gap(self, at: float, *, since: float, missed: int) -> None:
         self.says("gap", at, missed=missed, since=since)
@@ -81,17 +81,17 @@ class Process:
 
 
 @pytest.fixture
-def lines() -> list[Line]:
+def lines() -> list[LogLine]:
     return []
 
 
 @pytest.fixture
-def a(lines: list[Line]) -> Process:
+def a(lines: list[LogLine]) -> Process:
     return Process(lines, "a")
 
 
 @pytest.fixture
-def b(lines: list[Line]) -> Process:
+def b(lines: list[LogLine]) -> Process:
     return Process(lines, "b")
 
 
@@ -99,7 +99,7 @@ def kinds(report: Report) -> list[str]:
     return [violation.kind for violation in report.violations]
 
 
-def check(lines: list[Line], *expected: str, tolerance_s: float = 0.0) -> Report:
+def check(lines: list[LogLine], *expected: str, tolerance_s: float = 0.0) -> Report:
     """Verify, in every order worth trying, and expect exactly these violations."""
     reports = []
     shuffled = random.Random(7).sample(lines, len(lines))
@@ -113,7 +113,7 @@ def check(lines: list[Line], *expected: str, tolerance_s: float = 0.0) -> Report
 # What is as it should be.
 
 
-def test_resigning_hands_over(lines: list[Line], a: Process, b: Process) -> None:
+def test_resigning_hands_over(lines: list[LogLine], a: Process, b: Process) -> None:
     a.granted(0, until=4)
     a.elected(1, 10, until=4)
     a.renewed(2, until=6)
@@ -127,7 +127,7 @@ def test_resigning_hands_over(lines: list[Line], a: Process, b: Process) -> None
 
 
 def test_a_killed_leader_is_ended_by_the_kernels_word(
-    lines: list[Line], a: Process, b: Process
+    lines: list[LogLine], a: Process, b: Process
 ) -> None:
     a.elected(1, 10, until=5)
     b.finds("died", 2, a)
@@ -137,7 +137,7 @@ def test_a_killed_leader_is_ended_by_the_kernels_word(
 
 
 def test_a_killed_leader_without_further_evidence_is_ended_by_its_deadline(
-    lines: list[Line], a: Process, b: Process
+    lines: list[LogLine], a: Process, b: Process
 ) -> None:
     a.elected(1, 10, until=5)
     a.renewed(3, until=7)
@@ -146,7 +146,7 @@ def test_a_killed_leader_without_further_evidence_is_ended_by_its_deadline(
 
 
 def test_a_frozen_leader_may_report_its_loss_late(
-    lines: list[Line], a: Process, b: Process
+    lines: list[LogLine], a: Process, b: Process
 ) -> None:
     a.elected(1, 10, until=5)
     b.finds("expired", 6, a)
@@ -158,7 +158,7 @@ def test_a_frozen_leader_may_report_its_loss_late(
 
 
 def test_a_lease_given_up_early_frees_the_leadership_early(
-    lines: list[Line], a: Process, b: Process
+    lines: list[LogLine], a: Process, b: Process
 ) -> None:
     a.elected(1, 10, until=5)
     a.says("leaselost", 2.1, lease=a.lease, reason="the lease has ended", ended_at=2)
@@ -167,7 +167,7 @@ def test_a_lease_given_up_early_frees_the_leadership_early(
 
 
 def test_a_lease_given_up_may_be_found_dead_while_its_process_goes_on(
-    lines: list[Line], a: Process, b: Process
+    lines: list[LogLine], a: Process, b: Process
 ) -> None:
     a.elected(1, 10, until=5)
     a.resigned(2, 10)
@@ -176,14 +176,14 @@ def test_a_lease_given_up_may_be_found_dead_while_its_process_goes_on(
     check(lines)
 
 
-def test_one_leader_may_follow_itself(lines: list[Line], a: Process) -> None:
+def test_one_leader_may_follow_itself(lines: list[LogLine], a: Process) -> None:
     a.elected(1, 10, until=5)
     a.resigned(2, 10)
     a.elected(2, 11, until=5)
     assert check(lines).changes == 0
 
 
-def test_elections_are_independent(lines: list[Line], a: Process, b: Process) -> None:
+def test_elections_are_independent(lines: list[LogLine], a: Process, b: Process) -> None:
     a.elected(1, 10, until=5, election="billing")
     b.elected(2, 3, until=6, election="mail")
     a.elected(3, 10, until=6, election="mail 2")
@@ -192,7 +192,7 @@ def test_elections_are_independent(lines: list[Line], a: Process, b: Process) ->
 
 
 def test_a_term_over_before_it_was_announced_was_none(
-    lines: list[Line], a: Process, b: Process
+    lines: list[LogLine], a: Process, b: Process
 ) -> None:
     b.elected(6, 11, until=9)
     a.elected(7, 10, until=5)
@@ -201,13 +201,13 @@ def test_a_term_over_before_it_was_announced_was_none(
     assert (report.terms, report.never_valid) == (1, 1)
 
 
-def test_minus_infinity_is_a_deadline_already_over(lines: list[Line], a: Process) -> None:
+def test_minus_infinity_is_a_deadline_already_over(lines: list[LogLine], a: Process) -> None:
     a.elected(7, 10, until=float("-inf"))
     report = check(lines)
     assert (report.terms, report.never_valid, report.ignored) == (0, 1, ())
 
 
-def test_other_machines_are_compared_by_wall_clock(lines: list[Line], a: Process) -> None:
+def test_other_machines_are_compared_by_wall_clock(lines: list[LogLine], a: Process) -> None:
     elsewhere = Process(lines, "c", boot="another-boot", skew_s=-0.2)
     a.elected(1, 10, until=5)
     a.resigned(3, 10)
@@ -221,7 +221,7 @@ def test_other_machines_are_compared_by_wall_clock(lines: list[Line], a: Process
 # What must not be.
 
 
-def test_two_terms_that_overlap(lines: list[Line], a: Process, b: Process) -> None:
+def test_two_terms_that_overlap(lines: list[LogLine], a: Process, b: Process) -> None:
     a.elected(1, 10, until=5)
     a.renewed(4, until=8)
     b.elected(7.5, 11, until=12)
@@ -233,7 +233,7 @@ def test_two_terms_that_overlap(lines: list[Line], a: Process, b: Process) -> No
     assert not report.ok
 
 
-def test_a_term_inside_another(lines: list[Line], a: Process, b: Process) -> None:
+def test_a_term_inside_another(lines: list[LogLine], a: Process, b: Process) -> None:
     a.elected(1, 10, until=20)
     b.elected(5, 11, until=8)
     b.resigned(6, 11)
@@ -242,7 +242,7 @@ def test_a_term_inside_another(lines: list[Line], a: Process, b: Process) -> Non
 
 
 def test_an_overlap_is_found_across_a_short_term_between(
-    lines: list[Line], a: Process, b: Process
+    lines: list[LogLine], a: Process, b: Process
 ) -> None:
     c = Process(lines, "c")
     a.elected(1, 10, until=20)
@@ -252,7 +252,7 @@ def test_an_overlap_is_found_across_a_short_term_between(
     assert [v.terms[1].name for v in report.violations] == ["b", "c"]
 
 
-def test_a_token_that_goes_back(lines: list[Line], a: Process, b: Process) -> None:
+def test_a_token_that_goes_back(lines: list[LogLine], a: Process, b: Process) -> None:
     a.elected(1, 10, until=5)
     a.resigned(2, 10)
     b.elected(3, 9, until=7)
@@ -260,14 +260,14 @@ def test_a_token_that_goes_back(lines: list[Line], a: Process, b: Process) -> No
     assert "token 9" in report.violations[0].headline
 
 
-def test_a_token_used_twice(lines: list[Line], a: Process, b: Process) -> None:
+def test_a_token_used_twice(lines: list[LogLine], a: Process, b: Process) -> None:
     a.elected(1, 10, until=5)
     a.resigned(2, 10)
     b.elected(3, 10, until=7)
     check(lines, "token-reused")
 
 
-def test_a_token_used_twice_by_the_same_session(lines: list[Line], a: Process) -> None:
+def test_a_token_used_twice_by_the_same_session(lines: list[LogLine], a: Process) -> None:
     a.elected(1, 10, until=5)
     a.elected(3, 10, until=7)
     assert "token-reused" in kinds(verify_lines(lines))
@@ -286,7 +286,7 @@ def test_a_token_used_twice_by_the_same_session(lines: list[Line], a: Process) -
     ids=["renewed", "resigned", "lost", "unsure", "leaselost", "any other sign"],
 )
 def test_a_leader_proved_dead_and_alive_afterwards(
-    lines: list[Line], a: Process, b: Process, sign: Callable[[Process], None]
+    lines: list[LogLine], a: Process, b: Process, sign: Callable[[Process], None]
 ) -> None:
     a.elected(1, 10, until=5)
     b.finds("died", 2, a)
@@ -296,7 +296,7 @@ def test_a_leader_proved_dead_and_alive_afterwards(
     assert "found died by session session-b, b.jsonl:2" in report.violations[0].story
 
 
-def test_a_false_proof_of_death_ends_no_term(lines: list[Line], a: Process, b: Process) -> None:
+def test_a_false_proof_of_death_ends_no_term(lines: list[LogLine], a: Process, b: Process) -> None:
     a.elected(1, 10, until=5)
     b.finds("died", 2, a)
     b.elected(2.1, 11, until=6)
@@ -304,7 +304,7 @@ def test_a_false_proof_of_death_ends_no_term(lines: list[Line], a: Process, b: P
     check(lines, "alive-after-death", "overlap")
 
 
-def test_a_lease_declared_expired_too_early(lines: list[Line], a: Process, b: Process) -> None:
+def test_a_lease_declared_expired_too_early(lines: list[LogLine], a: Process, b: Process) -> None:
     a.elected(1, 10, until=5)
     b.finds("expired", 4.5, a)
     report = check(lines, "expired-early")
@@ -314,14 +314,14 @@ def test_a_lease_declared_expired_too_early(lines: list[Line], a: Process, b: Pr
 
 
 def test_a_leader_that_counted_on_its_term_beyond_the_deadline(
-    lines: list[Line], a: Process
+    lines: list[LogLine], a: Process
 ) -> None:
     a.elected(1, 10, until=5)
     a.lost(6, 10, ended_at=5.5)
     check(lines, "valid-beyond-deadline")
 
 
-def test_a_body_at_work_in_anothers_term(lines: list[Line], a: Process, b: Process) -> None:
+def test_a_body_at_work_in_anothers_term(lines: list[LogLine], a: Process, b: Process) -> None:
     a.elected(1, 10, until=5)
     a.lost(5, 10, ended_at=5)
     b.elected(6, 11, until=9)
@@ -330,7 +330,7 @@ def test_a_body_at_work_in_anothers_term(lines: list[Line], a: Process, b: Proce
     assert report.violations[0].by_s == pytest.approx(0.5)
 
 
-def test_an_overrun_with_nobody_else_leading_is_a_warning(lines: list[Line], a: Process) -> None:
+def test_an_overrun_with_nobody_else_leading_is_a_warning(lines: list[LogLine], a: Process) -> None:
     a.elected(1, 10, until=5)
     a.lost(5, 10, ended_at=5)
     a.term("overrun", 6, 10)
@@ -338,7 +338,9 @@ def test_an_overrun_with_nobody_else_leading_is_a_warning(lines: list[Line], a: 
     assert "past its stop budget" in report.warnings[0]
 
 
-def test_an_overrun_after_a_pause_is_a_warning(lines: list[Line], a: Process, b: Process) -> None:
+def test_an_overrun_after_a_pause_is_a_warning(
+    lines: list[LogLine], a: Process, b: Process
+) -> None:
     a.elected(1, 10, until=5)
     b.finds("expired", 6, a)
     b.elected(6, 11, until=9)
@@ -351,7 +353,7 @@ def test_an_overrun_after_a_pause_is_a_warning(lines: list[Line], a: Process, b:
 # What is odd.
 
 
-def test_a_wall_clock_moved_meanwhile_is_mentioned(lines: list[Line], a: Process) -> None:
+def test_a_wall_clock_moved_meanwhile_is_mentioned(lines: list[LogLine], a: Process) -> None:
     a.elected(1, 10, until=5)
     a.skew_s = 30.0
     a.resigned(2, 10)
@@ -362,7 +364,7 @@ def test_a_wall_clock_moved_meanwhile_is_mentioned(lines: list[Line], a: Process
 
 
 def test_on_one_boot_a_stepped_wall_clock_changes_nothing(
-    lines: list[Line], a: Process, b: Process
+    lines: list[LogLine], a: Process, b: Process
 ) -> None:
     a.elected(1, 10, until=5)
     a.resigned(2, 10)
@@ -373,7 +375,7 @@ def test_on_one_boot_a_stepped_wall_clock_changes_nothing(
     assert report.warnings == ()
 
 
-def test_an_end_without_a_beginning_is_mentioned(lines: list[Line], a: Process) -> None:
+def test_an_end_without_a_beginning_is_mentioned(lines: list[LogLine], a: Process) -> None:
     a.resigned(2, 9)
     a.elected(3, 10, until=6)
     assert "without beginning" in check(lines).warnings[0]
@@ -397,18 +399,18 @@ GARBAGE = [
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
 def test_with_lines_that_cannot_be_read_nothing_is_proved(
-    lines: list[Line], a: Process, garbage: bytes
+    lines: list[LogLine], a: Process, garbage: bytes
 ) -> None:
     """One of them may have said that somebody was elected."""
     a.elected(1, 10, until=5)
-    lines.insert(0, Line(Where("a.jsonl", 99), garbage))
+    lines.insert(0, LogLine(Where("a.jsonl", 99), garbage))
     report = verify_lines(lines)
     assert (report.verdict, report.missing, report.unreadable) == ("incomplete", 0, 1)
     assert "1 line cannot be read" in report.warnings[0]
     assert [str(ignored.where) for ignored in report.ignored] == ["a.jsonl:99"]
 
 
-def test_a_torn_last_line_is_reported(tmp_path: Path, lines: list[Line], a: Process) -> None:
+def test_a_torn_last_line_is_reported(tmp_path: Path, lines: list[LogLine], a: Process) -> None:
     """Its process was killed as it wrote, or is writing: what it did later is proved by nothing
     anyway, and it led nobody whom the rest does not show."""
     a.elected(1, 10, until=5)
@@ -424,7 +426,7 @@ def test_a_torn_last_line_is_reported(tmp_path: Path, lines: list[Line], a: Proc
 
 
 def test_a_line_appended_to_a_torn_one_is_not_lost(
-    tmp_path: Path, lines: list[Line], a: Process, b: Process
+    tmp_path: Path, lines: list[LogLine], a: Process, b: Process
 ) -> None:
     a.elected(1, 10, until=50)
     a.renewed(2, until=51)
@@ -439,7 +441,7 @@ def test_a_line_appended_to_a_torn_one_is_not_lost(
     assert (verify([log]).verdict, verify([log]).unreadable) == ("incomplete", 1)
 
 
-def test_many_gaps_are_read_in_little_time(lines: list[Line], a: Process) -> None:
+def test_many_gaps_are_read_in_little_time(lines: list[LogLine], a: Process) -> None:
     """A disk that is full time and again leaves one gap after another."""
     a.elected(1, 10, until=1e6)
     for at in range(2, 10_000):
@@ -448,7 +450,7 @@ def test_many_gaps_are_read_in_little_time(lines: list[Line], a: Process) -> Non
     assert verify_lines(lines).missing == 9_998
 
 
-def test_nothing_is_proved_by_nothing(lines: list[Line], a: Process) -> None:
+def test_nothing_is_proved_by_nothing(lines: list[LogLine], a: Process) -> None:
     assert verify([]).empty
     a.says("waiting", 1, election="billing", name="a", behind="b")
     report = verify_lines(lines)
@@ -475,7 +477,7 @@ class History:
     """A right history of one election, told by processes on one or two machines."""
 
     def __init__(self, draw: st.DrawFn, election: str) -> None:
-        self.lines: list[Line] = []
+        self.lines: list[LogLine] = []
         self.spans: list[tuple[float, float, int]] = []
         self._draw, self._election = draw, election
         boots = draw(st.sampled_from([("one",), ("one", "other")]))
@@ -529,7 +531,7 @@ def histories(draw: st.DrawFn) -> list[History]:
     return [History(draw, election) for election in draw(st.sampled_from(["p", "pq"]))]
 
 
-def shuffled(histories: list[History], seed: int) -> list[Line]:
+def shuffled(histories: list[History], seed: int) -> list[LogLine]:
     lines = [line for history in histories for line in history.lines]
     return random.Random(seed).sample(lines, len(lines))
 
@@ -667,7 +669,7 @@ def test_a_named_pipe_that_nobody_reads_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_a_gap_may_hide_is_neither_proved_nor_disproved(
-    lines: list[Line], a: Process, b: Process
+    lines: list[LogLine], a: Process, b: Process
 ) -> None:
     """The end of a term may be among what its process could not write."""
     a.elected(1, 10, until=50)
@@ -679,7 +681,7 @@ def test_what_a_gap_may_hide_is_neither_proved_nor_disproved(
 
 
 def test_a_gap_of_another_process_may_hide_the_proof_of_death(
-    lines: list[Line], a: Process, b: Process
+    lines: list[LogLine], a: Process, b: Process
 ) -> None:
     a.elected(1, 10, until=50)
     b.gap(3.5, since=2, missed=1)
@@ -688,7 +690,7 @@ def test_a_gap_of_another_process_may_hide_the_proof_of_death(
 
 
 def test_a_gap_hides_no_violation_that_is_certain(
-    lines: list[Line], a: Process, b: Process
+    lines: list[LogLine], a: Process, b: Process
 ) -> None:
     a.elected(1, 10, until=50)
     a.gap(3, since=2, missed=4)
@@ -697,14 +699,14 @@ def test_a_gap_hides_no_violation_that_is_certain(
     assert kinds(verify_lines(lines)) == ["overlap"]
 
 
-def test_a_gap_at_another_time_hides_nothing(lines: list[Line], a: Process, b: Process) -> None:
+def test_a_gap_at_another_time_hides_nothing(lines: list[LogLine], a: Process, b: Process) -> None:
     a.elected(1, 10, until=50)
     b.elected(4, 11, until=9)
     a.gap(8, since=7, missed=4)
     assert kinds(verify_lines(lines)) == ["overlap"]
 
 
-def test_renewals_may_be_missing(lines: list[Line], a: Process) -> None:
+def test_renewals_may_be_missing(lines: list[LogLine], a: Process) -> None:
     """A term that was lost after the last deadline in the log is no violation, if renewals may
     have been written in between."""
     a.elected(1, 10, until=5)

@@ -18,16 +18,17 @@ from hypothesis import strategies as st
 from msgspec.msgpack import encode
 
 from doyen.errors import StoreUnavailable
-from doyen.node.peers import ANSWER, CHUNK, CREDIT, MESSAGE, QUESTION, STORED, STREAM, WINDOW
-from doyen.quorum.link import Link
-from doyen.quorum.wire import (
+from doyen.quorum.node.peers import ANSWER, CHUNK, MESSAGE, QUESTION, STORED, STREAM
+from doyen.quorum.node.snapshot_transfer import CREDIT, WINDOW
+from doyen.quorum.protocol.connection import FrameConnection
+from doyen.quorum.protocol.wire import (
     MAX_FRAME,
     MAX_GREETING,
-    Dialler,
-    Identity,
-    Refused,
+    ClientHandshake,
+    ConnectionIdentity,
+    ConnectionRefused,
+    FrameKind,
     Security,
-    Word,
     frame,
 )
 from neighbours import HOST, SECRET, SNAPSHOT, Neighbour, Street, call, run
@@ -35,7 +36,7 @@ from servers.certificates import Certificates
 from support import until
 from test_wire_links import tls
 
-FRIEND = Identity("c", "n2", 22)
+FRIEND = ConnectionIdentity("c", "n2", 22)
 
 
 async def said_to(node: Neighbour, *words: bytes) -> bytes:
@@ -63,7 +64,7 @@ async def still_serves(node: Neighbour, security: Security | None = None) -> Non
 
 
 def hello() -> bytes:
-    return Dialler(FRIEND, "peer").begin()
+    return ClientHandshake(FRIEND, "peer").begin()
 
 
 @pytest.mark.parametrize(
@@ -72,19 +73,19 @@ def hello() -> bytes:
         (b"\x80nonsense", "garbage"),
         (b"\x16\x03\x01", "tls"),
         (b"\x00\x00\x00\x00\x01", "malformed"),
-        (frame(Word.HELLO), "garbage"),
-        (frame(Word.HELLO, b"\xc1" * 50), "garbage"),
-        (frame(Word.HELLO, b"\x91\xa5doyen"), "garbage"),
-        (frame(Word.HELLO, b"\xdd\xff\xff\xff\xff"), "garbage"),
-        (frame(Word.HELLO, b"\x94\xa5doyen\x01\x01" + b"\x91" * 3000), "garbage"),
-        (frame(Word.PING), "out-of-turn"),
-        (frame(Word.PROOF, bytes(32)), "out-of-turn"),
+        (frame(FrameKind.HELLO), "garbage"),
+        (frame(FrameKind.HELLO, b"\xc1" * 50), "garbage"),
+        (frame(FrameKind.HELLO, b"\x91\xa5doyen"), "garbage"),
+        (frame(FrameKind.HELLO, b"\xdd\xff\xff\xff\xff"), "garbage"),
+        (frame(FrameKind.HELLO, b"\x94\xa5doyen\x01\x01" + b"\x91" * 3000), "garbage"),
+        (frame(FrameKind.PING), "out-of-turn"),
+        (frame(FrameKind.PROOF, bytes(32)), "out-of-turn"),
         (frame(MESSAGE, b"\x90"), "out-of-turn"),
         (frame(9), "out-of-turn"),
         (hello() + hello(), "out-of-turn"),
         (hello() + frame(MESSAGE, b"\x90"), "out-of-turn"),
-        (struct.pack(">IB", MAX_GREETING + 1, Word.HELLO), "too-large"),
-        (struct.pack(">IB", 2**24 - 1, Word.HELLO), "too-large"),
+        (struct.pack(">IB", MAX_GREETING + 1, FrameKind.HELLO), "too-large"),
+        (struct.pack(">IB", 2**24 - 1, FrameKind.HELLO), "too-large"),
     ],
     ids=lambda word: None if isinstance(word, str) else "word",
 )
@@ -139,8 +140,8 @@ def test_strangers_that_say_anything_at_all(security: Security) -> None:
         (CHUNK, b"short", "malformed"),
         (CREDIT, bytes(12), "out-of-turn"),
         (200, b"", "out-of-turn"),
-        (Word.HELLO, b"", "out-of-turn"),
-        (Word.PING, b"too much", "out-of-turn"),
+        (FrameKind.HELLO, b"", "out-of-turn"),
+        (FrameKind.PING, b"too much", "out-of-turn"),
     ],
 )
 def test_a_peer_that_speaks_nonsense(kind: int, payload: bytes, fault: str) -> None:
@@ -163,7 +164,7 @@ def test_a_peer_that_answers_nonsense(kind: int) -> None:
             node = await street.add("n1")
             bad = await street.add("n2")
 
-            def admit(link: Link) -> None:
+            def admit(link: FrameConnection) -> None:
                 link.welcome(lambda *_: None, lambda *_: None)
                 link.send(kind, b"nonsense"[: 3 if kind != MESSAGE else None])
 
@@ -182,7 +183,7 @@ def test_answers_to_what_was_never_asked_are_passed_over() -> None:
             node = await street.add("n1")
             odd = await street.add("n2")
 
-            def admit(link: Link) -> None:
+            def admit(link: FrameConnection) -> None:
                 link.welcome(lambda *_: None, lambda *_: None)
                 link.send(ANSWER, bytes(7) + b"\x09", b"unasked")
                 link.send(CREDIT, struct.pack(">QI", 77, 1))
@@ -256,7 +257,7 @@ def test_those_who_do_not_know_the_secret(theirs: Security, told: str) -> None:
         async with Street() as street:
             ours = Security(peer_secret=SECRET)
             node = await street.add("n1", security=ours)
-            with pytest.raises(Refused, match=told):
+            with pytest.raises(ConnectionRefused, match=told):
                 await call(node.address, FRIEND, "peer", security=theirs)
             stray = await street.add("n2", security=theirs)
             stray.know(node)

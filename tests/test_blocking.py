@@ -28,8 +28,8 @@ from doyen import (
     TermState,
 )
 from doyen.errors import StaleToken
+from doyen.lease.runtime import ThreadRuntime
 from doyen.model import Claim, line_key
-from doyen.runtime import ThreadRuntime
 from support import heart_of, presence_of, until_blocking
 
 names = (f"memory://blocking-{number}" for number in count())

@@ -14,8 +14,8 @@ import pytest
 
 import doyen
 from doyen.cli import main
-from doyen.quorum.requests import Condition
-from doyen.stores.quorum.diagnosis import State, risks_of_removal
+from doyen.quorum.protocol.requests import Condition
+from doyen.stores.quorum.diagnosis import NodeAnswer, risks_of_removal
 from doyen.stores.quorum.store import QuorumStore
 from served import Quorum
 
@@ -76,7 +76,7 @@ def test_a_removal_that_puts_something_at_risk_is_asked_about(
         assert told(capsys, "remove", "n2", "--force", *store)["voters"] == ["n3"]
 
 
-def condition(node: str, role: str = "following", applied: int = 5000, **other: Any) -> State:
+def condition(node: str, role: str = "following", applied: int = 5000, **other: Any) -> NodeAnswer:
     told: dict[str, Any] = {
         "id": 0,
         "node": node,
@@ -97,7 +97,7 @@ def condition(node: str, role: str = "following", applied: int = 5000, **other: 
         "clients": 1,
         "watches": 1,
     }
-    return State(f"{node}:1", Condition(**told | other))
+    return NodeAnswer(f"{node}:1", Condition(**told | other))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def condition(node: str, role: str = "following", applied: int = 5000, **other: 
         ([condition("n1", "leading"), condition("n2"), condition("n3")], "n4", []),
         ([condition("n1", "leading"), condition("n2"), condition("n3")], "n9", []),
         # The dead one is removed: no more may fail than before.
-        ([condition("n1", "leading"), condition("n2"), State("n3:1", None)], "n3", []),
+        ([condition("n1", "leading"), condition("n2"), NodeAnswer("n3:1", None)], "n3", []),
         (
             [condition(name, role, voters=("n1", "n2")) for name, role in NAMES],
             "n2",
@@ -125,7 +125,7 @@ def condition(node: str, role: str = "following", applied: int = 5000, **other: 
         ([condition("n2"), condition("n3")], "n2", []),  # nobody leads: nobody obeys either
     ],
 )
-def test_what_a_removal_puts_at_risk(states: list[State], node: str, told: list[str]) -> None:
+def test_what_a_removal_puts_at_risk(states: list[NodeAnswer], node: str, told: list[str]) -> None:
     risks = risks_of_removal(states, node)
     assert len(risks) == len(told)
     assert all(part in risk for part, risk in zip(told, risks, strict=True))
@@ -170,9 +170,9 @@ def test_status_of_nodes_that_do_not_all_know_who_leads(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that runs and is cut off is no better than a silent one; unless it does not belong."""
-    states: list[State] = []
+    states: list[NodeAnswer] = []
 
-    async def inspect(self: QuorumStore) -> list[State]:
+    async def inspect(self: QuorumStore) -> list[NodeAnswer]:
         return states
 
     monkeypatch.setattr(QuorumStore, "inspect", inspect)
@@ -185,14 +185,14 @@ def test_status_of_nodes_that_do_not_all_know_who_leads(
         return Condition(*start, voters, learners, {}, *counts)
 
     states += [
-        State("h1:7400", condition("n1", "leading", "n1")),
-        State("h2\x1b[2J:7400", condition("n2", "loo\x1b[2Jking", None)),
+        NodeAnswer("h1:7400", condition("n1", "leading", "n1")),
+        NodeAnswer("h2\x1b[2J:7400", condition("n2", "loo\x1b[2Jking", None)),
     ]
     assert main(["cluster", "status", *store]) == 1
     out = capsys.readouterr().out
     assert "h2\\x1b[2J:7400  loo\\x1b[2Jking" in out
     assert "\x1b" not in out
-    states[1:] = [State("h4:7400", condition("n4", "looking", None))]
+    states[1:] = [NodeAnswer("h4:7400", condition("n4", "looking", None))]
     assert main(["cluster", "status", *store]) == 0
     assert "outside" in capsys.readouterr().out
 

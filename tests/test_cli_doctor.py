@@ -16,7 +16,6 @@ from doyen import doctor
 from doyen.cli import doctor as command
 from doyen.cli import main
 from doyen.cli._output import without_password
-from doyen.clock import SystemClock
 from doyen.doctor import (
     Examination,
     Latency,
@@ -26,14 +25,15 @@ from doyen.doctor import (
     judge_line,
     judge_times,
 )
+from doyen.election.presence import SessionSettings
 from doyen.errors import ConfigError, StoreUnavailable
+from doyen.lease.clock import SystemClock
+from doyen.lease.timing import Timing
 from doyen.model import Candidate, Finding, Leader, Lease, Line, Order, order_key
-from doyen.presence import Settings
-from doyen.store import Capabilities, Context, Store
 from doyen.stores.memory import MemoryServer, MemoryStore
+from doyen.stores.port import Capabilities, Context, Store
 from doyen.testing import run_virtual
-from doyen.testing.faults import Expired, Faults, FaultyStore, Late, Lost, Refused
-from doyen.timing import Timing
+from doyen.testing.faults import Expired, Faults, FaultyStore, Late, LostCall, RefusedCall
 from support import Place, virtual
 
 
@@ -160,7 +160,7 @@ class Patient:
 
     async def examine(self, **settings: Any) -> Examination:
         election = settings.pop("election", None)
-        given = Settings(url="memory://", **{"ttl_s": 6.0, **settings})
+        given = SessionSettings(url="memory://", **{"ttl_s": 6.0, **settings})
         try:
             return await examine(self.store, given, self.place.clock, election=election)
         finally:
@@ -218,7 +218,7 @@ async def test_a_lease_that_ends_under_way_is_a_problem(place: Place) -> None:
 @virtual
 async def test_a_store_that_falls_silent_is_unavailable(place: Place) -> None:
     faults = Faults()
-    faults.next("get", Lost())
+    faults.next("get", LostCall())
     with pytest.raises(StoreUnavailable, match="did not answer within 10 s"):
         await Patient(place, faults).examine(ttl_s=60.0)
 
@@ -226,7 +226,7 @@ async def test_a_store_that_falls_silent_is_unavailable(place: Place) -> None:
 @virtual
 async def test_a_store_that_refuses_says_why(place: Place) -> None:
     faults = Faults()
-    faults.next("delete", Refused())
+    faults.next("delete", RefusedCall())
     with pytest.raises(StoreUnavailable, match="refused"):
         await Patient(place, faults).examine()
 
@@ -263,7 +263,7 @@ async def test_an_election_is_looked_at(place: Place) -> None:
         store = MemoryStore(place.server, context)
         lease = await store.grant(60)
         await store.create(order_key("e"), Order(2, "ops").encode(), lease)
-        settings = Settings(url="memory://")
+        settings = SessionSettings(url="memory://")
         result = await examine(store, settings, place.clock, election="e")
         assert result.line is not None
         assert [each.name for each in result.line.candidates] == ["a"]
@@ -287,7 +287,7 @@ class Coarse(MemoryStore):
 def test_the_times_are_those_of_the_lease_that_was_granted() -> None:
     async def main() -> None:
         store = Coarse(MemoryServer(clock), Context(clock, lambda event: None))
-        result = await examine(store, Settings(url="", ttl_s=3.2), clock)
+        result = await examine(store, SessionSettings(url="", ttl_s=3.2), clock)
         await store.close()
         assert result.timing == Timing(ttl_s=4)
         assert found(result.findings)["ttl"] == "asked for 3.2 s, the store grants 4 s"
@@ -305,7 +305,7 @@ def test_a_clock_that_halts_in_suspend(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> Examination:
         store = MemoryStore(MemoryServer(clock), Context(clock, lambda event: None))
         try:
-            return await examine(store, Settings(url=""), clock)
+            return await examine(store, SessionSettings(url=""), clock)
         finally:
             await store.close()
 

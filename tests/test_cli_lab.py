@@ -15,7 +15,7 @@ from doyen.cli import main
 from doyen.lab import protocols, runner
 from doyen.lab.plan import Plan
 from doyen.lab.protocols import known
-from doyen.lab.runner import Found
+from doyen.lab.runner import FoundFailure
 from doyen.lab.world import run_plan
 from mutants_raft import ComparesNothing
 
@@ -83,7 +83,7 @@ def test_what_breaks_is_reduced_told_and_written_down(
     assert f"doyen lab replay lab-raft-{seed}.json" in out
     assert main(["lab", "replay", f"lab-raft-{seed}.json"]) == 1
 
-    def interrupted(plan: Plan) -> Found:
+    def interrupted(plan: Plan) -> FoundFailure:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runner, "reduce", interrupted)
@@ -101,7 +101,7 @@ def test_a_hunt_that_is_interrupted_tells_and_keeps_what_it_has(
 
     by = signal.SIGINT
 
-    def hunt(*given: object, tell: Callable[[Found], None], **others: object) -> None:
+    def hunt(*given: object, tell: Callable[[FoundFailure], None], **others: object) -> None:
         tell(failed)
         signal.raise_signal(by)
 

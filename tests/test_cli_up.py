@@ -21,9 +21,9 @@ import pytest
 
 from candidates import WITHIN_S, eventually
 from doyen.cli import main
-from doyen.cli.up.cluster import Chronicle, Cluster, Fault
+from doyen.cli.up.cluster import CandidateProcesses, Chronicle, InjectedFault
 from doyen.cli.up.drill import judge, summary
-from doyen.timing import Timing
+from doyen.lease.timing import Timing
 
 DOYEN = [sys.executable, "-c", "from doyen.cli import main; raise SystemExit(main())"]
 AT_TERMINAL = [
@@ -144,7 +144,7 @@ def test_a_quorum_of_its_own_is_disturbed_as_well(tmp_path: Path) -> None:
 def test_leaders_that_trust_their_lease_too_long_are_found_out(tmp_path: Path) -> None:
     lie = saboteur(
         tmp_path / "lie",
-        "import doyen.timing as timing\n"
+        "import doyen.lease.timing as timing\n"
         "true = timing.Timing.valid_until\n"
         "timing.Timing.valid_until = lambda self, sent_at: true(self, sent_at) + 60\n",
     )
@@ -161,7 +161,7 @@ def test_leaders_that_trust_their_lease_too_long_are_found_out(tmp_path: Path) -
 def test_a_leader_that_nobody_follows_is_a_failure(tmp_path: Path) -> None:
     deaf = saboteur(
         tmp_path / "deaf",
-        "import doyen.election as election\nelection.Candidacy._wake = lambda self: None\n",
+        "from doyen.election import candidate\ncandidate.Candidacy._wake = lambda self: None\n",
     )
     code, told = drill(tmp_path / "tmp", "--for", "1", "--ttl", "0.4", PYTHONPATH=deaf)
     assert code == 1
@@ -376,14 +376,16 @@ def elected(name: str, token: int, at: float) -> dict[str, Any]:
     return {**fields, "at": at, "valid_until": at + 0.5, "session": name, **STAMP}
 
 
-def cluster_after_a_kill(folder: Path, *, worst_s: float) -> Cluster:
+def cluster_after_a_kill(folder: Path, *, worst_s: float) -> CandidateProcesses:
     """Its logs tell of a leader that was killed at 11 and followed at 12."""
     folder.mkdir()
-    cluster = Cluster(folder, candidates=2, store="-", timing=Timing(ttl_s=0.6), worst_s=worst_s)
+    cluster = CandidateProcesses(
+        folder, candidates=2, store="-", timing=Timing(ttl_s=0.6), worst_s=worst_s
+    )
     one, two = cluster.seats
     one.audit.write_text(json.dumps(elected(one.name, 3, 10.0)) + "\n")
     cluster.read()
-    cluster.chronicle.pending = Fault("killed", one.name, 3, 11.0)
+    cluster.chronicle.pending = InjectedFault("killed", one.name, 3, 11.0)
     two.audit.write_text(json.dumps(elected(two.name, 4, 12.0)) + "\n")
     cluster.read()
     return cluster
@@ -399,14 +401,16 @@ def test_a_failover_later_than_the_worst_case_is_a_failure(tmp_path: Path) -> No
 
 
 def test_a_run_in_which_nobody_led_proves_nothing(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, candidates=2, store="-", timing=Timing(ttl_s=0.6), worst_s=1.0)
+    cluster = CandidateProcesses(
+        tmp_path, candidates=2, store="-", timing=Timing(ttl_s=0.6), worst_s=1.0
+    )
     assert not judge(cluster, [], bounded=True).ok
 
 
 def test_a_fault_that_struck_too_late_is_not_credited_with_the_failover() -> None:
     chronicle = Chronicle()
     chronicle.take(elected("server1", 3, 10.0))
-    chronicle.pending = Fault("killed", "server1", 3, 11.0)
+    chronicle.pending = InjectedFault("killed", "server1", 3, 11.0)
     chronicle.take(elected("server2", 4, 10.9))
     assert [failover.fault for failover in chronicle.failovers] == [None, None]
     assert chronicle.pending is None

@@ -9,8 +9,8 @@ import pytest
 
 from doyen.audit import AuditLog
 from doyen.cli import main
-from doyen.clock import VirtualClock
 from doyen.events import Elected, Event, Gap, Resigned, Telemetry
+from doyen.lease.clock import VirtualClock
 
 
 class Logs:

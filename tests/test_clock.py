@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from doyen.clock import Clock, SystemClock, VirtualClock, boot_id
+from doyen.lease.clock import Clock, SystemClock, VirtualClock, boot_id
 
 seconds = st.floats(0.0, 1e6)
 

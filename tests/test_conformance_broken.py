@@ -12,12 +12,12 @@ from typing import TypeVar
 
 import pytest
 
-from doyen.clock import VirtualClock
 from doyen.errors import LeaseGone, OutcomeUnknown, StoreUnavailable
+from doyen.lease.clock import VirtualClock
 from doyen.model import Entry, Lease, Version
-from doyen.store import Context, Creation, Watch
 from doyen.stores import memory
 from doyen.stores.memory import MemoryServer, MemoryStore
+from doyen.stores.port import Context, Creation, Watch
 from doyen.testing import FaultyStore, LinkedStoreConformance
 from linked import VirtualHarness
 

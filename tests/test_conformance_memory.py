@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from doyen.store import Store
+from doyen.stores.port import Store
 from doyen.testing import Faults, FaultyStore, LinkedStoreConformance, Odds
 from linked import VirtualHarness
 

@@ -10,13 +10,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 import servers
-from doyen.clock import SystemClock
 from doyen.errors import ConfigError, OutcomeUnknown, StoreError, StoreUnavailable, StoreUnusable
+from doyen.lease.clock import SystemClock
 from doyen.model import leader_key, line_key, order_key
-from doyen.store import Context, Store, open_store
-from doyen.stores.consul.agents import Agents, Answer
-from doyen.stores.consul.diagnosis import State, findings
-from doyen.stores.consul.watches import MOST_COVERS, Watches
+from doyen.stores.consul.client import Agents, ConsulResponse
+from doyen.stores.consul.diagnosis import AgentState, findings
+from doyen.stores.consul.watches import MOST_COVERS, ConsulWatches
+from doyen.stores.port import Context, Store, open_store
 from servers import wire
 
 MASTER = "5f0ab5a0-0000-4000-8000-000000000001"
@@ -268,10 +268,10 @@ class Script:
 
     def __init__(self) -> None:
         self.asked: list[dict[str, object]] = []
-        self._answers: asyncio.Queue[Answer] = asyncio.Queue()
+        self._answers: asyncio.Queue[ConsulResponse] = asyncio.Queue()
         self._again = asyncio.Event()
 
-    async def ask(self, method: str, path: str, **options: object) -> Answer:
+    async def ask(self, method: str, path: str, **options: object) -> ConsulResponse:
         self.asked.append(options)
         self._again.set()
         return await self._answers.get()
@@ -282,16 +282,16 @@ class Script:
             for key, at in versions.items()
         ]
         await reached(self._again)
-        self._answers.put_nowait(Answer(200 if raw else 404, index, json.dumps(raw)))
+        self._answers.put_nowait(ConsulResponse(200 if raw else 404, index, json.dumps(raw)))
         await self._again.wait()
 
     async def close(self) -> None:
         return
 
 
-def scripted() -> tuple[Script, Watches]:
+def scripted() -> tuple[Script, ConsulWatches]:
     script = Script()
-    watches = Watches(Agents(["h:1"], token="", tls=None, connect_timeout_s=1), "d")
+    watches = ConsulWatches(Agents(["h:1"], token="", tls=None, connect_timeout_s=1), "d")
     watches._wire = script  # type: ignore[assignment]
     return script, watches
 
@@ -344,7 +344,7 @@ def test_diagnosis(server: servers.Consul) -> None:
 
     asyncio.run(main())
     told = {"Config": {"Version": "1.6.2", "Datacenter": "a", "Server": True}}
-    old = State.of("h1", {**told, "DebugConfig": {"ConsulRaftLeaderLeaseTimeout": "2.5s"}})
-    other = State(agent="h2", version="1.20.1", datacentre="b")
-    levels = [each.level for each in findings([old, other, State(agent="h3")], 1.0)]
+    old = AgentState.of("h1", {**told, "DebugConfig": {"ConsulRaftLeaderLeaseTimeout": "2.5s"}})
+    other = AgentState(agent="h2", version="1.20.1", datacentre="b")
+    levels = [each.level for each in findings([old, other, AgentState(agent="h3")], 1.0)]
     assert levels == ["problem", "warning", "ok", "note", "warning", "note"]

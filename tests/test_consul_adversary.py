@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 
 from adversary import Network, WireLoop, WireWorld, run_contest
-from doyen.clock import VirtualClock
 from doyen.errors import OutcomeUnknown, StoreUnusable
+from doyen.lease.clock import VirtualClock
 from doyen.model import Entry, Lease, leader_key, line_key
-from doyen.store import Context, Creation, Store, open_store
 from doyen.stores.consul.store import ConsulStore
+from doyen.stores.port import Context, Creation, Store, open_store
 from doyen.testing.faults import Faults
 from model_consul import ConsulModel
 from swarm import SafetyViolated

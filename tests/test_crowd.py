@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from doyen.election.presence import CALLS_AT_ONCE
 from doyen.errors import OutcomeUnknown, StoreUnavailable
 from doyen.events import Unsure
-from doyen.presence import CALLS_AT_ONCE
 from doyen.testing import Faults
 from doyen.testing.faults import FaultyStore
 from support import TTL_S, Place, now, presence_of, virtual

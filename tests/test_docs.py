@@ -26,9 +26,9 @@ import doyen
 import reference
 import story
 from doyen.cli import parsers
-from doyen.clock import SystemClock
-from doyen.store import _BUILT_IN, Context, open_store
-from doyen.timing import Timing
+from doyen.lease.clock import SystemClock
+from doyen.lease.timing import Timing
+from doyen.stores.port import _BUILT_IN, Context, open_store
 from story import Block
 
 ROOT = Path(__file__).parents[1]

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from doyen.consensus.core import Accepted, Membership, Message, Proposed, Role, Send
 from doyen.errors import (
     CommandFailed,
     ConfigError,
@@ -21,10 +20,11 @@ from doyen.errors import (
     SessionClosed,
     StoreUnavailable,
 )
-from doyen.node.driver import Driver, Limits
-from doyen.node.machine import USER, Command, Failure, Machine
-from doyen.node.orders import Order
-from doyen.node.proposals import Batch, decode_results, encode_results
+from doyen.quorum.consensus.core import Accepted, Membership, Message, Propose, Role, Send
+from doyen.quorum.node.admin import AdminOrder
+from doyen.quorum.node.driver import Driver, ProposalLimits
+from doyen.quorum.node.proposals import Batch, decode_results, encode_results
+from doyen.quorum.node.replicated import USER, Command, Failure, ReplicatedMachines
 from doyen.testing.virtual import run_virtual
 from drivers import VOTERS, Clients, World, storm
 
@@ -61,14 +61,19 @@ def test_followers_forward() -> None:
     run_virtual(main)
 
 
-SMALL = Limits(snapshot_entries=40, batch_commands=3, pipeline=2, patience_s=5.0, apply_commands=4)
+SMALL = ProposalLimits(
+    snapshot_entries=40, batch_commands=3, pipeline=2, patience_s=5.0, apply_commands=4
+)
 
 
 def weather(
-    seed: int, *, driver: type[Driver] = Driver, machine: type[Machine] = Machine
+    seed: int,
+    *,
+    driver: type[Driver] = Driver,
+    machine: type[ReplicatedMachines] = ReplicatedMachines,
 ) -> tuple[World, Clients]:
     async def main() -> tuple[World, Clients]:
-        limits = SMALL if seed % 2 else Limits(patience_s=3.0)
+        limits = SMALL if seed % 2 else ProposalLimits(patience_s=3.0)
         world = World(seed, limits=limits, driver=driver, machine=machine)
         return world, await storm(world, 6.0)
 
@@ -97,7 +102,7 @@ class Stale(Driver):
         self.when_applied(self.applied, call)
 
 
-class Forgetful(Machine):
+class Forgetful(ReplicatedMachines):
     """Does again what it has done."""
 
     def apply(self, index: int, commands: Sequence[Command]) -> list[Any]:
@@ -117,13 +122,13 @@ class Credulous(Driver):
 @pytest.mark.parametrize(
     ("driver", "machine", "seed", "symptom"),
     [
-        (Stale, Machine, 0, "after .* was acknowledged"),
+        (Stale, ReplicatedMachines, 0, "after .* was acknowledged"),
         (Driver, Forgetful, 15, "carried out twice"),
-        (Credulous, Machine, 19, "is shorter than|is not there|differs"),
+        (Credulous, ReplicatedMachines, 19, "is shorter than|is not there|differs"),
     ],
 )
 def test_a_storm_finds(
-    driver: type[Driver], machine: type[Machine], seed: int, symptom: str
+    driver: type[Driver], machine: type[ReplicatedMachines], seed: int, symptom: str
 ) -> None:
     """Each of these is wrong, and is seen to be: in this storm, or, should another version of
     something have changed the weather, in one of the next."""
@@ -204,7 +209,7 @@ def test_batches_have_bounds() -> None:
         await asyncio.gather(*(leader.propose(USER, bytes(600)) for n in range(4)))
         assert leader.core.commit == before + 6
 
-    run(main, limits=Limits(batch_commands=3, batch_bytes=1000))
+    run(main, limits=ProposalLimits(batch_commands=3, batch_bytes=1000))
 
 
 def test_too_many_proposals_are_refused() -> None:
@@ -221,7 +226,7 @@ def test_too_many_proposals_are_refused() -> None:
             await asyncio.gather(*(leader.propose(USER, bytes(90)) for n in range(4)))
         await leader.propose(USER, b"again")
 
-    run(main, limits=Limits(pending_commands=5, pending_bytes=300, command_bytes=100))
+    run(main, limits=ProposalLimits(pending_commands=5, pending_bytes=300, command_bytes=100))
 
 
 @pytest.mark.parametrize("body", ["text", bytearray(b"bytes that may change"), memoryview(b"m")])
@@ -251,7 +256,7 @@ def test_what_stood_where_something_of_ours_stands_again_goes_round_again(
         accepted = Accepted(index, leader.generation + 2)
         with monkeypatch.context() as patch:
             patch.setattr(leader.core, "handle", lambda event, now: [accepted])
-            assert leader.offer(Proposed(b""), Batch([], [])) is None
+            assert leader.offer(Propose(b""), Batch([], [])) is None
         del leader._waiting[index]
         world.heal()
         assert await asyncio.wait_for(lost, 5.0) == 1
@@ -276,7 +281,7 @@ def test_without_a_majority_nothing_is_confirmed() -> None:
             await leader.ask_leader(b"?")
         assert leader.status().pending == 0
 
-    run(main, limits=Limits(patience_s=2.0))
+    run(main, limits=ProposalLimits(patience_s=2.0))
 
 
 def test_a_proposal_outlives_its_leader() -> None:
@@ -326,7 +331,7 @@ def test_a_client_that_keeps_its_own_count_is_served_once() -> None:
 
 
 def test_whoever_is_forgotten_gets_a_new_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("doyen.node.machine.FORGOTTEN_AFTER", 5)
+    monkeypatch.setattr("doyen.quorum.node.replicated.FORGOTTEN_AFTER", 5)
 
     async def main(world: World) -> None:
         (leader,) = world.leaders()
@@ -512,7 +517,7 @@ def test_what_waits_for_the_leaders_disk_has_a_bound() -> None:
         disk.sync_s = 0.001
         await leader.propose(USER, b"again")
 
-    run(main, limits=Limits(journal_bytes=10_000))
+    run(main, limits=ProposalLimits(journal_bytes=10_000))
 
 
 def test_a_journal_that_fails_ends_the_process() -> None:
@@ -549,7 +554,7 @@ def test_a_node_that_was_away_is_sent_a_snapshot() -> None:
         await world.nodes[away].barrier()
         assert world.tallies[away].done[-1] == b"back"
 
-    run(main, limits=Limits(snapshot_bytes=3_000, batch_commands=2))
+    run(main, limits=ProposalLimits(snapshot_bytes=3_000, batch_commands=2))
 
 
 def test_a_large_state_is_not_copied_as_often() -> None:
@@ -564,7 +569,7 @@ def test_a_large_state_is_not_copied_as_often() -> None:
         assert apart[0] <= 12
         assert apart[-1] > 40
 
-    run(main, limits=Limits(snapshot_bytes=1000))
+    run(main, limits=ProposalLimits(snapshot_bytes=1000))
 
 
 def test_nodes_come_and_go() -> None:
@@ -590,7 +595,9 @@ def test_nodes_come_and_go() -> None:
         assert leader.id not in other.membership.everyone
         assert await world.nodes["n4"].propose(USER, b"b") == 2
         with pytest.raises(OrderFailed, match="no order"):
-            await world.nodes["n4"]._questions.ask_leader(b"O" + Order("dance", "n4").encoded())
+            await world.nodes["n4"]._questions.ask_leader(
+                b"O" + AdminOrder("dance", "n4").encoded()
+            )
 
     run(main)
 
@@ -630,7 +637,7 @@ def test_a_long_backlog_does_not_hold_up_the_loop() -> None:
         assert len(seen) > 10
         assert max(after - before for before, after in pairwise(seen)) <= 12
 
-    run(main, limits=Limits(batch_commands=4, apply_commands=8, pipeline=100))
+    run(main, limits=ProposalLimits(batch_commands=4, apply_commands=8, pipeline=100))
 
 
 def test_garbage_from_a_peer_is_refused() -> None:
@@ -665,7 +672,7 @@ def test_no_load_of_clients_refuses_or_delays_commands_of_the_node_itself() -> N
         assert [result for _, result, error in settled if error is None] == [17, 18]
         await asyncio.gather(*waiting)
 
-    run(main, limits=Limits(pending_commands=40, internal_commands=2, batch_commands=2))
+    run(main, limits=ProposalLimits(pending_commands=40, internal_commands=2, batch_commands=2))
 
 
 def test_what_a_leader_has_to_say_is_not_said_by_one_that_leads_no_longer() -> None:
@@ -728,7 +735,7 @@ def test_a_leader_serves_its_own_clients_and_its_followers_alike() -> None:
         )
         assert max(each[-1] for each in took) < 0.1
 
-    run(main, limits=Limits(batch_commands=32, pipeline=2))
+    run(main, limits=ProposalLimits(batch_commands=32, pipeline=2))
 
 
 async def longest_write(world: World, node: Driver, order: Callable[[], Any]) -> float:

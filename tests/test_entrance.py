@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from doyen.election.presence import ENTERING
 from doyen.errors import NotElected
-from doyen.presence import ENTERING
-from doyen.runtime import ADMITTED, ThreadRuntime
-from doyen.store import Store
+from doyen.lease.runtime import ADMITTED, ThreadRuntime
+from doyen.stores.port import Store
 from doyen.testing.faults import Faults
 from support import Place, now, until, virtual
 

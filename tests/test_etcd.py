@@ -21,7 +21,6 @@ import grpc
 import pytest
 
 import doyen
-from doyen.clock import SystemClock
 from doyen.errors import (
     ConfigError,
     LeaseGone,
@@ -30,12 +29,14 @@ from doyen.errors import (
     StoreUnavailable,
     StoreUnusable,
 )
+from doyen.lease.clock import SystemClock
 from doyen.model import leader_key, line_key
-from doyen.store import Context, open_store
-from doyen.stores.etcd import cluster, reads, rpc, watches
-from doyen.stores.etcd.cluster import Cluster, Connection, Credentials
-from doyen.stores.etcd.leases import Leases
+from doyen.stores.etcd import connection as cluster
+from doyen.stores.etcd import reads, rpc, watches
+from doyen.stores.etcd.connection import Credentials, EtcdChannel, EtcdCluster
+from doyen.stores.etcd.leases import EtcdKeepalive
 from doyen.stores.etcd.store import EtcdStore
+from doyen.stores.port import Context, open_store
 from servers import Etcd, Proxy, free_port
 from servers.wire import http, http_json
 
@@ -261,8 +262,10 @@ def test_an_error_that_is_kept_keeps_no_call_and_so_no_channel() -> None:
     connections."""
 
     async def main() -> None:
-        shared = Cluster([f"127.0.0.1:{free_port()}"], Credentials(), connect_timeout_s=PATIENCE_S)
-        connection = Connection(shared, shared.members[0])
+        shared = EtcdCluster(
+            [f"127.0.0.1:{free_port()}"], Credentials(), connect_timeout_s=PATIENCE_S
+        )
+        connection = EtcdChannel(shared, shared.members[0])
         with pytest.raises(StoreUnavailable, match="onnect") as kept:
             await connection.ready()
         await connection.close()
@@ -364,7 +367,7 @@ def test_a_late_answer_is_not_taken_for_that_of_the_next_renewal() -> None:
 
     async def main() -> None:
         wire = FakeWire()
-        leases = Leases(Cluster(["m"], Credentials(), connect_timeout_s=1), b"witness")
+        leases = EtcdKeepalive(EtcdCluster(["m"], Credentials(), connect_timeout_s=1), b"witness")
         leases._wire = wire  # type: ignore[assignment]
         first = asyncio.create_task(leases.renew(7))
         await turns()

@@ -10,13 +10,13 @@ import grpc.aio
 import pytest
 
 from adversary import Network, WireLoop, WireWorld, run_contest
-from doyen.clock import VirtualClock
 from doyen.errors import LeaseGone, StoreUnavailable
+from doyen.lease.clock import VirtualClock
 from doyen.model import Lease, line_key
-from doyen.store import Context, Creation, Store, open_store
-from doyen.stores.etcd.cluster import Cluster
-from doyen.stores.etcd.leases import Leases
+from doyen.stores.etcd.connection import EtcdCluster
+from doyen.stores.etcd.leases import EtcdKeepalive
 from doyen.stores.etcd.store import EtcdStore
+from doyen.stores.port import Context, Creation, Store, open_store
 from doyen.testing.faults import Faults
 from model_etcd import Channel, EtcdModel
 from swarm import SafetyViolated
@@ -86,8 +86,8 @@ class Agreeing:
         return 0
 
 
-class Unwitnessed(Leases):
-    def __init__(self, cluster: Cluster, witness: bytes) -> None:
+class Unwitnessed(EtcdKeepalive):
+    def __init__(self, cluster: EtcdCluster, witness: bytes) -> None:
         super().__init__(cluster, witness)
 
         async def agree(*_: object, **__: object) -> Agreeing:

@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from doyen.model import Finding
-from doyen.stores.etcd.diagnosis import State, findings
+from doyen.stores.etcd.diagnosis import EtcdMemberState, findings
 from doyen.stores.etcd.store import EtcdStore
 from servers import Etcd, free_port
 from test_etcd import on
 
-GOOD = State(member="h:2379", version="3.6.12")
+GOOD = EtcdMemberState(member="h:2379", version="3.6.12")
 THREE = [replace(GOOD, member=f"h{number}:2379") for number in range(3)]
 
 
-def worries(*states: State) -> list[Finding]:
+def worries(*states: EtcdMemberState) -> list[Finding]:
     return [finding for finding in findings(states) if finding.level != "ok"]
 
 

@@ -18,7 +18,7 @@ from contest import Contest, Place, now
 from doyen.events import Record, Waiting
 from doyen.fencing import GuardedFile
 from doyen.model import leader_key
-from doyen.stores.etcd.diagnosis import State, findings
+from doyen.stores.etcd.diagnosis import EtcdMemberState, findings
 from servers import Etcd, EtcdCluster
 from servers.wire import http, http_json
 from support import gather_leaders, heart_of, lead_until_told, until
@@ -267,7 +267,7 @@ def test_an_election_outlives_the_loss_of_etcds_own_leader(
 def is_sound(cluster: EtcdCluster) -> bool:
     """Whether this version of etcd leaves live leases alone."""
     version = http_json(cluster.members[0].port, "GET", "/version")["etcdserver"]
-    levels = {finding.level for finding in findings([State(member="m", version=version)])}
+    levels = {finding.level for finding in findings([EtcdMemberState(member="m", version=version)])}
     return not levels & {"warning", "problem"}
 
 

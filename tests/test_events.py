@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from doyen import Session
 from doyen.audit import verify
-from doyen.clock import SystemClock, VirtualClock
+from doyen.election.presence import Presence, SessionSettings
 from doyen.events import (
     AWAIT_S,
     Backlog,
@@ -41,10 +41,10 @@ from doyen.events import (
     Telemetry,
     missing,
 )
-from doyen.presence import Presence, Settings
-from doyen.runtime import InlineRuntime
-from doyen.store import Context
+from doyen.lease.clock import SystemClock, VirtualClock
+from doyen.lease.runtime import InlineRuntime
 from doyen.stores.memory import MemoryStore
+from doyen.stores.port import Context
 from support import Place, until_blocking, virtual
 
 ELECTED = Elected(election="billing", name="server1", token=7, lease="l", valid_until=5.0)
@@ -205,7 +205,7 @@ async def test_a_disk_that_stalls_costs_no_lease_and_leaves_a_gap(
     path, takes_s = tmp_path / "audit.jsonl", 0.0
     runtime = SlowDisk(place.clock, lambda: takes_s, limit=8)
     store = MemoryStore(place.server, Context(place.clock, lambda event: None))
-    settings = Settings(url="memory://", ttl_s=6.0, audit=path)
+    settings = SessionSettings(url="memory://", ttl_s=6.0, audit=path)
     async with Session(settings, runtime, store) as session, session.campaign("e") as term:
         await asyncio.sleep(10.0)
         takes_s = 100.0
@@ -336,7 +336,7 @@ async def test_sessions_that_share_a_loop_share_the_allowance(place: Place) -> N
             return Stuck(sink, finish)
 
     runtime = StuckDisk(clock)
-    settings = Settings(url="memory://", ttl_s=6.0, audit=os.devnull)
+    settings = SessionSettings(url="memory://", ttl_s=6.0, audit=os.devnull)
     for _ in range(100):
         store = MemoryStore(place.server, Context(place.clock, lambda event: None))
         presence = await Presence.open(settings, runtime, store=store)

@@ -7,19 +7,19 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from doyen.clock import VirtualClock
 from doyen.errors import DoyenError, LeaseGone, OutcomeUnknown, StoreUnavailable
-from doyen.store import Context
+from doyen.lease.clock import VirtualClock
 from doyen.stores.memory import MemoryServer, MemoryStore
+from doyen.stores.port import Context
 from doyen.testing import (
     Expired,
     Fault,
     Faults,
     FaultyStore,
     Late,
-    Lost,
+    LostCall,
     Odds,
-    Refused,
+    RefusedCall,
     Stray,
     Unanswered,
     run_virtual,
@@ -51,7 +51,12 @@ async def gave_up(call: Awaitable[object], after_s: float = 2.0) -> bool:
 
 @pytest.mark.parametrize(
     ("fault", "done"),
-    [(Lost(), False), (Unanswered(), True), (Stray(after_s=3.0), False), (Late(after_s=3.0), True)],
+    [
+        (LostCall(), False),
+        (Unanswered(), True),
+        (Stray(after_s=3.0), False),
+        (Late(after_s=3.0), True),
+    ],
 )
 def test_what_is_not_answered_hangs_until_the_caller_gives_up(fault: Fault, done: bool) -> None:
     faults = Faults()
@@ -68,8 +73,8 @@ def test_what_is_not_answered_hangs_until_the_caller_gives_up(fault: Fault, done
 @pytest.mark.parametrize(
     ("fault", "error", "done"),
     [
-        (Refused(), StoreUnavailable, False),
-        (Lost(told=True), OutcomeUnknown, False),
+        (RefusedCall(), StoreUnavailable, False),
+        (LostCall(told=True), OutcomeUnknown, False),
         (Unanswered(told=True), OutcomeUnknown, True),
     ],
 )
@@ -265,5 +270,5 @@ def test_one_seed_is_one_run() -> None:
     assert [scramble(seed) for seed in range(8)] == runs
     assert len({repr(run) for run in runs}) == 8
     everything = repr(runs)
-    for fault in (Late, Lost, Unanswered, Refused, Stray, Expired):
+    for fault in (Late, LostCall, Unanswered, RefusedCall, Stray, Expired):
         assert fault.__name__ in everything

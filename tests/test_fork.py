@@ -19,9 +19,9 @@ import pytest
 import doyen
 from doyen import BlockingSession, SessionClosed, Term, TermState
 from doyen import term as term_module
+from doyen.election.presence import SessionSettings
 from doyen.events import Hindered, Queued, Record
-from doyen.presence import Settings
-from doyen.runtime import ThreadRuntime
+from doyen.lease.runtime import ThreadRuntime
 from support import heart_of, presence_of, until_blocking
 
 # From 3.12 on Python warns of forks in a process with threads, which is what is on trial here.
@@ -153,7 +153,7 @@ def test_what_reports_for_the_parent_holds_up_no_child(tmp_path: Path) -> None:
     def sink(_: Record) -> None:
         stuck.wait(20)
 
-    settings = Settings(url="memory://reports", ttl_s=5, audit=audit, sinks=(sink,))
+    settings = SessionSettings(url="memory://reports", ttl_s=5, audit=audit, sinks=(sink,))
     logger.addHandler(handler)
     try:
         with BlockingSession(settings) as session, session.campaign("e"):

@@ -6,7 +6,7 @@ import asyncio
 from functools import partial
 
 from doyen.session import OBSERVED
-from doyen.store import Store
+from doyen.stores.port import Store
 from support import TTL_S, Place, heart_of, lead_until_told, soon, until, virtual
 
 

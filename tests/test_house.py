@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import doyen
-from doyen.runtime import LOGGERS
+from doyen.lease.runtime import LOGGERS
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
@@ -128,7 +128,7 @@ def test_only_the_clock_reads_the_wall_clock(path: Path) -> None:
 
 @each_source
 def test_a_failure_after_the_waiter_has_gone_is_not_reported(path: Path) -> None:
-    """From Python 3.14 on, `asyncio.shield` reports it; `doyen.waiting.shared` does not."""
+    """From Python 3.14 on, `asyncio.shield` reports it; `doyen._waiting.shared` does not."""
     assert not uses(path, "asyncio", {"shield"})
 
 
@@ -188,7 +188,10 @@ def test_importing_doyen_is_light() -> None:
     )
     loaded = set(result.stdout.split())
     heavy = {"hypothesis", "msgspec", "pytest", "rich", "sqlite3", "_sqlite3", "ctypes", "uvloop"}
-    lazy = {"audit", "cli", "consensus", "fencing", "quorum", "stores", "supervise", "testing"}
+    adapters = {"memory", "sqlite", "etcd", "zookeeper", "consul", "sql", "redis", "nats", "quorum"}
+    lazy = {"audit", "cli", "fencing", "supervise", "testing"}
+    lazy |= {f"stores.{name}" for name in adapters}
+    lazy |= {f"quorum.{name}" for name in ("consensus", "keyspace", "protocol")}
     assert not loaded & (heavy | {f"doyen.{name}" for name in lazy})
 
 

@@ -26,28 +26,28 @@ from doyen import (
     Term,
     TermState,
 )
-from doyen.clock import VirtualClock
-from doyen.election import Candidacy
+from doyen.election.candidate import Candidacy
+from doyen.election.presence import Presence
 from doyen.errors import LeaseGone, StoreUnavailable
 from doyen.events import Elected, Event, Lost, Overrun, Waiting
-from doyen.heart import Heart
+from doyen.lease.clock import VirtualClock
+from doyen.lease.keepalive import Heart
+from doyen.lease.timing import Timing
 from doyen.model import Claim, Entry, Leader, Lease, leader_key
-from doyen.presence import Presence
 from doyen.session import Campaign
-from doyen.store import Creation, Store
 from doyen.stores.memory import MemoryServer, _Held
+from doyen.stores.port import Creation, Store
 from doyen.testing.faults import (
     Expired,
     Faults,
     FaultyStore,
-    Refused,
+    RefusedCall,
     Stray,
     Unanswered,
 )
 from doyen.testing.faults import (
-    Lost as Unheard,
+    LostCall as Unheard,
 )
-from doyen.timing import Timing
 from mutants_nodes import answer_ignored
 from support import STOP_BUDGET_S, TTL_S, VALID_S, Place, heart_of, now, until, virtual
 
@@ -254,7 +254,7 @@ async def test_every_failure_to_renew_stops_the_body(place: Place, how: str) -> 
     if how == "lease gone":
         faults.next("renew", Expired())
     elif how == "refused":
-        faults.next("renew", *[Refused()] * 1000)
+        faults.next("renew", *[RefusedCall()] * 1000)
     elif how == "silent":
         faults.next("renew", *[Unheard()] * 1000)
     terms: list[Term] = []
@@ -447,7 +447,7 @@ async def test_a_store_error_extends_nothing(place: Place) -> None:
     faults = Faults()
     a, b = await place.open(faults), await place.open()
     terms: list[Term] = []
-    faults.next("renew", *[Refused()] * 1000)
+    faults.next("renew", *[RefusedCall()] * 1000)
     in_background(hold_on(a, terms, name="a"))
     await until(lambda: terms)
     in_background(hold_on(b, terms, name="b"))
@@ -617,7 +617,7 @@ async def test_a_claim_given_up_unanswered_leaks_nothing(
             pass
 
 
-@pytest.mark.parametrize("fault", [Refused(), Unheard(), Unheard(told=True), Unanswered()])
+@pytest.mark.parametrize("fault", [RefusedCall(), Unheard(), Unheard(told=True), Unanswered()])
 @broken_by(failed_renewal_ends_renewing)
 async def test_one_failed_renewal_is_not_the_last(place: Place, fault: Any) -> None:
     """redisson#775: after one failed renewal the next was never scheduled."""

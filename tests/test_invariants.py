@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from doyen.consensus.core import (
+from doyen.quorum.consensus.core import (
     Committed,
     Effect,
-    Entry,
+    EntryKind,
     Install,
-    Kind,
+    LogEntry,
     Membership,
     Persist,
     Recovered,
@@ -19,8 +19,8 @@ from doyen.consensus.core import (
     Send,
     Snapshot,
 )
-from doyen.consensus.invariants import Cluster, InvariantBroken, check, check_step, facts
-from doyen.consensus.raft import VoteReply
+from doyen.quorum.consensus.invariants import ClusterView, InvariantBroken, check, check_step, facts
+from doyen.quorum.consensus.raft import VoteReply
 
 ABC = Membership(("a", "b", "c"))
 
@@ -46,16 +46,16 @@ class Puppet:
         return self
 
 
-def entry(generation: int, data: bytes = b"x") -> Entry:
-    return Entry(generation, Kind.COMMANDS, data)
+def entry(generation: int, data: bytes = b"x") -> LogEntry:
+    return LogEntry(generation, EntryKind.COMMANDS, data)
 
 
-def persist(first: int, *entries: Entry, keep: bool = False) -> Persist:
+def persist(first: int, *entries: LogEntry, keep: bool = False) -> Persist:
     return Persist(1, None, first, entries, keep)
 
 
-def cluster(*puppets: Puppet, ballots: bool = False) -> Cluster:
-    them = Cluster(ballots=ballots, vote_in=lambda send: (send.message.generation, send.peer))
+def cluster(*puppets: Puppet, ballots: bool = False) -> ClusterView:
+    them = ClusterView(ballots=ballots, vote_in=lambda send: (send.message.generation, send.peer))
     them.majorities = False
     for puppet in puppets:
         them.started(puppet, Recovered())

@@ -16,23 +16,23 @@ from random import Random
 import pytest
 from msgspec import Struct
 
-from doyen.consensus.core import (
-    Entry,
+from doyen.errors import StoreUnavailable, StoreUnusable
+from doyen.quorum.consensus.core import (
+    EntryKind,
     Install,
-    Kind,
+    LogEntry,
     Membership,
     Persist,
     Recovered,
     Snapshot,
 )
-from doyen.errors import StoreUnavailable, StoreUnusable
-from doyen.node import journal as module
-from doyen.node.backup import backup, inspect, restore
-from doyen.node.journal import FileJournal, Identity, MemoryJournal
-from doyen.node.ports import Journal
+from doyen.quorum.node import journal as module
+from doyen.quorum.node.backup import backup, inspect, restore
+from doyen.quorum.node.interfaces import Journal
+from doyen.quorum.node.journal import DirectoryIdentity, FileJournal, MemoryJournal
 from fragile import FragileDisk
 
-WHOSE = Identity("c1", "n1", "raft")
+WHOSE = DirectoryIdentity("c1", "n1", "raft")
 MEMBERS = Membership(("n1", "n2", "n3"))
 WRITER = [sys.executable, str(Path(__file__).with_name("journal_writer.py"))]
 
@@ -66,8 +66,8 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-def entries(count: int, size: int = 10) -> list[Entry]:
-    return [Entry(1, 1, bytes(size))] * count
+def entries(count: int, size: int = 10) -> list[LogEntry]:
+    return [LogEntry(1, 1, bytes(size))] * count
 
 
 async def each(pieces: list[bytes]) -> AsyncIterator[bytes]:
@@ -89,7 +89,7 @@ def found(folder: Path) -> Recovered:
     return asyncio.run(look())
 
 
-def refusal(folder: Path, identity: Identity = WHOSE) -> str:
+def refusal(folder: Path, identity: DirectoryIdentity = WHOSE) -> str:
     with pytest.raises(StoreUnusable) as refused:
         FileJournal(folder, identity)
     return str(refused.value)
@@ -101,7 +101,7 @@ def test_what_was_written_is_found_again(tmp_path: Path) -> None:
         assert journal.recovered == Recovered(entries=[])
         acks = Acks(journal)
         journal.persist(Persist(1, Voted(3, "n2"), 1, entries(5)))
-        journal.persist(Persist(2, None, 3, [Entry(3, 1, b"x")]))
+        journal.persist(Persist(2, None, 3, [LogEntry(3, 1, b"x")]))
         journal.persist(Persist(3))
         await acks.upto(3)
         assert not journal.full()
@@ -110,7 +110,7 @@ def test_what_was_written_is_found_again(tmp_path: Path) -> None:
 
     asyncio.run(write())
     assert found(tmp_path / "a" / "b") == Recovered(
-        Voted(3, "n2"), None, [*entries(2), Entry(3, 1, b"x")]
+        Voted(3, "n2"), None, [*entries(2), LogEntry(3, 1, b"x")]
     )
 
 
@@ -178,8 +178,8 @@ class TestWhose:
     def test_a_child_does_not_hold_what_its_parent_held(self, tmp_path: Path) -> None:
         script = f"""
 import os, pathlib, sys
-from doyen.node.journal import FileJournal, Identity
-journal = FileJournal(pathlib.Path({str(tmp_path)!r}), Identity("c1", "n1", "raft"))
+from doyen.quorum.node.journal import FileJournal, DirectoryIdentity
+journal = FileJournal(pathlib.Path({str(tmp_path)!r}), DirectoryIdentity("c1", "n1", "raft"))
 if os.fork():
     os._exit(0)
 print("child", flush=True)
@@ -196,13 +196,19 @@ sys.stdin.read()
     @pytest.mark.parametrize(
         ("identity", "words"),
         [
-            (Identity("c2", "n1", "raft"), "belongs to cluster 'c1', and this is cluster 'c2'"),
-            (Identity("c1", "n2", "raft"), "belongs to node 'n1', and this is node 'n2'"),
-            (Identity("c1", "n1", "zab"), "belongs to protocol 'raft', and this is protocol 'zab'"),
+            (
+                DirectoryIdentity("c2", "n1", "raft"),
+                "belongs to cluster 'c1', and this is cluster 'c2'",
+            ),
+            (DirectoryIdentity("c1", "n2", "raft"), "belongs to node 'n1', and this is node 'n2'"),
+            (
+                DirectoryIdentity("c1", "n1", "zab"),
+                "belongs to protocol 'raft', and this is protocol 'zab'",
+            ),
         ],
     )
     def test_another_s_folder_is_refused(
-        self, tmp_path: Path, identity: Identity, words: str
+        self, tmp_path: Path, identity: DirectoryIdentity, words: str
     ) -> None:
         found(tmp_path)
         refused = refusal(tmp_path, identity)
@@ -210,7 +216,7 @@ sys.stdin.read()
         assert "the folder it had before, or an empty one" in refused
 
     def test_a_later_format_is_refused(self, tmp_path: Path) -> None:
-        asyncio.run(FileJournal(tmp_path, Identity("c1", "n1", "raft", format=2)).close())
+        asyncio.run(FileJournal(tmp_path, DirectoryIdentity("c1", "n1", "raft", format=2)).close())
         assert "later doyen (format 2" in refusal(tmp_path)
 
     def test_a_lost_log_is_not_begun_anew(self, tmp_path: Path) -> None:
@@ -443,8 +449,8 @@ class TestBackups:
             journal.persist(Persist(1, Voted(4, "n2"), 1, entries(8)))
             if snapshot:
                 await journal.take_snapshot(Snapshot(6, 1, MEMBERS), iter([b"a", b"b"]))
-            joined = Entry(3, Kind.MEMBERSHIP, b"whoever")
-            journal.persist(Persist(2, None, 9, [joined, Entry(4, 1, b"last")]))
+            joined = LogEntry(3, EntryKind.MEMBERSHIP, b"whoever")
+            journal.persist(Persist(2, None, 9, [joined, LogEntry(4, 1, b"last")]))
             await acks.upto(2)
             await journal.close()
 
@@ -458,20 +464,20 @@ class TestBackups:
         assert (saved.identity, saved.state) == (WHOSE, [4, "n2"])
         assert (saved.last, saved.generation) == (10, 4)
         alone = Membership(("m1",))
-        contents = restore(file, new, Identity("c2", "m1", "raft"), alone, [b"lift"])
+        contents = restore(file, new, DirectoryIdentity("c2", "m1", "raft"), alone, [b"lift"])
         assert (contents.first, contents.last) == (7 if snapshot else 1, 12)
 
         async def read() -> None:
-            journal = FileJournal(new, Identity("c2", "m1", "raft"), Voted)
+            journal = FileJournal(new, DirectoryIdentity("c2", "m1", "raft"), Voted)
             recovered = journal.recovered
             assert recovered.state == Voted(4, "n2")
             if snapshot:
                 assert await collected(journal) == (Snapshot(6, 1, alone), [b"a", b"b"])
             *before, gone, last, members, lifted = recovered.entries
             assert before == entries(2 if snapshot else 8)
-            assert (gone, last) == (Entry(3, 0, b""), Entry(4, 1, b"last"))
-            assert (members.generation, members.kind) == (4, Kind.MEMBERSHIP)
-            assert lifted == Entry(4, 1, b"lift")
+            assert (gone, last) == (LogEntry(3, 0, b""), LogEntry(4, 1, b"last"))
+            assert (members.generation, members.kind) == (4, EntryKind.MEMBERSHIP)
+            assert lifted == LogEntry(4, 1, b"lift")
             await journal.close()
 
         asyncio.run(read())
@@ -485,7 +491,7 @@ class TestBackups:
             for damaged in (whole[:at], whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :]):
                 file.write_bytes(damaged)
                 with pytest.raises(StoreUnusable, match=r"another backup|later doyen"):
-                    restore(file, new, Identity("c2", "m1", "raft"), MEMBERS)
+                    restore(file, new, DirectoryIdentity("c2", "m1", "raft"), MEMBERS)
         assert not new.exists()
 
     def test_refusals(self, tmp_path: Path) -> None:
@@ -498,9 +504,9 @@ class TestBackups:
         asyncio.run(journal.close())
         backup(old, file)
         for identity, folder, words in (
-            (Identity("c1", "m1", "raft"), tmp_path / "new", "another name"),
-            (Identity("c2", "m1", "zab"), tmp_path / "new", "runs raft, not zab"),
-            (Identity("c2", "m1", "raft"), old, "is not empty"),
+            (DirectoryIdentity("c1", "m1", "raft"), tmp_path / "new", "another name"),
+            (DirectoryIdentity("c2", "m1", "zab"), tmp_path / "new", "runs raft, not zab"),
+            (DirectoryIdentity("c2", "m1", "raft"), old, "is not empty"),
         ):
             with pytest.raises(StoreUnusable, match=words):
                 restore(file, folder, identity, MEMBERS)

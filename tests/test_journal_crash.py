@@ -16,16 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from doyen.consensus.core import Entry, Install, Membership, Persist, Snapshot
 from doyen.errors import StoreUnavailable, StoreUnusable
-from doyen.node import folder, frames, journal
-from doyen.node.folder import SnapshotReader
-from doyen.node.frames import SyncFailed
-from doyen.node.journal import FileJournal, Identity
+from doyen.quorum.consensus.core import Install, LogEntry, Membership, Persist, Snapshot
+from doyen.quorum.node import data_directory as folder
+from doyen.quorum.node import framed_files as frames
+from doyen.quorum.node import journal
+from doyen.quorum.node.data_directory import SnapshotReader
+from doyen.quorum.node.framed_files import SyncFailed
+from doyen.quorum.node.journal import DirectoryIdentity, FileJournal
 from fragile import LUCK, Crashed, FragileDisk
 
 FOLDER = Path("data")
-WHOSE = Identity("c1", "n1", "raft")
+WHOSE = DirectoryIdentity("c1", "n1", "raft")
 MEMBERS = Membership(("n1", "n2", "n3"))
 
 
@@ -39,8 +41,8 @@ def opened(disk: FragileDisk, **sizes: int) -> FileJournal:
     return FileJournal(FOLDER, WHOSE, Voted, disk=disk, **settings)
 
 
-def entry(n: int) -> Entry:
-    return Entry(n // 7, 1, b"%d" % n * (n % 9))
+def entry(n: int) -> LogEntry:
+    return LogEntry(n // 7, 1, b"%d" % n * (n % 9))
 
 
 def pieces_of(snapshot: Snapshot) -> list[bytes]:
@@ -52,7 +54,7 @@ class Life:
 
     def __init__(self) -> None:
         self.state: Voted | None = None
-        self.log: dict[int, Entry] = {}
+        self.log: dict[int, LogEntry] = {}
         self.end = 0
         self.installed = 0
 
@@ -100,7 +102,7 @@ class Rig:
         self.lives.append(life)
         return life
 
-    def entries(self, count: int) -> list[Entry]:
+    def entries(self, count: int) -> list[LogEntry]:
         self._numbers += count
         return [entry(n) for n in range(self._numbers - count, self._numbers)]
 
@@ -544,7 +546,7 @@ class TestMutants:
             crash_everywhere(snapshotting)
 
     def test_a_batch_found_but_never_synced(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(folder.Log, "_write_again", lambda log, name, start, end: None)
+        monkeypatch.setattr(folder.LogWriter, "_write_again", lambda log, name, start, end: None)
         with pytest.raises(AssertionError):
             for story in STORIES:
                 found_is_kept(story)

@@ -13,16 +13,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from doyen.clock import VirtualClock
 from doyen.errors import LeaseGone, TicketGone
+from doyen.lease.clock import VirtualClock
 from doyen.model import Entry
-from doyen.quorum import history as histories
-from doyen.quorum import keyspace as words
-from doyen.quorum.history import Change, History, Kind
-from doyen.quorum.keyspace import (
+from doyen.quorum.keyspace import history as histories
+from doyen.quorum.keyspace import state as words
+from doyen.quorum.keyspace.history import Change, ChangeKind, History
+from doyen.quorum.keyspace.ordered import FULL, Ordered
+from doyen.quorum.keyspace.state import (
     Advance,
     Begin,
-    Command,
+    ConditionFailed,
     Create,
     Delete,
     Done,
@@ -31,26 +32,25 @@ from doyen.quorum.keyspace import (
     Full,
     Gone,
     Grant,
-    Granted,
     Keyspace,
+    KeyspaceCommand,
+    LeaseGranted,
     Malformed,
     Put,
     Quota,
     Raise,
     Reap,
-    Record,
-    Refused,
     Result,
     Revoke,
     Stands,
+    StoredEntry,
     Ticketed,
     UnknownCommand,
     Written,
     decode_result,
     encode,
 )
-from doyen.quorum.ordered import FULL, Ordered
-from doyen.quorum.versions import FIRST
+from doyen.quorum.keyspace.versions import FIRST
 from doyen.stores.memory import MemoryServer
 
 KEYS = ["a", "a/b", "a0", "line/5", "line/5/deep"]
@@ -58,7 +58,7 @@ LINES = ["line", "a/line", "a"]
 places = st.integers(0, 12)
 
 
-def do(keyspace: Keyspace, command: Command) -> Any:
+def do(keyspace: Keyspace, command: KeyspaceCommand) -> Any:
     return decode_result(keyspace.apply(encode(command)))
 
 
@@ -84,12 +84,12 @@ class Same(RuleBasedStateMachine):
         """Numbers of the model, and what they are with us."""
         self.old: list[tuple[Iterator[bytes], list[bytes]]] = []
 
-    def do(self, command: Command) -> Result:
+    def do(self, command: KeyspaceCommand) -> Result:
         result = do(self.real, command)
         assert do(self.twin, command) == result
         return result  # type: ignore[no-any-return]
 
-    def same(self, entry: Entry | None, record: Record | None) -> None:
+    def same(self, entry: Entry | None, record: StoredEntry | None) -> None:
         assert (entry is None) == (record is None)
         if entry is None or record is None:
             return
@@ -112,7 +112,7 @@ class Same(RuleBasedStateMachine):
     @rule(ttl_s=st.floats(0.1, 100))
     def grant(self, ttl_s: float) -> None:
         granted = self.do(Grant(ttl_s))
-        assert isinstance(granted, Granted)
+        assert isinstance(granted, LeaseGranted)
         self.leases.append((self.model.grant(ttl_s).id, granted.lease))
 
     @rule(place=places, expire=st.booleans())
@@ -125,8 +125,8 @@ class Same(RuleBasedStateMachine):
     @rule(era=st.integers(0, 5), place=places)
     def change_leaders(self, era: int, place: int) -> None:
         before = self.real.era
-        assert self.do(Begin(era)) == (Done() if era > before else Refused())
-        assert self.do(Expire(self.real.era - 1, (self.lease(place)[1],))) == Refused()
+        assert self.do(Begin(era)) == (Done() if era > before else ConditionFailed())
+        assert self.do(Expire(self.real.era - 1, (self.lease(place)[1],))) == ConditionFailed()
 
     @rule(place=places, at=places, value=st.binary(max_size=2))
     def create(self, place: int, at: int, value: bytes) -> None:
@@ -150,7 +150,7 @@ class Same(RuleBasedStateMachine):
         assert version is None or isinstance(version, int)
         entry = self.model.put(key, value, version)
         result = self.do(Put(our_key, value, self.pairs[version or 0]))
-        assert isinstance(result, Refused if entry is None else Written)
+        assert isinstance(result, ConditionFailed if entry is None else Written)
         self.same(self.model.get(key), self.real.get(our_key))
 
     @rule(at=places, value=st.binary(max_size=2))
@@ -159,7 +159,7 @@ class Same(RuleBasedStateMachine):
         if key.count("/") < 4:
             entry = self.model.put(f"{key}/s", value, None)
             result = self.do(Put(f"{our_key}/s", value, 0))
-            assert isinstance(result, Refused if entry is None else Written)
+            assert isinstance(result, ConditionFailed if entry is None else Written)
             self.same(self.model.get(f"{key}/s"), self.real.get(f"{our_key}/s"))
 
     @rule(at=places, named=st.booleans(), off=st.sampled_from([0, 0, 1]))
@@ -170,10 +170,10 @@ class Same(RuleBasedStateMachine):
         assert version is None or isinstance(version, int)
         ours = self.pairs[version] + off if version else 0
         if off and version:
-            assert self.do(Delete(our_key, ours)) == Refused()
+            assert self.do(Delete(our_key, ours)) == ConditionFailed()
             return
         deleted = self.model.delete(key, version)
-        assert self.do(Delete(our_key, ours)) == (Done() if deleted else Refused())
+        assert self.do(Delete(our_key, ours)) == (Done() if deleted else ConditionFailed())
 
     @rule(
         place=places,
@@ -307,7 +307,7 @@ def test_a_lease_ends_at_once_and_its_keys_go_in_slices(monkeypatch: pytest.Monk
     assert keyspace.ahead(standing) is None
     for key in (*keys, "leader"):
         assert keyspace.get(key) is None
-        assert do(keyspace, Delete(key, 0)) == Refused()
+        assert do(keyspace, Delete(key, 0)) == ConditionFailed()
     again = do(keyspace, Create("leader", b"new", other))
     assert isinstance(again, Written), "what is ended stands in nobody's way"
 
@@ -326,7 +326,7 @@ def test_a_lease_ends_at_once_and_its_keys_go_in_slices(monkeypatch: pytest.Monk
 
     changes = keyspace.history.after(before)
     assert changes is not None
-    ends = [change for change in changes if change.kind is Kind.END]
+    ends = [change for change in changes if change.kind is ChangeKind.END]
     assert [change.key for change in ends] == keys, "in the order in which they were bound"
     assert {change.lease for change in ends} == {lease}
     revisions = [change.revision for change in ends]
@@ -370,13 +370,13 @@ def test_a_raised_version_is_never_lowered_and_begins_a_history_that_all_nodes_h
     replica = twin(keyspace)
     for each in (keyspace, replica):
         assert do(each, Raise(2)) == Done()
-        assert do(each, Raise(2)) == do(each, Raise(1)) == Refused()
+        assert do(each, Raise(2)) == do(each, Raise(1)) == ConditionFailed()
         do(each, Put("b", b"", 0))
     assert [*keyspace.snapshot()] == [*replica.snapshot()]
     assert keyspace.history.after(0) is None
     restored = twin(keyspace)
     assert restored.version == 2
-    assert restored.history.after(1) == [Change(2, "b", Kind.PUT)]
+    assert restored.history.after(1) == [Change(2, "b", ChangeKind.PUT)]
     assert restored.history.after(0) is None
 
 
@@ -440,7 +440,7 @@ def test_a_late_expiry_of_an_earlier_leader_ends_nothing() -> None:
     lease = do(keyspace, Grant(1.0)).lease
     do(keyspace, Create("k", b"v", lease))
     do(keyspace, Begin(4))
-    assert do(keyspace, Expire(3, (lease,))) == Refused()
+    assert do(keyspace, Expire(3, (lease,))) == ConditionFailed()
     assert keyspace.get("k") is not None
     assert do(keyspace, Expire(4, (lease,))) == Done()
     assert keyspace.get("k") is None
@@ -481,8 +481,8 @@ def test_history_tells_what_changed_since() -> None:
     assert not keyspace.history.changed("a/b", one)
     assert not keyspace.history.changed("a/bb", 0)
     assert keyspace.history.changed("a/b/c", 0)
-    assert keyspace.history.after(one) == [Change(2, "a/d", Kind.PUT)]
-    assert keyspace.history.after(0, "a/b") == [Change(1, "a/b/c", Kind.PUT)]
+    assert keyspace.history.after(one) == [Change(2, "a/d", ChangeKind.PUT)]
+    assert keyspace.history.after(0, "a/b") == [Change(1, "a/b/c", ChangeKind.PUT)]
     two = keyspace.revision
     do(keyspace, Delete("a/b/c", 0))
     assert keyspace.history.changed("a/b", two)
@@ -513,7 +513,7 @@ def test_what_is_kept_of_the_history_is_bounded(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(histories, "INDEX_BYTES", 20_000)
     history, seen = History(), 0
     for revision in range(1, 1000):
-        history.add(Change(revision, f"{revision}/" + "x/" * 50, Kind.PUT))
+        history.add(Change(revision, f"{revision}/" + "x/" * 50, ChangeKind.PUT))
         if revision % 7 == 0:
             seen += history.changed("quiet", revision - 2)
             assert history.changed(f"{revision}/x", revision - 1)

@@ -20,21 +20,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from doyen.consensus.core import Effect, Entry, Event, Kind, Persist, Send
-from doyen.consensus.server import Peer
-from doyen.consensus.smallest_id import SmallestId, Stand
-from doyen.consensus.zab import Zab
 from doyen.errors import ConfigError
 from doyen.lab import runner
 from doyen.lab.checkers import Violation
-from doyen.lab.disk import Disk, Rotten
-from doyen.lab.host import Host
+from doyen.lab.disk import Rotten, SimulatedDisk
 from doyen.lab.linearizability import Operation, linearizable, witnessed
 from doyen.lab.plan import KINDS, LEADER, PLOTS, Fault, Plan, Weather, draw, stream
 from doyen.lab.protocols import PROTOCOLS, known
 from doyen.lab.runner import (
-    Found,
-    Progress,
+    FoundFailure,
+    HuntProgress,
     compare,
     hunt,
     hunt_mutant,
@@ -44,9 +39,14 @@ from doyen.lab.runner import (
     run,
     save,
 )
+from doyen.lab.server import SimulatedServer
 from doyen.lab.shrink import shrink
 from doyen.lab.story import tell
-from doyen.lab.world import Outcome, Statistics, World, run_plan
+from doyen.lab.world import RunOutcome, Statistics, World, run_plan
+from doyen.quorum.consensus.common import Peer
+from doyen.quorum.consensus.core import CoreEvent, Effect, EntryKind, LogEntry, Persist, Send
+from doyen.quorum.consensus.smallest_id import SmallestId, Stand
+from doyen.quorum.consensus.zab import Zab
 
 CALM = Plan(protocol="raft", nodes=5, seed=1, for_s=6.0)
 
@@ -230,7 +230,7 @@ def test_nobody_duels_where_messages_are_slow_and_steady(protocol: str) -> None:
 def test_a_client_that_nobody_answers_asks_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
     """By chance alone it may ask the same few again and again, dead as they are."""
     asked: list[str] = []
-    monkeypatch.setattr(Host, "asked", lambda host, request: asked.append(host.id))
+    monkeypatch.setattr(SimulatedServer, "asked", lambda host, request: asked.append(host.id))
     for seed in range(20):
         world = World(msgspec.structs.replace(CALM, seed=seed, clients=1))
         asked.clear()
@@ -280,14 +280,14 @@ def test_snapshots_stand_for_what_was_applied() -> None:
 # Disks.
 
 
-def entries(*generations: int) -> tuple[Entry, ...]:
-    return tuple(Entry(generation, Kind.COMMANDS, b"") for generation in generations)
+def entries(*generations: int) -> tuple[LogEntry, ...]:
+    return tuple(LogEntry(generation, EntryKind.COMMANDS, b"") for generation in generations)
 
 
 def test_a_disk_keeps_what_was_synced_and_a_beginning_of_the_rest() -> None:
     kept = set()
     for seed in range(50):
-        disk = Disk()
+        disk = SimulatedDisk()
         disk.queue += [
             Persist(1, "first", 1, entries(1, 1)),
             Persist(2, "second", 2, entries(2)),
@@ -301,7 +301,7 @@ def test_a_disk_keeps_what_was_synced_and_a_beginning_of_the_rest() -> None:
 
 
 def test_a_rotten_disk_gives_nothing() -> None:
-    disk = Disk()
+    disk = SimulatedDisk()
     disk.flip(stream(1, "disk"))
     with pytest.raises(Rotten):
         disk.recover()
@@ -461,7 +461,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("failing")
 def test_what_a_hunt_finds_is_reduced_and_told() -> None:
-    told: list[Found] = []
+    told: list[FoundFailure] = []
     seen: list[int] = []
     done = hunt(
         ["smallest-id"],
@@ -484,9 +484,9 @@ def test_what_a_hunt_had_found_when_it_was_interrupted_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(runner, "_workers", lambda jobs: Here(interrupted_by=runner.reduce))
-    told: list[Found] = []
+    told: list[FoundFailure] = []
 
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: HuntProgress) -> None:
         if progress.found:
             raise KeyboardInterrupt
 
@@ -505,12 +505,12 @@ def test_what_was_found_is_told_though_nobody_is_left_to_reduce_it(
             if work is runner.reduce:
                 raise BrokenProcessPool
             done: Future[object] = Future()
-            done.set_result((Progress(seeds=1), [failed]))
+            done.set_result((HuntProgress(seeds=1), [failed]))
             return done
 
     failed = run_plan(CALM)
     monkeypatch.setattr(runner, "_workers", lambda jobs: nullcontext(Pool()))
-    told: list[Found] = []
+    told: list[FoundFailure] = []
     with pytest.raises(BrokenProcessPool):
         hunt(["raft"], range(8), tell=told.append)
     assert [each.outcome for each in told] == [failed]
@@ -546,10 +546,10 @@ def test_what_fails_is_made_small_and_can_be_run_again(tmp_path: Path) -> None:
 def test_shrinking_takes_the_fewest_clients_and_servers_at_once() -> None:
     tried: list[Plan] = []
 
-    def fails(plan: Plan) -> Outcome:
+    def fails(plan: Plan) -> RunOutcome:
         tried.append(plan)
         found = [Violation("always", 20.0, "")]
-        return Outcome(
+        return RunOutcome(
             plan=plan, events=0, trace_hash="", violations=found, statistics=Statistics()
         )
 
@@ -630,7 +630,7 @@ def test_plans_are_data() -> None:
 
 
 def test_a_hunt_on_several_processes() -> None:
-    seen: list[Progress] = []
+    seen: list[HuntProgress] = []
     done = hunt(["raft", "smallest-id"], range(8), jobs=2, for_s=3, progress=seen.append)
     assert not done.found
     assert done.progress.seeds == 16
@@ -679,7 +679,7 @@ def test_a_driver_that_reorders_is_seen() -> None:
     """Acknowledgements that do not wait for the disk are not on a majority's disks when counted."""
     world = World(CALM.but(weather=msgspec.structs.replace(CALM.weather, fsync_s=0.2)))
 
-    def hasty(host: Host, effect: Send) -> None:
+    def hasty(host: SimulatedServer, effect: Send) -> None:
         host._send(msgspec.structs.replace(effect, after=0))
 
     for host in world.hosts.values():
@@ -690,7 +690,7 @@ def test_a_driver_that_reorders_is_seen() -> None:
 
 def test_a_core_that_raises_is_a_finding() -> None:
     class Raises(SmallestId):
-        def handle(self, event: Event, now: float) -> list[Effect]:
+        def handle(self, event: CoreEvent, now: float) -> list[Effect]:
             if self.commit > 3:
                 raise ValueError("enough")
             return super().handle(event, now)

@@ -19,15 +19,15 @@ import mutants_raft as raft
 import mutants_smallest_id as smallest_id
 import mutants_viewstamped as viewstamped
 import mutants_zab as zab
-from doyen.consensus.core import Making, Persist, Recovered
-from doyen.consensus.raft import Raft
-from doyen.consensus.server import Server
-from doyen.lab.disk import Disk
+from doyen.lab.disk import SimulatedDisk
 from doyen.lab.plan import LEADER, Fault, Plan
 from doyen.lab.protocols import Protocol, known
 from doyen.lab.runner import hunt_mutant, kinds_of, nodes_for, plan_for
 from doyen.lab.story import tell
 from doyen.lab.world import run_plan
+from doyen.quorum.consensus.common import ReplicatedServer
+from doyen.quorum.consensus.core import Making, Persist, Recovered
+from doyen.quorum.consensus.raft import Raft
 
 CUTS = "partition,oneway,bridge"
 HUNT_S = 60.0
@@ -129,13 +129,14 @@ def test_no_mutant_is_left_out(module: ModuleType) -> None:
     there = [
         each
         for each in vars(module).values()
-        if getattr(each, "__module__", "") == module.__name__ and issubclass(each, (Raft, Server))
+        if getattr(each, "__module__", "") == module.__name__
+        and issubclass(each, (Raft, ReplicatedServer))
     ]
     assert there
     assert [each.__name__ for each in there if each not in tried] == []
 
 
-class AcceptsTornTail(Disk):
+class AcceptsTornTail(SimulatedDisk):
     """16: what was being written when the machine stopped is taken for whole."""
 
     def crash(self, rng: random.Random) -> None:
@@ -151,7 +152,7 @@ class AcceptsTornTail(Disk):
         self.received.clear()
 
 
-class CutsOffCorruption(Disk):
+class CutsOffCorruption(SimulatedDisk):
     """17: corruption in the middle of the log is cut off as if it were a torn tail."""
 
     def recover(self) -> Recovered:
@@ -161,7 +162,7 @@ class CutsOffCorruption(Disk):
         return super().recover()
 
 
-class RetriesAfterError(Disk):
+class RetriesAfterError(SimulatedDisk):
     """18: after an error the same writes are synced again, and the kernel has dropped them."""
 
     def failed(self, rng: random.Random) -> bool:
@@ -171,7 +172,7 @@ class RetriesAfterError(Disk):
 
 _EMPTY: dict[str, object] = {"state": None, "first": 0, "entries": ()}
 
-DISKS: list[tuple[Callable[[], Disk], int, str]] = [
+DISKS: list[tuple[Callable[[], SimulatedDisk], int, str]] = [
     (AcceptsTornTail, 1, "crash,power,fsync"),
     (CutsOffCorruption, 2, "rot,crash"),
     (RetriesAfterError, 4, "fsync,crash,stall"),
@@ -179,5 +180,5 @@ DISKS: list[tuple[Callable[[], Disk], int, str]] = [
 
 
 @pytest.mark.parametrize(("disk", "pinned", "faults"), DISKS)
-def test_disks(disk: Callable[[], Disk], pinned: int, faults: str) -> None:
+def test_disks(disk: Callable[[], SimulatedDisk], pinned: int, faults: str) -> None:
     kill(known("raft").but(make_disk=disk), pinned, faults)

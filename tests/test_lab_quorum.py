@@ -15,18 +15,18 @@ import pytest
 from msgspec.msgpack import decode
 
 import mutants_nodes as nodes
-from doyen.consensus.core import Kind, Membership, Received
-from doyen.consensus.raft import Raft
 from doyen.lab.plan import Fault, Plan
+from doyen.lab.processes import NodeHost
 from doyen.lab.protocols import known
 from doyen.lab.quorum import HOLDER, KINDS, NAMED, QuorumWorld, draw
-from doyen.lab.residents import NodeHost
 from doyen.lab.runner import replay, run, save
 from doyen.lab.shrink import shrink
 from doyen.lab.story import tell
-from doyen.lab.world import Outcome
-from doyen.node.peers import Peers
-from doyen.quorum.versions import NEWEST
+from doyen.lab.world import RunOutcome
+from doyen.quorum.consensus.core import EntryKind, Membership, Received
+from doyen.quorum.consensus.raft import Raft
+from doyen.quorum.keyspace.versions import NEWEST
+from doyen.quorum.node.peers import Peers
 
 CALM = Plan(
     protocol="raft",
@@ -118,7 +118,7 @@ def test_a_new_node_joins_and_counts() -> None:
     world = QuorumWorld(plan)
     assert world.run().ok
     leader = decode(
-        [each for each in world.cluster.committed if each.kind is Kind.MEMBERSHIP][-1].data,
+        [each for each in world.cluster.committed if each.kind is EntryKind.MEMBERSHIP][-1].data,
         type=Membership,
     )
     assert "n4" in leader.voters
@@ -159,7 +159,7 @@ def nothing(at: float) -> Fault:
 
 
 @cache
-def calm(at: tuple[float, ...]) -> tuple[QuorumWorld, Outcome]:
+def calm(at: tuple[float, ...]) -> tuple[QuorumWorld, RunOutcome]:
     world = QuorumWorld(CALM.but(faults=tuple(map(nothing, at))))
     return world, world.run()
 
@@ -273,12 +273,12 @@ MUTANTS: list[tuple[nodes.Mutant, int, tuple[str, ...]]] = [
 SEEDS = 60
 
 
-def outcome_of(seed: int, kinds: tuple[str, ...] = KINDS) -> Outcome:
+def outcome_of(seed: int, kinds: tuple[str, ...] = KINDS) -> RunOutcome:
     return QuorumWorld(draw("raft", 3, seed, kinds=kinds, for_s=15)).run()
 
 
 @cache
-def unbroken(seed: int, kinds: tuple[str, ...]) -> Outcome:
+def unbroken(seed: int, kinds: tuple[str, ...]) -> RunOutcome:
     """Many mutants have the same seed."""
     return outcome_of(seed, kinds)
 
@@ -337,7 +337,7 @@ def test_a_node_goes_and_comes_back_and_leads() -> None:
     leaders: list[str] = []
     world.chronicle = lambda at, who, what: leaders.extend([who] * what.startswith("leads"))
     assert world.run().ok
-    changes = [entry for entry in world.cluster.committed if entry.kind is Kind.MEMBERSHIP]
+    changes = [entry for entry in world.cluster.committed if entry.kind is EntryKind.MEMBERSHIP]
     voters = [decode(entry.data, type=Membership).voters for entry in changes]
     # Member ids are recorded in entries of their own.
     assert [len(each) for each, _ in groupby(voters)] == [3, 2, 3]

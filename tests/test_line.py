@@ -10,7 +10,7 @@ import pytest
 import doyen
 from doyen import Session
 from doyen.model import Line
-from doyen.testing.faults import Faults, Late, Refused
+from doyen.testing.faults import Faults, Late, RefusedCall
 from support import Place, lead_until_told, real_server, real_session, until, virtual
 
 
@@ -83,8 +83,8 @@ async def test_a_leader_without_a_ticket_is_seen_to_lead(place: Place) -> None:
 async def test_a_store_that_refuses_is_asked_again(place: Place) -> None:
     """Both watches must stand in the end, or changes of the line would go untold."""
     faults = Faults()
-    faults.next("watch", Late(before_s=0), Refused())
-    faults.next("list", Refused())
+    faults.next("watch", Late(before_s=0), RefusedCall())
+    faults.next("list", RefusedCall())
     session, looking = await place.open(), await place.open(faults)
     observer = Observer(looking)
     await until(lambda: observer.seen)

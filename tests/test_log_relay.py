@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from doyen.runtime import ThreadRuntime
+from doyen.lease.runtime import ThreadRuntime
 from support import until_blocking
 
 log = logging.getLogger("doyen")

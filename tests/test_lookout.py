@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from doyen.clock import VirtualClock
 from doyen.errors import StoreUnavailable
-from doyen.lookout import LeaseRow, Lookout, Survey
+from doyen.lease.clock import VirtualClock
+from doyen.stores.kit.silence import LeaseObserver, LeaseRow, Survey
 from doyen.testing import run_virtual
 
 TTL_S = 10.0
@@ -36,7 +36,7 @@ class Tables:
     failing: bool = False
     looks: list[float] = field(default_factory=list)
     sealed_at: float | None = None
-    lookout: Lookout | None = None
+    lookout: LeaseObserver | None = None
     polled: bool = False
 
     def now(self) -> float:
@@ -87,13 +87,13 @@ def virtually(test: Callable[[Tables], Coroutine[Any, Any, None]]) -> None:
     run_virtual(test(Tables(clock)), clock=clock)
 
 
-def judged(tables: Tables, lookout: Lookout) -> bool:
+def judged(tables: Tables, lookout: LeaseObserver) -> bool:
     return lookout.judge(tables.row()).over
 
 
 def test_a_lease_is_over_after_a_whole_ttl_of_being_seen_unchanged() -> None:
     async def test(tables: Tables) -> None:
-        lookout = Lookout(tables, tables.clock.now, None)
+        lookout = LeaseObserver(tables, tables.clock.now, None)
         tables.clock.advance(1000)
         assert not judged(tables, lookout), "it was only just seen"
         tables.clock.advance(TTL_S - 0.01)
@@ -109,7 +109,7 @@ def test_what_was_seen_before_a_change_does_not_count(change: str) -> None:
     """A server that took over may lack renewals which the one before had confirmed."""
 
     async def test(tables: Tables) -> None:
-        lookout = Lookout(tables, tables.clock.now, None)
+        lookout = LeaseObserver(tables, tables.clock.now, None)
         tables.counter = 7
         judged(tables, lookout)
         tables.clock.advance(TTL_S - 1)
@@ -132,7 +132,7 @@ def test_what_was_seen_before_a_change_does_not_count(change: str) -> None:
 @pytest.mark.parametrize("step_s", [-3600.0, -TTL_S / 2, TTL_S / 2, 3600.0])
 def test_a_stepped_clock_ends_nothing_early_and_delays_little(step_s: float) -> None:
     async def test(tables: Tables) -> None:
-        lookout = Lookout(tables, tables.clock.now, None)
+        lookout = LeaseObserver(tables, tables.clock.now, None)
         tables.renew()
         judged(tables, lookout)
         tables.step_s = step_s
@@ -160,7 +160,7 @@ def test_nothing_is_over_within_a_ttl_of_its_renewal(
     """Whatever the database's clock does, and whenever one looks."""
 
     async def test(tables: Tables) -> None:
-        lookout = Lookout(tables, tables.clock.now, None)
+        lookout = LeaseObserver(tables, tables.clock.now, None)
         renewed = tables.clock.now()
         tables.renew()
         for what, wait_s, step_s in script:
@@ -186,7 +186,7 @@ def test_who_waits_notices_an_end_at_once(seed: int, poll_s: float | None) -> No
     spread of two renewals; it costs one look per renewal."""
 
     async def test(tables: Tables) -> None:
-        lookout = tables.lookout = Lookout(tables, tables.clock.now, poll_s, tables.changes)
+        lookout = tables.lookout = LeaseObserver(tables, tables.clock.now, poll_s, tables.changes)
         tables.polled = poll_s is not None
         told: list[float] = []
         await lookout.watch("e/leader", lambda: told.append(tables.clock.now()))
@@ -210,7 +210,7 @@ def test_who_waits_notices_an_end_at_once(seed: int, poll_s: float | None) -> No
 
 def test_a_database_that_fails_for_a_while_is_asked_again() -> None:
     async def test(tables: Tables) -> None:
-        lookout = tables.lookout = Lookout(tables, tables.clock.now, None)
+        lookout = tables.lookout = LeaseObserver(tables, tables.clock.now, None)
         told = asyncio.Event()
         await lookout.watch("e/leader", told.set)
         await asyncio.sleep(1)
@@ -226,7 +226,7 @@ def test_a_database_that_fails_for_a_while_is_asked_again() -> None:
 
 def test_without_watches_nothing_is_looked_at() -> None:
     async def test(tables: Tables) -> None:
-        lookout = tables.lookout = Lookout(tables, tables.clock.now, 0.05)
+        lookout = tables.lookout = LeaseObserver(tables, tables.clock.now, 0.05)
         watch = await lookout.watch("e/leader", lambda: None)
         await asyncio.sleep(TTL_S / 2)
         watch.close()
@@ -242,7 +242,7 @@ def test_without_watches_nothing_is_looked_at() -> None:
 
 def test_leases_that_are_met_no_more_are_forgotten() -> None:
     async def test(tables: Tables) -> None:
-        lookout = Lookout(tables, tables.clock.now, None)
+        lookout = LeaseObserver(tables, tables.clock.now, None)
         for number in range(100):
             lookout.judge(tables.row()._replace(lease=str(number)))
         tables.clock.advance(100 * TTL_S)
@@ -267,7 +267,7 @@ def test_a_server_that_was_slow_once_is_soon_asked_again(fails: bool) -> None:
                     raise StoreUnavailable("no")
             return await tables.changes(since)
 
-        lookout = Lookout(tables, tables.clock.now, 0.05, changes)
+        lookout = LeaseObserver(tables, tables.clock.now, 0.05, changes)
         told = asyncio.Event()
         watch = await lookout.watch("e", told.set)
         slow = True
@@ -291,7 +291,7 @@ def test_owners_that_could_not_be_found_out_are_asked_for_again(poll_s: float | 
 
     async def test(tables: Tables) -> None:
         changes = None if poll_s is None else tables.changes
-        lookout = tables.lookout = Lookout(tables, tables.clock.now, poll_s, changes)
+        lookout = tables.lookout = LeaseObserver(tables, tables.clock.now, poll_s, changes)
         told = asyncio.Event()
         await lookout.watch("e", told.set)
         tables.failing = True
@@ -313,7 +313,7 @@ class Line:
         self.renewed: dict[str, tuple[int, float]] = {}
         """By lease, its counter and when that last moved."""
         self.tickets: list[tuple[str, str]] = []
-        self.lookouts: list[Lookout] = []
+        self.lookouts: list[LeaseObserver] = []
         self.incarnation = "first"
         self.failing = False
 
@@ -382,7 +382,7 @@ class Line:
     ) -> None:
         """Take a ticket, keep its lease alive, and return when nobody is ahead of it. The `stale`
         leases are followed from the beginning, as a store does when it is opened."""
-        lookout = Lookout(self, self.clock.now, None)
+        lookout = LeaseObserver(self, self.clock.now, None)
         self.lookouts.append(lookout)
         if stale:
             lookout.follow(stale)

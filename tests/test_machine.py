@@ -10,19 +10,27 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from doyen.errors import StoreUnusable
-from doyen.node import machine as module
-from doyen.node.machine import KEYSPACE, USER, Command, Failure, Machine, decode_batch, encode_batch
-from doyen.quorum import keyspace as words
-from doyen.quorum.keyspace import Keyspace
+from doyen.quorum.keyspace import state as words
+from doyen.quorum.keyspace.state import Keyspace
+from doyen.quorum.node import replicated as module
+from doyen.quorum.node.replicated import (
+    KEYSPACE,
+    USER,
+    Command,
+    Failure,
+    ReplicatedMachines,
+    decode_batch,
+    encode_batch,
+)
 from drivers import Tally
 
 
-def machine() -> tuple[Machine, Tally]:
+def machine() -> tuple[ReplicatedMachines, Tally]:
     tally = Tally()
-    return Machine({USER: tally}), tally
+    return ReplicatedMachines({USER: tally}), tally
 
 
-def one(machine: Machine, index: int, *command: Any) -> Any:
+def one(machine: ReplicatedMachines, index: int, *command: Any) -> Any:
     (result,) = machine.apply(index, [Command(*command)])
     return result
 
@@ -52,12 +60,14 @@ def test_results_are_kept_until_they_are_had() -> None:
     assert len(tally.done) == 6
 
 
-def keyspace_machine(version: int) -> tuple[Machine, Keyspace]:
+def keyspace_machine(version: int) -> tuple[ReplicatedMachines, Keyspace]:
     keyspace = Keyspace(version)
-    return Machine({KEYSPACE: keyspace}), keyspace
+    return ReplicatedMachines({KEYSPACE: keyspace}), keyspace
 
 
-def write(machine: Machine, client: str, seq: int, command: words.Command) -> Any:
+def write(
+    machine: ReplicatedMachines, client: str, seq: int, command: words.KeyspaceCommand
+) -> Any:
     body = words.encode(command)
     (result,) = machine.apply(1, [Command(client, seq, 1, KEYSPACE, body)])
     return result if isinstance(result, Failure) else words.decode_result(result)
@@ -101,13 +111,13 @@ def test_results_of_the_keyspace_are_kept_within_bounds() -> None:
 
 def test_results_of_all_clients_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TABLE_BYTES", 10_000)
-    replica = Machine({USER: Odd(b"x" * 1000)})
+    replica = ReplicatedMachines({USER: Odd(b"x" * 1000)})
     for number in range(50):
         one(replica, 1 + number, f"c{number}", 1, 1, USER, b"")
     assert sum(map(len, replica.snapshot())) < 12_000
     assert one(replica, 60, "c49", 1, 1, USER, b"") == b"x" * 1000
     assert one(replica, 61, "c0", 1, 1, USER, b"").forgotten
-    again = Machine({USER: Odd(b"x" * 1000)})
+    again = ReplicatedMachines({USER: Odd(b"x" * 1000)})
     again.restore(replica.snapshot())
     for each in (replica, again):
         one(each, 62, "new", 1, 1, USER, b"")
@@ -120,12 +130,12 @@ def test_a_write_is_not_repeated_because_results_of_others_took_the_room(
     """A client that has had no answer yet says so (`floor` 1), like one that is new. Its write was
     carried out, the answer was lost, and others have filled the table since."""
     monkeypatch.setattr(module, "TABLE_BYTES", 10_000)
-    replica = Machine({USER: (odd := Odd(b"x" * 1000))})
+    replica = ReplicatedMachines({USER: (odd := Odd(b"x" * 1000))})
     one(replica, 1, "first", 1, 1, USER, b"")
     one(replica, 1, "first", 3, 1, USER, b"")
     for number in range(20):
         one(replica, 2 + number, f"c{number}", 1, 1, USER, b"")
-    copied = Machine({USER: Odd(b"x" * 1000)})
+    copied = ReplicatedMachines({USER: Odd(b"x" * 1000)})
     copied.restore(replica.snapshot())
     done = len(odd.done)
     for number in (1, 2, 3):
@@ -202,7 +212,7 @@ def test_a_node_without_the_state_machine_that_its_log_needs_stops(
     target: int, remedy: str
 ) -> None:
     """If it passed over the command it would differ from the nodes that have the machine."""
-    replica = Machine({KEYSPACE: Keyspace()})
+    replica = ReplicatedMachines({KEYSPACE: Keyspace()})
     batch = [Command("a", 1, 1, target, b"x")]
     with pytest.raises(StoreUnusable, match=remedy):
         replica.apply(1, batch)
@@ -211,7 +221,7 @@ def test_a_node_without_the_state_machine_that_its_log_needs_stops(
 
 
 def test_an_unknown_command_stops_the_node_instead_of_being_passed_over() -> None:
-    replica = Machine({KEYSPACE: Keyspace()})
+    replica = ReplicatedMachines({KEYSPACE: Keyspace()})
     with pytest.raises(words.UnknownCommand):
         one(replica, 2, "a", 2, 1, KEYSPACE, words.encode([99, "what?"]))
 
@@ -232,20 +242,20 @@ class Odd(Tally):
 
 @pytest.mark.parametrize("result", [object(), 1 << 70, {1: object()}, lambda: None])
 def test_a_result_that_cannot_be_carried_is_said_to_be_so(result: Any) -> None:
-    replica = Machine({USER: Odd(result)})
+    replica = ReplicatedMachines({USER: Odd(result)})
     assert "msgpack cannot carry" in one(replica, 1, "a", 1, 1, USER, b"x").reason
 
 
 def test_a_result_is_not_changed_afterwards() -> None:
     mine = Odd([1])
-    replica = Machine({USER: mine})
+    replica = ReplicatedMachines({USER: mine})
     first = one(replica, 1, "a", 1, 1, USER, b"x")
     mine.result.append(2)
     assert first == one(replica, 2, "a", 1, 1, USER, b"x") == [1]
 
 
 def test_a_node_without_memory_ends_instead_of_differing() -> None:
-    replica = Machine({USER: Odd(MemoryError())})
+    replica = ReplicatedMachines({USER: Odd(MemoryError())})
     with pytest.raises(MemoryError):
         one(replica, 1, "a", 1, 1, USER, b"x")
 
@@ -269,9 +279,9 @@ def cut_anew(data: bytes, size: int) -> list[bytes]:
 @pytest.mark.parametrize("size", [1, 7, 4096, 1 << 20])
 def test_pieces_come_back_as_they_were_however_they_were_cut(size: int) -> None:
     first, second = Pieces(), Tally()
-    data = b"".join(Machine({KEYSPACE: first, USER: second}).snapshot())
+    data = b"".join(ReplicatedMachines({KEYSPACE: first, USER: second}).snapshot())
     first, second = Pieces(), Tally()
-    Machine({KEYSPACE: first, USER: second}).restore(cut_anew(data, size))
+    ReplicatedMachines({KEYSPACE: first, USER: second}).restore(cut_anew(data, size))
     assert first.restored == Pieces.given
 
 
@@ -279,10 +289,10 @@ def test_a_piece_of_any_size_goes_out_in_moderate_ones() -> None:
     """A frame of the disk's or of a link's has a bound, which a user's piece has not."""
     big = Pieces()
     big.given = (b"small", bytes(20 << 20))  # type: ignore[assignment]
-    pieces = list(Machine({USER: big}).snapshot())
+    pieces = list(ReplicatedMachines({USER: big}).snapshot())
     assert max(map(len, pieces)) <= 1 << 20
     restored = Pieces()
-    Machine({USER: restored}).restore(pieces)
+    ReplicatedMachines({USER: restored}).restore(pieces)
     assert restored.restored == big.given
 
 
@@ -310,7 +320,7 @@ def test_a_snapshot_that_is_cut_short_is_refused() -> None:
 def test_a_snapshot_with_more_than_we_have_is_refused() -> None:
     replica, _ = machine()
     with pytest.raises(StoreUnusable, match="same machine="):
-        Machine({}).restore(replica.snapshot())
+        ReplicatedMachines({}).restore(replica.snapshot())
 
 
 commands = st.builds(

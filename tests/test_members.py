@@ -7,11 +7,11 @@ from itertools import permutations
 
 import pytest
 
-from doyen.consensus.core import Membership, Position
 from doyen.errors import OrderFailed, StoreUnusable
-from doyen.node.members import FOUNDING, JOINING, Member, Members, opening
-from doyen.node.orders import MAX_MEMBERS, Order, changed
-from doyen.quorum.wire import Identity, MemberInfo, Refused
+from doyen.quorum.consensus.core import Membership, Position
+from doyen.quorum.node.admin import MAX_MEMBERS, AdminOrder, changed
+from doyen.quorum.node.membership import FOUNDING, JOINING, Members, NodeMember, opening
+from doyen.quorum.protocol.wire import ConnectionIdentity, ConnectionRefused, MemberInfo
 
 PEERS = {"n1": "h1:1", "n2": "h2:1", "n3": "h3:1"}
 IDS = {"n1": "m1", "n2": "m2", "n3": "m3"}
@@ -32,11 +32,11 @@ class Core:
 class Node(Members):
     """One with a disk in memory."""
 
-    def __init__(self, name: str = "n1", own: Member | None = None) -> None:
-        self.disk = own or Member(f"m{name[1:]}", "c", IDS)
+    def __init__(self, name: str = "n1", own: NodeMember | None = None) -> None:
+        self.disk = own or NodeMember(f"m{name[1:]}", "c", IDS)
         super().__init__(name, PEERS, self.disk, self._write)
 
-    async def _write(self, member: Member) -> None:
+    async def _write(self, member: NodeMember) -> None:
         await asyncio.sleep(0)
         self.disk = member
 
@@ -48,14 +48,14 @@ def founded(name: str = "n1", **changes: object) -> Node:
 
 
 def judge(node: Members, name: str, info: MemberInfo) -> None:
-    node.admit(Identity("doyen", name, 7), info, None)
+    node.admit(ConnectionIdentity("doyen", name, 7), info, None)
 
 
 def says(member: str = "m2", position: Position = HERE, cluster_id: str = "c") -> MemberInfo:
     return MemberInfo(cluster_id, member, position)
 
 
-def start(found: Member | None, *, blank: bool, **how: bool) -> Member:
+def start(found: NodeMember | None, *, blank: bool, **how: bool) -> NodeMember:
     given = {"founding": False, "joining": False} | how
     return opening(found, blank=blank, node="n1", peers=PEERS, folder="data", **given)
 
@@ -70,19 +70,19 @@ def test_an_empty_folder_needs_to_know_what_for() -> None:
 
 
 def test_a_folder_with_data_takes_no_notice_of_flags() -> None:
-    known = Member("m1", "c", IDS)
+    known = NodeMember("m1", "c", IDS)
     for how in ({}, {"founding": True}, {"joining": True}):
         assert start(known, blank=False, **how) == known
         assert start(known, blank=True, **how) == known
         old = start(None, blank=False, **how)  # of a release that had no ids
         assert (len(old.member), old.pending, old.cluster_id) == (16, "", "")
-    assert start(Member("m1", pending=JOINING), blank=False) == Member("m1")
+    assert start(NodeMember("m1", pending=JOINING), blank=False) == NodeMember("m1")
 
 
 def test_a_folder_that_waits_keeps_its_id() -> None:
-    waits = Member("m1", pending=FOUNDING)
+    waits = NodeMember("m1", pending=FOUNDING)
     assert start(waits, blank=True, founding=True) == waits
-    assert start(waits, blank=True, joining=True) == Member("m1", pending=JOINING)
+    assert start(waits, blank=True, joining=True) == NodeMember("m1", pending=JOINING)
     with pytest.raises(StoreUnusable, match="--found"):
         start(waits, blank=True)
 
@@ -125,7 +125,7 @@ def test_who_is_heard(name: str, info: MemberInfo, told: str | None) -> None:
     if told is None:
         judge(node, name, info)
         return
-    with pytest.raises(Refused, match=told) as caught:
+    with pytest.raises(ConnectionRefused, match=told) as caught:
         judge(node, name, info)
     assert caught.value.fault == "member"
 
@@ -150,10 +150,10 @@ def test_whoever_has_acknowledged_more_than_it_has(position: Position, heard: bo
     # What is acknowledged while the node is being dialled is not held against it.
     node.core.witnessed["n2"] = Position(4, 3, 95)
     if heard:
-        judging(Identity("doyen", "n2", 7), says(position=position))
+        judging(ConnectionIdentity("doyen", "n2", 7), says(position=position))
         return
-    with pytest.raises(Refused, match=r"older copy\. Remove it from the cluster"):
-        judging(Identity("doyen", "n2", 7), says(position=position))
+    with pytest.raises(ConnectionRefused, match=r"older copy\. Remove it from the cluster"):
+        judging(ConnectionIdentity("doyen", "n2", 7), says(position=position))
 
 
 def test_what_was_heard_of_one_folder_says_nothing_of_the_next() -> None:
@@ -169,7 +169,7 @@ def test_what_was_heard_of_one_folder_says_nothing_of_the_next() -> None:
     node.reformed()
     judge(node, "n2", says("m22", Position()))
     node.lost = "it was told so"
-    with pytest.raises(Refused, match="it was told so"):
+    with pytest.raises(ConnectionRefused, match="it was told so"):
         judge(node, "n2", says("m22", Position()))
     assert core.witnessed == {"n3": Position(4, 3, 80)}
 
@@ -181,11 +181,13 @@ def test_a_certificate_lets_in_the_node_that_it_names() -> None:
         subject = ((("commonName", names[0]),),)
         hosts = tuple(("DNS", name) for name in names[1:])
         certificate = {"subject": subject, "subjectAltName": hosts}
-        node.admit(Identity("doyen", "n2", 7), says(), certificate)
+        node.admit(ConnectionIdentity("doyen", "n2", 7), says(), certificate)
 
     shows("n2")
     shows("somebody", "h2")
-    with pytest.raises(Refused, match="is for h3, n3, not for node 'n2' or its host 'h2'"):
+    with pytest.raises(
+        ConnectionRefused, match="is for h3, n3, not for node 'n2' or its host 'h2'"
+    ):
         shows("n3", "h3")
 
 
@@ -193,7 +195,7 @@ def test_a_certificate_lets_in_the_node_that_it_names() -> None:
 
 
 def waiting() -> dict[str, Node]:
-    nodes = {name: Node(name, Member(IDS[name], pending=FOUNDING)) for name in PEERS}
+    nodes = {name: Node(name, NodeMember(IDS[name], pending=FOUNDING)) for name in PEERS}
     for node in nodes.values():
         node.core = Core(Membership(tuple(PEERS), (), PEERS), Position())
     return nodes
@@ -202,9 +204,9 @@ def waiting() -> dict[str, Node]:
 def dial(node: Node, other: Node) -> bool:
     """A handshake, and what follows it. Whether the other one has been founded by it."""
     try:
-        node.judging(other.node)(Identity("doyen", other.node, 7), other.info())
-        other.admit(Identity("doyen", node.node, 7), node.info(), None)
-    except Refused:
+        node.judging(other.node)(ConnectionIdentity("doyen", other.node, 7), other.info())
+        other.admit(ConnectionIdentity("doyen", node.node, 7), node.info(), None)
+    except ConnectionRefused:
         node.parted(other.node)
         return False
     if node.waiting or other.waiting:
@@ -248,7 +250,7 @@ def test_wiped_nodes_found_nothing_while_one_has_data(wiped: tuple[str, ...], kn
     cluster_id = nodes["n1"].cluster_id
     holders = {name for name, node in nodes.items() if not node.waiting} - {*wiped}
     for name in wiped:
-        nodes[name] = Node(name, Member(f"{IDS[name]} anew", pending=FOUNDING))
+        nodes[name] = Node(name, NodeMember(f"{IDS[name]} anew", pending=FOUNDING))
         nodes[name].core = Core(Membership(tuple(PEERS), (), PEERS), Position())
     for _ in range(3):
         for one, other in permutations(PEERS, 2):
@@ -265,11 +267,11 @@ def test_wiped_nodes_found_nothing_while_one_has_data(wiped: tuple[str, ...], kn
 def test_nodes_that_were_told_of_others_do_not_found() -> None:
     one, other = waiting()["n1"], waiting()["n2"]
     other._peers = {**PEERS, "n3": "elsewhere:1"}
-    with pytest.raises(Refused, match="told of different peers"):
+    with pytest.raises(ConnectionRefused, match="told of different peers"):
         judge(one, "n2", other.info())
-    with pytest.raises(Refused, match="not among the peers"):
+    with pytest.raises(ConnectionRefused, match="not among the peers"):
         judge(one, "n4", MemberInfo("", "m4", founding="x"))
-    with pytest.raises(Refused, match="every node to have an empty data folder"):
+    with pytest.raises(ConnectionRefused, match="every node to have an empty data folder"):
         judge(one, "n2", says(cluster_id=""))
     assert not asyncio.run(one.found())
 
@@ -278,8 +280,8 @@ def test_nodes_that_were_told_of_others_do_not_found() -> None:
     "founders", [{**IDS, "n2": "m9"}, {"n2": "m2"}, {**IDS, "n4": "m4"}, {"n1": "m1"}]
 )
 def test_a_record_of_another_founding_is_refused(founders: dict[str, str]) -> None:
-    teller, node = Node("n1", Member("m1", "c", founders)), waiting()["n2"]
-    with pytest.raises(Refused, match="founded with another data folder"):
+    teller, node = Node("n1", NodeMember("m1", "c", founders)), waiting()["n2"]
+    with pytest.raises(ConnectionRefused, match="founded with another data folder"):
         asyncio.run(node.told(teller.record()))
     assert node.waiting
     assert node.disk.cluster_id == ""
@@ -317,13 +319,13 @@ def test_the_leader_records_what_was_founded_and_who_joins() -> None:
 
 
 def test_a_cluster_of_an_earlier_release_is_recorded_when_everybody_is_there() -> None:
-    node = Node(own=Member("m1"))
+    node = Node(own=NodeMember("m1"))
     node.core = Core(Membership(tuple(PEERS), (), PEERS))
     judge(node, "n2", MemberInfo())
     node.connected("n2", MemberInfo())
     node.connected("n3", says("m3", cluster_id=""))
     assert node.to_record() is None
-    with pytest.raises(Refused, match="is empty, and it is a voter"):
+    with pytest.raises(ConnectionRefused, match="is empty, and it is a voter"):
         judge(node, "n2", says("m2", Position(), ""))
     node.connected("n2", says("m2", cluster_id=""))
     recorded = node.to_record()
@@ -333,7 +335,7 @@ def test_a_cluster_of_an_earlier_release_is_recorded_when_everybody_is_there() -
     assert again is not None
     assert again.cluster == recorded.cluster != ""
     node.core.membership = recorded
-    with pytest.raises(Refused, match="runs an earlier release"):
+    with pytest.raises(ConnectionRefused, match="runs an earlier release"):
         judge(node, "n2", MemberInfo())
 
 
@@ -341,7 +343,7 @@ def test_a_cluster_has_a_bounded_number_of_nodes() -> None:
     names = [f"n{number:02}" for number in range(1, MAX_MEMBERS + 1)]
     full = Membership(("n01",), tuple(names[1:]))
     with pytest.raises(OrderFailed, match=f"at most {MAX_MEMBERS} nodes"):
-        changed(full, Order("add", "one more", "h:1"))
-    assert changed(full, Order("add", names[-1], "h:1")).everyone == full.everyone
-    fewer = changed(full, Order("remove", names[-1]))
-    assert len(changed(fewer, Order("add", "another", "h:1")).everyone) == MAX_MEMBERS
+        changed(full, AdminOrder("add", "one more", "h:1"))
+    assert changed(full, AdminOrder("add", names[-1], "h:1")).everyone == full.everyone
+    fewer = changed(full, AdminOrder("remove", names[-1]))
+    assert len(changed(fewer, AdminOrder("add", "another", "h:1")).everyone) == MAX_MEMBERS

@@ -10,11 +10,11 @@ from itertools import pairwise
 
 import pytest
 
-from doyen.clock import SystemClock, VirtualClock
 from doyen.errors import ConfigError, StoreUnusable
 from doyen.events import Event, LeaseEnded
-from doyen.store import Context, open_store
+from doyen.lease.clock import SystemClock, VirtualClock
 from doyen.stores.memory import MemoryServer, MemoryStore
+from doyen.stores.port import Context, open_store
 from doyen.testing import run_virtual
 
 

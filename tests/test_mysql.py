@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 
 import servers
-from doyen.clock import SystemClock
 from doyen.errors import ConfigError, StoreUnavailable, StoreUnusable
+from doyen.lease.clock import SystemClock
 from doyen.model import leader_key
-from doyen.store import Context, open_store
+from doyen.stores.port import Context, open_store
 from doyen.stores.sql import mysql as mysql_module
 from doyen.stores.sql.diagnosis import MySQLFacts, findings_of_mysql
 from relational import Place, now, run

@@ -18,12 +18,12 @@ import pytest
 
 import doyen
 import servers
-from doyen.clock import SystemClock
 from doyen.errors import ConfigError, DoyenError, LeaseGone, StoreUnavailable, StoreUnusable
+from doyen.lease.clock import SystemClock
 from doyen.model import leader_key, line_key, order_key
-from doyen.store import Context, Creation, Store, open_store
-from doyen.stores.nats.link import Address, Link
+from doyen.stores.nats.connection import NatsAddress, NatsConnection
 from doyen.stores.nats.store import NatsStore
+from doyen.stores.port import Context, Creation, Store, open_store
 
 
 @asynccontextmanager
@@ -132,7 +132,7 @@ def test_a_refusal_is_told_though_later_attempts_are_only_cut_off() -> None:
 
 def test_a_bucket_that_forgets_is_refused(nats: servers.Nats, tmp_path: Path) -> None:
     async def make() -> None:
-        link = Link(Address((f"127.0.0.1:{nats.port}",), {}, 3.0))
+        link = NatsConnection(NatsAddress((f"127.0.0.1:{nats.port}",), {}, 3.0))
         await link.open()
         name = "KV_forgetful"
         await link.ask(f"STREAM.CREATE.{name}", name=name, subjects=["x"], storage="memory")
@@ -256,7 +256,7 @@ def test_bytes_that_are_no_text_do_not_stop_the_copy(nats: servers.Nats) -> None
 def test_creations_over_markers_that_the_server_has_forgotten(
     nats: servers.Nats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("doyen.stores.nats.link.GRAVE_TTL", "1s")
+    monkeypatch.setattr("doyen.stores.nats.connection.GRAVE_TTL", "1s")
     keys = [leader_key(f"forgotten{number}") for number in range(30)]
 
     async def main() -> None:

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from adversary import Connection, Network, WireLoop, WireWorld, run_contest
-from doyen.clock import VirtualClock
 from doyen.errors import LeaseGone, OutcomeUnknown, StoreError, StoreUnavailable, StoreUnusable
 from doyen.events import Event, LeaseEnded
+from doyen.lease.clock import VirtualClock
 from doyen.model import Lease, leader_key, line_key, order_key
-from doyen.store import Context, Creation, open_store
-from doyen.stores.nats import link as link_module
-from doyen.stores.nats.link import Refused
+from doyen.stores.nats import connection as link_module
+from doyen.stores.nats.connection import WrongSequence
 from doyen.stores.nats.mirror import subject_of
 from doyen.stores.nats.store import NatsStore
-from doyen.testing.faults import Faults, Lost, Odds
+from doyen.stores.port import Context, Creation, open_store
+from doyen.testing.faults import Faults, LostCall, Odds
 from model_nats import FAIR, PORT, NatsModel, build, headers_of
 from swarm import SafetyViolated
 
@@ -130,7 +130,7 @@ async def old_found(
         last = self._mirror.view.graves.get(key, 0)
         try:
             return await self._work.write(self._subject(key), value, last, headers)
-        except Refused:
+        except WrongSequence:
             await self._mirror.catch_up()
             if self._mirror.view.graves.get(key, 0) == last:
                 found = await self._work.last(STREAM, self._subject(key))
@@ -552,7 +552,7 @@ def test_a_call_on_a_silent_connection_ends(call: Call) -> None:
         store = await room.open()
         lease = await store.grant(60)
         for operation in ("STREAM", "write"):
-            room.faults.next(operation, Lost())
+            room.faults.next(operation, LostCall())
         with pytest.raises((StoreUnavailable, OutcomeUnknown)):
             await call(store, lease)
         room.faults._next.clear()

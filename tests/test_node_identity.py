@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import doyen
-from doyen.node.folder import read_member
-from doyen.node.frames import Disk
-from doyen.store import StoreURL
+from doyen.quorum.node.data_directory import read_member
+from doyen.quorum.node.framed_files import FileSystem
+from doyen.stores.port import StoreURL
 from doyen.stores.quorum import make_store
 from nodes import addresses, three, until
 from test_node import Trio, with_three
@@ -81,7 +81,7 @@ def test_an_emptied_folder_takes_no_acknowledged_write_with_it(
             except doyen.OrderFailed:
                 await asyncio.sleep(0.01)
         await all_recorded(nodes)
-        own = read_member(Disk(), tmp_path / "n1")
+        own = read_member(FileSystem(), tmp_path / "n1")
         assert own is not None
         assert own.member == recorded(third)["n1"]
 
@@ -197,7 +197,7 @@ def test_a_founding_that_was_interrupted_goes_on(tmp_path: Path) -> None:
             await nodes.start("n1")
             await nodes.start("n2")
             await nodes.stop("n1")
-            before = read_member(Disk(), tmp_path / "n1")
+            before = read_member(FileSystem(), tmp_path / "n1")
             await nodes.start("n3")
             assert before is not None
             assert before.pending
@@ -205,7 +205,7 @@ def test_a_founding_that_was_interrupted_goes_on(tmp_path: Path) -> None:
             await nodes.start("n1")
             await (await nodes.leader()).propose(b"first")
             await all_recorded(nodes)
-            after = read_member(Disk(), tmp_path / "n1")
+            after = read_member(FileSystem(), tmp_path / "n1")
             assert after is not None
             assert after.member == before.member
             assert after.cluster_id == nodes.nodes["n2"].status().membership.cluster
@@ -221,7 +221,7 @@ def test_a_folder_of_an_earlier_release_gets_its_ids_when_all_are_there(tmp_path
     async def main() -> None:
         nodes = Trio(tmp_path)
         async with asyncio.timeout(60):
-            from doyen.node import server
+            from doyen.quorum.node import server
 
             recording = server.record_members
             server.record_members = lambda driver, members: asyncio.sleep(3600)

@@ -12,7 +12,7 @@ from servers import free_port
 NODE = """
 import asyncio, logging, os, sys
 import doyen
-from doyen.node.driver import log
+from doyen.quorum.node.driver import log
 
 logging.basicConfig(level=logging.WARNING)
 

@@ -11,7 +11,7 @@ from doyen import LeadershipLost, NotElected, OrderFailed, Session, Term
 from doyen.errors import ConfigError
 from doyen.events import Elected, Hindered, Lost, Overrun
 from doyen.model import leader_key, order_key
-from doyen.testing.faults import Faults, Late, Refused
+from doyen.testing.faults import Faults, Late, RefusedCall
 from support import TTL_S, VALID_S, Place, now, presence_of, until, virtual
 
 
@@ -407,7 +407,7 @@ async def test_a_lock_is_called_a_lock(place: Place) -> None:
 async def test_a_candidate_that_cannot_use_its_store_says_so_once(place: Place) -> None:
     faults = Faults()
     session = await place.open(faults)
-    faults.next("enqueue", Refused(), Refused(), Refused())
+    faults.next("enqueue", RefusedCall(), RefusedCall(), RefusedCall())
     async with session.campaign("e", name="a"):
         (hindered,) = place.seen(Hindered)
         assert isinstance(hindered, Hindered)

@@ -24,9 +24,9 @@ import pytest
 
 import doyen
 from doyen.audit import Report, verify
-from doyen.clock import SystemClock
-from doyen.election import OVERRUN_EXIT_CODE
+from doyen.election.candidate import OVERRUN_EXIT_CODE
 from doyen.events import Record
+from doyen.lease.clock import SystemClock
 from frozen import freeze
 
 ELECTION = "e"

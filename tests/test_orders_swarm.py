@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from doyen import Leader, LeadershipLost, OrderFailed, Session, SessionClosed, StoreError, Term
-from doyen.election import Candidacy
+from doyen.election.candidate import Candidacy
+from doyen.election.options import CampaignOptions
+from doyen.election.presence import Presence
 from doyen.events import Lost, Record
-from doyen.heart import Heart
+from doyen.lease.keepalive import Heart
 from doyen.model import Claim, Entry, Order, leader_key, line_key, order_key
-from doyen.presence import Presence
-from doyen.stand import Options
-from doyen.store import Creation
+from doyen.stores.port import Creation
 from swarm import TTL_S, Oracle, Process, World, election_of, is_record
 
 ELECTION, LOCK = "swarm", "mutex"
@@ -118,8 +118,8 @@ class Candidate(Process):
                 if not isinstance(outcome, asyncio.CancelledError):
                     self.world.oracle.object(f"{self.name} ended: {outcome!r}")
 
-    def _options(self) -> Options:
-        return Options(
+    def _options(self) -> CampaignOptions:
+        return CampaignOptions(
             name=self.name,
             priority=self.rank,
             preempt=self.preempts,

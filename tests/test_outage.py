@@ -14,11 +14,11 @@ from contextlib import AsyncExitStack
 import pytest
 
 import doyen
-from doyen.clock import Clock
 from doyen.events import Elected
+from doyen.lease.clock import Clock
+from doyen.lease.timing import Timing
 from doyen.stores.memory import MemoryServer
 from doyen.testing import Faults, run_virtual
-from doyen.timing import Timing
 from support import TTL_S, Place, heart_of, lead_until_told, now, until, virtual
 
 

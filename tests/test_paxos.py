@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 import mutants_paxos as mutants
-from doyen.consensus.core import (
+from doyen.quorum.consensus.core import (
     Accepted,
     Committed,
     Elapsed,
-    Entry,
-    Kind,
+    EntryKind,
+    LogEntry,
     Membership,
     Persist,
     Persisted,
@@ -20,11 +20,12 @@ from doyen.consensus.core import (
     Recovered,
     Role,
 )
-from doyen.consensus.core import Send as Sending
-from doyen.consensus.paxos import (
+from doyen.quorum.consensus.core import Send as Sending
+from doyen.quorum.consensus.paxos import (
     GAP,
     Accept,
     AcceptOk,
+    AcceptorState,
     Behind,
     Chosen,
     Doubt,
@@ -32,21 +33,20 @@ from doyen.consensus.paxos import (
     Paxos,
     Prepare,
     Promise,
-    State,
 )
 from room import SETTINGS, Room, kill
 
 THREE = ("n0", "n1", "n2")
 
 
-def value(text: str, ballot: int = 1) -> Entry:
-    return Entry(ballot, Kind.COMMANDS, text.encode())
+def value(text: str, ballot: int = 1) -> LogEntry:
+    return LogEntry(ballot, EntryKind.COMMANDS, text.encode())
 
 
 def one(
     name: str = "n0",
-    state: State | None = None,
-    entries: tuple[Entry, ...] = (),
+    state: AcceptorState | None = None,
+    entries: tuple[LogEntry, ...] = (),
     make: Any = Paxos,
 ) -> Any:
     return make(
@@ -77,7 +77,9 @@ def sent(effects: list[Any], kind: type, peer: str | None = None) -> list[Any]:
     ]
 
 
-def proposer(make: Any = Paxos, state: State | None = None, entries: tuple[Entry, ...] = ()) -> Any:
+def proposer(
+    make: Any = Paxos, state: AcceptorState | None = None, entries: tuple[LogEntry, ...] = ()
+) -> Any:
     """n0, which prepares; its own promise is on disk."""
     core = one("n0", state, entries, make)
     core._look()
@@ -115,14 +117,14 @@ def test_a_promise_is_on_disk_before_it_is_said_and_holds_after_a_restart() -> N
     effects = hear(core, "n0", Prepare(3, 1))
     persist = next(effect for effect in effects if isinstance(effect, Persist))
     promise = next(effect for effect in effects if isinstance(effect, Sending))
-    assert (persist.state, promise.after) == (State(3, ()), persist.token)
+    assert (persist.state, promise.after) == (AcceptorState(3, ()), persist.token)
     again = one("n1", persist.state)
     assert sent(hear(again, "n2", Accept(2, 1, (value("x"),), 0, 1)), Later) == [Later(3)]
     assert again.log == []
 
 
 def test_values_of_an_earlier_ballot_are_not_accepted() -> None:
-    core = one("n1", State(5, ()))
+    core = one("n1", AcceptorState(5, ()))
     assert sent(hear(core, "n0", Accept(3, 1, (value("x"),), 0, 1)), Later) == [Later(5)]
     assert sent(hear(core, "n0", Prepare(3, 1)), Later) == [Later(5)]
 
@@ -178,7 +180,7 @@ def test_a_ballot_that_came_to_nothing_deposes_nobody() -> None:
     room.propose(b"x")
     room.run(1.0)
     room.crash("n2")
-    room.states["n2"] = State(122, room.states["n2"].accepted)
+    room.states["n2"] = AcceptorState(122, room.states["n2"].accepted)
     room.start("n2")
     room.run(1.0)
     assert room.leader() == leader
@@ -190,7 +192,7 @@ def test_a_ballot_that_came_to_nothing_deposes_nobody() -> None:
 @pytest.mark.parametrize("make", [Paxos, mutants.FirstReportWins])
 def test_the_value_of_the_highest_ballot_is_proposed_anew(make: Any) -> None:
     """It may have been chosen; the others cannot have been."""
-    core = one("n0", State(4, ((1, 2),)), (value("old", 2),), make)
+    core = one("n0", AcceptorState(4, ((1, 2),)), (value("old", 2),), make)
     core._look()
     hear(core, "n1", Doubt(4, True))
     core.handle(Persisted(core._token), 0.0)
@@ -206,11 +208,11 @@ def test_gaps_are_filled_with_nothing() -> None:
     report = Promise(ballot, 1, (1, 0, 1), (value("a"), GAP, value("c")), 3)
     effects = hear(core, "n1", report)
     assert [entry.data for entry in core.log] == [b"a", b"", b"c", b""]
-    assert core.log[1] == Entry(ballot, Kind.NOTHING, b"")
+    assert core.log[1] == LogEntry(ballot, EntryKind.NOTHING, b"")
     # Entries keep the generation in which they were proposed first.
     assert [entry.generation for entry in core.log] == [1, ballot, 1, ballot]
     persist = next(e for e in effects if isinstance(e, Persist))
-    assert persist.state == State(ballot, ((1, ballot),))
+    assert persist.state == AcceptorState(ballot, ((1, ballot),))
 
 
 def test_the_first_phase_takes_all_the_pieces_it_needs() -> None:
@@ -237,7 +239,7 @@ def test_slots_are_accepted_in_any_order() -> None:
 
 
 def test_what_was_accepted_in_another_ballot_is_not_known_to_be_chosen() -> None:
-    core = one("n1", State(3, ((1, 3),)), (value("mine", 3),))
+    core = one("n1", AcceptorState(3, ((1, 3),)), (value("mine", 3),))
     effects = hear(core, "n2", Chosen(5, 1, 1, 1))
     assert not any(isinstance(effect, Committed) for effect in effects)
     assert sent(effects, Behind) == [Behind(5, 0, 1)]
@@ -276,11 +278,11 @@ def test_a_proposer_recognises_what_a_later_leader_has_finished() -> None:
 @pytest.mark.parametrize("make", [Paxos, mutants.ForgetsPromise, mutants.PromisesBeforeWriting])
 def test_a_promise_made_before_a_crash_keeps_an_old_leader_out(make: Any) -> None:
     """n1 promises n2 a later ballot, crashes, and is asked by the leader of the earlier one."""
-    core = one("n1", State(3, ((1, 3),)), (value("a", 3),), make)
+    core = one("n1", AcceptorState(3, ((1, 3),)), (value("a", 3),), make)
     effects = hear(core, "n2", Prepare(5, 1))
     said = [e for e in effects if isinstance(e, Sending) and isinstance(e.message, Promise)]
     # The crash comes when the promise has left, and not a moment later.
-    state = State(3, ((1, 3),))
+    state = AcceptorState(3, ((1, 3),))
     for effect in effects:
         if isinstance(effect, Persist) and effect.token <= said[0].after:
             state = effect.state

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from doyen.consensus.core import Elapsed, Membership, Received, Send
-from doyen.consensus.paxos_lease import (
+from doyen.quorum.consensus.core import Elapsed, Membership, Received, Send
+from doyen.quorum.consensus.paxos_lease import (
     LeaseChanged,
     PaxosLease,
     Prepare,

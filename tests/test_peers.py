@@ -11,10 +11,11 @@ import pytest
 import uvloop
 
 from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable
-from doyen.node.peers import CHUNK_SIZE, FOUNDED, MAX_PIECE, WINDOW
-from doyen.quorum.link import Link
-from doyen.quorum.versions import NEWEST
-from doyen.quorum.wire import MAX_FRAME, TLS, Security
+from doyen.quorum.keyspace.versions import NEWEST
+from doyen.quorum.node.peers import FOUNDED
+from doyen.quorum.node.snapshot_transfer import CHUNK_SIZE, MAX_PIECE, WINDOW
+from doyen.quorum.protocol.connection import FrameConnection
+from doyen.quorum.protocol.wire import MAX_FRAME, TLS, Security
 from neighbours import HOST, OPEN, SECRET, SNAPSHOT, Beat, Neighbour, Street, Word, call, run
 from servers import Proxy
 from servers.certificates import Certificates
@@ -98,7 +99,7 @@ def test_a_peer_that_ends_every_link_is_not_dialled_without_pause() -> None:
     run(body())
 
 
-def _show_out(link: Link) -> None:
+def _show_out(link: FrameConnection) -> None:
     link.welcome(lambda *_: None, lambda *_: None)
     link.close()
 

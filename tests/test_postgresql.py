@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 import servers
-from doyen.clock import SystemClock
 from doyen.errors import ConfigError, StoreUnavailable, StoreUnusable
+from doyen.lease.clock import SystemClock
 from doyen.model import leader_key
-from doyen.store import Context, Store, open_store
-from doyen.stores.sql import link
+from doyen.stores.port import Context, Store, open_store
+from doyen.stores.sql import connection as link
 from doyen.stores.sql.diagnosis import PostgreSQLFacts, findings_of_postgresql
 from relational import Place, run, until
 

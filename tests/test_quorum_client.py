@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from doyen.clock import SystemClock
 from doyen.errors import (
     ConfigError,
     LeaseGone,
@@ -20,18 +19,19 @@ from doyen.errors import (
     StoreUnavailable,
     StoreUnusable,
 )
-from doyen.node import machine as machines
-from doyen.node.door import Door
-from doyen.node.server import Options, Server
-from doyen.quorum.keyspace import Record, encode
-from doyen.quorum.link import End, Link
-from doyen.quorum.requests import ANSWER, Condition, Listed, Renewed, Scan
-from doyen.quorum.wire import Identity, Security
-from doyen.store import Context, StoreURL, open_store
+from doyen.lease.clock import SystemClock
+from doyen.quorum.keyspace.state import StoredEntry, encode
+from doyen.quorum.node import replicated as machines
+from doyen.quorum.node.listener import Door
+from doyen.quorum.node.server import NodeOptions, NodeServer
+from doyen.quorum.protocol.connection import End, FrameConnection
+from doyen.quorum.protocol.requests import ANSWER, Condition, LeaseRenewed, Listed, Scan
+from doyen.quorum.protocol.wire import ConnectionIdentity, Security
+from doyen.stores.port import Context, StoreURL, open_store
 from doyen.stores.quorum import make_store
-from doyen.stores.quorum.diagnosis import State, findings
+from doyen.stores.quorum.connection import QuorumConnection
+from doyen.stores.quorum.diagnosis import NodeAnswer, findings
 from doyen.stores.quorum.store import OTHERS, QuorumStore
-from doyen.stores.quorum.wire import Wire
 from servers import Proxy, QuorumCluster, free_port
 
 SECRET = "correct horse battery staple"
@@ -44,7 +44,7 @@ class Nodes:
     def __init__(self, folder: Path, size: int = 1, **settings: Any) -> None:
         self.peers = {f"n{number + 1}": f"127.0.0.1:{free_port()}" for number in range(size)}
         self._folder, self._settings = folder, settings
-        self.running: dict[str, Server] = {}
+        self.running: dict[str, NodeServer] = {}
 
     @property
     def hosts(self) -> str:
@@ -56,8 +56,8 @@ class Nodes:
 
     async def start(self, *names: str) -> None:
         for name in names or self.peers:
-            self.running[name] = await Server.open(
-                Options(
+            self.running[name] = await NodeServer.open(
+                NodeOptions(
                     id=name,
                     peers=self.peers,
                     data_dir=self._folder / name,
@@ -487,7 +487,7 @@ def condition(node: str, **changes: Any) -> Condition:
     return Condition(**{**fields, **changes})
 
 
-def told(*states: State) -> dict[str, list[str]]:
+def told(*states: NodeAnswer) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for finding in findings(states):
         found.setdefault(finding.level, []).append(finding.text)
@@ -495,39 +495,45 @@ def told(*states: State) -> dict[str, list[str]]:
 
 
 def test_a_healthy_quorum_has_nothing_to_complain_of() -> None:
-    said = told(*(State(f"h{n}", condition(f"n{n}")) for n in (1, 2, 3)))
+    said = told(*(NodeAnswer(f"h{n}", condition(f"n{n}")) for n in (1, 2, 3)))
     assert said.keys() == {"ok"}
     assert "n1 leads generation 3" in said["ok"][0]
 
 
 def test_what_is_wrong_with_a_quorum_is_told() -> None:
     one_down = told(
-        State("h1", condition("n1")), State("h2", condition("n2")), State("h3", None, "no answer")
+        NodeAnswer("h1", condition("n1")),
+        NodeAnswer("h2", condition("n2")),
+        NodeAnswer("h3", None, "no answer"),
     )
     assert any("no answer" in text for text in one_down["warning"])
     assert any("at risk" in text and "n3" in text for text in one_down["warning"])
-    even = told(*(State(f"h{n}", condition(f"n{n}", voters=("n1", "n2"))) for n in (1, 2)))
+    even = told(*(NodeAnswer(f"h{n}", condition(f"n{n}", voters=("n1", "n2"))) for n in (1, 2)))
     assert any("even number" in text for text in even["warning"])
-    full = told(*(State(f"h{n}", condition(f"n{n}", full=n == 2)) for n in (1, 2, 3)))
+    full = told(*(NodeAnswer(f"h{n}", condition(f"n{n}", full=n == 2)) for n in (1, 2, 3)))
     assert any("full" in text for text in full["problem"])
-    beyond = told(*(State(f"h{n}", condition(f"n{n}", alarm=True, quota=7)) for n in (1, 2, 3)))
+    beyond = told(
+        *(NodeAnswer(f"h{n}", condition(f"n{n}", alarm=True, quota=7)) for n in (1, 2, 3))
+    )
     assert any("of 7 bytes" in text for text in beyond["problem"])
-    headless = told(*(State(f"h{n}", condition(f"n{n}", leader=None)) for n in (1, 2, 3)))
+    headless = told(*(NodeAnswer(f"h{n}", condition(f"n{n}", leader=None)) for n in (1, 2, 3)))
     assert any("no leader" in text for text in headless["problem"])
     cut_off = condition("n3", leader=None, generation=4)
-    led = [State(f"h{n}", condition(f"n{n}")) for n in (1, 2)]
-    lonely = told(*led, State("h3", cut_off))
+    led = [NodeAnswer(f"h{n}", condition(f"n{n}")) for n in (1, 2)]
+    lonely = told(*led, NodeAnswer("h3", cut_off))
     assert "problem" not in lonely
     assert [re.split("[:,]", text)[0] for text in lonely["warning"]] == [
         "this node runs",
         "at risk",
     ]
-    leads = State("h1", condition("n1", role="leading"))
-    extra = told(leads, *led[1:], State("h3", condition("n3")), State("h4", condition("n4")))
+    leads = NodeAnswer("h1", condition("n1", role="leading"))
+    extra = told(
+        leads, *led[1:], NodeAnswer("h3", condition("n3")), NodeAnswer("h4", condition("n4"))
+    )
     assert extra["note"] == ["this node runs, and does not belong to the quorum"]
-    mixed = told(*(State(f"h{n}", condition(f"n{n}", version=str(n))) for n in (1, 2, 3)))
+    mixed = told(*(NodeAnswer(f"h{n}", condition(f"n{n}", version=str(n))) for n in (1, 2, 3)))
     assert any("1, 2, 3" in text for text in mixed["note"])
-    alone = told(State("h1", condition("n1", voters=("n1",), learners=("n2",))))
+    alone = told(NodeAnswer("h1", condition("n1", voters=("n1",), learners=("n2",))))
     assert any("one voter" in text for text in alone["note"])
     assert any("n2 only learn" in text for text in alone["note"])
 
@@ -555,7 +561,7 @@ NESTED = encode(condition("n1")).replace(b"\xdc\x00\x14", b"\xdc\x00\x15") + b"\
         (ANSWER, b"\xc1"),
         (ANSWER, encode(condition("n1")).replace(b"following", b"f\xff\xff\xff\xff\xff\xffng")),
         (ANSWER, NESTED),
-        (ANSWER, encode(Renewed(0))),
+        (ANSWER, encode(LeaseRenewed(0))),
         (ANSWER + 1, encode(condition("n1"))),
     ],
 )
@@ -564,13 +570,15 @@ def test_a_node_that_answers_nonsense_is_one_that_is_silent(kind: int, answer: b
         amiss: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, told: amiss.append(told))
 
-        def reply(link: Link, frames: object) -> None:
+        def reply(link: FrameConnection, frames: object) -> None:
             link.send(kind, answer)
 
-        def admit(link: Link) -> None:
+        def admit(link: FrameConnection) -> None:
             link.welcome(reply, lambda link, end: None)
 
-        door = Door(Identity("c", "n1", 1), Security(), peers=admit, clients=admit, pages={})
+        door = Door(
+            ConnectionIdentity("c", "n1", 1), Security(), peers=admit, clients=admit, pages={}
+        )
         port = await door.listen("127.0.0.1", 0)
         try:
             store = make_store(StoreURL.parse(f"doyen://127.0.0.1:{port}"))
@@ -592,10 +600,10 @@ def test_a_node_that_names_many_others_has_a_bounded_number_of_them_dialled(
 ) -> None:
     dialled: list[str] = []
 
-    async def inspect(store: QuorumStore, address: str) -> State:
+    async def inspect(store: QuorumStore, address: str) -> NodeAnswer:
         dialled.append(address)
         many = {f"n{number}": f"10.0.0.1:{number}" for number in range(2, 1000)}
-        return State(address, condition("n1", addresses=many))
+        return NodeAnswer(address, condition("n1", addresses=many))
 
     monkeypatch.setattr(QuorumStore, "_inspect", inspect)
 
@@ -614,9 +622,9 @@ def test_many_reads_of_large_values_at_once_are_all_answered(
     """Answered as fast as the client takes them: at most one value more than the socket's buffer
     waits in the node."""
     most = 0
-    send = Link.send
+    send = FrameConnection.send
 
-    def measured(link: Link, kind: int, *parts: bytes) -> bool:
+    def measured(link: FrameConnection, kind: int, *parts: bytes) -> bool:
         nonlocal most
         sent = send(link, kind, *parts)
         most = max(most, link.queued + link._transport.get_write_buffer_size())
@@ -628,7 +636,7 @@ def test_many_reads_of_large_values_at_once_are_all_answered(
         store = await open_store(nodes.url(), Context(SystemClock(), lambda _: None))
         try:
             await store.put("large", b"x" * 1_000_000, if_version=None)
-            monkeypatch.setattr(Link, "send", measured)
+            monkeypatch.setattr(FrameConnection, "send", measured)
             async with asyncio.timeout(WITHIN_S):
                 found = await asyncio.gather(*(store.get("large") for _ in range(40)))
             assert [len(each.value) for each in found if each] == [1_000_000] * 40
@@ -641,10 +649,10 @@ def test_many_reads_of_large_values_at_once_are_all_answered(
 
 
 def test_a_list_that_was_answered_is_whole_though_its_connection_ends_in_the_same_turn() -> None:
-    record = Record("k/1", b"v", 1, 1)
+    record = StoredEntry("k/1", b"v", 1, 1)
 
     async def main() -> None:
-        wire = Wire(["127.0.0.1:1"], Security(), cluster="", connect_timeout_s=1.0)
+        wire = QuorumConnection(["127.0.0.1:1"], Security(), cluster="", connect_timeout_s=1.0)
         listing = asyncio.create_task(wire.ask(lambda number: Scan(number, "k")))
         await asyncio.sleep(0)
         (number,) = wire._calls

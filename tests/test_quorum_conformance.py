@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from doyen.model import leader_key, line_key, order_key
-from doyen.store import Store, open_store
+from doyen.stores.port import Store, open_store
 from doyen.testing import LinkedStoreConformance, StoreConformance, StoreHarness
 from linked import ProxyLink, ServerHarness
 from servers import QuorumCluster

@@ -13,8 +13,8 @@ import pytest
 
 from contest import Candidate, Contest, Place
 from doyen.audit import Report
+from doyen.lease.timing import Timing
 from doyen.stores.quorum.store import QuorumStore
-from doyen.timing import Timing
 from engines import SLACK_S
 from servers import Lan
 from trials import Trial

@@ -11,30 +11,30 @@ from typing import Any
 
 import pytest
 
-from doyen.consensus.core import Role
 from doyen.errors import StoreUnavailable
-from doyen.node import leases as module
-from doyen.node.keeper import CONFIRMED, Keeper, decode_leases
-from doyen.node.leases import OVERSLEPT_S, LeaseClock
-from doyen.node.proposals import Settle
-from doyen.quorum.keyspace import (
+from doyen.quorum.consensus.core import Role
+from doyen.quorum.keyspace.state import (
     QUOTA,
     Begin,
-    Command,
     Done,
     Expire,
     Grant,
     Keyspace,
+    KeyspaceCommand,
     Revoke,
     decode_result,
     encode,
 )
+from doyen.quorum.node import lease_clock as module
+from doyen.quorum.node.lease_clock import OVERSLEPT_S, LeaseClock
+from doyen.quorum.node.lease_keeper import CONFIRMED, Keeper, decode_leases
+from doyen.quorum.node.proposals import Settle
 from doyen.testing.virtual import run_virtual
 
 TTL_S = 3.0
 
 
-def do(keyspace: Keyspace, command: Command) -> Any:
+def do(keyspace: Keyspace, command: KeyspaceCommand) -> Any:
     return decode_result(keyspace.apply(encode(command)))
 
 
@@ -233,7 +233,9 @@ class World:
     def majority_follows(self, leader: Leader) -> bool:
         return leader is self.leader
 
-    def propose(self, leader: Leader, command: Command, then: Callable[[bool], None]) -> None:
+    def propose(
+        self, leader: Leader, command: KeyspaceCommand, then: Callable[[bool], None]
+    ) -> None:
         """Carried out after a while; if its leader was deposed meanwhile, by the next one, later,
         or never."""
 
@@ -245,7 +247,7 @@ class World:
 
         self.after(self.random.uniform(0.001, 0.1), start)
 
-    def apply(self, command: Command) -> bool:
+    def apply(self, command: KeyspaceCommand) -> bool:
         before = dict(self.keyspace.leases())
         done = bool(do(self.keyspace, command) == Done())
         for lease in before:
@@ -382,7 +384,7 @@ class ConfirmedWithoutAMajority(World):
 class WithoutEras(World):
     """An end that an earlier leader proposed counts whenever it comes."""
 
-    def apply(self, command: Command) -> bool:
+    def apply(self, command: KeyspaceCommand) -> bool:
         if isinstance(command, Expire):
             command = Expire(self.keyspace.era, command.leases)
         return super().apply(command)

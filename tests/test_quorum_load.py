@@ -7,22 +7,22 @@ import itertools
 
 import pytest
 
-from doyen.node.machine import USER
-from doyen.quorum.keyspace import Delete, Done, Put, Revoke, Written, decode_result, encode
-from doyen.quorum.requests import (
+from doyen.quorum.keyspace.state import Delete, Done, Put, Revoke, Written, decode_result, encode
+from doyen.quorum.node.replicated import USER
+from doyen.quorum.protocol.requests import (
     Ahead,
     Arrange,
+    ErrorCode,
     Failed,
-    Found,
+    FoundEntry,
     Get,
     Head,
+    LeaseRenewed,
     Renew,
-    Renewed,
     Scan,
-    Trouble,
     Write,
 )
-from doyen.quorum.wire import MAX_FRAME
+from doyen.quorum.protocol.wire import MAX_FRAME
 from drivers import World
 from test_driver import SMALL, follower_of, run
 from test_quorum_service import TTL_S, Client, Quorum, granted, on_quorum
@@ -36,7 +36,7 @@ def test_answers_wait_until_the_client_takes_them() -> None:
         client.congested = True
         client.put(*(Get(-n, "k") for n in range(1, 41)))
         await asyncio.sleep(0.1)
-        assert not any(isinstance(each, Found) for each in client.told)
+        assert not any(isinstance(each, FoundEntry) for each in client.told)
         # Nothing more is taken from this client, and others are served.
         client.put(Write(1, [2], [encode(Put("k", b"unread", 0))]))
         await asyncio.sleep(0.1)
@@ -66,11 +66,11 @@ def test_while_every_disk_is_full_leases_are_renewed_and_ended() -> None:
             began = world.loop.time()
             number = 10
             while quorum.keyspace(leader).lease(dead) is not None:
-                assert isinstance(await client.ask(Renew, live), Renewed)
+                assert isinstance(await client.ask(Renew, live), LeaseRenewed)
                 number += 1
                 refused = await client.do(number, Put("more", b"", 0))
                 assert isinstance(refused, Failed)
-                assert refused.trouble is Trouble.UNAVAILABLE
+                assert refused.trouble is ErrorCode.UNAVAILABLE
                 assert (await client.ask(Get, node)).record is not None
                 assert world.loop.time() - began < 1.2 * TTL_S
                 await asyncio.sleep(0.1)
@@ -96,10 +96,10 @@ def test_a_request_as_long_as_a_frame_is_answered_in_a_short_one() -> None:
             assert (await client.ask(Head, huge)).record is None
             assert (await client.ask(Scan, huge)).records == []
             failed = await client.ask(Ahead, huge)
-            assert failed.trouble is Trouble.TICKET_GONE
+            assert failed.trouble is ErrorCode.TICKET_GONE
             for order in (("promote", huge), (huge, "n1"), ("\0" * (MAX_FRAME // 2), "n1")):
                 failed = await client.ask(Arrange, *order)
-                assert failed.trouble is Trouble.UNUSABLE
+                assert failed.trouble is ErrorCode.UNUSABLE
         assert await quorum.leader()
 
     on_quorum(test)
@@ -119,7 +119,7 @@ def test_when_disks_are_full_what_frees_is_carried_out_in_whatever_company_it_co
             commands = Put(f"new/{node}", b"", 0), Delete(f"kept/{node}", 0), Revoke(lease)
             client.put(Write(3, [3, 4, 5], [encode(each) for each in commands]))
             refused = await client.answer_to(3)
-            assert refused.trouble is Trouble.UNAVAILABLE
+            assert refused.trouble is ErrorCode.UNAVAILABLE
             assert "is full" in refused.text
             for number in (4, 5):
                 done = await client.answer_to(number)

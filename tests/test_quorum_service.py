@@ -8,39 +8,40 @@ from typing import Any
 
 import pytest
 
-from doyen.consensus.core import Role
-from doyen.node import machine as machines
-from doyen.node import service as services
-from doyen.node.driver import Driver
-from doyen.node.machine import KEYSPACE, Machine
-from doyen.node.ports import StateMachine
-from doyen.node.service import SLICE, Limits, Service
-from doyen.quorum import keyspace as keyspaces
-from doyen.quorum.history import Kind
-from doyen.quorum.keyspace import (
+from doyen.quorum.consensus.core import Role
+from doyen.quorum.keyspace import state as keyspaces
+from doyen.quorum.keyspace.history import ChangeKind
+from doyen.quorum.keyspace.state import (
     Advance,
     Begin,
-    Command,
+    ConditionFailed,
     Create,
     Delete,
     Done,
     Enqueue,
     Expire,
     Grant,
-    Granted,
     Keyspace,
+    KeyspaceCommand,
+    LeaseGranted,
     Put,
     Quota,
     Raise,
     Reap,
-    Refused,
     Revoke,
     Stands,
     Written,
     decode_result,
     encode,
 )
-from doyen.quorum.requests import (
+from doyen.quorum.keyspace.versions import FIRST, NEWEST
+from doyen.quorum.node import replicated as machines
+from doyen.quorum.node import service as services
+from doyen.quorum.node.driver import Driver
+from doyen.quorum.node.interfaces import StateMachine
+from doyen.quorum.node.replicated import KEYSPACE, ReplicatedMachines
+from doyen.quorum.node.service import SLICE, ClientLimits, Service
+from doyen.quorum.protocol.requests import (
     ANSWER,
     MAX_KEY,
     MAX_LEVELS,
@@ -49,35 +50,34 @@ from doyen.quorum.requests import (
     Ahead,
     Changed,
     Condition,
+    ErrorCode,
     Failed,
-    Found,
+    FoundEntry,
     Get,
     Head,
     Hello,
     Inquire,
+    LeaseRenewed,
     Listed,
     Renew,
-    Renewed,
     Request,
     Scan,
-    Trouble,
     Unwatch,
-    Watch,
     Watching,
+    WatchRequest,
     Write,
     Wrote,
     decode_answer,
 )
-from doyen.quorum.versions import FIRST, NEWEST
-from doyen.quorum.wire import MAX_FRAME, Fault
-from doyen.quorum.wire import Role as Power
+from doyen.quorum.protocol.wire import MAX_FRAME, CloseReason
+from doyen.quorum.protocol.wire import Role as Power
 from doyen.testing.virtual import run_virtual
 from drivers import World
 
 TTL_S = 2.0
 
 
-class WithKeyspace(Machine):
+class WithKeyspace(ReplicatedMachines):
     def __init__(self, targets: Mapping[int, StateMachine]) -> None:
         self.keyspace = Keyspace(FIRST)
         super().__init__({**targets, KEYSPACE: self.keyspace})
@@ -90,8 +90,8 @@ class Client:
         self.role = role
         self.granted: Power = "admin"
         self.closed = False
-        self.refused: Fault | None = None
-        self.faults: list[Fault] = []
+        self.refused: CloseReason | None = None
+        self.faults: list[CloseReason] = []
         self.told: list[Any] = []
         self.results: dict[int, bytes] = {}
         self.deaf = self.paused = self.congested = False
@@ -104,7 +104,7 @@ class Client:
     def welcome(self, on_frames: Any, on_end: Any) -> None:
         self._on_frames, self._on_end = on_frames, on_end
 
-    def refuse(self, fault: Fault, text: str) -> None:
+    def refuse(self, fault: CloseReason, text: str) -> None:
         self.refused = fault
 
     def send(self, kind: int, *parts: bytes) -> bool:
@@ -138,7 +138,7 @@ class Client:
 
     abort = close
 
-    def fault(self, fault: Fault, text: str) -> None:
+    def fault(self, fault: CloseReason, text: str) -> None:
         self.faults.append(fault)
         self.close()
 
@@ -164,7 +164,7 @@ class Client:
         self._ids -= 1
         return await self.answer(kind(self._ids, *arguments))
 
-    async def do(self, id: int, command: Command, floor: int = 1) -> Any:  # noqa: A002
+    async def do(self, id: int, command: KeyspaceCommand, floor: int = 1) -> Any:  # noqa: A002
         self.put(Write(floor, [id], [encode(command)]))
         answer = await self.answer_to(id)
         return decode_result(answer) if isinstance(answer, bytes) else answer
@@ -173,7 +173,7 @@ class Client:
 class Quorum:
     """Three nodes that serve clients."""
 
-    def __init__(self, limits: Limits = Limits()) -> None:  # noqa: B008
+    def __init__(self, limits: ClientLimits = ClientLimits()) -> None:  # noqa: B008
         self.world = World(machine=WithKeyspace)
         self.services: dict[str, Service] = {}
         self.limits = limits
@@ -216,7 +216,7 @@ class Quorum:
 
 def on_quorum(
     test: Callable[[Quorum], Coroutine[Any, Any, None]],
-    limits: Limits = Limits(),  # noqa: B008
+    limits: ClientLimits = ClientLimits(),  # noqa: B008
 ) -> None:
     async def main() -> None:
         quorum = Quorum(limits)
@@ -228,7 +228,7 @@ def on_quorum(
 
 async def granted(client: Client, id: int = 1) -> int:  # noqa: A002
     result = await client.do(id, Grant(TTL_S))
-    assert isinstance(result, Granted)
+    assert isinstance(result, LeaseGranted)
     return result.lease
 
 
@@ -291,8 +291,8 @@ def test_lines() -> None:
         assert (await client.ask(Ahead, first.key)).record is None
         await client.do(4, Delete(first.key, 0))
         gone = await client.ask(Ahead, first.key)
-        assert gone.trouble is Trouble.TICKET_GONE
-        assert (await client.ask(Get, "nothing")) == Found(client._ids, None)
+        assert gone.trouble is ErrorCode.TICKET_GONE
+        assert (await client.ask(Get, "nothing")) == FoundEntry(client._ids, None)
 
     on_quorum(test)
 
@@ -372,13 +372,13 @@ def test_a_lease_is_renewed_through_any_node_and_ends_when_nobody_does() -> None
         await clients[0].do(2, Create("k", b"", lease))
         for number in range(12):
             await asyncio.sleep(TTL_S / 2)
-            assert isinstance(await clients[number % 3].ask(Renew, lease), Renewed)
+            assert isinstance(await clients[number % 3].ask(Renew, lease), LeaseRenewed)
         began = quorum.world.loop.time()
         while (await clients[1].ask(Get, "k")).record is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         took_s = quorum.world.loop.time() - began
         assert TTL_S - 0.1 <= took_s <= TTL_S + 0.1
-        assert (await clients[2].ask(Renew, lease)).trouble is Trouble.LEASE_GONE
+        assert (await clients[2].ask(Renew, lease)).trouble is ErrorCode.LEASE_GONE
 
     on_quorum(test)
 
@@ -392,14 +392,14 @@ def test_leases_outlive_a_change_of_leader_and_end_after_it() -> None:
         await client.do(3, Create("renewed", b"", renewed))
         await client.do(4, Create("silent", b"", silent))
         await asyncio.sleep(TTL_S * 0.9)
-        assert isinstance(await client.ask(Renew, renewed), Renewed)
+        assert isinstance(await client.ask(Renew, renewed), LeaseRenewed)
         quorum.crash(leader)
         died_at = quorum.world.loop.time()
-        assert isinstance(await client.ask(Renew, renewed), Renewed)
+        assert isinstance(await client.ask(Renew, renewed), LeaseRenewed)
         assert (await client.ask(Get, "silent")).record is not None, "it has its time anew"
         while (await client.ask(Get, "silent")).record is not None:
             await asyncio.sleep(TTL_S / 4)
-            assert isinstance(await client.ask(Renew, renewed), Renewed)
+            assert isinstance(await client.ask(Renew, renewed), LeaseRenewed)
         assert quorum.world.loop.time() - died_at <= TTL_S * 1.5 + 0.5
         assert (await client.ask(Get, "renewed")).record is not None
 
@@ -414,7 +414,7 @@ def test_a_leader_that_nobody_follows_confirms_no_renewal() -> None:
         quorum.world.cut(leader)
         client.put(Renew(-1, lease))
         await asyncio.sleep(15.0)
-        assert not any(isinstance(answer, Renewed) for answer in client.told)
+        assert not any(isinstance(answer, LeaseRenewed) for answer in client.told)
         assert client.closed, "and it sends its clients away"
         quorum.world.heal()
 
@@ -430,7 +430,7 @@ def test_a_node_without_a_leader_sends_clients_away_and_takes_them_back() -> Non
         world.cut(follower)
         await world.until(lambda: client.closed)
         assert not service.serving
-        assert Client(service).refused is Fault.NOT_SERVING
+        assert Client(service).refused is CloseReason.NOT_SERVING
         assert service.clients == 0
         world.heal()
         await world.until(lambda: service.serving)
@@ -454,9 +454,9 @@ def test_a_short_election_costs_no_connection() -> None:
 def test_watches_tell_of_changes_by_other_nodes() -> None:
     async def test(quorum: Quorum) -> None:
         writer, watcher = (Client(quorum.services[node]) for node in ("n1", "n2"))
-        assert isinstance(await watcher.answer(Watch(-1, "a", -1)), Watching)
-        assert isinstance(await watcher.answer(Watch(-2, "a/b", -1)), Watching)
-        assert isinstance(await watcher.answer(Watch(-3, "a/c", -1)), Watching)
+        assert isinstance(await watcher.answer(WatchRequest(-1, "a", -1)), Watching)
+        assert isinstance(await watcher.answer(WatchRequest(-2, "a/b", -1)), Watching)
+        assert isinstance(await watcher.answer(WatchRequest(-3, "a/c", -1)), Watching)
         result = await writer.do(1, Put("a/b", b"", 0))
         await quorum.world.until(lambda: told(watcher))
         assert sorted(told(watcher)) == [-2, -1]
@@ -486,7 +486,7 @@ def test_the_end_of_a_lease_is_told_everywhere() -> None:
         lease = await granted(holder)
         await holder.do(2, Create("k", b"", lease))
         for watcher in watchers:
-            await watcher.answer(Watch(-1, "k", -1))
+            await watcher.answer(WatchRequest(-1, "k", -1))
             watcher.told.clear()
         await quorum.world.until(lambda: all(told(each) for each in watchers))
 
@@ -496,17 +496,17 @@ def test_the_end_of_a_lease_is_told_everywhere() -> None:
 def test_a_watch_that_is_resumed_tells_what_was_missed_and_no_more() -> None:
     async def test(quorum: Quorum) -> None:
         writer, first = Client(quorum.services["n1"]), Client(quorum.services["n2"])
-        begun = await first.answer(Watch(-1, "a", -1))
+        begun = await first.answer(WatchRequest(-1, "a", -1))
         await writer.do(1, Put("b", b"", 0))
         quiet = Client(quorum.services["n3"])
         await quiet.ask(Get, "b")  # so that it has caught up
-        await quiet.answer(Watch(-5, "a", begun.revision))
+        await quiet.answer(WatchRequest(-5, "a", begun.revision))
         assert told(quiet) == []
         first.close()
         await writer.do(2, Put("a/x", b"", 0))
         await quiet.ask(Get, "a")
         missed = Client(quorum.services["n3"])
-        await missed.answer(Watch(-1, "a", begun.revision))
+        await missed.answer(WatchRequest(-1, "a", begun.revision))
         await quorum.world.until(lambda: told(missed))
 
     on_quorum(test)
@@ -516,7 +516,7 @@ def test_what_a_client_may_not_do_is_said_in_words() -> None:
     async def test(quorum: Quorum) -> None:
         client = Client(quorum.services["n1"])
         lease = await granted(client)
-        commands: Sequence[Command] = [
+        commands: Sequence[KeyspaceCommand] = [
             Put("k", bytes(MAX_VALUE + 1), 0),
             Create("x" * (MAX_KEY + 1), b"", lease),
             Enqueue("", b"", lease, 0),
@@ -534,17 +534,19 @@ def test_what_a_client_may_not_do_is_said_in_words() -> None:
         for number, command in enumerate(commands, 2):
             answer = await client.do(number, command)
             assert isinstance(answer, Failed), command
-            assert answer.trouble is Trouble.UNUSABLE
+            assert answer.trouble is ErrorCode.UNUSABLE
             assert answer.text
         assert quorum.keyspace("n1").lease(lease) is not None
         for _ in range(3):
-            await client.ask(Watch, "k", -1)
-        assert (await client.ask(Watch, "k", -1)).trouble is Trouble.UNUSABLE
+            await client.ask(WatchRequest, "k", -1)
+        assert (await client.ask(WatchRequest, "k", -1)).trouble is ErrorCode.UNUSABLE
         other = Client(quorum.services["n2"])
-        assert (await other.ask(Watch, "x" * (MAX_KEY + 1), -1)).trouble is Trouble.UNUSABLE
+        assert (
+            await other.ask(WatchRequest, "x" * (MAX_KEY + 1), -1)
+        ).trouble is ErrorCode.UNUSABLE
         assert await client.do(99, Revoke(lease)) == Done()
 
-    on_quorum(test, Limits(watches=3))
+    on_quorum(test, ClientLimits(watches=3))
 
 
 def test_nonsense_ends_the_connection() -> None:
@@ -593,7 +595,7 @@ def test_a_client_that_was_forgotten_is_told(monkeypatch: pytest.MonkeyPatch) ->
             await busy.do(number, Put(f"b/{number}", b"", 0))
         answer = await idle.do(2, Put("l", b"", 0), floor=2)
         assert isinstance(answer, Failed)
-        assert answer.trouble is Trouble.FORGOTTEN
+        assert answer.trouble is ErrorCode.FORGOTTEN
         assert (await idle.ask(Get, "l")).record is None
 
     on_quorum(test)
@@ -626,17 +628,17 @@ def test_an_onlooker_may_ask_how_a_node_without_a_leader_is_and_no_more() -> Non
         assert isinstance(condition, Condition)
         assert (condition.node, condition.leader, condition.clients) == (follower, None, 0)
         onlooker.put(Get(-9, "k"))
-        assert onlooker.faults == [Fault.OUT_OF_TURN]
+        assert onlooker.faults == [CloseReason.OUT_OF_TURN]
         garbage = Client(service, role="onlooker")
         assert garbage._on_frames is not None
         garbage._on_frames(garbage, [(REQUEST, b"\xc1")])
-        assert garbage.faults == [Fault.MALFORMED]
+        assert garbage.faults == [CloseReason.MALFORMED]
         flood = Client(service, role="onlooker")
         flood.put(Inquire(1), Inquire(2))
-        assert flood.faults == [Fault.OUT_OF_TURN]
+        assert flood.faults == [CloseReason.OUT_OF_TURN]
         assert not flood.told
         service.close()
-        assert Client(service, role="onlooker").refused is Fault.NOT_SERVING
+        assert Client(service, role="onlooker").refused is CloseReason.NOT_SERVING
 
     on_quorum(test)
 
@@ -652,10 +654,10 @@ def test_an_era_begun_by_one_who_led_before_is_followed_by_another() -> None:
         await quorum.world.until(lambda: quorum.keyspace(leader.id).era == era + 2)
         client = Client(quorum.services[await quorum.follower()])
         lease = await granted(client)
-        assert isinstance(await client.ask(Renew, lease), Renewed)
+        assert isinstance(await client.ask(Renew, lease), LeaseRenewed)
         assert (
             decode_result(await leader.propose(KEYSPACE, encode(Expire(era, (lease,)))))
-            == Refused()
+            == ConditionFailed()
         )
         await quorum.world.until(lambda: quorum.keyspace(leader.id).lease(lease) is None)
 
@@ -676,7 +678,7 @@ def test_nodes_that_restart_serve_again() -> None:
         await quorum.world.until(lambda: service.serving)
         again = Client(service)
         assert (await again.ask(Get, "k")).record.value == b"v"
-        assert isinstance(await again.ask(Renew, lease), Renewed)
+        assert isinstance(await again.ask(Renew, lease), LeaseRenewed)
         assert [node.role for node in quorum.world.nodes.values()].count(Role.LEADING) == 1
 
     on_quorum(test)
@@ -732,7 +734,7 @@ def test_a_lease_with_many_keys_ends_a_slice_at_a_time(monkeypatch: pytest.Monke
         lease = await granted(client)
         for number in range(95):
             await client.do(2 + number, Create(f"k/{number:02}", b"", lease))
-            await watcher.answer(Watch(-1 - number, f"k/{number:02}", -1))
+            await watcher.answer(WatchRequest(-1 - number, f"k/{number:02}", -1))
         await watcher.ask(Get, "k")
         watcher.told.clear()
         before = quorum.keyspace("n1").revision
@@ -746,7 +748,7 @@ def test_a_lease_with_many_keys_ends_a_slice_at_a_time(monkeypatch: pytest.Monke
         )
         changes = quorum.keyspace("n3").history.after(before)
         assert changes is not None
-        ends = {change.revision for change in changes if change.kind is Kind.END}
+        ends = {change.revision for change in changes if change.kind is ChangeKind.END}
         assert len(ends) == 10
 
     on_quorum(test)
@@ -780,7 +782,7 @@ def test_writes_beyond_the_quota_are_refused_with_the_remedy() -> None:
         await quorum.world.until(lambda: quorum.keyspace("n1").quota == 1000)
         refused = await client.do(2, Create("k", b"x" * 1000, lease))
         assert isinstance(refused, Failed)
-        assert refused.trouble is Trouble.UNAVAILABLE
+        assert refused.trouble is ErrorCode.UNAVAILABLE
         assert "of 1000 bytes" in refused.text
         assert "--quota-bytes" in refused.text
         condition = await client.ask(Inquire)

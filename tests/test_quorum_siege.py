@@ -23,11 +23,18 @@ import pytest
 from msgspec.msgpack import encode
 
 from candidates import DOYEN, eventually
-from doyen.clock import SystemClock
 from doyen.errors import StoreUnusable
-from doyen.quorum.requests import REQUEST, Hello, Scan, Write
-from doyen.quorum.wire import MAX_FRAME, Dialler, Identity, Refused, Security, frame
-from doyen.store import Context, open_store
+from doyen.lease.clock import SystemClock
+from doyen.quorum.protocol.requests import REQUEST, Hello, Scan, Write
+from doyen.quorum.protocol.wire import (
+    MAX_FRAME,
+    ClientHandshake,
+    ConnectionIdentity,
+    ConnectionRefused,
+    Security,
+    frame,
+)
+from doyen.stores.port import Context, open_store
 from neighbours import Caller, call
 from nodes import addresses
 from trials import SECRET, Member, Trial
@@ -82,11 +89,11 @@ def test_those_of_another_cluster_and_those_who_do_not_know_the_secret(trial: Tr
                 with pytest.raises(StoreUnusable):
                     await open_store(url, context)
             for me, security in (
-                (Identity("another", "n2", 7), KNOWING),
-                (Identity(CLUSTER, "n2", 7), Security(peer_secret=b"a long guess at it")),
-                (Identity(CLUSTER, "", 7), KNOWING),
+                (ConnectionIdentity("another", "n2", 7), KNOWING),
+                (ConnectionIdentity(CLUSTER, "n2", 7), Security(peer_secret=b"a long guess at it")),
+                (ConnectionIdentity(CLUSTER, "", 7), KNOWING),
             ):
-                with pytest.raises(Refused):
+                with pytest.raises(ConnectionRefused):
                     await call(address, me, "peer", security=security)
 
     asyncio.run(knock())
@@ -95,7 +102,7 @@ def test_those_of_another_cluster_and_those_who_do_not_know_the_secret(trial: Tr
 def test_garbage(trial: Trial) -> None:
     chance = random.Random(3)
     before = faults(trial)
-    hello = Dialler(Identity(CLUSTER, "n2", 7), "peer").begin()
+    hello = ClientHandshake(ConnectionIdentity(CLUSTER, "n2", 7), "peer").begin()
     words = [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
         b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 5000,
@@ -142,7 +149,7 @@ def test_clients_that_know_the_secret_and_talk_nonsense(trial: Trial) -> None:
 
 
 async def client(address: str) -> Caller:
-    return await call(address, Identity(CLUSTER, "", 7), "client", security=KNOWING)
+    return await call(address, ConnectionIdentity(CLUSTER, "", 7), "client", security=KNOWING)
 
 
 async def ended(caller: Caller) -> None:

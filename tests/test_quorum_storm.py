@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from doyen.consensus.core import Membership
-from doyen.node.machine import KEYSPACE, Machine
-from doyen.node.ports import StateMachine
-from doyen.node.service import Service
-from doyen.quorum.keyspace import Create, Expire, Grant, Granted, Keyspace, Written
-from doyen.quorum.requests import Failed, Renew, Renewed, Trouble
+from doyen.quorum.consensus.core import Membership
+from doyen.quorum.keyspace.state import Create, Expire, Grant, Keyspace, LeaseGranted, Written
+from doyen.quorum.node.interfaces import StateMachine
+from doyen.quorum.node.replicated import KEYSPACE, ReplicatedMachines
+from doyen.quorum.node.service import Service
+from doyen.quorum.protocol.requests import ErrorCode, Failed, LeaseRenewed, Renew
 from doyen.testing.virtual import run_virtual
 from drivers import World, misfortune, revive
 from test_quorum_service import Client
@@ -37,7 +37,7 @@ class Watched(Keyspace):
             self.storm.ended(lease)
 
 
-class WithKeyspace(Machine):
+class WithKeyspace(ReplicatedMachines):
     keyspaces: type[Watched] = Watched
 
     def __init__(self, targets: Mapping[int, StateMachine]) -> None:
@@ -102,7 +102,7 @@ class Storm(World):
         while now() < until:
             sent_at = now()
             granted = await self.ask(None, Grant(TTL_S))
-            if not isinstance(granted, Granted):
+            if not isinstance(granted, LeaseGranted):
                 continue
             lease = granted.lease
             self.believed[lease] = sent_at + TTL_S
@@ -112,10 +112,10 @@ class Storm(World):
                 await asyncio.sleep(self.random.uniform(0.1, TTL_S * 0.5))
                 sent_at = now()
                 answer = await self.ask(Renew(-1, lease))
-                if isinstance(answer, Renewed):
+                if isinstance(answer, LeaseRenewed):
                     self.renewed += 1
                     self.believed[lease] = max(self.believed[lease], sent_at + TTL_S)
-                elif isinstance(answer, Failed) and answer.trouble is Trouble.LEASE_GONE:
+                elif isinstance(answer, Failed) and answer.trouble is ErrorCode.LEASE_GONE:
                     break
                 if self.random.random() < 0.3:
                     await self._campaign(lease)

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from doyen.clock import SystemClock
-from doyen.consensus.core import Role
 from doyen.errors import ConfigError, StoreUnusable
+from doyen.lease.clock import SystemClock
 from doyen.model import Lease
-from doyen.node.driver import Limits
-from doyen.node.machine import USER
-from doyen.node.server import Options, Server
-from doyen.quorum.versions import NEWEST
-from doyen.store import Context, open_store
+from doyen.quorum.consensus.core import Role
+from doyen.quorum.keyspace.versions import NEWEST
+from doyen.quorum.node.driver import ProposalLimits
+from doyen.quorum.node.replicated import USER
+from doyen.quorum.node.server import NodeOptions, NodeServer
+from doyen.stores.port import Context, open_store
 from doyen.stores.quorum.store import QuorumStore
 from drivers import Tally
 from servers import free_port
@@ -41,25 +41,25 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(bounded())
 
 
-async def started(folder: Path, machine: Tally | None = None, **limits: int) -> Server:
+async def started(folder: Path, machine: Tally | None = None, **limits: int) -> NodeServer:
     """The only node of a cluster, leading and at the newest version."""
-    options = Options(
+    options = NodeOptions(
         id="n1",
         peers={"n1": f"127.0.0.1:{free_port()}"},
         data_dir=folder,
         election_s=0.3,
         heartbeat_s=0.05,
         found=True,
-        limits=Limits(**limits),
+        limits=ProposalLimits(**limits),
     )
-    server = await Server.open(options, machine)
+    server = await NodeServer.open(options, machine)
     async with asyncio.timeout(WITHIN_S):
         while server.driver.role is not Role.LEADING or server.keyspace.version < NEWEST:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     return server
 
 
-async def connected(server: Server) -> QuorumStore:
+async def connected(server: NodeServer) -> QuorumStore:
     context = Context(SystemClock(), lambda event: None)
     store = await open_store(f"doyen://127.0.0.1:{server.port}", context)
     assert isinstance(store, QuorumStore)

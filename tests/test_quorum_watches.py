@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 
-from doyen.clock import SystemClock
-from doyen.consensus.core import Membership, Role
-from doyen.node.driver import Status
-from doyen.node.service import Service
-from doyen.quorum.keyspace import Keyspace, Put, decode_result, encode
-from doyen.quorum.link import End
-from doyen.quorum.requests import (
+from doyen.lease.clock import SystemClock
+from doyen.quorum.consensus.core import Membership, Role
+from doyen.quorum.keyspace.state import Keyspace, Put, decode_result, encode
+from doyen.quorum.node.driver import Status
+from doyen.quorum.node.service import Service
+from doyen.quorum.protocol.connection import End
+from doyen.quorum.protocol.requests import (
     REQUEST,
     Changed,
-    Watch,
     Watching,
+    WatchRequest,
     decode_answer,
     decode_request,
 )
-from doyen.quorum.wire import Fault, Identity, MemberInfo, Security
-from doyen.stores.quorum.wire import Wire
+from doyen.quorum.protocol.wire import CloseReason, ConnectionIdentity, MemberInfo, Security
+from doyen.stores.quorum.connection import QuorumConnection
 from doyen.testing.virtual import run_virtual
 
 Frame = tuple[int, bytes]
@@ -74,7 +74,7 @@ class ServerSide:
 
     def resume(self) -> None: ...
 
-    def fault(self, fault: Fault, text: str) -> None:
+    def fault(self, fault: CloseReason, text: str) -> None:
         raise AssertionError(text)
 
 
@@ -83,7 +83,7 @@ class ClientSide:
 
     where, ending, closed = "n", False, False
 
-    them, info = Identity("c", "n1", 1), MemberInfo("the cluster")
+    them, info = ConnectionIdentity("c", "n1", 1), MemberInfo("the cluster")
 
     def __init__(self, server: ServerSide, supports: tuple[int, int] = (1, 2)) -> None:
         self.server, self.supports = server, supports
@@ -121,7 +121,7 @@ class Client:
 
     def __init__(self) -> None:
         self.told: list[str] = []
-        self.wire = Wire(["n:1"], Security(), cluster="c", connect_timeout_s=1)
+        self.wire = QuorumConnection(["n:1"], Security(), cluster="c", connect_timeout_s=1)
         self.wire._connect = lambda: None  # type: ignore[method-assign]
 
     def dial(self, node: Node, supports: tuple[int, int] = (1, 2)) -> None:
@@ -196,7 +196,7 @@ def test_a_quiet_watch_keeps_up_with_its_connection() -> None:
         watches = [
             request
             for _, payload in requests
-            if isinstance(request := decode_request(payload), Watch)
+            if isinstance(request := decode_request(payload), WatchRequest)
         ]
         assert {watch.scope: watch.since for watch in watches} == {
             "busy": keyspace.revision,
@@ -233,7 +233,7 @@ def test_a_node_that_is_behind_catches_up_before_it_confirms() -> None:
         keyspace = Keyspace()
         put(keyspace, "a")
         node = Node(keyspace)
-        node.server.take(node.server, [(REQUEST, encode(Watch(-1, "b", 2)))])
+        node.server.take(node.server, [(REQUEST, encode(WatchRequest(-1, "b", 2)))])
         assert node.told == []
         put(keyspace, "c")
         node.caught_up()
@@ -255,7 +255,7 @@ def test_a_position_of_another_history_is_told_to_read_again(
         keyspace = Keyspace()
         put(keyspace, "a")
         node = Node(keyspace)
-        node.server.take(node.server, [(REQUEST, encode(Watch(-1, "b", since, cluster_id)))])
+        node.server.take(node.server, [(REQUEST, encode(WatchRequest(-1, "b", since, cluster_id)))])
         node.caught_up()
         expected: list[Any] = [Changed([-1], 1)] if missed else []
         assert node.told == [*expected, Watching(-1, 1)]

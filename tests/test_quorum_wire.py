@@ -9,23 +9,30 @@ from typing import Any
 import pytest
 
 from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable
-from doyen.quorum.keyspace import Put, Result, Written, decode_command, encode
-from doyen.quorum.link import End
-from doyen.quorum.requests import (
+from doyen.quorum.keyspace.state import Put, Result, Written, decode_command, encode
+from doyen.quorum.protocol.connection import End
+from doyen.quorum.protocol.requests import (
     ANSWER,
     MAX_WRITES,
     REQUEST,
-    Answer,
+    ErrorCode,
     Failed,
     Hello,
-    Trouble,
+    Response,
     Write,
     Wrote,
     decode_request,
 )
-from doyen.quorum.wire import ANY, MAX_FRAME, Fault, Identity, MemberInfo, Security
-from doyen.stores.quorum import wire
-from doyen.stores.quorum.wire import Wire
+from doyen.quorum.protocol.wire import (
+    ANY,
+    MAX_FRAME,
+    CloseReason,
+    ConnectionIdentity,
+    MemberInfo,
+    Security,
+)
+from doyen.stores.quorum import connection as wire
+from doyen.stores.quorum.connection import QuorumConnection
 
 
 class FakeLink:
@@ -33,13 +40,13 @@ class FakeLink:
 
     where = "a node"
     closed = ending = full = False
-    them = Identity("cluster", "n1", 1)
+    them = ConnectionIdentity("cluster", "n1", 1)
     info = MemberInfo()
 
     def __init__(self, on_frames: Any, on_end: Any) -> None:
         self._on_frames, self._on_end = on_frames, on_end
         self.asked: list[Any] = []
-        self.faults: list[Fault] = []
+        self.faults: list[CloseReason] = []
 
     def send(self, kind: int, payload: bytes) -> bool:
         assert kind == REQUEST
@@ -50,7 +57,7 @@ class FakeLink:
         self.asked.append(decode_request(payload))
         return True
 
-    def answer(self, *answers: Answer) -> None:
+    def answer(self, *answers: Response) -> None:
         self._on_frames(self, [(ANSWER, encode(each)) for each in answers])
 
     def end(self) -> None:
@@ -67,7 +74,7 @@ class FakeLink:
     async def wait(self) -> None:
         pass
 
-    def fault(self, fault: Fault, text: str) -> None:
+    def fault(self, fault: CloseReason, text: str) -> None:
         self.faults.append(fault)
         self.end()
 
@@ -84,17 +91,19 @@ class FakeLink:
 
 
 def on_wire(
-    test: Callable[[Wire, list[FakeLink]], Coroutine[Any, Any, None]],
+    test: Callable[[QuorumConnection, list[FakeLink]], Coroutine[Any, Any, None]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     links: list[FakeLink] = []
 
-    async def dial(address: str, me: Identity, *, on_frames: Any, on_end: Any, **_: Any) -> Any:
+    async def dial(
+        address: str, me: ConnectionIdentity, *, on_frames: Any, on_end: Any, **_: Any
+    ) -> Any:
         links.append(FakeLink(on_frames, on_end))
         return links[-1]
 
     async def main() -> None:
-        client = Wire(["h:1"], Security(), cluster=ANY, connect_timeout_s=1.0)
+        client = QuorumConnection(["h:1"], Security(), cluster=ANY, connect_timeout_s=1.0)
         await test(client, links)
         await client.close()
 
@@ -108,7 +117,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def asked(client: Wire, *values: bytes) -> list[asyncio.Task[Result]]:
+def asked(client: QuorumConnection, *values: bytes) -> list[asyncio.Task[Result]]:
     return [asyncio.create_task(client.write(put(value))) for value in values]
 
 
@@ -127,7 +136,7 @@ def values(writes: Sequence[Write]) -> list[list[bytes]]:
 
 
 def test_writes_of_one_turn_go_out_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(client: Wire, links: list[FakeLink]) -> None:
+    async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
         writes = asked(client, *(b"%d" % n for n in range(2 * MAX_WRITES + 5)))
         await settle()
         frames = links[0].writes
@@ -147,7 +156,7 @@ def test_writes_of_one_turn_go_out_together(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_large_writes_go_out_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(client: Wire, links: list[FakeLink]) -> None:
+    async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
         small, too_large, large = asked(client, b"", bytes(MAX_FRAME), bytes(MAX_FRAME // 2))
         await settle()
         assert [each.ids for each in links[0].writes] == [[1], [3]]
@@ -160,7 +169,7 @@ def test_large_writes_go_out_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_nobody_waits_for_any_more_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(client: Wire, links: list[FakeLink]) -> None:
+    async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
         first = asked(client, b"first")
         await settle()
         kept, given_up = asked(client, b"kept", b"given up")
@@ -177,7 +186,7 @@ def test_what_nobody_waits_for_any_more_is_not_sent(monkeypatch: pytest.MonkeyPa
 def test_a_write_has_a_number_only_when_it_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the floor would pass over one that is asked for, and begun later than others."""
 
-    async def test(client: Wire, links: list[FakeLink]) -> None:
+    async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
         (first,) = asked(client, b"first")
         await settle()
         links[0].answer(Wrote([1], results(1)))
@@ -196,7 +205,7 @@ def test_a_write_has_a_number_only_when_it_is_under_way(monkeypatch: pytest.Monk
 def test_a_link_that_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was sent before, on another link, may have been carried out."""
 
-    async def test(client: Wire, links: list[FakeLink]) -> None:
+    async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
         (sent,) = asked(client, b"sent")
         await settle()
         monkeypatch.setattr(FakeLink, "full", True)
@@ -218,7 +227,7 @@ def test_a_link_that_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_link_that_does_not_take_the_new_name_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """The node would count under the old one what the next is then asked for under the new."""
 
-    async def test(client: Wire, links: list[FakeLink]) -> None:
+    async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
         (first,) = asked(client, b"first")
         await settle()
         links[0].answer(Wrote([1], results(1)))
@@ -226,7 +235,7 @@ def test_a_link_that_does_not_take_the_new_name_is_left(monkeypatch: pytest.Monk
         (refused,) = asked(client, b"refused")
         await settle()
         links[0].full = True
-        links[0].answer(Failed(2, Trouble.FORGOTTEN, "forgotten"))
+        links[0].answer(Failed(2, ErrorCode.FORGOTTEN, "forgotten"))
         links[0].full = False
         await settle()
         assert values(links[0].writes) == [[b"first"], [b"refused"]]
@@ -241,7 +250,7 @@ def test_a_link_that_does_not_take_the_new_name_is_left(monkeypatch: pytest.Monk
 def test_a_new_link_is_asked_for_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for what was on its way out when the old one ended."""
 
-    async def test(client: Wire, links: list[FakeLink]) -> None:
+    async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
         writes = asked(client, b"sent")
         await settle()
         writes += asked(client, b"about to be")
@@ -260,14 +269,14 @@ def test_under_another_name_nothing_is_asked_again(monkeypatch: pytest.MonkeyPat
     """The quorum has forgotten the client, and the link ends. What was asked under the old name
     may have been carried out: under the new one it would be carried out once more."""
 
-    async def test(client: Wire, links: list[FakeLink]) -> None:
+    async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
         (first,) = asked(client, b"first")
         await settle()
         links[0].answer(Wrote([1], results(1)))
         await first
         old, refused = asked(client, b"old", b"refused")
         await settle()
-        links[0].answer(Failed(3, Trouble.FORGOTTEN, "forgotten"))
+        links[0].answer(Failed(3, ErrorCode.FORGOTTEN, "forgotten"))
         await settle()
         again = Write(1, [3], [encode(put(b"refused"))])
         assert links[0].writes[-1] == again
@@ -290,7 +299,7 @@ def test_a_first_write_is_not_asked_again_though_a_later_one_was_answered(
 ) -> None:
     """It would be sent as a new client's first writes are: nothing below it has been answered."""
 
-    async def test(client: Wire, links: list[FakeLink]) -> None:
+    async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
         monkeypatch.setattr(wire, "REMEMBERED_S", -1.0)
         first, second = asked(client, b"first", b"second")
         await settle()
@@ -309,7 +318,7 @@ def test_a_first_write_is_not_asked_again_after_a_long_time(
     """The quorum may have carried it out and forgotten the client since. Once it has answered
     anything under this name, it can tell."""
 
-    async def test(client: Wire, links: list[FakeLink]) -> None:
+    async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
         monkeypatch.setattr(wire, "REMEMBERED_S", -1.0)
         (first,) = asked(client, b"first")
         await settle()
@@ -334,11 +343,11 @@ def test_a_first_write_is_not_asked_again_after_a_long_time(
 def test_an_answer_that_makes_no_sense_ends_the_link(
     answer: Wrote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(client: Wire, links: list[FakeLink]) -> None:
+    async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
         (write,) = asked(client, b"v")
         await settle()
         links[0].answer(answer)
-        assert links[0].faults == [Fault.MALFORMED]
+        assert links[0].faults == [CloseReason.MALFORMED]
         await settle()
         links[1].answer(Wrote([1], results(3)))
         assert await write == Written(3, 3)

@@ -7,23 +7,23 @@ import math
 import msgspec
 import pytest
 
-from doyen.consensus.core import (
+from doyen.quorum.consensus.core import (
     Accepted,
     ChangeAsked,
     Disconnected,
     Effect,
     Elapsed,
-    Entry,
-    Kind,
+    EntryKind,
+    LogEntry,
     Membership,
-    Proposed,
+    ProposalRefused,
+    Propose,
     Recovered,
-    Refused,
     Role,
     TransferAsked,
     TransferFailed,
 )
-from doyen.consensus.raft import (
+from doyen.quorum.consensus.raft import (
     Append,
     AppendReply,
     Ballot,
@@ -51,7 +51,7 @@ def test_transfer_stops_for_a_dead_heir() -> None:
     core.handle(TransferAsked("b"), 2.0)
     effects = core.handle(Disconnected("b"), 2.0)
     assert isinstance(effects[0], TransferFailed)
-    assert isinstance(core.handle(Proposed(b"x"), 2.0)[0], Accepted)
+    assert isinstance(core.handle(Propose(b"x"), 2.0)[0], Accepted)
 
 
 def test_transfer_is_bounded_by_an_election_timeout() -> None:
@@ -93,13 +93,13 @@ def test_stale_transfer_word_is_ignored() -> None:
 def test_change_needs_the_last_one_committed() -> None:
     core = leading()
     assert isinstance(change(core, "abcd")[0], Accepted)
-    assert isinstance(change(core, "abcde")[0], Refused)
+    assert isinstance(change(core, "abcde")[0], ProposalRefused)
 
 
 def test_change_needs_an_entry_of_this_generation_committed() -> None:
     """The single-server membership bug."""
     core = leading(committed=False)
-    assert isinstance(change(core, "abcd")[0], Refused)
+    assert isinstance(change(core, "abcd")[0], ProposalRefused)
     write(core, 2.0)
     hear(core, AppendReply(1, 1), now=2.0)
     assert isinstance(change(core, "abcd")[0], Accepted)
@@ -118,7 +118,7 @@ def test_change_needs_an_entry_of_this_generation_committed() -> None:
 )
 def test_change_refused(voters: str, learners: str, word: str) -> None:
     (refused,) = change(leading(), voters, learners)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, ProposalRefused)
     assert word in refused.reason
 
 
@@ -135,7 +135,7 @@ def test_a_change_that_would_leave_no_majority_is_refused() -> None:
     core = leading()
     beating(core, 5.0, "b")
     (refused,) = core.handle(ChangeAsked(Membership(("a", "c"))), 5.0)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, ProposalRefused)
     assert "without c" in refused.reason
     assert isinstance(core.handle(ChangeAsked(Membership(("a", "b"))), 5.0)[0], Accepted)
 
@@ -151,8 +151,8 @@ def test_whoever_has_just_been_counted_is_there() -> None:
 def test_whoever_has_left_is_not_there() -> None:
     core = leading()
     core.handle(Disconnected("c"), 2.0)
-    assert isinstance(change(core, "ac")[0], Refused)
-    assert isinstance(change(core, "bc")[0], Refused)
+    assert isinstance(change(core, "ac")[0], ProposalRefused)
+    assert isinstance(change(core, "bc")[0], ProposalRefused)
     assert isinstance(change(core, "ab")[0], Accepted)
 
 
@@ -165,7 +165,7 @@ def test_an_address_alone_can_change() -> None:
 def test_learner_is_promoted_when_it_has_caught_up() -> None:
     core = leading(Membership(("a", "b", "c"), ("d",)))
     (refused,) = change(core, "abcd")
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, ProposalRefused)
     assert "behind" in refused.reason
     hear(core, AppendReply(1, 1), "d", 2.0)
     assert isinstance(change(core, "abcd")[0], Accepted)
@@ -173,7 +173,7 @@ def test_learner_is_promoted_when_it_has_caught_up() -> None:
 
 def test_learners_do_not_commit() -> None:
     core = leading(Membership(("a", "b", "c"), ("d", "e")))
-    core.handle(Proposed(b"x"), 2.0)
+    core.handle(Propose(b"x"), 2.0)
     write(core, 2.0)
     for learner in "de":
         hear(core, AppendReply(1, 2), learner, 2.0)
@@ -181,7 +181,9 @@ def test_learners_do_not_commit() -> None:
 
 
 def test_membership_in_force_goes_back_with_the_log() -> None:
-    wider = Entry(2, Kind.MEMBERSHIP, msgspec.msgpack.encode(Membership(("a", "b", "c", "d"))))
+    wider = LogEntry(
+        2, EntryKind.MEMBERSHIP, msgspec.msgpack.encode(Membership(("a", "b", "c", "d")))
+    )
     core = following("b", 2)
     hear(core, Append(2, 0, 0, (wider,), 0, 1))
     assert core.membership.voters == ("a", "b", "c", "d")

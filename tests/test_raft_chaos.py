@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import mutants_raft as mutants
-from doyen.consensus.core import ChangeAsked, Disconnected, Membership, Proposed, Role
-from doyen.consensus.invariants import InvariantBroken
-from doyen.consensus.raft import Raft
+from doyen.quorum.consensus.core import ChangeAsked, Disconnected, Membership, Propose, Role
+from doyen.quorum.consensus.invariants import InvariantBroken
+from doyen.quorum.consensus.raft import Raft
 from raft_cluster import SETTINGS, Chaos, RaftCluster, chaos
 
 SEEDS: dict[type[Raft], int] = {
@@ -108,7 +108,7 @@ def old_entry_on_a_majority(make: type[Raft]) -> None:
     cluster = RaftCluster(["a", "b", "c"], make=make, settings=one_by_one)
     cluster.elapse("a")
     cluster.settle()
-    cluster.tell("a", Proposed(b"x"))
+    cluster.tell("a", Propose(b"x"))
     cluster.sync("a")
     silence(cluster)
     cluster.crash("a")
@@ -188,7 +188,7 @@ def two_that_are_behind(make: type[Raft]) -> None:
     cluster.settle()
     cluster.cut("a", "b")
     cluster.cut("a", "c")
-    cluster.tell("a", Proposed(b"x"))
+    cluster.tell("a", Propose(b"x"))
     cluster.sync("a")
     for name in ("b", "c"):
         cluster.tell(name, Disconnected("a"))

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from doyen.consensus.core import (
+from doyen.quorum.consensus.core import (
     Disconnected,
     Elapsed,
     Membership,
@@ -14,7 +14,7 @@ from doyen.consensus.core import (
     Role,
     RoleChanged,
 )
-from doyen.consensus.raft import (
+from doyen.quorum.consensus.raft import (
     Append,
     AppendReply,
     Ballot,

@@ -7,34 +7,41 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from doyen.consensus.core import (
+from doyen.errors import ConfigError
+from doyen.quorum.consensus.core import (
     Accepted,
     ChangeAsked,
     Compacted,
     Connected,
+    CoreEvent,
     Disconnected,
     Effect,
     Elapsed,
-    Entry,
-    Event,
-    Kind,
+    EntryKind,
+    LogEntry,
     Membership,
     Message,
     Persisted,
-    Proposed,
+    ProposalRefused,
+    Propose,
+    ProtocolSettings,
     ReadAsked,
     Received,
-    Refused,
     Role,
     RoleChanged,
-    Settings,
     Snapshot,
     SnapshotReceived,
     SnapshotSent,
     TransferAsked,
 )
-from doyen.consensus.invariants import IllegalEvent, InvariantBroken, check, check_step, facts
-from doyen.consensus.raft import (
+from doyen.quorum.consensus.invariants import (
+    IllegalEvent,
+    InvariantBroken,
+    check,
+    check_step,
+    facts,
+)
+from doyen.quorum.consensus.raft import (
     MESSAGES,
     STATE,
     Append,
@@ -50,7 +57,6 @@ from doyen.consensus.raft import (
     Vote,
     VoteReply,
 )
-from doyen.errors import ConfigError
 from raft_kit import (
     ABC,
     SNAPSHOT,
@@ -72,7 +78,7 @@ class Foreign(Message, frozen=True, array_like=True, tag=True, gc=False):
 @pytest.mark.parametrize(
     "event",
     [
-        Event(),
+        CoreEvent(),
         Received("b", Foreign(1)),
         Received("a", Heartbeat(1, 0, 1)),
         Persisted(1),
@@ -81,7 +87,7 @@ class Foreign(Message, frozen=True, array_like=True, tag=True, gc=False):
     ],
     ids=["event", "message", "self", "token not issued", "token gone by", "snapshot of nothing"],
 )
-def test_illegal_events_are_named(event: Event) -> None:
+def test_illegal_events_are_named(event: CoreEvent) -> None:
     with pytest.raises(IllegalEvent, match="a: "):
         raft().handle(event, 0.0)
 
@@ -124,12 +130,13 @@ def test_settings_are_checked() -> None:
     with pytest.raises(ConfigError, match="haste_s"):
         RaftSettings(haste_s=0.0)
     assert (
-        raft(settings=Settings(election_timeout_s=0.02, heartbeat_s=0.005)).settings.haste_s == 0.02
+        raft(settings=ProtocolSettings(election_timeout_s=0.02, heartbeat_s=0.005)).settings.haste_s
+        == 0.02
     )
 
 
 def test_messages_and_state_survive_the_wire() -> None:
-    entry = Entry(1, Kind.COMMANDS, b"x")
+    entry = LogEntry(1, EntryKind.COMMANDS, b"x")
     for message in (
         PreVote(1, 2, 3),
         PreVoteReply(1, True),
@@ -227,13 +234,13 @@ def messages(generation: int) -> list[Message]:
     ]
 
 
-EVENTS: list[Event] = [
+EVENTS: list[CoreEvent] = [
     Elapsed(),
     Connected("b"),
     Connected("z"),
     Disconnected("b"),
     Disconnected("z"),
-    Proposed(b"x"),
+    Propose(b"x"),
     ReadAsked(1),
     TransferAsked("c"),
     TransferAsked(),
@@ -247,10 +254,10 @@ EVENTS: list[Event] = [
 ]
 
 
-def answered_at_once(event: Event, effects: list[Effect]) -> bool:
+def answered_at_once(event: CoreEvent, effects: list[Effect]) -> bool:
     kinds = {type(effect) for effect in effects}
-    if isinstance(event, Proposed | ChangeAsked):
-        return len(kinds & {Accepted, Refused}) == 1
+    if isinstance(event, Propose | ChangeAsked):
+        return len(kinds & {Accepted, ProposalRefused}) == 1
     return True
 
 
@@ -265,7 +272,7 @@ def told(effects: list[Effect], before: tuple[Role, int, str | None], core: Raft
 
 @pytest.mark.parametrize("make", ROLES, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("event", EVENTS, ids=repr)
-def test_every_role_and_event(make: Callable[[], Raft], event: Event) -> None:
+def test_every_role_and_event(make: Callable[[], Raft], event: CoreEvent) -> None:
     core = make()
     now = max(core._now, 2.0)
     if isinstance(event, Elapsed):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from doyen.consensus.core import (
+from doyen.quorum.consensus.core import (
     ChangeAsked,
     Committed,
     Compacted,
@@ -14,12 +14,12 @@ from doyen.consensus.core import (
     Persist,
     Persisted,
     Position,
-    Proposed,
+    ProposalRefused,
+    Propose,
     ReadAsked,
     ReadReady,
     ReadRefused,
     Recovered,
-    Refused,
     Role,
     RoleChanged,
     SendSnapshot,
@@ -29,8 +29,8 @@ from doyen.consensus.core import (
     TransferAsked,
     TransferFailed,
 )
-from doyen.consensus.invariants import check
-from doyen.consensus.raft import (
+from doyen.quorum.consensus.invariants import check
+from doyen.quorum.consensus.raft import (
     Append,
     AppendReply,
     Ballot,
@@ -67,7 +67,7 @@ def test_old_generation_is_never_committed_by_counting() -> None:
 
 def test_leader_counts_itself_only_when_its_disk_does() -> None:
     core = leading()
-    core.handle(Proposed(b"x"), 2.0)
+    core.handle(Propose(b"x"), 2.0)
     hear(core, AppendReply(1, 2), now=2.0)
     assert core.commit == 1
     write(core, 2.0)
@@ -76,7 +76,7 @@ def test_leader_counts_itself_only_when_its_disk_does() -> None:
 
 def test_a_majority_without_the_leaders_disk_is_one() -> None:
     core = leading()
-    core.handle(Proposed(b"x"), 2.0)
+    core.handle(Propose(b"x"), 2.0)
     hear(core, AppendReply(1, 2), "b", 2.0)
     hear(core, AppendReply(1, 2), "c", 2.0)
     assert core.commit == 2
@@ -89,7 +89,7 @@ def test_single_voter_commits_only_what_is_durable() -> None:
     assert core.leader is None
     write(core, 2.0)
     assert core.role is Role.LEADING
-    core.handle(Proposed(b"x"), 2.0)
+    core.handle(Propose(b"x"), 2.0)
     assert core.commit == 0
     write(core, 2.0)
     assert core.commit == 2
@@ -126,7 +126,7 @@ def test_a_leader_is_held_to_what_it_has_on_disk_and_not_to_what_it_has_sent() -
 
 def test_a_leader_says_what_it_has_on_disk() -> None:
     core = leading()
-    (first, _) = sends(core.handle(Proposed(b"x"), 2.0), Append)
+    (first, _) = sends(core.handle(Propose(b"x"), 2.0), Append)
     assert isinstance(first.message, Append)
     assert first.message.durable == core.log.last - 1
     write(core, 2.0)
@@ -177,7 +177,7 @@ def test_back_off_skips_whole_generations() -> None:
 
 def test_late_rejection_is_ignored() -> None:
     core = leading()
-    core.handle(Proposed(b"x"), 2.0)
+    core.handle(Propose(b"x"), 2.0)
     assert hear(core, AppendReply(1, 1, True, 0, 0), now=2.0) == []
     assert core._peers["b"].match == 1
 
@@ -188,12 +188,12 @@ def test_window_bounds_what_is_on_its_way() -> None:
     cluster.elapse("a")
     cluster.settle()
     for _ in range(10):
-        cluster.tell("a", Proposed(b"x"))
+        cluster.tell("a", Propose(b"x"))
     assert len(cluster.flying) == 3
     cluster.settle()
     assert cluster.core("b").commit == 11
     for _ in range(10):
-        cluster.tell("a", Proposed(b"x" * 600))
+        cluster.tell("a", Propose(b"x" * 600))
     assert len(cluster.flying) == 2
 
 
@@ -211,7 +211,7 @@ def test_batches_are_bounded_in_entries_and_bytes() -> None:
 
 def test_peers_get_the_very_same_message() -> None:
     core = leading()
-    one, other = sends(core.handle(Proposed(b"x"), 2.0), Append)
+    one, other = sends(core.handle(Propose(b"x"), 2.0), Append)
     assert one.message is other.message
 
 
@@ -220,7 +220,7 @@ def test_what_is_lost_in_a_stream_is_found_by_the_next_heartbeat() -> None:
     cluster.elapse("a")
     cluster.settle()
     for _ in range(3):
-        cluster.tell("a", Proposed(b"x"))
+        cluster.tell("a", Propose(b"x"))
     while cluster.flying:
         cluster.lose()
     cluster.run(0.5)
@@ -230,7 +230,7 @@ def test_what_is_lost_in_a_stream_is_found_by_the_next_heartbeat() -> None:
 def test_follower_that_was_disconnected_is_probed_again() -> None:
     core = leading()
     core.handle(Disconnected("b"), 2.0)
-    assert [s.peer for s in sends(core.handle(Proposed(b"x"), 2.0), Append)] == ["c"]
+    assert [s.peer for s in sends(core.handle(Propose(b"x"), 2.0), Append)] == ["c"]
     (send,) = sends(core.handle(Connected("b"), 2.0), Append)
     assert send.peer == "b"
 
@@ -246,8 +246,8 @@ def test_connection_that_blinks_needs_no_snapshot() -> None:
 
 def test_refused_by_whoever_does_not_lead() -> None:
     for core in (raft(), following()):
-        assert isinstance(core.handle(Proposed(b"x"), 0.0)[0], Refused)
-        assert isinstance(core.handle(ChangeAsked(ABC), 0.0)[0], Refused)
+        assert isinstance(core.handle(Propose(b"x"), 0.0)[0], ProposalRefused)
+        assert isinstance(core.handle(ChangeAsked(ABC), 0.0)[0], ProposalRefused)
         assert isinstance(core.handle(TransferAsked("b"), 0.0)[0], TransferFailed)
         assert core.handle(ReadAsked(1), 0.0) == [ReadRefused(1)]
 
@@ -338,7 +338,7 @@ def test_snapshot_that_was_sent_counts_only_when_the_peer_says_so() -> None:
     core._peers["b"].match = 0
     core._peers["b"].probe(1)
     assert SendSnapshot("b", 3) in core.handle(Connected("b"), 2.0)
-    assert not sends(core.handle(Proposed(b"x"), 2.0))[1:]
+    assert not sends(core.handle(Propose(b"x"), 2.0))[1:]
     core.handle(SnapshotSent("b", Snapshot(5, 2, ABC), True), 2.0)
     assert core._peers["b"].match == 0
     assert core._peers["b"].next == 6
@@ -361,7 +361,7 @@ def test_follower_whose_lost_stream_is_compacted_away_gets_a_snapshot() -> None:
     cluster.settle()
     cluster.cut("a", "b")
     for _ in range(9):
-        cluster.tell("a", Proposed(b"x"))
+        cluster.tell("a", Propose(b"x"))
         cluster.settle()
     cluster.compact("a")
     assert cluster.core("a").log.base == 10

@@ -11,7 +11,6 @@ import pytest
 
 import doyen
 import servers
-from doyen.clock import SystemClock
 from doyen.errors import (
     ConfigError,
     LeadershipLost,
@@ -21,8 +20,9 @@ from doyen.errors import (
     StoreUnavailable,
     StoreUnusable,
 )
+from doyen.lease.clock import SystemClock
 from doyen.model import leader_key, order_key
-from doyen.store import Context, Store, open_store
+from doyen.stores.port import Context, Store, open_store
 from doyen.stores.redis.store import RedisStore
 from servers import wire
 

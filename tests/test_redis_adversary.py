@@ -14,12 +14,12 @@ import pytest
 from redis.asyncio import connection
 
 from adversary import Network, WireLoop, WireOracle, WireWorld, run_contest
-from doyen.clock import VirtualClock
 from doyen.errors import OutcomeUnknown, StoreUnavailable
-from doyen.lookout import LeaseRow, Lookout, Verdict
+from doyen.lease.clock import VirtualClock
 from doyen.model import leader_key, order_key
-from doyen.store import Context, Store, open_store
-from doyen.stores.redis import link
+from doyen.stores.kit.silence import LeaseObserver, LeaseRow, LeaseVerdict
+from doyen.stores.port import Context, Store, open_store
+from doyen.stores.redis import connection as link
 from doyen.stores.redis.scripts import SCRIPTS
 from doyen.testing.faults import Faults, Late
 from model_redis import FAIR, LAG_S, RedisModel
@@ -118,12 +118,12 @@ def break_script(monkeypatch: pytest.MonkeyPatch, script: str, right: str, wrong
 
 
 def test_one_who_ends_leases_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = Lookout.judge
+    judge = LeaseObserver.judge
 
-    def hasty(self: Lookout, row: LeaseRow) -> Verdict:
+    def hasty(self: LeaseObserver, row: LeaseRow) -> LeaseVerdict:
         return judge(self, row._replace(ttl_us=None if row.ttl_us is None else row.ttl_us // 2))
 
-    monkeypatch.setattr(Lookout, "judge", hasty)
+    monkeypatch.setattr(LeaseObserver, "judge", hasty)
     assert is_caught(contest)
 
 
@@ -224,13 +224,13 @@ def test_tokens_grow_over_servers_that_know_nothing_of_each_other() -> None:
 @pytest.mark.parametrize("broken", [False, True])
 def test_no_clock_of_a_server_ends_a_lease(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if broken:
-        judge = Lookout.judge
+        judge = LeaseObserver.judge
 
-        def trusting(self: Lookout, row: LeaseRow) -> Verdict:
+        def trusting(self: LeaseObserver, row: LeaseRow) -> LeaseVerdict:
             verdict = judge(self, row)
             return verdict._replace(over=row.ttl_us is None or row.age_us >= row.ttl_us)
 
-        monkeypatch.setattr(Lookout, "judge", trusting)
+        monkeypatch.setattr(LeaseObserver, "judge", trusting)
     assert Room(clock_was_set_forward).survived is not broken
 
 

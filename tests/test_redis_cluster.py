@@ -13,7 +13,7 @@ import doyen
 import servers
 from doyen.errors import OutcomeUnknown, StoreUnavailable
 from doyen.model import leader_key, line_key
-from doyen.store import Store
+from doyen.stores.port import Store
 from doyen.stores.redis.store import RedisStore
 from test_redis import KEY, Heart, opened, run, token, told, until
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 import servers
-from doyen import lookout
 from doyen.errors import (
     ConfigError,
     LeaseGone,
@@ -27,6 +26,7 @@ from doyen.errors import (
 )
 from doyen.events import Event, LeaseEnded
 from doyen.model import leader_key, line_key
+from doyen.stores.kit import silence as lookout
 from doyen.stores.sql import postgresql
 from doyen.stores.sql.store import RelationalStore
 from relational import Place, now, run, until
@@ -424,8 +424,8 @@ def test_holding_a_record_twice_is_not_holding_it_more(place: Place) -> None:
 
 WRITER = """
 import asyncio, sys
-from doyen.clock import SystemClock
-from doyen.store import Context, open_store
+from doyen.lease.clock import SystemClock
+from doyen.stores.port import Context, open_store
 
 async def main():
     store = await open_store(sys.argv[1], Context(SystemClock(), lambda event: None))

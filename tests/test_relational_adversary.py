@@ -10,13 +10,13 @@ from urllib.parse import quote
 import pytest
 
 from adversary import Network, WireLoop, WireWorld, run_contest
-from doyen import lookout
-from doyen.clock import VirtualClock
 from doyen.errors import StoreError
 from doyen.events import Event
+from doyen.lease.clock import VirtualClock
 from doyen.model import leader_key
-from doyen.store import Context, open_store
-from doyen.stores.sql.link import Link
+from doyen.stores.kit import silence as lookout
+from doyen.stores.port import Context, open_store
+from doyen.stores.sql.connection import SqlConnection
 from doyen.testing.faults import Faults, Odds
 from model_mysql import MySQLModel
 from model_postgresql import PostgreSQLModel, keep_virtual_time
@@ -143,8 +143,8 @@ def test_renewals_follow_to_the_new_primary(engine: str) -> None:
 def test_without_the_check_a_deposed_primary_makes_two_leaders(
     engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Link, "leave_others", lambda *_: None)
-    monkeypatch.setattr(Link, "_require_primary", lambda *_: None)
+    monkeypatch.setattr(SqlConnection, "leave_others", lambda *_: None)
+    monkeypatch.setattr(SqlConnection, "_require_primary", lambda *_: None)
     with pytest.raises(SafetyViolated):
         quiet(engine, two_primaries)
 

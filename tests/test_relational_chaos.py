@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import servers
-from doyen.store import Store, open_store
+from doyen.stores.port import Store, open_store
 from doyen.testing import StoreConformance, StoreHarness
 from relational import Place
 

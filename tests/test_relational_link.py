@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from doyen.errors import ConfigError, OutcomeUnknown, StoreUnavailable, StoreUnusable
-from doyen.store import StoreURL
-from doyen.stores.sql.link import (
-    Address,
-    ConnectionLost,
+from doyen.stores.port import StoreURL
+from doyen.stores.sql.connection import (
     Given,
-    Link,
     Primary,
     Row,
+    SqlAddress,
+    SqlConnection,
+    SqlConnectionLost,
     TryAgain,
     WrongServer,
 )
@@ -34,10 +34,10 @@ class Wire:
         self.ended = asyncio.Event()
 
 
-ADDRESS = Address(hosts=(("db", 1), ("spare", 1)), user=None, password=None, database="d")
+ADDRESS = SqlAddress(hosts=(("db", 1), ("spare", 1)), user=None, password=None, database="d")
 
 
-class FakeLink(Link[Wire]):
+class FakeLink(SqlConnection[Wire]):
     port = 1
 
     def __init__(self, primary: Primary | None = None) -> None:
@@ -76,7 +76,7 @@ class FakeLink(Link[Wire]):
         return f"<{script}>"
 
     def translate(self, error: Exception) -> Exception:
-        return ConnectionLost(str(error)) if isinstance(error, OSError) else error
+        return SqlConnectionLost(str(error)) if isinstance(error, OSError) else error
 
     def hang_up(self, connection: Wire) -> None:
         connection.up = False
@@ -300,7 +300,7 @@ def test_addresses(
     password: str | None,
     database: str,
 ) -> None:
-    address = Address.of(StoreURL.parse(url))
+    address = SqlAddress.of(StoreURL.parse(url))
     assert (address.hosts, address.user, address.password, address.database) == (
         hosts,
         user,
@@ -312,7 +312,7 @@ def test_addresses(
 
 def test_a_port_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="a port is a number"):
-        Address.of(StoreURL.parse("x://h:http/d"))
+        SqlAddress.of(StoreURL.parse("x://h:http/d"))
 
 
 def test_an_unexpected_error_does_not_end_listening(

@@ -14,13 +14,19 @@ import pytest
 
 import doyen
 from doyen.errors import StoreUnusable
-from doyen.node import roles
-from doyen.node.machine import KEYSPACE, Command
-from doyen.node.server import Options, Server
-from doyen.quorum.keyspace import Advance, Delete, encode
-from doyen.quorum.link import dial
-from doyen.quorum.wire import TLS, Fault, Identity, Refused, Security
-from doyen.store import StoreURL
+from doyen.quorum.keyspace.state import Advance, Delete, encode
+from doyen.quorum.node import roles
+from doyen.quorum.node.replicated import KEYSPACE, Command
+from doyen.quorum.node.server import NodeOptions, NodeServer
+from doyen.quorum.protocol.connection import dial
+from doyen.quorum.protocol.wire import (
+    TLS,
+    CloseReason,
+    ConnectionIdentity,
+    ConnectionRefused,
+    Security,
+)
+from doyen.stores.port import StoreURL
 from doyen.stores.quorum import make_store
 from doyen.stores.quorum.store import QuorumStore
 from nodes import addresses
@@ -107,8 +113,8 @@ def tls(certificates: Certificates, name: str) -> TLS:
 @asynccontextmanager
 async def one_node(folder: Path, **settings: object) -> AsyncIterator[str]:
     (address,) = addresses(1)
-    options = Options(id="n1", peers={"n1": address}, data_dir=folder, found=True, **settings)  # type: ignore[arg-type]
-    server = await Server.open(options)
+    options = NodeOptions(id="n1", peers={"n1": address}, data_dir=folder, found=True, **settings)  # type: ignore[arg-type]
+    server = await NodeServer.open(options)
     try:
         while not server.service.serving:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
@@ -142,10 +148,10 @@ def test_every_cell_of_the_table(tmp_path: Path, certificates: Certificates, by:
             with pytest.raises(StoreUnusable, match=rf"this needs the role '\w+', .* {role!r}"):
                 await action(store)
         await store.close()
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(ConnectionRefused) as refused:
             await dial(
                 address,
-                Identity("doyen", "n2", 7),
+                ConnectionIdentity("doyen", "n2", 7),
                 role="peer",
                 security=security,
                 on_frames=lambda *_: None,
@@ -156,7 +162,7 @@ def test_every_cell_of_the_table(tmp_path: Path, certificates: Certificates, by:
         if by == "certificate" and heard:
             assert "certificate is for" in str(refused.value)
         else:
-            assert refused.value.fault is (Fault.MEMBER if heard else Fault.ROLE)
+            assert refused.value.fault is (CloseReason.MEMBER if heard else CloseReason.ROLE)
 
     async def main() -> None:
         async with asyncio.timeout(60), one_node(tmp_path / "n1", **settings) as address:
@@ -169,7 +175,7 @@ def test_every_cell_of_the_table(tmp_path: Path, certificates: Certificates, by:
 def test_every_request_is_in_the_table() -> None:
     from typing import get_args
 
-    from doyen.quorum.requests import Requests
+    from doyen.quorum.protocol.requests import Requests
 
     assert {*get_args(Requests)} == roles.NEEDED.keys()
 

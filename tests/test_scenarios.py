@@ -17,10 +17,6 @@ import pytest
 
 import story
 from doyen.cli import main
-from doyen.consensus.core import Making
-from doyen.consensus.invariants import InvariantBroken
-from doyen.consensus.raft import Raft
-from doyen.consensus.smallest_id import SmallestId
 from doyen.lab.checkers import Broken
 from doyen.lab.protocols import known
 from doyen.lab.scenarios import SCENARIOS, Played, act, stage
@@ -35,6 +31,10 @@ from doyen.lab.scenarios.logs import (
     votes_too_early,
 )
 from doyen.lab.scenarios.play import Script
+from doyen.quorum.consensus.core import Making
+from doyen.quorum.consensus.invariants import InvariantBroken
+from doyen.quorum.consensus.raft import Raft
+from doyen.quorum.consensus.smallest_id import SmallestId
 from mutants_raft import ReadsWithoutRounds
 from mutants_zab import ForgetsCurrentEpoch
 

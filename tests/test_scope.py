@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from doyen import AlreadyCampaigning, LeadershipLost, NotElected, Session, Term, TermState
+from doyen.election.options import Recipe
 from doyen.errors import StaleToken
 from doyen.events import Elected, Resigned
 from doyen.model import leader_key
 from doyen.session import Campaign
-from doyen.stand import Recipe
 from doyen.testing.faults import Faults, Late, Odds, Unanswered
 from support import STOP_BUDGET_S, VALID_S, Place, heart_of, now, soon, until, virtual
 

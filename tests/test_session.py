@@ -18,6 +18,7 @@ import pytest
 
 import doyen
 from doyen import ConfigError, Leader, LeadershipLost, NotElected, SessionClosed, Term, TermState
+from doyen.election.options import Recipe
 from doyen.events import (
     Elected,
     Granted,
@@ -29,12 +30,11 @@ from doyen.events import (
     Unsure,
     Waiting,
 )
+from doyen.lease.runtime import ThreadRuntime
 from doyen.model import Entry, Lease
-from doyen.runtime import ThreadRuntime
-from doyen.stand import Recipe
-from doyen.store import Store
+from doyen.stores.port import Store
 from doyen.testing import run_virtual
-from doyen.testing.faults import Faults, FaultyStore, Late, Refused, Stray, Unanswered
+from doyen.testing.faults import Faults, FaultyStore, Late, RefusedCall, Stray, Unanswered
 from support import (
     STOP_BUDGET_S,
     TTL_S,
@@ -379,7 +379,7 @@ async def test_a_session_checks_that_what_it_deleted_has_not_come_back(
     async with session.campaign("another", name="a") as kept:
         deleted = await resign(place, session, recipe, of)
         await asyncio.sleep(TTL_S / 2)
-        faults.next("get", Refused(), Unanswered())
+        faults.next("get", RefusedCall(), Unanswered())
         resurrect(place, deleted)
         async with asyncio.timeout(4 * TTL_S):
             async with other.campaign("e", name="b", recipe=recipe) as term:
@@ -470,7 +470,7 @@ async def test_an_observer_outlives_an_outage(place: Place) -> None:
     assert seen == [None]
     faults.heal()
     await until(lambda: seen == [None, "a"])
-    faults.next("get", Refused(), Refused(), Refused())
+    faults.next("get", RefusedCall(), RefusedCall(), RefusedCall())
     stop.set()
     await leading
     await until(lambda: seen == [None, "a", None])
@@ -745,7 +745,7 @@ def test_a_store_that_fails_at_once_is_not_asked_without_end() -> None:
         async with place.sessions:
             session = await place.open(faults, clock=OwnClock(place.clock, -0.995e6, 0.995))
             heart = await presence_of(session).heart()
-            faults.next("renew", *[Refused()] * 10_000)
+            faults.next("renew", *[RefusedCall()] * 10_000)
             await asyncio.sleep(2 * TTL_S)
             return heart.lost_because
 

@@ -24,12 +24,12 @@ import doyen
 import doyen.audit
 from doyen import LeadershipLost
 from doyen.blocking import BlockingSession
-from doyen.clock import SystemClock
+from doyen.election.presence import Presence, SessionSettings
 from doyen.events import Record, Renewed
-from doyen.presence import Presence, Settings
-from doyen.runtime import InlineRuntime, ThreadRuntime
-from doyen.store import Context
+from doyen.lease.clock import SystemClock
+from doyen.lease.runtime import InlineRuntime, ThreadRuntime
 from doyen.stores.memory import MemoryStore
+from doyen.stores.port import Context
 from doyen.testing.faults import Faults, Late
 from support import (
     gather_leaders,
@@ -94,7 +94,7 @@ def test_whoever_reports_can_block_and_costs_no_lease(full_pipe: int, stuck: str
         logger.addHandler(handler)
         logger.setLevel(logging.DEBUG)
     try:
-        settings = Settings(url="memory://stuck", ttl_s=0.6, audit=audit, sinks=sinks)
+        settings = SessionSettings(url="memory://stuck", ttl_s=0.6, audit=audit, sinks=sinks)
         began = time.monotonic()
         with BlockingSession(settings) as session, session.campaign("e") as term:
             until_blocking(lambda: renewals >= 6)
@@ -149,7 +149,7 @@ def test_renewing_on_the_callers_loop_would_lose_it() -> None:
     async def main() -> None:
         clock = SystemClock()
         store = MemoryStore(real_server(), Context(clock, lambda event: None))
-        settings = Settings(url="memory://", ttl_s=1.0)
+        settings = SessionSettings(url="memory://", ttl_s=1.0)
         async with doyen.Session(settings, InlineRuntime(clock), store) as session:
             with pytest.raises(LeadershipLost):
                 async with session.campaign("e") as term:

@@ -13,24 +13,28 @@ from typing import Any
 import msgspec
 import pytest
 
-from doyen.consensus.core import (
+from doyen.errors import ConfigError
+from doyen.lab.plan import draw
+from doyen.lab.protocols import known
+from doyen.lab.world import World
+from doyen.quorum.consensus.core import (
     Accepted,
     ChangeAsked,
     Compacted,
     Connected,
     Disconnected,
     Elapsed,
-    Entry,
+    LogEntry,
     Membership,
     Persist,
     Persisted,
-    Proposed,
+    ProposalRefused,
+    Propose,
     ReadAsked,
     ReadReady,
     ReadRefused,
     Received,
     Recovered,
-    Refused,
     Role,
     Snapshot,
     SnapshotReceived,
@@ -38,11 +42,7 @@ from doyen.consensus.core import (
     TransferAsked,
     TransferFailed,
 )
-from doyen.consensus.invariants import facts
-from doyen.errors import ConfigError
-from doyen.lab.plan import draw
-from doyen.lab.protocols import known
-from doyen.lab.world import World
+from doyen.quorum.consensus.invariants import facts
 from room import SETTINGS, Room
 
 NAMES = ("smallest-id", "zab", "viewstamped", "paxos")
@@ -50,7 +50,7 @@ THREE = ("n1", "n2", "n3")
 
 
 def module(name: str) -> Any:
-    return import_module(f"doyen.consensus.{name.replace('-', '_')}")
+    return import_module(f"doyen.quorum.consensus.{name.replace('-', '_')}")
 
 
 @pytest.fixture(params=NAMES)
@@ -184,7 +184,7 @@ def test_answers_given_before_a_read_do_not_count(room: Room) -> None:
 
 def test_followers_refuse(room: Room) -> None:
     follower = next(name for name in THREE if name != room.leader())
-    assert isinstance(room.propose(b"x", follower)[0], Refused)
+    assert isinstance(room.propose(b"x", follower)[0], ProposalRefused)
     assert room.read(7, follower) == [ReadRefused(7)]
 
 
@@ -192,7 +192,7 @@ def test_what_the_protocol_cannot_do_is_refused_or_ignored(room: Room) -> None:
     snapshot = Snapshot(1, 1, room.membership)
     for name in THREE:
         assert isinstance(room.tell(name, TransferAsked("n2"))[0], TransferFailed)
-        assert isinstance(room.tell(name, ChangeAsked(Membership(("n1",))))[0], Refused)
+        assert isinstance(room.tell(name, ChangeAsked(Membership(("n1",))))[0], ProposalRefused)
         assert room.tell(name, Compacted(snapshot)) == []
         assert room.tell(name, SnapshotSent("n2", snapshot, True)) == []
         assert room.tell(name, SnapshotReceived("n2", 1, snapshot)) == []
@@ -230,10 +230,10 @@ def test_what_cannot_work_is_refused_at_once(protocol: str) -> None:
 def test_a_late_word_of_the_disk_does_not_vouch_for_what_was_rewritten(protocol: str) -> None:
     """The storage's acknowledgement of what has been cut off since (ABA)."""
     core = make(protocol, THREE)
-    core.log.extend([Entry(1, 1, b"a"), Entry(1, 1, b"b")])
+    core.log.extend([LogEntry(1, 1, b"a"), LogEntry(1, 1, b"b")])
     first = core._persist(first=1, entries=tuple(core.log))
     core._cut(1)
-    core.log.append(Entry(2, 1, b"c"))
+    core.log.append(LogEntry(2, 1, b"c"))
     second = core._persist(first=2, entries=core.log[1:])
     core._effects.clear()
     core.handle(Persisted(first), 0.0)
@@ -253,7 +253,7 @@ def samples(kind: type[msgspec.Struct], generation: int) -> list[Any]:
         bool: [False, True],
         str: ["n1", "n2"],
         Role: list(Role),
-        tuple[Entry, ...]: [(), (Entry(generation, 1, b"z"),)],
+        tuple[LogEntry, ...]: [(), (LogEntry(generation, 1, b"z"),)],
         tuple[int, ...]: [()],
     }
     fields = msgspec.structs.fields(kind)[1:]
@@ -335,7 +335,7 @@ def test_other_events_in_every_role(protocol: str, role: Role) -> None:
         Connected("n2"),
         Disconnected("stranger"),
         Persisted(0),
-        Proposed(b"x"),
+        Propose(b"x"),
         ReadAsked(1),
         Disconnected("n2"),
         Disconnected("n3"),

@@ -7,10 +7,18 @@ from typing import Any
 import pytest
 
 import mutants_smallest_id as mutants
-from doyen.consensus.core import Entry, Membership, Persist, Persisted, Received, Recovered, Role
-from doyen.consensus.core import Send as Sending
-from doyen.consensus.server import order
-from doyen.consensus.smallest_id import Append, Looking, SmallestId, Stand, State, Vote
+from doyen.quorum.consensus.common import order
+from doyen.quorum.consensus.core import (
+    LogEntry,
+    Membership,
+    Persist,
+    Persisted,
+    Received,
+    Recovered,
+    Role,
+)
+from doyen.quorum.consensus.core import Send as Sending
+from doyen.quorum.consensus.smallest_id import Append, Looking, SmallestId, Stand, Vote, VoterState
 from room import SETTINGS, Room, kill
 
 FIVE = ("n1", "n2", "n3", "n4", "n5")
@@ -94,7 +102,7 @@ def test_a_generation_that_came_to_nothing_deposes_nobody() -> None:
     room.start("n1", "n2")
     room.run(1.0)
     room.crash("n5")
-    room.states["n5"] = State(40, "n5")
+    room.states["n5"] = VoterState(40, "n5")
     room.start("n5")
     room.run(1.0)
     assert room.leader() == "n3"
@@ -147,12 +155,12 @@ def test_a_vote_is_on_disk_before_it_is_said(make: Any) -> None:
     core = one(make=make)
     effects = core.handle(Received("n1", Stand(1, 0, 0)), 0.0)
     persist = next(effect for effect in effects if isinstance(effect, Persist))
-    assert persist.state == State(1, "n1")
+    assert persist.state == VoterState(1, "n1")
     assert (votes(effects) == [(Vote(1, True), persist.token)]) == (make is SmallestId)
 
 
 def test_one_vote_per_generation_also_after_a_restart() -> None:
-    core = one(Recovered(State(1, "n1")))
+    core = one(Recovered(VoterState(1, "n1")))
     assert votes(core.handle(Received("n3", Stand(1, 0, 0)), 0.0)) == [(Vote(1, False), 0)]
     assert votes(core.handle(Received("n1", Stand(1, 0, 0)), 0.0)) == [(Vote(1, True), 0)]
 
@@ -162,7 +170,7 @@ def test_one_vote_per_generation_also_after_a_restart() -> None:
     [((2, 2), True), ((2, 3), True), ((3, 1), True), ((2, 1), False), ((1, 9), False)],
 )
 def test_a_vote_goes_to_whose_log_goes_as_far(last: tuple[int, int], granted: bool) -> None:
-    core = one(Recovered(State(2, None), None, (Entry(1, 0, b""), Entry(2, 0, b""))))
+    core = one(Recovered(VoterState(2, None), None, (LogEntry(1, 0, b""), LogEntry(2, 0, b""))))
     effects = core.handle(Received("n1", Stand(3, *last)), 0.0)
     assert votes(effects)[0][0] == Vote(3, granted)
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from doyen.clock import Clock, SystemClock, VirtualClock
 from doyen.errors import (
     ConfigError,
     LeaseGone,
@@ -25,10 +24,11 @@ from doyen.errors import (
     TicketGone,
 )
 from doyen.events import Event, LeaseEnded
-from doyen.store import Context, open_store
+from doyen.lease.clock import Clock, SystemClock, VirtualClock
+from doyen.stores.port import Context, open_store
 from doyen.stores.sqlite import SQLiteStore
 from doyen.stores.sqlite import database as database_module
-from doyen.stores.sqlite.ledger import Transaction
+from doyen.stores.sqlite.tables import Transaction
 
 TTL_S = 60.0
 

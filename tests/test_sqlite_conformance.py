@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from doyen.store import Store, open_store
+from doyen.stores.port import Store, open_store
 from doyen.testing import StoreConformance, StoreHarness
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from doyen.clock import SystemClock
+from doyen.lease.clock import SystemClock
 from doyen.model import Finding
-from doyen.store import Context, open_store
-from doyen.stores.sqlite.diagnosis import State, findings
+from doyen.stores.port import Context, open_store
+from doyen.stores.sqlite.diagnosis import LocalStoreState, findings
 
-GOOD = State(
+GOOD = LocalStoreState(
     path="/var/lib/doyen.db",
     sqlite=(3, 53, 1),
     journal="wal",
@@ -24,7 +24,7 @@ GOOD = State(
 )
 
 
-def worries(state: State) -> list[Finding]:
+def worries(state: LocalStoreState) -> list[Finding]:
     return [finding for finding in findings(state) if finding.level != "ok"]
 
 

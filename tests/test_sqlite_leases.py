@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from doyen.clock import VirtualClock
 from doyen.errors import LeaseGone
+from doyen.lease.clock import VirtualClock
 from doyen.stores.sqlite import leases as module
-from doyen.stores.sqlite.leases import Leases, Record, Verdict
-from doyen.stores.sqlite.place import Folder
+from doyen.stores.sqlite.leases import LeaseFile, LeaseFileVerdict, LocalLeases
+from doyen.stores.sqlite.location import Folder
 
 TTL_S = 10.0
 
@@ -34,15 +34,15 @@ class Bench:
         self.folder.make()
         self.clock = VirtualClock()
         self.ended: list[tuple[str, str]] = []
-        self._handles: list[Leases] = []
+        self._handles: list[LocalLeases] = []
 
     def handle(
         self,
-        kind: type[Leases] = Leases,
+        kind: type[LocalLeases] = LocalLeases,
         *,
         now: Callable[[], float] | None = None,
         boot: str = "this boot",
-    ) -> Leases:
+    ) -> LocalLeases:
         handle = kind(
             self.folder,
             now=now or self.clock.now,
@@ -83,7 +83,7 @@ def test_two_threads_that_find_a_lease_over_at_once_tell_it_once(
         return dead
 
     monkeypatch.setattr(module, "_owner_is_dead", proven)
-    verdicts: list[Verdict] = []
+    verdicts: list[LeaseFileVerdict] = []
     other = threading.Thread(target=lambda: verdicts.append(judge.judge(lease)))
     other.start()
     verdicts.append(judge.judge(lease))
@@ -99,7 +99,7 @@ def test_a_renewed_lease_lives_and_one_left_alone_expires(bench: Bench) -> None:
     bench.clock.advance(9)
     owner.renew(lease)
     bench.clock.advance(9)
-    assert judge.judge(lease) == Verdict(False, 1.0, 1.0)
+    assert judge.judge(lease) == LeaseFileVerdict(False, 1.0, 1.0)
     bench.clock.advance(1)
     assert judge.judge(lease).ended
     assert bench.ended == [(lease, "expired")]
@@ -182,10 +182,12 @@ def test_judges_do_not_take_one_another_for_the_owner(
     assert not _judged_beside_a_prober(bench), "the test cannot fail"
 
 
-class TrustsTheLock(Leases):
+class TrustsTheLock(LocalLeases):
     """Broken: takes locks and clocks of another boot for its own."""
 
-    def _by_change(self, lease: str, fd: int, raw: bytes, record: Record | None) -> Verdict:
+    def _by_change(
+        self, lease: str, fd: int, raw: bytes, record: LeaseFile | None
+    ) -> LeaseFileVerdict:
         assert record is not None
         return self._by_lock_or_clock(lease, fd, record)
 
@@ -200,9 +202,9 @@ def test_under_another_boot_a_full_ttl_of_ours_must_pass(bench: Bench) -> None:
     lease = foreign()
     judge = bench.handle()
     bench.clock.advance(1e9)  # nor does our clock, of when theirs began
-    assert judge.judge(lease) == Verdict(False, TTL_S)
+    assert judge.judge(lease) == LeaseFileVerdict(False, TTL_S)
     bench.clock.advance(TTL_S - 1)
-    assert judge.judge(lease) == Verdict(False, 1.0)
+    assert judge.judge(lease) == LeaseFileVerdict(False, 1.0)
     bench.clock.advance(1)
     assert judge.judge(lease).ended
     assert bench.ended == [(lease, "expired")]
@@ -213,10 +215,10 @@ def test_under_another_boot_a_renewal_starts_the_wait_anew(bench: Bench) -> None
     owner = bench.handle(boot="another boot", now=lambda: 0.0)
     lease = owner.grant(TTL_S)
     judge = bench.handle()
-    assert judge.judge(lease) == Verdict(False, TTL_S)
+    assert judge.judge(lease) == LeaseFileVerdict(False, TTL_S)
     bench.clock.advance(TTL_S)
     owner.renew(lease)
-    assert judge.judge(lease) == Verdict(False, TTL_S)
+    assert judge.judge(lease) == LeaseFileVerdict(False, TTL_S)
     bench.clock.advance(TTL_S)
     assert judge.judge(lease).ended
     with pytest.raises(LeaseGone):
@@ -246,7 +248,7 @@ def test_an_unreadable_record_is_never_guessed_at(bench: Bench) -> None:
     lease = owner.grant(TTL_S)
     os.truncate(bench.folder.file(lease, "lease"), 0)
     owner.release(lease)
-    assert judge.judge(lease) == Verdict(False, module.UNREADABLE_S)
+    assert judge.judge(lease) == LeaseFileVerdict(False, module.UNREADABLE_S)
     bench.clock.advance(module.UNREADABLE_S)
     assert judge.judge(lease).ended
 
@@ -324,7 +326,7 @@ def test_companions_take_over_the_permissions_of_the_database(tmp_path: Path) ->
     database.chmod(0o660)
     folder = Folder(str(database))
     folder.make()
-    owner = Leases(folder, now=lambda: 0.0, boot="b", ended=lambda *_: None)
+    owner = LocalLeases(folder, now=lambda: 0.0, boot="b", ended=lambda *_: None)
     lease = owner.grant(1)
     assert stat.S_IMODE(os.stat(folder.path).st_mode) == 0o770
     for part in ("lease", "alive"):
@@ -408,21 +410,21 @@ class _Stage:
         self._parked.release()
 
 
-class WithoutSeal(Leases):
+class WithoutSeal(LocalLeases):
     """Broken: says that a lease has expired without sealing it first."""
 
     def _seal(self, lease: str) -> None:
         return
 
 
-class WithoutUnlink(Leases):
+class WithoutUnlink(LocalLeases):
     """Broken: the verdict leaves no trace that an owner's late write could not undo."""
 
     def _unlink(self, lease: str) -> None:
         return
 
 
-class SealGoesFirst(Leases):
+class SealGoesFirst(LocalLeases):
     """Broken: removes the seal before the lease."""
 
     def _unlink(self, lease: str) -> None:
@@ -438,7 +440,9 @@ def _interleavings(calls: int, among: int) -> Iterator[tuple[str, ...]]:
         yield tuple("owner" if turn in chosen else "judge" for turn in range(among))
 
 
-def _violations(bench: Bench, monkeypatch: pytest.MonkeyPatch, kind: type[Leases]) -> list[str]:
+def _violations(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, kind: type[LocalLeases]
+) -> list[str]:
     """Play a renewal begun just before expiry against a judgement begun just after, in every
     order of their system calls, and report each that lets both stand."""
     found = []
@@ -469,7 +473,7 @@ def _violations(bench: Bench, monkeypatch: pytest.MonkeyPatch, kind: type[Leases
         owner.release_all()
         for name in bench.files():
             os.unlink(f"{bench.folder.path}/{name}")
-        if found and kind is not Leases:
+        if found and kind is not LocalLeases:
             break
     return found
 
@@ -477,7 +481,7 @@ def _violations(bench: Bench, monkeypatch: pytest.MonkeyPatch, kind: type[Leases
 def test_no_interleaving_lets_a_renewal_outlive_the_verdict(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _violations(bench, monkeypatch, Leases) == []
+    assert _violations(bench, monkeypatch, LocalLeases) == []
 
 
 @pytest.mark.parametrize(
@@ -489,7 +493,7 @@ def test_no_interleaving_lets_a_renewal_outlive_the_verdict(
     ],
 )
 def test_the_search_finds_what_is_broken(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, broken: type[Leases], how: str
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, broken: type[LocalLeases], how: str
 ) -> None:
     found = _violations(bench, monkeypatch, broken)
     assert found
@@ -497,13 +501,13 @@ def test_the_search_finds_what_is_broken(
 
 
 def test_a_record_survives_its_encoding_and_nothing_else_is_one() -> None:
-    record = Record(7, b"b" * 16, 1.5, 2.5, 42)
+    record = LeaseFile(7, b"b" * 16, 1.5, 2.5, 42)
     raw = record.encode()
-    assert Record.decode(raw) == record
+    assert LeaseFile.decode(raw) == record
     assert math.isclose(record.expires_at, 4.0)
     for position in range(len(raw)):
         flipped = bytearray(raw)
         flipped[position] ^= 1
-        assert Record.decode(bytes(flipped)) is None
-    assert Record.decode(raw[:-1]) is None
-    assert Record.decode(raw + b"\0") is None
+        assert LeaseFile.decode(bytes(flipped)) is None
+    assert LeaseFile.decode(raw[:-1]) is None
+    assert LeaseFile.decode(raw + b"\0") is None

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from doyen.clock import SystemClock
 from doyen.errors import ConfigError, LeaseGone, StoreUnusable
-from doyen.store import Context, Store, StoreURL, open_store
+from doyen.lease.clock import SystemClock
+from doyen.stores.port import Context, Store, StoreURL, open_store
 from doyen.stores.sqlite.database import Database
-from doyen.stores.sqlite.ledger import APPLICATION_ID, SCHEMA_VERSION
-from doyen.stores.sqlite.place import file_system, path_of, refuse_shared
+from doyen.stores.sqlite.location import file_system, path_of, refuse_shared
+from doyen.stores.sqlite.tables import APPLICATION_ID, SCHEMA_VERSION
 
 TTL_S = 60.0
 

@@ -28,14 +28,14 @@ from typing import Any
 
 import pytest
 
-from doyen.clock import SystemClock
 from doyen.errors import DoyenError, StoreUnavailable
 from doyen.events import Event, LeaseEnded
+from doyen.lease.clock import SystemClock
 from doyen.model import Entry, Lease
-from doyen.store import Context, Store, open_store
+from doyen.stores.port import Context, Store, open_store
 from doyen.stores.sqlite import SQLiteStore
 from doyen.stores.sqlite.database import Database
-from doyen.stores.sqlite.ledger import Transaction
+from doyen.stores.sqlite.tables import Transaction
 from servers.process import stands_still
 
 TTL_S = 60.0

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from doyen import Term
-from doyen.election import Candidacy
+from doyen.election.candidate import Candidacy
 from doyen.errors import OutcomeUnknown
-from doyen.heart import Heart
+from doyen.lease.keepalive import Heart
 from doyen.model import Entry
-from doyen.store import Creation
+from doyen.stores.port import Creation
 from doyen.testing.faults import Late
 from mutants_nodes import answer_ignored, removed_by_another
 from swarm import FAIR, TTL_S, OwnClock, SafetyViolated, World

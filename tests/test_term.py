@@ -12,12 +12,12 @@ import pytest
 
 from doyen import LeadershipLost, Term, TermState
 from doyen import term as term_module
-from doyen.clock import VirtualClock
 from doyen.events import Telemetry
-from doyen.heart import NEVER, Heart
+from doyen.lease.clock import VirtualClock
+from doyen.lease.keepalive import NEVER, Heart
+from doyen.lease.timing import Timing
 from doyen.model import Lease
 from doyen.testing import run_virtual
-from doyen.timing import Timing
 from support import STOP_BUDGET_S, TTL_S, VALID_S
 
 

@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from doyen.errors import ConfigError
-from doyen.timing import DEFAULT_TTL_S, Timing
+from doyen.lease.timing import DEFAULT_TTL_S, Timing
 
 ttls = st.floats(0.05, 3600.0)
 fractions = st.floats(0.0, 1.0)

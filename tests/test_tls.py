@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 
 import servers
-from doyen.clock import SystemClock
 from doyen.errors import StoreError
+from doyen.lease.clock import SystemClock
 from doyen.model import leader_key
-from doyen.store import Context, Store, StoreURL, _tls_remedy, open_store
+from doyen.stores.port import Context, Store, StoreURL, _tls_remedy, open_store
 from servers.certificates import AUTHORITY, Certificates
 from servers.mariadb import DATABASE, PASSWORD
 from servers.process import HOST

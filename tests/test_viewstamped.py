@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 import mutants_viewstamped as mutants
-from doyen.consensus.core import (
+from doyen.lab.plan import Fault, Plan, Weather
+from doyen.lab.world import run_plan
+from doyen.quorum.consensus.core import (
     Elapsed,
-    Entry,
-    Kind,
+    EntryKind,
+    LogEntry,
     Membership,
     Persist,
     Persisted,
@@ -18,8 +20,8 @@ from doyen.consensus.core import (
     Recovered,
     Role,
 )
-from doyen.consensus.core import Send as Sending
-from doyen.consensus.viewstamped import (
+from doyen.quorum.consensus.core import Send as Sending
+from doyen.quorum.consensus.viewstamped import (
     DoViewChange,
     GetState,
     Later,
@@ -27,23 +29,21 @@ from doyen.consensus.viewstamped import (
     PrepareOk,
     StartView,
     StartViewChange,
-    State,
     Viewstamped,
+    ViewState,
 )
-from doyen.lab.plan import Fault, Plan, Weather
-from doyen.lab.world import run_plan
 from room import SETTINGS, Room, kill
 
 THREE = ("n0", "n1", "n2")
 
 
-def entry(view: int) -> Entry:
-    return Entry(view, Kind.COMMANDS, b"v%d" % view)
+def entry(view: int) -> LogEntry:
+    return LogEntry(view, EntryKind.COMMANDS, b"v%d" % view)
 
 
 def one(
     name: str,
-    state: State | None = None,
+    state: ViewState | None = None,
     views: tuple[int, ...] = (),
     make: Any = Viewstamped,
     among: tuple[str, ...] = THREE,
@@ -99,7 +99,7 @@ def test_a_view_whose_primary_is_gone_is_skipped() -> None:
 @pytest.mark.parametrize("make", [Viewstamped, mutants.LongestLogWins])
 def test_a_view_begins_with_the_log_that_was_normal_last(make: Any) -> None:
     """23: a longer log of an earlier view holds nothing that was committed, and lacks what was."""
-    core = one("n1", State(3, 2), (1, 2), make)
+    core = one("n1", ViewState(3, 2), (1, 2), make)
     hear(core, "n0", DoViewChange(4, 1, 5))
     core._durable = core._token
     core._written()
@@ -117,7 +117,7 @@ def test_a_view_is_entered_on_disk_before_it_is_reported(make: Any) -> None:
     report = next(
         e for e in effects if isinstance(e, Sending) and isinstance(e.message, DoViewChange)
     )
-    kept = (persist.state, report.after) == (State(1, 0), persist.token)
+    kept = (persist.state, report.after) == (ViewState(1, 0), persist.token)
     assert kept == (make is Viewstamped)
 
 
@@ -129,13 +129,13 @@ def test_wanting_a_view_binds_nobody() -> None:
 
 
 def test_log_then_normal_view_then_acknowledgement() -> None:
-    core = one("n0", State(1, 1), (1, 1, 1))
+    core = one("n0", ViewState(1, 1), (1, 1, 1))
     hear(core, "n2", StartView(2, 2, 2, 0))
     effects = hear(core, "n2", NewState(2, 1, 1, (entry(2),)))
     assert sent(effects, GetState) == [GetState(2, 2)]
     more = hear(core, "n2", StartView(2, 2, 2, 0))
     writes = [e for e in effects + more if isinstance(e, Persist)]
-    assert [(w.first, w.state) for w in writes] == [(2, None), (0, State(2, 2))]
+    assert [(w.first, w.state) for w in writes] == [(2, None), (0, ViewState(2, 2))]
     ack = next(e for e in more if isinstance(e, Sending) and isinstance(e.message, PrepareOk))
     assert ack.after == writes[-1].token
 
@@ -143,7 +143,7 @@ def test_log_then_normal_view_then_acknowledgement() -> None:
 @pytest.mark.parametrize("make", [Viewstamped, mutants.KeepsTheRest])
 def test_nothing_uncommitted_of_an_earlier_view_survives(make: Any) -> None:
     """State transfer into a newer view: what is beyond its log goes."""
-    core = one("n0", State(1, 1), (1, 1, 1), make)
+    core = one("n0", ViewState(1, 1), (1, 1, 1), make)
     hear(core, "n2", StartView(2, 1, 1, 0))
     assert (len(core.log) == 1) == (make is Viewstamped)
 
@@ -171,7 +171,7 @@ def test_a_primary_does_not_lead_on_after_a_restart() -> None:
 
 @pytest.mark.parametrize("make", [Viewstamped, mutants.LeadsOnAfterRestart])
 def test_reports_for_a_view_of_an_earlier_life_are_not_counted(make: Any) -> None:
-    core = one("n1", State(4, 2), (1, 2), make)
+    core = one("n1", ViewState(4, 2), (1, 2), make)
     hear(core, "n0", DoViewChange(4, 2, 2))
     hear(core, "n2", DoViewChange(4, 2, 2))
     assert bool(core._reports) == (make is not Viewstamped)
@@ -215,7 +215,7 @@ def test_a_view_that_came_to_nothing_deposes_nobody() -> None:
     other = next(name for name in THREE if name != leader)
     room.crash(other)
     entered = 40 * 3 + (THREE.index(leader) + 1) % 3
-    room.states[other] = State(entered, room.states[other].normal)
+    room.states[other] = ViewState(entered, room.states[other].normal)
     room.start(other)
     room.run(1.0)
     assert room.leader() == leader

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from doyen.clock import VirtualClock
+from doyen.lease.clock import VirtualClock
 from doyen.testing import VirtualDeadlock, VirtualLoop, run_virtual
 
 

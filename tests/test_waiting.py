@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from doyen._waiting import shared
 from doyen.testing import run_virtual
-from doyen.waiting import shared
 
 
 def test_a_waiter_gets_the_outcome_and_its_cancellation_is_its_own() -> None:

@@ -13,21 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from doyen.errors import ConfigError
-from doyen.quorum import wire
-from doyen.quorum.wire import (
+from doyen.quorum.protocol import wire
+from doyen.quorum.protocol.wire import (
     ANY,
     FIRST_FREE,
     MAX_GREETING,
     TLS,
-    Dialler,
-    Fault,
+    ClientHandshake,
+    CloseReason,
+    ConnectionIdentity,
+    ConnectionRefused,
     FrameError,
+    FrameKind,
     Frames,
-    Identity,
-    Listener,
-    Refused,
     Security,
-    Word,
+    ServerHandshake,
     check_exposure,
     frame,
     parse_address,
@@ -35,7 +35,7 @@ from doyen.quorum.wire import (
 from servers.certificates import Certificates
 
 SECRET = b"a secret long enough"
-N1, N2 = Identity("c", "n1", 11), Identity("c", "n2", 22)
+N1, N2 = ConnectionIdentity("c", "n1", 11), ConnectionIdentity("c", "n2", 22)
 
 some_frames = st.lists(st.tuples(st.integers(FIRST_FREE, 255), st.binary(max_size=40)), max_size=6)
 
@@ -87,15 +87,15 @@ def test_a_length_that_cannot_be_is_refused_before_anything_is_held(
 
 def test_the_wires_own_frames_are_kept_apart() -> None:
     reader = Frames(100)
-    assert reader.feed(frame(Word.PING) + frame(20, b"x")) == [(20, b"x")]
-    assert reader.control == [(Word.PING, b"")]
+    assert reader.feed(frame(FrameKind.PING) + frame(20, b"x")) == [(20, b"x")]
+    assert reader.control == [(FrameKind.PING, b"")]
 
 
-def shake(dialler: Dialler, listener: Listener) -> tuple[bytes, ...]:
+def shake(dialler: ClientHandshake, listener: ServerHandshake) -> tuple[bytes, ...]:
     """The whole handshake; gives what was said, in turn."""
     said = [dialler.begin()]
     while said[-1]:
-        side: Dialler | Listener = listener if len(said) % 2 else dialler
+        side: ClientHandshake | ServerHandshake = listener if len(said) % 2 else dialler
         said.append(side.take(*only(said[-1])))
     if listener.proved:
         said[-1] = listener.welcome()
@@ -113,7 +113,7 @@ def only(data: bytes) -> tuple[int, bytes]:
 @pytest.mark.parametrize("secret", [None, SECRET])
 @pytest.mark.parametrize("role", ["peer", "client"])
 def test_those_who_belong_together_are_told_who_the_other_is(role: Any, secret: Any) -> None:
-    dialler, listener = Dialler(N1, role, "n2", secret), Listener(N2, secret)
+    dialler, listener = ClientHandshake(N1, role, "n2", secret), ServerHandshake(N2, secret)
     shake(dialler, listener)
     assert (dialler.done, listener.proved) == (True, True)
     assert (dialler.them, listener.them, listener.role) == (N2, N1, role)
@@ -121,40 +121,70 @@ def test_those_who_belong_together_are_told_who_the_other_is(role: Any, secret: 
 
 
 def test_a_client_may_come_without_knowing_where_it_is() -> None:
-    dialler = Dialler(Identity(ANY, "me", 1), "client")
-    shake(dialler, Listener(N2))
+    dialler = ClientHandshake(ConnectionIdentity(ANY, "me", 1), "client")
+    shake(dialler, ServerHandshake(N2))
     assert dialler.them == N2
 
 
 @pytest.mark.parametrize(
     ("dialler", "listener", "fault", "text"),
     [
-        (Dialler(N1, "peer", "n3"), Listener(N2), "node", "this is node 'n2', not 'n3'"),
         (
-            Dialler(Identity("d", "n1", 1), "peer", "n2"),
-            Listener(N2),
+            ClientHandshake(N1, "peer", "n3"),
+            ServerHandshake(N2),
+            "node",
+            "this is node 'n2', not 'n3'",
+        ),
+        (
+            ClientHandshake(ConnectionIdentity("d", "n1", 1), "peer", "n2"),
+            ServerHandshake(N2),
             "cluster",
             "belongs to cluster 'c', not to 'd'",
         ),
-        (Dialler(Identity(ANY, "n1", 1), "peer"), Listener(N2), "cluster", "not to ''"),
-        (Dialler(Identity("d", "x", 1), "client"), Listener(N2), "cluster", "not to 'd'"),
-        (Dialler(Identity("c", "", 1), "peer"), Listener(N2), "node", "has to say its id"),
-        (Dialler(Identity("c", "n2", 1), "peer"), Listener(N2), "duplicate", "another process"),
-        (Dialler(N2, "peer", "n2"), Listener(N2), "duplicate", "has called itself"),
-        (Dialler(N1, "peer"), Listener(N2, SECRET), "secret", "none is set here"),
-        (Dialler(N1, "peer", ANY, SECRET), Listener(N2), "secret", "the node has none"),
         (
-            Dialler(N1, "peer", ANY, SECRET + b"?"),
-            Listener(N2, SECRET),
+            ClientHandshake(ConnectionIdentity(ANY, "n1", 1), "peer"),
+            ServerHandshake(N2),
+            "cluster",
+            "not to ''",
+        ),
+        (
+            ClientHandshake(ConnectionIdentity("d", "x", 1), "client"),
+            ServerHandshake(N2),
+            "cluster",
+            "not to 'd'",
+        ),
+        (
+            ClientHandshake(ConnectionIdentity("c", "", 1), "peer"),
+            ServerHandshake(N2),
+            "node",
+            "has to say its id",
+        ),
+        (
+            ClientHandshake(ConnectionIdentity("c", "n2", 1), "peer"),
+            ServerHandshake(N2),
+            "duplicate",
+            "another process",
+        ),
+        (ClientHandshake(N2, "peer", "n2"), ServerHandshake(N2), "duplicate", "has called itself"),
+        (ClientHandshake(N1, "peer"), ServerHandshake(N2, SECRET), "secret", "none is set here"),
+        (
+            ClientHandshake(N1, "peer", ANY, SECRET),
+            ServerHandshake(N2),
+            "secret",
+            "the node has none",
+        ),
+        (
+            ClientHandshake(N1, "peer", ANY, SECRET + b"?"),
+            ServerHandshake(N2, SECRET),
             "secret",
             "not the one that is set here",
         ),
     ],
 )
 def test_those_who_do_not_are_told_why(
-    dialler: Dialler, listener: Listener, fault: str, text: str
+    dialler: ClientHandshake, listener: ServerHandshake, fault: str, text: str
 ) -> None:
-    with pytest.raises(Refused, match=text) as caught:
+    with pytest.raises(ConnectionRefused, match=text) as caught:
         shake(dialler, listener)
     assert caught.value.fault == fault
     assert not dialler.done
@@ -170,90 +200,90 @@ def test_the_newest_version_that_both_speak(
     monkeypatch.setattr(wire, "NEWEST", 2)
     me, later = ["c", "x", 1], "of a later version"
     hello = ["doyen", *theirs, "client", me, "", bytes(32), [1, 2], [], later]
-    listener = Listener(N2)
+    listener = ServerHandshake(N2)
     if chosen is not None:
-        listener.take(Word.HELLO, msgspec.msgpack.encode(hello))
+        listener.take(FrameKind.HELLO, msgspec.msgpack.encode(hello))
         assert listener.version == chosen
         return
-    with pytest.raises(Refused, match="upgrade the older one") as caught:
-        listener.take(Word.HELLO, msgspec.msgpack.encode([*hello[:3], "as it may be then"]))
-    assert caught.value.fault == Fault.VERSION
+    with pytest.raises(ConnectionRefused, match="upgrade the older one") as caught:
+        listener.take(FrameKind.HELLO, msgspec.msgpack.encode([*hello[:3], "as it may be then"]))
+    assert caught.value.fault == CloseReason.VERSION
 
 
 def test_a_listener_cannot_choose_a_version_that_was_not_offered() -> None:
-    dialler = Dialler(N1, "peer")
+    dialler = ClientHandshake(N1, "peer")
     challenge = [9, ["c", "n2", 22], False, bytes(32)]
     with pytest.raises(FrameError, match="version 9"):
-        dialler.take(Word.CHALLENGE, msgspec.msgpack.encode(challenge))
+        dialler.take(FrameKind.CHALLENGE, msgspec.msgpack.encode(challenge))
 
 
 def test_a_refusal_is_told_to_the_dialler() -> None:
-    dialler = Dialler(N1, "client")
-    with pytest.raises(Refused, match="no leader") as caught:
-        dialler.take(*only(wire.refusal(Refused(Fault.NOT_SERVING, "no leader"))))
-    assert caught.value.fault is Fault.NOT_SERVING
+    dialler = ClientHandshake(N1, "client")
+    with pytest.raises(ConnectionRefused, match="no leader") as caught:
+        dialler.take(*only(wire.refusal(ConnectionRefused(CloseReason.NOT_SERVING, "no leader"))))
+    assert caught.value.fault is CloseReason.NOT_SERVING
     assert not caught.value.lasting
-    assert Refused(Fault.SECRET, "").lasting
+    assert ConnectionRefused(CloseReason.SECRET, "").lasting
 
 
 def test_what_was_heard_is_worth_nothing_on_another_connection() -> None:
     """Replay: the whole of a dialler's side, once more."""
-    dialler, listener = Dialler(N1, "peer", "n2", SECRET), Listener(N2, SECRET)
+    dialler, listener = ClientHandshake(N1, "peer", "n2", SECRET), ServerHandshake(N2, SECRET)
     hello, _, proof, _ = shake(dialler, listener)
-    again = Listener(N2, SECRET)
+    again = ServerHandshake(N2, SECRET)
     again.take(*only(hello))
-    with pytest.raises(Refused):
+    with pytest.raises(ConnectionRefused):
         again.take(*only(proof))
     assert not again.proved
 
 
 def test_a_listeners_answers_are_worth_nothing_to_another_dialler() -> None:
-    dialler, listener = Dialler(N1, "peer", "n2", SECRET), Listener(N2, SECRET)
+    dialler, listener = ClientHandshake(N1, "peer", "n2", SECRET), ServerHandshake(N2, SECRET)
     _, challenge, _, welcome = shake(dialler, listener)
-    again = Dialler(N1, "peer", "n2", SECRET)
+    again = ClientHandshake(N1, "peer", "n2", SECRET)
     again.take(*only(challenge))
-    with pytest.raises(Refused, match="does not know the secret"):
+    with pytest.raises(ConnectionRefused, match="does not know the secret"):
         again.take(*only(welcome))
 
 
 def test_a_dialler_is_not_fooled_by_its_own_words() -> None:
     """Reflection: whoever listens knows no secret, and sends everything back."""
-    dialler = Dialler(N1, "peer", ANY, SECRET)
+    dialler = ClientHandshake(N1, "peer", ANY, SECRET)
     with pytest.raises(FrameError) as caught:
         dialler.take(*only(dialler.begin()))
-    assert caught.value.fault is Fault.OUT_OF_TURN
+    assert caught.value.fault is CloseReason.OUT_OF_TURN
 
     challenge = [1, ["c", "n2", 22], True, bytes(32)]
-    proof = dialler.take(Word.CHALLENGE, msgspec.msgpack.encode(challenge))
-    with pytest.raises(Refused):
-        dialler.take(Word.WELCOME, only(proof)[1])
+    proof = dialler.take(FrameKind.CHALLENGE, msgspec.msgpack.encode(challenge))
+    with pytest.raises(ConnectionRefused):
+        dialler.take(FrameKind.WELCOME, only(proof)[1])
     assert not dialler.done
 
 
 def test_a_listener_that_wants_the_proof_made_for_another_is_not_helped() -> None:
     """The proof covers the challenge: in front of another node it is void."""
-    dialler, real = Dialler(N1, "peer", ANY, SECRET), Listener(N2, SECRET)
+    dialler, real = ClientHandshake(N1, "peer", ANY, SECRET), ServerHandshake(N2, SECRET)
     real.take(*only(dialler.begin()))
-    fake = Listener(Identity("c", "n3", 3), SECRET + b"?")
+    fake = ServerHandshake(ConnectionIdentity("c", "n3", 3), SECRET + b"?")
     proof = dialler.take(*only(fake.take(*only(dialler.begin()))))
-    with pytest.raises(Refused):
+    with pytest.raises(ConnectionRefused):
         real.take(*only(proof))
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
-@pytest.mark.parametrize("kind", [0, *Word, FIRST_FREE - 1])
+@pytest.mark.parametrize("kind", [0, *FrameKind, FIRST_FREE - 1])
 def test_every_frame_out_of_turn_is_refused(kind: int, secret: bytes | None) -> None:
     """Every state of both sides with every kind of frame: never past the handshake."""
     for steps in range(3):
-        dialler, listener = Dialler(N1, "peer", "n2", secret), Listener(N2, secret)
+        dialler, listener = ClientHandshake(N1, "peer", "n2", secret), ServerHandshake(N2, secret)
         said = [dialler.begin()]
         for step in range(steps):
-            side: Dialler | Listener = dialler if step % 2 else listener
+            side: ClientHandshake | ServerHandshake = dialler if step % 2 else listener
             said.append(side.take(*only(said[-1])))
         for one in (dialler, listener):
-            if one is listener and steps == 0 and kind == Word.HELLO:
+            if one is listener and steps == 0 and kind == FrameKind.HELLO:
                 continue
-            with pytest.raises((FrameError, Refused)):
+            with pytest.raises((FrameError, ConnectionRefused)):
                 one.take(kind, b"\x93\x01\x02")
             if secret is not None:
                 assert not dialler.done
@@ -263,17 +293,19 @@ def test_every_frame_out_of_turn_is_refused(kind: int, secret: bytes | None) -> 
 @given(payload=st.binary(max_size=100))
 def test_no_greeting_does_anything_but_fit_or_fail(payload: bytes) -> None:
     for side, kind in (
-        (Dialler(N1, "peer"), Word.CHALLENGE),
-        (Dialler(N1, "peer"), Word.REFUSAL),
-        (Listener(N2), Word.HELLO),
+        (ClientHandshake(N1, "peer"), FrameKind.CHALLENGE),
+        (ClientHandshake(N1, "peer"), FrameKind.REFUSAL),
+        (ServerHandshake(N2), FrameKind.HELLO),
     ):
-        with pytest.raises((FrameError, Refused)):
+        with pytest.raises((FrameError, ConnectionRefused)):
             side.take(kind, payload)
 
 
 def test_names_in_a_greeting_are_bounded() -> None:
     with pytest.raises(FrameError, match="length"):
-        Listener(N2).take(*only(Dialler(Identity("c", "n" * 300, 1), "client").begin()))
+        ServerHandshake(N2).take(
+            *only(ClientHandshake(ConnectionIdentity("c", "n" * 300, 1), "client").begin())
+        )
 
 
 @pytest.mark.parametrize(
@@ -354,10 +386,10 @@ def test_what_is_no_address(text: str) -> None:
 
 def test_both_sides_say_which_versions_of_the_state_they_support() -> None:
     """A node of the first release says nothing, which means the first version."""
-    dialler, listener = Dialler(N1, "peer"), Listener(N2)
+    dialler, listener = ClientHandshake(N1, "peer"), ServerHandshake(N2)
     shake(dialler, listener)
     assert dialler.supports == listener.supports == wire.SUPPORTED
     kind, hello = only(dialler.begin())
-    old = Listener(N2)
+    old = ServerHandshake(N2)
     old.take(kind, msgspec.msgpack.encode(msgspec.msgpack.decode(hello)[:7]))
     assert old.supports == (1, 1)

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from doyen.errors import ConfigError, StoreUnavailable, StoreUnusable
-from doyen.node.door import Door
-from doyen.quorum.link import HIGH_WATER, End, Link
-from doyen.quorum.wire import (
+from doyen.quorum.node.listener import Door
+from doyen.quorum.protocol.connection import HIGH_WATER, End, FrameConnection
+from doyen.quorum.protocol.wire import (
     MAX_FRAME,
     MAX_GREETING,
     TLS,
-    Fault,
-    Identity,
-    Refused,
+    CloseReason,
+    ConnectionIdentity,
+    ConnectionRefused,
+    FrameKind,
     Security,
-    Word,
     frame,
 )
 from neighbours import HOST, OPEN, SECRET, Street, call, run
@@ -118,10 +118,10 @@ def test_what_follows_the_welcome_is_judged_as_any_frame() -> None:
             node = await street.add("n1")
             big = bytes(MAX_GREETING + 1)
 
-            def welcome(link: Link) -> None:
+            def welcome(link: FrameConnection) -> None:
                 link._transport = _Held(link._transport)
                 link.welcome(lambda *_: None, lambda *_: None)
-                link._transport.write(frame(20, big) + frame(Word.PING) + frame(21, b"x"))
+                link._transport.write(frame(20, big) + frame(FrameKind.PING) + frame(21, b"x"))
                 link._transport.release()
 
             node.door._clients = welcome
@@ -269,16 +269,18 @@ def test_a_dialler_that_is_cancelled_leaves_nothing_behind() -> None:
     run(body())
 
 
-@pytest.mark.parametrize("fault", [Fault.CROWDED, Fault.NOT_SERVING])
-def test_a_client_that_is_not_wanted_is_told_why(fault: Fault) -> None:
+@pytest.mark.parametrize("fault", [CloseReason.CROWDED, CloseReason.NOT_SERVING])
+def test_a_client_that_is_not_wanted_is_told_why(fault: CloseReason) -> None:
     async def body() -> None:
         async with Street() as street:
-            limit = {"max_clients": 1 if fault is Fault.CROWDED else 10}
+            limit = {"max_clients": 1 if fault is CloseReason.CROWDED else 10}
             node = await street.add("n1", door=limit)
             first = await call(node.address)
-            if fault is Fault.NOT_SERVING:
+            if fault is CloseReason.NOT_SERVING:
                 node.door._clients = lambda link: link.refuse(fault, "no leader is known")
-            with pytest.raises(Refused, match=r"1 clients are here|no leader is known") as caught:
+            with pytest.raises(
+                ConnectionRefused, match=r"1 clients are here|no leader is known"
+            ) as caught:
                 await call(node.address)
             assert caught.value.fault is fault
             first.link.close()
@@ -290,10 +292,10 @@ def test_a_client_that_is_not_wanted_is_told_why(fault: Fault) -> None:
 def test_listening_beyond_loopback_is_refused_without_a_secret() -> None:
     async def body() -> None:
         options: dict[str, Any] = {"peers": lambda _: None, "clients": lambda _: None, "pages": {}}
-        door = Door(Identity("c", "n1", 1), OPEN, **options)
+        door = Door(ConnectionIdentity("c", "n1", 1), OPEN, **options)
         with pytest.raises(ConfigError, match="neither a shared secret nor mutual TLS"):
             await door.listen("0.0.0.0", 0)
-        door = Door(Identity("c", "n1", 1), Security(secret=SECRET), **options)
+        door = Door(ConnectionIdentity("c", "n1", 1), Security(secret=SECRET), **options)
         port = await door.listen("0.0.0.0", 0)
         with pytest.raises(StoreUnusable, match=f"port {port}: Address already in use. Stop"):
             await door.listen("0.0.0.0", port)
@@ -367,7 +369,7 @@ def test_tls_without_a_certificate_that_is_known(certificates: Certificates, own
     async def body() -> None:
         async with Street() as street:
             node = await street.add("n1", security=tls(certificates, "server"))
-            with pytest.raises((Refused, StoreUnavailable)):
+            with pytest.raises((ConnectionRefused, StoreUnavailable)):
                 await call(node.address, security=tls(certificates, own))
             await until(lambda: not node.door.strangers)
             assert node.counts == {"tls": 1}
@@ -379,7 +381,9 @@ def test_tls_of_an_authority_that_is_not_known(certificates: Certificates) -> No
     async def body() -> None:
         async with Street() as street:
             node = await street.add("n1", security=tls(certificates, "server"))
-            with pytest.raises(Refused, match=r"TLS failed: .*certificate verify failed") as caught:
+            with pytest.raises(
+                ConnectionRefused, match=r"TLS failed: .*certificate verify failed"
+            ) as caught:
                 await call(node.address, security=tls(certificates, "client", ca="stranger"))
             assert caught.value.lasting
 
@@ -395,7 +399,7 @@ def test_tls_one_way_with_a_secret(certificates: Certificates) -> None:
             caller = await call(node.address, security=Security(tls=here, secret=SECRET))
             assert caller.link.open
             caller.link.abort()
-            with pytest.raises(Refused, match="not the one that is set here"):
+            with pytest.raises(ConnectionRefused, match="not the one that is set here"):
                 await call(node.address, security=Security(tls=here, secret=SECRET + b"?"))
 
     run(body())
@@ -405,7 +409,7 @@ def test_tls_on_one_side_only(certificates: Certificates, caplog: pytest.LogCapt
     async def body() -> None:
         async with Street() as street:
             plain = await street.add("n1")
-            with pytest.raises((Refused, StoreUnavailable)):
+            with pytest.raises((ConnectionRefused, StoreUnavailable)):
                 await call(plain.address, security=tls(certificates, "client"))
             assert plain.counts == {"tls": 1}
             assert "spoke TLS, which this port does not" in caplog.text

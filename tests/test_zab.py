@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 
 import mutants_zab as mutants
-from doyen.consensus.core import (
+from doyen.quorum.consensus.core import (
     Elapsed,
-    Entry,
-    Kind,
+    EntryKind,
+    LogEntry,
     Membership,
     Persist,
     Received,
     Recovered,
     Role,
 )
-from doyen.consensus.core import Send as Sending
-from doyen.consensus.zab import (
+from doyen.quorum.consensus.core import Send as Sending
+from doyen.quorum.consensus.zab import (
     AckEpoch,
     AckLeader,
     FollowerInfo,
@@ -26,10 +26,10 @@ from doyen.consensus.zab import (
     NewLeader,
     Notification,
     Phase,
-    State,
     Sync,
     Vote,
     Zab,
+    ZabState,
 )
 from room import SETTINGS, Room, kill
 
@@ -37,15 +37,15 @@ FIVE = ("1", "2", "3", "4", "5")
 THREE = ("1", "2", "3")
 
 
-def entry(epoch: int) -> Entry:
-    return Entry(epoch, Kind.COMMANDS, b"e%d" % epoch)
+def entry(epoch: int) -> LogEntry:
+    return LogEntry(epoch, EntryKind.COMMANDS, b"e%d" % epoch)
 
 
 def one(
     name: str = "1",
     *,
     voters: tuple[str, ...] = THREE,
-    state: State | None = None,
+    state: ZabState | None = None,
     epochs: tuple[int, ...] = (),
     make: Any = Zab,
 ) -> Any:
@@ -125,7 +125,7 @@ def test_an_older_round_is_ignored_and_answered() -> None:
 
 
 def test_a_newer_round_replaces_ones_own() -> None:
-    core = one(epochs=(1, 1), state=State(1, 1))
+    core = one(epochs=(1, 1), state=ZabState(1, 1))
     core._votes = {"2": Vote(9, 9, 9, 1)}
     hear(core, "3", looking(7, "3", 1, 1))
     # Our own vote is better than theirs; what was heard in the old round counts no more.
@@ -185,7 +185,7 @@ def test_joining_an_ensemble_whose_votes_are_from_other_rounds() -> None:
     assert core.chosen == "3"
 
 
-def follower(state: State, epochs: tuple[int, ...], make: Any = Zab) -> Any:
+def follower(state: ZabState, epochs: tuple[int, ...], make: Any = Zab) -> Any:
     """A server that has chosen 3, which opens an epoch."""
     core = one("1", state=state, epochs=epochs, make=make)
     core._choose("3")
@@ -212,7 +212,7 @@ def test_transactions_then_epoch_then_acknowledgement() -> None:
     """20: ZOOKEEPER-3911, -4643, -4646, -4785."""
 
     def trial(make: Any) -> list[str]:
-        core = follower(State(1, 1), (1, 1, 1), make)
+        core = follower(ZabState(1, 1), (1, 1, 1), make)
         effects = hear(core, "3", Sync(2, "TRUNC", 1, 1, (entry(2),)))
         effects += hear(core, "3", NewLeader(2, 2, 2))
         assert core.current_epoch == 2
@@ -232,7 +232,7 @@ def test_an_epoch_is_accepted_on_disk_before_it_is_acknowledged(make: Any) -> No
     effects = hear(core, "3", LeaderInfo(4))
     persist = next(effect for effect in effects if isinstance(effect, Persist))
     ack = next(effect for effect in effects if isinstance(effect, Sending))
-    assert ((persist.state, ack.after) == (State(4, 0), persist.token)) == (make is Zab)
+    assert ((persist.state, ack.after) == (ZabState(4, 0), persist.token)) == (make is Zab)
 
 
 @pytest.mark.parametrize("make", [Zab, mutants.EpochBeforeLog])
@@ -258,14 +258,14 @@ def test_a_crash_in_the_midst_of_synchronisation_loses_nothing(make: Any) -> Non
 
 
 def test_an_epoch_that_another_was_given_does_not_count() -> None:
-    core = one("1", state=State(4, 1))
+    core = one("1", state=ZabState(4, 1))
     core._choose("3")
     effects = hear(core, "3", LeaderInfo(4))
     assert sent(effects, AckEpoch) == [AckEpoch(4, False, 1, 0, 0)]
 
 
 def test_a_leader_gives_up_if_one_of_its_majority_is_ahead() -> None:
-    core = one("3", epochs=(1,), state=State(1, 1))
+    core = one("3", epochs=(1,), state=ZabState(1, 1))
     core._choose("3")
     hear(core, "1", FollowerInfo(1))
     core._durable = core._token
@@ -277,13 +277,13 @@ def test_a_leader_gives_up_if_one_of_its_majority_is_ahead() -> None:
 def test_a_follower_is_synchronised_by_diff_trunc_or_the_whole() -> None:
     leader = (1, 1, 3, 3)
     for epochs, how in (((1, 1), "DIFF"), ((1, 1, 2, 2), "TRUNC"), ((), "DIFF"), ((2,), "WHOLE")):
-        core = one("3", epochs=leader, state=State(3, 3))
+        core = one("3", epochs=leader, state=ZabState(3, 3))
         core._choose("3")
         hear(core, "1", FollowerInfo(3))
         core._durable = core._token
         last = (epochs[-1], len(epochs)) if epochs else (0, 0)
         said = hear(core, "1", AckEpoch(4, True, 0, *last))
-        peer = follower(State(3, 2), epochs)
+        peer = follower(ZabState(3, 2), epochs)
         ways = []
         for effect in said:  # which grows as they talk
             if isinstance(effect, Sending) and effect.peer == "1":
@@ -297,7 +297,7 @@ def test_a_follower_is_synchronised_by_diff_trunc_or_the_whole() -> None:
 
 
 def test_a_history_that_is_only_too_long_is_cut() -> None:
-    core = follower(State(1, 1), (1, 1, 1))
+    core = follower(ZabState(1, 1), (1, 1, 1))
     effects = hear(core, "3", NewLeader(2, 2, 1))
     cut = next(effect for effect in effects if isinstance(effect, Persist))
     assert (cut.first, tuple(cut.entries), cut.keep) == (3, (), False)
@@ -305,7 +305,7 @@ def test_a_history_that_is_only_too_long_is_cut() -> None:
 
 
 def test_a_late_word_cuts_nothing_that_was_proposed_since() -> None:
-    core = follower(State(1, 1), (1, 1))
+    core = follower(ZabState(1, 1), (1, 1))
     hear(core, "3", NewLeader(2, 2, 1))
     core.log.append(entry(2))
     core._persist(first=3, entries=core.log[2:])

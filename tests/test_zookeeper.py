@@ -18,12 +18,12 @@ from kazoo.client import KazooClient
 
 import doyen
 import servers
-from doyen.clock import SystemClock
 from doyen.errors import ConfigError, LeaseGone, StoreError, StoreUnavailable, StoreUnusable
+from doyen.lease.clock import SystemClock
 from doyen.model import leader_key, line_key, mail_key, order_key
-from doyen.store import Context, open_store
+from doyen.stores.port import Context, open_store
 from doyen.stores.zookeeper import store as module
-from doyen.stores.zookeeper.diagnosis import State, findings
+from doyen.stores.zookeeper.diagnosis import ZooKeeperServerState, findings
 from doyen.stores.zookeeper.store import ZooKeeperStore
 from servers import wire
 from servers.fetch import obtain
@@ -478,20 +478,31 @@ def test_the_store_diagnoses_itself(zookeeper: servers.ZooKeeper, chroot: str) -
 
 
 def test_what_states_of_servers_mean() -> None:
-    def levels(*states: State) -> set[tuple[str, str]]:
+    def levels(*states: ZooKeeperServerState) -> set[tuple[str, str]]:
         return {(each.level, each.subject) for each in findings(states)}
 
-    good = [State(server=f"h{each}", version="3.9.5", mode="follower") for each in range(3)]
+    good = [
+        ZooKeeperServerState(server=f"h{each}", version="3.9.5", mode="follower")
+        for each in range(3)
+    ]
     assert levels(*good) == {("ok", "version")}
-    assert ("warning", "version") in levels(State(server="h", version="3.8.0", mode="leader"))
-    assert ("problem", "version") in levels(State(server="h", version="3.9.3", mode="leader"))
-    alone = State(server="h", version="3.8.0", mode="standalone")
+    assert ("warning", "version") in levels(
+        ZooKeeperServerState(server="h", version="3.8.0", mode="leader")
+    )
+    assert ("problem", "version") in levels(
+        ZooKeeperServerState(server="h", version="3.9.3", mode="leader")
+    )
+    alone = ZooKeeperServerState(server="h", version="3.8.0", mode="standalone")
     assert levels(alone) == {("ok", "version"), ("note", "servers")}
     assert ("problem", "servers") in levels(*good, alone)
-    assert ("warning", "servers") in levels(*good, State(server="h", silent_because="refused"))
-    assert ("note", "servers") in levels(*good, State(server="h"))
+    assert ("warning", "servers") in levels(
+        *good, ZooKeeperServerState(server="h", silent_because="refused")
+    )
+    assert ("note", "servers") in levels(*good, ZooKeeperServerState(server="h"))
     short = (("tickTime", "2000"), ("minSessionTimeout", "1000"))
-    assert ("warning", "sessions") in levels(*good, State(server="h", settings=short))
+    assert ("warning", "sessions") in levels(
+        *good, ZooKeeperServerState(server="h", settings=short)
+    )
 
 
 async def _open(url: str) -> None:

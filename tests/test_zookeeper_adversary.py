@@ -22,7 +22,7 @@ from kazoo.retry import KazooRetry
 from adversary import WireWorld, run_contest
 from doyen.errors import OutcomeUnknown, StoreUnavailable
 from doyen.model import Lease
-from doyen.stores.zookeeper import wire
+from doyen.stores.zookeeper import connection as wire
 from doyen.stores.zookeeper.store import ZooKeeperStore
 from model_zookeeper import TICK_S, ZooKeeperModel
 from strands import Event, Strands

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import servers
-from doyen.store import Store, open_store
+from doyen.stores.port import Store, open_store
 from doyen.testing import LinkedStoreConformance, StoreConformance, StoreHarness
 from linked import ServerHarness
 from servers.wire import ZooKeeperLink

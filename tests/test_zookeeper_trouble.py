@@ -19,13 +19,13 @@ from kazoo.protocol.states import KazooState
 import doyen
 import servers
 from contest import Candidate, Contest, Place
-from doyen.clock import SystemClock
+from doyen.election.presence import Presence
 from doyen.errors import LeaseGone, OutcomeUnknown, StoreUnavailable
 from doyen.events import Record, Waiting
+from doyen.lease.clock import SystemClock
+from doyen.lease.timing import Timing
 from doyen.model import Claim, Lease, leader_key, line_key, order_key
-from doyen.presence import Presence
-from doyen.stores.zookeeper.wire import Wire
-from doyen.timing import Timing
+from doyen.stores.zookeeper.connection import ZooKeeperSession
 from test_zookeeper import TTL_S, opened
 
 # From 3.12 on Python warns of forks in a process with threads, which is what is on trial here.
@@ -146,16 +146,16 @@ def test_a_lost_session_is_not_replaced(
     server: servers.ZooKeeper, election: str, known: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """kazoo connects anew when a session has expired, with another one: a lease must not."""
-    sessions: dict[Wire, set[int]] = {}
-    connected = Wire.connected
+    sessions: dict[ZooKeeperSession, set[int]] = {}
+    connected = ZooKeeperSession.connected
 
-    def note(wire: Wire, session: int, granted_s: float) -> None:
+    def note(wire: ZooKeeperSession, session: int, granted_s: float) -> None:
         sessions.setdefault(wire, set()).add(session)
         connected(wire, session, granted_s)
 
-    monkeypatch.setattr(Wire, "connected", note)
+    monkeypatch.setattr(ZooKeeperSession, "connected", note)
 
-    def wait_for_kazoo(wire: Wire) -> None:
+    def wait_for_kazoo(wire: ZooKeeperSession) -> None:
         """Until it is refused a connection, or has made one; with the loop held up, so that it is
         left to itself."""
         refused: list[str] = []

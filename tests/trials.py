@@ -40,12 +40,12 @@ import history
 import mutants_served
 import servers
 from candidates import DOYEN
-from doyen.clock import SystemClock
-from doyen.consensus.raft import RaftSettings
 from doyen.errors import DoyenError, OutcomeUnknown, StoreUnavailable
-from doyen.node import journal, server
-from doyen.node.frames import Disk
-from doyen.store import Context, Store, open_store
+from doyen.lease.clock import SystemClock
+from doyen.quorum.consensus.raft import RaftSettings
+from doyen.quorum.node import journal, server
+from doyen.quorum.node.framed_files import FileSystem
+from doyen.stores.port import Context, Store, open_store
 from history import NO, OK, UNKNOWN, WRONG, History, Ledger, Recorder
 from nodes import SNAPSHOT_ENTRIES, addresses, often
 from served import PATIENCE_S, Served
@@ -521,7 +521,7 @@ def tell(**told: Any) -> None:
     print(json.dumps(told), flush=True)
 
 
-class SlowDisk(Disk):
+class SlowDisk(FileSystem):
     """As slow as a file says."""
 
     file: Path
@@ -607,7 +607,7 @@ def main(folder: Path, role: str, *given: str) -> None:
     if role == "node":
         settings = json.loads(given[0])
         SlowDisk.file = Path(settings["slow"])
-        vars(journal)["Disk"] = SlowDisk
+        vars(journal)["FileSystem"] = SlowDisk
         # Whoever was away for a moment is sent a snapshot.
         vars(server)["Settings"] = partial(RaftSettings, tail_entries=SNAPSHOT_ENTRIES)
         if settings["mutant"]:

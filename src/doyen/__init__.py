@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         StoreUnusable,
     )
     from doyen.model import Candidate, Leader, Line
-    from doyen.node import Node, StateMachine
+    from doyen.quorum.node import Node, StateMachine
     from doyen.session import Session, connect
     from doyen.term import Term, TermState
 
@@ -63,7 +63,7 @@ __all__ = [
     "while_leader",
 ]
 
-_HOMES = ("blocking", "session", "term", "model", "errors", "node")
+_HOMES = ("blocking", "session", "term", "model", "errors", "quorum.node")
 
 
 def __getattr__(name: str) -> object:

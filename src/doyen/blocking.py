@@ -16,14 +16,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Gene
 from types import FunctionType, TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, cast
 
+from doyen.election.handover import order_resign, order_transfer
+from doyen.election.options import CampaignOptions, CampaignSettings, default_name
+from doyen.election.presence import Presence, SessionSettings
 from doyen.errors import AlreadyCampaigning, ConfigError, SessionClosed
 from doyen.events import Sink
+from doyen.lease.runtime import ThreadRuntime
 from doyen.model import Candidate, Leader, Line
-from doyen.orders import order_resign, order_transfer
-from doyen.presence import Presence, Settings
-from doyen.runtime import ThreadRuntime
 from doyen.session import OBSERVED, candidacy, connect, drop, hold, settings_for, settle_loss, track
-from doyen.stand import Options, Stand, default_name
 from doyen.term import Term, TermState
 
 __all__ = ["BlockingCampaign", "BlockingSession", "connect_blocking", "while_leader"]
@@ -38,7 +38,7 @@ class BlockingSession:
     May be shared by threads.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SessionSettings) -> None:
         self._settings = settings
         self._presence: Presence | None = None
 
@@ -74,7 +74,7 @@ class BlockingSession:
     def _do(self, work: Coroutine[Any, Any, T]) -> T:
         return self._runtime.do_blocking(work)
 
-    def campaign(self, election: str, **options: Unpack[Options]) -> BlockingCampaign:
+    def campaign(self, election: str, **options: Unpack[CampaignOptions]) -> BlockingCampaign:
         """Stand for `election`; the scope is entered when elected. Options as for
         `Session.campaign`.
 
@@ -82,19 +82,21 @@ class BlockingSession:
                 while term.valid:
                     work(term.token)
         """
-        return BlockingCampaign(self._opened, self._runtime, Stand(election=election, **options))
+        return BlockingCampaign(
+            self._opened, self._runtime, CampaignSettings(election=election, **options)
+        )
 
     def campaigns(
-        self, election: str, **options: Unpack[Options]
+        self, election: str, **options: Unpack[CampaignOptions]
     ) -> Iterator[RepeatedBlockingCampaign]:
         """Campaign again after each loss, until the loop is left."""
         while True:
-            stand = Stand(election=election, **options)
+            stand = CampaignSettings(election=election, **options)
             yield RepeatedBlockingCampaign(self._opened, self._runtime, stand)
 
-    def lock(self, lock: str, /, **options: Unpack[Options]) -> BlockingCampaign:
+    def lock(self, lock: str, /, **options: Unpack[CampaignOptions]) -> BlockingCampaign:
         """Mutual exclusion without a leader: a scope with a token, as for a campaign."""
-        stand = Stand(election=lock, kind="locks", **options)
+        stand = CampaignSettings(election=lock, kind="locks", **options)
         return BlockingCampaign(self._opened, self._runtime, stand)
 
     def leader(self, election: str) -> Leader | None:
@@ -170,7 +172,7 @@ class BlockingSession:
 class _Scope:
     """Leadership as a scope."""
 
-    def __init__(self, presence: Presence, runtime: ThreadRuntime, stand: Stand) -> None:
+    def __init__(self, presence: Presence, runtime: ThreadRuntime, stand: CampaignSettings) -> None:
         self._presence = presence
         self._runtime = runtime
         self._stand = stand
@@ -275,7 +277,7 @@ def connect_blocking(
 
 
 def while_leader(
-    election: str, *, store: str, ttl_s: float | None = None, **options: Unpack[Options]
+    election: str, *, store: str, ttl_s: float | None = None, **options: Unpack[CampaignOptions]
 ) -> Callable[[Callable[Concatenate[Term, P], T]], Callable[P, T]]:
     """Run a function, ordinary or async, only as leader; again after each loss.
 
@@ -349,7 +351,7 @@ def _async_while_leader(
     election: str,
     store: str,
     ttl_s: float | None,
-    options: Options,
+    options: CampaignOptions,
 ) -> Callable[..., Coroutine[Any, Any, T]]:
     @functools.wraps(function)
     async def run(*args: Any, **kwargs: Any) -> T:

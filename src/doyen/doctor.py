@@ -4,7 +4,7 @@
 (`judge_times`, `judge_capabilities`, `judge_line`) are pure functions of what was found. What an
 engine knows about itself it says through `Store.diagnose`.
 
-Imports the port and what lies below it, `Settings` and `line_of` of a session's inside.
+Imports the port and what lies below it, `SessionSettings` and `line_of` of a session's inside.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
-from doyen.clock import Clock, SystemClock
+from doyen.election.presence import SessionSettings, line_of
 from doyen.errors import ConfigError, LeaseGone, StoreError, StoreUnavailable
+from doyen.lease.clock import Clock, SystemClock
+from doyen.lease.timing import Timing
 from doyen.model import Finding, Lease, Line, Order, leader_key, line_key, order_key
-from doyen.presence import Settings, line_of
-from doyen.store import Capabilities, Store
-from doyen.timing import Timing
+from doyen.stores.port import Capabilities, Store
 
 __all__ = [
     "Examination",
@@ -103,7 +103,7 @@ class Examination:
 
 
 async def examine(
-    store: Store, settings: Settings, clock: Clock, *, election: str | None = None
+    store: Store, settings: SessionSettings, clock: Clock, *, election: str | None = None
 ) -> Examination:
     """Examine an open store, with the times that `settings` ask for.
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
-from doyen.clock import Clock
+from doyen.lease.clock import Clock
 
 __all__ = [
     "Allowance",

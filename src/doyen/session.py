@@ -18,15 +18,15 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
-from doyen.election import Candidacy
+from doyen.election.candidate import Candidacy
+from doyen.election.handover import order_resign, order_transfer
+from doyen.election.options import CampaignOptions, CampaignSettings, default_name
+from doyen.election.presence import Presence, SessionSettings
 from doyen.errors import AlreadyCampaigning, LeadershipLost, SessionClosed, StaleToken
 from doyen.events import Sink
+from doyen.lease.runtime import Runtime, ThreadRuntime
 from doyen.model import Candidate, Kind, Leader, Line
-from doyen.orders import order_resign, order_transfer
-from doyen.presence import Presence, Settings
-from doyen.runtime import Runtime, ThreadRuntime
-from doyen.stand import Options, Stand, default_name
-from doyen.store import Store
+from doyen.stores.port import Store
 from doyen.term import Term, TermState
 from doyen.term import forked as term_forked
 
@@ -37,7 +37,7 @@ OBSERVED = 64
 """How many changes wait for an observer. One that is slower misses the oldest."""
 
 
-def candidacy(presence: Presence, stand: Stand) -> Candidacy:
+def candidacy(presence: Presence, stand: CampaignSettings) -> Candidacy:
     """A candidacy, unless the calling scope would then wait for itself."""
     presence.check_open()
     for term, where, kind in _held.get():
@@ -98,8 +98,8 @@ def settings_for(
     drift: float | None,
     audit: str | os.PathLike[str] | None,
     on_event: Sink | None,
-) -> Settings:
-    return Settings(
+) -> SessionSettings:
+    return SessionSettings(
         url=url,
         ttl_s=ttl_s,
         stop_budget_s=stop_budget_s,
@@ -116,7 +116,7 @@ class Session:
     """
 
     def __init__(
-        self, settings: Settings, runtime: Runtime | None = None, store: Store | None = None
+        self, settings: SessionSettings, runtime: Runtime | None = None, store: Store | None = None
     ) -> None:
         self._settings = settings
         self._given_runtime = runtime
@@ -160,7 +160,7 @@ class Session:
             raise SessionClosed("the session is not open: enter it with `async with`")
         return self._presence
 
-    def campaign(self, election: str, **options: Unpack[Options]) -> Campaign:
+    def campaign(self, election: str, **options: Unpack[CampaignOptions]) -> Campaign:
         """Stand for `election`; the scope is entered when elected.
 
             async with session.campaign("billing", name="server1") as term:
@@ -168,12 +168,12 @@ class Session:
 
         On loss the body is cancelled and `LeadershipLost` raised. Options: `name`, `meta`,
         `wait_s`, `priority`, `preempt`, `cooldown_s`, `recipe`, `stall_after_s`, `on_overrun`;
-        each is explained at `doyen.stand.Options`.
+        each is explained at `doyen.election.options.Options`.
         """
-        return Campaign(self._opened, Stand(election=election, **options))
+        return Campaign(self._opened, CampaignSettings(election=election, **options))
 
     async def campaigns(
-        self, election: str, **options: Unpack[Options]
+        self, election: str, **options: Unpack[CampaignOptions]
     ) -> AsyncIterator[RepeatedCampaign]:
         """Campaign again after each loss, until the loop is left. Takes what `campaign` takes.
 
@@ -185,9 +185,9 @@ class Session:
         is raised. `break` and `return` leave the loop, lost or not: look at `term.valid` first.
         """
         while True:
-            yield RepeatedCampaign(self._opened, Stand(election=election, **options))
+            yield RepeatedCampaign(self._opened, CampaignSettings(election=election, **options))
 
-    def lock(self, lock: str, /, **options: Unpack[Options]) -> Campaign:
+    def lock(self, lock: str, /, **options: Unpack[CampaignOptions]) -> Campaign:
         """Mutual exclusion without a leader: a scope with a token, as for a campaign.
 
             async with session.lock("migration") as term:
@@ -195,7 +195,7 @@ class Session:
 
         Locks and elections of one name have nothing to do with each other.
         """
-        return Campaign(self._opened, Stand(election=lock, kind="locks", **options))
+        return Campaign(self._opened, CampaignSettings(election=lock, kind="locks", **options))
 
     async def resign(self, election: str, *, wait_s: float = 10.0, force: bool = False) -> Leader:
         """Have whoever leads `election` let go, and return who it was, once it has.
@@ -306,7 +306,7 @@ class _Scope:
         "_term",
     )
 
-    def __init__(self, presence: Presence, stand: Stand) -> None:
+    def __init__(self, presence: Presence, stand: CampaignSettings) -> None:
         self._presence = presence
         self._stand = stand
         self._entered = False

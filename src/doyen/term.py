@@ -14,9 +14,9 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from doyen.clock import Clock
 from doyen.errors import LeadershipLost
-from doyen.heart import NEVER, Heart
+from doyen.lease.clock import Clock
+from doyen.lease.keepalive import NEVER, Heart
 from doyen.model import Kind, Meta
 
 __all__ = ["Term", "TermState"]

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from doyen.clock import SystemClock
-from doyen.store import Context, Store, open_store
+from doyen.lease.clock import SystemClock
+from doyen.stores.port import Context, Store, open_store
 
 from . import wire
 from .cluster import Cluster, Member
@@ -22,7 +22,8 @@ PROGRAM = Path(__file__).parents[1] / "quorum_nodes.py"
 
 
 class QuorumNode(Member):
-    """One node; by itself a quorum of one. Settings are those of `doyen.node.server.Options`."""
+    """One node; by itself a quorum of one. Settings are those of
+    `doyen.quorum.node.server.Options`."""
 
     engine = "quorum"
 

@@ -30,17 +30,17 @@ leaves behind.
 Reading is streaming, and the order of files and lines does not matter.
 """
 
-from doyen.audit.evidence import Ignored, Line, Where
+from doyen.audit.evidence import Ignored, LogLine, Where
 from doyen.audit.log import AuditLog
-from doyen.audit.verdict import Report, Term, Violation, verify, verify_lines
+from doyen.audit.verdict import AuditViolation, Report, TermEvidence, verify, verify_lines
 
 __all__ = [
     "AuditLog",
+    "AuditViolation",
     "Ignored",
-    "Line",
+    "LogLine",
     "Report",
-    "Term",
-    "Violation",
+    "TermEvidence",
     "Where",
     "verify",
     "verify_lines",

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 from doyen.errors import ConfigError
 
 __all__ = [
-    "Begun",
     "Evidence",
-    "Fact",
+    "EvidenceFact",
     "Ignored",
     "Instant",
     "LeaseFacts",
-    "Line",
-    "Missing",
+    "LogLine",
+    "MissingEvents",
+    "OpenTerm",
     "TermKey",
     "Where",
     "earlier",
@@ -48,7 +48,7 @@ class Where(NamedTuple):
         return f"{self.file}:{self.number}"
 
 
-class Line(NamedTuple):
+class LogLine(NamedTuple):
     """One line of a log, as it was read."""
 
     where: Where
@@ -85,7 +85,7 @@ class Instant(NamedTuple):
         return f"{moment:%Y-%m-%d %H:%M:%S}.{moment.microsecond // 1000:03d}Z"
 
 
-class Fact(NamedTuple):
+class EvidenceFact(NamedTuple):
     """Something that a line says: a moment, what it was, and where it stands."""
 
     when: Instant
@@ -96,7 +96,7 @@ class Fact(NamedTuple):
         return {**self.when._asdict(), "what": self.what, "where": str(self.where)}
 
 
-class Missing(NamedTuple):
+class MissingEvents(NamedTuple):
     """Events of one session that are not in the log."""
 
     session: str
@@ -105,14 +105,14 @@ class Missing(NamedTuple):
     events: int
 
 
-def read(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Line]:
+def read(paths: Iterable[str | os.PathLike[str]]) -> Iterator[LogLine]:
     """The lines of files, one by one."""
     for path in paths:
         name = os.fspath(path)
         try:
             with open(name, "rb") as file:
                 for number, text in enumerate(file, 1):
-                    yield Line(Where(name, number), text)
+                    yield LogLine(Where(name, number), text)
         except OSError as error:
             raise ConfigError(f"the audit log {name} cannot be read: {error.strerror}") from error
 
@@ -158,39 +158,39 @@ class LeaseFacts:
     """What all lines together say of one lease."""
 
     sessions: set[str] = field(default_factory=set)
-    deadline: Fact | None = None
+    deadline: EvidenceFact | None = None
     """The latest it was confirmed for."""
-    given_up: Fact | None = None
+    given_up: EvidenceFact | None = None
     """The earliest its own session stopped counting on it."""
-    counted_on: Fact | None = None
+    counted_on: EvidenceFact | None = None
     """The latest its own session still counted on it."""
-    died: list[tuple[str, Fact]] = field(default_factory=list)
+    died: list[tuple[str, EvidenceFact]] = field(default_factory=list)
     """By which session, and when, its holder was proved dead."""
-    expired: Fact | None = None
+    expired: EvidenceFact | None = None
     """The earliest somebody found it expired."""
 
 
-def later(one: Fact | None, other: Fact) -> Fact:
+def later(one: EvidenceFact | None, other: EvidenceFact) -> EvidenceFact:
     return other if one is None or other.when.since(one.when) > 0 else one
 
 
-def earlier(one: Fact | None, other: Fact) -> Fact:
+def earlier(one: EvidenceFact | None, other: EvidenceFact) -> EvidenceFact:
     return other if one is None or other.when.since(one.when) < 0 else one
 
 
-def _once(facts: list[Fact], fact: Fact) -> None:
+def _once(facts: list[EvidenceFact], fact: EvidenceFact) -> None:
     """The same log may be given twice, or copied."""
     if all(other.when != fact.when for other in facts):
         facts.append(fact)
 
 
-class Begun(NamedTuple):
+class OpenTerm(NamedTuple):
     """A term of which only the beginning is looked at yet."""
 
     name: str
     lease: str
     pid: int
-    start: Fact
+    start: EvidenceFact
 
 
 TermKey = tuple[str, int, str]
@@ -207,19 +207,19 @@ class Evidence:
         self.unreadable = 0
         """Ignored lines that may have been events. Not those in which a file ends: their process
         was killed as it wrote, or is still at it."""
-        self.missing: dict[Missing, None] = {}
+        self.missing: dict[MissingEvents, None] = {}
         self.processes: set[tuple[str, int]] = set()
         self.wall_offsets: dict[str, tuple[float, float]] = {}
-        self.last_sign: dict[str, Fact] = {}
+        self.last_sign: dict[str, EvidenceFact] = {}
         self.leases: defaultdict[str, LeaseFacts] = defaultdict(LeaseFacts)
-        self.begun: defaultdict[TermKey, list[Begun]] = defaultdict(list)
-        self.resigned: defaultdict[TermKey, list[Fact]] = defaultdict(list)
-        self.lost: defaultdict[TermKey, list[Fact]] = defaultdict(list)
+        self.begun: defaultdict[TermKey, list[OpenTerm]] = defaultdict(list)
+        self.resigned: defaultdict[TermKey, list[EvidenceFact]] = defaultdict(list)
+        self.lost: defaultdict[TermKey, list[EvidenceFact]] = defaultdict(list)
         self.told: dict[TermKey, Instant] = {}
         """When a lost term's body was told. A process that was paused is told late."""
-        self.overruns: defaultdict[TermKey, list[Fact]] = defaultdict(list)
+        self.overruns: defaultdict[TermKey, list[EvidenceFact]] = defaultdict(list)
 
-    def take(self, line: Line) -> None:
+    def take(self, line: LogLine) -> None:
         where, text = line
         self.files.add(where.file)
         if not text.strip():
@@ -256,14 +256,14 @@ class Evidence:
     def _record(self, where: Where, raw: dict[str, Any]) -> None:
         kind, session, pid = _text(raw, "event"), _text(raw, "session"), _whole(raw, "pid")
         now = Instant(_text(raw, "boot"), _number(raw, "at"), _number(raw, "wall"))
-        fact = Fact(now, kind, where)
+        fact = EvidenceFact(now, kind, where)
         match kind:
             case "granted" | "renewed" | "elected" | "unsure":
                 self._counting(raw, fact, session)
             case "leaselost":
                 ended = _moment(raw, "ended_at", now)
                 facts = self._own_lease(_text(raw, "lease"), session)
-                gave_up = Fact(ended, f"its lease was lost ({raw.get('reason')})", where)
+                gave_up = EvidenceFact(ended, f"its lease was lost ({raw.get('reason')})", where)
                 facts.given_up = earlier(facts.given_up, gave_up)
                 facts.counted_on = later(facts.counted_on, gave_up)
             case "leaseended":
@@ -271,7 +271,7 @@ class Evidence:
             case "lost":
                 key, lease = self._term_key(raw, session), _text(raw, "lease")
                 ended = _moment(raw, "ended_at", now)
-                lost = Fact(ended, f"lost ({raw.get('reason')})", where)
+                lost = EvidenceFact(ended, f"lost ({raw.get('reason')})", where)
                 _once(self.lost[key], lost)
                 self.told[key] = now
                 facts = self._own_lease(lease, session)
@@ -282,7 +282,7 @@ class Evidence:
                 _once(self.overruns[self._term_key(raw, session)], fact)
             case "gap":
                 since = now if raw.get("since") is None else _moment(raw, "since", now)
-                gap = Missing(session, since, now, _whole(raw, "missed"))
+                gap = MissingEvents(session, since, now, _whole(raw, "missed"))
                 self.missing[gap] = None  # once, though the same log may be given twice
         self.processes.add((now.boot, pid))
         self.last_sign[session] = later(self.last_sign.get(session), fact)
@@ -290,7 +290,7 @@ class Evidence:
         low, high = self.wall_offsets.get(now.boot, (offset, offset))
         self.wall_offsets[now.boot] = (min(low, offset), max(high, offset))
 
-    def _counting(self, raw: dict[str, Any], fact: Fact, session: str) -> None:
+    def _counting(self, raw: dict[str, Any], fact: EvidenceFact, session: str) -> None:
         """The session says that its lease is good."""
         lease = _text(raw, "lease")
         if fact.what == "unsure":
@@ -300,19 +300,19 @@ class Evidence:
             return
         until = _moment(raw, "valid_until", fact.when)
         if fact.what == "elected":
-            begun = Begun(_text(raw, "name"), lease, _whole(raw, "pid"), fact)
+            begun = OpenTerm(_text(raw, "name"), lease, _whole(raw, "pid"), fact)
             known = self.begun[self._term_key(raw, session)]
             if all(other.start.when != fact.when for other in known):
                 known.append(begun)
         facts = self._own_lease(lease, session)
-        deadline = Fact(until, f"the last deadline of its lease ({fact.what})", fact.where)
+        deadline = EvidenceFact(until, f"the last deadline of its lease ({fact.what})", fact.where)
         facts.deadline = later(facts.deadline, deadline)
         facts.counted_on = later(facts.counted_on, fact)
 
-    def _other_lease(self, raw: dict[str, Any], fact: Fact, session: str) -> None:
+    def _other_lease(self, raw: dict[str, Any], fact: EvidenceFact, session: str) -> None:
         """The session says that somebody's lease has ended."""
         lease, cause = _text(raw, "lease"), _text(raw, "cause")
-        told = Fact(fact.when, f"found {cause} by session {session}", fact.where)
+        told = EvidenceFact(fact.when, f"found {cause} by session {session}", fact.where)
         facts = self.leases[lease]
         if cause == "died":
             facts.died.append((session, told))

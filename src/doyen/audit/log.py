@@ -11,9 +11,9 @@ import logging
 import os
 import threading
 
-from doyen.clock import boot_id
 from doyen.errors import ConfigError
 from doyen.events import Record, missing
+from doyen.lease.clock import boot_id
 
 __all__ = ["AuditLog"]
 

@@ -15,13 +15,13 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from doyen.audit.evidence import (
-    Begun,
     Evidence,
-    Fact,
+    EvidenceFact,
     Ignored,
     Instant,
     LeaseFacts,
-    Line,
+    LogLine,
+    OpenTerm,
     TermKey,
     earlier,
     later,
@@ -29,11 +29,11 @@ from doyen.audit.evidence import (
 )
 from doyen.errors import ConfigError
 
-__all__ = ["Report", "Term", "Verdict", "Violation", "verify", "verify_lines"]
+__all__ = ["AuditViolation", "Report", "TermEvidence", "Verdict", "verify", "verify_lines"]
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class TermEvidence:
     """A term as the evidence has it."""
 
     election: str
@@ -42,8 +42,8 @@ class Term:
     lease: str
     session: str
     pid: int
-    start: Fact
-    end: Fact
+    start: EvidenceFact
+    end: EvidenceFact
 
     @property
     def was_valid(self) -> bool:
@@ -76,7 +76,7 @@ Kind = Literal[
 
 
 @dataclass(frozen=True, slots=True)
-class Violation:
+class AuditViolation:
     """One thing that must not happen, and did."""
 
     kind: Kind
@@ -84,8 +84,8 @@ class Violation:
     headline: str
     by_s: float
     when: Instant
-    terms: tuple[Term, ...] = ()
-    evidence: tuple[Fact, ...] = ()
+    terms: tuple[TermEvidence, ...] = ()
+    evidence: tuple[EvidenceFact, ...] = ()
 
     @property
     def story(self) -> str:
@@ -133,7 +133,7 @@ class Report:
     """Events that the logs themselves say are not in them: they could not be written in time."""
     unreadable: int
     """Lines that are no events, or no longer: torn, damaged, or written by something else."""
-    violations: tuple[Violation, ...]
+    violations: tuple[AuditViolation, ...]
     warnings: tuple[str, ...]
     ignored: tuple[Ignored, ...]
 
@@ -187,14 +187,14 @@ def verify(paths: Iterable[str | os.PathLike[str]], *, tolerance_s: float = 0.0)
     return verify_lines(read(paths), tolerance_s=tolerance_s)
 
 
-def verify_lines(lines: Iterable[Line], *, tolerance_s: float = 0.0) -> Report:
+def verify_lines(lines: Iterable[LogLine], *, tolerance_s: float = 0.0) -> Report:
     """Verify lines from anywhere.
 
     >>> from doyen.audit import Where
     >>> stamp = '"at":1.0,"wall":1e9,"boot":"b","pid":7,"session":"s"'
     >>> text = '{"event":"elected","election":"e","name":"n","token":1,"lease":"l",'
     >>> text += '"valid_until":5.0,' + stamp + '}'
-    >>> report = verify_lines([Line(Where("log", 1), text.encode())])
+    >>> report = verify_lines([LogLine(Where("log", 1), text.encode())])
     >>> report.ok, report.terms
     (True, 1)
     """
@@ -217,14 +217,14 @@ class _Judge:
         self._seen = evidence
         self._tolerance_s = tolerance_s
         self._wall_compared = False
-        self._violations: list[Violation] = []
+        self._violations: list[AuditViolation] = []
         self._warnings: list[str] = []
         self._gaps: list[float] = []
         self._changes = 0
 
     def report(self) -> Report:
         terms = [self._term(key, begun) for key, all_ in self._seen.begun.items() for begun in all_]
-        by_lease: defaultdict[str, list[Term]] = defaultdict(list)
+        by_lease: defaultdict[str, list[TermEvidence]] = defaultdict(list)
         for term in terms:
             by_lease[term.lease].append(term)
         terms = []
@@ -232,7 +232,7 @@ class _Judge:
             terms += self._after_proof(lease, facts, by_lease[lease])
             self._expiry(lease, facts, by_lease[lease])
 
-        elections: defaultdict[str, list[Term]] = defaultdict(list)
+        elections: defaultdict[str, list[TermEvidence]] = defaultdict(list)
         for term in terms:
             elections[term.election].append(term)
         for election in sorted(elections):
@@ -269,7 +269,7 @@ class _Judge:
         self._wall_compared = True
         return one.wall - other.wall - self._tolerance_s
 
-    def _term(self, key: TermKey, begun: Begun) -> Term:
+    def _term(self, key: TermKey, begun: OpenTerm) -> TermEvidence:
         """The term, ended by what its own process says."""
         election, token, session = key
         facts = self._seen.leases[begun.lease]
@@ -278,7 +278,9 @@ class _Judge:
         # `elected` itself confirmed a deadline, so there always is one.
         ends = [fact for fact in (facts.deadline, facts.given_up) if fact] + lost + resigned
         end = min(ends, key=lambda fact: fact.when.at)
-        term = Term(election, begun.name, token, begun.lease, session, begun.pid, begun.start, end)
+        term = TermEvidence(
+            election, begun.name, token, begun.lease, session, begun.pid, begun.start, end
+        )
         for fact in resigned if not lost else ():
             facts.counted_on = later(facts.counted_on, fact)
             if facts.deadline and fact.when.at > facts.deadline.when.at:
@@ -305,7 +307,7 @@ class _Judge:
             if sessions is None or gap.session in sessions
         )
 
-    def _end_is_known(self, term: Term, at: Instant) -> bool:
+    def _end_is_known(self, term: TermEvidence, at: Instant) -> bool:
         """Whether the term's end cannot be among missing events, so that it was valid at `at`.
 
         Its own process says how it ended, and may have had no room to write it. If that process
@@ -317,10 +319,10 @@ class _Judge:
         alive = self._seen.leases[term.lease].given_up is not None
         return not self._missing(term.start.when, at, {term.session} if alive else None)
 
-    def _beyond(self, term: Term, lost: Fact, deadline: Fact) -> None:
+    def _beyond(self, term: TermEvidence, lost: EvidenceFact, deadline: EvidenceFact) -> None:
         by_s = lost.when.since(deadline.when)
         self._violations.append(
-            Violation(
+            AuditViolation(
                 "valid-beyond-deadline",
                 term.election,
                 f"{term.name} counted on its term of {term.election!r} for {by_s:.3f} s beyond"
@@ -332,7 +334,9 @@ class _Judge:
             )
         )
 
-    def _after_proof(self, lease: str, facts: LeaseFacts, terms: list[Term]) -> list[Term]:
+    def _after_proof(
+        self, lease: str, facts: LeaseFacts, terms: list[TermEvidence]
+    ) -> list[TermEvidence]:
         """The terms of a lease, ended by the proof of its holder's death, if that stands."""
         proofs = [fact for session, fact in facts.died if session not in facts.sessions]
         if not proofs:
@@ -350,7 +354,7 @@ class _Judge:
             by_s = self._after(sign.when, proof.when)
             if by_s > 0:
                 self._violations.append(
-                    Violation(
+                    AuditViolation(
                         "alive-after-death",
                         terms[0].election if terms else None,
                         f"the holder of lease {lease} was proved dead, and was alive {by_s:.3f} s"
@@ -372,7 +376,7 @@ class _Judge:
                 ended.append(term)
         return ended
 
-    def _expiry(self, lease: str, facts: LeaseFacts, terms: list[Term]) -> None:
+    def _expiry(self, lease: str, facts: LeaseFacts, terms: list[TermEvidence]) -> None:
         if facts.expired is None or facts.deadline is None:
             return
         relied = facts.deadline
@@ -382,7 +386,7 @@ class _Judge:
         if by_s > 0 and not self._missing(relied.when, facts.expired.when, facts.sessions):
             concerned = [t for t in terms if t.end.when.since(facts.expired.when) > 0]
             self._violations.append(
-                Violation(
+                AuditViolation(
                     "expired-early",
                     concerned[0].election if concerned else None,
                     f"lease {lease} was declared expired {by_s:.3f} s before its holder's deadline",
@@ -393,13 +397,13 @@ class _Judge:
                 )
             )
 
-    def _reuse(self, terms: list[Term]) -> None:
-        first: dict[int, Term] = {}
+    def _reuse(self, terms: list[TermEvidence]) -> None:
+        first: dict[int, TermEvidence] = {}
         for term in sorted(terms, key=_start):
             other = first.setdefault(term.token, term)
             if other is not term:
                 self._violations.append(
-                    Violation(
+                    AuditViolation(
                         "token-reused",
                         term.election,
                         f"token {term.token} of {term.election!r} was given twice",
@@ -409,14 +413,14 @@ class _Judge:
                     )
                 )
 
-    def _compare(self, terms: list[Term]) -> None:
+    def _compare(self, terms: list[TermEvidence]) -> None:
         """Overlaps, token order and gaps among the valid terms of one election.
 
         Per boot the order of beginnings is exact. Between boots it is that of the wall clocks,
         and a pair of the same boot is not judged by them.
         """
-        in_order: list[Term] = []
-        boots: defaultdict[str, list[Term]] = defaultdict(list)
+        in_order: list[TermEvidence] = []
+        boots: defaultdict[str, list[TermEvidence]] = defaultdict(list)
         for term in sorted(terms, key=lambda term: (term.start.when.at, term.token)):
             boots[term.start.when.boot].append(term)
         for in_order in boots.values():
@@ -430,11 +434,11 @@ class _Judge:
             if gap >= 0:
                 self._gaps.append(gap)
 
-    def _sweep(self, in_order: list[Term], *, across: bool) -> None:
+    def _sweep(self, in_order: list[TermEvidence], *, across: bool) -> None:
         """Compare each term with the one that lasts longest, and the one with the highest token,
         of those that began before it: if those are in order, all are."""
-        lasting: dict[str, Term] = {}
-        highest: dict[str, Term] = {}
+        lasting: dict[str, TermEvidence] = {}
+        highest: dict[str, TermEvidence] = {}
         for term in in_order:
             boot = term.start.when.boot
             for other_boot, other in lasting.items():
@@ -448,7 +452,7 @@ class _Judge:
             if boot not in highest or term.token > highest[boot].token:
                 highest[boot] = term
 
-    def _overlap(self, first: Term, second: Term) -> None:
+    def _overlap(self, first: TermEvidence, second: TermEvidence) -> None:
         until = first.end
         if self._after(until.when, second.end.when) > 0:
             until = second.end
@@ -462,7 +466,7 @@ class _Judge:
         elif by_s > 0:
             clock = "boot clock" if until.when.boot == second.start.when.boot else "wall clocks"
             self._violations.append(
-                Violation(
+                AuditViolation(
                     "overlap",
                     first.election,
                     f"two leaders of {first.election!r} for {by_s:.3f} s ({clock})",
@@ -472,11 +476,11 @@ class _Judge:
                 )
             )
 
-    def _token_order(self, first: Term, second: Term) -> None:
+    def _token_order(self, first: TermEvidence, second: TermEvidence) -> None:
         by_s = self._after(second.start.when, first.start.when)
         if second.token < first.token and by_s > 0:
             self._violations.append(
-                Violation(
+                AuditViolation(
                     "token-regressed",
                     first.election,
                     f"token {second.token} of {first.election!r} was given {by_s:.3f} s after"
@@ -487,7 +491,7 @@ class _Judge:
                 )
             )
 
-    def _overran(self, terms: list[Term]) -> None:
+    def _overran(self, terms: list[TermEvidence]) -> None:
         """A body that was told to stop, and was at work when another's term had begun, is a fault.
 
         One that was paused meanwhile could not be told: what it did on waking no log can say.
@@ -516,7 +520,7 @@ class _Judge:
                     continue
                 by_s = self._after(overrun.when, rival.start.when)
                 self._violations.append(
-                    Violation(
+                    AuditViolation(
                         "overrun",
                         term.election,
                         f"the body of {term.name} was still at work {by_s:.3f} s after"
@@ -567,5 +571,5 @@ class _Judge:
                     )
 
 
-def _start(term: Term) -> tuple[float, int]:
+def _start(term: TermEvidence) -> tuple[float, int]:
     return term.start.when.wall, term.token

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
 
 from doyen.errors import ConfigError
-from doyen.store import split_url
+from doyen.stores.port import split_url
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable

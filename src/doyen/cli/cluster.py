@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from doyen.cli._manual import manual
 from doyen.cli._output import Exit, Table, console, print_json, printable, seconds, store_url
 from doyen.errors import ConfigError, OrderFailed, StoreUnavailable, StoreUnusable
-from doyen.store import StoreURL
+from doyen.stores.port import StoreURL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from doyen.quorum.requests import Copied, Origin
-    from doyen.stores.quorum.diagnosis import State
+    from doyen.quorum.protocol.requests import Copied, Origin
+    from doyen.stores.quorum.diagnosis import NodeAnswer
     from doyen.stores.quorum.store import QuorumStore
 
 __all__ = ["MANUAL", "configure", "run"]
@@ -260,7 +260,7 @@ async def _status(args: argparse.Namespace) -> int:
     return Exit.DONE if well else Exit.NO
 
 
-def _as_dict(state: State, outside: set[str]) -> dict[str, Any]:
+def _as_dict(state: NodeAnswer, outside: set[str]) -> dict[str, Any]:
     if state.condition is None:
         node = {"node": state.node} if state.node else {}
         return {"address": state.address, **node, "silent_because": state.silent_because}
@@ -269,7 +269,7 @@ def _as_dict(state: State, outside: set[str]) -> dict[str, Any]:
     return {"address": state.address, "outside": condition.node in outside, **told}
 
 
-def _row(state: State, outside: set[str]) -> list[str]:
+def _row(state: NodeAnswer, outside: set[str]) -> list[str]:
     told, address = state.condition, printable(state.address)
     if told is None:
         return [printable(state.node) or "?", address, "silent", "", "", "", "", ""]
@@ -282,8 +282,8 @@ def _row(state: State, outside: set[str]) -> list[str]:
 
 async def _backup(args: argparse.Namespace) -> int:
     """Pieces go to a thread that writes them, as they come."""
-    from doyen.node.backup import write_backup
-    from doyen.node.folder import Identity
+    from doyen.quorum.node.backup import write_backup
+    from doyen.quorum.node.data_directory import DirectoryIdentity
 
     target = Path(args.file)
     pieces: SimpleQueue[Copied | None] = SimpleQueue()
@@ -304,7 +304,7 @@ async def _backup(args: argparse.Namespace) -> int:
         if first is None or first.origin is None:
             raise StoreUnavailable("the quorum broke off; nothing was written: try again")
         origin = first.origin
-        identity = Identity(origin.cluster, origin.node, origin.protocol)
+        identity = DirectoryIdentity(origin.cluster, origin.node, origin.protocol)
         return write_backup(target, identity, b"", origin.snapshot, _until_the_end(pieces)).bytes
 
     async with _quorum(args) as store:
@@ -326,7 +326,7 @@ async def _backup(args: argparse.Namespace) -> int:
 
 
 def _backup_folder(args: argparse.Namespace) -> int:
-    from doyen.node.backup import backup
+    from doyen.quorum.node.backup import backup
 
     contents = backup(Path(args.data_dir), Path(args.file))
     return _backed_up(args, contents.bytes, contents.last, contents.generation)
@@ -356,11 +356,11 @@ def _until_the_end(pieces: SimpleQueue[Copied | None]) -> Iterator[bytes]:
 
 def _restore(args: argparse.Namespace) -> int:
     from doyen.cli.serve import options
-    from doyen.consensus.core import Membership
-    from doyen.node.backup import restore
-    from doyen.node.folder import Identity
-    from doyen.node.machine import KEYSPACE, Command, encode_batch
-    from doyen.quorum.keyspace import Advance, encode
+    from doyen.quorum.consensus.core import Membership
+    from doyen.quorum.keyspace.state import Advance, encode
+    from doyen.quorum.node.backup import restore
+    from doyen.quorum.node.data_directory import DirectoryIdentity
+    from doyen.quorum.node.replicated import KEYSPACE, Command, encode_batch
 
     asked = options(vars(args), os.environ)
     node, peers, folder = asked["id"], asked["peers"], asked["data_dir"]
@@ -371,7 +371,7 @@ def _restore(args: argparse.Namespace) -> int:
     contents = restore(
         Path(args.file),
         Path(folder),
-        Identity(cluster, node, asked.get("protocol", "raft")),
+        DirectoryIdentity(cluster, node, asked.get("protocol", "raft")),
         Membership(tuple(sorted(peers)), (), peers),
         [encode_batch([Command("restore", 1, 1, KEYSPACE, encode(lift))])],
     )

@@ -15,7 +15,7 @@ from doyen.cli import COMMANDS, parsers
 from doyen.cli._manual import manual
 from doyen.cli._output import Exit, print_json
 
-__all__ = ["MANUAL", "Word", "configure", "run", "words"]
+__all__ = ["MANUAL", "CompletionWord", "configure", "run", "words"]
 
 MANUAL = """\
 Prints a script that completes commands, options and their values, for bash, zsh or fish. It is
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class CompletionWord:
     """Something that a command takes: an option with its spellings, or a positional argument."""
 
     flags: tuple[str, ...]
@@ -75,18 +75,18 @@ class Word:
         return self.value in _COMMANDS
 
 
-def words() -> dict[str, list[Word]]:
+def words() -> dict[str, list[CompletionWord]]:
     """What each command takes; under the empty name, what `doyen` itself does."""
     top, commands = parsers(*COMMANDS)
     return {name: [*_words(parser)] for name, parser in [("", top), *commands.items()]}
 
 
-def _words(parser: argparse.ArgumentParser) -> Iterator[Word]:
+def _words(parser: argparse.ArgumentParser) -> Iterator[CompletionWord]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             continue
         value = None if action.nargs == 0 else str(action.metavar or action.dest.upper())
-        yield Word(
+        yield CompletionWord(
             flags=tuple(action.option_strings),
             value=value,
             choices=tuple(map(str, action.choices or ())),
@@ -95,15 +95,15 @@ def _words(parser: argparse.ArgumentParser) -> Iterator[Word]:
         )
 
 
-def _options(taken: list[Word]) -> list[Word]:
+def _options(taken: list[CompletionWord]) -> list[CompletionWord]:
     return [word for word in taken if word.flags]
 
 
-def _positionals(taken: list[Word]) -> list[Word]:
+def _positionals(taken: list[CompletionWord]) -> list[CompletionWord]:
     return [word for word in taken if not word.flags]
 
 
-def _spellings(taken: list[Word]) -> list[str]:
+def _spellings(taken: list[CompletionWord]) -> list[str]:
     return [flag for word in _options(taken) for flag in word.flags]
 
 
@@ -134,7 +134,7 @@ def _bash_words(offered: Iterator[str] | list[str] | tuple[str, ...]) -> str:
     return f"_doyen_words '{' '.join(offered)}'"
 
 
-def _runs(taken: list[Word]) -> bool:
+def _runs(taken: list[CompletionWord]) -> bool:
     """Whether a command of the system follows `--`."""
     return any(word.command for word in taken)
 
@@ -192,7 +192,7 @@ def _zsh() -> str:
     return script.replace("@TOP@", top)
 
 
-def _zsh_specs(taken: list[Word]) -> Iterator[str]:
+def _zsh_specs(taken: list[CompletionWord]) -> Iterator[str]:
     for word in _options(taken):
         value = f":{word.value}:{_zsh_action(word)}" if word.value else ""
         others = f"({' '.join(word.flags)})" if len(word.flags) > 1 else ""
@@ -209,7 +209,7 @@ def _zsh_specs(taken: list[Word]) -> Iterator[str]:
             yield _quoted(f"{where}:{word.value}:{action}")
 
 
-def _zsh_action(word: Word) -> str:
+def _zsh_action(word: CompletionWord) -> str:
     if word.choices:
         return f"({' '.join(word.choices)})"
     return "_files" if word.files else ""

@@ -22,13 +22,13 @@ from doyen.cli._output import (
     store_url,
     without_password,
 )
-from doyen.clock import SystemClock
 from doyen.doctor import Examination, duration, examine
+from doyen.election.presence import SessionSettings
 from doyen.errors import StoreUnavailable
+from doyen.lease.clock import SystemClock
+from doyen.lease.timing import Timing
 from doyen.model import Level
-from doyen.presence import Settings
-from doyen.store import Context, open_store
-from doyen.timing import Timing
+from doyen.stores.port import Context, open_store
 
 __all__ = ["MANUAL", "configure", "run"]
 
@@ -90,7 +90,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Examine, and tell."""
     url = store_url(args)
-    settings = Settings(url=url, ttl_s=args.ttl, stop_budget_s=args.stop_budget)
+    settings = SessionSettings(url=url, ttl_s=args.ttl, stop_budget_s=args.stop_budget)
     found = asyncio.run(_examine(settings, args.election))
     if args.json:
         print_json(_as_dict(found, url, args.election))
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     return Exit.DONE if found.ok else Exit.NO
 
 
-async def _examine(settings: Settings, election: str | None) -> Examination:
+async def _examine(settings: SessionSettings, election: str | None) -> Examination:
     clock = SystemClock()
     try:
         async with asyncio.timeout(OPEN_WITHIN_S):

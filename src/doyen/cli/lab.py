@@ -15,8 +15,8 @@ from doyen.cli._output import Console, Exit, Table, console, print_json
 from doyen.errors import ConfigError
 
 if TYPE_CHECKING:
-    from doyen.lab.runner import Comparison, Found, Progress
-    from doyen.lab.world import Outcome
+    from doyen.lab.runner import Comparison, FoundFailure, HuntProgress
+    from doyen.lab.world import RunOutcome
 
 __all__ = ["MANUAL", "configure", "run"]
 
@@ -232,7 +232,7 @@ def _run(args: argparse.Namespace) -> int:
     return code
 
 
-def _reduce(outcome: Outcome) -> tuple[Found, Exit]:
+def _reduce(outcome: RunOutcome) -> tuple[FoundFailure, Exit]:
     """Make it small, which takes hundreds of runs, unless it is interrupted."""
     from doyen.lab import runner
 
@@ -242,12 +242,12 @@ def _reduce(outcome: Outcome) -> tuple[Found, Exit]:
         return runner.unreduced(outcome), Exit.INTERRUPTED
 
 
-def _print_run(outcome: Outcome, story: list[str], took_s: float, file: str | None) -> None:
+def _print_run(outcome: RunOutcome, story: list[str], took_s: float, file: str | None) -> None:
     told = {**_as_dict(outcome), "took_s": round(took_s, 3), "file": file}
     print_json({**told, "story": story} if story else told)
 
 
-def _as_dict(outcome: Outcome) -> dict[str, Any]:
+def _as_dict(outcome: RunOutcome) -> dict[str, Any]:
     import msgspec
 
     told = msgspec.to_builtins(outcome)
@@ -256,7 +256,7 @@ def _as_dict(outcome: Outcome) -> dict[str, Any]:
     return {**{name: plan[name] for name in kept}, "ok": outcome.ok, **told}
 
 
-def _show(out: Console, outcome: Outcome, took_s: float) -> None:
+def _show(out: Console, outcome: RunOutcome, took_s: float) -> None:
     plan, figures = outcome.plan, outcome.statistics
     out.print(
         f"{plan.protocol}, {plan.nodes} nodes, seed {plan.seed}: {figures.faults} faults in"
@@ -278,7 +278,7 @@ def _show(out: Console, outcome: Outcome, took_s: float) -> None:
         out.print(f"BROKEN at {violation.at:g} s: {violation.kind}: {violation.text}", style="red")
 
 
-def _show_found(out: Console, found: Found, file: Path | None) -> None:
+def _show_found(out: Console, found: FoundFailure, file: Path | None) -> None:
     plan = found.outcome.plan
     if found.story:
         out.print(f"reduced to {len(plan.faults)} decisions, {plan.nodes} nodes; its story:")
@@ -297,10 +297,10 @@ def _hunt(args: argparse.Namespace) -> int:
 
     from doyen.lab import runner
 
-    shown = _Progress(runner.Progress(), silent=args.json)
-    kept: list[tuple[Found, Path | None]] = []
+    shown = _Progress(runner.HuntProgress(), silent=args.json)
+    kept: list[tuple[FoundFailure, Path | None]] = []
 
-    def keep(found: Found) -> None:
+    def keep(found: FoundFailure) -> None:
         """At once: a hunt may be long, and broken off."""
         try:
             file = runner.keep(Path(args.out), found.outcome, found.story)
@@ -350,7 +350,7 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def _print_hunt(
-    progress: Progress, kept: list[tuple[Found, Path | None]], interrupted: bool
+    progress: HuntProgress, kept: list[tuple[FoundFailure, Path | None]], interrupted: bool
 ) -> None:
     import msgspec
 
@@ -362,7 +362,7 @@ def _print_hunt(
     print_json(told)
 
 
-def _progress_line(progress: Progress) -> str:
+def _progress_line(progress: HuntProgress) -> str:
     rate = progress.events / max(progress.elapsed_s, 1e-9)
     return (
         f"{progress.elapsed_s:,.0f} s: {progress.seeds:,} seeds, {progress.events:,} events"
@@ -374,13 +374,13 @@ def _progress_line(progress: Progress) -> str:
 class _Progress:
     """One line that is written over, on a terminal; a line a minute elsewhere."""
 
-    def __init__(self, begun: Progress, *, silent: bool) -> None:
+    def __init__(self, begun: HuntProgress, *, silent: bool) -> None:
         self.latest = begun
         self._silent = silent
         self._live = sys.stderr.isatty()
         self._told_at = 0.0
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: HuntProgress) -> None:
         self.latest = progress
         if self._silent:
             return

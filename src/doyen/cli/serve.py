@@ -27,8 +27,8 @@ from doyen.errors import ConfigError
 from doyen.events import FLUSH_S, Queued
 
 if TYPE_CHECKING:
-    from doyen.consensus.core import Role
-    from doyen.node.server import Options, Server
+    from doyen.quorum.consensus.core import Role
+    from doyen.quorum.node.server import NodeOptions, NodeServer
 
 __all__ = ["MANUAL", "configure", "options", "read_peers", "run"]
 
@@ -153,8 +153,8 @@ def run(args: argparse.Namespace) -> int:
     asked = options(vars(args), os.environ)
     http = asked.pop("http", None)
     try:
-        from doyen.node import new_loop
-        from doyen.node.server import Options
+        from doyen.quorum.node import new_loop
+        from doyen.quorum.node.server import NodeOptions
     except ModuleNotFoundError as error:
         raise ConfigError(f"a node needs {error.name}: pip install 'doyen[quorum]'") from error
     if not args.json:
@@ -162,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
             format="%(asctime)s.%(msecs)03d %(message)s", datefmt="%H:%M:%S", level=logging.WARNING
         )
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        return runner.run(_serve(Options(**asked), http, _tell_json if args.json else _tell))
+        return runner.run(_serve(NodeOptions(**asked), http, _tell_json if args.json else _tell))
 
 
 def options(given: Mapping[str, str | None], environment: Mapping[str, str]) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def options(given: Mapping[str, str | None], environment: Mapping[str, str]) -> 
         if file := asked.pop(f"{name}_file", None):
             asked[name] = _secret(Path(file))
     if tls := {name: asked.pop(f"tls_{name}") for name in TLS_PARTS if f"tls_{name}" in asked}:
-        from doyen.quorum.wire import TLS
+        from doyen.quorum.protocol.wire import TLS
 
         asked["tls"] = TLS(**tls)
     return asked
@@ -271,7 +271,7 @@ def _tell_json(words: str, **fields: object) -> None:
     print_json({"at": at, **fields, "words": words})
 
 
-async def _serve(asked: Options, http: str | None, tell: Tell) -> int:
+async def _serve(asked: NodeOptions, http: str | None, tell: Tell) -> int:
     """What it says is written by a thread: a pipe that nobody reads must not stop the node."""
     lines = Queued(_write, merge=lambda _, line: line, name="doyen-serve")
     try:
@@ -286,8 +286,8 @@ def _write(line: Callable[[], object]) -> None:
     line()
 
 
-async def _serve_until_told(asked: Options, http: str | None, tell: Tell) -> int:
-    from doyen.node.server import Server
+async def _serve_until_told(asked: NodeOptions, http: str | None, tell: Tell) -> int:
+    from doyen.quorum.node.server import NodeServer
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
@@ -299,7 +299,7 @@ async def _serve_until_told(asked: Options, http: str | None, tell: Tell) -> int
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told, number)
-    server = await Server.open(asked, http=http)
+    server = await NodeServer.open(asked, http=http)
     # What exists by now will stay: the collector need not look at it again, and its pauses are
     # what makes a healthy leader look dead.
     gc.collect()
@@ -313,7 +313,7 @@ async def _serve_until_told(asked: Options, http: str | None, tell: Tell) -> int
     return Exit.DONE
 
 
-def _tell_of_roles(server: Server, asked: Options, tell: Tell) -> None:
+def _tell_of_roles(server: NodeServer, asked: NodeOptions, tell: Tell) -> None:
     at = asked.listen or asked.peers[asked.id]
     tell(
         f"{asked.id} listens at {at}, cluster {asked.cluster}, memory in {asked.data_dir}",

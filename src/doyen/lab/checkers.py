@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from doyen.consensus.core import Entry, Kind, Snapshot
-from doyen.consensus.invariants import Cluster
-from doyen.lab.load import Machine
 from doyen.lab.plan import Fault
+from doyen.lab.workload import RegisterMachine
+from doyen.quorum.consensus.core import EntryKind, LogEntry, Snapshot
+from doyen.quorum.consensus.invariants import ClusterView
 
 if TYPE_CHECKING:
-    from doyen.lab.host import Host
+    from doyen.lab.server import SimulatedServer
     from doyen.lab.world import World
 
 __all__ = ["Broken", "Checkers", "Stability", "Violation"]
@@ -54,7 +54,7 @@ class Checkers:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.cluster = Cluster(
+        self.cluster = ClusterView(
             ballots=world.protocol.ballots,
             vote_in=world.protocol.vote_in,
         )
@@ -62,7 +62,7 @@ class Checkers:
         """What has been agreed on: the entry at index i stands at i - 1."""
         self.positions: dict[tuple[int, int], int] = {}
         """Where each request was first carried out, as counted by those that were."""
-        self._machine = Machine(self.positions)
+        self._machine = RegisterMachine(self.positions)
         self.digests = [0]
         """Of everything applied up to an index."""
         self.counts = [0]
@@ -73,7 +73,7 @@ class Checkers:
     def object(self, kind: str, text: str) -> None:
         raise Broken(Violation(kind, round(self._world.now, 6), text))
 
-    def agreed(self, host: Host) -> None:
+    def agreed(self, host: SimulatedServer) -> None:
         """More is committed than before."""
         log = self.log
         for index in range(len(self.digests), len(log) + 1):
@@ -82,7 +82,7 @@ class Checkers:
         for each in self._world.hosts.values():
             self.kept(each)
 
-    def kept(self, host: Host) -> None:
+    def kept(self, host: SimulatedServer) -> None:
         """What is committed cannot be lost by way of this server, were all to crash now."""
         world = self._world
         reach = world.protocol.reach
@@ -102,9 +102,9 @@ class Checkers:
                 f" and {votes} of {len(world.hosts)} would let it lead",
             )
 
-    def _agree(self, host: Host, index: int, entry: Entry) -> None:
+    def _agree(self, host: SimulatedServer, index: int, entry: LogEntry) -> None:
         world = self._world
-        if entry.kind == Kind.COMMANDS:
+        if entry.kind == EntryKind.COMMANDS:
             self._machine.apply(entry.data)
         self.digests.append(self._machine.digest)
         self.counts.append(len(self.positions))
@@ -122,7 +122,7 @@ class Checkers:
                 f" {len(membership.voters)} disks",
             )
 
-    def restored(self, host: Host, snapshot: Snapshot, digest: int) -> None:
+    def restored(self, host: SimulatedServer, snapshot: Snapshot, digest: int) -> None:
         """A server puts a snapshot in the place of its state."""
         if snapshot.index >= len(self.digests) or self.digests[snapshot.index] != digest:
             self.object(
@@ -169,7 +169,7 @@ class Stability:
                 for link in host.links.values():
                     self._disturbed_at = max(self._disturbed_at, link.last)
 
-    def _heard(self, leader: Host) -> bool:
+    def _heard(self, leader: SimulatedServer) -> bool:
         """Whether a majority is up, hears the leader, and is heard by it."""
         assert leader.core is not None
         membership = leader.core.membership
@@ -189,12 +189,12 @@ class Stability:
         long_s = 2 * self._world.plan.election_timeout_s
         return self._fair and not self._others and not self._cut_off and calm_s > long_s
 
-    def gave_up(self, host: Host) -> None:
+    def gave_up(self, host: SimulatedServer) -> None:
         """One that led does not any more. It may have had its reasons."""
         if not self._calm():
             host.was_leading = False
 
-    def elected(self, host: Host) -> None:
+    def elected(self, host: SimulatedServer) -> None:
         """Another leads."""
         world = self._world
         if self._calm() and any(
@@ -212,6 +212,6 @@ class Stability:
         self.disturb()
 
 
-def describe(entry: Entry) -> str:
+def describe(entry: LogEntry) -> str:
     what = ("nothing", "commands", "a membership")[entry.kind]
     return f"{what} of generation {entry.generation}"

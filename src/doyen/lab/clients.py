@@ -29,13 +29,13 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from doyen.errors import DoyenError, LeaseGone, StoreError, StoreUnavailable, TicketGone
 from doyen.lab.machines import Process
+from doyen.lab.processes import CLIENT_SECRET, SimulatedMachine
 from doyen.lab.reference import Reference
-from doyen.lab.residents import CLIENT_SECRET, Host
 from doyen.model import Entry, Lease
-from doyen.quorum.keyspace import Keyspace, Record
-from doyen.quorum.link import dial
-from doyen.quorum.wire import Identity, Security
-from doyen.store import Context, Store, open_store
+from doyen.quorum.keyspace.state import Keyspace, StoredEntry
+from doyen.quorum.protocol.connection import dial
+from doyen.quorum.protocol.wire import ConnectionIdentity, Security
+from doyen.stores.port import Context, Store, open_store
 
 if TYPE_CHECKING:
     from doyen.lab.quorum import QuorumWorld
@@ -64,7 +64,7 @@ LINES = ("l/0", LONG)
 T = TypeVar("T")
 
 
-class Begun(NamedTuple):
+class RequestStart(NamedTuple):
     """What was known when something was asked."""
 
     at: float
@@ -105,8 +105,8 @@ class Witness:
         self.eyes: dict[Process, list[Eye]] = {}
         self.answers = 0
 
-    def begin(self) -> Begun:
-        return Begun(self._world.loop.time(), self._low)
+    def begin(self) -> RequestStart:
+        return RequestStart(self._world.loop.time(), self._low)
 
     def _complain(self, kind: str, text: str) -> None:
         self._world.complain(kind, text)
@@ -118,7 +118,9 @@ class Witness:
 
     # Reads and writes.
 
-    def read(self, begun: Begun, scopes: Sequence[str], holds: Callable[[int], bool]) -> None:
+    def read(
+        self, begun: RequestStart, scopes: Sequence[str], holds: Callable[[int], bool]
+    ) -> None:
         """A read was answered: what it shows `holds` after some entry."""
         for index in self._log.points(scopes, begun.low, self._log.index):
             if holds(index):
@@ -130,7 +132,7 @@ class Witness:
             f" and {self._log.index}",
         )
 
-    def wrote(self, begun: Begun, entry: Entry) -> None:
+    def wrote(self, begun: RequestStart, entry: Entry) -> None:
         """A write was acknowledged."""
         written = self._log.written.get(_number(entry.version))
         if written is None or not _same(entry, written.record):
@@ -140,7 +142,7 @@ class Witness:
         else:
             self._answered(written.place)
 
-    def deleted(self, begun: Begun, key: str, version: int) -> None:
+    def deleted(self, begun: RequestStart, key: str, version: int) -> None:
         index = self._log.deleted.get(version)
         if index is None:
             self._complain("lost write", f"a delete of {key} was acknowledged, and is nowhere")
@@ -228,12 +230,12 @@ class Witness:
 
     # Watches.
 
-    def served(self, process: Process, begun: Begun) -> None:
+    def served(self, process: Process, begun: RequestStart) -> None:
         """A read of this process was answered, over the connection that its watches are on. What
         the node had to tell came with the answer, or before."""
         self._world.loop.call_soon(self._check_eyes, process, begun, context=process.context)
 
-    def _check_eyes(self, process: Process, begun: Begun) -> None:
+    def _check_eyes(self, process: Process, begun: RequestStart) -> None:
         for eye in self.eyes.get(process, ()):
             changed = self._log.last_change(eye.scope, begun.at - NOTICE_S)
             if changed > eye.begun_at and eye.told_at < changed:
@@ -291,7 +293,7 @@ def _number(version: object) -> int:
     return version if isinstance(version, int) else -1
 
 
-def _same(entry: Entry | None, record: Record | None) -> bool:
+def _same(entry: Entry | None, record: StoredEntry | None) -> bool:
     if entry is None or record is None:
         return entry is None and record is None
     lease = str(record.lease) if record.lease else None
@@ -304,7 +306,7 @@ def _same(entry: Entry | None, record: Record | None) -> bool:
     )
 
 
-class ClientHost(Host):
+class ClientHost(SimulatedMachine):
     """A client of the keyspace: leases, watches, writes and reads, for as long as it lives."""
 
     async def live(self) -> None:
@@ -342,7 +344,7 @@ class ClientHost(Host):
         try:
             link = await dial(
                 f"{node}:1",
-                Identity("lab", "n1" if node != "n1" else "n2", 1),
+                ConnectionIdentity("lab", "n1" if node != "n1" else "n2", 1),
                 role="peer",
                 wanted=node,
                 security=Security(peer_secret=CLIENT_SECRET.encode()),
@@ -561,11 +563,11 @@ class ClientHost(Host):
         """An answer that may be None, told from none."""
         return [await call]
 
-    def _shown(self, begun: Begun, key: str, entry: Entry | None) -> None:
+    def _shown(self, begun: RequestStart, key: str, entry: Entry | None) -> None:
         log = self.world.reference
         self._witness.read(begun, [key], lambda index: _same(entry, log.at(key, index)))
 
-    def _differed(self, begun: Begun, key: str, version: int | None) -> None:
+    def _differed(self, begun: RequestStart, key: str, version: int | None) -> None:
         """Something else stood there."""
 
         def holds(index: int) -> bool:

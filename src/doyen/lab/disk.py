@@ -17,18 +17,18 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from doyen.consensus.core import Entry, Install, Kind, Persist, Recovered, Snapshot
+from doyen.quorum.consensus.core import EntryKind, Install, LogEntry, Persist, Recovered, Snapshot
 
-__all__ = ["Disk", "Rotten"]
+__all__ = ["Rotten", "SimulatedDisk"]
 
-_HOLE = Entry(0, Kind.NOTHING, b"")
+_HOLE = LogEntry(0, EntryKind.NOTHING, b"")
 
 
 class Rotten(Exception):
     """What is on the disk is not what was written: the node must not start."""
 
 
-class Disk:
+class SimulatedDisk:
     """One node's journal and its snapshot."""
 
     __slots__ = (
@@ -52,7 +52,7 @@ class Disk:
         """The state machine that the snapshot stands for."""
         self.base = 0
         """The index of the snapshot: the first entry stands at `base + 1`."""
-        self.entries: list[Entry] = []
+        self.entries: list[LogEntry] = []
         self.queue: list[Persist | Install] = []
         """Written, not yet synced."""
         self.received: dict[int, tuple[Snapshot, Any]] = {}
@@ -64,7 +64,7 @@ class Disk:
         self.flipped: int | None = None
         """The index at which a bit has flipped."""
 
-    def has(self, index: int, entry: Entry) -> bool:
+    def has(self, index: int, entry: LogEntry) -> bool:
         """Whether this entry, or a snapshot that stands for it, would survive a crash now."""
         at = index - self.base - 1
         if at < 0:
@@ -94,7 +94,7 @@ class Disk:
         if write.first:
             self._place(write.first, write.entries, keep=write.keep)
 
-    def _place(self, first: int, entries: Sequence[Entry], *, keep: bool) -> None:
+    def _place(self, first: int, entries: Sequence[LogEntry], *, keep: bool) -> None:
         at = first - self.base - 1
         if at < 0:
             entries = entries[-at:]

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from doyen.consensus.core import ChangeAsked, Kind, Membership, TransferAsked
-from doyen.lab.load import membership_of
 from doyen.lab.plan import LEADER, Fault
+from doyen.lab.workload import membership_of
+from doyen.quorum.consensus.core import ChangeAsked, EntryKind, Membership, TransferAsked
 
 if TYPE_CHECKING:
-    from doyen.lab.host import Host
-    from doyen.lab.network import Link
+    from doyen.lab.network import SimulatedLink
+    from doyen.lab.server import SimulatedServer
     from doyen.lab.world import World
 
 __all__ = ["Undo", "begin", "told_of_cut"]
@@ -54,7 +54,7 @@ def _named(world: World, fault: Fault) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def _and(names: Iterable[Host]) -> str:
+def _and(names: Iterable[SimulatedServer]) -> str:
     return " and ".join(host.id for host in names)
 
 
@@ -72,11 +72,11 @@ def told_of_cut(kind: str, names: Sequence[str]) -> tuple[str, str, str]:
     return " and ".join(names), "can reach nobody else", "can reach the others again"
 
 
-def _cut(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _cut(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
     if not hosts:
         return None
     others = [host for host in world.hosts.values() if host not in hosts]
-    cut: list[Link] = []
+    cut: list[SimulatedLink] = []
     if fault.kind == "oneway":
         cut += [hosts[0].links[other.id] for other in hosts[1:]]
     else:
@@ -99,14 +99,14 @@ def _cut(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
     return undo
 
 
-def _reset(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _reset(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
     if len(hosts) > 1:
         world.tell(_and(hosts[:2]), "lose their connection")
         world.network.reset(hosts[0], hosts[1])
     return None
 
 
-def _slow(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _slow(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
     if len(hosts) < 2:
         return None
     there, back = hosts[0].links[hosts[1].id], hosts[1].links[hosts[0].id]
@@ -120,7 +120,7 @@ def _slow(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
     return lambda: more(-fault.amount)
 
 
-def _rough(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _rough(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
     world.network.weather(**{fault.kind: fault.amount})
     told = {"loss": "loses", "duplicate": "repeats", "reorder": "reorders"}[fault.kind]
     world.tell("the network", f"{told} {fault.amount:.0%} of all messages")
@@ -130,7 +130,7 @@ def _rough(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
 # Processes.
 
 
-def _crash(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _crash(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
     """At once, or after so many more effects have been carried out; or so many after it has next
     written what it must not forget about an election."""
     for host in hosts:
@@ -146,7 +146,7 @@ def _crash(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
     return None
 
 
-def _pause(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _pause(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
     host = hosts[0]
     host.pause()
     world.tell(host.id, "is frozen")
@@ -161,7 +161,7 @@ def _pause(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
 # Disks.
 
 
-def _stall(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _stall(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
     disk = hosts[0].disk
 
     def more(seconds: float) -> None:
@@ -172,7 +172,7 @@ def _stall(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
     return lambda: more(-fault.amount)
 
 
-def _full(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _full(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
     disk = hosts[0].disk
 
     def more(by: int) -> None:
@@ -183,7 +183,7 @@ def _full(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
     return lambda: more(-1)
 
 
-def _fsync(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _fsync(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
     """The disk reports an error: the process ends itself, and is started again."""
     host = hosts[0]
     if host.core is None:
@@ -195,7 +195,7 @@ def _fsync(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
     return None
 
 
-def _rot(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _rot(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
     """A bit flips while the machine is down: it must not start again."""
     host = hosts[0]
     if host.core is None or not all(
@@ -209,12 +209,12 @@ def _rot(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
     return None
 
 
-def _in_force(world: World, host: Host) -> Membership:
+def _in_force(world: World, host: SimulatedServer) -> Membership:
     """Whom a server holds to be the members, or will when it is back."""
     if host.core is not None:
         return host.core.membership
     for entry in reversed(host.disk.entries):
-        if entry.kind == Kind.MEMBERSHIP:
+        if entry.kind == EntryKind.MEMBERSHIP:
             return membership_of(entry.data)
     return host.disk.snapshot.membership if host.disk.snapshot else world.membership
 
@@ -229,7 +229,7 @@ def _bearable(world: World, membership: Membership, *lost: str) -> bool:
     return len(left) >= membership.majority
 
 
-def _start_later(world: World, host: Host, after_s: float) -> None:
+def _start_later(world: World, host: SimulatedServer, after_s: float) -> None:
     host.downs += 1
     world.push(world.now + after_s, world.revive, host)
 
@@ -237,14 +237,14 @@ def _start_later(world: World, host: Host, after_s: float) -> None:
 # Clocks.
 
 
-def _rate(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _rate(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
     host = hosts[0]
     host.adjust(rate=fault.amount)
     world.tell(host.id, f"has a clock that runs at {fault.amount:g} times the rate")
     return lambda: host.adjust(rate=1.0)
 
 
-def _jump(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _jump(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
     hosts[0].adjust(jump_s=fault.amount)
     world.tell(hosts[0].id, f"has a clock that jumps ahead {fault.amount:g} s")
     return None
@@ -253,7 +253,7 @@ def _jump(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
 # Orders.
 
 
-def _transfer(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _transfer(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
     leader = world.leader()
     if leader is not None:
         to = hosts[0].id if hosts else ""
@@ -262,18 +262,18 @@ def _transfer(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
     return None
 
 
-def _compact(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _compact(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
     if hosts[0].core is not None:
         hosts[0].compact()
     return None
 
 
-def _churn(world: World, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _churn(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
     """The membership changes by one: now, and whenever somebody begins to lead for a while."""
     if not world.protocol.membership:
         return None
 
-    def ask(leader: Host) -> None:
+    def ask(leader: SimulatedServer) -> None:
         if leader.core is not None and not leader.paused:
             change = _change(world, fault, leader.core.membership)
             if change is not None and _bearable(world, change):
@@ -312,7 +312,7 @@ def _without(membership: Membership, name: str) -> Membership:
     )
 
 
-_KINDS: dict[str, Callable[[World, Fault, list[Host]], Undo | None]] = {
+_KINDS: dict[str, Callable[[World, Fault, list[SimulatedServer]], Undo | None]] = {
     "partition": _cut,
     "oneway": _cut,
     "bridge": _cut,

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from doyen.consensus.core import Snapshot
-from doyen.node.frames import NO_ROOM, Disk
-from doyen.node.journal import RETRY_S, FileJournal, Identity
+from doyen.quorum.consensus.core import Snapshot
+from doyen.quorum.node.framed_files import NO_ROOM, FileSystem
+from doyen.quorum.node.journal import RETRY_S, DirectoryIdentity, FileJournal
 
 __all__ = ["FOLDER", "Files", "LabJournal"]
 
@@ -56,7 +56,7 @@ class _File:
         )
 
 
-class Files(Disk):
+class Files(FileSystem):
     """One directory in memory."""
 
     def __init__(self, files: dict[str, bytes] | None = None) -> None:
@@ -194,7 +194,7 @@ class LabJournal(FileJournal):
     def __init__(
         self,
         files: Files,
-        identity: Identity,
+        identity: DirectoryIdentity,
         state: Any,
         *,
         sync_s: float,

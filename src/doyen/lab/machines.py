@@ -27,11 +27,11 @@ from contextvars import Context, ContextVar, copy_context
 from heapq import heappush
 from typing import Any
 
-from doyen.clock import VirtualClock
 from doyen.lab.plan import Weather, stream
+from doyen.lease.clock import VirtualClock
 from doyen.testing.virtual import VirtualLoop
 
-__all__ = ["Killed", "LabLoop", "Network", "OwnClock", "Process", "undisturbed"]
+__all__ = ["Killed", "LabLoop", "OwnClock", "Process", "StreamNetwork", "undisturbed"]
 
 STUFFED = 1 << 18
 """Bytes that a connection takes before it asks its writer to wait."""
@@ -94,7 +94,7 @@ class Process:
         self.dead = False
         self.frozen = 0
         self.backlog: list[asyncio.Handle] = []
-        self.connections: dict[Connection, None] = {}
+        self.connections: dict[SimulatedConnection, None] = {}
         self.tasks: list[asyncio.Task[Any]] = []
         self._loop = loop
         self.context = copy_context()
@@ -172,7 +172,7 @@ class LabLoop(VirtualLoop):
         super().__init__(clock)
         self.steps = 0
         self.trace = 0
-        self.network: Network | None = None
+        self.network: StreamNetwork | None = None
         self.after_turn: Callable[[], None] = lambda: None
         self.set_task_factory(_make_task)
 
@@ -230,15 +230,15 @@ def _make_task(loop: Any, coro: Any, *, context: Context | None = None) -> async
     return task
 
 
-class Connection(asyncio.Transport):
+class SimulatedConnection(asyncio.Transport):
     """One end of a byte stream."""
 
-    def __init__(self, network: Network, process: Process, there: str) -> None:
+    def __init__(self, network: StreamNetwork, process: Process, there: str) -> None:
         super().__init__()
         self._network = network
         self.process = process
         self._there = there
-        self.other: Connection
+        self.other: SimulatedConnection
         self.protocol: Any = None
         self.last = 0.0
         self._closing = False
@@ -344,7 +344,7 @@ class Connection(asyncio.Transport):
             self.protocol.connection_lost(error)
 
 
-class Network:
+class StreamNetwork:
     """Machines by name, the links between them, and who listens."""
 
     def __init__(self, loop: LabLoop, weather: Weather, seed: int) -> None:
@@ -363,7 +363,7 @@ class Network:
         """Writes to connections; one may hold several frames."""
         self._listening: dict[str, tuple[Process, Callable[[], asyncio.Protocol]]] = {}
         self._off: dict[str, None] = {}
-        self._waiting: list[Connection] = []
+        self._waiting: list[SimulatedConnection] = []
         self.closed = False
 
     def latency(self) -> float:
@@ -374,7 +374,7 @@ class Network:
         self._listening[process.machine] = (process, factory)
         self._off.pop(process.machine, None)
 
-    def carry(self, source: Connection, do: Callable[..., None], *arguments: Any) -> None:
+    def carry(self, source: SimulatedConnection, do: Callable[..., None], *arguments: Any) -> None:
         """Let something go from one end to the other, in order."""
         loop = self.loop
         here, there = source.process.machine, source.other.process.machine
@@ -393,7 +393,7 @@ class Network:
 
     async def connect(
         self, process: Process, factory: Callable[[], asyncio.Protocol], host: str
-    ) -> tuple[Connection, Any]:
+    ) -> tuple[SimulatedConnection, Any]:
         await asyncio.sleep(2 * self.latency())
         here = process.machine
         if self.closed:
@@ -404,8 +404,8 @@ class Network:
         if listening is None or listening[0].dead:
             raise ConnectionRefusedError(111, "Connection refused")
         server, make = listening
-        mine = Connection(self, process, host)
-        theirs = Connection(self, server, here)
+        mine = SimulatedConnection(self, process, host)
+        theirs = SimulatedConnection(self, server, here)
         mine.other, theirs.other = theirs, mine
 
         def accept() -> None:
@@ -446,8 +446,8 @@ class Network:
                 each.ended, ConnectionResetError("reset"), context=each.process.context
             )
 
-    def _between(self, one: str, other: str) -> list[Connection]:
-        found: dict[Connection, None] = {}
+    def _between(self, one: str, other: str) -> list[SimulatedConnection]:
+        found: dict[SimulatedConnection, None] = {}
         for machine in (one, other):
             process, _ = self._listening.get(machine, (None, None))
             for each in process.connections if process is not None else ():

@@ -14,24 +14,24 @@ import math
 from heapq import heappush
 from typing import TYPE_CHECKING
 
-from doyen.consensus.core import Connected, Disconnected, Event, Received
 from doyen.lab.plan import Weather, stream
+from doyen.quorum.consensus.core import Connected, CoreEvent, Disconnected, Received
 
 if TYPE_CHECKING:
-    from doyen.lab.host import Host
+    from doyen.lab.server import SimulatedServer
     from doyen.lab.world import World
 
-__all__ = ["Link", "Network"]
+__all__ = ["MessageNetwork", "SimulatedLink"]
 
 _BITS = 10
 
 
-class Link:
+class SimulatedLink:
     """From one server to another."""
 
     __slots__ = ("connected", "cuts", "extra_s", "last", "source", "target")
 
-    def __init__(self, source: Host, target: Host) -> None:
+    def __init__(self, source: SimulatedServer, target: SimulatedServer) -> None:
         self.source = source
         self.target = target
         self.cuts = 0
@@ -43,7 +43,7 @@ class Link:
         """When the last of what is under way arrives: nothing overtakes it."""
 
 
-class Network:
+class MessageNetwork:
     """Every link there is, and the chance that governs them."""
 
     def __init__(self, world: World, weather: Weather, seed: int) -> None:
@@ -72,7 +72,7 @@ class Network:
         self.reorder = max(0.0, self.reorder + reorder)
         self.rough = self.loss + self.duplicate + self.reorder > 1e-9
 
-    def send(self, link: Link, event: Received) -> None:
+    def send(self, link: SimulatedLink, event: Received) -> None:
         """Let a message go."""
         self.messages += 1
         if link.cuts or not link.connected:
@@ -93,12 +93,12 @@ class Network:
         world.seq += 1
         heappush(world.heap, (at, world.seq, link.target.take, event))
 
-    def tell(self, link: Link, event: Event) -> None:
+    def tell(self, link: SimulatedLink, event: CoreEvent) -> None:
         """What the link's target learns of the connection, behind what is under way."""
         link.last = max(link.last, self._world.now + self.latency())
         self._world.push(link.last, link.target.take, event)
 
-    def reset(self, one: Host, other: Host) -> None:
+    def reset(self, one: SimulatedServer, other: SimulatedServer) -> None:
         """The connection ends, and both are told; it is made anew at once."""
         for source, target in ((one, other), (other, one)):
             link = source.links[target.id]
@@ -108,7 +108,7 @@ class Network:
                 self.tell(link, Disconnected(source.id))
         self._world.push(self._world.now + 0.05, self._try, (one, other))
 
-    def ended(self, host: Host, *, told: bool) -> None:
+    def ended(self, host: SimulatedServer, *, told: bool) -> None:
         """A process has ended. Its kernel tells its peers, unless the machine went with it."""
         for link in host.links.values():
             link.connected = False
@@ -126,7 +126,7 @@ class Network:
                     at = self._world.now + 2 * self.latency()
                     self._world.push(at, self._try, (one, other))
 
-    def _try(self, pair: tuple[Host, Host]) -> None:
+    def _try(self, pair: tuple[SimulatedServer, SimulatedServer]) -> None:
         one, other = pair
         there, back = one.links[other.id], other.links[one.id]
         if there.connected and back.connected:

@@ -9,25 +9,25 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, cast
 
-from doyen.consensus.core import Entry, Making, Send, Settings
 from doyen.errors import ConfigError
-from doyen.lab.disk import Disk
+from doyen.lab.disk import SimulatedDisk
 from doyen.lab.plan import Plan
+from doyen.quorum.consensus.core import LogEntry, Making, ProtocolSettings, Send
 
 __all__ = ["PROTOCOLS", "Protocol", "known"]
 
 
-def settings_of(plan: Plan) -> Settings:
+def settings_of(plan: Plan) -> ProtocolSettings:
     """Times and bounds that every protocol has."""
-    return Settings(
+    return ProtocolSettings(
         election_timeout_s=plan.election_timeout_s,
         heartbeat_s=plan.heartbeat_s,
         message_bytes=plan.message_bytes,
     )
 
 
-def _raft_settings(plan: Plan) -> Settings:
-    from doyen.consensus.raft import RaftSettings
+def _raft_settings(plan: Plan) -> ProtocolSettings:
+    from doyen.quorum.consensus.raft import RaftSettings
 
     return RaftSettings(
         election_timeout_s=plan.election_timeout_s,
@@ -49,10 +49,10 @@ class Protocol:
         snapshots: bool = False,
         membership: bool = False,
         ballots: bool = False,
-        make_disk: Callable[[], Disk] = Disk,
+        make_disk: Callable[[], SimulatedDisk] = SimulatedDisk,
         vote_in: Callable[[Send], tuple[int, str | None] | None] | None = None,
-        reach: Callable[[Disk], tuple[int, ...]] | None = None,
-        make_settings: Callable[[Plan], Settings] = settings_of,
+        reach: Callable[[SimulatedDisk], tuple[int, ...]] | None = None,
+        make_settings: Callable[[Plan], ProtocolSettings] = settings_of,
     ) -> None:
         self.name = name
         self.make = make
@@ -74,7 +74,7 @@ class Protocol:
         """The same, with some of it changed: how tests put a broken core or disk in."""
         return Protocol(**{**vars(self), **changes})
 
-    def holds(self, disk: Disk, index: int, entry: Entry) -> bool:
+    def holds(self, disk: SimulatedDisk, index: int, entry: LogEntry) -> bool:
         """Whether the disk has this entry for good."""
         if not self.ballots:
             return disk.has(index, entry)
@@ -104,18 +104,18 @@ def _vote_in(send: Send) -> tuple[int, str | None] | None:
     return None
 
 
-def _last(disk: Disk) -> tuple[int, int]:
+def _last(disk: SimulatedDisk) -> tuple[int, int]:
     """Generation and index of the last entry."""
     if disk.entries:
         return disk.entries[-1].generation, disk.base + len(disk.entries)
     return (disk.snapshot.generation if disk.snapshot is not None else 0), disk.base
 
 
-def _zab_reach(disk: Disk) -> tuple[int, ...]:
+def _zab_reach(disk: SimulatedDisk) -> tuple[int, ...]:
     return (disk.state.current_epoch if disk.state is not None else 0), *_last(disk)
 
 
-def _viewstamped_reach(disk: Disk) -> tuple[int, ...]:
+def _viewstamped_reach(disk: SimulatedDisk) -> tuple[int, ...]:
     return (disk.state.normal if disk.state is not None else 0), len(disk.entries)
 
 
@@ -126,11 +126,15 @@ _RAFT = {
     "reach": _last,
 }
 _WHERE: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "raft": ("doyen.consensus.raft", "Raft", _RAFT),
-    "zab": ("doyen.consensus.zab", "Zab", {"reach": _zab_reach}),
-    "viewstamped": ("doyen.consensus.viewstamped", "Viewstamped", {"reach": _viewstamped_reach}),
-    "paxos": ("doyen.consensus.paxos", "Paxos", {"ballots": True}),
-    "smallest-id": ("doyen.consensus.smallest_id", "SmallestId", {"reach": _last}),
+    "raft": ("doyen.quorum.consensus.raft", "Raft", _RAFT),
+    "zab": ("doyen.quorum.consensus.zab", "Zab", {"reach": _zab_reach}),
+    "viewstamped": (
+        "doyen.quorum.consensus.viewstamped",
+        "Viewstamped",
+        {"reach": _viewstamped_reach},
+    ),
+    "paxos": ("doyen.quorum.consensus.paxos", "Paxos", {"ballots": True}),
+    "smallest-id": ("doyen.quorum.consensus.smallest_id", "SmallestId", {"reach": _last}),
 }
 
 PROTOCOLS = tuple(_WHERE)

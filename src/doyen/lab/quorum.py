@@ -34,25 +34,25 @@ from typing import Any
 
 import msgspec
 
-from doyen.clock import VirtualClock
-from doyen.consensus.core import Effect, Event, Membership, Role
-from doyen.consensus.invariants import Cluster, InvariantBroken
 from doyen.errors import DoyenError
 from doyen.events import Elected, Record
 from doyen.lab.checkers import Violation
 from doyen.lab.clients import ClientHost, Witness
 from doyen.lab.linearizability import Operation, linearizable, witnessed
-from doyen.lab.machines import Killed, LabLoop, Network, Process, undisturbed
+from doyen.lab.machines import Killed, LabLoop, Process, StreamNetwork, undisturbed
 from doyen.lab.plan import KINDS as ALL
 from doyen.lab.plan import LEADER, Fault, Plan, Weather, stream
+from doyen.lab.processes import SLICE_KEYS, CandidateHost, NodeHost, SimulatedMachine, decode_swap
 from doyen.lab.protocols import Protocol, known
 from doyen.lab.quorum_faults import BEGIN, DRIFT, give_orders
 from doyen.lab.reference import Reference
-from doyen.lab.residents import SLICE_KEYS, CandidateHost, Host, NodeHost, decode_swap
-from doyen.lab.world import Outcome, Statistics
-from doyen.node.driver import Limits
-from doyen.node.frames import SyncFailed
-from doyen.quorum.keyspace import UnknownCommand
+from doyen.lab.world import RunOutcome, Statistics
+from doyen.lease.clock import VirtualClock
+from doyen.quorum.consensus.core import CoreEvent, Effect, Membership, Role
+from doyen.quorum.consensus.invariants import ClusterView, InvariantBroken
+from doyen.quorum.keyspace.state import UnknownCommand
+from doyen.quorum.node.driver import ProposalLimits
+from doyen.quorum.node.framed_files import SyncFailed
 from doyen.term import Term
 
 __all__ = ["HOLDER", "KINDS", "NAMED", "QuorumWorld", "draw"]
@@ -129,7 +129,7 @@ class QuorumWorld:
         self.noise = plan.seed * 1_000_003 + plan.noise
         self.clock = VirtualClock()
         self.settings = self.protocol.make_settings(plan)
-        self.limits = Limits(
+        self.limits = ProposalLimits(
             snapshot_entries=plan.compact_every if self.protocol.snapshots else sys.maxsize,
             snapshot_bytes=sys.maxsize,
             apply_commands=20,
@@ -146,7 +146,7 @@ class QuorumWorld:
         self._leading: tuple[str, int, int] | None = None
         self._number = 0
         self._given: dict[asyncio.Task[None], None] = {}
-        self.cluster = Cluster(ballots=self.protocol.ballots)
+        self.cluster = ClusterView(ballots=self.protocol.ballots)
         self.make = _watched(self.protocol.make, self)
         self.oracle = Oracle(self)
         self.chronicle: Callable[[float, str, str], None] | None = None
@@ -166,8 +166,8 @@ class QuorumWorld:
         to compare with, so it must not find that everybody is up to date."""
         self._stop: asyncio.Future[None]
         self.loop: LabLoop
-        self.network: Network
-        self.hosts: dict[str, Host] = {}
+        self.network: StreamNetwork
+        self.hosts: dict[str, SimulatedMachine] = {}
 
     # What the parts tell.
 
@@ -181,7 +181,9 @@ class QuorumWorld:
         if self.chronicle is not None:
             self.chronicle(self.loop.time(), who, what)
 
-    def role_changed(self, host: Host, role: Role, generation: int, leader: str | None) -> None:
+    def role_changed(
+        self, host: SimulatedMachine, role: Role, generation: int, leader: str | None
+    ) -> None:
         if isinstance(host, NodeHost) and host.lost and leader is not None:
             self.complain("identity", f"{host.name} takes part, and has lost its data directory")
         if role is Role.LEADING:
@@ -205,7 +207,7 @@ class QuorumWorld:
         self.reference.advance(self.cluster.committed, self.loop.time())
         self.witness.advanced()
 
-    def judge_results(self, host: Host, index: int, results: Sequence[Any]) -> None:
+    def judge_results(self, host: SimulatedMachine, index: int, results: Sequence[Any]) -> None:
         if not self.reference.agrees(index, results):
             self.complain(
                 "applied", f"{host.name} has other results for entry {index} than the log"
@@ -222,7 +224,7 @@ class QuorumWorld:
             self.longest_s = max(self.longest_s, now - self.answered_at)
         self.answered_at = now
 
-    def aborted(self, host: Host, error: BaseException) -> None:
+    def aborted(self, host: SimulatedMachine, error: BaseException) -> None:
         if self._over:
             return
         expected = isinstance(error, OSError | SyncFailed) or isinstance(error.__cause__, OSError)
@@ -246,7 +248,7 @@ class QuorumWorld:
 
     # The history.
 
-    def begin(self, host: Host, *, writes: bool) -> Operation:
+    def begin(self, host: SimulatedMachine, *, writes: bool) -> Operation:
         self._stamp += 1
         client = host.number * 1000 + host.lives
         seq = self._seqs[client] = self._seqs.get(client, 0) + 1
@@ -316,7 +318,7 @@ class QuorumWorld:
 
     # Fate.
 
-    def blow(self, host: Host) -> None:
+    def blow(self, host: SimulatedMachine) -> None:
         self.tell(host.name, "is killed")
         host.stop(told=host.fuse_told)
         self.later(host.fuse_down_s, self.revive, host)
@@ -332,7 +334,7 @@ class QuorumWorld:
 
         self._outside.run(self.loop.call_later, delay_s, act)
 
-    def revive(self, host: Host) -> None:
+    def revive(self, host: SimulatedMachine) -> None:
         host.downs -= 1
         if host.downs <= 0 and not host.up:
             host.downs = 0
@@ -356,8 +358,8 @@ class QuorumWorld:
             self.disturbed_at = self.loop.time()
             undo()
 
-    def _named(self, fault: Fault) -> list[Host] | None:
-        hosts: dict[str, Host] = {}
+    def _named(self, fault: Fault) -> list[SimulatedMachine] | None:
+        hosts: dict[str, SimulatedMachine] = {}
         for name in fault.nodes:
             found: str | None = name
             if name == LEADER:
@@ -372,7 +374,7 @@ class QuorumWorld:
 
     # The run.
 
-    def run(self) -> Outcome:
+    def run(self) -> RunOutcome:
         """From the first event to the verdict."""
         before = random.getstate()
         random.seed(self.noise)  # the links' and stores' own jitter
@@ -385,7 +387,7 @@ class QuorumWorld:
 
     def _make_loop(self) -> LabLoop:
         self.loop = LabLoop(self.clock)
-        self.network = Network(self.loop, self.plan.weather, self.noise)
+        self.network = StreamNetwork(self.loop, self.plan.weather, self.noise)
         self.loop.after_turn = self.oracle.look
         self.loop.set_exception_handler(self._exception)
         return self.loop
@@ -553,7 +555,7 @@ class QuorumWorld:
                 task.cancel()
             await asyncio.sleep(5.0)
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> RunOutcome:
         figures = self.statistics
         figures.events = self.loop.steps
         figures.virtual_s = round(self.clock.monotonic(), 3)
@@ -563,7 +565,7 @@ class QuorumWorld:
         tenths = max(1, int(self.plan.for_s * 10))
         early = sum(tenth < tenths for tenth in self._tenths)
         figures.available_share = round(early / tenths, 4)
-        return Outcome(
+        return RunOutcome(
             plan=self.plan,
             events=self.loop.steps,
             trace_hash=f"{self.loop.trace & (1 << 64) - 1:016x}",
@@ -577,7 +579,7 @@ def _watched(making: Any, world: QuorumWorld) -> Any:
     cluster = world.cluster
 
     class Watched(making):  # type: ignore[misc]
-        def handle(self, event: Event, now: float) -> list[Effect]:
+        def handle(self, event: CoreEvent, now: float) -> list[Effect]:
             effects: list[Effect] = super().handle(event, now)
             if effects:
                 cluster.stepped(self, effects)

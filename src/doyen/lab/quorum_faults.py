@@ -17,7 +17,7 @@ from doyen.errors import DoyenError
 from doyen.lab.faults import Undo, told_of_cut
 from doyen.lab.files import Files
 from doyen.lab.plan import Fault
-from doyen.lab.residents import Host, NodeHost
+from doyen.lab.processes import NodeHost, SimulatedMachine
 
 if TYPE_CHECKING:
     from doyen.lab.quorum import QuorumWorld
@@ -33,11 +33,11 @@ ORDER_S = 4.0
 MAX_VOTERS = 7
 
 
-def _and(hosts: Iterable[Host]) -> str:
+def _and(hosts: Iterable[SimulatedMachine]) -> str:
     return " and ".join(host.name for host in hosts)
 
 
-def _cut(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _cut(world: QuorumWorld, fault: Fault, hosts: list[SimulatedMachine]) -> Undo | None:
     if not hosts:
         return None
     others = [host for host in world.hosts.values() if host not in hosts]
@@ -63,14 +63,14 @@ def _cut(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
     return undo
 
 
-def _reset(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _reset(world: QuorumWorld, fault: Fault, hosts: list[SimulatedMachine]) -> Undo | None:
     if len(hosts) > 1:
         world.tell(_and(hosts[:2]), "lose their connections")
         world.network.reset(hosts[0].name, hosts[1].name)
     return None
 
 
-def _slow(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _slow(world: QuorumWorld, fault: Fault, hosts: list[SimulatedMachine]) -> Undo | None:
     if len(hosts) < 2:
         return None
     names = hosts[0].name, hosts[1].name
@@ -85,7 +85,7 @@ def _slow(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
     return lambda: more(-fault.amount)
 
 
-def _loss(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _loss(world: QuorumWorld, fault: Fault, hosts: list[SimulatedMachine]) -> Undo | None:
     def more(share: float) -> None:
         world.network.loss = max(0.0, world.network.loss + share)
 
@@ -94,7 +94,7 @@ def _loss(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
     return lambda: more(-fault.amount)
 
 
-def _crash(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _crash(world: QuorumWorld, fault: Fault, hosts: list[SimulatedMachine]) -> Undo | None:
     host = hosts[0]
     if host.up and host.fuse < 0:
         host.downs += 1
@@ -107,7 +107,7 @@ def _crash(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
     return None
 
 
-def _pause(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _pause(world: QuorumWorld, fault: Fault, hosts: list[SimulatedMachine]) -> Undo | None:
     process = hosts[0].process
     if process is None or process.dead:
         return None
@@ -122,7 +122,7 @@ def _pause(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
     return undo
 
 
-def _stall(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _stall(world: QuorumWorld, fault: Fault, hosts: list[SimulatedMachine]) -> Undo | None:
     host = hosts[0]
     if not isinstance(host, NodeHost):
         return None
@@ -132,7 +132,7 @@ def _stall(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
     return lambda: host.slow_down(-fault.amount)
 
 
-def _full(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _full(world: QuorumWorld, fault: Fault, hosts: list[SimulatedMachine]) -> Undo | None:
     host = hosts[0]
     if not isinstance(host, NodeHost):
         return None
@@ -141,7 +141,7 @@ def _full(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
     return lambda: host.fill(False)
 
 
-def _fsync(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _fsync(world: QuorumWorld, fault: Fault, hosts: list[SimulatedMachine]) -> Undo | None:
     host = hosts[0]
     if isinstance(host, NodeHost) and host.up:
         world.tell(host.name, "has a disk that fails at the next sync")
@@ -149,7 +149,7 @@ def _fsync(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
     return None
 
 
-def _rate(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _rate(world: QuorumWorld, fault: Fault, hosts: list[SimulatedMachine]) -> Undo | None:
     """Within the drift that validity allows for."""
     rate = 1 - DRIFT * min(1.0, fault.amount)
     hosts[0].clock.adjust(rate=rate)
@@ -157,7 +157,7 @@ def _rate(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
     return None
 
 
-def _jump(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _jump(world: QuorumWorld, fault: Fault, hosts: list[SimulatedMachine]) -> Undo | None:
     """Of wall time, which nothing may rest on."""
     seconds = 3600.0 * fault.amount if fault.amount > 1 else -3600.0
     hosts[0].clock.step_wall(seconds)
@@ -165,12 +165,12 @@ def _jump(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
     return None
 
 
-def _transfer(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _transfer(world: QuorumWorld, fault: Fault, hosts: list[SimulatedMachine]) -> Undo | None:
     _transferred(world, hosts[0].name if hosts else "")
     return None
 
 
-def _churn(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _churn(world: QuorumWorld, fault: Fault, hosts: list[SimulatedMachine]) -> Undo | None:
     """A node goes, and comes back with what it knew; or a new one joins, and stays."""
     host = hosts[0]
     if not isinstance(host, NodeHost) or not world.protocol.membership or world.changing:
@@ -190,7 +190,7 @@ def _churn(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
     return lambda: world.change(host, ("add", host.name), ("promote", host.name))
 
 
-def _wipe(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _wipe(world: QuorumWorld, fault: Fault, hosts: list[SimulatedMachine]) -> Undo | None:
     """A node loses its data directory and is started again with the same settings: the others must
     refuse it. When the fault ends it is removed, and added anew as a new node."""
     host = hosts[0]
@@ -209,7 +209,7 @@ def _wipe(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
     return partial(world.change, host, *_replaced(host))
 
 
-def _rollback(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _rollback(world: QuorumWorld, fault: Fault, hosts: list[SimulatedMachine]) -> Undo | None:
     """A node is started on a copy of its data directory that is half as old as the fault is long:
     the others must refuse it, since they have heard more of it."""
     host = hosts[0]
@@ -229,7 +229,7 @@ def _rollback(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | Non
     return partial(world.change, host, *_replaced(host))
 
 
-def _older(world: QuorumWorld, fault: Fault, hosts: list[Host]) -> Undo | None:
+def _older(world: QuorumWorld, fault: Fault, hosts: list[SimulatedMachine]) -> Undo | None:
     """A node is started with a release that does not know all commands of the log, although it says
     so in the handshake. It must stop at the first that it does not know, as often as it is started,
     until the right release is installed."""
@@ -323,7 +323,7 @@ async def give_orders(world: QuorumWorld, host: NodeHost, *orders: tuple[str, st
             task.cancel()
 
 
-BEGIN: dict[str, Callable[[QuorumWorld, Fault, list[Host]], Undo | None]] = {
+BEGIN: dict[str, Callable[[QuorumWorld, Fault, list[SimulatedMachine]], Undo | None]] = {
     "partition": _cut,
     "oneway": _cut,
     "bridge": _cut,

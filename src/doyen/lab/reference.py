@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 from msgspec.msgpack import Decoder
 
-from doyen.consensus.core import Entry, Kind
-from doyen.node.machine import KEYSPACE, Command, Failure, decode_batch
-from doyen.quorum import keyspace as words
-from doyen.quorum.keyspace import Record, decode_command, encode
+from doyen.quorum.consensus.core import EntryKind, LogEntry
+from doyen.quorum.keyspace import state as words
+from doyen.quorum.keyspace.state import StoredEntry, decode_command, encode
+from doyen.quorum.node.replicated import KEYSPACE, Command, Failure, decode_batch
 
-__all__ = ["Lease", "Reference", "Written"]
+__all__ = ["LoggedWrite", "Reference", "ReferenceLease"]
 
 _decode_swap = Decoder(tuple[int, int, int, int]).decode
 
@@ -34,14 +34,14 @@ LARGE = 1024
 """In version 1, a larger result of the keyspace was not kept."""
 
 
-class Written(NamedTuple):
+class LoggedWrite(NamedTuple):
     """A write that took effect, and where in the log."""
 
     place: int
-    record: Record
+    record: StoredEntry
 
 
-class Lease:
+class ReferenceLease:
     """A lease, from its grant to its end."""
 
     __slots__ = ("began", "end_index", "ended", "expired", "index", "ttl_s")
@@ -70,13 +70,13 @@ class Reference:
         self.era = 0
         self.version = 1
         self.quota = words.QUOTA
-        self.records: dict[str, Record] = {}
+        self.records: dict[str, StoredEntry] = {}
         """What is stored, with what waits for its removal."""
-        self.leases: dict[int, Lease] = {}
+        self.leases: dict[int, ReferenceLease] = {}
         """All there ever were."""
         self.standing: dict[int, dict[str, None]] = {}
         """Leases that have not ended, and the keys bound to them."""
-        self.written: dict[int, Written] = {}
+        self.written: dict[int, LoggedWrite] = {}
         """Every write that took effect, by its version."""
         self.deleted: dict[int, int] = {}
         """Where the record of a version was deleted by a client."""
@@ -87,8 +87,8 @@ class Reference:
         self._ended: dict[int, list[str]] = {}
         self._now = 0.0
         self._touched: dict[str, None] = {}
-        self._seen: dict[str, Record | None] = {}
-        self._timeline: dict[str, tuple[list[int], list[Record | None]]] = {}
+        self._seen: dict[str, StoredEntry | None] = {}
+        self._timeline: dict[str, tuple[list[int], list[StoredEntry | None]]] = {}
         self._registers: dict[int, int] = {}
         self._clients: dict[str, tuple[dict[int, Any], list[int]]] = {}
         self._do: dict[type, Callable[[Any], words.Result]] = {
@@ -108,14 +108,14 @@ class Reference:
 
     # The log.
 
-    def advance(self, log: Sequence[Entry], now: float) -> None:
+    def advance(self, log: Sequence[LogEntry], now: float) -> None:
         """Apply what has been committed since."""
         self._now = now
         while self.index < len(log):
             entry = log[self.index]
             self.index += 1
             self.times.append(now)
-            commands = decode_batch(entry.data) if entry.kind == Kind.COMMANDS else []
+            commands = decode_batch(entry.data) if entry.kind == EntryKind.COMMANDS else []
             self.results.append([self._once(command) for command in commands])
             self._note_changes()
 
@@ -177,20 +177,20 @@ class Reference:
             self.changes.setdefault(scope, []).append(self._now)
             scope = scope.rpartition("/")[0]
 
-    def _now_at(self, key: str) -> Record | None:
+    def _now_at(self, key: str) -> StoredEntry | None:
         record = self.records.get(key)
         return None if record is not None and record.lease in self._ended else record
 
     # What clients may have seen.
 
-    def at(self, key: str, index: int) -> Record | None:
+    def at(self, key: str, index: int) -> StoredEntry | None:
         """What stood at a key after an entry."""
         found = self._timeline.get(key)
         if found is None:
             return None
         return found[1][bisect_right(found[0], index) - 1]
 
-    def under(self, prefix: str, index: int) -> list[Record]:
+    def under(self, prefix: str, index: int) -> list[StoredEntry]:
         """What stood under a prefix after an entry, in order."""
         begin = f"{prefix}/"
         keys = sorted(key for key in self._timeline if key.startswith(begin))
@@ -233,10 +233,10 @@ class Reference:
             return full
         self.revision += 1
         self.standing[self.revision] = {}
-        self.leases[self.revision] = Lease(self.index, self._now, command.ttl_s)
-        return words.Granted(self.revision)
+        self.leases[self.revision] = ReferenceLease(self.index, self._now, command.ttl_s)
+        return words.LeaseGranted(self.revision)
 
-    def _write(self, record: Record) -> words.Full | None:
+    def _write(self, record: StoredEntry) -> words.Full | None:
         there = self.records.get(record.key)
         more = len(record.key) + len(record.value) + words.OVERHEAD
         if there is not None:
@@ -247,7 +247,7 @@ class Reference:
         self.records[record.key] = record
         self._touched[record.key] = None
         self._changed(record.key)
-        self.written[record.version] = Written(self.index, record)
+        self.written[record.version] = LoggedWrite(self.index, record)
         self.values[record.value] = self.values.get(record.value, 0) + 1
         return None
 
@@ -258,7 +258,7 @@ class Reference:
         if there is not None:
             return words.Stands(there)
         revision = self.revision + 1
-        record = Record(command.key, command.value, revision, revision, command.lease)
+        record = StoredEntry(command.key, command.value, revision, revision, command.lease)
         if (full := self._write(record)) is not None:
             return full
         self.standing[command.lease][command.key] = None
@@ -267,11 +267,11 @@ class Reference:
     def _put(self, command: words.Put) -> words.Result:
         there = self._now_at(command.key)
         if (there.version if there is not None else 0) != command.if_version:
-            return words.Refused()
+            return words.ConditionFailed()
         version = self.revision + 1
         first = there.revision if there is not None else version
         ticket = there is not None and there.ticket
-        record = Record(command.key, command.value, first, version, 0, ticket)
+        record = StoredEntry(command.key, command.value, first, version, 0, ticket)
         if (full := self._write(record)) is not None:
             return full
         if there is not None:
@@ -281,7 +281,7 @@ class Reference:
     def _delete(self, command: words.Delete) -> words.Result:
         there = self._now_at(command.key)
         if there is None or command.if_version not in (0, there.version):
-            return words.Refused()
+            return words.ConditionFailed()
         self.revision += 1
         self._unbind(there)
         del self.records[command.key]
@@ -295,13 +295,13 @@ class Reference:
             return words.Gone()
         revision = self.revision + 1
         key = f"{command.line}/{words.RANKS - command.rank:020d}-{revision:020d}"
-        record = Record(key, command.value, revision, revision, command.lease, True)
+        record = StoredEntry(key, command.value, revision, revision, command.lease, True)
         if (full := self._write(record)) is not None:
             return full
         self.standing[command.lease][key] = None
         return words.Ticketed(key, revision)
 
-    def _unbind(self, record: Record) -> None:
+    def _unbind(self, record: StoredEntry) -> None:
         if record.lease in self.standing:
             del self.standing[record.lease][record.key]
 
@@ -311,13 +311,13 @@ class Reference:
 
     def _begin(self, command: words.Begin) -> words.Result:
         if command.era <= self.era:
-            return words.Refused()
+            return words.ConditionFailed()
         self.era = command.era
         return words.Done()
 
     def _expire(self, command: words.Expire) -> words.Result:
         if command.era != self.era:
-            return words.Refused()
+            return words.ConditionFailed()
         self._end(command.leases, expired=True)
         return words.Done()
 
@@ -369,7 +369,7 @@ class Reference:
 
     def _raise(self, command: words.Raise) -> words.Result:
         if command.version <= self.version:
-            return words.Refused()
+            return words.ConditionFailed()
         self.version = command.version
         return words.Done()
 

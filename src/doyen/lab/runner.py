@@ -30,20 +30,20 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from doyen.consensus.core import Making, Message
 from doyen.errors import ConfigError
 from doyen.lab.plan import FOLDERS, KINDS, ORDERS, PLOTS, Plan, draw
 from doyen.lab.protocols import Protocol, known
 from doyen.lab.shrink import shrink
 from doyen.lab.story import make_world, tell
-from doyen.lab.world import Outcome, World
+from doyen.lab.world import RunOutcome, World
+from doyen.quorum.consensus.core import Making, Message
 
 __all__ = [
     "Comparison",
-    "Found",
+    "FoundFailure",
     "Hunt",
-    "Progress",
-    "Record",
+    "HuntProgress",
+    "RunFile",
     "compare",
     "hunt",
     "hunt_mutant",
@@ -91,7 +91,7 @@ def run(
     clients: int = 3,
     world: str = "cores",
     measure: bool = False,
-) -> Outcome:
+) -> RunOutcome:
     """One run: what the seed has in store, for so long in virtual time. `world` is `cores`, or
     `quorum` for whole nodes with candidates on them.
 
@@ -142,7 +142,7 @@ def _check_kinds(world: str, kinds: Sequence[str]) -> None:
             raise ConfigError(f"no fault {kind!r} in the world {world!r}; there are {known_ones}")
 
 
-def _run(plan: Plan, protocol: Protocol, *, measure: bool = False) -> Outcome:
+def _run(plan: Plan, protocol: Protocol, *, measure: bool = False) -> RunOutcome:
     world = make_world(plan, protocol)
     if measure and isinstance(world, World):
         encode = msgspec.msgpack.Encoder().encode
@@ -158,7 +158,7 @@ def _run(plan: Plan, protocol: Protocol, *, measure: bool = False) -> Outcome:
 # Files.
 
 
-class Record(Struct, kw_only=True):
+class RunFile(Struct, kw_only=True):
     """A run, as a file."""
 
     plan: Plan
@@ -167,12 +167,12 @@ class Record(Struct, kw_only=True):
     story: list[str]
 
 
-def save(path: Path, outcome: Outcome, story: Sequence[str] = ()) -> None:
+def save(path: Path, outcome: RunOutcome, story: Sequence[str] = ()) -> None:
     """Write down a run, so that it can be run again."""
     path.write_bytes(_written(outcome, story))
 
 
-def keep(folder: Path, outcome: Outcome, story: Sequence[str] = ()) -> Path:
+def keep(folder: Path, outcome: RunOutcome, story: Sequence[str] = ()) -> Path:
     """Write down a run that failed, in a file of its own: what stands there of another is left."""
     name, text = f"lab-{outcome.plan.protocol}-{outcome.plan.seed}", _written(outcome, story)
     number = 1
@@ -188,9 +188,9 @@ def keep(folder: Path, outcome: Outcome, story: Sequence[str] = ()) -> Path:
             number += 1
 
 
-def _written(outcome: Outcome, story: Sequence[str]) -> bytes:
+def _written(outcome: RunOutcome, story: Sequence[str]) -> bytes:
     told = [f"{violation.kind}: {violation.text}" for violation in outcome.violations]
-    record = Record(
+    record = RunFile(
         plan=outcome.plan,
         trace_hash=outcome.trace_hash,
         violations=told,
@@ -199,10 +199,10 @@ def _written(outcome: Outcome, story: Sequence[str]) -> bytes:
     return msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
 
 
-def replay(path: Path, protocol: Protocol | None = None) -> tuple[Outcome, list[str], bool]:
+def replay(path: Path, protocol: Protocol | None = None) -> tuple[RunOutcome, list[str], bool]:
     """Run what was written down. What comes of it, its story, and whether it is the same run."""
     try:
-        record = msgspec.json.decode(path.read_bytes(), type=Record)
+        record = msgspec.json.decode(path.read_bytes(), type=RunFile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a run that the lab has written: {error}") from error
     _check(record.plan, path)
@@ -226,16 +226,16 @@ def _check(plan: Plan, path: Path) -> None:
 # Hunting.
 
 
-class Found(Struct, kw_only=True):
+class FoundFailure(Struct, kw_only=True):
     """Something that broke: the seed that led to it, and the smallest run that shows it."""
 
     protocol: str
     seed: int
-    outcome: Outcome
+    outcome: RunOutcome
     story: list[str]
 
 
-class Progress(Struct, kw_only=True):
+class HuntProgress(Struct, kw_only=True):
     """How far a hunt has come."""
 
     seeds: int = 0
@@ -248,8 +248,8 @@ class Progress(Struct, kw_only=True):
 class Hunt(Struct, kw_only=True):
     """What a hunt has come to."""
 
-    progress: Progress
-    found: list[Found]
+    progress: HuntProgress
+    found: list[FoundFailure]
 
 
 def nodes_for(seed: int) -> int:
@@ -259,11 +259,11 @@ def nodes_for(seed: int) -> int:
 
 def _hunt_some(
     name: str, seeds: Sequence[int], world: str, kinds: tuple[str, ...], for_s: float, until: float
-) -> tuple[Progress, list[Outcome]]:
+) -> tuple[HuntProgress, list[RunOutcome]]:
     """A batch, in a process of its own: how far it came, and what failed. At least one seed is
     tried, however long it took to start the process."""
     protocol = known(name)
-    progress = Progress()
+    progress = HuntProgress()
     failed = []
     for seed in seeds:
         if progress.seeds and time.monotonic() >= until:
@@ -278,18 +278,18 @@ def _hunt_some(
     return progress, failed
 
 
-def reduce(plan: Plan, protocol: Protocol | None = None, tries: int = 300) -> Found:
+def reduce(plan: Plan, protocol: Protocol | None = None, tries: int = 300) -> FoundFailure:
     """The smallest run that breaks as this plan does."""
     protocol = protocol or known(plan.protocol)
     smallest, _ = shrink(lambda each: _run(each, protocol), plan, tries=tries)
     outcome, story = tell(smallest, protocol)
-    return Found(protocol=protocol.name, seed=plan.seed, outcome=outcome, story=story)
+    return FoundFailure(protocol=protocol.name, seed=plan.seed, outcome=outcome, story=story)
 
 
-def unreduced(outcome: Outcome) -> Found:
+def unreduced(outcome: RunOutcome) -> FoundFailure:
     """A failure as it was found, for which there was no time to make it small and tell it."""
     plan = outcome.plan
-    return Found(protocol=plan.protocol, seed=plan.seed, outcome=outcome, story=[])
+    return FoundFailure(protocol=plan.protocol, seed=plan.seed, outcome=outcome, story=[])
 
 
 def hunt(
@@ -301,8 +301,8 @@ def hunt(
     faults: str | Iterable[str] = "all",
     for_s: float = FOR_S,
     world: str = "cores",
-    progress: Callable[[Progress], object] = lambda progress: None,
-    tell: Callable[[Found], object] = lambda found: None,
+    progress: Callable[[HuntProgress], object] = lambda progress: None,
+    tell: Callable[[FoundFailure], object] = lambda found: None,
     stop_at: int = 3,
 ) -> Hunt:
     """Try seed after seed until the time is up, the seeds are, or enough has been found; `tell` is
@@ -310,12 +310,12 @@ def hunt(
     kinds = kinds_of(faults)
     _check_kinds(world, kinds)
     began = time.monotonic()
-    total = Progress()
-    found: list[Found] = []
+    total = HuntProgress()
+    found: list[FoundFailure] = []
     batches = _batches(protocols, seeds)
-    running: dict[Future[tuple[Progress, list[Outcome]]], None] = {}
-    reducing: dict[Future[Found], Outcome] = {}
-    untold: list[Outcome] = []
+    running: dict[Future[tuple[HuntProgress, list[RunOutcome]]], None] = {}
+    reducing: dict[Future[FoundFailure], RunOutcome] = {}
+    untold: list[RunOutcome] = []
     with _workers(jobs) as pool:
         exhausted = False
         try:
@@ -404,7 +404,7 @@ def hunt_mutant(
     faults: str | Iterable[str] = "all",
     for_s: float = FOR_S,
     first: int = 0,
-) -> tuple[int, Outcome] | None:
+) -> tuple[int, RunOutcome] | None:
     """The first seed that shows what is wrong with a core (or a disk), and what came of it."""
     if not isinstance(variant, Protocol):
         variant = known(protocol).but(make=variant)

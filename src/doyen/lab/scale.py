@@ -18,16 +18,16 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from doyen.clock import VirtualClock
+from doyen.election.presence import SessionSettings
 from doyen.events import Elected, Record, Waiting
-from doyen.heart import Heart
 from doyen.lab.plot import Panel
+from doyen.lease.clock import VirtualClock
+from doyen.lease.keepalive import Heart
+from doyen.lease.runtime import InlineRuntime
 from doyen.model import Entry, Lease, Version
-from doyen.presence import Settings
-from doyen.runtime import InlineRuntime
 from doyen.session import Session
-from doyen.store import Context, Creation, Store, Watch
 from doyen.stores.memory import MemoryServer, MemoryStore
+from doyen.stores.port import Context, Creation, Store, Watch
 from doyen.testing.virtual import run_virtual
 
 __all__ = ["DISTANCES", "SIZES", "Cost", "crowd", "holdings", "measure", "panels"]
@@ -181,7 +181,7 @@ class _Place:
     def session(self) -> Session:
         store = MemoryStore(self.server, Context(self.clock, lambda event: None))
         far = _Far(store, self.meter, self.one_way_s)
-        settings = Settings(url="memory://", ttl_s=TTL_S, sinks=(self._sink,))
+        settings = SessionSettings(url="memory://", ttl_s=TTL_S, sinks=(self._sink,))
         self.stores.append(far)
         return Session(settings, self._runtime, far)
 

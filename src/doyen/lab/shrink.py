@@ -14,17 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from doyen.lab.plan import Fault, Plan
-from doyen.lab.world import Outcome
+from doyen.lab.world import RunOutcome
 
 __all__ = ["shrink"]
 
-Run = Callable[[Plan], Outcome]
+Run = Callable[[Plan], RunOutcome]
 
 NOISES = 3
 
 
 class _Search:
-    def __init__(self, run: Run, plan: Plan, first: Outcome, tries: int) -> None:
+    def __init__(self, run: Run, plan: Plan, first: RunOutcome, tries: int) -> None:
         self.run = run
         self.plan = plan
         self.outcome = first
@@ -45,7 +45,7 @@ class _Search:
         return False
 
 
-def shrink(run: Run, plan: Plan, *, tries: int = 600) -> tuple[Plan, Outcome]:
+def shrink(run: Run, plan: Plan, *, tries: int = 600) -> tuple[Plan, RunOutcome]:
     """A plan as small as can be found that fails in the same way, and what comes of it."""
     first = run(plan)
     if first.ok:

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from doyen.consensus.core import Effect, Event, Send
-from doyen.lab.host import Host
 from doyen.lab.plan import Plan
 from doyen.lab.protocols import Protocol
-from doyen.lab.world import Outcome, World
+from doyen.lab.server import SimulatedServer
+from doyen.lab.world import RunOutcome, World
+from doyen.quorum.consensus.core import CoreEvent, Effect, Send
 
 if TYPE_CHECKING:
     from doyen.lab.quorum import QuorumWorld
@@ -37,7 +37,7 @@ class _Teller:
         else:
             self.lines.append((at, who, what))
 
-    def heard(self, host: Host, event: Event, effects: Sequence[Effect]) -> None:
+    def heard(self, host: SimulatedServer, event: CoreEvent, effects: Sequence[Effect]) -> None:
         vote_in = host.world.protocol.vote_in
         if vote_in is None:
             return
@@ -47,7 +47,7 @@ class _Teller:
                 if vote is not None:
                     self._voted(host, *vote)
 
-    def _voted(self, host: Host, generation: int, candidate: str | None) -> None:
+    def _voted(self, host: SimulatedServer, generation: int, candidate: str | None) -> None:
         key = (host.id, candidate or host.id, generation)
         if key in self._said:
             return
@@ -75,7 +75,7 @@ def make_world(plan: Plan, protocol: Protocol | None = None) -> World | QuorumWo
     return QuorumWorld(plan, protocol)
 
 
-def tell(plan: Plan, protocol: Protocol | None = None) -> tuple[Outcome, list[str]]:
+def tell(plan: Plan, protocol: Protocol | None = None) -> tuple[RunOutcome, list[str]]:
     """Run the plan, and tell what happened, a line each."""
     world = make_world(plan, protocol)
     teller = _Teller()

@@ -28,28 +28,28 @@ from typing import Any
 
 from msgspec import Struct
 
-from doyen.consensus.core import (
+from doyen.lab.checkers import Broken, Checkers, Stability, Violation
+from doyen.lab.disk import SimulatedDisk
+from doyen.lab.faults import Undo, begin
+from doyen.lab.linearizability import Operation, linearizable, witnessed
+from doyen.lab.network import MessageNetwork, SimulatedLink
+from doyen.lab.plan import Plan, stream
+from doyen.lab.protocols import Protocol, known
+from doyen.lab.server import SimulatedServer
+from doyen.lab.workload import Client, WorkloadRequest
+from doyen.quorum.consensus.core import (
     Core,
+    CoreEvent,
     Effect,
-    Event,
     Membership,
     Message,
     Recovered,
     Role,
     RoleChanged,
 )
-from doyen.consensus.invariants import InvariantBroken
-from doyen.lab.checkers import Broken, Checkers, Stability, Violation
-from doyen.lab.disk import Disk
-from doyen.lab.faults import Undo, begin
-from doyen.lab.host import Host
-from doyen.lab.linearizability import Operation, linearizable, witnessed
-from doyen.lab.load import Client, Request
-from doyen.lab.network import Link, Network
-from doyen.lab.plan import Plan, stream
-from doyen.lab.protocols import Protocol, known
+from doyen.quorum.consensus.invariants import InvariantBroken
 
-__all__ = ["Outcome", "Statistics", "World", "run_plan"]
+__all__ = ["RunOutcome", "Statistics", "World", "run_plan"]
 
 LIVENESS_S = 40.0
 """How long after the healing a write may take, in virtual time."""
@@ -80,7 +80,7 @@ class Statistics(Struct, kw_only=True):
     faults: int = 0
 
 
-class Outcome(Struct, kw_only=True):
+class RunOutcome(Struct, kw_only=True):
     """What came of a run."""
 
     plan: Plan
@@ -110,25 +110,25 @@ class World:
         self.fsync_s = plan.weather.fsync_s
         self.membership = Membership(plan.names)
         self._settings = self.protocol.make_settings(plan)
-        self.network = Network(self, plan.weather, self.noise)
+        self.network = MessageNetwork(self, plan.weather, self.noise)
         self.checkers = Checkers(self)
         self.checked = 0
         """The index up to which what is committed has been looked at."""
         self.measure: Callable[[Message], None] | None = None
-        self.listener: Callable[[Host, Event, Sequence[Effect]], None] | None = None
+        self.listener: Callable[[SimulatedServer, CoreEvent, Sequence[Effect]], None] | None = None
         """Told of everything that a core takes in and says; for stories."""
         self.chronicle: Callable[[float, str, str], None] | None = None
         """Told of what befalls servers, and of roles; for stories."""
         self.statistics = Statistics()
         self.rng = stream(self.noise, "faults")
         self._active: dict[int, Undo] = {}
-        self.on_leading: list[Callable[[Host], None]] = []
+        self.on_leading: list[Callable[[SimulatedServer], None]] = []
         """Called whenever a server begins to lead."""
         self.healed_at = inf
         self._answered_tenths: set[int] = set()
         self._proof: Operation | None = None
         self.stability = Stability(self)
-        self.hosts: dict[str, Host] = {}
+        self.hosts: dict[str, SimulatedServer] = {}
         for name in plan.names:
             self.add_host(name)
         self.clients = [Client(self, number) for number in range(1, plan.clients + 1)]
@@ -148,7 +148,7 @@ class World:
         if self.chronicle is not None:
             self.chronicle(self.now, who, what)
 
-    def make_disk(self) -> Disk:
+    def make_disk(self) -> SimulatedDisk:
         return self.protocol.make_disk()
 
     def make_core(
@@ -164,15 +164,15 @@ class World:
             name, membership, recovered, settings=self._settings, jitter=jitter, now=now
         )
 
-    def add_host(self, name: str) -> Host:
-        host = Host(self, name, len(self.hosts) + 1)
+    def add_host(self, name: str) -> SimulatedServer:
+        host = SimulatedServer(self, name, len(self.hosts) + 1)
         for other in self.hosts.values():
-            host.links[other.id] = Link(host, other)
-            other.links[name] = Link(other, host)
+            host.links[other.id] = SimulatedLink(host, other)
+            other.links[name] = SimulatedLink(other, host)
         self.hosts[name] = host
         return host
 
-    def leader(self) -> Host | None:
+    def leader(self) -> SimulatedServer | None:
         """Whoever leads in the latest generation."""
         leading = [
             (host.core.generation, -host.number, host)
@@ -181,7 +181,7 @@ class World:
         ]
         return max(leading)[2] if leading else None
 
-    def blow(self, host: Host) -> None:
+    def blow(self, host: SimulatedServer) -> None:
         """A fuse has burnt down: the process is killed here, between two effects."""
         host.fuse = -1
         self.stability.disturb()
@@ -189,7 +189,7 @@ class World:
         host.stop(told=host.fuse_told)
         self.push(self.now + host.fuse_down_s, self.revive, host)
 
-    def revive(self, host: Host) -> None:
+    def revive(self, host: SimulatedServer) -> None:
         host.downs -= 1
         if host.downs == 0 and host.core is None:
             self.stability.disturb()
@@ -197,7 +197,7 @@ class World:
             if host.core is not None:
                 self.tell(host.id, "is back")
 
-    def role_changed(self, host: Host, effect: RoleChanged) -> None:
+    def role_changed(self, host: SimulatedServer, effect: RoleChanged) -> None:
         if effect.role is Role.LEADING:
             if self.statistics.first_leader_s is None:
                 self.statistics.first_leader_s = round(self.now, 4)
@@ -218,11 +218,13 @@ class World:
 
     # Clients.
 
-    def answer(self, host: Host, request: Request, result: int | None, index: int) -> None:
+    def answer(
+        self, host: SimulatedServer, request: WorkloadRequest, result: int | None, index: int
+    ) -> None:
         at = self.now + self.network.latency()
         self.push(at, request.client.answered, (request, result, index, host.id))
 
-    def refuse(self, request: Request, leader: str | None) -> None:
+    def refuse(self, request: WorkloadRequest, leader: str | None) -> None:
         at = self.now + self.network.latency()
         self.push(at, request.client.refused, (request, leader))
 
@@ -239,7 +241,7 @@ class World:
 
     # The run.
 
-    def run(self) -> Outcome:
+    def run(self) -> RunOutcome:
         """From the first event to the verdict."""
         violations: list[Violation] = []
         collecting = gc.isenabled()
@@ -320,7 +322,7 @@ class World:
         self.network.calm(self.plan.election_timeout_s * TIMELY)
         self.network.reach()
 
-    def _voters(self) -> list[Host]:
+    def _voters(self) -> list[SimulatedServer]:
         """Those who must have everything in the end: the voters that are not lost for good."""
         leader = self.leader()
         if leader is None or leader.core is None:
@@ -366,7 +368,7 @@ class World:
             if key is not None:
                 self.checkers.object("linearizability", f"no order explains {key[-6:]}")
 
-    def _outcome(self, violations: list[Violation]) -> Outcome:
+    def _outcome(self, violations: list[Violation]) -> RunOutcome:
         figures = self.statistics
         figures.events = self.events
         figures.virtual_s = round(self.now, 3)
@@ -375,7 +377,7 @@ class World:
         figures.commits = len(self.checkers.log)
         tenths = max(1, int(min(self.now, self.plan.for_s) * 10))
         figures.available_share = round(min(1.0, len(self._answered_tenths) / tenths), 4)
-        return Outcome(
+        return RunOutcome(
             plan=self.plan,
             events=self.events,
             trace_hash=f"{self.trace & (1 << 64) - 1:016x}",
@@ -389,6 +391,6 @@ def _where(error: Exception) -> str:
     return f"{type(error).__name__}: {error} ({last.name}, line {last.lineno})"
 
 
-def run_plan(plan: Plan, protocol: Protocol | None = None) -> Outcome:
+def run_plan(plan: Plan, protocol: Protocol | None = None) -> RunOutcome:
     """Run a plan, on its own protocol or, for tests, on a variant of it."""
     return World(plan, protocol).run()

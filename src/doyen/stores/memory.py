@@ -26,11 +26,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 
-from doyen.clock import Clock, SystemClock
 from doyen.errors import ConfigError, LeaseGone, StoreUnusable, TicketGone
 from doyen.events import LeaseEnded
+from doyen.lease.clock import Clock, SystemClock
 from doyen.model import Entry, Finding, Lease, Version
-from doyen.store import Capabilities, Context, Creation, Store, StoreURL, Watch
+from doyen.stores.port import Capabilities, Context, Creation, Store, StoreURL, Watch
 
 __all__ = ["MemoryServer", "MemoryStore", "open_store"]
 
@@ -61,7 +61,7 @@ class _Stored:
 class MemoryServer:
     """The state of a memory store.
 
-    >>> from doyen.clock import VirtualClock
+    >>> from doyen.lease.clock import VirtualClock
     >>> clock = VirtualClock()
     >>> server = MemoryServer(clock)
     >>> lease = server.grant(5.0)

@@ -30,10 +30,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
+from doyen._waiting import shared
 from doyen.errors import LeadershipLost
-from doyen.runtime import outlast
+from doyen.lease.runtime import outlast
 from doyen.supervise import guard as wire
-from doyen.waiting import shared
 
 __all__ = ["Supervisor", "Tenure"]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from doyen.testing.conformance import (
-        Link,
+        BreakableConnection,
         LinkedHarness,
         LinkedStoreConformance,
         StoreConformance,
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
         Faults,
         FaultyStore,
         Late,
-        Lost,
+        LostCall,
         Odds,
-        Refused,
+        RefusedCall,
         Stray,
         Unanswered,
     )
     from doyen.testing.virtual import VirtualDeadlock, VirtualLoop, run_virtual
 
 __all__ = [
+    "BreakableConnection",
     "Expired",
     "Fault",
     "Faults",
     "FaultyStore",
     "Late",
-    "Link",
     "LinkedHarness",
     "LinkedStoreConformance",
-    "Lost",
+    "LostCall",
     "Odds",
-    "Refused",
+    "RefusedCall",
     "StoreConformance",
     "StoreHarness",
     "Stray",

@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
+from doyen._waiting import shared
 from doyen.errors import OutcomeUnknown, StoreUnavailable
 from doyen.model import Entry, Finding, Lease, Version
-from doyen.store import Creation, Store, Watch
-from doyen.waiting import shared
+from doyen.stores.port import Creation, Store, Watch
 
 __all__ = [
     "Expired",
@@ -37,9 +37,9 @@ __all__ = [
     "Faults",
     "FaultyStore",
     "Late",
-    "Lost",
+    "LostCall",
     "Odds",
-    "Refused",
+    "RefusedCall",
     "Stray",
     "Unanswered",
 ]
@@ -56,7 +56,7 @@ class Late:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
+class LostCall:
     """Not done. Never answered, or with `told` answered by `OutcomeUnknown`."""
 
     told: bool = False
@@ -70,7 +70,7 @@ class Unanswered:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedCall:
     """Not done, and said so: `StoreUnavailable`."""
 
 
@@ -87,7 +87,7 @@ class Expired:
     """The lease named by the call ends at the store just before the call is done."""
 
 
-Fault = Late | Lost | Unanswered | Refused | Stray | Expired
+Fault = Late | LostCall | Unanswered | RefusedCall | Stray | Expired
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,9 +158,9 @@ class Faults:
         odds, draw = self.odds, self._random.random()
         for chance, make in (
             (odds.late, self._late),
-            (odds.lost, lambda: Lost(told=self._coin())),
+            (odds.lost, lambda: LostCall(told=self._coin())),
             (odds.unanswered, lambda: Unanswered(told=self._coin())),
-            (odds.refused, Refused),
+            (odds.refused, RefusedCall),
             (odds.stray, lambda: Stray(after_s=self._delay())),
             (odds.expired if leased else 0.0, Expired),
         ):
@@ -262,9 +262,9 @@ class FaultyStore(Store):
     ) -> T:
         fault = self.faults.choose(operation, about, lease is not None)
         match fault:
-            case Refused():
+            case RefusedCall():
                 raise StoreUnavailable(f"{operation} was refused by an injected fault")
-            case Lost():
+            case LostCall():
                 await self._no_answer(operation, fault.told)
             case Stray():
                 return await self._stray(fault.after_s, do)

@@ -5,7 +5,7 @@ an hour's failovers takes milliseconds and gives the same order of events every 
 outside here: sockets, subprocesses and threads are never looked at, so a task that waits for one
 is reported as a deadlock, as is a set of tasks that wait only for each other.
 
-Imports `doyen.clock` and the standard library.
+Imports `doyen.lease.clock` and the standard library.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import selectors
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-from doyen.clock import VirtualClock
+from doyen.lease.clock import VirtualClock
 
 __all__ = ["VirtualDeadlock", "VirtualLoop", "run_virtual"]
 

@@ -26,7 +26,7 @@ from doyen.cli._output import Exit, console, print_json
 from doyen.errors import ConfigError
 
 if TYPE_CHECKING:
-    from doyen.cli.up.drill import Verdict
+    from doyen.cli.up.drill import DrillResult
     from doyen.cli.up.quorum import Quorum
 
 __all__ = ["MANUAL", "configure", "run"]
@@ -106,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _play(
     args: argparse.Namespace, folder: Path, interrupts: _Interrupts, *, live: bool
-) -> Verdict:
-    from doyen.cli.up.cluster import Cluster, timing_on
+) -> DrillResult:
+    from doyen.cli.up.cluster import CandidateProcesses, timing_on
     from doyen.cli.up.drill import Drill, judge
 
     problems: list[str] = []
@@ -115,7 +115,7 @@ def _play(
         quorum = None if args.store else _quorum(folder, stack)
         store = args.store or (quorum.url if quorum else _file(folder))
         timing, worst_s = timing_on(store, args.ttl_s)
-        cluster = Cluster(
+        cluster = CandidateProcesses(
             folder,
             candidates=args.candidates,
             store=store,
@@ -164,7 +164,7 @@ def _silent(_: str) -> None:
     return
 
 
-def _tell(verdict: Verdict, args: argparse.Namespace, folder: Path, *, keep: bool) -> None:
+def _tell(verdict: DrillResult, args: argparse.Namespace, folder: Path, *, keep: bool) -> None:
     if args.json:
         print_json({**verdict.as_dict(), "evidence": str(folder) if keep else None})
         return

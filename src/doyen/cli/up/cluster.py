@@ -21,15 +21,24 @@ from signal import SIGCONT, SIGKILL, SIGSTOP
 from typing import TYPE_CHECKING, Any, Literal
 
 from doyen.cli.up.candidate import ELECTION, WORK_FILE, command
-from doyen.clock import SystemClock
 from doyen.errors import ConfigError, StoreUnavailable
-from doyen.store import Capabilities, Context, StoreURL, open_store
-from doyen.timing import Timing
+from doyen.lease.clock import SystemClock
+from doyen.lease.timing import Timing
+from doyen.stores.port import Capabilities, Context, StoreURL, open_store
 
 if TYPE_CHECKING:
     from doyen.cli.up.quorum import Quorum
 
-__all__ = ["Chronicle", "Cluster", "Failover", "Fault", "Kind", "Reign", "Seat", "timing_on"]
+__all__ = [
+    "CandidateProcesses",
+    "Chronicle",
+    "Failover",
+    "InjectedFault",
+    "Kind",
+    "Reign",
+    "Seat",
+    "timing_on",
+]
 
 RESTART_AFTER_S = 1.0
 """How long a dead candidate stays dead."""
@@ -42,7 +51,7 @@ Kind = Literal["killed", "frozen", "asked to resign"]
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class InjectedFault:
     """What was done to a leader, and the instant before it was, on the boot-time clock."""
 
     kind: Kind
@@ -67,7 +76,7 @@ class Failover:
     """A new leader, and the fault that made it so; none at the very first, or if nobody did
     anything."""
 
-    fault: Fault | None
+    fault: InjectedFault | None
     to: Reign
 
     @property
@@ -82,7 +91,7 @@ class Chronicle:
         self.latest: Reign | None = None
         """The term with the highest token."""
         self.failovers: list[Failover] = []
-        self.pending: Fault | None = None
+        self.pending: InjectedFault | None = None
         """A fault that no new leader has followed yet."""
         self._reigns: dict[str, Reign] = {}
         self._behind: dict[str, str] = {}
@@ -166,7 +175,7 @@ class Seat:
         return said.splitlines()[-1] if said else "it said nothing"
 
 
-class Cluster:
+class CandidateProcesses:
     """A few candidates on one store, in one folder."""
 
     def __init__(
@@ -310,7 +319,7 @@ class Cluster:
         """Note the instant before something is done to a leader."""
         latest, now = self.chronicle.latest, self.now()
         if latest is not None and seat is self.leader:
-            self.chronicle.pending = Fault(kind, seat.name, latest.token, now)
+            self.chronicle.pending = InjectedFault(kind, seat.name, latest.token, now)
         return now
 
     @property

@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from doyen.audit import Report, verify
-from doyen.cli.up.cluster import Cluster, Failover, Fault, Kind
+from doyen.cli.up.cluster import CandidateProcesses, Failover, InjectedFault, Kind
 
 if TYPE_CHECKING:
-    from doyen.cli.up.quorum import Change
+    from doyen.cli.up.quorum import NodeLeaderChange
 
-__all__ = ["Drill", "Verdict", "duration", "judge", "summary"]
+__all__ = ["Drill", "DrillResult", "duration", "judge", "summary"]
 
 _START_WITHIN_S = 15.0
 """How long the first election may take: processes have to start."""
@@ -45,7 +45,7 @@ class Drill:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: CandidateProcesses,
         *,
         for_s: float,
         stopping: Callable[[], bool],
@@ -94,7 +94,7 @@ class Drill:
         in_turn = _FAULTS[dealt % len(_FAULTS)]
         return next((kind for kind in (in_turn, *_FAULTS) if self._time_for(kind)), None)
 
-    def _deal(self, kind: Kind) -> Fault | None:
+    def _deal(self, kind: Kind) -> InjectedFault | None:
         leader = self._cluster.leader
         if leader is None:
             return None
@@ -115,7 +115,7 @@ class Drill:
                 return f"nobody led the quorum within {_LEADS_WITHIN_S:g} s after {leader.name}"
         return None
 
-    def _followed(self, fault: Fault) -> bool:
+    def _followed(self, fault: InjectedFault) -> bool:
         return self._until(
             lambda: self._cluster.chronicle.pending is not fault, self._cluster.worst_s * _PATIENCE
         )
@@ -171,7 +171,7 @@ class Drill:
             " if others campaign on the same store, give the drill one of its own"
         )
 
-    def _no_successor(self, fault: Fault) -> str:
+    def _no_successor(self, fault: InjectedFault) -> str:
         return (
             f"{fault.name} (token {fault.token}) was {fault.kind}, and nobody was elected within"
             f" {self._cluster.worst_s * _PATIENCE:.2f} s; the worst case is"
@@ -189,7 +189,7 @@ def story(failover: Failover) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class DrillResult:
     """What a run has shown."""
 
     failovers: tuple[Failover, ...]
@@ -199,7 +199,7 @@ class Verdict:
     ttl_s: float
     worst_s: float
     work_done: int
-    quorum: tuple[Change, ...] = ()
+    quorum: tuple[NodeLeaderChange, ...] = ()
     """Changes of leader of the nodes that the candidates met at."""
 
     @property
@@ -244,7 +244,7 @@ class Verdict:
         }
 
 
-def judge(cluster: Cluster, problems: list[str], *, bounded: bool) -> Verdict:
+def judge(cluster: CandidateProcesses, problems: list[str], *, bounded: bool) -> DrillResult:
     """Judge a run whose candidates have stopped, by their audit logs.
 
     With `bounded`, a failover beyond the worst case is a problem too; a user who freezes everyone
@@ -257,7 +257,7 @@ def judge(cluster: Cluster, problems: list[str], *, bounded: bool) -> Verdict:
         late = [failover for failover in failovers if failover.seconds > cluster.worst_s]
         found += [f"{story(failover)}: later than the worst case" for failover in late]
         found += [] if report.terms else ["nobody was ever elected, so nothing is proved"]
-    return Verdict(
+    return DrillResult(
         failovers=failovers,
         report=report,
         problems=tuple(found),
@@ -269,7 +269,7 @@ def judge(cluster: Cluster, problems: list[str], *, bounded: bool) -> Verdict:
     )
 
 
-def summary(verdict: Verdict) -> list[str]:
+def summary(verdict: DrillResult) -> list[str]:
     """The verdict, for people."""
     lines = []
     for kind in _FAULTS:

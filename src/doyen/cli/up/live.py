@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from doyen.cli.up.candidate import ELECTION
-from doyen.cli.up.cluster import RESTART_AFTER_S, Cluster, Failover, Seat
+from doyen.cli.up.cluster import RESTART_AFTER_S, CandidateProcesses, Failover, Seat
 from doyen.cli.up.drill import story
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _FRAME_S = 0.1
 _BAR = 24
 
 
-def show(cluster: Cluster, *, stopping: Callable[[], bool]) -> None:
+def show(cluster: CandidateProcesses, *, stopping: Callable[[], bool]) -> None:
     """Show the cluster and obey keys until `q`, the end of the input, or until told to stop."""
     desk = _Desk(cluster)
     with _Keys(sys.stdin.fileno()) as keys, _view(desk) as view:
@@ -79,7 +79,7 @@ class _Keys:
 class _Desk:
     """What the keys act on, and what they did."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: CandidateProcesses) -> None:
         self.cluster = cluster
         self.chosen: Seat | None = None
         """None: whoever leads."""
@@ -121,7 +121,7 @@ class _State(NamedTuple):
     colour: str
 
 
-def _state(cluster: Cluster, seat: Seat) -> _State:
+def _state(cluster: CandidateProcesses, seat: Seat) -> _State:
     now = cluster.now()
     reign, behind = cluster.chronicle.reign(seat.name), cluster.chronicle.behind(seat.name)
     if not seat.alive:
@@ -139,7 +139,7 @@ def _state(cluster: Cluster, seat: Seat) -> _State:
     return _State("starting", "", "dim")
 
 
-def _vacancy(cluster: Cluster) -> str:
+def _vacancy(cluster: CandidateProcesses) -> str:
     """Why nobody leads."""
     fault = cluster.chronicle.pending
     if fault is None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from doyen.cli.up.kin import die_with
+from doyen.cli.up.parent import die_with
 
 __all__ = ["ELECTION_S", "command"]
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSTOP
 
 from doyen.cli.up.node import ELECTION_S, command
-from doyen.clock import SystemClock
 from doyen.errors import StoreUnavailable
+from doyen.lease.clock import SystemClock
 
-__all__ = ["Change", "Quorum", "Server"]
+__all__ = ["NodeLeaderChange", "NodeProcess", "Quorum"]
 
 SIZE = 3
 RESTART_AFTER_S = 1.0
@@ -33,7 +33,7 @@ START_WITHIN_S = 20.0
 STOP_WITHIN_S = 3.0
 
 
-class Server:
+class NodeProcess:
     """One node: a name, and the process that runs it at present."""
 
     def __init__(self, name: str, address: str) -> None:
@@ -71,7 +71,7 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class NodeLeaderChange:
     """A new leader of the quorum, and what had been done to the one before it."""
 
     to: str
@@ -92,9 +92,9 @@ class Quorum:
         self._folder = folder
         self.now: Callable[[], float] = SystemClock().now
         self.servers = [
-            Server(f"n{number}", address) for number, address in enumerate(_addresses(SIZE), 1)
+            NodeProcess(f"n{number}", address) for number, address in enumerate(_addresses(SIZE), 1)
         ]
-        self.changes: list[Change] = []
+        self.changes: list[NodeLeaderChange] = []
         self._struck: tuple[str, float] | None = None
 
     @property
@@ -102,7 +102,7 @@ class Quorum:
         return f"doyen://{','.join(server.address for server in self.servers)}"
 
     @property
-    def leader(self) -> Server | None:
+    def leader(self) -> NodeProcess | None:
         """Who leads, for all that they say."""
         leading = [each for each in self.servers if each.role == "leading" and each.alive]
         return max(leading, key=lambda each: each.generation, default=None)
@@ -145,9 +145,9 @@ class Quorum:
         ):
             struck, at = self._struck or ("", now)
             self._struck = None
-            self.changes.append(Change(leader.name, leader.generation, struck, now - at))
+            self.changes.append(NodeLeaderChange(leader.name, leader.generation, struck, now - at))
 
-    def kill(self, server: Server) -> None:
+    def kill(self, server: NodeProcess) -> None:
         """SIGKILL; it is started again after a moment, with what it has on disk."""
         if server.process is not None and server.alive:
             self._strike("killed", server)
@@ -155,14 +155,14 @@ class Quorum:
             server.died_at = self.now()
             server.process.send_signal(SIGKILL)
 
-    def freeze(self, server: Server) -> None:
+    def freeze(self, server: NodeProcess) -> None:
         """SIGSTOP; it is thawed after a while."""
         if server.process is not None and server.alive and server.frozen_at is None:
             self._strike("frozen", server)
             server.frozen_at = self.now()
             server.process.send_signal(SIGSTOP)
 
-    def thaw(self, server: Server) -> None:
+    def thaw(self, server: NodeProcess) -> None:
         """SIGCONT."""
         if server.process is not None and server.frozen_at is not None:
             server.frozen_at = None
@@ -185,7 +185,7 @@ class Quorum:
                     server.process.wait()
                 self._bury(server)
 
-    def _start(self, server: Server) -> None:
+    def _start(self, server: NodeProcess) -> None:
         server.killed = server.listening = False
         server.role = "starting"
         peers = {each.name: each.address for each in self.servers}
@@ -201,13 +201,13 @@ class Quorum:
         assert server.process.stdout is not None
         os.set_blocking(server.process.stdout.fileno(), False)
 
-    def _bury(self, server: Server) -> None:
+    def _bury(self, server: NodeProcess) -> None:
         if server.process is not None and server.process.stdout is not None:
             server.process.stdout.close()
         server.process, server.frozen_at, server.role = None, None, "dead"
         server.died_at = max(server.died_at, self.now())
 
-    def _strike(self, how: str, server: Server) -> None:
+    def _strike(self, how: str, server: NodeProcess) -> None:
         if server is self.leader:
             self._struck = f"{server.name} {how}", self.now()
 

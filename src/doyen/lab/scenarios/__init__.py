@@ -29,9 +29,9 @@ from doyen.lab.scenarios.logs import (
     vote_without_log,
     votes_too_early,
 )
-from doyen.lab.scenarios.play import Fact, Played, Scenario, Script
+from doyen.lab.scenarios.play import Played, Scenario, ScenarioFact, Script
 
-__all__ = ["SCENARIOS", "Fact", "Played", "Scenario", "act"]
+__all__ = ["SCENARIOS", "Played", "Scenario", "ScenarioFact", "act"]
 
 _ETCD = "领导选举 (leader election with etcd)"
 _INTRODUCTION = "Leader Election模式 (an introduction)"

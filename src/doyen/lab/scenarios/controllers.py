@@ -67,7 +67,7 @@ class CredulousBroker(Broker):
 Making = Callable[[str, Place], Broker]
 
 
-class Cluster:
+class BrokerCluster:
     """Brokers, one of which is the controller."""
 
     def __init__(self, place: Place, make: Making) -> None:
@@ -130,9 +130,9 @@ class Cluster:
         ]
 
 
-async def _fail_over(place: Place, make: Making) -> Cluster:
+async def _fail_over(place: Place, make: Making) -> BrokerCluster:
     """The controller is frozen with an order under way, and wakes when another controls."""
-    cluster = Cluster(place, make)
+    cluster = BrokerCluster(place, make)
     for name in BROKERS:
         cluster.start(name)
         await asyncio.sleep(0.1)

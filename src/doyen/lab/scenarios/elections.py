@@ -12,12 +12,12 @@ import sqlite3
 from contextlib import closing
 from functools import partial
 
+from doyen.election.options import Recipe
 from doyen.errors import LeadershipLost, StaleToken
 from doyen.fencing import SQLGuard
 from doyen.lab.scenarios.place import TTL_S, Place, meet
 from doyen.lab.scenarios.play import Script
 from doyen.session import Session
-from doyen.stand import Recipe
 from doyen.term import Term
 
 __all__ = ["MasterRow", "Register", "herd", "master_row", "paused_leader"]

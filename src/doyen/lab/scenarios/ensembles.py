@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 
-from doyen.consensus.core import Effect, Event, Received, Role, Send
-from doyen.consensus.smallest_id import Looking
-from doyen.consensus.zab import Notification
-from doyen.lab.host import Host
 from doyen.lab.scenarios.play import Script, listed
 from doyen.lab.scenarios.stage import Caller, Stage, servers
+from doyen.lab.server import SimulatedServer
+from doyen.quorum.consensus.core import CoreEvent, Effect, Received, Role, Send
+from doyen.quorum.consensus.smallest_id import Looking
+from doyen.quorum.consensus.zab import Notification
 
 __all__ = ["by_ids_alone", "five_servers", "no_majority", "restarted_cluster"]
 
@@ -30,7 +30,7 @@ class Ensemble(Stage):
         self.ignored: list[tuple[str, str]] = []
         """Whose vote was ignored by whom, since it was one of an earlier round."""
 
-    def _notified(self, host: Host, event: Event, effects: Sequence[Effect]) -> None:
+    def _notified(self, host: SimulatedServer, event: CoreEvent, effects: Sequence[Effect]) -> None:
         match event:
             case Received(peer, Notification(role=Role.LOOKING, round=given)) if (
                 self.core(host.id).role is Role.LOOKING and 0 < given < self.core(host.id).clock
@@ -190,7 +190,7 @@ def no_majority(script: Script, rule: Rule = by_ids_alone) -> None:
     stage = Stage(script, nodes, "smallest-id")
     rounds: dict[str, int] = dict.fromkeys(nodes, 0)
 
-    def called(host: Host, event: Event, effects: Sequence[Effect]) -> None:
+    def called(host: SimulatedServer, event: CoreEvent, effects: Sequence[Effect]) -> None:
         rounds[host.id] += any(
             isinstance(effect, Send) and isinstance(effect.message, Looking) for effect in effects
         )

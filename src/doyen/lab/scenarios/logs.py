@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
-from doyen.consensus.core import Connected, Core, Disconnected, Role
-from doyen.consensus.raft import Raft, Vote
 from doyen.lab.linearizability import Operation, linearizable
 from doyen.lab.scenarios.play import Script
 from doyen.lab.scenarios.stage import Caller, Stage, objection, servers
+from doyen.quorum.consensus.core import Connected, Core, Disconnected, Role
+from doyen.quorum.consensus.raft import Raft, Vote
 
 __all__ = [
     "AsPrinted",

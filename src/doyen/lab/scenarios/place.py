@@ -16,18 +16,18 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
 
-from doyen.clock import VirtualClock
+from doyen.election.presence import SessionSettings
 from doyen.lab.machines import LabLoop, Process, undisturbed
 from doyen.lab.scenarios.play import Script
+from doyen.lease.clock import VirtualClock
+from doyen.lease.runtime import InlineRuntime
 from doyen.model import Lease
-from doyen.presence import Settings
-from doyen.runtime import InlineRuntime
 from doyen.session import Session
-from doyen.store import Context, Watch
 from doyen.stores.memory import MemoryServer, MemoryStore
+from doyen.stores.port import Context, Watch
 from doyen.testing.faults import Faults, FaultyStore
 
-__all__ = ["TTL_S", "Member", "Place", "meet"]
+__all__ = ["TTL_S", "Participant", "Place", "meet"]
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class Place:
         """When the store was asked for what."""
         self.near = near
         """The store is right here: cheaper, and nobody can be stopped."""
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, Participant] = {}
 
     @property
     def now(self) -> float:
@@ -69,18 +69,18 @@ class Place:
 
     def member(
         self, name: str, live: Callable[[Session], Awaitable[None]], *, ttl_s: float = TTL_S
-    ) -> Member:
+    ) -> Participant:
         """Start a process that does this with its session."""
-        member = self.members[name] = Member(self, name)
+        member = self.members[name] = Participant(self, name)
         member.process.start(self._live(member, live, ttl_s))
         return member
 
     async def _live(
-        self, member: Member, live: Callable[[Session], Awaitable[None]], ttl_s: float
+        self, member: Participant, live: Callable[[Session], Awaitable[None]], ttl_s: float
     ) -> None:
         store = Remote(self, member)
         runtime = InlineRuntime(self.clock, member.process.number)
-        settings = Settings(url="memory://", ttl_s=ttl_s)
+        settings = SessionSettings(url="memory://", ttl_s=ttl_s)
         async with Session(settings, runtime, store) as session:
             await live(session)
 
@@ -95,7 +95,7 @@ class Place:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Member:
+class Participant:
     """One process of the place."""
 
     def __init__(self, place: Place, name: str) -> None:
@@ -119,7 +119,7 @@ class Member:
 class Remote(FaultyStore):
     """The store as a process sees it: what is asked is done elsewhere, a millisecond away."""
 
-    def __init__(self, place: Place, member: Member) -> None:
+    def __init__(self, place: Place, member: Participant) -> None:
         store = MemoryStore(place.server, Context(place.clock, lambda _: None))
         super().__init__(store, Faults())
         self._place = place

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["Fact", "Played", "Scenario", "Script", "listed"]
+__all__ = ["Played", "Scenario", "ScenarioFact", "Script", "listed"]
 
 TOGETHER_S = 0.5
 """What several do within this is told as one thing."""
@@ -22,7 +22,7 @@ _PLURALS = {"is": "are", "has": "have", "does": "do"}
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class ScenarioFact:
     """What a scenario asserts, as a sentence, and whether it was so."""
 
     text: str
@@ -34,7 +34,7 @@ class Played:
     """A scenario that has been acted."""
 
     lines: list[str] = field(default_factory=list)
-    facts: list[Fact] = field(default_factory=list)
+    facts: list[ScenarioFact] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -59,7 +59,7 @@ class Script:
     """Takes down what is said and asserted."""
 
     def __init__(self) -> None:
-        self.facts: list[Fact] = []
+        self.facts: list[ScenarioFact] = []
         self._said: list[tuple[float | None, list[str], str]] = []
 
     @contextmanager
@@ -92,7 +92,7 @@ class Script:
 
     def fact(self, text: str, held: bool) -> None:
         """Assert it."""
-        self.facts.append(Fact(text, held))
+        self.facts.append(ScenarioFact(text, held))
 
     def end(self) -> Played:
         return Played([_line(*said) for said in self._said], self.facts)

@@ -13,17 +13,17 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
-from doyen.consensus.core import Core, Effect, Event, Send
-from doyen.consensus.invariants import InvariantBroken
 from doyen.lab.checkers import Broken
-from doyen.lab.host import Host
 from doyen.lab.linearizability import Operation
-from doyen.lab.load import Client, Request
-from doyen.lab.network import Link
+from doyen.lab.network import SimulatedLink
 from doyen.lab.plan import Plan, Weather
 from doyen.lab.protocols import known
 from doyen.lab.scenarios.play import Script, listed
+from doyen.lab.server import SimulatedServer
+from doyen.lab.workload import Client, WorkloadRequest
 from doyen.lab.world import World
+from doyen.quorum.consensus.core import Core, CoreEvent, Effect, Send
+from doyen.quorum.consensus.invariants import InvariantBroken
 
 __all__ = ["Caller", "Stage", "objection", "servers"]
 
@@ -72,11 +72,11 @@ class Stage(World):
         self.script = script
         self.chronicle = self._befell
         self.listener = self._heard
-        self.hearing: list[Callable[[Host, Event, Sequence[Effect]], None]] = []
+        self.hearing: list[Callable[[SimulatedServer, CoreEvent, Sequence[Effect]], None]] = []
         """Told of everything that a core takes in and says."""
         self.generation_word = "generation"
         """The protocol's own word for it."""
-        self._cut: list[Link] = []
+        self._cut: list[SimulatedLink] = []
         self._told: set[tuple[str, int, str]] = set()
         self.started: dict[str, float] = {}
         """When each was last started."""
@@ -172,7 +172,7 @@ class Stage(World):
         if who and not what.startswith("is looking"):
             self.script.say(self.now, who, what.replace("generation", self.generation_word))
 
-    def _heard(self, host: Host, event: Event, effects: Sequence[Effect]) -> None:
+    def _heard(self, host: SimulatedServer, event: CoreEvent, effects: Sequence[Effect]) -> None:
         for call in self.hearing:
             call(host, event, effects)
         # Zab's votes are its notifications, which its scenarios tell; a vote to the lab is what
@@ -184,7 +184,7 @@ class Stage(World):
                 if vote is not None:
                     self._voted(host, *vote)
 
-    def _voted(self, host: Host, generation: int, candidate: str | None) -> None:
+    def _voted(self, host: SimulatedServer, generation: int, candidate: str | None) -> None:
         key = (host.id, generation, candidate or host.id)
         if key not in self._told:
             self._told.add(key)
@@ -213,7 +213,7 @@ class Caller(Client):
     def again(self, server: str, operation: Operation) -> None:
         """Ask for the same once more: it is carried out once."""
         stage = self._stage
-        request = Request(self, operation)
+        request = WorkloadRequest(self, operation)
         stage.push(stage.now + stage.network.latency(), stage.hosts[server].asked, request)
 
     def _ask_for(self, server: str, value: int | None) -> Operation:
@@ -223,13 +223,13 @@ class Caller(Client):
         self.again(server, operation)
         return operation
 
-    def refused(self, what: tuple[Request, str | None]) -> None:
+    def refused(self, what: tuple[WorkloadRequest, str | None]) -> None:
         request, leader = what
         verb = "read" if request.operation.value is None else "write"
         hint = f"; {leader} leads, it is told" if leader else ""
         self._stage.script.say(self._stage.now, self.name, f"has its {verb} refused{hint}")
 
-    def answered(self, what: tuple[Request, int | None, int, str]) -> None:
+    def answered(self, what: tuple[WorkloadRequest, int | None, int, str]) -> None:
         request, result, _, server = what
         operation = request.operation
         if operation.ended == inf:

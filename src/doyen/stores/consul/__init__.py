@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from doyen.errors import ConfigError
-from doyen.store import Context, StoreURL
+from doyen.stores.port import Context, StoreURL
 
 if TYPE_CHECKING:
     from doyen.stores.consul.store import ConsulStore
@@ -46,7 +46,7 @@ async def open_store(url: StoreURL, context: Context) -> ConsulStore:
     del context  # Consul counts its sessions itself
     url.refuse_unknown("tls", "ca", "cert", "key", "connect_timeout_s", "token_file", "token_floor")
     try:
-        from doyen.stores.consul.agents import Agents
+        from doyen.stores.consul.client import Agents
         from doyen.stores.consul.store import ConsulStore
     except ImportError as error:
         raise ConfigError(

@@ -12,14 +12,14 @@ from typing import Any, Self
 
 from doyen.model import Finding
 
-__all__ = ["State", "findings", "seconds"]
+__all__ = ["AgentState", "findings", "seconds"]
 
 OLDEST = (1, 7)
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "µs": 1e-6, "us": 1e-6, "ns": 1e-9}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class AgentState:
     """What an agent said of itself, or why it said nothing."""
 
     agent: str
@@ -56,12 +56,12 @@ def seconds(duration: str) -> float:
     return sum(float(number) * _UNITS[unit] for number, unit in parts)
 
 
-def findings(states: Sequence[State], ttl_min_s: float) -> list[Finding]:
+def findings(states: Sequence[AgentState], ttl_min_s: float) -> list[Finding]:
     """What the states of the agents mean, with the shortest ttl that they grant."""
     return [*_agents(states), *_versions(states), *_times(states, ttl_min_s)]
 
 
-def _agents(states: Sequence[State]) -> Iterator[Finding]:
+def _agents(states: Sequence[AgentState]) -> Iterator[Finding]:
     for state in states:
         if state.silent_because:
             yield Finding(
@@ -88,7 +88,7 @@ def _agents(states: Sequence[State]) -> Iterator[Finding]:
         )
 
 
-def _versions(states: Sequence[State]) -> Iterator[Finding]:
+def _versions(states: Sequence[AgentState]) -> Iterator[Finding]:
     for state in states:
         if state.version:
             release = tuple(int(part) for part in re.findall(r"\d+", state.version)[:2])
@@ -109,7 +109,7 @@ def _versions(states: Sequence[State]) -> Iterator[Finding]:
             )
 
 
-def _times(states: Sequence[State], ttl_min_s: float) -> Iterator[Finding]:
+def _times(states: Sequence[AgentState], ttl_min_s: float) -> Iterator[Finding]:
     lease_s = max((state.leader_lease_s for state in states), default=0.0)
     if ttl_min_s < lease_s:
         yield Finding(

@@ -39,12 +39,12 @@ from doyen.errors import (
     StoreUnusable,
     TicketGone,
 )
+from doyen.lease.timing import DEFAULT_TTL_S
 from doyen.model import Entry, Finding, Lease, Version
-from doyen.store import Capabilities, Creation, Store, Watch
-from doyen.stores.consul.agents import TTL_MIN_S, Agents, Answer, Wire
-from doyen.stores.consul.diagnosis import State, findings
-from doyen.stores.consul.watches import Watches
-from doyen.timing import DEFAULT_TTL_S
+from doyen.stores.consul.client import TTL_MIN_S, Agents, ConsulClient, ConsulResponse
+from doyen.stores.consul.diagnosis import AgentState, findings
+from doyen.stores.consul.watches import ConsulWatches
+from doyen.stores.port import Capabilities, Creation, Store, Watch
 
 __all__ = ["ConsulStore"]
 
@@ -71,9 +71,9 @@ class ConsulStore(Store):
     def __init__(self, agents: Agents, *, prefix: str) -> None:
         self._agents = agents
         self._prefix = prefix
-        self._wire = Wire(agents)
-        self._renewals = Wire(agents)
-        self._watches = Watches(agents, prefix)
+        self._wire = ConsulClient(agents)
+        self._renewals = ConsulClient(agents)
+        self._watches = ConsulWatches(agents, prefix)
         self._deletions = _Deletions(self._transact)
         self._highest = 0
         """The highest index of an entry that was ever seen."""
@@ -189,9 +189,9 @@ class ConsulStore(Store):
             try:
                 told = await self._agents.inspect(link)
             except StoreError as error:
-                states.append(State(agent=host, silent_because=str(error)))
+                states.append(AgentState(agent=host, silent_because=str(error)))
             else:
-                states.append(State.of(host, told))
+                states.append(AgentState.of(host, told))
         return findings(states, self.capabilities.ttl_min_s)
 
     async def close(self) -> None:
@@ -200,7 +200,7 @@ class ConsulStore(Store):
         await self._renewals.close()
         await self._wire.close()
 
-    async def _transact(self, *operations: Operation) -> Answer:
+    async def _transact(self, *operations: Operation) -> ConsulResponse:
         """All of it, or nothing, which status 409 says."""
         body = [{"KV": each} for each in operations]
         return await self._wire.ask("PUT", "txn", body, accept=(200, 409))
@@ -216,7 +216,7 @@ class ConsulStore(Store):
         segments = (_DOTS.get(segment, segment) for segment in key.split("/"))
         return f"{self._prefix}/{'/'.join(segments)}"
 
-    def _written(self, answer: Answer, value: bytes) -> Entry:
+    def _written(self, answer: ConsulResponse, value: bytes) -> Entry:
         """The entry that a transaction wrote; Consul does not repeat its value."""
         return self._entry({**answer.json["Results"][-1]["KV"], "Value": _text(value)})
 
@@ -251,7 +251,7 @@ class _Deletions:
 
     MOST = 32  # a transaction has 64 operations at most
 
-    def __init__(self, transact: Callable[..., Awaitable[Answer]]) -> None:
+    def __init__(self, transact: Callable[..., Awaitable[ConsulResponse]]) -> None:
         self._transact = transact
         self._asked: Asked = []
         self._tasks: dict[asyncio.Task[None], Asked] = {}
@@ -331,7 +331,7 @@ def _lock(path: str, value: bytes, lease: Lease) -> Operation:
     return {"Verb": "lock", "Key": path, "Value": _text(value), "Session": lease.id}
 
 
-def _refuse_ended(answer: Answer) -> None:
+def _refuse_ended(answer: ConsulResponse) -> None:
     if any("invalid session" in error["What"] for error in answer.json["Errors"]):
         raise LeaseGone("Consul has ended the session")
 

@@ -25,9 +25,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
 from doyen.errors import StoreError
-from doyen.stores.consul.agents import Agents, Answer, Wire
+from doyen.stores.consul.client import Agents, ConsulClient, ConsulResponse
 
-__all__ = ["Watches"]
+__all__ = ["ConsulWatches"]
 
 log = logging.getLogger("doyen.consul")
 
@@ -42,11 +42,11 @@ NEIGHBOURS_S = 0.1
 every change near by: without a pause, a crowd of candidates would ask anew at each."""
 
 
-class Watches:
+class ConsulWatches:
     """The watches of one store."""
 
     def __init__(self, agents: Agents, prefix: str) -> None:
-        self._wire = Wire(agents)
+        self._wire = ConsulClient(agents)
         self._depth = prefix.count("/") + 1
         self._covers: dict[str, _Cover] = {}
 
@@ -111,7 +111,7 @@ class Watches:
 class _Watch:
     """A standing request to be told of changes at a scope or under it."""
 
-    def __init__(self, watches: Watches, scope: str, notify: Callable[[], None]) -> None:
+    def __init__(self, watches: ConsulWatches, scope: str, notify: Callable[[], None]) -> None:
         self.scope = scope
         self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._watches = watches
@@ -142,7 +142,7 @@ class _Watch:
 class _Cover:
     """One blocking query after another, and the watches that it serves."""
 
-    def __init__(self, prefix: str, wire: Wire) -> None:
+    def __init__(self, prefix: str, wire: ConsulClient) -> None:
         self.prefix = prefix
         self.watches: dict[_Watch, None] = {}
         self.shown: defaultdict[str, set[int]] = defaultdict(set)
@@ -178,7 +178,7 @@ class _Cover:
             if not self._take(now):
                 await asyncio.sleep(NEIGHBOURS_S * random.uniform(0.5, 1.5))
 
-    async def _ask(self, index: int) -> Answer:
+    async def _ask(self, index: int) -> ConsulResponse:
         options: dict[str, object] = {"recurse": None}
         if index:
             options |= {"index": index, "wait": f"{WAIT_S:g}s"}

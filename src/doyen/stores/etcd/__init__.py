@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from doyen.errors import ConfigError
-from doyen.store import Context, StoreURL
+from doyen.stores.port import Context, StoreURL
 
 if TYPE_CHECKING:
     from doyen.stores.etcd.store import EtcdStore
@@ -51,7 +51,7 @@ async def open_store(url: StoreURL, context: Context) -> EtcdStore:
     try:
         import grpc
 
-        from doyen.stores.etcd.cluster import Cluster, Credentials, refuse_after_fork
+        from doyen.stores.etcd.connection import Credentials, EtcdCluster, refuse_after_fork
         from doyen.stores.etcd.store import EtcdStore
     except ImportError as error:
         raise ConfigError(f'etcd:// needs grpcio ({error}): pip install "doyen[etcd]"') from error
@@ -66,7 +66,7 @@ async def open_store(url: StoreURL, context: Context) -> EtcdStore:
             raise ConfigError("etcd:// needs cert= and key= together: a certificate and its key")
         tls = grpc.ssl_channel_credentials(files["ca"], files["key"], files["cert"])
     store = EtcdStore(
-        Cluster(
+        EtcdCluster(
             list(_members(hosts)),
             Credentials(user=unquote(user), password=unquote(password), tls=tls),
             connect_timeout_s=_number(url, "connect_timeout_s", 3.0),

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from doyen.model import Finding, Level
 
-__all__ = ["State", "findings"]
+__all__ = ["EtcdMemberState", "findings"]
 
 _Release = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class EtcdMemberState:
     """What a member said of itself, or why it said nothing."""
 
     member: str
@@ -59,12 +59,12 @@ _DEFECTS: tuple[tuple[_Release, _Release, Level, str], ...] = (
 )
 
 
-def findings(states: Sequence[State]) -> list[Finding]:
+def findings(states: Sequence[EtcdMemberState]) -> list[Finding]:
     """What the states of a cluster's members mean."""
     return [*_versions(states), *_members(states), *_alarms(states)]
 
 
-def _versions(states: Sequence[State]) -> Iterator[Finding]:
+def _versions(states: Sequence[EtcdMemberState]) -> Iterator[Finding]:
     for version in sorted({state.version for state in states if state.version}):
         who = ", ".join(state.member for state in states if state.version == version)
         release = tuple(int(part) for part in version.partition("-")[0].split("."))
@@ -83,7 +83,7 @@ def _versions(states: Sequence[State]) -> Iterator[Finding]:
             yield Finding(level="ok", subject="version", text=f"etcd {version} at {who}")
 
 
-def _members(states: Sequence[State]) -> Iterator[Finding]:
+def _members(states: Sequence[EtcdMemberState]) -> Iterator[Finding]:
     for state in states:
         if state.silent_because:
             yield Finding(
@@ -115,7 +115,7 @@ def _members(states: Sequence[State]) -> Iterator[Finding]:
         )
 
 
-def _alarms(states: Sequence[State]) -> Iterator[Finding]:
+def _alarms(states: Sequence[EtcdMemberState]) -> Iterator[Finding]:
     for state in states:
         for alarm in state.alarms:
             yield Finding(

@@ -21,17 +21,17 @@ from typing import Any
 
 from doyen.errors import LeaseGone, StoreError, StoreUnavailable
 from doyen.stores.etcd import rpc
-from doyen.stores.etcd.cluster import Cluster, Connection, Wire
+from doyen.stores.etcd.connection import EtcdChannel, EtcdCluster, EtcdConnection
 
-__all__ = ["Leases"]
+__all__ = ["EtcdKeepalive"]
 
 
-class Leases:
+class EtcdKeepalive:
     """Renews the leases of one store."""
 
-    def __init__(self, cluster: Cluster, witness: bytes) -> None:
+    def __init__(self, cluster: EtcdCluster, witness: bytes) -> None:
         """`witness` is the key that is read after a renewal; nothing need stand there."""
-        self._wire = Wire(cluster)
+        self._wire = EtcdConnection(cluster)
         self._witness = rpc.RangeRequest(key=witness, count_only=True)
         self._stream: _Stream | None = None
 
@@ -68,7 +68,7 @@ class Leases:
 class _Stream:
     """One LeaseKeepAlive stream, from its opening to its end."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: EtcdChannel) -> None:
         self.connection = connection
         self.ended = False
         self._stream = connection.stream(rpc.KEEP_ALIVE)

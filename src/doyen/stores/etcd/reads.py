@@ -21,9 +21,9 @@ from typing import Any
 
 from doyen.errors import StoreError
 from doyen.stores.etcd import rpc
-from doyen.stores.etcd.cluster import Wire
+from doyen.stores.etcd.connection import EtcdConnection
 
-__all__ = ["Reads"]
+__all__ = ["EtcdReads"]
 
 AT_A_TIME = 4
 MOST = 100
@@ -40,7 +40,7 @@ class _Read:
 class _Batch:
     """Reads that are under way together."""
 
-    def __init__(self, wire: Wire, reads: Sequence[_Read]) -> None:
+    def __init__(self, wire: EtcdConnection, reads: Sequence[_Read]) -> None:
         self._wire = wire
         self._reads = reads
         for read in reads:
@@ -77,10 +77,10 @@ class _Batch:
         return [each.response_range for each in answer.responses]
 
 
-class Reads:
+class EtcdReads:
     """The reads of one store."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: EtcdConnection) -> None:
         self._wire = wire
         self._waiting: deque[_Read] = deque()
         self._under_way = 0

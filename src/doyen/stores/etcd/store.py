@@ -22,13 +22,13 @@ from typing import Any
 
 from doyen.errors import ConfigError, LeaseGone, StoreUnusable, TicketGone
 from doyen.model import Entry, Finding, Lease, Version
-from doyen.store import Capabilities, Creation, Store, Watch
 from doyen.stores.etcd import rpc
-from doyen.stores.etcd.cluster import Cluster, Wire
+from doyen.stores.etcd.connection import EtcdCluster, EtcdConnection
 from doyen.stores.etcd.diagnosis import findings
-from doyen.stores.etcd.leases import Leases
-from doyen.stores.etcd.reads import Reads
-from doyen.stores.etcd.watches import Watches
+from doyen.stores.etcd.leases import EtcdKeepalive
+from doyen.stores.etcd.reads import EtcdReads
+from doyen.stores.etcd.watches import EtcdWatches
+from doyen.stores.port import Capabilities, Creation, Store, Watch
 
 __all__ = ["EtcdStore"]
 
@@ -50,15 +50,15 @@ class EtcdStore(Store):
         notice_s=0.5,
     )
 
-    def __init__(self, cluster: Cluster, *, prefix: str) -> None:
+    def __init__(self, cluster: EtcdCluster, *, prefix: str) -> None:
         self._cluster = cluster
         self._prefix = f"{prefix}/"
         witness = self._prefix.encode()
         self._witness = rpc.RangeRequest(key=witness, count_only=True)
-        self._wire = Wire(cluster)
-        self._reads = Reads(self._wire)
-        self._leases = Leases(cluster, witness)
-        self._watches = Watches(cluster)
+        self._wire = EtcdConnection(cluster)
+        self._reads = EtcdReads(self._wire)
+        self._leases = EtcdKeepalive(cluster, witness)
+        self._watches = EtcdWatches(cluster)
         self._tickets = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count(1))
         self._unusable: str | None = None
 

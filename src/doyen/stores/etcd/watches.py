@@ -23,9 +23,16 @@ from typing import Any, NoReturn
 
 from doyen.errors import StoreError, StoreUnavailable
 from doyen.stores.etcd import rpc
-from doyen.stores.etcd.cluster import Cluster, Connection, Denied, StaleToken, Wire, refusal
+from doyen.stores.etcd.connection import (
+    Denied,
+    EtcdChannel,
+    EtcdCluster,
+    EtcdConnection,
+    LoginExpired,
+    refusal,
+)
 
-__all__ = ["Watches"]
+__all__ = ["EtcdWatches"]
 
 PULSE_S = 2.0
 """How long a stream may be silent before it is asked, and how long the answer may take."""
@@ -38,12 +45,12 @@ FRESH_S = 10.0
 log = logging.getLogger("doyen")
 
 
-class Watches:
+class EtcdWatches:
     """The watches of one store."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: EtcdCluster) -> None:
         self._cluster = cluster
-        self._wire = Wire(cluster)
+        self._wire = EtcdConnection(cluster)
         self._all: dict[_Watch, None] = {}
         self._stream: _Stream | None = None
         self._running: asyncio.Task[None] | None = None
@@ -89,7 +96,7 @@ class Watches:
                     watch.begun.set_exception(error)
                 await asyncio.sleep(PAUSE_S * random.uniform(0.5, 1.5))
 
-    async def _serve(self, connection: Connection) -> None:
+    async def _serve(self, connection: EtcdChannel) -> None:
         """Watch on one stream. Returns if all it took to go on was another token."""
         stream = self._stream = _Stream(connection)
         for watch in self._all:
@@ -97,7 +104,7 @@ class Watches:
         token = self._cluster.token
         try:
             await stream.read()
-        except (StaleToken, Denied) as error:
+        except (LoginExpired, Denied) as error:
             # For a watch, etcd before 3.5.6 says "denied" when it means that the token is stale.
             now = asyncio.get_running_loop().time()
             denied = isinstance(error, Denied) and now < self._known_until
@@ -114,7 +121,7 @@ class Watches:
 class _Watch:
     """A standing request to be told of changes at a scope or under it."""
 
-    def __init__(self, watches: Watches, scope: bytes, notify: Callable[[], None]) -> None:
+    def __init__(self, watches: EtcdWatches, scope: bytes, notify: Callable[[], None]) -> None:
         self.scope = scope
         self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._under = scope + b"/"
@@ -148,7 +155,7 @@ class _Watch:
 class _Stream:
     """One Watch stream, from its opening to its end."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: EtcdChannel) -> None:
         self._member = connection.member
         self._stream = connection.stream(rpc.WATCH)
         self._creating: deque[_Watch] = deque()

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from doyen.errors import ConfigError
-from doyen.store import Context, StoreURL
+from doyen.stores.port import Context, StoreURL
 
 if TYPE_CHECKING:
     from doyen.stores.nats.store import NatsStore
@@ -43,7 +43,7 @@ async def open_store(url: StoreURL, context: Context) -> NatsStore:
         "tls", "ca", "cert", "key", "creds", "replicas", "connect_timeout_s", "token_floor"
     )
     try:
-        from doyen.stores.nats.link import Address
+        from doyen.stores.nats.connection import NatsAddress
         from doyen.stores.nats.store import NatsStore
     except ImportError as error:
         raise ConfigError(f'nats:// needs nats-py ({error}): pip install "doyen[nats]"') from error
@@ -64,7 +64,7 @@ async def open_store(url: StoreURL, context: Context) -> NatsStore:
         raise ConfigError("nats:// needs a host: nats://h1,h2:4222/bucket")
     replicas, floor = (int(_number(url, name, 0)) for name in ("replicas", "token_floor"))
     store = NatsStore(
-        Address(
+        NatsAddress(
             hosts=tuple(hosts.split(",")),
             options={name: value for name, value in options.items() if value is not None},
             connect_timeout_s=_number(url, "connect_timeout_s", 3.0),

@@ -33,7 +33,14 @@ from nats.aio.msg import Msg
 
 from doyen.errors import OutcomeUnknown, StoreError, StoreUnavailable
 from doyen.model import Entry
-from doyen.stores.nats.link import ANSWER_S, CLOSE_S, Link, Message, Missing, apart
+from doyen.stores.nats.connection import (
+    ANSWER_S,
+    CLOSE_S,
+    NatsConnection,
+    StoredMessage,
+    StreamMissing,
+    apart,
+)
 
 __all__ = ["CREATED", "LEASE", "Mirror", "subject_of"]
 
@@ -79,7 +86,7 @@ class _Damaged(ValueError):
 class Mirror:
     """A copy of one bucket."""
 
-    def __init__(self, link: Link, bucket: str, changed: Callable[[str], None]) -> None:
+    def __init__(self, link: NatsConnection, bucket: str, changed: Callable[[str], None]) -> None:
         self._link = link
         self._bucket = bucket
         self._stream = f"KV_{bucket}"
@@ -128,11 +135,11 @@ class Mirror:
     async def state(self) -> dict[str, Any]:
         try:
             state: dict[str, Any] = (await self._link.ask(f"STREAM.INFO.{self._stream}"))["state"]
-        except Missing as error:
+        except StreamMissing as error:
             raise StoreUnavailable(f"the bucket {self._bucket} is gone") from error
         return state
 
-    def learn(self, key: str, tried: int, found: Message | None) -> None:
+    def learn(self, key: str, tried: int, found: StoredMessage | None) -> None:
         """Note the last message of a key's subject, after a write that expected `tried` there was
         refused. The copy is at least as new as that message.
 
@@ -206,7 +213,7 @@ class Mirror:
     async def _copy(self, arrived: asyncio.Queue[Msg], pending: int, base: int, last: int) -> None:
         """`base` is where the stream was before, `last` the sequence of its last message."""
         position, delivered = 0, 0
-        first: list[tuple[str, Message]] = []
+        first: list[tuple[str, StoredMessage]] = []
         async with asyncio.timeout(None) as limit:
             while pending > 0 or position < last:
                 if pending == 0 and limit.when() is None:
@@ -235,7 +242,7 @@ class Mirror:
 
     async def _next(
         self, arrived: asyncio.Queue[Msg], delivered: int
-    ) -> tuple[str, Message, int, int]:
+    ) -> tuple[str, StoredMessage, int, int]:
         """The next message of the stream: subject, message, its number, how many are to come."""
         while True:
             message = await self._arrival(arrived)
@@ -244,7 +251,12 @@ class Mirror:
                 sequence, number, pending = _numbers(message.reply)
                 if number != delivered + 1:
                     raise StoreUnavailable("messages were missed")
-                return message.subject, Message(sequence, headers, message.data), number, pending
+                return (
+                    message.subject,
+                    StoredMessage(sequence, headers, message.data),
+                    number,
+                    pending,
+                )
             if headers.get("Status") == "100":
                 if int(headers.get("Nats-Last-Consumer", delivered)) != delivered:
                     raise StoreUnavailable("messages were missed")
@@ -273,7 +285,7 @@ class Mirror:
         self._moved.set()
         self._moved = asyncio.Event()
 
-    def _take(self, view: _View, subject: str, message: Message) -> set[str]:
+    def _take(self, view: _View, subject: str, message: StoredMessage) -> set[str]:
         """Take a message into the view; the keys at which something has changed by that."""
         try:
             kind, key = self._path(subject)
@@ -303,7 +315,7 @@ class Mirror:
         return kind, key
 
 
-def _apply(view: _View, kind: str, key: str, message: Message) -> set[str]:
+def _apply(view: _View, kind: str, key: str, message: StoredMessage) -> set[str]:
     if kind == "leases":
         return _apply_lease(view, key, message)
     before = view.entries.pop(key, None)
@@ -321,7 +333,7 @@ def _apply(view: _View, kind: str, key: str, message: Message) -> set[str]:
     return {key}
 
 
-def _apply_lease(view: _View, lease: str, message: Message) -> set[str]:
+def _apply_lease(view: _View, lease: str, message: StoredMessage) -> set[str]:
     if not message.deleted:
         view.leases[lease] = None
         try:
@@ -339,7 +351,7 @@ def _apply_lease(view: _View, lease: str, message: Message) -> set[str]:
     return ended
 
 
-def _created(message: Message) -> int:
+def _created(message: StoredMessage) -> int:
     """The revision of an entry: the sequence of its creation, if it has been changed since."""
     text = message.headers.get(CREATED, "")
     return int(text) if text.isdecimal() else message.sequence

@@ -33,12 +33,19 @@ from typing import Any
 
 from doyen.errors import LeaseGone, StoreError, StoreUnavailable, StoreUnusable, TicketGone
 from doyen.events import LeaseEnded
-from doyen.lookout import LeaseRow, Lookout, Survey
 from doyen.model import Entry, Finding, Lease, Version
-from doyen.store import Capabilities, Context, Creation, Store, Watch
-from doyen.stores.nats.link import AT_ONCE, Address, Link, Message, Missing, Refused
+from doyen.stores.kit.silence import LeaseObserver, LeaseRow, Survey
+from doyen.stores.nats.connection import (
+    AT_ONCE,
+    NatsAddress,
+    NatsConnection,
+    StoredMessage,
+    StreamMissing,
+    WrongSequence,
+)
 from doyen.stores.nats.marks import Marks
 from doyen.stores.nats.mirror import CREATED, LEASE, Mirror, subject_of
+from doyen.stores.port import Capabilities, Context, Creation, Store, Watch
 
 __all__ = ["NatsStore"]
 
@@ -59,14 +66,14 @@ _TICKET = re.compile(r"(-?\d+)-[0-9a-f]{32}")
 class NatsStore(Store):
     """One handle on a bucket."""
 
-    def __init__(self, address: Address, context: Context, *, bucket: str) -> None:
+    def __init__(self, address: NatsAddress, context: Context, *, bucket: str) -> None:
         self._emit = context.emit
         self._bucket = bucket
         self._now = context.clock.now
-        self._work = Link(address, on_connect=self._reconnected)
-        self._pulse = Link(address)
+        self._work = NatsConnection(address, on_connect=self._reconnected)
+        self._pulse = NatsConnection(address)
         self._marks = Marks()
-        self._lookout = Lookout(self, context.clock.now, None)
+        self._lookout = LeaseObserver(self, context.clock.now, None)
         self._mirror = Mirror(self._work, bucket, self._lookout.changed)
         self._beats: dict[str, int] = {}
         """The sequence of the last renewal of each lease that is ours."""
@@ -102,7 +109,7 @@ class NatsStore(Store):
         stream = f"KV_{bucket}"
         try:
             config = (await self._work.ask(f"STREAM.INFO.{stream}"))["config"]
-        except Missing:
+        except StreamMissing:
             answer = await self._work.ask(
                 f"STREAM.CREATE.{stream}",
                 name=stream,
@@ -142,7 +149,7 @@ class NatsStore(Store):
         try:
             granted = await self._write(subject_of(self._bucket, "leases", lease.id), value, 0)
             beat = await self._work.write(self._beat(lease.id), value, 0)
-        except Refused as error:
+        except WrongSequence as error:
             raise _gone(lease.id) from error
         await self._mirror.reach(granted)
         self._beats[lease.id] = beat
@@ -153,7 +160,7 @@ class NatsStore(Store):
         while (last := self._beats.get(lease.id)) is not None:
             try:
                 sequence = await self._pulse.write(subject, value, last)
-            except Refused:
+            except WrongSequence:
                 # Only this client renews the lease: either the lease has ended, or a renewal
                 # whose answer did not come was carried out.
                 found = await self._pulse.last(f"KV_{self._bucket}_beats", subject)
@@ -189,7 +196,7 @@ class NatsStore(Store):
             if last is not None:
                 try:
                     await self._work.bury(self._subject(key), last)
-                except (Refused, StoreError):
+                except (WrongSequence, StoreError):
                     continue
 
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
@@ -217,7 +224,7 @@ class NatsStore(Store):
             tried = self._mirror.view.graves.get(key, 0)
             try:
                 return await self._write(self._subject(key), value, tried, headers)
-            except Refused:
+            except WrongSequence:
                 found = await self._work.last(f"KV_{self._bucket}", self._subject(key))
                 if found is not None:
                     await self._mirror.reach(found.sequence)
@@ -233,7 +240,7 @@ class NatsStore(Store):
             return sequence
         try:
             await self._work.bury(subject, sequence)
-        except Refused:
+        except WrongSequence:
             pass
         raise StoreUnusable(
             f"the bucket {self._bucket} is at sequence {sequence} and was at {before} before: it"
@@ -253,7 +260,7 @@ class NatsStore(Store):
         headers = {CREATED: str(standing.revision)}
         try:
             sequence = await self._write(self._subject(key), value, int(str(if_version)), headers)
-        except Refused:
+        except WrongSequence:
             return None
         return Entry(key, value, standing.revision, sequence)
 
@@ -266,7 +273,7 @@ class NatsStore(Store):
             try:
                 await self._work.bury(self._subject(key), int(str(standing.version)))
                 return True
-            except Refused:
+            except WrongSequence:
                 found = await self._work.last(f"KV_{self._bucket}", self._subject(key))
             if found is not None:
                 await self._mirror.reach(found.sequence)
@@ -275,7 +282,7 @@ class NatsStore(Store):
             try:
                 await self._work.bury(self._subject(key), 0)
                 return True
-            except Refused:
+            except WrongSequence:
                 continue
 
     async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
@@ -346,7 +353,7 @@ class NatsStore(Store):
                 await self._end(row.lease)  # somebody began to, and did not come to the end
         return rows
 
-    def _row(self, lease: str, beat: Message | None, incarnation: str) -> LeaseRow:
+    def _row(self, lease: str, beat: StoredMessage | None, incarnation: str) -> LeaseRow:
         known = self._mirror.view.leases
         if lease not in known or (beat is not None and beat.deleted):
             return LeaseRow(lease, None, 0, 0, incarnation)
@@ -383,14 +390,14 @@ class NatsStore(Store):
             try:
                 if 2 * await self._end_if_over(leases) > len(leases):
                     number, pause_s = min(4 * number, 4 * AT_ONCE), 2 * (loop.time() - began)
-            except (StoreError, Refused) as error:
+            except (StoreError, WrongSequence) as error:
                 log.debug("leases could not be swept: %s", error)
 
     async def seal(self, lease: str, counter: int) -> None:
         """For the lookout: end a lease, if it has not been renewed after all."""
         try:
             await self._work.bury(self._beat(lease), counter)
-        except Refused:
+        except WrongSequence:
             return
         self._emit(LeaseEnded(lease=lease, cause="expired"))
         await self._end(lease)
@@ -464,7 +471,7 @@ class NatsStore(Store):
         return f"$KV.{self._bucket}_beats.{lease}"
 
 
-def _ttl(beat: Message | None) -> float:
+def _ttl(beat: StoredMessage | None) -> float:
     """The ttl by a beat, for a lease whose own value is damaged."""
     try:
         ttl_s = float(beat.value) if beat else _DAMAGED_TTL_S

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from doyen.errors import ConfigError
-from doyen.store import Context, StoreURL
+from doyen.stores.port import Context, StoreURL
 
 if TYPE_CHECKING:
-    from doyen.quorum.wire import Security
+    from doyen.quorum.protocol.wire import Security
     from doyen.stores.quorum.store import QuorumStore
 
 __all__ = ["make_store", "open_store"]
@@ -85,7 +85,7 @@ def _nodes(hosts: str) -> Iterator[str]:
 
 
 def _security(url: StoreURL, secret: str) -> Security:
-    from doyen.quorum.wire import TLS, Security
+    from doyen.quorum.protocol.wire import TLS, Security
 
     given = {name: url.options.get(name) for name in ("ca", "cert", "key")}
     value = url.options.get("tls", "")

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from doyen.model import Finding
-from doyen.quorum.requests import Condition
+from doyen.quorum.protocol.requests import Condition
 
-__all__ = ["State", "findings", "outsiders", "risks_of_removal"]
+__all__ = ["NodeAnswer", "findings", "outsiders", "risks_of_removal"]
 
 BEHIND = 1000
 """Entries that a node may be behind and still count as up to date."""
 
 
-class State(NamedTuple):
+class NodeAnswer(NamedTuple):
     """What one node named in the URL said, or why it said nothing."""
 
     address: str
@@ -24,7 +24,7 @@ class State(NamedTuple):
     """Who should be there, if others know."""
 
 
-def outsiders(states: Sequence[State]) -> set[str]:
+def outsiders(states: Sequence[NodeAnswer]) -> set[str]:
     """Who runs and does not belong to the quorum, any more or yet: by its leader's word, since one
     that was taken out may not have heard of it."""
     up = [state.condition for state in states if state.condition is not None]
@@ -35,7 +35,7 @@ def outsiders(states: Sequence[State]) -> set[str]:
     return {each.node for each in up}.difference(leads.voters, leads.learners)
 
 
-def risks_of_removal(states: Sequence[State], node: str) -> list[str]:
+def risks_of_removal(states: Sequence[NodeAnswer], node: str) -> list[str]:
     """What would be dangerous about removing this node now. Whether the change can be agreed on at
     all is for the leader to say."""
     up = {state.condition.node: state.condition for state in states if state.condition}
@@ -64,13 +64,13 @@ def risks_of_removal(states: Sequence[State], node: str) -> list[str]:
     return risks
 
 
-def findings(states: Sequence[State]) -> list[Finding]:
+def findings(states: Sequence[NodeAnswer]) -> list[Finding]:
     """What is worth knowing about a quorum."""
     up = [state.condition for state in states if state.condition is not None]
     return [*_nodes(states), *_leadership(up), *_members(up), *_versions(up), *_disks(up)]
 
 
-def _nodes(states: Sequence[State]) -> Iterator[Finding]:
+def _nodes(states: Sequence[NodeAnswer]) -> Iterator[Finding]:
     for state in states:
         if state.condition is None:
             yield Finding(

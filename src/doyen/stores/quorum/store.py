@@ -1,8 +1,8 @@
 """The Store port on a quorum of doyen's own nodes.
 
 Two connections: one for everything, one for renewals alone, to different nodes where there are
-several. The keyspace does the work (see `doyen.quorum.keyspace`); what is here turns the port's
-calls into its commands, and its results into the port's words.
+several. The keyspace does the work (see `doyen.quorum.keyspace.state`); what is here turns the
+port's calls into its commands, and its results into the port's words.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from typing import Any
 
 from doyen.errors import ConfigError, LeaseGone, StoreUnusable
 from doyen.model import Entry, Finding, Lease, Version
-from doyen.quorum.keyspace import (
+from doyen.quorum.keyspace.state import (
     RANKS,
     Advance,
-    Command,
+    ConditionFailed,
     Create,
     Delete,
     Done,
     Enqueue,
     Gone,
     Grant,
-    Granted,
+    KeyspaceCommand,
+    LeaseGranted,
     Put,
-    Record,
-    Refused,
     Result,
     Revoke,
     Stands,
+    StoredEntry,
     Ticketed,
     Written,
 )
-from doyen.quorum.requests import (
+from doyen.quorum.protocol.requests import (
     MIN_TTL_S,
     Ahead,
     Arrange,
@@ -48,10 +48,10 @@ from doyen.quorum.requests import (
     Renew,
     Scan,
 )
-from doyen.quorum.wire import Security
-from doyen.store import Capabilities, Creation, Store, Watch
-from doyen.stores.quorum.diagnosis import State, findings
-from doyen.stores.quorum.wire import Electing, Wire, inquire
+from doyen.quorum.protocol.wire import Security
+from doyen.stores.port import Capabilities, Creation, Store, Watch
+from doyen.stores.quorum.connection import Electing, QuorumConnection, inquire
+from doyen.stores.quorum.diagnosis import NodeAnswer, findings
 
 __all__ = ["QuorumStore"]
 
@@ -93,8 +93,8 @@ class QuorumStore(Store):
         self._renewals = self._connection(cluster, (first + 1) % len(nodes))
         self._unusable: str | None = None
 
-    def _connection(self, cluster: str, first: int) -> Wire:
-        return Wire(
+    def _connection(self, cluster: str, first: int) -> QuorumConnection:
+        return QuorumConnection(
             self._nodes,
             self._security,
             cluster=cluster,
@@ -128,7 +128,7 @@ class QuorumStore(Store):
     async def grant(self, ttl_s: float) -> Lease:
         ttl_s = max(ttl_s, MIN_TTL_S)
         match await self._do(Grant(ttl_s)):
-            case Granted(lease=lease):
+            case LeaseGranted(lease=lease):
                 return Lease(str(lease), ttl_s)
             case other:
                 raise _surprised(other)
@@ -158,7 +158,7 @@ class QuorumStore(Store):
         result = await self._do(Put(key, value, _version(if_version)))
         if isinstance(result, Written):
             return Entry(key, value, result.revision, result.version)
-        if isinstance(result, Refused):
+        if isinstance(result, ConditionFailed):
             return None
         raise _surprised(result)
 
@@ -188,7 +188,7 @@ class QuorumStore(Store):
 
     async def list(self, prefix: str) -> list[Entry]:
         self._require_usable()
-        records: list[Record] = await self._wire.ask(lambda id: Scan(id, prefix))  # noqa: A006
+        records: list[StoredEntry] = await self._wire.ask(lambda id: Scan(id, prefix))  # noqa: A006
         return [_entry(record) for record in records]
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
@@ -198,7 +198,7 @@ class QuorumStore(Store):
     async def diagnose(self) -> Sequence[Finding]:
         return findings(await self.inspect())
 
-    async def inspect(self) -> Sequence[State]:
+    async def inspect(self) -> Sequence[NodeAnswer]:
         """What each node says of itself: those of the URL, and others that they know of."""
         self._require_usable()
         states = await asyncio.gather(*map(self._inspect, self._nodes))
@@ -239,17 +239,19 @@ class QuorumStore(Store):
             self._unusable = "this store has been closed; open another"
             await asyncio.gather(self._wire.close(), self._renewals.close())
 
-    async def _inspect(self, address: str) -> State:
+    async def _inspect(self, address: str) -> NodeAnswer:
         """What one node says of itself."""
         try:
             async with asyncio.timeout(2 * self._connect_timeout_s):
-                return State(address, await inquire(address, self._security, self._wire.cluster))
+                return NodeAnswer(
+                    address, await inquire(address, self._security, self._wire.cluster)
+                )
         except TimeoutError:
-            return State(address, None, f"{address} does not answer")
+            return NodeAnswer(address, None, f"{address} does not answer")
         except Exception as error:  # noqa: BLE001 - whatever it is, it is what there is to tell
-            return State(address, None, str(error))
+            return NodeAnswer(address, None, str(error))
 
-    def _do(self, command: Command) -> Coroutine[Any, Any, Result]:
+    def _do(self, command: KeyspaceCommand) -> Coroutine[Any, Any, Result]:
         self._require_usable()
         return self._wire.write(command)
 
@@ -269,7 +271,7 @@ def _place(address: str) -> str:
     return f"127.0.0.1:{port}" if host == "localhost" else address
 
 
-def _entry(record: Record) -> Entry:
+def _entry(record: StoredEntry) -> Entry:
     lease = str(record.lease) if record.lease else None
     return Entry(record.key, record.value, record.revision, record.version, lease)
 

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from doyen.errors import ConfigError
-from doyen.store import Context, StoreURL
+from doyen.stores.port import Context, StoreURL
 
 if TYPE_CHECKING:
     from doyen.stores.redis.store import RedisStore
@@ -66,7 +66,7 @@ _OPTIONS = (
 async def open_store(url: StoreURL, context: Context) -> RedisStore:
     """Open the store at `url`."""
     try:
-        from doyen.stores.redis.link import PORT, SENTINEL_PORT, Address
+        from doyen.stores.redis.connection import PORT, SENTINEL_PORT, RedisAddress
         from doyen.stores.redis.scripts import LARGEST
         from doyen.stores.redis.store import RedisStore
     except ImportError as missing:
@@ -83,7 +83,7 @@ async def open_store(url: StoreURL, context: Context) -> RedisStore:
     who, _, where = url.parts.netloc.rpartition("@")
     user, _, password = who.partition(":")
     service, database = _path(url, sentinel)
-    address = Address(
+    address = RedisAddress(
         hosts=tuple(_hosts(where, SENTINEL_PORT if sentinel else PORT)),
         user=unquote(user) or None,
         password=unquote(password) or None,

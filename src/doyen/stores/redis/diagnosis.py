@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from doyen.model import Finding
 
-__all__ = ["Facts", "findings"]
+__all__ = ["RedisServerFacts", "findings"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class RedisServerFacts:
     """How a server was found."""
 
     name: str
@@ -31,7 +31,9 @@ class Facts:
     poll_s: float
 
     @classmethod
-    def of(cls, info: Mapping[str, str], fsync: str, awaited: int, poll_s: float) -> Facts:
+    def of(
+        cls, info: Mapping[str, str], fsync: str, awaited: int, poll_s: float
+    ) -> RedisServerFacts:
         valkey = info.get("server_name") == "valkey"
         return cls(
             name="Valkey" if valkey else "Redis",
@@ -46,7 +48,7 @@ class Facts:
         )
 
 
-def findings(facts: Facts) -> Iterator[Finding]:
+def findings(facts: RedisServerFacts) -> Iterator[Finding]:
     """What the state of a server means."""
     yield Finding(level="ok", subject="redis", text=f"{facts.name} {facts.version}")
     yield Finding(
@@ -67,7 +69,7 @@ def findings(facts: Facts) -> Iterator[Finding]:
     yield from _replication(facts)
 
 
-def _durability(facts: Facts) -> Iterator[Finding]:
+def _durability(facts: RedisServerFacts) -> Iterator[Finding]:
     lost = "what was confirmed may be gone, a leader's record or a renewal among it"
     if not facts.log:
         yield Finding(
@@ -86,7 +88,7 @@ def _durability(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _replication(facts: Facts) -> Iterator[Finding]:
+def _replication(facts: RedisServerFacts) -> Iterator[Finding]:
     tokens = "only the token protects then (doyen.fencing); it keeps growing"
     if facts.replicas and facts.awaited < facts.replicas:
         counted = "a replica" if facts.replicas == 1 else f"{facts.replicas} replicas"

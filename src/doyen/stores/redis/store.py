@@ -20,13 +20,13 @@ from redis.exceptions import ResponseError
 
 from doyen.errors import ConfigError, LeaseGone, OutcomeUnknown, StoreUnusable, TicketGone
 from doyen.events import LeaseEnded
-from doyen.lookout import LeaseRow, Lookout, Survey
 from doyen.model import Entry, Finding, Lease, Version
-from doyen.store import Capabilities, Context, Creation, Store, Watch
-from doyen.stores.redis.diagnosis import Facts, findings
-from doyen.stores.redis.link import Address, Link, Wire, facts_in
-from doyen.stores.redis.listener import Listener
+from doyen.stores.kit.silence import LeaseObserver, LeaseRow, Survey
+from doyen.stores.port import Capabilities, Context, Creation, Store, Watch
+from doyen.stores.redis.connection import MasterConnection, RedisAddress, RedisConnection, facts_in
+from doyen.stores.redis.diagnosis import RedisServerFacts, findings
 from doyen.stores.redis.scripts import LAYOUT
+from doyen.stores.redis.subscriber import RedisSubscriber
 
 __all__ = ["RedisStore"]
 
@@ -40,13 +40,13 @@ class RedisStore(Store):
     """One handle on what lies under a prefix."""
 
     def __init__(
-        self, address: Address, context: Context, *, prefix: str, replicas: int, poll_s: float
+        self, address: RedisAddress, context: Context, *, prefix: str, replicas: int, poll_s: float
     ) -> None:
         self._emit = context.emit
-        self._work = Link(address, prefix)
-        self._pulse = Link(address, prefix)
-        self._lookout = Lookout(self, context.clock.now, poll_s)
-        self._listener = Listener(address, prefix, self._lookout.changed)
+        self._work = MasterConnection(address, prefix)
+        self._pulse = MasterConnection(address, prefix)
+        self._lookout = LeaseObserver(self, context.clock.now, poll_s)
+        self._listener = RedisSubscriber(address, prefix, self._lookout.changed)
         self._replicas = replicas
         self._poll_s = poll_s
         self._wait = ("WAIT", replicas, _WAIT_MS) if replicas else None
@@ -160,7 +160,7 @@ class RedisStore(Store):
             _, fsync = await self._work.ask("CONFIG", "GET", "appendfsync")
         except (ResponseError, ValueError):
             fsync = b""  # managed servers do not tell
-        return [*findings(Facts.of(facts, fsync.decode(), self._replicas, self._poll_s))]
+        return [*findings(RedisServerFacts.of(facts, fsync.decode(), self._replicas, self._poll_s))]
 
     def forked(self) -> None:
         # The connections stay open: to close one would end the parent's as well.
@@ -210,13 +210,13 @@ class RedisStore(Store):
         revision, _ = await self._read("position")
         return int(revision)
 
-    async def _read(self, script: str, *given: str) -> tuple[Any, Wire]:
+    async def _read(self, script: str, *given: str) -> tuple[Any, RedisConnection]:
         self._require_usable()
         return await self._work.read(script, *given)
 
     async def _write(
-        self, script: str, *given: str | bytes, link: Link | None = None
-    ) -> tuple[Any, Wire]:
+        self, script: str, *given: str | bytes, link: MasterConnection | None = None
+    ) -> tuple[Any, RedisConnection]:
         self._require_usable()
         link = link or self._work
         (answer, *acknowledged), wire = await link.write(script, *given, wait=self._wait)
@@ -233,7 +233,7 @@ class RedisStore(Store):
             if entries is not None:
                 return entries
 
-    async def _judged(self, rows: Iterable[Any], wire: Wire) -> Sequence[Entry] | None:
+    async def _judged(self, rows: Iterable[Any], wire: RedisConnection) -> Sequence[Entry] | None:
         """The entries in rows; None if some are void: they are gone then, and it is to be asked
         again."""
         over: dict[str, int] = {}
@@ -254,7 +254,7 @@ class RedisStore(Store):
             await self.seal(lease, counter)
         return None if over else entries
 
-    def _entry(self, row: Sequence[Any], wire: Wire) -> tuple[Entry, LeaseRow | None]:
+    def _entry(self, row: Sequence[Any], wire: RedisConnection) -> tuple[Entry, LeaseRow | None]:
         """An entry, and its lease if that is over."""
         path, value, revision, version, *bound = row
         if not bound:
@@ -274,7 +274,7 @@ class RedisStore(Store):
 class _Watch:
     """One watch, and its share in the subscription."""
 
-    def __init__(self, listener: Listener, scope: str, watch: Watch) -> None:
+    def __init__(self, listener: RedisSubscriber, scope: str, watch: Watch) -> None:
         self._listener = listener
         self._scope = scope
         self._watch = watch
@@ -287,7 +287,7 @@ class _Watch:
             self._listener.leave(self._scope)
 
 
-def _lease_row(row: Sequence[Any], wire: Wire) -> LeaseRow:
+def _lease_row(row: Sequence[Any], wire: RedisConnection) -> LeaseRow:
     lease, *rest = row
     if not rest:
         return LeaseRow(lease.decode(), None, -1, 0, "")

@@ -35,18 +35,18 @@ from collections.abc import Sequence
 
 from doyen.errors import ConfigError, StoreUnavailable, StoreUnusable
 from doyen.model import Finding
-from doyen.store import Context, StoreURL
-from doyen.stores.sql.diagnosis import MySQLFacts, findings_of_mysql
-from doyen.stores.sql.link import (
-    Address,
-    ConnectionLost,
+from doyen.stores.port import Context, StoreURL
+from doyen.stores.sql.connection import (
     Given,
-    Link,
     Primary,
     Row,
+    SqlAddress,
+    SqlConnection,
+    SqlConnectionLost,
     TryAgain,
     WrongServer,
 )
+from doyen.stores.sql.diagnosis import MySQLFacts, findings_of_mysql
 from doyen.stores.sql.store import (
     LAYOUT,
     Dialect,
@@ -200,13 +200,13 @@ class _NoTable(StoreUnusable):
     """doyen's tables are not there."""
 
 
-class _MyLink(Link[Connection]):
+class _MyLink(SqlConnection[Connection]):
     """A connection to MySQL or MariaDB."""
 
     port = 3306
 
     def __init__(self, url: StoreURL, primary: Primary) -> None:
-        self._address = Address.of(url)
+        self._address = SqlAddress.of(url)
         if not self._address.database:
             raise ConfigError(
                 f"{url.parts.scheme}:// needs a database: {url.parts.scheme}://user@host/database"
@@ -263,12 +263,12 @@ class _MyLink(Link[Connection]):
 
     def translate(self, error: Exception) -> Exception:
         if isinstance(error, OSError):
-            return ConnectionLost(str(error))
+            return SqlConnectionLost(str(error))
         if not isinstance(error, MySQLError):
             return error
         code, cause = _code(error), _cause(error)
         if 2000 <= code < 3000 or code in _ENDED or not code:
-            return ConnectionLost(cause)
+            return SqlConnectionLost(cause)
         if code == _DEADLOCK:
             return TryAgain(cause)
         if code in _CANNOT_WRITE:

@@ -36,18 +36,18 @@ from typing import Any
 
 from doyen.errors import ConfigError, StoreError, StoreUnavailable, StoreUnusable
 from doyen.model import Finding
-from doyen.store import Context, StoreURL, Watch
-from doyen.stores.sql.diagnosis import PostgreSQLFacts, findings_of_postgresql
-from doyen.stores.sql.link import (
-    Address,
-    ConnectionLost,
+from doyen.stores.port import Context, StoreURL, Watch
+from doyen.stores.sql.connection import (
     Given,
-    Link,
     Primary,
     Row,
+    SqlAddress,
+    SqlConnection,
+    SqlConnectionLost,
     TryAgain,
     WrongServer,
 )
+from doyen.stores.sql.diagnosis import PostgreSQLFacts, findings_of_postgresql
 from doyen.stores.sql.store import (
     KEPT,
     LAYOUT,
@@ -281,7 +281,7 @@ def _names(schema: str) -> dict[str, str]:
 
 def _parameters(url: StoreURL) -> dict[str, Any]:
     """What psycopg is to connect with."""
-    address = Address.of(url)
+    address = SqlAddress.of(url)
     given: dict[str, Any] = {
         "user": address.user,
         "password": address.password,
@@ -316,7 +316,7 @@ def _tls(url: StoreURL) -> dict[str, str | None]:
     return {"sslmode": mode, **given}
 
 
-class _PgLink(Link[_Connection]):
+class _PgLink(SqlConnection[_Connection]):
     """A connection to PostgreSQL, which is known to have ended when it ends.
 
     One that listens tells `heard` the path of every change, and None each time it has begun to
@@ -332,7 +332,7 @@ class _PgLink(Link[_Connection]):
         channel: str = "",
         heard: Callable[[str | None], None] | None = None,
     ) -> None:
-        super().__init__("PostgreSQL", Address.of(url), _connect_timeout_s(url), primary)
+        super().__init__("PostgreSQL", SqlAddress.of(url), _connect_timeout_s(url), primary)
         self.early = False
         """Whether what frees something may be seen before it is durable."""
         self._parameters = _parameters(url)
@@ -398,11 +398,13 @@ class _PgLink(Link[_Connection]):
             return error
         state, cause = error.sqlstate or "", _one_line(error)
         if state.startswith(("08", "57P")):
-            return ConnectionLost(cause)
+            return SqlConnectionLost(cause)
         if not state:
             # libpq makes errors of its own, which psycopg passes on as plain DatabaseErrors.
             lost = isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
-            return ConnectionLost(cause) if lost or type(error) is psycopg.DatabaseError else error
+            return (
+                SqlConnectionLost(cause) if lost or type(error) is psycopg.DatabaseError else error
+            )
         if state in ("40001", "40P01"):
             return TryAgain(cause)
         if state in _STANDBY:
@@ -543,7 +545,7 @@ class PostgreSQLStore(RelationalStore):
             self._listening.cancel()
         await super().close()
 
-    def _links(self) -> Iterable[Link[Any]]:
+    def _links(self) -> Iterable[SqlConnection[Any]]:
         separate = self._ears is not None and self._ears is not self._pulse
         return (*super()._links(), *((self._ears,) if separate and self._ears else ()))
 

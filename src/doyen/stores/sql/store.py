@@ -23,10 +23,10 @@ from typing import Any
 
 from doyen.errors import ConfigError, LeaseGone, StoreUnusable, TicketGone
 from doyen.events import LeaseEnded
-from doyen.lookout import LeaseRow, Lookout, Survey
 from doyen.model import Entry, Lease, Version
-from doyen.store import Capabilities, Context, Creation, Store, StoreURL, Watch
-from doyen.stores.sql.link import Given, Link, Row
+from doyen.stores.kit.silence import LeaseObserver, LeaseRow, Survey
+from doyen.stores.port import Capabilities, Context, Creation, Store, StoreURL, Watch
+from doyen.stores.sql.connection import Given, Row, SqlConnection
 
 __all__ = [
     "KEPT",
@@ -160,8 +160,8 @@ class RelationalStore(Store):
         dialect: Dialect,
         context: Context,
         *,
-        work: Link[Any],
-        pulse: Link[Any],
+        work: SqlConnection[Any],
+        pulse: SqlConnection[Any],
         poll_s: float | None,
     ) -> None:
         self._emit = context.emit
@@ -171,7 +171,7 @@ class RelationalStore(Store):
         self._work = work
         self._pulse = pulse
         self._own: set[str] = set()
-        self._lookout = Lookout(self, context.clock.now, poll_s, self.changes)
+        self._lookout = LeaseObserver(self, context.clock.now, poll_s, self.changes)
         self._unusable: str | None = None
         # Found dead by an observer whose sighting is a ttl old when it has just begun to look; a
         # candidate that has been waiting needs little more than the ttl.
@@ -403,7 +403,7 @@ class RelationalStore(Store):
             for link in self._links():
                 await link.close()
 
-    def _links(self) -> Iterable[Link[Any]]:
+    def _links(self) -> Iterable[SqlConnection[Any]]:
         return (self._work, self._pulse)
 
     def _require_usable(self) -> None:

@@ -26,18 +26,18 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from doyen.clock import boot_id
 from doyen.errors import ConfigError, LeaseGone, StoreError, StoreUnusable
 from doyen.events import LeaseEnded
+from doyen.lease.clock import boot_id
 from doyen.model import Entry, Finding, Lease, Version
-from doyen.store import Capabilities, Context, Creation, Store, StoreURL, Watch
+from doyen.stores.port import Capabilities, Context, Creation, Store, StoreURL, Watch
 from doyen.stores.sqlite.database import Database
-from doyen.stores.sqlite.diagnosis import State, findings
+from doyen.stores.sqlite.diagnosis import LocalStoreState, findings
 from doyen.stores.sqlite.inbox import Inbox
-from doyen.stores.sqlite.leases import Leases
-from doyen.stores.sqlite.ledger import Transaction
-from doyen.stores.sqlite.place import Folder, make_folders, path_of, refuse_shared, translate_os
-from doyen.stores.sqlite.wakes import Lookout
+from doyen.stores.sqlite.leases import LocalLeases
+from doyen.stores.sqlite.location import Folder, make_folders, path_of, refuse_shared, translate_os
+from doyen.stores.sqlite.tables import Transaction
+from doyen.stores.sqlite.watches import LocalWatches
 
 __all__ = ["SQLiteStore", "open_store"]
 
@@ -69,14 +69,14 @@ class SQLiteStore(Store):
         self._emit = context.emit
         self._loop = asyncio.get_running_loop()
         self._folder = Folder(path)
-        self._leases = Leases(
+        self._leases = LocalLeases(
             self._folder, now=context.clock.now, boot=boot_id(), ended=self._on_ended
         )
         self._inbox = Inbox(self._folder)
         self._database = Database(
             path, loop=self._loop, folder=self._folder, leases=self._leases, inbox=self._inbox
         )
-        self._lookout = Lookout(self._loop, self._database, self._leases, self._inbox)
+        self._lookout = LocalWatches(self._loop, self._database, self._leases, self._inbox)
         self._unusable: str | None = None
 
     async def open(self, token_floor: int) -> None:
@@ -170,10 +170,10 @@ class SQLiteStore(Store):
         self._require_usable()
         return findings(await self._database.submit(self._state, writes=False))
 
-    def _state(self, tables: Transaction) -> State:
+    def _state(self, tables: Transaction) -> LocalStoreState:
         names = [name for name, parts in self._folder.files().items() if "lease" in parts]
         live = sum(not self._leases.judge(name).ended for name in names)
-        return State.of(self._database.path, journal=tables.journal(), live_leases=live)
+        return LocalStoreState.of(self._database.path, journal=tables.journal(), live_leases=live)
 
     def proof(self, lease: Lease) -> tuple[int, ...]:
         return self._leases.proof(lease.id)

@@ -30,17 +30,17 @@ from typing import Any, TypeVar
 
 from doyen.errors import OutcomeUnknown, StoreError, StoreUnavailable, StoreUnusable
 from doyen.stores.sqlite.inbox import Inbox
-from doyen.stores.sqlite.leases import Leases
-from doyen.stores.sqlite.ledger import (
+from doyen.stores.sqlite.leases import LocalLeases
+from doyen.stores.sqlite.location import Folder, translate_os
+from doyen.stores.sqlite.tables import (
     APPLICATION_ID,
     SCHEMA,
     SCHEMA_VERSION,
     Transaction,
     WriteNeeded,
 )
-from doyen.stores.sqlite.place import Folder, translate_os
 
-__all__ = ["Database", "Outcome"]
+__all__ = ["CommitOutcome", "Database"]
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ class _Operation:
 
 
 @dataclass(slots=True)
-class Outcome:
+class CommitOutcome:
     """What a committed transaction means for the watches of this handle; see `Transaction`."""
 
     touched: dict[int, str] = field(default_factory=dict)
@@ -84,14 +84,14 @@ class Database:
         *,
         loop: asyncio.AbstractEventLoop,
         folder: Folder,
-        leases: Leases,
+        leases: LocalLeases,
         inbox: Inbox,
         patience_s: float = PATIENCE_S,
     ) -> None:
         self.path = path
         self.stale: deque[int] = deque()
         """Tags of watches that were closed; their rows go with the next write."""
-        self.deliver: Callable[[Outcome], None] = lambda outcome: None
+        self.deliver: Callable[[CommitOutcome], None] = lambda outcome: None
         self._loop = loop
         self._folder = folder
         self._leases = leases
@@ -181,15 +181,15 @@ class Database:
         except RuntimeError:
             pass  # the loop was closed without closing the store; nobody waits any more
 
-    def _answer(self, batch: list[_Operation], outcome: Outcome) -> None:
+    def _answer(self, batch: list[_Operation], outcome: CommitOutcome) -> None:
         for operation in batch:
             _settle(operation.answer, operation.result, operation.error)
         self.deliver(outcome)
 
-    def _carry_out(self, batch: list[_Operation]) -> Outcome:
+    def _carry_out(self, batch: list[_Operation]) -> CommitOutcome:
         wanted = [operation for operation in batch if not operation.answer.cancelled()]
         if not wanted:
-            return Outcome()
+            return CommitOutcome()
         try:
             if not any(operation.writes for operation in wanted):
                 try:
@@ -201,7 +201,7 @@ class Database:
             self._roll_back()
             for operation in wanted:
                 operation.result, operation.error = None, self._translate(error, copy=True)
-            return Outcome()
+            return CommitOutcome()
 
     def _attempt(self, batch: list[_Operation], tables: Transaction) -> None:
         """Carry out each; what one of them raises is its own, unless the transaction is lost."""
@@ -215,14 +215,14 @@ class Database:
                     raise
                 operation.error = self._translate(error)
 
-    def _read(self, batch: list[_Operation]) -> Outcome:
+    def _read(self, batch: list[_Operation]) -> CommitOutcome:
         self._begin(batch, "BEGIN")
         tables = Transaction(self._execute, self._leases, self._inbox.name, writable=False)
         self._attempt(batch, tables)
         self._execute("COMMIT")
-        return Outcome()
+        return CommitOutcome()
 
-    def _write(self, batch: list[_Operation]) -> Outcome:
+    def _write(self, batch: list[_Operation]) -> CommitOutcome:
         self._sync("FULL" if any(operation.durable for operation in batch) else "NORMAL")
         self._begin(batch, "BEGIN IMMEDIATE")
         self._require_in_place()
@@ -230,7 +230,7 @@ class Database:
         self._attempt(batch, tables)
         tables.finish(self._drop_stale(), self._inbox.send)
         self._commit()
-        return Outcome(tables.touched, tables.owners)
+        return CommitOutcome(tables.touched, tables.owners)
 
     def _require_in_place(self) -> None:
         if not self.in_place():

@@ -1,7 +1,7 @@
 """What there is to know about a local store: SQLite's version, the disk it is on, who is there.
 
-`State` is what was found, `findings` what it means; the latter is pure. Imports the model and the
-store's place, nothing else of doyen.
+`LocalStoreState` is what was found, `findings` what it means; the latter is pure. Imports the model
+and the store's place, nothing else of doyen.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from doyen.model import Finding
-from doyen.stores.sqlite.place import Folder, kind_of
+from doyen.stores.sqlite.location import Folder, kind_of
 
-__all__ = ["State", "findings"]
+__all__ = ["LocalStoreState", "findings"]
 
 _VOLATILE = {"tmpfs", "ramfs"}
 _LITTLE_BYTES = 16 << 20
@@ -25,7 +25,7 @@ checkpoint and write at the same instant could damage a database (sqlite.org/wal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class LocalStoreState:
     """How a local store was found."""
 
     path: str
@@ -36,7 +36,7 @@ class State:
     live_leases: int
 
     @classmethod
-    def of(cls, path: str, *, journal: str, live_leases: int) -> State:
+    def of(cls, path: str, *, journal: str, live_leases: int) -> LocalStoreState:
         """Look around."""
         disk = os.statvfs(os.path.dirname(path))
         return cls(
@@ -49,12 +49,12 @@ class State:
         )
 
 
-def findings(state: State) -> list[Finding]:
+def findings(state: LocalStoreState) -> list[Finding]:
     """What the state of a store means."""
     return [_version(state), _place(state), *_space(state), _sessions(state)]
 
 
-def _version(state: State) -> Finding:
+def _version(state: LocalStoreState) -> Finding:
     version = ".".join(map(str, state.sqlite))
     text = f"SQLite {version}, journal mode {state.journal.upper()}"
     if _is_mended(state.sqlite):
@@ -74,7 +74,7 @@ def _is_mended(version: tuple[int, ...]) -> bool:
     )
 
 
-def _place(state: State) -> Finding:
+def _place(state: LocalStoreState) -> Finding:
     where = f"{state.path} is on {state.file_system or 'a file system of unknown kind'}"
     if state.file_system is None:
         return Finding(
@@ -102,7 +102,7 @@ def _place(state: State) -> Finding:
     return Finding(level="ok", subject="disk", text=where)
 
 
-def _space(state: State) -> Iterator[Finding]:
+def _space(state: LocalStoreState) -> Iterator[Finding]:
     if state.free_bytes < _LITTLE_BYTES:
         yield Finding(
             level="warning",
@@ -113,7 +113,7 @@ def _space(state: State) -> Iterator[Finding]:
         )
 
 
-def _sessions(state: State) -> Finding:
+def _sessions(state: LocalStoreState) -> Finding:
     count = "1 live lease" if state.live_leases == 1 else f"{state.live_leases} live leases"
     return Finding(
         level="ok", subject="sessions", text=f"{count} in {Folder(state.path).path}, ours included"

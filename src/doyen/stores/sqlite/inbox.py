@@ -18,7 +18,7 @@ import struct
 from collections.abc import Iterable
 from contextlib import suppress
 
-from doyen.stores.sqlite.place import Folder
+from doyen.stores.sqlite.location import Folder
 
 __all__ = ["Inbox"]
 

@@ -44,9 +44,9 @@ from contextlib import suppress
 from typing import Literal, NamedTuple
 
 from doyen.errors import LeaseGone, StoreUnavailable
-from doyen.stores.sqlite.place import Folder
+from doyen.stores.sqlite.location import Folder
 
-__all__ = ["Leases", "Verdict"]
+__all__ = ["LeaseFileVerdict", "LocalLeases"]
 
 _RECORD = struct.Struct("<8sQ16sddQ")  # mark, counter, boot, renewed at, ttl, pid
 _CHECK = struct.Struct("<I")
@@ -61,7 +61,7 @@ holds its lock and nothing changes for this long."""
 _GRANT_TRIES = 16
 
 
-class Record(NamedTuple):
+class LeaseFile(NamedTuple):
     """What stands in a lease's file."""
 
     counter: int
@@ -79,7 +79,7 @@ class Record(NamedTuple):
         return body + _CHECK.pack(zlib.crc32(body))
 
     @classmethod
-    def decode(cls, raw: bytes) -> Record | None:
+    def decode(cls, raw: bytes) -> LeaseFile | None:
         body, check = raw[: _RECORD.size], raw[_RECORD.size :]
         if len(raw) != _SIZE or _CHECK.pack(zlib.crc32(body)) != check:
             return None
@@ -87,7 +87,7 @@ class Record(NamedTuple):
         return cls(*fields) if mark == _MARK else None
 
 
-class Verdict(NamedTuple):
+class LeaseFileVerdict(NamedTuple):
     """Whether a lease has ended; if not, how long until it is worth asking again."""
 
     ended: bool
@@ -95,7 +95,7 @@ class Verdict(NamedTuple):
     remaining_s: float | None = None
 
 
-_ENDED = Verdict(ended=True)
+_ENDED = LeaseFileVerdict(ended=True)
 
 
 class _Held:
@@ -103,7 +103,7 @@ class _Held:
 
     __slots__ = ("alive", "fd", "identity", "record")
 
-    def __init__(self, fd: int, alive: int, record: Record) -> None:
+    def __init__(self, fd: int, alive: int, record: LeaseFile) -> None:
         self.fd = fd
         self.alive = alive
         self.record = record
@@ -119,7 +119,7 @@ class _Held:
         return status.st_nlink > 0 and (status.st_dev, status.st_ino) == self.identity
 
 
-class Leases:
+class LocalLeases:
     """The leases in one store's folder, as one handle holds and judges them."""
 
     def __init__(
@@ -166,7 +166,7 @@ class Leases:
             os.close(fd)
             fd = above
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            record = Record(1, self._boot, self._now(), ttl_s, os.getpid())
+            record = LeaseFile(1, self._boot, self._now(), ttl_s, os.getpid())
             os.pwrite(fd, record.encode(), 0)
             held = _Held(fd, alive, record)
             if os.fstat(fd).st_nlink == 1:
@@ -238,13 +238,13 @@ class Leases:
         """The FIFO whose end tells of the owner's."""
         return self._folder.file(lease, "alive")
 
-    def judge(self, lease: str) -> Verdict:
+    def judge(self, lease: str) -> LeaseFileVerdict:
         """Whether a lease has ended; if it is over and nobody has said so, say so."""
         held = self._held.get(lease)
         if held is not None and held.stands():
             left_s = held.record.expires_at - self._now()
             if left_s > 0:
-                return Verdict(False, left_s, left_s)
+                return LeaseFileVerdict(False, left_s, left_s)
         try:
             fd = os.open(self._folder.file(lease, "lease"), os.O_RDONLY)
         except FileNotFoundError:
@@ -258,7 +258,7 @@ class Leases:
         finally:
             os.close(fd)
 
-    def _by_lock_or_clock(self, lease: str, fd: int, record: Record) -> Verdict:
+    def _by_lock_or_clock(self, lease: str, fd: int, record: LeaseFile) -> LeaseFileVerdict:
         if _owner_is_dead(fd):
             return self._over(lease, fd, "died")
         left_s = record.expires_at - self._now()
@@ -266,13 +266,15 @@ class Leases:
             self._seal(lease)
             _, again = _read(fd)
             if again is None:
-                return Verdict(False, record.ttl_s)
+                return LeaseFileVerdict(False, record.ttl_s)
             left_s = again.expires_at - self._now()
             if left_s <= 0:
                 return self._over(lease, fd, "expired")
-        return Verdict(False, left_s, left_s)
+        return LeaseFileVerdict(False, left_s, left_s)
 
-    def _by_change(self, lease: str, fd: int, raw: bytes, record: Record | None) -> Verdict:
+    def _by_change(
+        self, lease: str, fd: int, raw: bytes, record: LeaseFile | None
+    ) -> LeaseFileVerdict:
         """Neither lock nor clock compares: the record must stand unchanged for its whole ttl."""
         ttl_s = UNREADABLE_S if record is None else record.ttl_s
         now = self._now()
@@ -281,15 +283,15 @@ class Leases:
             self._seen[lease] = (raw, since := now)
         left_s = since + ttl_s - now
         if left_s > 0:
-            return Verdict(False, left_s)
+            return LeaseFileVerdict(False, left_s)
         if record is None and not _owner_is_dead(fd):
-            return Verdict(False, UNREADABLE_S)
+            return LeaseFileVerdict(False, UNREADABLE_S)
         self._seal(lease)
         if _read(fd)[0] != raw:
-            return Verdict(False, ttl_s)
+            return LeaseFileVerdict(False, ttl_s)
         return self._over(lease, fd, "expired")
 
-    def _over(self, lease: str, fd: int, cause: Literal["died", "expired"]) -> Verdict:
+    def _over(self, lease: str, fd: int, cause: Literal["died", "expired"]) -> LeaseFileVerdict:
         self._seen.pop(lease, None)
         with self._ending:
             if lease not in self._held and os.fstat(fd).st_nlink > 0:
@@ -322,11 +324,11 @@ class Leases:
                 os.close(fd)
 
 
-def _read(fd: int) -> tuple[bytes, Record | None]:
+def _read(fd: int) -> tuple[bytes, LeaseFile | None]:
     raw = b""
     for _ in range(_READS):
         raw = os.pread(fd, _SIZE + 1, 0)
-        record = Record.decode(raw)
+        record = LeaseFile.decode(raw)
         if record is not None:
             return raw, record
     return raw, None

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from doyen.errors import ConfigError
-from doyen.store import Context, StoreURL
+from doyen.stores.port import Context, StoreURL
 
 if TYPE_CHECKING:
     from doyen.stores.zookeeper.store import ZooKeeperStore
@@ -46,8 +46,8 @@ async def open_store(url: StoreURL, context: Context) -> ZooKeeperStore:
     """Open the store at `url`: a session begins, and the chroot may be used."""
     url.refuse_unknown("tls", *_TLS, "sasl", *_SASL, "acl", "connect_timeout_s", "token_floor")
     try:
+        from doyen.stores.zookeeper.connection import ZooKeeperAddress
         from doyen.stores.zookeeper.store import ZooKeeperStore
-        from doyen.stores.zookeeper.wire import Address
     except ImportError as error:
         raise ConfigError(
             f'zookeeper:// needs kazoo ({error}): pip install "doyen[zookeeper]"'
@@ -59,7 +59,7 @@ async def open_store(url: StoreURL, context: Context) -> ZooKeeperStore:
     acl = _one_of(url, "acl", "creator" if known else "open", "creator", "open")
     if acl == "creator" and not known:
         raise ConfigError("acl=creator needs a user: zookeeper://user:password@host")
-    address = Address(
+    address = ZooKeeperAddress(
         tuple(_servers(hosts)),
         context.clock,
         connect_timeout_s=_number(url, "connect_timeout_s", 5.0),

@@ -13,16 +13,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from doyen.model import Finding, Level
-from doyen.stores.zookeeper.wire import Address
+from doyen.stores.zookeeper.connection import ZooKeeperAddress
 
-__all__ = ["State", "findings", "states"]
+__all__ = ["ZooKeeperServerState", "findings", "states"]
 
 _WITHIN_S = 2.0
 _Release = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class ZooKeeperServerState:
     """What a server said of itself, or why it said nothing."""
 
     server: str
@@ -57,22 +57,24 @@ _DEFECTS: tuple[tuple[_Release, _Release, Level, str], ...] = (
 )
 
 
-async def states(address: Address) -> list[State]:
+async def states(address: ZooKeeperAddress) -> list[ZooKeeperServerState]:
     """Ask every server."""
     return await asyncio.gather(*(_state(address, *each) for each in address.hosts))
 
 
-async def _state(address: Address, host: str, port: int) -> State:
+async def _state(address: ZooKeeperAddress, host: str, port: int) -> ZooKeeperServerState:
     server = f"{host}:{port}"
     try:
         async with asyncio.timeout(_WITHIN_S):
             about = await _word(address, host, port, b"srvr")
             settings = await _word(address, host, port, b"conf")
     except (OSError, TimeoutError) as error:
-        return State(server=server, silent_because=str(error) or "it does not answer")
+        return ZooKeeperServerState(
+            server=server, silent_because=str(error) or "it does not answer"
+        )
     version = re.search(r"version: (\d+(?:\.\d+)*)", about)
     mode = re.search(r"Mode: (\w+)", about)
-    return State(
+    return ZooKeeperServerState(
         server=server,
         version=version[1] if version else "",
         mode=mode[1] if mode else "",
@@ -80,7 +82,7 @@ async def _state(address: Address, host: str, port: int) -> State:
     )
 
 
-async def _word(address: Address, host: str, port: int, word: bytes) -> str:
+async def _word(address: ZooKeeperAddress, host: str, port: int, word: bytes) -> str:
     reader, writer = await asyncio.open_connection(
         host.strip("[]"), port, ssl=address.tls, server_hostname=host if address.tls else None
     )
@@ -91,12 +93,12 @@ async def _word(address: Address, host: str, port: int, word: bytes) -> str:
         writer.close()
 
 
-def findings(states: Sequence[State]) -> list[Finding]:
+def findings(states: Sequence[ZooKeeperServerState]) -> list[Finding]:
     """What the states of an ensemble's servers mean."""
     return [*_versions(states), *_servers(states), *_sessions(states)]
 
 
-def _versions(states: Sequence[State]) -> Iterator[Finding]:
+def _versions(states: Sequence[ZooKeeperServerState]) -> Iterator[Finding]:
     for version in sorted({state.version for state in states if state.version}):
         those = [state for state in states if state.version == version]
         who = ", ".join(state.server for state in those)
@@ -117,7 +119,7 @@ def _versions(states: Sequence[State]) -> Iterator[Finding]:
             yield Finding(level="ok", subject="version", text=f"ZooKeeper {version} at {who}")
 
 
-def _servers(states: Sequence[State]) -> Iterator[Finding]:
+def _servers(states: Sequence[ZooKeeperServerState]) -> Iterator[Finding]:
     for state in states:
         if state.silent_because:
             yield Finding(
@@ -153,7 +155,7 @@ def _servers(states: Sequence[State]) -> Iterator[Finding]:
         )
 
 
-def _sessions(states: Sequence[State]) -> Iterator[Finding]:
+def _sessions(states: Sequence[ZooKeeperServerState]) -> Iterator[Finding]:
     for state in states:
         settings = dict(state.settings)
         ticks = [settings.get(each, "") for each in ("tickTime", "minSessionTimeout")]

@@ -38,6 +38,7 @@ from kazoo.protocol.serialization import (
 )
 from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 
+from doyen._waiting import shared
 from doyen.errors import (
     ConfigError,
     LeaseGone,
@@ -46,12 +47,11 @@ from doyen.errors import (
     TicketGone,
 )
 from doyen.model import Entry, Finding, Lease, Version
-from doyen.store import Capabilities, Creation, Store, Watch
+from doyen.stores.port import Capabilities, Creation, Store, Watch
+from doyen.stores.zookeeper.connection import ZooKeeperAddress, ZooKeeperSession
 from doyen.stores.zookeeper.diagnosis import findings, states
-from doyen.stores.zookeeper.lookout import Lookout
 from doyen.stores.zookeeper.paths import Layout, in_line, is_ticket, ticket_stem
-from doyen.stores.zookeeper.wire import Address, Wire
-from doyen.waiting import shared
+from doyen.stores.zookeeper.watches import ZooKeeperWatches
 
 __all__ = ["ZooKeeperStore"]
 
@@ -90,17 +90,17 @@ class ZooKeeperStore(Store):
     )
 
     def __init__(
-        self, address: Address, *, chroot: str, private: bool = False, token_floor: int = 0
+        self, address: ZooKeeperAddress, *, chroot: str, private: bool = False, token_floor: int = 0
     ) -> None:
         self._address = address
         self._layout = Layout(chroot)
         self._acl = CREATOR_ALL_ACL if private else OPEN_ACL_UNSAFE
         self._floor = token_floor
-        self._leases: dict[str, Wire] = {}
+        self._leases: dict[str, ZooKeeperSession] = {}
         self._made: dict[str, tuple[Version, _Same]] = {}
         """What we have created under a lease: it need not be read again to be deleted."""
-        self._lookout = Lookout(self._layout)
-        self._own = self._lookout.wire = Wire(
+        self._lookout = ZooKeeperWatches(self._layout)
+        self._own = self._lookout.wire = ZooKeeperSession(
             address,
             timeout_s=_SESSION_S,
             lease=False,
@@ -123,7 +123,7 @@ class ZooKeeperStore(Store):
     async def grant(self, ttl_s: float) -> Lease:
         self._require_usable()
         ask_s = max(ttl_s, self.capabilities.ttl_min_s)
-        wire = Wire(self._address, timeout_s=ask_s, lease=True)
+        wire = ZooKeeperSession(self._address, timeout_s=ask_s, lease=True)
         began = self._address.clock.now()
         try:
             await wire.open()
@@ -301,7 +301,7 @@ class ZooKeeperStore(Store):
         if self._unusable is not None:
             raise StoreUnusable(self._unusable)
 
-    async def _wire_of(self, lease: Lease) -> Wire:
+    async def _wire_of(self, lease: Lease) -> ZooKeeperSession:
         self._require_usable()
         wire = self._leases.get(lease.id)
         if wire is None:
@@ -312,7 +312,9 @@ class ZooKeeperStore(Store):
             raise LeaseGone(f"the lease {lease.id} has ended: {reason}")
         return wire
 
-    async def _create(self, wire: Wire, path: str, value: bytes, *, ephemeral: bool) -> int | None:
+    async def _create(
+        self, wire: ZooKeeperSession, path: str, value: bytes, *, ephemeral: bool
+    ) -> int | None:
         """Create an entry's znode; the number of the transaction, or None if one is there."""
         room, _ = _split(path)
         while True:
@@ -342,7 +344,7 @@ class ZooKeeperStore(Store):
                 return int(written.mzxid)
 
     async def _plant(
-        self, wire: Wire, path: str, value: bytes = b"", *, sequence: bool = False
+        self, wire: ZooKeeperSession, path: str, value: bytes = b"", *, sequence: bool = False
     ) -> Any:
         """Create an ephemeral znode that needs no guarding; its path and its stat."""
         flags = _EPHEMERAL | _SEQUENCE if sequence else _EPHEMERAL
@@ -352,7 +354,7 @@ class ZooKeeperStore(Store):
             except NoNodeError:
                 await self._make_room(wire, _split(path)[0])
 
-    async def _make_room(self, wire: Wire, path: str) -> None:
+    async def _make_room(self, wire: ZooKeeperSession, path: str) -> None:
         """Create a persistent znode, and what it lies in, unless they are there."""
         try:
             await wire.send(Create(path, b"", self._acl, 0))

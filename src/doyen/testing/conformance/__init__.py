@@ -30,14 +30,14 @@ from __future__ import annotations
 
 from doyen.testing.conformance.entries import Entries
 from doyen.testing.conformance.harness import StoreHarness
-from doyen.testing.conformance.leases import Leases
+from doyen.testing.conformance.interruptions import InterruptionConformance
+from doyen.testing.conformance.leases import LeaseConformance
 from doyen.testing.conformance.lines import Lines
-from doyen.testing.conformance.links import Link, LinkedHarness, Links
-from doyen.testing.conformance.trouble import Trouble
-from doyen.testing.conformance.watches import Watches
+from doyen.testing.conformance.network import BreakableConnection, LinkedHarness, Links
+from doyen.testing.conformance.watches import WatchConformance
 
 __all__ = [
-    "Link",
+    "BreakableConnection",
     "LinkedHarness",
     "LinkedStoreConformance",
     "StoreConformance",
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 
-class StoreConformance(Leases, Entries, Lines, Watches, Trouble):
+class StoreConformance(LeaseConformance, Entries, Lines, WatchConformance, InterruptionConformance):
     """The promises of the Store port. Inherit, and give a fixture `store_harness`."""
 
 

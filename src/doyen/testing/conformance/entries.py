@@ -10,7 +10,7 @@ import pytest
 
 from doyen.errors import LeaseGone
 from doyen.model import Entry, Lease, leader_key, line_key, order_key
-from doyen.store import Store
+from doyen.stores.port import Store
 from doyen.testing.conformance.harness import StoreHarness, leased, listed, promise
 
 

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from doyen.clock import Clock, SystemClock
+from doyen.lease.clock import Clock, SystemClock
 from doyen.model import Lease
-from doyen.store import Context, Store
+from doyen.stores.port import Context, Store
 
 __all__ = ["StoreHarness", "leased", "listed", "promise"]
 

@@ -8,11 +8,11 @@ import pytest
 
 from doyen.errors import LeaseGone, OutcomeUnknown, StoreUnavailable
 from doyen.model import Lease, leader_key, line_key, order_key
-from doyen.store import Store
+from doyen.stores.port import Store
 from doyen.testing.conformance.harness import StoreHarness, leased, listed, promise
 
 
-class Leases:
+class LeaseConformance:
     """Promises about leases."""
 
     @promise

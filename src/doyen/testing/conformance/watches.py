@@ -11,7 +11,7 @@ from doyen.model import leader_key, line_key, order_key
 from doyen.testing.conformance.harness import StoreHarness, leased, promise
 
 
-class Watches:
+class WatchConformance:
     """Promises about notification."""
 
     @promise

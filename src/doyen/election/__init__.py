@@ -1,0 +1,1 @@
+"""Elections: campaign options, a candidate from joining the line to letting go, and handover."""

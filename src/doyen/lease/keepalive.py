@@ -1,0 +1,258 @@
+"""The heart: one lease kept alive, and the deadline that follows from it.
+
+Invariants:
+
+- `valid_until` is derived from the *send* instant of a grant or renewal that the store has
+  confirmed. An answer that never came moves nothing.
+- A heart that is lost stays lost: `valid_until` is −∞ from then on, and a confirmation that comes
+  later is ignored. A session that goes on gets a new heart on a new lease.
+- Renewals are tried until the deadline and never stop silently.
+- With `stall_after_s`, the deadline is also never later than that after the work's last sign of
+  progress. Such a heart serves one campaign, so that its stall takes nothing else down.
+
+`valid_until` is read without a lock, from any thread: it is what `term.valid` compares with the
+clock. It is written under the lock, so that a late confirmation cannot revive what the watchdog
+has just declared lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import threading
+from collections.abc import Callable
+
+from doyen.errors import LeaseGone
+from doyen.events import Granted, LeaseLost, Renewed, Telemetry, Unsure
+from doyen.lease.clock import Clock
+from doyen.lease.timing import Timing
+from doyen.model import Lease
+from doyen.stores.port import Store
+
+__all__ = ["NEVER", "Heart"]
+
+NEVER = float("-inf")
+_GRAIN_S = 0.001
+log = logging.getLogger("doyen")
+
+LossListener = Callable[[str], None]
+"""Called with the reason, on any thread, once."""
+
+
+class Heart:
+    """Keeps one lease alive and knows until when it is good."""
+
+    __slots__ = (
+        "__weakref__",
+        "_beaten_at",
+        "_clock",
+        "_counts_from",
+        "_listeners",
+        "_lock",
+        "_post",
+        "_random",
+        "_renewal_listeners",
+        "_sent_at",
+        "_stall_after_s",
+        "_store",
+        "_telemetry",
+        "attempts",
+        "bodies",
+        "ended_at",
+        "lease",
+        "lost_because",
+        "timing",
+        "unsure",
+        "valid_until",
+    )
+
+    def __init__(
+        self,
+        store: Store,
+        lease: Lease,
+        timing: Timing,
+        clock: Clock,
+        telemetry: Telemetry,
+        *,
+        sent_at: float,
+        spread: random.Random,
+        post: Callable[[Callable[[], None]], None],
+        stall_after_s: float | None = None,
+    ) -> None:
+        self.lease = lease
+        self.timing = timing
+        self._stall_after_s = math.inf if stall_after_s is None else stall_after_s
+        self._beaten_at = math.inf
+        self.valid_until = timing.valid_until(sent_at)
+        self.lost_because: str | None = None
+        self.ended_at = math.inf
+        """When validity ended, once it has."""
+        self.unsure = False
+        self.bodies = 0
+        """Bodies that still run on this lease; it is not given back before they have ended."""
+        self.attempts: set[str] = set()
+        """Candidates' attempts on this lease that have not finished letting go. A record or ticket
+        under this lease that belongs to none of them is left over."""
+        self._store = store
+        self._clock = clock
+        self._telemetry = telemetry
+        self._sent_at = self._counts_from = sent_at
+        self._random = spread
+        self._post = post
+        self._lock = threading.Lock()
+        self._listeners: dict[object, LossListener] = {}
+        self._renewal_listeners: dict[object, Callable[[float], None]] = {}
+        telemetry.emit(
+            Granted(lease=lease.id, ttl_s=lease.ttl_s, valid_until=self.valid_until),
+        )
+
+    def on_loss(self, who: object, listener: LossListener) -> None:
+        """Have `listener` called on loss; at once if that has happened already."""
+        with self._lock:
+            if self.lost_because is None:
+                self._listeners[who] = listener
+                return
+        listener(self.lost_because)
+
+    def forget(self, who: object) -> None:
+        with self._lock:
+            self._listeners.pop(who, None)
+
+    @property
+    def depended_on(self) -> bool:
+        return bool(self._listeners)
+
+    def on_renewal(self, listener: Callable[[float], None]) -> Callable[[], None]:
+        """Have `listener` called with the new deadline after each renewal, on doyen's loop, until
+        what is returned is called."""
+        mine = object()
+        with self._lock:
+            self._renewal_listeners[mine] = listener
+
+        def forget() -> None:
+            with self._lock:
+                self._renewal_listeners.pop(mine, None)
+
+        return forget
+
+    def proof(self) -> tuple[int, ...]:
+        """Descriptors that prove the lease's holder alive; see `Store.proof`."""
+        return self._store.proof(self.lease)
+
+    async def beat(self) -> None:
+        """Renew until the lease is lost. Runs as a task of its own on doyen's loop."""
+        due = self._next_renewal()
+        while self.lost_because is None:
+            await asyncio.sleep(max(0.0, due - self._clock.now()))
+            if self.lose_if_expired():
+                return
+            sent_at = self._clock.now()
+            try:
+                async with asyncio.timeout(self.timing.request_timeout_s):
+                    await self._store.renew(self.lease)
+            except LeaseGone as error:
+                self.lose(str(error) or "the store has ended the lease")
+                return
+            except Exception as error:  # noqa: BLE001 - whatever failed, the renewal is retried
+                self._doubt(error)
+                now = self._clock.now()
+                # Not sooner than a timer can tell apart from now: a store that fails at once just
+                # before the deadline would otherwise be asked again without end.
+                due = max(now + _GRAIN_S, min(now + self.timing.retry_every_s, self.valid_until))
+            else:
+                self._confirm(sent_at)
+                due = self._next_renewal()
+
+    def _next_renewal(self) -> float:
+        return self.timing.renew_at(self._sent_at, self._random.uniform(-1, 1))
+
+    def _confirm(self, sent_at: float) -> None:
+        if self.lose_if_expired():
+            return  # somebody may have seen it expired, and what was seen is not taken back
+        with self._lock:
+            if self.lost_because is not None:
+                return
+            self._counts_from = self._sent_at if self.timing.renewals_lag else sent_at
+            self._sent_at = sent_at
+            self.valid_until = self._deadline()
+            self.unsure = False
+            listeners = list(self._renewal_listeners.values())
+        self._telemetry.emit(Renewed(lease=self.lease.id, valid_until=self.valid_until))
+        for listener in listeners:
+            try:
+                listener(self.valid_until)
+            except Exception:
+                log.exception("a listener failed on a renewal and was passed over")
+
+    def _deadline(self) -> float:
+        return min(
+            self.timing.valid_until(self._counts_from), self._beaten_at + self._stall_after_s
+        )
+
+    def work_goes_on(self) -> None:
+        """The work has made progress: from now on it has `stall_after_s` until the next time.
+        Any thread."""
+        if self._stall_after_s == math.inf or self.lose_if_expired():
+            return
+        with self._lock:
+            if self.lost_because is None:
+                self._beaten_at = self._clock.now()
+                self.valid_until = self._deadline()
+
+    def _doubt(self, error: Exception) -> None:
+        remaining_s = self.valid_until - self._clock.now()
+        if remaining_s <= 0:
+            return  # lost, or about to be found so
+        self.unsure = True
+        self._telemetry.emit(
+            Unsure(
+                lease=self.lease.id,
+                remaining_s=round(remaining_s, 3),
+                error=str(error) or type(error).__name__,
+            )
+        )
+
+    def lose_if_expired(self) -> bool:
+        """Declare the heart lost if its deadline has passed. Any thread."""
+        if self._clock.now() < self.valid_until:
+            return False
+        if self._clock.now() >= self._beaten_at + self._stall_after_s:
+            reason = f"the work has not called term.beat() for {self._stall_after_s:g} s"
+        else:
+            reason = "no renewal was confirmed in time"
+        self.lose(reason, only_if_expired=True)
+        return self.lost_because is not None
+
+    def lose(self, reason: str, *, only_if_expired: bool = False) -> None:
+        """Declare the heart lost, once, and tell everyone who depends on it. Any thread."""
+        with self._lock:
+            now = self._clock.now()
+            if self.lost_because is not None or (only_if_expired and now < self.valid_until):
+                return
+            ended_at = min(now, self.valid_until)
+            self.lost_because = reason
+            self.ended_at = ended_at
+            self.valid_until = NEVER
+            listeners = list(self._listeners.values())
+            self._listeners.clear()
+        for listener in listeners:
+            listener(reason)
+        event = LeaseLost(lease=self.lease.id, reason=reason, ended_at=ended_at)
+        self._post(lambda: self._telemetry.emit(event))
+
+    def stop(self) -> None:
+        """End quietly, with nobody depending on it any more."""
+        with self._lock:
+            self.lost_because = self.lost_because or "the session was closed"
+            self.ended_at = min(self.ended_at, self._clock.now())
+            self.valid_until = NEVER
+            self._listeners.clear()
+
+    def forked(self) -> None:
+        """In the child of a fork: what the parent holds is not ours. Takes no lock, since a
+        thread that no longer exists may have held it."""
+        self.ended_at = min(self.ended_at, self._clock.now())
+        self.valid_until = NEVER
+        self.lost_because = "the lease belongs to the parent process"

@@ -1,0 +1,488 @@
+"""Multi-Paxos: a log of slots, each decided by Paxos, with one first phase for all of them.
+
+    doubt       whoever misses the leader asks who else does; nobody prepares alone.
+    prepare     with a ballot of its own, later than any it has heard of, a proposer asks for
+                promises. An acceptor promises, on disk, to take no earlier ballot's values, and
+                tells what it has accepted in the slots that are still open to the proposer, and in
+                which ballots.
+    take over   with the promises of a majority: in each open slot the value accepted in the highest
+                ballot, and nothing (a no-op) where none was reported, all proposed anew in its own
+                ballot.
+    outbid      an established leader that hears of a later ballot prepares one later still.
+    accept      new values take the next slots. An acceptor takes them in whatever order they come,
+                so its log may have gaps until a leader fills them.
+    chosen      what a majority has accepted in one ballot, without a gap before it.
+
+A ballot is k · n + r for the server ranked r of n: no two servers share one, and the ballot names
+its leader. It is the core's `generation`: the latest ballot promised.
+
+An entry keeps the generation in which it was first proposed, however often later leaders propose it
+anew: whoever proposed it can recognise it. In which ballot it was *accepted* is kept beside the
+log, in runs of slots with the same ballot. A gap is an entry of generation 0, which no leader has.
+Slots known to be chosen count as accepted in the latest ballot promised: nothing else can be chosen
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from doyen.quorum.consensus.common import Peer, ReplicatedServer, order
+from doyen.quorum.consensus.core import (
+    EntryKind,
+    LogEntry,
+    Membership,
+    Message,
+    ProtocolSettings,
+    Recovered,
+    Role,
+)
+
+__all__ = [
+    "MESSAGES",
+    "STATE",
+    "Accept",
+    "AcceptOk",
+    "AcceptorState",
+    "Behind",
+    "Chosen",
+    "Doubt",
+    "Later",
+    "Paxos",
+    "Prepare",
+    "Promise",
+]
+
+GAP = LogEntry(0, EntryKind.NOTHING, b"")
+
+
+class AcceptorState(Struct, frozen=True, array_like=True):
+    """What an acceptor must not forget beside its log."""
+
+    promised: int = 0
+    accepted: tuple[tuple[int, int], ...] = ()
+    """(slot, ballot): from this slot on, up to the next such pair, values were accepted in this
+    ballot."""
+
+
+class Doubt(Message, frozen=True, gc=False):
+    """I miss the leader. `generation` is the latest ballot I have promised."""
+
+    answer: bool
+    """Said to one who doubts. Only answers count: who cannot be heard shall not prepare a ballot,
+    with which it would depose a healthy leader when it comes back."""
+
+
+class Prepare(Message, frozen=True, gc=False):
+    """Promise me this ballot, and tell me what you have accepted from slot `first` on."""
+
+    first: int
+
+
+class Promise(Message, frozen=True, gc=False):
+    """I promise. In slot `first` and after, these were accepted in these ballots; my last slot is
+    `last`."""
+
+    first: int
+    ballots: tuple[int, ...]
+    entries: tuple[LogEntry, ...]
+    last: int
+
+
+class Accept(Message, frozen=True, gc=False):
+    """Accept these in this ballot."""
+
+    first: int
+    entries: tuple[LogEntry, ...]
+    commit: int
+    round: int
+
+
+class Chosen(Message, frozen=True, gc=False):
+    """Every slot up to `commit` is decided. Said again and again, it is the heartbeat."""
+
+    commit: int
+    last: int
+    round: int
+
+
+class AcceptOk(Message, frozen=True, gc=False):
+    """I have accepted every slot up to `last` in this ballot, or know it to be decided."""
+
+    last: int
+    round: int
+
+
+class Behind(Message, frozen=True, gc=False):
+    """I lack what comes after `last`."""
+
+    last: int
+    round: int
+
+
+class Later(Message, frozen=True, gc=False):
+    """I have promised this ballot, which is later than yours."""
+
+
+MESSAGES = Doubt | Prepare | Promise | Accept | Chosen | AcceptOk | Behind | Later
+STATE = AcceptorState
+
+
+class Paxos(ReplicatedServer):
+    """One server: proposer, acceptor and learner."""
+
+    def __init__(
+        self,
+        id: str,  # noqa: A002
+        membership: Membership,
+        recovered: Recovered,
+        *,
+        settings: ProtocolSettings,
+        jitter: Callable[[], float],
+        now: float,
+    ) -> None:
+        super().__init__(id, membership, recovered, settings=settings, jitter=jitter, now=now)
+        state = recovered.state or AcceptorState()
+        self.generation: int = state.promised
+        self._runs = state.accepted
+        self._ballots = _ballots(state.accepted, self.log)
+        """In which ballot each slot of the log was accepted."""
+        self._names = sorted(membership.voters, key=order)
+        self._seen = self.generation
+        """The latest ballot we have heard of."""
+        self._doubters: set[str] = set()
+        self._stand_at = now
+        self._patience = now
+        self._promise_token = 0
+        """We prepare; our own promise counts once this is on disk."""
+        self._reported: dict[str, int] = {}
+        """Who has promised, and the slot up to which we know what it has accepted."""
+        self._complete: set[str] = set()
+        """Of whom we know everything."""
+        self._found: dict[int, tuple[int, LogEntry]] = {}
+        """Per open slot, the value reported in the highest ballot."""
+        self._known = 0
+        """Up to here our log is the leader's: decided, or accepted in its ballot."""
+        self._timeout = self._draw()
+        self._alive_until = now
+        self._hear = {
+            Doubt: self._hear_doubt,
+            Prepare: self._hear_prepare,
+            Promise: self._hear_promise,
+            Accept: self._hear_accept,
+            Chosen: self._hear_chosen,
+            AcceptOk: self._hear_accept_ok,
+            Behind: self._hear_behind,
+            Later: self._hear_later,
+        }
+
+    def _state(self) -> AcceptorState:
+        return AcceptorState(self.generation, self._runs)
+
+    def owner(self, ballot: int) -> str:
+        """Whose ballot it is."""
+        return self._names[ballot % len(self._names)]
+
+    # Doubting the leader.
+
+    def _look(self) -> None:
+        self._turn(Role.LOOKING, None)
+        self._abandon()
+        self._doubters = set()
+        self._patience = self._now + 2 * self._draw()
+        # Two who prepare at once undo each other's ballots; so they wait, longer every time.
+        spread = self._settings.heartbeat_s * 2 ** min(self._attempts, 5) / 2
+        self._stand_at = self._now + self._jitter() * spread
+        self._ask()
+
+    def _ask(self) -> None:
+        self._tell_all(Doubt(self.generation, False))
+        self.next_deadline = self._now + self._settings.heartbeat_s
+        self._consider()
+
+    def _due(self) -> None:
+        if self.role is Role.FOLLOWING or self._now >= self._patience:
+            self._look()
+        elif self._promise_token:
+            self.next_deadline = self._now + self._settings.heartbeat_s
+            self._prepare_others()
+        elif self._now >= self._stand_at and self._stand_at == self.next_deadline:
+            self._consider()
+            self.next_deadline = self._now + self._settings.heartbeat_s
+        else:
+            self._ask()
+
+    def _hear_doubt(self, peer: Peer, message: Doubt) -> None:
+        self._seen = max(self._seen, message.generation)
+        if self.role is Role.LEADING and message.generation <= self.generation:
+            self._send(peer, self._carry(peer, peer.next, ()))
+        elif self.leader == peer.name and message.generation >= self.generation:
+            self._look()
+        if self.role is not Role.LOOKING:
+            return
+        if message.answer:
+            self._doubters.add(peer.name)
+            self._consider()
+        else:
+            self._send(peer, Doubt(self.generation, True))
+
+    def _consider(self) -> None:
+        """Prepare, if enough others doubt; but not all at the same instant."""
+        if self._promise_token or 1 + len(self._doubters) < self._majority:
+            return
+        if self._now >= self._stand_at:
+            self._stand()
+        else:
+            self.next_deadline = min(self.next_deadline, self._stand_at)
+
+    # The first phase.
+
+    def _stand(self) -> None:
+        self._attempts += 1
+        n = len(self._names)
+        rank = self._names.index(self.id)
+        ballot = self._seen // n * n + rank
+        if ballot <= self._seen:
+            ballot += n
+        self._promise(ballot)
+        self._promise_token = self._token
+        self._reported = {}
+        self._complete = set()
+        self._found = {}
+        self._patience = self._now + self._draw()
+        self._prepare_others()
+
+    def _promise(self, ballot: int) -> None:
+        """Take no earlier ballot's values any more."""
+        self._abandon()
+        self.generation = ballot
+        self._seen = max(self._seen, ballot)
+        self._known = self.commit
+        self._turn(Role.LOOKING, None)
+        self._persist(self._state())
+
+    def _abandon(self) -> None:
+        self._promise_token = 0
+
+    def _prepare_others(self) -> None:
+        """Also those who have told everything: they are patient for as long as they hear of us."""
+        for name, peer in self._peers.items():
+            message = Prepare(self.generation, self._reported.get(name, self.commit) + 1)
+            self._send(peer, message, after=self._promise_token)
+        self.next_deadline = self._now + self._settings.heartbeat_s
+
+    def _hear_prepare(self, peer: Peer, message: Prepare) -> None:
+        ballot = message.generation
+        self._seen = max(self._seen, ballot)
+        another_leads = self._leader_lives() and self.leader != peer.name
+        if another_leads or self.owner(ballot) != peer.name:
+            return
+        if ballot < self.generation:
+            self._send(peer, Later(self.generation), after=self._token)
+            return
+        if ballot > self.generation:
+            self._promise(ballot)
+        if self.role is Role.LOOKING:
+            # It is given the time to win, whoever else still doubts.
+            self._patience = self._stand_at = self._now + self._draw()
+            self.next_deadline = self._patience
+            self._report(peer, max(1, message.first))
+
+    def _report(self, peer: Peer, first: int) -> None:
+        last = len(self.log)
+        entries = self._piece(first, last) if first <= last else ()
+        ballots = tuple(self._ballots[first - 1 : first - 1 + len(entries)])
+        promise = Promise(self.generation, first, ballots, entries, last)
+        self._send(peer, promise, after=self._token)
+
+    def _leader_lives(self) -> bool:
+        if self.role is Role.LEADING:
+            return True
+        return self.role is Role.FOLLOWING and self._now < self._alive_until
+
+    def _hear_promise(self, peer: Peer, message: Promise) -> None:
+        if message.generation != self.generation or not self._promise_token:
+            return
+        upto = self._reported.get(peer.name, self.commit)
+        if peer.name in self._complete or message.first != upto + 1:
+            return
+        for slot, (ballot, entry) in enumerate(
+            zip(message.ballots, message.entries, strict=True), message.first
+        ):
+            if entry.generation:
+                self._find(slot, ballot, entry)
+        self._patience = self._now + self._draw()
+        upto += len(message.entries)
+        self._reported[peer.name] = upto
+        if upto >= message.last:
+            self._complete.add(peer.name)
+            self._count_promises()
+        else:
+            self._send(peer, Prepare(self.generation, upto + 1))
+
+    def _find(self, slot: int, ballot: int, entry: LogEntry) -> None:
+        """Of what was accepted in a slot, the highest ballot's is the one that may be chosen."""
+        if slot not in self._found or ballot > self._found[slot][0]:
+            self._found[slot] = (ballot, entry)
+
+    def _written(self) -> None:
+        if self._promise_token and self._durable >= self._promise_token:
+            self._count_promises()
+
+    def _count_promises(self) -> None:
+        if self._durable < self._promise_token:
+            return
+        if 1 + len(self._complete) >= self._majority:
+            self._take_over()
+
+    def _take_over(self) -> None:
+        """Propose anew whatever may have been chosen, and fill the gaps."""
+        self._abandon()
+        for slot in range(self.commit + 1, len(self.log) + 1):
+            if self.log[slot - 1].generation:
+                self._find(slot, self._ballots[slot - 1], self.log[slot - 1])
+        first = self.commit + 1
+        top = max(self._found, default=self.commit)
+        entries = [self._value(slot) for slot in range(first, top + 1)]
+        self._cut(self.commit)
+        del self._ballots[self.commit :]
+        self.log.extend(entries)
+        self._ballots.extend([self.generation] * len(entries))
+        self._found = {}
+        self._runs = self._count_runs()
+        self._persist(self._state(), first=first, entries=tuple(entries))
+        self._lead()
+
+    def _value(self, slot: int) -> LogEntry:
+        found = self._found.get(slot)
+        return found[1] if found is not None else LogEntry(self.generation, EntryKind.NOTHING, b"")
+
+    def _count_runs(self) -> tuple[tuple[int, int], ...]:
+        runs = [(1, self.generation)]
+        for slot in range(self.commit + 1, len(self.log) + 1):
+            ballot = self._ballots[slot - 1]
+            if ballot != runs[-1][1] and self.log[slot - 1].generation:
+                runs.append((slot, ballot))
+        return tuple(runs)
+
+    # The second phase, as an acceptor.
+
+    def _from_leader(self, peer: Peer, message: Message) -> bool:
+        """Whether this is said by the leader of a ballot that we have promised, or now do."""
+        ballot = message.generation
+        if ballot < self.generation:
+            self._send(peer, Later(self.generation), after=self._token)
+            return False
+        if self.owner(ballot) != peer.name:
+            return False
+        if ballot > self.generation:
+            self._promise(ballot)
+        if self.role is not Role.FOLLOWING:
+            self._abandon()
+            self._timeout = self._draw()
+            self._turn(Role.FOLLOWING, peer.name)
+        self._alive_until = self._now + self._settings.election_timeout_s
+        self.next_deadline = self._now + self._timeout
+        return True
+
+    def _hear_accept(self, peer: Peer, message: Accept) -> None:
+        if not self._from_leader(peer, message):
+            return
+        self._accept(message.first, message.entries)
+        self._learn(message.first)
+        self._commit_to(min(message.commit, self._known))
+        if message.first > self._known:
+            self._send(peer, Behind(self.generation, self._known, message.round))
+        else:
+            reply = AcceptOk(self.generation, self._known, message.round)
+            self._send(peer, reply, after=self._token)
+
+    def _accept(self, first: int, entries: tuple[LogEntry, ...]) -> None:
+        """Have these in these slots, whatever was there, unless that is decided or the same."""
+        log, ballots, ballot = self.log, self._ballots, self.generation
+        skip = 0
+        for slot in range(first, min(first + len(entries), len(log) + 1)):
+            if slot > self._known and (ballots[slot - 1] != ballot or not log[slot - 1].generation):
+                break
+            skip += 1
+        first += skip
+        entries = entries[skip:]
+        if not entries:
+            return
+        if first > len(log) + 1:
+            entries = (GAP,) * (first - 1 - len(log)) + entries
+            first = len(log) + 1
+        end = first - 1 + len(entries)
+        log[first - 1 : end] = entries
+        ballots[first - 1 : end] = [ballot] * len(entries)
+        state = None
+        if not self._runs or self._runs[-1][1] != ballot or first < self._runs[-1][0]:
+            self._runs = self._count_runs()
+            state = self._state()
+        self._persist(state, first, entries, keep=True)
+
+    def _learn(self, first: int) -> None:
+        """See how far our log is the leader's now."""
+        log, ballots, ballot = self.log, self._ballots, self.generation
+        if first <= self._known + 1:
+            known = self._known
+            while known < len(log) and ballots[known] == ballot and log[known].generation:
+                known += 1
+            self._known = known
+
+    def _hear_chosen(self, peer: Peer, message: Chosen) -> None:
+        if not self._from_leader(peer, message):
+            return
+        self._commit_to(min(message.commit, self._known))
+        if message.last > self._known:
+            self._send(peer, Behind(self.generation, self._known, message.round))
+        else:
+            last = self._known if self._durable == self._token else 0
+            self._send(peer, AcceptOk(self.generation, last, message.round))
+
+    # The second phase, as the leader.
+
+    def _prepare(self, peer: Peer) -> None:
+        peer.match = 0
+        peer.next = self.commit + 1
+
+    def _append(self, entry: LogEntry) -> None:
+        self._ballots.append(self.generation)
+        super()._append(entry)
+
+    def _carry(self, peer: Peer, first: int, entries: tuple[LogEntry, ...]) -> Message:
+        if entries:
+            return Accept(self.generation, first, entries, self.commit, self._round)
+        return Chosen(self.generation, self.commit, first - 1, self._round)
+
+    def _hear_accept_ok(self, peer: Peer, message: AcceptOk) -> None:
+        if self.role is Role.LEADING and message.generation == self.generation:
+            self._answered(peer, message.last, message.round)
+
+    def _hear_behind(self, peer: Peer, message: Behind) -> None:
+        if self.role is Role.LEADING and message.generation == self.generation:
+            self._missing(peer, message.last, message.round)
+
+    def _hear_later(self, peer: Peer, message: Later) -> None:
+        self._seen = max(self._seen, message.generation)
+        if message.generation <= self.generation:
+            return
+        if self._established():
+            # Somebody prepared that ballot and got no further. Whoever follows us promises us a
+            # later one, and nobody needs another leader.
+            self._stand()
+        elif self.role is Role.LEADING or self._promise_token:
+            self._look()
+
+
+def _ballots(runs: tuple[tuple[int, int], ...], log: list[LogEntry]) -> list[int]:
+    """The ballot of every slot; a gap was accepted in none."""
+    ballots = [0] * len(log)
+    for number, (first, ballot) in enumerate(runs):
+        end = runs[number + 1][0] - 1 if number + 1 < len(runs) else len(log)
+        for slot in range(first, min(end, len(log)) + 1):
+            if log[slot - 1].generation:
+                ballots[slot - 1] = ballot
+    return ballots

@@ -1,0 +1,391 @@
+"""What every Raft server has, and how it comes by a leader.
+
+`Elector` keeps the state, the disk's tokens and the clock, and knows all about looking for a
+leader, canvassing, standing, and being asked for votes. What a leader does, and a follower with its
+log, is in `server`, where the rules are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from math import inf
+from typing import Any
+
+import msgspec
+
+from doyen.quorum.consensus.core import (
+    Connected,
+    CoreEvent,
+    Disconnected,
+    Effect,
+    Elapsed,
+    Membership,
+    Message,
+    Persist,
+    Persisted,
+    Position,
+    ProtocolSettings,
+    Received,
+    Recovered,
+    Role,
+    RoleChanged,
+    Send,
+)
+from doyen.quorum.consensus.invariants import IllegalEvent
+from doyen.quorum.consensus.raft.log import RaftLog
+from doyen.quorum.consensus.raft.messages import (
+    HASTE_S,
+    Ballot,
+    PreVote,
+    PreVoteReply,
+    RaftSettings,
+    TimeoutNow,
+    Vote,
+    VoteReply,
+)
+
+__all__ = ["FOLLOWING", "LEADING", "LOOKING", "NONE", "ElectionPhase", "Elector"]
+
+LOOKING, FOLLOWING, LEADING = Role.LOOKING, Role.FOLLOWING, Role.LEADING
+
+
+class ElectionPhase(IntEnum):
+    """What a looking server is doing about it."""
+
+    NONE = 0
+    CANVASSING = 1
+    STANDING = 2
+
+
+NONE, CANVASSING, STANDING = ElectionPhase.NONE, ElectionPhase.CANVASSING, ElectionPhase.STANDING
+
+
+class Elector:
+    """A server, as far as elections go."""
+
+    def __init__(
+        self,
+        id: str,  # noqa: A002  (the core's own word)
+        membership: Membership,
+        recovered: Recovered,
+        *,
+        settings: ProtocolSettings,
+        jitter: Callable[[], float],
+        now: float,
+    ) -> None:
+        ballot = (
+            Ballot(0, None, membership)
+            if recovered.state is None
+            else msgspec.convert(recovered.state, Ballot)
+        )
+        self.id = id
+        self.settings = _settings(settings)
+        self.log = RaftLog(recovered, ballot.founders)
+        self.membership = self.log.membership
+        self.role = LOOKING
+        self.leader: str | None = None
+        # A log without its ballot is one restored from elsewhere.
+        self.generation = max(ballot.generation, self.log.last_generation)
+        self.vote = ballot.vote if self.generation == ballot.generation else None
+        self.commit = self.log.base
+        self.founders = ballot.founders
+        self.witnessed: dict[str, Position] = {}
+        """What each peer has told this server to be on its disk: votes and acknowledgements."""
+        self._jitter = jitter
+        self._now = now
+        self._out: list[Effect] = []
+        self._announced: tuple[Role, int, str | None] = (LOOKING, self.generation, None)
+        self._token = self._written = 0
+        self._heard = -inf
+        self._haste = 0.0
+        self._campaign: ElectionPhase = NONE
+        self._votes: set[str] = set()
+        self._standing_token = 0
+        self._standing_by_transfer = False
+        self._on: dict[type[CoreEvent], Callable[[Any], None]] = {
+            Received: self._received,
+            Elapsed: self._elapsed,
+            Persisted: self._persisted,
+            Connected: self._connected,
+            Disconnected: self._disconnected,
+        }
+        self._hear: dict[type[Message], Callable[[str, Any], None]] = {
+            PreVote: self._pre_vote,
+            PreVoteReply: self._pre_vote_reply,
+            Vote: self._vote_asked,
+            VoteReply: self._vote_reply,
+            TimeoutNow: self._timeout_now,
+        }
+        self._wait()
+
+    @property
+    def position(self) -> Position:
+        """How far this server has come; never less than what it has told anybody."""
+        return Position(self.generation, self.log.last_generation, self.log.last)
+
+    def handle(self, event: CoreEvent, now: float) -> list[Effect]:
+        """Take in one event, and say what has to be done about it, in order."""
+        if now < self._now:
+            raise IllegalEvent(f"{self.id}: the clock went back from {self._now!r} to {now!r}")
+        on = self._on.get(type(event))
+        if on is None:
+            raise IllegalEvent(f"{self.id}: no such event: {event!r}")
+        self._now = now
+        out = self._out = []
+        on(event)
+        if (
+            self.role is not self._announced[0]
+            or self.generation != self._announced[1]
+            or self.leader != self._announced[2]
+        ):
+            # First of all, so that a leader knows it is none before it hears of what others did.
+            self._announced = (self.role, self.generation, self.leader)
+            out.insert(0, RoleChanged(*self._announced))
+        return out
+
+    def _received(self, event: Received) -> None:
+        hear = self._hear.get(type(event.message))
+        if hear is None:
+            raise IllegalEvent(f"{self.id}: not a message of Raft: {event.message!r}")
+        if event.peer == self.id:
+            raise IllegalEvent(f"{self.id}: a message from a server of the same name")
+        hear(event.peer, event.message)
+
+    def _elapsed(self, event: Elapsed) -> None:
+        if self._now < self.next_deadline:
+            return
+        if self._may_campaign():
+            self._canvass()
+        else:
+            self._look()
+
+    def _persisted(self, event: Persisted) -> None:
+        token = event.token
+        if not self._written <= token <= self._token:
+            raise IllegalEvent(
+                f"{self.id}: token {token} cannot be on disk now: {self._written} was, "
+                f"{self._token} is the last there is"
+            )
+        self._written = token
+        if self._campaign is STANDING and token >= self._standing_token:
+            self._count(self.id)
+
+    def _connected(self, event: Connected) -> None:
+        if self._campaign is not NONE and event.peer in self.membership.voters:
+            self._solicit(event.peer)
+
+    def _disconnected(self, event: Disconnected) -> None:
+        if self.leader == event.peer or (
+            self.vote == event.peer and self.leader is None and self._campaign is NONE
+        ):
+            # Whoever leads us, or was going to, is perhaps dead.
+            self._hurry()
+
+    def _lead(self) -> None:
+        """Elected."""
+        raise NotImplementedError
+
+    def _resign(self) -> None:
+        """Lead no longer, in whatever way."""
+        raise NotImplementedError
+
+    def _save(self) -> None:
+        """Have generation and vote on disk."""
+        self._token += 1
+        ballot = Ballot(self.generation, self.vote, self.founders)
+        self._out.append(Persist(self._token, ballot, keep=True))
+
+    # Looking and standing.
+
+    def _may_campaign(self) -> bool:
+        """Voters may; so may whoever is no voter any more only by a change that may yet be lost,
+        since until then it may be the only one with a log that others can follow."""
+        return self.id in self.membership.voters or (
+            self.log.membership_index > self.commit and self.id in self.log.membership_before.voters
+        )
+
+    def _draw(self) -> float:
+        """How long to wait before the next campaign."""
+        timeout = self.settings.election_timeout_s
+        if self._haste:
+            wait, self._haste = self._haste * (1 + self._jitter()) / 2, self._haste * 2
+            if self._haste > timeout:
+                self._haste = 0.0
+            return wait
+        return timeout * (1 + self._jitter() / 2)
+
+    def _look(self) -> None:
+        """Have no leader in this generation."""
+        if self.role is LEADING:
+            self._resign()
+        self.role = LOOKING
+        self.leader = None
+        self._campaign = NONE
+        self._votes.clear()
+        self._wait()
+
+    def _wait(self) -> None:
+        self.next_deadline = self._now + self._draw() if self._may_campaign() else inf
+
+    def _hurry(self) -> None:
+        """Have no leader, and canvass soon; the more often in vain, the later."""
+        self._look()
+        self._haste = 2 * self.settings.haste_s
+        if self._may_campaign():
+            self.next_deadline = self._now + self.settings.haste_s * self._jitter()
+
+    def _adopt(self, generation: int, vote: str | None = None) -> None:
+        """Somebody is in a later generation: so are we, with no leader."""
+        self.generation = generation
+        self.vote = vote
+        self._save()
+        self._look()
+
+    def _canvass(self) -> None:
+        """Ask whether a campaign would succeed, before disturbing anybody with one."""
+        self._look()
+        self._campaign = CANVASSING
+        for peer in self.membership.voters:
+            if peer != self.id:
+                self._solicit(peer)
+        self._count(self.id)
+
+    def _stand(self, *, transfer: bool) -> None:
+        """Begin a generation of our own, and ask for votes once our own is on disk."""
+        self._look()
+        self.generation += 1
+        self.vote = self.id
+        self._save()
+        self._campaign = STANDING
+        self._standing_token = self._token
+        self._standing_by_transfer = transfer
+        for peer in self.membership.voters:
+            if peer != self.id:
+                self._solicit(peer)
+
+    def _solicit(self, peer: str) -> None:
+        last, generation = self.log.last, self.log.last_generation
+        if self._campaign is CANVASSING:
+            self._out.append(Send(peer, PreVote(self.generation + 1, last, generation)))
+        elif self._campaign is STANDING:
+            vote = Vote(self.generation, last, generation, self._standing_by_transfer)
+            self._out.append(Send(peer, vote, self._standing_token))
+
+    def _count(self, voter: str) -> None:
+        """Somebody is for us."""
+        self._votes.add(voter)
+        if self._elected():
+            if self._campaign is CANVASSING:
+                self._stand(transfer=False)
+            else:
+                self._lead()
+
+    def _elected(self, *more: str) -> bool:
+        """Whether a majority is for us, or would be with some more."""
+        votes = self._votes.union(more)
+        return sum(voter in votes for voter in self.membership.voters) >= self.membership.majority
+
+    # Being asked for votes.
+
+    def _content(self) -> bool:
+        """Whether there is a leader to be heard: no reason then to want another."""
+        return self.role is LEADING or (
+            self.leader is not None and self._now - self._heard < self.settings.election_timeout_s
+        )
+
+    def _up_to_date(self, candidate: PreVote | Vote) -> bool:
+        log = self.log
+        return (candidate.last_generation, candidate.last_index) >= (log.last_generation, log.last)
+
+    def _free_for(self, peer: str) -> bool:
+        """Whether the vote of this generation can be the peer's."""
+        return self.vote == peer or (self.vote is None and self.leader is None)
+
+    def _pre_vote(self, peer: str, message: PreVote) -> None:
+        future = message.generation > self.generation
+        if future and self._content():
+            return
+        granted = (future or self._free_for(peer)) and self._up_to_date(message)
+        if message.generation < self.generation:
+            # Answered all the same: whoever asks has to learn that it is behind.
+            granted = False
+        if granted and self._goes_first(peer, message):
+            self._solicit(peer)
+            return
+        generation = message.generation if granted else self.generation
+        self._out.append(Send(peer, PreVoteReply(generation, granted)))
+
+    def _goes_first(self, peer: str, message: PreVote) -> bool:
+        """Two who canvass at once, with logs alike, would stand at once and split the votes. The
+        one whose name comes first asks again, if the other, which is now known to want a leader,
+        is all that it lacks."""
+        return (
+            self._campaign is CANVASSING
+            and self.id < peer
+            and message.generation == self.generation + 1
+            and message.last_index == self.log.last
+            and message.last_generation == self.log.last_generation
+            and self._elected(peer)
+        )
+
+    def _vote_asked(self, peer: str, message: Vote) -> None:
+        if message.generation > self.generation:
+            if self._content() and not message.transfer:
+                return
+            self._adopt(message.generation, peer if self._up_to_date(message) else None)
+        if (
+            message.generation == self.generation
+            and self._free_for(peer)
+            and self._up_to_date(message)
+        ):
+            self._grant(peer)
+        else:
+            self._out.append(Send(peer, VoteReply(self.generation, False)))
+
+    def _grant(self, peer: str) -> None:
+        if self.vote is None:
+            self.vote = peer
+            self._save()
+        self._haste = 0.0
+        self._wait()
+        self._out.append(Send(peer, VoteReply(self.generation, True), self._token))
+
+    def _pre_vote_reply(self, peer: str, message: PreVoteReply) -> None:
+        if not message.granted:
+            if message.generation > self.generation:
+                self._adopt(message.generation)
+        elif self._campaign is CANVASSING and message.generation == self.generation + 1:
+            self._count(peer)
+
+    def _vote_reply(self, peer: str, message: VoteReply) -> None:
+        if message.generation > self.generation:
+            self._adopt(message.generation)
+        elif (
+            message.granted and message.generation == self.generation and self._campaign is STANDING
+        ):
+            mark = self.witnessed.get(peer, Position())
+            last = mark.last_generation, mark.last_index
+            self.witnessed[peer] = Position(message.generation, *last)
+            self._count(peer)
+
+    def _timeout_now(self, peer: str, message: TimeoutNow) -> None:
+        if message.generation > self.generation:
+            self._adopt(message.generation)
+        if (
+            message.generation == self.generation
+            and self.role is not LEADING
+            and self._may_campaign()
+        ):
+            self._stand(transfer=True)
+
+
+def _settings(settings: ProtocolSettings) -> RaftSettings:
+    if isinstance(settings, RaftSettings):
+        return settings
+    return RaftSettings(
+        election_timeout_s=settings.election_timeout_s,
+        heartbeat_s=settings.heartbeat_s,
+        message_bytes=settings.message_bytes,
+        haste_s=min(HASTE_S, settings.election_timeout_s),
+    )

@@ -1,0 +1,110 @@
+"""What a leader knows of one peer's log, and how it sends to it.
+
+    PROBING       one message at a time, to find where the logs meet
+    STREAMING     many messages on their way, within the window
+    SNAPSHOT      the peer needs what the log no longer has; nothing goes until that is there
+
+`match` is what the peer has acknowledged as on disk: it only grows. `next` is what goes next.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import IntEnum
+
+from doyen.quorum.consensus.raft.messages import RaftSettings
+
+__all__ = ["PROBING", "SNAPSHOT", "STREAMING", "Pace", "Progress"]
+
+
+class Pace(IntEnum):
+    PROBING = 0
+    STREAMING = 1
+    SNAPSHOT = 2
+
+
+PROBING, STREAMING, SNAPSHOT = Pace.PROBING, Pace.STREAMING, Pace.SNAPSHOT
+
+
+class Progress:
+    """One peer, as its leader sees it."""
+
+    __slots__ = (
+        "_flying",
+        "_flying_bytes",
+        "active",
+        "lately",
+        "match",
+        "next",
+        "pace",
+        "paused",
+        "round",
+        "told",
+    )
+
+    def __init__(self, following: int) -> None:
+        self.match = 0
+        self.next = following
+        self.pace: Pace = PROBING
+        self.paused = False
+        """While probing: a probe is out, or nobody is there to hear it."""
+        self.active = True
+        """Heard from since the quorum was last checked; at first, taken to be there."""
+        self.lately = True
+        """The same, of the time before that."""
+        self.round = 0
+        """The latest round it has answered."""
+        self.told = 0
+        """The commit it was told last, as far as it could follow."""
+        self._flying: deque[tuple[int, int]] = deque()
+        self._flying_bytes = 0
+
+    def may_send(self, settings: RaftSettings) -> bool:
+        if self.pace is STREAMING:
+            flying = self._flying
+            return not flying or (
+                len(flying) < settings.window_messages
+                and self._flying_bytes < settings.window_bytes
+            )
+        return self.pace is PROBING and not self.paused
+
+    def sent(self, last: int, size: int) -> None:
+        """A message with entries up to `last` is on its way."""
+        if self.pace is STREAMING:
+            self.next = last + 1
+            self._flying.append((last, size))
+            self._flying_bytes += size
+        else:
+            self.paused = True
+
+    def matched(self, index: int) -> None:
+        """The peer has everything up to `index` on disk."""
+        if index > self.match:
+            self.match = index
+            if self.next <= index:
+                self.next = index + 1
+        flying = self._flying
+        while flying and flying[0][0] <= index:
+            self._flying_bytes -= flying.popleft()[1]
+
+    def stream(self) -> None:
+        self._land(STREAMING, self.match + 1)
+
+    def probe(self, following: int) -> None:
+        self._land(PROBING, max(following, self.match + 1))
+
+    def resume(self, *, paused: bool = False) -> None:
+        """Probe where the peer was last known or thought to be: of what was on its way, nothing
+        is certain."""
+        self.probe(self.match + 1 if self.pace is STREAMING else self.next)
+        self.paused = paused
+
+    def await_snapshot(self) -> None:
+        self._land(SNAPSHOT, self.next)
+
+    def _land(self, pace: Pace, following: int) -> None:
+        self.pace = pace
+        self.next = following
+        self.paused = False
+        self._flying.clear()
+        self._flying_bytes = 0

@@ -1,0 +1,765 @@
+"""One Raft server: events in, effects out.
+
+What it rests on, and where each rule stands:
+
+- A server votes once per generation, on disk before anybody hears of it (`_save`, `after`). Its own
+  vote is no exception: a candidate asks for votes, and counts its own, only when that is written.
+  The log it advertises is then on disk too, since writes are in order.
+- A vote goes to whoever has at least as much log (`_up_to_date`): so a leader has everything that
+  was ever committed.
+- An entry is committed when a majority of voters has it on disk and it is of the leader's own
+  generation (`_commit_point`); what came before is committed with it. Hence the empty entry with
+  which every leader begins. The leader counts itself only for what its own disk holds.
+- A follower cuts its log only where it contradicts the leader's (`_merge`), never because a message
+  is short, and never below what is committed.
+- The membership in force is the latest in the log. It changes by one server at a time, only when
+  the last change is committed and so is an entry of this generation (`_change_refusal`): two
+  majorities that follow one another then always overlap. One that the servers which answer could
+  not agree on is refused (`_stranded`).
+- A read is answered when a majority has answered a round that began after it was asked, and the
+  leader's first entry is committed (`_serve_reads`).
+
+And for getting anywhere at all:
+
+- Before a campaign comes a pre-vote, which changes nobody's generation (`_canvass`). Whoever hears
+  a leader ignores both (`_content`), unless that leader wants to be replaced. A leader that hears
+  no majority for an election timeout steps down.
+- Messages of an earlier generation are answered in one's own, never dropped: else a server that is
+  ahead of a leader could neither be reached by it nor depose it.
+- When the leader's connection ends, its followers forget it in the same generation and canvass
+  after a short random wait. A quorum has to agree, so one broken link deposes nobody.
+
+Rounds are numbers: every heartbeat begins a new one, every message to a follower carries the
+latest, every answer echoes it. An answer to a later round is one to all before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from math import inf
+
+from doyen.quorum.consensus.core import (
+    Accepted,
+    ChangeAsked,
+    Committed,
+    Compacted,
+    Connected,
+    Disconnected,
+    Elapsed,
+    EntryKind,
+    Install,
+    LogEntry,
+    Membership,
+    Message,
+    Persist,
+    Persisted,
+    Position,
+    ProposalRefused,
+    Propose,
+    ProtocolSettings,
+    ReadAsked,
+    ReadReady,
+    ReadRefused,
+    Recovered,
+    Send,
+    SendSnapshot,
+    Snapshot,
+    SnapshotReceived,
+    SnapshotSent,
+    TransferAsked,
+    TransferFailed,
+)
+from doyen.quorum.consensus.invariants import IllegalEvent, InvariantBroken
+from doyen.quorum.consensus.raft.elector import FOLLOWING, LEADING, NONE, Elector
+from doyen.quorum.consensus.raft.log import encode_membership
+from doyen.quorum.consensus.raft.messages import (
+    Append,
+    AppendReply,
+    Heartbeat,
+    HeartbeatReply,
+    TimeoutNow,
+)
+from doyen.quorum.consensus.raft.progress import PROBING, SNAPSHOT, Progress
+
+__all__ = ["Raft"]
+
+_NOWHERE = Position()
+
+
+class Raft(Elector):
+    """A `Core`. See the module."""
+
+    def __init__(
+        self,
+        id: str,  # noqa: A002  (the core's own word)
+        membership: Membership,
+        recovered: Recovered,
+        *,
+        settings: ProtocolSettings,
+        jitter: Callable[[], float],
+        now: float,
+    ) -> None:
+        super().__init__(id, membership, recovered, settings=settings, jitter=jitter, now=now)
+        self._patience = self.settings.election_timeout_s
+        self._peers: dict[str, Progress] = {}
+        self._opening = 0
+        self._round = 0
+        self._reads: deque[tuple[int, int, int]] = deque()
+        self._heir: str | None = None
+        self._beat_at = self._check_at = self._transfer_until = inf
+        self._made = Append(0, 0, 0, (), 0, 0)
+        self._on.update(
+            {
+                Propose: self._proposed,
+                ReadAsked: self._read_asked,
+                TransferAsked: self._transfer_asked,
+                ChangeAsked: self._change_asked,
+                Compacted: self._compacted,
+                SnapshotSent: self._snapshot_sent,
+                SnapshotReceived: self._snapshot_received,
+            }
+        )
+        self._hear.update(
+            {
+                Append: self._append,
+                AppendReply: self._append_reply,
+                Heartbeat: self._heartbeat,
+                HeartbeatReply: self._heartbeat_reply,
+            }
+        )
+
+    def check(self) -> None:
+        """What must hold at any instant, beyond what must of every core."""
+        log, name = self.log, self.id
+        log.check(name)
+        if not log.base <= self.commit <= log.last:
+            raise InvariantBroken(f"{name}: commit {self.commit} in {log.base} to {log.last}")
+        if self.membership is not log.membership:
+            raise InvariantBroken(f"{name}: another membership is in force than the log's latest")
+        if log.last_generation > self.generation:
+            raise InvariantBroken(f"{name}: an entry of a generation not begun")
+        if self.role is not LEADING:
+            if self._peers or self._reads or self._heir is not None:
+                raise InvariantBroken(f"{name} does not lead and keeps what leaders keep")
+            return
+        if self._campaign is not NONE:
+            raise InvariantBroken(f"{name} leads and campaigns")
+        for peer, progress in self._peers.items():
+            if not progress.match < progress.next <= log.last + 1 or progress.match > log.last:
+                raise InvariantBroken(
+                    f"{name}: {peer} has {progress.match}, next {progress.next}, of {log.last}"
+                )
+
+    def _elapsed(self, event: Elapsed) -> None:
+        if self.role is not LEADING:
+            super()._elapsed(event)
+        elif self._now >= self.next_deadline:
+            self._lead_on()
+
+    def _persisted(self, event: Persisted) -> None:
+        super()._persisted(event)
+        if self.log.persisted(event.token) and self.role is LEADING:
+            self._advance()
+
+    def _connected(self, event: Connected) -> None:
+        super()._connected(event)
+        progress = self._peers.get(event.peer)
+        if progress is not None and progress.pace is not SNAPSHOT:
+            progress.resume()
+            self._replicate(event.peer, progress)
+
+    def _disconnected(self, event: Disconnected) -> None:
+        super()._disconnected(event)
+        progress = self._peers.get(event.peer)
+        if progress is not None:
+            progress.active = progress.lately = False
+            progress.resume(paused=True)
+            if self._heir == event.peer:
+                self._keep_leading(f"the connection to {event.peer} has ended")
+
+    # Writing.
+
+    def _write(self, entries: tuple[LogEntry, ...]) -> None:
+        """Add to the end of the log."""
+        self._token += 1
+        log = self.log
+        self._out.append(Persist(self._token, None, log.last + 1, entries))
+        log.append(entries, self._token)
+        if log.membership is not self.membership:
+            self._reform()
+
+    def _reform(self) -> None:
+        """Another membership is in force."""
+        self.membership = self.log.membership
+        if self.role is LEADING:
+            # Those who leave are served until that is committed, so that they learn of it.
+            for peer in self.membership.everyone:
+                if peer != self.id and peer not in self._peers:
+                    self._peers[peer] = Progress(self.log.last)
+
+    def _commit_to(self, index: int) -> None:
+        first = self.commit + 1
+        self.commit = index
+        self._out.append(Committed(first, self.log.between(first, index)))
+
+    # Following.
+
+    def _follow(self, peer: str, generation: int) -> None:
+        """The peer leads in this generation, which is not below ours."""
+        if generation > self.generation:
+            self._adopt(generation)
+        if self.leader != peer:
+            if self.leader is not None:
+                raise InvariantBroken(
+                    f"{self.id}: {peer} and {self.leader} both lead generation {generation}"
+                )
+            self.role = FOLLOWING
+            self.leader = peer
+            self._campaign = NONE
+            self._votes.clear()
+            self._haste = 0.0
+            self._patience = self._draw()
+        self._heard = self._now
+        self.next_deadline = self._now + self._patience
+
+    def _heartbeat(self, peer: str, message: Heartbeat) -> None:
+        if message.generation < self.generation:
+            self._out.append(Send(peer, HeartbeatReply(self.generation, 0)))
+            return
+        if message.generation == self.generation and self.leader == peer:
+            self._heard = self._now
+            self.next_deadline = self._now + self._patience
+        else:
+            self._follow(peer, message.generation)
+        if message.commit > self.commit:
+            if message.commit > self.log.last:
+                raise InvariantBroken(
+                    f"{self.id} acknowledged up to {message.commit} and has only {self.log.last}: "
+                    "its disk has lost what it had written, or its folder is an older copy. "
+                    "Remove it from the cluster, delete the folder and add it again"
+                )
+            self._commit_to(message.commit)
+        self._witness(peer, message.durable)
+        if message.round:
+            self._out.append(Send(peer, HeartbeatReply(self.generation, message.round)))
+
+    def _append(self, peer: str, message: Append) -> None:
+        if message.generation < self.generation:
+            self._out.append(Send(peer, AppendReply(self.generation, 0, rejected=True)))
+            return
+        self._follow(peer, message.generation)
+        log = self.log
+        previous = message.previous_index
+        if previous >= self.commit and log.generation_at(previous) != message.previous_generation:
+            hint = log.meeting_point(previous, message.previous_generation)
+            reply = AppendReply(
+                self.generation, previous, True, hint, log.generation_at(hint), message.round
+            )
+            self._out.append(Send(peer, reply))
+            return
+        matched = self._merge(previous, message.entries)
+        if message.commit > self.commit:
+            self._learn_commit(message.commit, matched)
+        self._witness(peer, message.durable)
+        # Whatever is committed here, the leader has: no need to find that out entry by entry.
+        reply = AppendReply(self.generation, max(matched, self.commit), round=message.round)
+        self._out.append(Send(peer, reply, self._token))
+
+    def _witness(self, leader: str, durable: int) -> None:
+        """Remember what the leader says to have on its own disk, as far as it is committed: that
+        much it must still have whenever it comes back. What it sends may not be on its disk
+        yet, and a majority may do without it."""
+        index = min(durable, self.commit)
+        mark = self.witnessed.get(leader, _NOWHERE)
+        if index > mark.last_index or self.generation > mark.generation:
+            last = max(
+                (mark.last_generation, mark.last_index), (self.log.generation_at(index), index)
+            )
+            self.witnessed[leader] = Position(self.generation, *last)
+
+    def _merge(self, previous: int, entries: tuple[LogEntry, ...]) -> int:
+        """Take in what follows `previous`, where the logs agree. Up to where they do then."""
+        log = self.log
+        matched = previous + len(entries)
+        if previous == log.last:
+            if entries:
+                self._write(entries)
+            return matched
+        for place, entry in enumerate(entries):
+            index = previous + 1 + place
+            if log.generation_at(index) == entry.generation or index <= log.base:
+                continue
+            if index <= self.commit:
+                raise InvariantBroken(
+                    f"{self.id}: entry {index} is committed in generation "
+                    f"{log.generation_at(index)}, and the leader has it in {entry.generation}"
+                )
+            if index <= log.last:
+                log.cut(index - 1)
+                self.membership = log.membership
+            self._write(entries[place:])
+            break
+        return matched
+
+    def _learn_commit(self, commit: int, matched: int) -> None:
+        """The leader has committed this much; beyond `matched`, our log may be another."""
+        if commit > matched:
+            commit = matched
+        if commit > self.commit:
+            self._commit_to(commit)
+
+    def _snapshot_received(self, event: SnapshotReceived) -> None:
+        if event.generation < self.generation:
+            return
+        self._follow(event.peer, event.generation)
+        snapshot = event.snapshot
+        if self._wants(snapshot):
+            self._token += 1
+            self.log.replace(snapshot, self._token)
+            self.membership = self.log.membership
+            self.commit = snapshot.index
+            self._out.append(Install(snapshot, self._token))
+        elif snapshot.index > self.commit:
+            self._commit_to(snapshot.index)
+        reply = AppendReply(self.generation, self.commit)
+        self._out.append(Send(event.peer, reply, self._token))
+
+    def _wants(self, snapshot: Snapshot) -> bool:
+        """Unless everything it stands for is in the log already, with what follows."""
+        return (
+            snapshot.index > self.commit
+            and self.log.generation_at(snapshot.index) != snapshot.generation
+        )
+
+    def _compacted(self, event: Compacted) -> None:
+        index = event.snapshot.index
+        if index > self.commit:
+            raise IllegalEvent(
+                f"{self.id}: a snapshot up to {index}, but only {self.commit} is committed"
+            )
+        if index > self.log.base:
+            self.log.compact(index, self.settings.tail_entries, self.settings.tail_bytes)
+
+    # Leading.
+
+    def _lead(self) -> None:
+        """Elected. The empty entry is what commits all that is left of earlier generations."""
+        self.role = LEADING
+        self.leader = self.id
+        self._campaign = NONE
+        self._votes.clear()
+        self._haste = 0.0
+        following = self.log.last + 1
+        self._peers = {
+            peer: Progress(following) for peer in self.membership.everyone if peer != self.id
+        }
+        self._opening = following
+        self._beat_at = self._now + self.settings.heartbeat_s
+        self._check_at = self._now + self.settings.election_timeout_s
+        self._arm()
+        self._add(EntryKind.NOTHING, b"")
+
+    def _resign(self) -> None:
+        """Lead no longer, in whatever way."""
+        self._out.extend(ReadRefused(token) for _, _, token in self._reads)
+        self._reads.clear()
+        self._peers = {}
+        self._heir = None
+        self._transfer_until = inf
+
+    def _arm(self) -> None:
+        self.next_deadline = min(self._beat_at, self._check_at, self._transfer_until)
+
+    def _lead_on(self) -> None:
+        """Some deadline of a leader's has come."""
+        now = self._now
+        if now >= self._check_at:
+            if not self._hears_majority():
+                self._look()
+                return
+            for progress in self._peers.values():
+                progress.lately, progress.active = progress.active, False
+            self._check_at = now + self.settings.election_timeout_s
+        if now >= self._transfer_until:
+            self._keep_leading(f"{self._heir} did not take over in time")
+        if now >= self._beat_at:
+            self._beat_at = now + self.settings.heartbeat_s
+            self._begin_round(self._peers)
+        self._arm()
+
+    def _hears_majority(self) -> bool:
+        peers = self._peers
+        heard = sum(voter == self.id or peers[voter].active for voter in self.membership.voters)
+        return heard >= self.membership.majority
+
+    def _proposed(self, event: Propose) -> None:
+        if self.role is not LEADING:
+            self._out.append(ProposalRefused("this server does not lead"))
+        elif self._heir is not None:
+            self._out.append(ProposalRefused(f"leadership is being handed over to {self._heir}"))
+        else:
+            self._out.append(Accepted(self.log.last + 1, self.generation))
+            self._add(EntryKind.COMMANDS, event.data)
+
+    def _add(self, kind: EntryKind, data: bytes) -> None:
+        """Add an entry; it goes to the peers while our own disk is still writing."""
+        self._write((LogEntry(self.generation, kind, data),))
+        for peer, progress in self._peers.items():
+            self._replicate(peer, progress)
+
+    def _replicate(self, peer: str, progress: Progress) -> None:
+        """Send all that may go now."""
+        log = self.log
+        while progress.next <= log.last and progress.may_send(self.settings):
+            if progress.next <= log.base:
+                progress.await_snapshot()
+                self._out.append(SendSnapshot(peer, self.generation))
+                return
+            message, size = self._message(progress.next)
+            last = message.previous_index + len(message.entries)
+            progress.sent(last, size)
+            self._tell(peer, progress, message, last)
+
+    def _message(self, following: int) -> tuple[Append, int]:
+        """The entries from here on, and their size; the same object for all who need the same."""
+        log = self.log
+        made = self._made
+        if (
+            following == log.last
+            and made.previous_index == following - 1
+            and made.commit == self.commit
+            and made.round == self._round
+            and made.generation == self.generation
+            and len(made.entries) == 1
+        ):
+            return made, len(made.entries[0].data)
+        entries, size = log.batch(
+            following, self.settings.message_entries, self.settings.message_bytes
+        )
+        previous = following - 1
+        self._made = made = Append(
+            self.generation,
+            previous,
+            log.generation_at(previous),
+            entries,
+            self.commit,
+            self._round,
+            log.durable,
+        )
+        return made, size
+
+    def _nudge(self, peer: str, progress: Progress) -> None:
+        """An append with nothing in it: if something before it was lost, the answer says so."""
+        if progress.pace is SNAPSHOT:
+            return
+        previous = progress.next - 1
+        if previous < self.log.base:
+            # Nothing can be asked there any more; the window may be full of what was lost.
+            progress.resume()
+            self._replicate(peer, progress)
+        else:
+            generation = self.log.generation_at(previous)
+            durable = self.log.durable
+            message = Append(
+                self.generation, previous, generation, (), self.commit, self._round, durable
+            )
+            self._tell(peer, progress, message, previous)
+
+    def _tell(self, peer: str, progress: Progress, message: Append, last: int) -> None:
+        told = min(self.commit, last)
+        if told > progress.told:
+            progress.told = told
+        self._out.append(Send(peer, message))
+
+    def _append_reply(self, peer: str, message: AppendReply) -> None:
+        progress = self._answerer(peer, message)
+        if progress is None:
+            return
+        if message.round > progress.round:
+            self._answered(progress, message.round)
+        if message.rejected:
+            self._back_off(peer, progress, message)
+            return
+        if message.index > self.log.last:
+            raise InvariantBroken(
+                f"{peer} has {message.index} entries of {self.id}'s, which has {self.log.last}"
+            )
+        ahead = message.index > progress.match
+        progress.matched(message.index)
+        if progress.pace is PROBING or (
+            progress.pace is SNAPSHOT and progress.match >= self.log.base
+        ):
+            progress.stream()
+        if ahead:
+            reached = self.log.generation_at(message.index)
+            if reached >= 0:
+                self.witnessed[peer] = Position(self.generation, reached, message.index)
+            if message.index > self.commit:
+                self._advance()
+                if self.role is not LEADING:
+                    return
+            self._hand_over(peer)
+        if progress.next <= self.log.last:
+            self._replicate(peer, progress)
+        if progress.told < self.commit:
+            self._tell_commit(peer, progress)
+
+    def _back_off(self, peer: str, progress: Progress, message: AppendReply) -> None:
+        """The peer lacks the entry before those it was sent: try where the logs may meet."""
+        if message.index <= progress.match or progress.pace is SNAPSHOT:
+            return
+        if progress.pace is PROBING and message.index != progress.next - 1:
+            return
+        meeting = self.log.meeting_point(message.hint_index, message.hint_generation)
+        progress.probe(min(message.index, meeting + 1))
+        self._replicate(peer, progress)
+
+    def _heartbeat_reply(self, peer: str, message: HeartbeatReply) -> None:
+        progress = self._answerer(peer, message)
+        if progress is None:
+            return
+        if message.round > progress.round:
+            self._answered(progress, message.round)
+        if progress.match < self.log.last:
+            # What was sent may have been lost, or is still being written there.
+            self._nudge(peer, progress)
+        elif self._heir == peer:
+            self._hand_over(peer)
+
+    def _answerer(self, peer: str, message: Message) -> Progress | None:
+        """Who answers us as the leader of this generation, and is still of interest."""
+        if message.generation != self.generation or self.role is not LEADING:
+            if message.generation > self.generation:
+                self._adopt(message.generation)
+            return None
+        progress = self._peers.get(peer)
+        if progress is not None:
+            progress.active = True
+        return progress
+
+    def _snapshot_sent(self, event: SnapshotSent) -> None:
+        progress = self._peers.get(event.peer)
+        if progress is None or progress.pace is not SNAPSHOT:
+            return
+        if event.ok:
+            # Only its own word will count as a match: it may yet decline to install it.
+            progress.probe(event.snapshot.index + 1)
+            self._replicate(event.peer, progress)
+        else:
+            progress.resume(paused=True)
+
+    # Committing.
+
+    def _advance(self) -> None:
+        """Commit what can be committed, and tell everybody."""
+        point = self._commit_point()
+        if point <= self.commit:
+            return
+        settled = self.commit < self.log.membership_index <= point
+        self._commit_to(point)
+        for peer, progress in self._peers.items():
+            self._tell_commit(peer, progress)
+        if self._reads:
+            self._serve_reads()
+        if settled:
+            self._settle()
+
+    def _commit_point(self) -> int:
+        """The index up to which a majority has everything on disk, if that ends in an entry of our
+        own; otherwise what is committed already."""
+        peers = self._peers
+        marks = [
+            self.log.durable if voter == self.id else peers[voter].match
+            for voter in self.membership.voters
+        ]
+        marks.sort()
+        point = marks[-self.membership.majority]
+        return point if self.log.generation_at(point) == self.generation else self.commit
+
+    def _tell_commit(self, peer: str, progress: Progress) -> None:
+        commit = min(self.commit, progress.match)
+        if commit > progress.told:
+            progress.told = commit
+            self._out.append(Send(peer, Heartbeat(self.generation, commit, 0, self.log.durable)))
+
+    def _settle(self) -> None:
+        """The membership in force is committed: whoever has no part in it is let go."""
+        everyone = self.membership.everyone
+        for peer in [peer for peer in self._peers if peer not in everyone]:
+            del self._peers[peer]
+        if self.id not in self.membership.voters:
+            heir = self._furthest()
+            if heir is not None and self._peers[heir].match == self.log.last:
+                self._out.append(Send(heir, TimeoutNow(self.generation)))
+            self._look()
+
+    # Reading.
+
+    def _read_asked(self, event: ReadAsked) -> None:
+        if self.role is not LEADING:
+            self._out.append(ReadRefused(event.token))
+            return
+        idle = self._confirmed() >= self._round
+        # A round that is under way may have been answered before this read was asked.
+        self._reads.append((self._round + 1, max(self.commit, self._opening), event.token))
+        if idle:
+            self._begin_round(self.membership.voters)
+            self._serve_reads()
+
+    def _begin_round(self, peers: Iterable[str]) -> None:
+        self._round += 1
+        commit, durable = self.commit, self.log.durable
+        beat = Heartbeat(self.generation, commit, self._round, durable)
+        for peer in peers:
+            progress = self._peers.get(peer)
+            if progress is None:
+                continue
+            if progress.match < commit:
+                mine = Heartbeat(self.generation, progress.match, self._round, durable)
+                self._out.append(Send(peer, mine))
+            else:
+                self._out.append(Send(peer, beat))
+
+    def _answered(self, progress: Progress, round_: int) -> None:
+        progress.round = round_
+        if self._reads:
+            self._serve_reads()
+
+    def _confirmed(self) -> int:
+        """The latest round that a majority has answered."""
+        peers = self._peers
+        marks = [
+            self._round if voter == self.id else peers[voter].round
+            for voter in self.membership.voters
+        ]
+        marks.sort()
+        return marks[-self.membership.majority]
+
+    def _serve_reads(self) -> None:
+        """Answer the reads whose time has come, and begin the round that the next ones need."""
+        confirmed = self._confirmed()
+        reads = self._reads
+        if self.commit >= self._opening:
+            while reads and reads[0][0] <= confirmed:
+                _, index, token = reads.popleft()
+                self._out.append(ReadReady(token, index))
+        if reads and reads[-1][0] > self._round and confirmed >= self._round:
+            self._begin_round(self.membership.voters)
+
+    # Handing over.
+
+    def _transfer_asked(self, event: TransferAsked) -> None:
+        if self.role is not LEADING:
+            self._out.append(TransferFailed("this server does not lead"))
+            return
+        heir = event.to or self._furthest(event.avoid)
+        if heir == self._heir and heir is not None:
+            return
+        if self._heir is not None:
+            self._keep_leading(f"{heir} is to lead instead of {self._heir}")
+        if heir is None:
+            self._out.append(TransferFailed("no other voter is there that could lead"))
+        elif heir == self.id:
+            self._out.append(TransferFailed("this server leads already"))
+        elif heir not in self.membership.voters:
+            self._out.append(TransferFailed(f"{heir} is not a voter"))
+        else:
+            self._heir = heir
+            self._transfer_until = self._now + self.settings.election_timeout_s
+            self._arm()
+            self._hand_over(heir)
+
+    def _furthest(self, avoid: tuple[str, ...] = ()) -> str | None:
+        """The other voter that has most of the log, among those heard of and not avoided."""
+        best: str | None = None
+        for voter in self.membership.voters:
+            progress = self._peers.get(voter)
+            if (
+                progress is not None
+                and progress.active
+                and voter not in avoid
+                and (best is None or progress.match > self._peers[best].match)
+            ):
+                best = voter
+        return best
+
+    def _hand_over(self, peer: str) -> None:
+        """The heir may stand as soon as it has everything."""
+        if peer == self._heir and self._peers[peer].match == self.log.last:
+            self._out.append(Send(peer, TimeoutNow(self.generation)))
+
+    def _keep_leading(self, reason: str) -> None:
+        self._heir = None
+        self._transfer_until = inf
+        self._out.append(TransferFailed(reason))
+
+    # Changing the membership.
+
+    def _change_asked(self, event: ChangeAsked) -> None:
+        reason = self._change_refusal(event.membership)
+        if reason is not None:
+            self._out.append(ProposalRefused(reason))
+            return
+        self._out.append(Accepted(self.log.last + 1, self.generation))
+        self._add(EntryKind.MEMBERSHIP, encode_membership(event.membership))
+        # Fewer voters may need fewer acknowledgements.
+        self._advance()
+
+    def _change_refusal(self, wanted: Membership) -> str | None:
+        if self.role is not LEADING:
+            return "this server does not lead"
+        if self._heir is not None:
+            return f"leadership is being handed over to {self._heir}"
+        if not self._may_change():
+            return "the last change is not committed yet; ask again in a moment"
+        return _unlike(self.membership, wanted) or self._behind(wanted) or self._stranded(wanted)
+
+    def _may_change(self) -> bool:
+        """Without an entry of this generation committed, a change left over from an earlier one
+        could still come to stand, with a majority that does not overlap ours."""
+        return self.log.membership_index <= self.commit and self.commit >= self._opening
+
+    def _behind(self, wanted: Membership) -> str | None:
+        """A learner becomes a voter when it has all but what is on its way."""
+        for peer in wanted.voters:
+            if peer in self.membership.learners:
+                progress = self._peers[peer]
+                missing = self.log.last - progress.match
+                if progress.match == 0 or missing > self.settings.message_entries:
+                    return f"{peer} is {missing} entries behind; ask again when it has caught up"
+        return None
+
+    def _stranded(self, wanted: Membership) -> str | None:
+        """A change that those who are there could not agree on would leave nobody to undo it."""
+        silent = [voter for voter in wanted.voters if not self._is_there(voter)]
+        if len(wanted.voters) - len(silent) >= wanted.majority:
+            return None
+        return (
+            f"without {', '.join(silent)}, which do not answer, that would be no majority:"
+            " start them, or remove those first"
+        )
+
+    def _is_there(self, voter: str) -> bool:
+        progress = self._peers.get(voter)
+        return voter == self.id or (progress is not None and (progress.active or progress.lately))
+
+
+def _unlike(old: Membership, new: Membership) -> str | None:
+    """Why the one may not follow the other."""
+    if not new.voters:
+        return "there must be a voter"
+    if len(set(new.everyone)) != len(new.everyone):
+        return "a server is named twice"
+    before = {**dict.fromkeys(old.learners, "learner"), **dict.fromkeys(old.voters, "voter")}
+    after = {**dict.fromkeys(new.learners, "learner"), **dict.fromkeys(new.voters, "voter")}
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    if len(changed) > 1:
+        return f"only one server can change at a time, not {', '.join(changed)}"
+    if not changed and (old.addresses, old.members, old.cluster) == (
+        new.addresses,
+        new.members,
+        new.cluster,
+    ):
+        return "that is the membership in force"
+    return None

@@ -1,0 +1,347 @@
+"""The majority vote for the smallest id, made safe.
+
+The textbook's vote: in each round every server votes for the smallest id it knows to be up; whoever
+gets a majority leads, and a round without a winner is followed by another. If ids alone decide, two
+servers that know of different ones elect two leaders, and a leader with less of the log than others
+undoes what was agreed. So the id decides nothing here but *who stands first*:
+
+    look      tell everybody that one has no leader and how far one's log goes; those without a
+              leader answer in kind. Nobody stands before a majority is known to be looking.
+    stand     whoever, of those it knows to be up, has the furthest log, and among equals the
+              smallest id, opens a new generation and asks for votes. If no leader comes of it
+              the next one stands, after a patience that grows with the id and with every attempt
+              in vain, since messages may be slower than supposed.
+    vote      once per generation, for somebody whose log goes at least as far as one's own, and on
+              disk before it is said; not at all while a leader is alive.
+    lead      with the votes of a majority, its own included once that is on disk. One that is
+              established and hears of a later generation opens the next one.
+
+Replication is the leader's log streamed to the followers, each message saying what must stand
+before it. Only an entry of the leader's own generation is committed by being counted.
+
+The id "smallest" compares numbers within names as numbers: n2 stands before n10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from doyen.quorum.consensus.common import Peer, ReplicatedServer, order
+from doyen.quorum.consensus.core import (
+    LogEntry,
+    Membership,
+    Message,
+    ProtocolSettings,
+    Recovered,
+    Role,
+)
+
+__all__ = [
+    "MESSAGES",
+    "STATE",
+    "Append",
+    "Appended",
+    "Looking",
+    "Missing",
+    "SmallestId",
+    "Stand",
+    "Vote",
+    "VoterState",
+]
+
+
+class VoterState(Struct, frozen=True, array_like=True):
+    """What a server must not forget: the generation it is in, and for whom it voted in it."""
+
+    generation: int = 0
+    vote: str | None = None
+
+
+class Looking(Message, frozen=True, gc=False):
+    """I have no leader, and my log goes this far."""
+
+    last_generation: int
+    last: int
+    answer: bool
+    """Said because another said it; it is not answered again."""
+
+
+class Stand(Message, frozen=True, gc=False):
+    """Vote for me in this generation; my log goes this far."""
+
+    last_generation: int
+    last: int
+
+
+class Vote(Message, frozen=True, gc=False):
+    """The answer to `Stand`."""
+
+    granted: bool
+
+
+class Append(Message, frozen=True, gc=False):
+    """The leader's word: these entries follow `previous`. Without any, a heartbeat."""
+
+    previous: int
+    previous_generation: int
+    entries: tuple[LogEntry, ...]
+    commit: int
+    round: int
+
+
+class Appended(Message, frozen=True, gc=False):
+    """Up to here the log on my disk is the leader's. In a later generation than the leader's: you
+    lead no more."""
+
+    last: int
+    round: int
+
+
+class Missing(Message, frozen=True, gc=False):
+    """What you sent does not fit: begin after `last`."""
+
+    last: int
+    round: int
+
+
+MESSAGES = Looking | Stand | Vote | Append | Appended | Missing
+STATE = VoterState
+
+
+class SmallestId(ReplicatedServer):
+    """One server of the vote for the smallest id."""
+
+    def __init__(
+        self,
+        id: str,  # noqa: A002
+        membership: Membership,
+        recovered: Recovered,
+        *,
+        settings: ProtocolSettings,
+        jitter: Callable[[], float],
+        now: float,
+    ) -> None:
+        super().__init__(id, membership, recovered, settings=settings, jitter=jitter, now=now)
+        state = recovered.state or VoterState()
+        self.generation: int = state.generation
+        self.vote: str | None = state.vote
+        self._rank = {name: n for n, name in enumerate(sorted(membership.voters, key=order))}
+        self._present: dict[str, tuple[int, int]] = {}
+        """Who is known to be looking in this round, and how far their logs go."""
+        self._answered_by: set[str] = set()
+        """Who of them has heard us: who is not heard shall not open a generation, with which it
+        would depose a healthy leader when it comes back."""
+        self._votes: set[str] = set()
+        self._vote_token = 0
+        """Our own vote for ourselves counts once this is on disk; 0: we do not stand."""
+        self._gathered = now
+        """Until when we wait for others to show up before we judge who should stand."""
+        self._patience = now
+        self._timeout = self._draw()
+        self._alive_until = now
+        """Until when the leader we follow is held to be alive."""
+        self._hear = {
+            Looking: self._hear_looking,
+            Stand: self._hear_stand,
+            Vote: self._hear_vote,
+            Append: self._hear_append,
+            Appended: self._hear_appended,
+            Missing: self._hear_missing,
+        }
+
+    # Looking for one another.
+
+    def _look(self) -> None:
+        self._turn(Role.LOOKING, None)
+        self._new_round()
+
+    def _new_round(self) -> None:
+        """Forget who was up, and ask again. A candidate remains one: its votes may yet come."""
+        self._present = {self.id: self._last()}
+        self._answered_by = {self.id}
+        self._gathered = self._now + self._settings.heartbeat_s
+        stagger = self._rank[self.id] / len(self._rank)
+        patience_s = self._settings.election_timeout_s * (
+            0.5 + 0.5 * stagger + 0.5 * self._jitter()
+        )
+        self._patience = self._now + self._grown(patience_s)
+        self.next_deadline = self._gathered
+        self._tell_all(self._looking(answer=False))
+        self._judge()
+
+    def _looking(self, answer: bool) -> Looking:
+        generation, index = self._last()
+        return Looking(self.generation, generation, index, answer)
+
+    def _due(self) -> None:
+        if self.role is Role.FOLLOWING:
+            self._look()
+        elif self._now < self._patience:
+            self._judge()
+            if self.role is Role.LOOKING:
+                self._tell_all(self._looking(answer=False))
+                self.next_deadline = min(self._now + self._settings.heartbeat_s, self._patience)
+        else:
+            # A round without a winner: whoever runs out of patience first stands, and it is then
+            # for the voters to say.
+            if len(self._answered_by) >= self._majority and not self._vote_token:
+                self._stand()
+            else:
+                self._abandon()
+            self._new_round()
+
+    def _hear_looking(self, peer: Peer, message: Looking) -> None:
+        if self.role is Role.LEADING:
+            self._send(peer, self._carry(peer, peer.next, ()))
+        elif self.leader == peer.name and message.generation >= self.generation:
+            self._look()
+        if self.role is not Role.LOOKING:
+            return
+        self._present[peer.name] = (message.last_generation, message.last)
+        if message.answer:
+            self._answered_by.add(peer.name)
+        else:
+            self._send(peer, self._looking(answer=True))
+        self._judge()
+
+    def _judge(self) -> None:
+        """Stand, if of all who are up it is for us to stand, and enough are."""
+        if self._vote_token or len(self._answered_by) < self._majority:
+            return
+        everybody = len(self._present.keys() | self._gone) == len(self._rank)
+        if (self._now >= self._gathered or everybody) and self._first_to_stand() == self.id:
+            self._stand()
+
+    def _first_to_stand(self) -> str:
+        furthest = max(self._present.values())
+        return min(
+            (name for name, last in self._present.items() if last == furthest),
+            key=self._rank.__getitem__,
+        )
+
+    # Voting.
+
+    def _state(self) -> VoterState:
+        return VoterState(self.generation, self.vote)
+
+    def _enter(self, generation: int, vote: str | None = None) -> None:
+        """Be in this generation, having voted for this server or for nobody."""
+        self._attempts += generation > self.generation
+        self.generation, self.vote = generation, vote
+        self._abandon()
+        self._persist(self._state())
+
+    def _abandon(self) -> None:
+        self._votes = set()
+        self._vote_token = 0
+
+    def _stand(self) -> None:
+        self._enter(self.generation + 1, self.id)
+        self._turn(Role.LOOKING, None)
+        self._vote_token = self._token
+        self._tell_all(Stand(self.generation, *self._last()), after=self._token)
+
+    def _written(self) -> None:
+        if self._vote_token and self._durable >= self._vote_token:
+            self._count(self.id)
+
+    def _hear_stand(self, peer: Peer, message: Stand) -> None:
+        if self._leader_lives() and self.leader != peer.name:
+            return
+        newer = message.generation > self.generation
+        vote = None if newer else self.vote
+        granted = (
+            message.generation >= self.generation
+            and vote in (None, peer.name)
+            and self._far_enough(message)
+        )
+        if newer or (granted and vote is None):
+            self._enter(message.generation, peer.name if granted else None)
+            self._look_on()
+        self._send(peer, Vote(self.generation, granted), after=self._token)
+
+    def _look_on(self) -> None:
+        """Another stands: give it the time to win."""
+        self._turn(Role.LOOKING, None)
+        self._patience = max(self._patience, self._now + self._grown(self._draw()))
+        self.next_deadline = self._now + self._settings.heartbeat_s
+
+    def _leader_lives(self) -> bool:
+        if self.role is Role.LEADING:
+            return True
+        return self.role is Role.FOLLOWING and self._now < self._alive_until
+
+    def _far_enough(self, candidate: Stand) -> bool:
+        """Whether the candidate's log goes at least as far as ours."""
+        return (candidate.last_generation, candidate.last) >= self._last()
+
+    def _hear_vote(self, peer: Peer, message: Vote) -> None:
+        if message.generation > self.generation:
+            self._overtaken(message.generation)
+        elif message.granted and message.generation == self.generation and self._vote_token:
+            self._count(peer.name)
+
+    def _count(self, voter: str) -> None:
+        self._votes.add(voter)
+        if len(self._votes) >= self._majority:
+            self._abandon()
+            self._lead()
+
+    def _overtaken(self, generation: int) -> None:
+        """Others are in a later generation."""
+        if self._established():
+            # Somebody opened that one and got no further: those who follow us do so in the next.
+            self.generation = generation
+            self._present = {self.id: self._last()}
+            self._answered_by = {self.id}
+            self._stand()
+            self._look_on()
+        else:
+            self._enter(generation)
+            self._look()
+
+    # Replicating.
+
+    def _carry(self, peer: Peer, first: int, entries: tuple[LogEntry, ...]) -> Message:
+        previous = first - 1
+        before = self._generation_at(previous)
+        return Append(self.generation, previous, before, entries, self.commit, self._round)
+
+    def _hear_append(self, peer: Peer, message: Append) -> None:
+        if message.generation < self.generation:
+            self._send(peer, Appended(self.generation, 0, 0), after=self._token)
+            return
+        if message.generation > self.generation:
+            self._enter(message.generation)
+        if self.leader != peer.name:
+            self._abandon()
+            self._turn(Role.FOLLOWING, peer.name)
+            self._timeout = self._draw()
+        self._alive_until = self._now + self._settings.election_timeout_s
+        self.next_deadline = self._now + self._timeout
+        previous = message.previous
+        agreed = self._agreed(previous, message.previous_generation)
+        if agreed < previous:
+            self._send(peer, Missing(self.generation, agreed, message.round))
+            return
+        if not message.entries:
+            self._commit_to(min(message.commit, previous))
+            match = min(previous, self._stable)
+            self._send(peer, Appended(self.generation, match, message.round))
+            return
+        self._take(previous, message.entries)
+        last = previous + len(message.entries)
+        self._commit_to(min(message.commit, last))
+        self._send(peer, Appended(self.generation, last, message.round), after=self._token)
+
+    def _hear_appended(self, peer: Peer, message: Appended) -> None:
+        if message.generation > self.generation:
+            self._overtaken(message.generation)
+        elif message.generation == self.generation and self.role is Role.LEADING:
+            self._answered(peer, message.last, message.round)
+
+    def _hear_missing(self, peer: Peer, message: Missing) -> None:
+        if message.generation == self.generation and self.role is Role.LEADING:
+            self._missing(peer, message.last, message.round)

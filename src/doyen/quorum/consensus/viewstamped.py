@@ -1,0 +1,539 @@
+"""Viewstamped replication, revisited, with its view on disk.
+
+    normal        the primary of view v is server v mod n, so nobody has to be elected: it has
+                  operations prepared by the others, and tells them what is committed.
+    view change   whoever misses the primary tells the others which view it wants instead. When a
+                  majority wants it, a server *enters* the view, on disk, takes no part in earlier
+                  ones any more, and tells the new primary how far its log goes, and in which view
+                  it last was normal. Of a majority's logs, the new primary takes the one with the
+                  greatest (last normal view, op number).
+    start view    the others make their logs the primary's, then write that they are normal in the
+                  view, then acknowledge.
+
+The paper's servers keep nothing on disk and ask one another after a crash, which leaves them stuck
+for good when all crash at once. Here the view, the last normal view and the log are on disk. A
+server does not lead a view that it was in before a crash: of what it said there, the disk may have
+missed the last part. Nor does it lead a view again that it has led and given up.
+
+An established primary that hears of a later view wants the next one that is its own. Wanting a view
+binds nobody: a server that is cut off wants the same one for ever and disturbs nobody by it, and
+those whose primary is alive do not listen. The core's `generation` is the view entered. Logs are
+brought into step from the last entry that both have of the same view, so nothing uncommitted of an
+earlier view survives in a later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from doyen.quorum.consensus.common import WINDOW, Peer, ReplicatedServer, order
+from doyen.quorum.consensus.core import (
+    LogEntry,
+    Membership,
+    Message,
+    ProtocolSettings,
+    Recovered,
+    Role,
+)
+
+__all__ = [
+    "MESSAGES",
+    "STATE",
+    "Behind",
+    "Commit",
+    "DoViewChange",
+    "GetState",
+    "Later",
+    "NewState",
+    "Prepare",
+    "PrepareOk",
+    "StartView",
+    "StartViewChange",
+    "ViewState",
+    "Viewstamped",
+]
+
+
+class ViewState(Struct, frozen=True, array_like=True):
+    """What a server must not forget beside its log."""
+
+    view: int = 0
+    normal: int = 0
+    """The last view in which this server's log was made the primary's."""
+
+
+class StartViewChange(Message, frozen=True, gc=False):
+    """I miss the primary, and want this view."""
+
+    answer: bool
+    """Said because another said so; it is not answered again."""
+
+
+class DoViewChange(Message, frozen=True, gc=False):
+    """I have entered this view, which is yours to lead; my log was last normal then, and ends
+    here."""
+
+    normal: int
+    op: int
+
+
+class StartView(Message, frozen=True, gc=False):
+    """This view has begun, and its log is this far."""
+
+    op: int
+    op_view: int
+    commit: int
+
+
+class GetState(Message, frozen=True, gc=False):
+    """Our logs may agree up to here: send me what follows in yours."""
+
+    agreed: int
+
+
+class NewState(Message, frozen=True, gc=False):
+    """A piece of the log, which follows `previous`."""
+
+    previous: int
+    previous_view: int
+    entries: tuple[LogEntry, ...]
+
+
+class Prepare(Message, frozen=True, gc=False):
+    """New operations, the first of them numbered `first`."""
+
+    first: int
+    entries: tuple[LogEntry, ...]
+    commit: int
+    round: int
+
+
+class PrepareOk(Message, frozen=True, gc=False):
+    """I have everything up to here on disk."""
+
+    op: int
+    round: int
+
+
+class Commit(Message, frozen=True, gc=False):
+    """Everything up to `commit` stands. Said again and again, it is the heartbeat."""
+
+    commit: int
+    op: int
+    round: int
+
+
+class Behind(Message, frozen=True, gc=False):
+    """I lack what comes after `op`."""
+
+    op: int
+    round: int
+
+
+class Later(Message, frozen=True, gc=False):
+    """I have entered this view, which is later than yours."""
+
+
+MESSAGES = (
+    StartViewChange
+    | DoViewChange
+    | StartView
+    | GetState
+    | NewState
+    | Prepare
+    | PrepareOk
+    | Commit
+    | Behind
+    | Later
+)
+STATE = ViewState
+
+
+class Viewstamped(ReplicatedServer):
+    """One replica."""
+
+    def __init__(
+        self,
+        id: str,  # noqa: A002
+        membership: Membership,
+        recovered: Recovered,
+        *,
+        settings: ProtocolSettings,
+        jitter: Callable[[], float],
+        now: float,
+    ) -> None:
+        super().__init__(id, membership, recovered, settings=settings, jitter=jitter, now=now)
+        state = recovered.state or ViewState()
+        self.generation: int = state.view
+        self.normal: int = state.normal
+        self._names = sorted(membership.voters, key=order)
+        self._barred = state.view
+        """Views up to here are not ours to lead any more."""
+        self.wanted = 0
+        """The view we want, if later than the one we are in."""
+        self._wants: dict[str, int] = {}
+        self._reports: dict[str, tuple[int, int]] = {}
+        """To the primary of the view entered: how far whose log goes."""
+        self._source: str | None = None
+        """Whose log the new primary is taking."""
+        self._fetched = 0
+        """Up to where it may have that already."""
+        self._started_token = 0
+        self._state_token = 0
+        self._timeout = self._draw()
+        self._patience = now
+        self._alive_until = now
+        self._hear = {
+            StartViewChange: self._hear_start_view_change,
+            DoViewChange: self._hear_do_view_change,
+            StartView: self._hear_start_view,
+            GetState: self._hear_get_state,
+            NewState: self._hear_new_state,
+            Prepare: self._hear_prepare,
+            PrepareOk: self._hear_prepare_ok,
+            Commit: self._hear_commit,
+            Behind: self._hear_behind,
+            Later: self._hear_later,
+        }
+
+    def primary(self, view: int) -> str:
+        return self._names[view % len(self._names)]
+
+    def _state(self) -> ViewState:
+        return ViewState(self.generation, self.normal)
+
+    # Wanting another view.
+
+    def _look(self) -> None:
+        self._want(self.generation + 1)
+
+    def _want(self, view: int) -> None:
+        """Want this view, or the first after it whose primary is not known to be gone."""
+        if self.role is Role.LEADING:
+            self._barred = self.generation
+        self._turn(Role.LOOKING, None)
+        for _ in self._names:
+            if self.primary(view) in self._gone or self._may_not_lead(view):
+                view += 1
+        self.wanted = view
+        self._wants = {}
+        self._ask()
+
+    def _may_not_lead(self, view: int) -> bool:
+        return view <= self._barred and self.primary(view) == self.id
+
+    def _ask(self) -> None:
+        self._tell_all(StartViewChange(self.wanted, False))
+        self.next_deadline = self._now + self._settings.heartbeat_s
+        self._count_wants()
+
+    def _hear_start_view_change(self, peer: Peer, message: StartViewChange) -> None:
+        if self._primary_lives() and peer.name != self.leader:
+            return
+        view = message.generation
+        if self.role is not Role.LOOKING:
+            self._want(max(view, self.generation + 1))
+        self._wants[peer.name] = view
+        if view > max(self.wanted, self.generation):
+            self.wanted = view
+            self._tell_all(StartViewChange(view, False))
+        elif not message.answer:
+            self._send(peer, StartViewChange(max(self.wanted, self.generation), True))
+        self._count_wants()
+
+    def _primary_lives(self) -> bool:
+        if self.role is Role.LEADING:
+            return True
+        return self.role is Role.FOLLOWING and self._now < self._alive_until
+
+    def _count_wants(self) -> None:
+        if self.wanted > self.generation:
+            same = 1 + sum(view >= self.wanted for view in self._wants.values())
+            if same >= self._majority:
+                self._enter(self.wanted)
+
+    def _enter(self, view: int) -> None:
+        """Take no part in earlier views any more."""
+        self.generation = self.wanted = view
+        self._reports = {}
+        self._source = None
+        self._started_token = 0
+        for peer in self._peers.values():
+            peer.again = self._now
+        self._turn(Role.LOOKING, None)
+        self._state_token = self._persist(self._state())
+        self._progress()
+        self._report()
+
+    def _progress(self) -> None:
+        self._patience = self._now + self._draw()
+        self.next_deadline = self._now + self._settings.heartbeat_s
+
+    def _report(self) -> None:
+        """Tell the primary of the view we have entered how far our log goes."""
+        primary = self._peers.get(self.primary(self.generation))
+        if primary is not None:
+            message = DoViewChange(self.generation, self.normal, len(self.log))
+            self._send(primary, message, after=self._token)
+
+    def _due(self) -> None:
+        if self.role is Role.FOLLOWING:
+            self._look()
+        elif self.wanted > self.generation:
+            self._ask()
+        elif self._now >= self._patience:
+            self._look()
+        else:
+            self.next_deadline = self._now + self._settings.heartbeat_s
+            if self._source is not None:
+                self._fetch(self._fetched)
+            elif self.normal < self.generation:
+                self._report()
+
+    def _lost_sight(self, peer: Peer) -> None:
+        if peer.name == self.primary(self.generation) and self.role is not Role.LEADING:
+            self._look()
+
+    def _hear_later(self, peer: Peer, message: Later) -> None:
+        view = message.generation
+        if view <= max(self.generation, self.wanted):
+            return
+        if self._established():
+            # Somebody entered that view and got no further: nobody needs another primary.
+            while self.primary(view) != self.id:
+                view += 1
+        self._want(view)
+
+    # Beginning a view, as its primary.
+
+    def _hear_do_view_change(self, peer: Peer, message: DoViewChange) -> None:
+        view = message.generation
+        if self.primary(view) != self.id or view <= self._barred:
+            return
+        if view > self.generation:
+            self._enter(view)
+        if view == self.generation and self.role is not Role.LEADING:
+            self._reports[peer.name] = (message.normal, message.op)
+            self._count_reports()
+
+    def _written(self) -> None:
+        if self.role is not Role.LOOKING or self.generation <= self._barred:
+            return
+        if self._started_token:
+            if self._durable >= self._started_token:
+                self._started_token = 0
+                self._lead()
+                self._start_others()
+        elif self.primary(self.generation) == self.id and self._durable >= self._state_token:
+            self._reports[self.id] = (self.normal, len(self.log))
+            self._count_reports()
+
+    def _count_reports(self) -> None:
+        if self._source is not None or self._started_token or self.id not in self._reports:
+            return
+        if len(self._reports) >= self._majority:
+            self._progress()
+            best = self._best()
+            if best == self.id:
+                self._start()
+            else:
+                self._source = best
+                self._fetch(min(len(self.log), self._reports[best][1]))
+
+    def _best(self) -> str:
+        """Whose log a view begins with: our own, unless another's goes further."""
+        return max(self._reports, key=lambda name: (self._reports[name], name == self.id))
+
+    def _fetch(self, agreed: int) -> None:
+        """Take over the log that goes furthest. Its owner has entered the view: it stays as it
+        is."""
+        assert self._source is not None
+        self._fetched = agreed
+        self._send(self._peers[self._source], GetState(self.generation, agreed))
+
+    def _start(self) -> None:
+        """The log is the view's. Once that is on disk, lead."""
+        self._source = None
+        self._settle()
+        self._started_token = self._token
+
+    def _settle(self) -> None:
+        """Be normal in this view. The log that makes it so has been written before."""
+        self.normal = self.generation
+        self._state_token = self._persist(self._state())
+
+    def _lead(self) -> None:
+        # Whatever was wanted meanwhile: who has entered a later view is to be heard.
+        self.wanted = self.generation
+        super()._lead()
+
+    def _prepare(self, peer: Peer) -> None:
+        super()._prepare(peer)
+        peer.synced = False
+
+    def _beat(self) -> None:
+        super()._beat()
+        if self.role is Role.LEADING:
+            self._start_others()
+
+    def _start_view(self) -> StartView:
+        op = len(self.log)
+        return StartView(self.generation, op, self._generation_at(op), self.commit)
+
+    def _start_others(self) -> None:
+        message = self._start_view()
+        for peer in self._peers.values():
+            if not peer.synced:
+                self._send(peer, message)
+
+    # The state of another's log.
+
+    def _hear_get_state(self, peer: Peer, message: GetState) -> None:
+        if message.generation != self.generation:
+            return
+        if self.role is Role.LEADING:
+            peer.heard = self._now
+        elif self.primary(self.generation) != peer.name or self.normal == self.generation:
+            return
+        agreed = min(message.agreed, len(self.log))
+        if self._now >= peer.again or (agreed < peer.origin and self._may_go_back(peer, agreed)):
+            peer.origin = agreed
+            peer.next = agreed + 1
+            self._pump(peer)
+        elif agreed > peer.origin:
+            peer.origin = agreed
+            peer.next = max(peer.next, agreed + 1)
+            if peer.next <= len(self.log):
+                self._pump(peer)
+
+    def _pump(self, peer: Peer) -> None:
+        """Send as much of the log as may be on its way at once; when that is all, say so."""
+        peer.again = self._now + 2 * self._settings.heartbeat_s
+        end = min(len(self.log), peer.origin + WINDOW)
+        while True:
+            previous = peer.next - 1
+            entries = self._piece(peer.next, end) if peer.next <= end else ()
+            peer.next += len(entries)
+            state = NewState(self.generation, previous, self._generation_at(previous), entries)
+            self._send(peer, state, after=self._token)
+            if peer.next > end:
+                break
+        if self.role is Role.LEADING and end == len(self.log):
+            self._send(peer, self._start_view())
+
+    def _hear_new_state(self, peer: Peer, message: NewState) -> None:
+        view = message.generation
+        if view != self.generation or self.normal == view or self.role is not Role.LOOKING:
+            return
+        if peer.name not in (self._source, self.primary(view)):
+            return
+        self._progress()
+        agreed = self._agreed(message.previous, message.previous_view)
+        if agreed == message.previous:
+            self._take(agreed, message.entries)
+            agreed += len(message.entries)
+        if peer.name == self._source:
+            op = self._reports[peer.name][1]
+            if agreed == message.previous + len(message.entries) == op:
+                self._shorten(op)
+                self._start()
+            else:
+                self._fetch(agreed)
+        elif agreed < message.previous or message.entries:
+            self._send(peer, GetState(view, agreed))
+
+    def _shorten(self, op: int) -> None:
+        if len(self.log) > op:
+            self._cut(op)
+            self._persist(first=op + 1)
+
+    # Normal, as a replica.
+
+    def _hear_start_view(self, peer: Peer, message: StartView) -> None:
+        if not self._from_primary(peer, message):
+            return
+        if self.normal < self.generation:
+            agreed = self._agreed(message.op, message.op_view)
+            self._progress()
+            if agreed < message.op:
+                self._send(peer, GetState(self.generation, agreed))
+                return
+            self._shorten(message.op)
+            self._settle()
+        self._follow(peer)
+        self._commit_to(min(message.commit, len(self.log)))
+        self._send(peer, PrepareOk(self.generation, len(self.log), 0), after=self._token)
+
+    def _from_primary(self, peer: Peer, message: Message) -> bool:
+        """Whether this is said by the primary of the view we are in, or now enter."""
+        view = message.generation
+        if view < self.generation:
+            self._send(peer, Later(self.generation), after=self._token)
+            return False
+        if self.primary(view) != peer.name:
+            return False
+        if view > self.generation:
+            self._enter(view)
+        return True
+
+    def _follow(self, peer: Peer) -> None:
+        if self.role is not Role.FOLLOWING:
+            self._timeout = self._draw()
+            self.wanted = self.generation
+            self._turn(Role.FOLLOWING, peer.name)
+        self._alive_until = self._now + self._settings.election_timeout_s
+        self.next_deadline = self._now + self._timeout
+
+    def _in_step(self, peer: Peer, message: Message) -> bool:
+        """Whether this is the primary speaking to one whose log is a beginning of its own."""
+        if not self._from_primary(peer, message) or self.normal != self.generation:
+            return False
+        self._follow(peer)
+        return True
+
+    def _hear_prepare(self, peer: Peer, message: Prepare) -> None:
+        if not self._in_step(peer, message):
+            return
+        known = len(self.log)
+        if message.first > known + 1:
+            self._send(peer, Behind(self.generation, known, message.round))
+            return
+        new = message.entries[known + 1 - message.first :]
+        if new:
+            self.log.extend(new)
+            self._persist(first=known + 1, entries=new)
+        self._commit_to(min(message.commit, len(self.log)))
+        reply = PrepareOk(self.generation, len(self.log), message.round)
+        self._send(peer, reply, after=self._token)
+
+    def _hear_commit(self, peer: Peer, message: Commit) -> None:
+        if not self._in_step(peer, message):
+            return
+        known = len(self.log)
+        self._commit_to(min(message.commit, known))
+        if message.op > known:
+            self._send(peer, Behind(self.generation, known, message.round))
+        elif self._durable >= self._state_token:
+            self._send(peer, PrepareOk(self.generation, self._stable, message.round))
+
+    # Normal, as the primary.
+
+    def _carry(self, peer: Peer, first: int, entries: tuple[LogEntry, ...]) -> Message:
+        if entries:
+            return Prepare(self.generation, first, entries, self.commit, self._round)
+        return Commit(self.generation, self.commit, first - 1, self._round)
+
+    def _hear_prepare_ok(self, peer: Peer, message: PrepareOk) -> None:
+        if self.role is not Role.LEADING or message.generation != self.generation:
+            return
+        if not peer.synced:
+            peer.synced = True
+            peer.match = 0
+            peer.next = message.op + 1
+        self._answered(peer, message.op, message.round)
+
+    def _hear_behind(self, peer: Peer, message: Behind) -> None:
+        if self.role is Role.LEADING and message.generation == self.generation and peer.synced:
+            self._missing(peer, message.op, message.round)

@@ -1,0 +1,1 @@
+"""The replicated keyspace of a quorum: its state machine, history and versions."""

@@ -1,0 +1,430 @@
+"""`Node`: one server of an embedded quorum, in the user's own process.
+
+    async with doyen.Node("n1", peers={...}, data_dir="/var/lib/app", found=True) as node:
+        await node.propose(b"...")
+
+A node runs on a thread of its own, with its own loop, so that code which blocks the caller's loop
+cannot starve its heartbeats; `Node` is the bridge. What a caller proposes in one turn of its loop
+crosses over as one piece, and so do the answers.
+
+    ports        what a node stands on
+    driver       carries out what a consensus core says (with `applied`, `proposals`)
+    machine      commands, exactly once, and the state machines behind them
+    journal      memory in a folder (with `folder`)
+    members      who this node is, whom it hears as a peer, founding
+    roles        what peers, administrators, clients and onlookers may do
+    peers, door  links to other nodes; who may come in
+    service      the Store port for clients (with `keeper` and `leases`, for the one that leads)
+    server       a real node, put together
+
+Importing this imports none of those: msgspec is asked for when a node is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from doyen._waiting import shared
+from doyen.errors import ConfigError, SessionClosed
+from doyen.quorum.node.state_machine import StateMachine
+
+if TYPE_CHECKING:
+    from doyen.events import Sink
+    from doyen.quorum.node.driver import Status
+    from doyen.quorum.node.server import NodeOptions, NodeServer
+    from doyen.quorum.protocol.wire import TLS
+    from doyen.session import Session
+
+__all__ = ["Node", "NodeStanding", "StateMachine"]
+
+T = TypeVar("T")
+
+
+class NodeStanding(NamedTuple):
+    """Where a node stands: what it does, in which generation, and who leads."""
+
+    role: str
+    generation: int
+    leader: str | None
+
+
+class Node:
+    """One server of an embedded quorum, running in this process.
+
+        async with doyen.Node("n1", peers=peers, data_dir="data/n1", found=True) as node:
+            print(node.role, node.leader)
+            total = await node.propose(b"add 1")
+
+    `peers` names every node's address, this one's included; all nodes are started with the same.
+    With `found`, nodes whose folders are empty found a cluster, once all of them are there; with
+    `join`, this one waits to be added to a cluster that exists. An empty folder needs one of them;
+    with a folder that has data neither means anything. Entered when the node runs, which is before
+    anyone leads. On leaving, leadership is handed over first. The quorum agrees on what `machine`
+    (see `StateMachine`) carries out.
+    """
+
+    def __init__(
+        self,
+        id: str,  # noqa: A002  (what everyone calls it)
+        *,
+        peers: Mapping[str, str],
+        data_dir: str | os.PathLike[str],
+        listen: str | None = None,
+        cluster: str = "doyen",
+        secret: str | None = None,
+        peer_secret: str | None = None,
+        admin_secret: str | None = None,
+        onlooker_secret: str | None = None,
+        tls: TLS | None = None,
+        insecure: bool = False,
+        join: bool = False,
+        found: bool = False,
+        machine: StateMachine | None = None,
+        election_s: float = 1.0,
+        heartbeat_s: float = 0.1,
+        protocol: str = "raft",
+        quota_bytes: int = 1 << 30,
+    ) -> None:
+        try:
+            from doyen.quorum.node.server import NodeOptions
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"a node needs {error.name}: install doyen[quorum] (pip install 'doyen[quorum]')"
+            ) from error
+        self._options: NodeOptions = NodeOptions(
+            id=id,
+            peers=dict(peers),
+            data_dir=data_dir,
+            listen=listen,
+            cluster=cluster,
+            secret=secret,
+            peer_secret=peer_secret,
+            admin_secret=admin_secret,
+            onlooker_secret=onlooker_secret,
+            tls=tls,
+            insecure=insecure,
+            join=join,
+            found=found,
+            election_s=election_s,
+            heartbeat_s=heartbeat_s,
+            protocol=protocol,
+            quota_bytes=quota_bytes,
+        )
+        self._machine = machine
+        self._thread: _NodeThread | None = None
+        self._opened: NodeServer | None = None
+        self._observers: list[Callable[[], None]] = []
+
+    @property
+    def id(self) -> str:
+        """This node's name among its peers."""
+        return self._options.id
+
+    async def __aenter__(self) -> Node:
+        from doyen.quorum.node.server import NodeServer
+
+        if self._thread is not None:
+            raise SessionClosed("a node is entered once; make another")
+        self._thread = _NodeThread(self.id)
+        try:
+            self._opened = await self._do(NodeServer.open(self._options, self._machine))
+        except BaseException:
+            self._thread.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        server = self._running
+        thread = self._inside
+        self._opened = None
+        for end_of_changes in [*self._observers]:
+            end_of_changes()
+        closing = asyncio.wrap_future(thread.submit(server.close()))
+        try:
+            await shared(closing)
+        finally:
+            if not closing.done():
+                await asyncio.wait({closing})
+            thread.stop()
+
+    @property
+    def _running(self) -> NodeServer:
+        if self._opened is None:
+            raise SessionClosed("the node is not running: enter it with `async with`")
+        return self._opened
+
+    @property
+    def _inside(self) -> _NodeThread:
+        if self._thread is None:
+            raise SessionClosed("the node is not running: enter it with `async with`")
+        if self._thread.forked:
+            raise SessionClosed("this node belongs to the parent process; a child has none")
+        return self._thread
+
+    async def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(self._inside.submit(work))
+
+    @property
+    def role(self) -> str:
+        """`looking`, `following` or `leading`."""
+        return str(self._running.driver.role)
+
+    @property
+    def generation(self) -> int:
+        """Counts the leaders that the quorum has had, and the attempts at one."""
+        return self._running.driver.generation
+
+    @property
+    def leader(self) -> str | None:
+        """Who leads in this generation, as far as this node knows."""
+        return self._running.driver.leader
+
+    def status(self) -> Status:
+        """How this node is doing."""
+        return self._running.driver.status()
+
+    async def observe(self) -> AsyncGenerator[NodeStanding, None]:
+        """Where this node stands now, then every change, until the node is closed.
+
+        async for standing in node.observe():
+            print(standing.role, standing.leader)
+        """
+        driver, loop = self._running.driver, asyncio.get_running_loop()
+        changes: asyncio.Queue[NodeStanding | None] = asyncio.Queue()
+        end_of_changes = partial(_NodeThread.call, loop, changes.put_nowait, None)
+
+        def deliver(role: str, generation: int, leader: str | None) -> None:
+            standing = NodeStanding(str(role), generation, leader)
+            self._inside.call(loop, changes.put_nowait, standing)
+
+        async def begin() -> None:
+            driver.on_role(deliver)
+            deliver(driver.role, driver.generation, driver.leader)
+
+        async def end() -> None:
+            driver.off_role(deliver)
+
+        self._observers.append(end_of_changes)
+        try:
+            await self._do(begin())
+            while (standing := await changes.get()) is not None:
+                yield standing
+        finally:
+            self._observers.remove(end_of_changes)
+            if self._opened is not None:
+                await self._do(end())
+
+    async def propose(self, command: bytes) -> Any:
+        """Have the state machine of every node carry out `command`; return its result.
+
+        Returns once a majority has it on disk and this quorum's leader has carried it out. May be
+        called on any node: it goes to whoever leads, and round again if a leader is lost, and is
+        carried out once. Raises `CommandFailed` with the machine's own error, `StoreUnavailable`
+        if it was certainly not carried out, `OutcomeUnknown` if nobody could say in time.
+        """
+        return await self._inside.desk(self._running.driver.submit).propose(command)
+
+    async def barrier(self) -> None:
+        """When this returns, the state machine of this node shows every command whose result
+        anyone had before the call: read it then, and what you read is current."""
+        await self._do(self._running.driver.barrier())
+
+    def session(
+        self,
+        *,
+        ttl_s: float | None = None,
+        stop_budget_s: float | None = None,
+        drift: float | None = None,
+        audit: str | os.PathLike[str] | None = None,
+        on_event: Sink | None = None,
+    ) -> Session:
+        """A session on the store that this quorum is, as `doyen.connect` gives it.
+
+            async with node.session(ttl_s=2) as session:
+                async with session.campaign("billing") as term: ...
+
+        It goes to this node, and to another one while this knows of no leader.
+        """
+        from doyen.session import connect
+
+        return connect(
+            self._options.url,
+            ttl_s=ttl_s,
+            stop_budget_s=stop_budget_s,
+            drift=drift,
+            audit=audit,
+            on_event=on_event,
+        )
+
+    async def transfer(self, to: str = "") -> None:
+        """Have `to` lead, or whichever node is furthest along; return when it does."""
+        await self._do(self._running.driver.transfer(to))
+
+    async def add(self, node: str, address: str) -> None:
+        """Add a node, which gets everything and counts for nothing until it is promoted."""
+        await self._do(self._running.driver.add(node, address))
+
+    async def promote(self, node: str) -> None:
+        """Let a node that was added count."""
+        await self._do(self._running.driver.promote(node))
+
+    async def remove(self, node: str) -> None:
+        """Take a node out of the quorum."""
+        await self._do(self._running.driver.remove(node))
+
+
+class _NodeThread:
+    """A thread with a loop of its own."""
+
+    def __init__(self, node: str) -> None:
+        self.forked = False
+        self.loop = new_loop()
+        self._desk: tuple[int, asyncio.AbstractEventLoop, _Desk] | None = None
+        self._desks: dict[asyncio.AbstractEventLoop, _Desk] = {}
+        self._thread = threading.Thread(target=self._run, name=f"doyen-{node}", daemon=True)
+        self._thread.start()
+        _track(self)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        leftover = asyncio.all_tasks(self.loop)
+        for task in leftover:
+            task.cancel()
+        if leftover:
+            self.loop.run_until_complete(asyncio.wait(leftover))
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.close()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+
+    def desk(self, submit: Submit) -> _Desk:
+        """Where the calling loop hands its proposals in."""
+        last, here = self._desk, threading.get_ident()
+        # Asking asyncio which loop runs is a system call in some versions of Python.
+        if last is not None and last[0] == here and last[1].is_running():
+            return last[2]
+        loop = asyncio.get_running_loop()
+        desk = self._desks.get(loop)
+        if desk is None:
+            for each in [each for each in [*self._desks] if each.is_closed()]:
+                self._desks.pop(each, None)
+            desk = self._desks[loop] = _Desk(loop, self.loop, submit)
+        self._desk = here, loop, desk
+        return desk
+
+    @staticmethod
+    def call(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *given: object) -> None:
+        try:
+            loop.call_soon_threadsafe(call, *given)
+        except RuntimeError:
+            pass  # that loop has been closed, and nobody waits there
+
+
+_threads: weakref.WeakSet[_NodeThread] = weakref.WeakSet()
+_fork_hook_installed = False
+
+
+def _track(thread: _NodeThread) -> None:
+    """Have a thread's absence noticed in forked children."""
+    global _fork_hook_installed
+    if not _fork_hook_installed:
+        _fork_hook_installed = True
+        os.register_at_fork(after_in_child=_after_fork_in_child)
+    _threads.add(thread)
+
+
+def _after_fork_in_child() -> None:
+    for thread in _threads:
+        thread.forked = True
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """The fastest kind of loop that is installed."""
+    try:
+        from uvloop import new_event_loop
+    except ModuleNotFoundError:
+        return asyncio.new_event_loop()
+    return new_event_loop()
+
+
+Submit = Callable[[int, bytes, Callable[[int, Any, BaseException | None], None]], None]
+
+
+class _Desk:
+    """Proposals of one loop, on their way to the node's and back: one crossing per turn, each
+    way, however many there are. `propose` and `_give_out` run on the caller's loop, the rest on
+    the node's."""
+
+    def __init__(
+        self, home: asyncio.AbstractEventLoop, node: asyncio.AbstractEventLoop, submit: Submit
+    ) -> None:
+        self._home = home
+        self._node = node
+        self._submit = submit
+        self._inbox: list[tuple[bytes, asyncio.Future[Any]]] = []
+        self._outbox: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = []
+
+    def propose(self, command: bytes) -> asyncio.Future[Any]:
+        home = self._home
+        future: asyncio.Future[Any] = home.create_future()
+        inbox = self._inbox
+        inbox.append((command, future))
+        if len(inbox) == 1:
+            home.call_soon(self._hand_in)
+        return future
+
+    def _hand_in(self) -> None:
+        inbox, self._inbox = self._inbox, []
+        try:
+            self._node.call_soon_threadsafe(self._take_in, inbox)
+        except RuntimeError:
+            for _, future in inbox:
+                if not future.done():
+                    future.set_exception(SessionClosed("the node has stopped"))
+
+    def _take_in(self, inbox: list[tuple[bytes, asyncio.Future[Any]]]) -> None:
+        for command, future in inbox:
+            settle = partial(self._settled, future)
+            try:
+                self._submit(_USER, command, settle)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is the proposer's
+                settle(0, None, error)
+
+    def _settled(
+        self, future: asyncio.Future[Any], _: int, value: Any, error: BaseException | None
+    ) -> None:
+        outbox = self._outbox
+        outbox.append((future, value, error))
+        if len(outbox) == 1:
+            self._node.call_soon(self._hand_out)
+
+    def _hand_out(self) -> None:
+        outbox, self._outbox = self._outbox, []
+        _NodeThread.call(self._home, _give_out, outbox)
+
+
+def _give_out(outbox: list[tuple[asyncio.Future[Any], Any, BaseException | None]]) -> None:
+    for future, value, error in outbox:
+        if future.done():
+            continue
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(error)
+
+
+_USER = 1
+"""The user's state machine, as `machine` numbers it."""

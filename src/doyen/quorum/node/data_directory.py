@@ -1,0 +1,623 @@
+"""What a journal's folder holds, and how it is read after a crash.
+
+    identity                     whose folder this is: cluster, node, protocol
+    member                       its random id, and the cluster's (see `members`)
+    lock                         held by the one process that writes here
+    log-0000000001, …            segments of the log
+    snapshot-<index>-<unique>    snapshots; the one in force is named by the log
+    reserve                      room set aside: freed when the disk is full, for votes
+
+The log and the snapshots are files of frames (see `frames`).
+
+A frame of the log is a *batch*: records that are written in one piece and synced before anything
+else is written. From this follows how a damaged log is read:
+
+- At most one batch, the last, was not yet on disk when the process ended. If it is damaged it has
+  been acknowledged to nobody: it is cut off.
+- Damage with a batch after it is damage to something acknowledged: the folder is refused. When
+  nothing has followed a batch for a moment, or nothing will, an empty *seal* is written behind it
+  (and overwritten by the next), so this holds for the last batch of a node at rest too. If a node
+  is killed at its work, a last batch that is damaged afterwards looks like one never finished.
+- The next segment exists before the batch that fills the last one up is written; that batch says
+  so, and a log that ends with it has lost a segment.
+
+The head of a segment holds all that earlier segments decide, apart from entries: the protocol's
+state, the snapshot in force, where the log ended. They can go as soon as the snapshot covers their
+entries. A snapshot is in force when the log says so: a file that no record names is litter.
+
+Nothing here knows of event loops or threads. Imports `frames`, the words of consensus, errors,
+msgspec.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import secrets
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from doyen.errors import StoreUnusable
+from doyen.quorum.consensus.core import EntryKind, LogEntry, Snapshot
+from doyen.quorum.node import framed_files as frames
+from doyen.quorum.node.framed_files import (
+    FORMAT,
+    FRAME_LIMIT,
+    FRAME_SIZE,
+    LAST,
+    NO_ROOM,
+    ORDINARY,
+    REMEDY,
+    SEAL,
+    FileSystem,
+    FrameReader,
+    FrameWriter,
+)
+from doyen.quorum.node.membership import NodeMember
+
+__all__ = [
+    "AHEAD_BYTES",
+    "SEGMENT_BYTES",
+    "DirectoryIdentity",
+    "Findings",
+    "Installed",
+    "Kept",
+    "Ledger",
+    "LogWriter",
+    "Mark",
+    "PutEntries",
+    "Record",
+    "Segment",
+    "SnapshotReader",
+    "SnapshotWriter",
+    "Stated",
+    "Took",
+    "check_identity",
+    "claim",
+    "read_identity",
+    "read_member",
+    "survey",
+    "write_identity",
+    "write_member",
+]
+
+SEGMENT_BYTES = 64 << 20
+AHEAD_BYTES = 1 << 20
+"""How much of a segment is filled with zeros ahead of what is written."""
+
+
+S = TypeVar("S", bound=Struct)
+
+# Whose folder it is.
+
+
+class DirectoryIdentity(Struct, frozen=True):
+    """Whose memory this is. A node that votes from another's could vote twice."""
+
+    cluster: str
+    node: str
+    protocol: str
+    format: int = FORMAT
+
+
+def claim(disk: FileSystem, folder: Path) -> int:
+    """Lock the folder for this process; the lock goes with the descriptor."""
+    disk.make_folder(folder)
+    path = folder / "lock"
+    try:
+        fd = disk.open(path, write=True)
+    except FileNotFoundError:
+        fd = disk.create(path)
+    if not disk.lock(fd):
+        pid = disk.read(fd, 20, 0).decode(errors="replace").strip() or "unknown"
+        disk.close(fd)
+        raise StoreUnusable(
+            f"{folder} is in use by process {pid}: stop that one, or give this node a folder of"
+            " its own."
+        )
+    with suppress(OSError):  # For people to read; a full disk must not keep us from opening.
+        disk.write(fd, b"%-19d\n" % os.getpid(), 0)
+    return fd
+
+
+def write_identity(disk: FileSystem, folder: Path, identity: DirectoryIdentity) -> None:
+    _write(disk, folder / "identity", identity)
+
+
+def read_identity(disk: FileSystem, folder: Path) -> DirectoryIdentity | None:
+    return _read(disk, folder / "identity", DirectoryIdentity)
+
+
+def write_member(disk: FileSystem, folder: Path, member: NodeMember) -> None:
+    """Apart from `identity`, which earlier releases read too."""
+    _write(disk, folder / "member", member)
+
+
+def read_member(disk: FileSystem, folder: Path) -> NodeMember | None:
+    return _read(disk, folder / "member", NodeMember)
+
+
+def _write(disk: FileSystem, path: Path, what: Struct) -> None:
+    about = msgspec.to_builtins(what)
+    about["checksum"] = zlib.crc32(msgspec.json.encode(what))
+    frames.put_file(disk, path, json.dumps(about, indent=1).encode() + b"\n")
+
+
+def _read(disk: FileSystem, path: Path, kind: type[S]) -> S | None:
+    try:
+        data = frames.read_all(disk, path)
+    except FileNotFoundError:
+        return None
+    try:
+        about = json.loads(data)
+        checksum = about.pop("checksum")
+        found = msgspec.convert(about, kind)
+    except (ValueError, KeyError, AttributeError, msgspec.ValidationError):
+        raise frames.damaged(path, 0, "it does not say whose folder this is") from None
+    if checksum != zlib.crc32(msgspec.json.encode(found)):
+        raise frames.damaged(path, 0, "its checksum is wrong")
+    return found
+
+
+def check_identity(folder: Path, found: DirectoryIdentity, wanted: DirectoryIdentity) -> None:
+    if found.format > wanted.format:
+        raise StoreUnusable(
+            f"{folder} was written by a later doyen (format {found.format}, this one knows"
+            f" {wanted.format}): run that one."
+        )
+    for field in ("cluster", "node", "protocol"):
+        theirs, ours = getattr(found, field), getattr(wanted, field)
+        if theirs != ours:
+            raise StoreUnusable(
+                f"{folder} belongs to {field} {theirs!r}, and this is {field} {ours!r}: give this"
+                " node the folder it had before, or an empty one."
+            )
+
+
+# Records: what the log says.
+
+
+class Kept(Struct, frozen=True, array_like=True):
+    """A snapshot, and the name of its file."""
+
+    snapshot: Snapshot
+    file: str
+
+
+class PutEntries(Struct, frozen=True, array_like=True, tag=1, gc=False):
+    """Entries at `first` and after; unless `keep`, what stood beyond them is cut off."""
+
+    first: int
+    keep: bool
+    entries: Sequence[LogEntry]
+
+
+class Stated(Struct, frozen=True, array_like=True, tag=2, gc=False):
+    """The protocol's own state, encoded."""
+
+    state: bytes
+
+
+class Took(Struct, frozen=True, array_like=True, tag=3):
+    """A snapshot of our own is in force."""
+
+    kept: Kept
+
+
+class Installed(Struct, frozen=True, array_like=True, tag=4):
+    """A leader's snapshot is in force, and the log is empty behind it."""
+
+    kept: Kept
+
+
+Record = PutEntries | Stated | Took | Installed
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[Record]).decode
+
+HOLE = LogEntry(0, EntryKind.NOTHING, b"")
+"""Stands where a protocol that fills its log out of order has put nothing yet."""
+
+
+class Mark:
+    """What the log amounts to, apart from its entries."""
+
+    __slots__ = ("end", "kept", "state")
+
+    def __init__(self, end: int = 0, state: bytes = b"", kept: Kept | None = None) -> None:
+        self.end = end
+        """The index of the last entry."""
+        self.state = state
+        self.kept = kept
+
+    @property
+    def base(self) -> int:
+        """The index up to which the snapshot stands for the log."""
+        return self.kept.snapshot.index if self.kept else 0
+
+    def advance(self, record: Record) -> None:
+        if isinstance(record, PutEntries):
+            end = record.first + len(record.entries) - 1
+            if not record.keep and record.first > self.end + 1:
+                raise ValueError(f"entries at {record.first} after a log that ends at {self.end}")
+            self.end = max(end, self.end) if record.keep else end
+        elif isinstance(record, Stated):
+            self.state = record.state
+        else:
+            self.kept = record.kept
+            if isinstance(record, Installed):
+                self.end = record.kept.snapshot.index
+
+
+class Ledger(Mark):
+    """What the log amounts to. `entries` begin at `start`, which may lie before the snapshot's
+    end."""
+
+    __slots__ = ("entries", "start")
+
+    def __init__(self, end: int = 0, state: bytes = b"", kept: Kept | None = None) -> None:
+        super().__init__(end, state, kept)
+        self.start = end + 1
+        self.entries: list[LogEntry] = []
+
+    def advance(self, record: Record) -> None:
+        if (
+            isinstance(record, PutEntries) and record.first == self.end + 1
+        ):  # By far the most frequent.
+            self.entries += record.entries
+            self.end += len(record.entries)
+            return
+        super().advance(record)
+        if isinstance(record, PutEntries):
+            self._put(record)
+        elif isinstance(record, Installed):
+            self.start = self.end + 1
+            self.entries.clear()
+
+    def _put(self, put: PutEntries) -> None:
+        entries = self.entries
+        at = put.first - self.start
+        new: Sequence[LogEntry] = put.entries
+        if put.keep:
+            if at < 0:
+                new, at = new[-at:], 0
+            entries += [HOLE] * (at - len(entries))
+            entries[at : at + len(new)] = new
+        else:
+            if at < 0:
+                self.start, at = put.first, 0
+            entries[at:] = new
+
+    def following(self) -> list[LogEntry]:
+        """The entries that follow the snapshot."""
+        covered = self.base + 1 - self.start
+        return self.entries[covered:] if covered > 0 else self.entries
+
+
+# Segments.
+
+
+class SegmentHead(Struct, frozen=True, array_like=True):
+    """What a segment begins with: all that the ones before it decide, apart from entries."""
+
+    number: int
+    batch: int
+    """The number of its first batch."""
+    first: int
+    """The index after the last entry, at its beginning."""
+    state: bytes
+    kept: Kept | None
+
+
+class Segment(Struct, frozen=True):
+    """A segment as it was found."""
+
+    number: int
+    file: str
+    bytes: int
+    batches: int
+    end: int
+    """The index of the last entry, at its end."""
+
+
+class Findings(Struct):
+    """What a reading of the folder has shown."""
+
+    ledger: Ledger
+    segments: list[Segment]
+    salt: int = 0
+    """Of the last segment, as are the following."""
+    batch: int = 1
+    """The number of the next batch."""
+    offset: int = 0
+    """Where it goes."""
+    last: tuple[str, int, int] | None = None
+    """Where the last batch is: in which file, from, to. It may be the segment before."""
+    sealed: bool = False
+    torn: int = 0
+    """How many bytes of an unfinished batch follow."""
+    litter: list[str] = []
+    """Files that nothing refers to: left behind by a crash."""
+
+
+_SEGMENT = re.compile(r"log-(\d{10})")
+_OURS = re.compile(r"(log-\d{10}|snapshot-\d+-[0-9a-f]{8})(\.new)?|(identity|member|reserve)\.new")
+
+
+def _segment_name(number: int) -> str:
+    return f"log-{number:010d}"
+
+
+def survey(disk: FileSystem, folder: Path) -> Findings | None:
+    """Read everything, change nothing. None if no log was ever begun here."""
+    names = disk.names(folder)
+    numbers = sorted(int(found[1]) for name in names if (found := _SEGMENT.fullmatch(name)))
+    if not numbers:
+        return None
+    # Segments are removed oldest first, but a crash may keep an old one and not a later one.
+    first = next(n for n in range(numbers[-1], -1, -1) if n - 1 not in numbers)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        findings = _replay(disk, folder, range(first, numbers[-1] + 1))
+    finally:
+        if collecting:
+            gc.enable()
+    in_force = {segment.file for segment in findings.segments}
+    if findings.ledger.kept:
+        in_force.add(findings.ledger.kept.file)
+    findings.litter = [n for n in names if _OURS.fullmatch(n) and n not in in_force]
+    return findings
+
+
+def _replay(disk: FileSystem, folder: Path, numbers: Sequence[int]) -> Findings:
+    findings: Findings | None = None
+    for number in numbers:
+        path = folder / _segment_name(number)
+        data = frames.read_all(disk, path)
+        salt, head, start = frames.read_head(path, data, SegmentHead)
+        if head.number != number:
+            raise frames.damaged(path, 0, f"it is segment {head.number}, under the name of another")
+        if findings is None:
+            ledger = Ledger(head.first - 1, head.state, head.kept)
+            findings = Findings(ledger, [], batch=head.batch)
+        elif findings.offset >= 0:
+            # The last segment was not filled up. Then this one was made for a batch that was
+            # never finished, and nothing can be in it.
+            if number != numbers[-1] or frames.valid_after(data, start, salt) is not None:
+                before = folder / _segment_name(number - 1)
+                raise frames.damaged(before, findings.offset, "its last batch is missing")
+            break
+        elif (head.batch, head.first) != (findings.batch, findings.ledger.end + 1):
+            raise frames.damaged(path, 0, "it does not follow the segment before it")
+        findings.salt = salt
+        _replay_segment(findings, path, data, start, number)
+    assert findings is not None
+    if findings.offset < 0:
+        lost = folder / _segment_name(numbers[-1] + 1)
+        raise StoreUnusable(f"{lost} is missing. {REMEDY}")
+    ledger = findings.ledger
+    if ledger.start > ledger.base + 1:
+        raise StoreUnusable(
+            f"{folder / _segment_name(numbers[0])} begins at entry {ledger.start}, and the last"
+            f" snapshot named by the log ends at {ledger.base}: {_segment_name(numbers[0] - 1)} is"
+            f" missing, or the end of {_segment_name(numbers[-1])}. {REMEDY}"
+        )
+    return findings
+
+
+def _replay_segment(findings: Findings, path: Path, data: bytes, offset: int, number: int) -> None:
+    """Take in the batches of one segment; `findings.offset` is negative if it was filled up."""
+    ledger, salt, batch = findings.ledger, findings.salt, findings.batch
+    begun, flag, last = batch, ORDINARY, 0
+    advance = ledger.advance
+    view = memoryview(data)
+    while flag == ORDINARY and (found := frames.valid_at(view, offset, salt)):
+        flag, this, end = found
+        if this != batch or flag not in (ORDINARY, LAST, SEAL):
+            flag = ORDINARY
+            break
+        if flag == SEAL:
+            break
+        try:
+            for record in _decode(view[offset + FRAME_SIZE : end]):
+                advance(record)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise frames.damaged(path, offset, f"its batch makes no sense ({error})") from None
+        last, offset, batch = offset, end, batch + 1
+    if last:
+        findings.last = (path.name, last, offset)
+    findings.batch, findings.sealed = batch, flag == SEAL
+    findings.segments.append(Segment(number, path.name, len(data), batch - begun, ledger.end))
+    if flag == LAST:
+        findings.offset = -1
+        return
+    findings.offset = offset
+    rest = offset + FRAME_SIZE if flag == SEAL else offset
+    valid = frames.valid_after(data, rest, salt)
+    if valid is not None:
+        raise frames.damaged(
+            path, offset, f"a batch is damaged, and an intact one follows at {valid}"
+        )
+    findings.torn = len(data[rest:].rstrip(b"\0"))
+
+
+class LogWriter:
+    """The log of a folder, open for writing. What `append` has returned from is on disk."""
+
+    def __init__(
+        self,
+        disk: FileSystem,
+        folder: Path,
+        findings: Findings | None,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        ahead_bytes: int = AHEAD_BYTES,
+    ) -> None:
+        self._disk = disk
+        self._folder = folder
+        self._segment_bytes = segment_bytes
+        self._ahead_bytes = ahead_bytes
+        self._older: list[tuple[str, int]] = []
+        """Filled segments, oldest first: name and the index of the last entry at their end."""
+        self._litter: list[str] = []
+        if findings is None:
+            self._mark = Mark()
+            self._batch = 1
+            self._fd = -1
+            self._enter(1, *self._create(1, 1, self._mark))
+        else:
+            self._resume(findings)
+
+    def _resume(self, findings: Findings) -> None:
+        ledger = findings.ledger
+        self._mark = Mark(ledger.end, ledger.state, ledger.kept)
+        self._batch = findings.batch
+        *older, current = findings.segments
+        self._older = [(segment.file, segment.end) for segment in older]
+        self._number = current.number
+        self._salt = findings.salt
+        self._path = self._folder / current.file
+        self._offset = findings.offset
+        self._allocated = current.bytes
+        self._fd = self._disk.open(self._path, write=True)
+        if findings.torn:
+            self._disk.cut(self._fd, self._offset)
+            self._allocated = self._offset
+        frames.sync(self._disk, self._fd, self._path)
+        if findings.last and not findings.sealed:
+            self._write_again(*findings.last)
+        for name in findings.litter:
+            self._disk.remove(self._folder / name)
+        frames.sync_folder(self._disk, self._folder)
+
+    def _write_again(self, name: str, start: int, end: int) -> None:
+        """Make sure of a batch of which it is not known whether it was synced. After a failed sync
+        the kernel may hold it, call it clean, and never have written it."""
+        path = self._folder / name
+        fd = self._disk.open(path, write=True)
+        try:
+            self._disk.write(fd, self._disk.read(fd, end - start, start), start)
+            frames.sync(self._disk, fd, path)
+        finally:
+            self._disk.close(fd)
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Write one batch. If there is no room, nothing has happened, and it can be tried again;
+        after any other error nothing is certain."""
+        after = Mark(self._mark.end, self._mark.state, self._mark.kept)
+        replaced = []
+        for record in records:
+            if isinstance(record, Took | Installed) and after.kept:
+                replaced.append(after.kept.file)
+            after.advance(record)
+        payload = _encode(records)
+        if len(payload) > FRAME_LIMIT:
+            raise ValueError(f"a batch of {len(payload)} bytes is too long")
+        end = self._offset + FRAME_SIZE + len(payload)
+        following = None
+        if end > self._segment_bytes:
+            following = self._create(self._number + 1, self._batch + 1, after)
+        flag = LAST if following else ORDINARY
+        try:
+            self._write(frames.frame(payload, flag, self._batch, self._salt))
+        except OSError:
+            if following:
+                self._disk.close(following[0])
+            raise
+        frames.sync(self._disk, self._fd, self._path)
+        self._mark = after
+        self._batch += 1
+        self._offset = end
+        self._litter += replaced
+        if following:
+            self._older.append((self._path.name, after.end))
+            self._enter(self._number + 1, *following)
+
+    def seal(self) -> None:
+        """Show that the last batch was synced. Nothing depends on its getting to disk."""
+        self._disk.write(self._fd, frames.frame(b"", SEAL, self._batch, self._salt), self._offset)
+
+    def litter(self) -> list[Path]:
+        """What nothing refers to any more, for whoever removes it."""
+        while self._older and self._older[0][1] <= self._mark.base:
+            self._litter.append(self._older.pop(0)[0])
+        found = [self._folder / name for name in self._litter]
+        self._litter.clear()
+        return found
+
+    def close(self) -> None:
+        self._disk.close(self._fd)
+
+    def _write(self, frame: bytes) -> None:
+        self._disk.write(self._fd, frame, self._offset)
+        end = self._offset + len(frame)
+        if end > self._allocated:
+            # A sync that need not record a new length of the file is a good deal faster.
+            self._allocated = end
+            try:
+                self._disk.write(self._fd, bytes(self._ahead_bytes), end)
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+            else:
+                self._allocated += self._ahead_bytes
+
+    def _create(self, number: int, batch: int, mark: Mark) -> tuple[int, int, int]:
+        """Make a segment, durably: its descriptor, its salt, and where its first batch goes."""
+        path = self._folder / _segment_name(number)
+        new = path.with_name(path.name + ".new")
+        head = SegmentHead(number, batch, mark.end + 1, mark.state, mark.kept)
+        salt, data = frames.new_head(head)
+        fd = self._disk.create(new)
+        try:
+            self._disk.write(fd, data, 0)
+            frames.sync(self._disk, fd, new)
+            self._disk.rename(new, path)
+            frames.sync_folder(self._disk, self._folder)
+        except BaseException:
+            self._disk.close(fd)
+            raise
+        return fd, salt, len(data)
+
+    def _enter(self, number: int, fd: int, salt: int, offset: int) -> None:
+        if self._fd >= 0:
+            self._disk.close(self._fd)
+        self._number = number
+        self._path = self._folder / _segment_name(number)
+        self._fd, self._salt, self._offset = fd, salt, offset
+        self._allocated = offset
+
+
+# Snapshots.
+
+
+class SnapshotWriter(FrameWriter):
+    """A snapshot on its way to disk."""
+
+    def __init__(self, disk: FileSystem, folder: Path, snapshot: Snapshot) -> None:
+        name = f"snapshot-{snapshot.index}-{secrets.token_hex(4)}"
+        super().__init__(disk, folder / name, snapshot)
+        self.kept = Kept(snapshot, name)
+
+
+class SnapshotReader(FrameReader):
+    """A snapshot to be read."""
+
+    def __init__(self, disk: FileSystem, folder: Path, kept: Kept) -> None:
+        super().__init__(disk, folder / kept.file, Snapshot)
+        if self.head != kept.snapshot:
+            self.close()
+            raise frames.damaged(self.path, 0, "it is not the snapshot that the log names")
+
+    def __iter__(self) -> Iterator[bytes]:
+        while (piece := self.read()) is not None:
+            yield piece

@@ -1,0 +1,585 @@
+"""A node's memory, in a folder (`FileJournal`) and in memory (`MemoryJournal`).
+
+One thread writes the log. It takes all that is queued, writes it as one batch, syncs, reports to
+the loop and takes what was queued meanwhile: one sync is in flight at most, and its cost is shared
+by everything that came during the one before. Snapshots are written and read on another thread, in
+small steps, so that neither the loop nor the log waits for them.
+
+What the disk may do to us:
+
+- **A sync fails.** Nothing is certain any more. It is not tried again: `failed` is called, and the
+  process must end. Opening the folder afterwards shows what is really there.
+- **It is full.** The journal keeps room in reserve. It frees that room, so that votes and what is
+  on its way still find some, and says `full()` until the reserve could be put back; what does not
+  fit even so waits, unacknowledged, until there is room.
+- **It was damaged.** See `folder`.
+
+Imports `folder`, `frames`, the words of consensus, errors, msgspec.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from doyen.errors import StoreUnavailable, StoreUnusable
+from doyen.quorum.consensus.core import Install, Persist, Recovered, Snapshot
+from doyen.quorum.node.data_directory import (
+    AHEAD_BYTES,
+    SEGMENT_BYTES,
+    DirectoryIdentity,
+    Findings,
+    Installed,
+    Kept,
+    Ledger,
+    LogWriter,
+    Mark,
+    PutEntries,
+    Record,
+    SnapshotReader,
+    SnapshotWriter,
+    Stated,
+    Took,
+    check_identity,
+    claim,
+    read_identity,
+    survey,
+    write_identity,
+)
+from doyen.quorum.node.framed_files import NO_ROOM, FileSystem, SyncFailed
+
+__all__ = ["DirectoryIdentity", "FileJournal", "MemoryJournal"]
+
+RESERVE_BYTES = 16 << 20
+BATCH_BYTES = 4 << 20
+"""About as much as goes down in one piece. Whatever is longer goes down in several."""
+STEP_BYTES = 256 << 10
+STEP_S = 0.003
+"""How much of a snapshot is written or read at a time, and for how long at most."""
+SYNC_BYTES = 8 << 20
+"""How much of a snapshot may wait to be synced: a long sync delays those of the log."""
+IDLE_S = 0.005
+"""How long nothing has to come until the last batch is sealed: under load another comes sooner, and
+shows as well that the one before it was synced."""
+RETRY_S = 0.25
+"""How often a full disk is looked at again."""
+
+T = TypeVar("T")
+
+
+class _Write(NamedTuple):
+    records: list[Record]
+    size: int
+    token: int
+    done: asyncio.Future[None] | None = None
+
+
+class FileJournal:
+    """The journal of a real node. Opening one reads it all, and may take a while: do it before
+    the loop runs, or on a thread."""
+
+    def __init__(
+        self,
+        folder: Path,
+        identity: DirectoryIdentity,
+        state: Any = None,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        ahead_bytes: int = AHEAD_BYTES,
+        reserve_bytes: int = RESERVE_BYTES,
+        disk: FileSystem | None = None,
+    ) -> None:
+        """`state` is the type of the protocol's own state."""
+        self._folder = folder
+        self._disk = disk or FileSystem()
+        self._reserve_bytes = reserve_bytes
+        try:
+            ledger = self._open(identity, state, segment_bytes, ahead_bytes)
+        except OSError as error:
+            raise StoreUnusable(f"{folder} cannot be used as it is: {error}") from error
+        self._mark = Mark(ledger.end, b"", ledger.kept)
+        """What the log will amount to when all that is queued is written."""
+        self._received: Kept | None = None
+        self._queued = 0
+        self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._writer: threading.Thread | None = None
+        self._aside = ThreadPoolExecutor(1, "doyen-snapshot")
+
+    def _open(
+        self, identity: DirectoryIdentity, state: Any, segment_bytes: int, ahead_bytes: int
+    ) -> Ledger:
+        disk, folder = self._disk, self._folder
+        self._lock = claim(disk, folder)
+        try:
+            known, findings = self._examine(identity)
+            ledger = findings.ledger if findings else Ledger()
+            self.recovered = _recovered(ledger, state)
+            self._log = LogWriter(
+                disk, folder, findings, segment_bytes=segment_bytes, ahead_bytes=ahead_bytes
+            )
+            if not known:
+                write_identity(disk, folder, identity)
+            self._full = not self._set_aside()
+        except BaseException:
+            disk.close(self._lock)
+            raise
+        return ledger
+
+    def _examine(self, identity: DirectoryIdentity) -> tuple[bool, Findings | None]:
+        """Whether the folder is known to be ours, and what is in it."""
+        found = read_identity(self._disk, self._folder)
+        if found:
+            check_identity(self._folder, found, identity)
+        findings = survey(self._disk, self._folder)
+        if found and findings is None:
+            raise StoreUnusable(
+                f"{self._folder} has lost its log: a node that has forgotten its votes could vote"
+                " twice. Remove it from the cluster, delete the folder and add it again."
+            )
+        if findings and not found and findings.batch > 1:
+            raise StoreUnusable(
+                f"{self._folder} holds a log and does not say whose: its file 'identity' is"
+                " missing. Put it back, or remove the node from the cluster, delete the folder"
+                " and add it again."
+            )
+        if findings and findings.ledger.kept:
+            SnapshotReader(self._disk, self._folder, findings.ledger.kept).close()
+        return found is not None, findings
+
+    def start(
+        self, persisted: Callable[[int], None], failed: Callable[[BaseException], None]
+    ) -> None:
+        self._persisted = persisted
+        self._failed = failed
+        self._loop = asyncio.get_running_loop()
+        # The core has its own; these would be kept for ever.
+        self.recovered = Recovered(self.recovered.state, self.recovered.snapshot)
+        self._writer = threading.Thread(target=self._run, name="doyen-journal", daemon=True)
+        self._writer.start()
+
+    def persist(self, effect: Persist) -> None:
+        records: list[Record] = []
+        size = 0
+        if effect.state is not None:
+            records.append(Stated(msgspec.msgpack.encode(effect.state)))
+        if effect.first:
+            first, entries, keep = effect.first, effect.entries, effect.keep
+            start = 0
+            for at, entry in enumerate(entries):
+                size += len(entry.data) + 16
+                if size > BATCH_BYTES and at > start:
+                    records.append(self._put(first + start, keep, entries[start:at]))
+                    self._queued += size
+                    self._queue.put(_Write(records, size, 0))
+                    records, start, size = [], at, len(entry.data) + 16
+            records.append(self._put(first + start, keep, entries[start:] if start else entries))
+        self._queued += size
+        self._queue.put(_Write(records, size, effect.token))
+
+    def _put(self, first: int, keep: bool, entries: Any) -> PutEntries:
+        put = PutEntries(first, keep, entries)
+        self._mark.advance(put)
+        return put
+
+    def full(self) -> bool:
+        return self._full
+
+    def queued(self) -> int:
+        return self._queued
+
+    async def take_snapshot(self, snapshot: Snapshot, pieces: Iterator[bytes]) -> None:
+        kept = await self._store(snapshot, lambda step: self._on_aside(step, pieces))
+        if snapshot.index <= self._mark.base:
+            self._remove([self._folder / kept.file])
+            return
+        took = Took(kept)
+        self._mark.advance(took)
+        done = asyncio.get_running_loop().create_future()
+        self._queue.put(_Write([took], 0, 0, done))
+        await done
+
+    async def receive_snapshot(self, snapshot: Snapshot, pieces: AsyncIterator[bytes]) -> None:
+        async def step(write: Callable[[Iterator[bytes]], bool]) -> bool:
+            async for piece in pieces:
+                await self._on_aside(write, iter((piece,)))
+            return False
+
+        kept = await self._store(snapshot, step)
+        if self._received:
+            self._remove([self._folder / self._received.file])
+        self._received = kept
+
+    async def _store(
+        self,
+        snapshot: Snapshot,
+        step: Callable[[Callable[[Iterator[bytes]], bool]], Awaitable[bool]],
+    ) -> Kept:
+        """Write a snapshot durably, without putting it in force."""
+        storing: _Storing | None = None
+        try:
+            storing = await self._on_aside(_Storing, self._disk, self._folder, snapshot)
+            while await step(storing.step):
+                pass
+            await self._on_aside(storing.finish)
+        except BaseException as error:
+            if storing:
+                self._aside.submit(storing.abandon)
+            if isinstance(error, OSError) and error.errno in NO_ROOM:
+                raise StoreUnavailable(f"{self._folder} has no room for a snapshot") from error
+            if isinstance(error, SyncFailed):
+                self._failed(error)
+            raise
+        return storing.kept
+
+    async def read_snapshot(self) -> tuple[Snapshot, AsyncIterator[bytes]]:
+        kept = self._mark.kept
+        if kept is None:
+            raise LookupError("there is no snapshot yet")
+        # Opened here and now: from then on the file can be removed and is still readable.
+        reader = SnapshotReader(self._disk, self._folder, kept)
+        return kept.snapshot, _Pieces(reader, self._on_aside, self._aside)
+
+    def install(self, effect: Install) -> None:
+        kept = self._received
+        if kept is None or kept.snapshot != effect.snapshot:
+            raise ValueError(f"no snapshot of index {effect.snapshot.index} has been received")
+        self._received = None
+        installed = Installed(kept)
+        self._mark.advance(installed)
+        self._queue.put(_Write([installed], 0, effect.token))
+
+    async def close(self) -> None:
+        self._closing.set()
+        if self._writer:
+            self._queue.put(None)
+            await self._on_aside(self._writer.join)
+        self._aside.shutdown()
+        self._log.close()
+        self._disk.close(self._lock)
+
+    def abandon(self) -> None:
+        """Let go of the folder before `start`."""
+        self._aside.shutdown()
+        self._log.close()
+        self._disk.close(self._lock)
+
+    def _on_aside(self, do: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._aside, do, *arguments)
+
+    # From here on: on the writing thread.
+
+    def _run(self) -> None:
+        try:
+            while (writes := self._next()) and self._write(writes):
+                pass
+            self._seal()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, nothing is certain now
+            self._tell(self._failed, error)
+
+    def _next(self) -> list[_Write]:
+        """All that is queued, within reason; empty when it is time to end."""
+        try:
+            first = self._queue.get_nowait()
+        except queue.Empty:
+            first = self._wait()
+        writes = []
+        size = 0
+        while first:
+            writes.append(first)
+            size += first.size
+            if size >= BATCH_BYTES:
+                break
+            try:
+                first = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if first is None:
+                self._queue.put(None)
+        return writes
+
+    def _seal(self) -> None:
+        with suppress(OSError):
+            self._log.seal()
+
+    def _wait(self) -> _Write | None:
+        with suppress(queue.Empty):
+            return self._queue.get(timeout=IDLE_S)
+        self._seal()
+        while self._full:
+            with suppress(queue.Empty):
+                return self._queue.get(timeout=RETRY_S)
+            self._full = not self._set_aside()
+        return self._queue.get()
+
+    def _write(self, writes: list[_Write]) -> bool:
+        """Have this on disk, however long it takes. False if the journal was closed before there
+        was room: then nothing may follow."""
+        while True:
+            if self._full and len(writes) > 1:  # What fits goes down, instead of nothing.
+                return all(self._write([write]) for write in writes)
+            try:
+                self._append(writes)
+                return True
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+            if not self._full:
+                self._full = True
+                self._disk.remove(self._folder / "reserve")
+            elif self._closing.wait(RETRY_S):
+                return False
+
+    def _append(self, writes: list[_Write]) -> None:
+        if records := [record for write in writes for record in write.records]:
+            self._log.append(records)
+        token = max(write.token for write in writes)
+        size = sum(write.size for write in writes)
+        self._tell(self._report, token, size, [write.done for write in writes if write.done])
+        if litter := self._log.litter():
+            self._remove(litter)
+
+    def _set_aside(self) -> bool:
+        """Put the reserve in place, if there is room for it."""
+        if self._reserved() >= self._reserve_bytes:
+            return True
+        new = self._folder / "reserve.new"
+        fd = -1
+        try:
+            fd = self._disk.create(new)
+            self._disk.allocate(fd, self._reserve_bytes)
+            self._disk.rename(new, self._folder / "reserve")
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            self._disk.remove(new)
+            return False
+        finally:
+            if fd >= 0:
+                self._disk.close(fd)
+        return True
+
+    def _reserved(self) -> int:
+        try:
+            fd = self._disk.open(self._folder / "reserve")
+        except FileNotFoundError:
+            return 0
+        try:
+            return self._disk.size(fd)
+        finally:
+            self._disk.close(fd)
+
+    def _remove(self, litter: list[Path]) -> None:
+        """Remove what nothing refers to. What is left behind goes when the folder is next
+        opened."""
+
+        def remove() -> None:
+            for path in litter:
+                with suppress(OSError):
+                    self._disk.remove(path)
+
+        with suppress(RuntimeError):
+            self._aside.submit(remove)
+
+    def _tell(self, what: Callable[..., None], *arguments: Any) -> None:
+        with suppress(RuntimeError):  # The loop has been closed over us.
+            self._loop.call_soon_threadsafe(what, *arguments)
+
+    def _report(self, token: int, size: int, done: list[asyncio.Future[None]]) -> None:
+        self._queued -= size
+        if token:
+            self._persisted(token)
+        for future in done:
+            if not future.done():
+                future.set_result(None)
+
+
+class _Storing(SnapshotWriter):
+    """A snapshot on its way to disk, in steps."""
+
+    def __init__(self, disk: FileSystem, folder: Path, snapshot: Snapshot) -> None:
+        super().__init__(disk, folder, snapshot)
+        self._synced = 0
+
+    def step(self, pieces: Iterator[bytes]) -> bool:
+        """Write some of the pieces; false when there are no more."""
+        until = time.monotonic() + STEP_S
+        enough = self.bytes + STEP_BYTES
+        for piece in pieces:
+            self.write(piece)
+            if self.bytes - self._synced > SYNC_BYTES:
+                self.sync()
+                self._synced = self.bytes
+            if self.bytes > enough or time.monotonic() > until:
+                return True
+        return False
+
+
+class _Pieces(AsyncIterator[bytes]):
+    """The pieces of a snapshot, read a few at a time."""
+
+    def __init__(
+        self,
+        reader: SnapshotReader,
+        run: Callable[[Callable[[], list[bytes]]], Awaitable[list[bytes]]],
+        aside: ThreadPoolExecutor,
+    ) -> None:
+        self._reader = reader
+        self._run = run
+        self._aside = aside
+        self._ready: list[bytes] = []
+
+    async def __anext__(self) -> bytes:
+        if not self._ready:
+            self._ready = await self._run(self._read)
+            self._ready.reverse()
+        if not self._ready:
+            await self.aclose()
+            raise StopAsyncIteration
+        return self._ready.pop()
+
+    def _read(self) -> list[bytes]:
+        pieces: list[bytes] = []
+        size = 0
+        while size < STEP_BYTES and (piece := self._reader.read()) is not None:
+            pieces.append(piece)
+            size += len(piece)
+        return pieces
+
+    async def aclose(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        try:  # After a read that may still be going on.
+            self._aside.submit(self._reader.close)
+        except RuntimeError:
+            self._reader.close()
+
+    def __del__(self) -> None:
+        self._close()
+
+
+def _recovered(ledger: Ledger, state: Any) -> Recovered:
+    return Recovered(
+        msgspec.msgpack.decode(ledger.state, type=state or Any) if ledger.state else None,
+        ledger.kept.snapshot if ledger.kept else None,
+        ledger.following(),
+    )
+
+
+class MemoryJournal:
+    """A journal that lasts as long as this object. `reopen` gives what a restart would find;
+    whatever was not yet reported as persisted is lost."""
+
+    def __init__(self, state: Any = None) -> None:
+        self._type = state
+        self._ledger = Ledger()
+        self._stored: dict[str, list[bytes]] = {}
+        self.recovered = Recovered()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._queue: list[tuple[list[Record], int]] = []
+        self._received: Kept | None = None
+        self._latest = self._ledger.kept
+        self._full = False
+        self._closed = False
+
+    def reopen(self) -> MemoryJournal:
+        self._closed = True
+        again = MemoryJournal(self._type)
+        again._ledger, again._stored = self._ledger, self._stored
+        again._begin()
+        again.recovered = _recovered(self._ledger, self._type)
+        return again
+
+    def start(
+        self, persisted: Callable[[int], None], failed: Callable[[BaseException], None]
+    ) -> None:
+        self._persisted = persisted
+        self._loop = asyncio.get_running_loop()
+
+    def persist(self, effect: Persist) -> None:
+        records: list[Record] = []
+        if effect.state is not None:
+            records.append(Stated(msgspec.msgpack.encode(effect.state)))
+        if effect.first:
+            records.append(PutEntries(effect.first, effect.keep, effect.entries))
+        self._enqueue(records, effect.token)
+
+    def full(self) -> bool:
+        return self._full
+
+    def queued(self) -> int:
+        return sum(
+            len(entry.data)
+            for records, _ in self._queue
+            for record in records
+            if isinstance(record, PutEntries)
+            for entry in record.entries
+        )
+
+    def fill(self, full: bool) -> None:
+        """Have the disk be full, or no longer."""
+        self._full = full
+
+    async def take_snapshot(self, snapshot: Snapshot, pieces: Iterator[bytes]) -> None:
+        if self._full:
+            raise StoreUnavailable("there is no room for a snapshot")
+        kept = self._keep(snapshot, list(pieces))
+        if self._latest is None or snapshot.index > self._latest.snapshot.index:
+            self._latest = kept
+            self._enqueue([Took(kept)], 0)
+
+    async def read_snapshot(self) -> tuple[Snapshot, AsyncIterator[bytes]]:
+        if self._latest is None:
+            raise LookupError("there is no snapshot yet")
+        return self._latest.snapshot, _each(self._stored[self._latest.file])
+
+    async def receive_snapshot(self, snapshot: Snapshot, pieces: AsyncIterator[bytes]) -> None:
+        self._received = self._keep(snapshot, [piece async for piece in pieces])
+
+    def install(self, effect: Install) -> None:
+        kept = self._received
+        if kept is None or kept.snapshot != effect.snapshot:
+            raise ValueError(f"no snapshot of index {effect.snapshot.index} has been received")
+        self._latest, self._received = kept, None
+        self._enqueue([Installed(kept)], effect.token)
+
+    async def close(self) -> None:
+        self._flush()
+        self._closed = True
+
+    def _keep(self, snapshot: Snapshot, pieces: list[bytes]) -> Kept:
+        kept = Kept(snapshot, f"snapshot-{snapshot.index}-{len(self._stored)}")
+        self._stored[kept.file] = pieces
+        return kept
+
+    def _enqueue(self, records: list[Record], token: int) -> None:
+        if not self._queue:
+            self._loop.call_soon(self._flush)
+        self._queue.append((records, token))
+
+    def _flush(self) -> None:
+        if self._closed:
+            return
+        queued, self._queue = self._queue, []
+        for records, _ in queued:
+            for record in records:
+                self._ledger.advance(record)
+        if token := max((token for _, token in queued), default=0):
+            self._persisted(token)
+
+
+async def _each(pieces: list[bytes]) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece

@@ -1,0 +1,422 @@
+"""Who this node is, and which nodes it hears as peers.
+
+Every data folder has a random **member id**, drawn when it is made; every cluster has a random
+**cluster id**, drawn when it is founded. The cluster records the member id of each node, so a node
+that comes back with an emptied folder is not taken for the one that voted and acknowledged writes.
+
+**Founding** happens once. A node with an empty folder takes part only if it was told to
+(`found=True`), and only together with every other node that it was told of: each of them must be
+there, with an empty folder and the same list. The first by name then draws the cluster id, writes
+it to its disk together with the member ids of all, and tells the others, which write it too. Nobody
+votes before that. So a node that has lost its folder cannot found a second cluster: at least one of
+those it needs has data, and refuses.
+
+**Joining**: a node with an empty folder that was told to join waits until the leader dials it. The
+leader records its member id, by an entry of the log, as soon as it has connected.
+
+**Peers** are judged when a connection is made (`judge`): by cluster id, by member id, and by how
+far they have come. Whoever has acknowledged more than it now says to have has lost data.
+
+**Clusters of earlier releases** have no ids. Their leader records them all in one entry, when every
+member is connected and has told its own; until then no member is refused for lack of one.
+
+What is agreed in the log (`Membership.members`) prevails over what was written at the founding.
+Knows no sockets and no files: `save` writes, and `peers` carries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from hashlib import sha256
+from secrets import token_hex
+from typing import Any, Protocol
+
+from msgspec import MsgspecError, Struct
+from msgspec.msgpack import Decoder, encode
+from msgspec.structs import replace
+
+from doyen.errors import ConfigError, StoreUnusable
+from doyen.quorum.consensus.core import Membership, Position
+from doyen.quorum.protocol.wire import (
+    CloseReason,
+    ConnectionIdentity,
+    ConnectionRefused,
+    Judge,
+    MemberInfo,
+    certificate_names,
+)
+
+__all__ = ["FolderRolledBack", "Members", "NodeMember", "opening"]
+
+log = logging.getLogger("doyen.quorum.node")
+
+FOUNDING, JOINING = "founding", "joining"
+
+
+class NodeMember(Struct, frozen=True):
+    """What the folder keeps of its own identity."""
+
+    member: str
+    """The random id of this folder."""
+    cluster_id: str = ""
+    founders: dict[str, str] = {}
+    """The member ids of those who founded the cluster, by name."""
+    pending: str = ""
+    """`founding` or `joining`: the folder was made for that, and it has not happened yet."""
+
+
+class _Founding(Struct, frozen=True, array_like=True):
+    """The founding record, as it is told to others."""
+
+    cluster_id: str
+    founders: dict[str, str]
+
+
+_founding = Decoder(_Founding).decode
+
+REMEDY = (
+    "Remove it from the cluster (doyen cluster remove {node}), empty its data folder, start it with"
+    " --join, and add it anew (doyen cluster add {node} {address})."
+)
+
+
+def opening(
+    found: NodeMember | None,
+    *,
+    blank: bool,
+    node: str,
+    peers: Mapping[str, str],
+    founding: bool,
+    joining: bool,
+    folder: str,
+) -> NodeMember:
+    """The identity with which a node starts. `found` is what its folder says, `blank` whether its
+    log has nothing at all. Raises if an empty folder was given without saying what for."""
+    if found is None and not blank:  # a folder of an earlier release, or one that was restored
+        return NodeMember(token_hex(8))
+    if found is not None and (not found.pending or (found.pending == JOINING and not blank)):
+        return replace(found, pending="")
+    member = found.member if found is not None else token_hex(8)
+    if founding:
+        if len(peers) == 1:
+            return NodeMember(member, token_hex(8), {node: member})
+        return NodeMember(member, pending=FOUNDING)
+    if joining:
+        return NodeMember(member, pending=JOINING)
+    raise StoreUnusable(
+        f"{folder} is empty: it is not known what node {node!r} has promised. To found a new"
+        " cluster, start every node with --found (found=True). To add this node to a cluster that"
+        f" exists, use --join (join=True) and doyen cluster add. If {node!r} is a member and has"
+        f" lost its folder: {REMEDY.format(node=node, address=peers.get(node, 'HOST:PORT'))}"
+    )
+
+
+class FolderRolledBack(ConnectionRefused):
+    """The node's own folder, and an older copy of it: it must take no part any more."""
+
+
+class MemberCore(Protocol):
+    """What is needed of a consensus core. Only Raft has `position`, `witnessed` and a `log` with
+    the membership before the one in force."""
+
+    membership: Membership
+    generation: int
+    commit: int
+
+
+class Members:
+    """The members of the cluster, as this node knows them."""
+
+    def __init__(
+        self,
+        node: str,
+        peers: Mapping[str, str],
+        own: NodeMember,
+        save: Callable[[NodeMember], Awaitable[None]],
+    ) -> None:
+        self.node = node
+        self.own = own
+        self.core: MemberCore | None = None
+        self.infos: dict[str, MemberInfo] = {}
+        """What each connected peer has said of itself."""
+        self.lost = ""
+        """Why this node takes no part any more, if a peer has told it so."""
+        self._peers = dict(peers)
+        self._save = save
+        self._settling = False
+        self._recorded: Mapping[str, str] = {}
+        self.news = asyncio.Event()
+        """Set when there may be something to record."""
+        self._met: dict[str, str] = {}
+        """Those who wait to be founded together with this node, and are connected."""
+
+    # Who this node is.
+
+    @property
+    def membership(self) -> Membership:
+        return self.core.membership if self.core is not None else Membership(())
+
+    @property
+    def everyone(self) -> tuple[str, ...]:
+        """The members; until a change is committed, those before it too, who may have to hear of
+        it, or to undo it."""
+        return self.membership.everyone + self._before.everyone
+
+    @property
+    def _before(self) -> Membership:
+        """The membership before a change that is not committed; empty if there is none."""
+        log = getattr(self.core, "log", None)
+        if self.core is None or log is None or not hasattr(log, "membership_before"):
+            return Membership(())
+        before: Membership = log.membership_before
+        return before if log.membership_index > self.core.commit else Membership(())
+
+    @property
+    def cluster_id(self) -> str:
+        return self.membership.cluster or self.own.cluster_id
+
+    @property
+    def ids(self) -> Mapping[str, str]:
+        """The member id of each node, as far as it is recorded."""
+        return self.membership.members or self.own.founders
+
+    @property
+    def waiting(self) -> bool:
+        """Whether this node waits to be founded. It takes no part in anything until then."""
+        return self.own.pending == FOUNDING
+
+    @property
+    def position(self) -> Position:
+        default = Position(self.core.generation if self.core is not None else 0)
+        position: Position = getattr(self.core, "position", default)
+        return position
+
+    def info(self) -> MemberInfo:
+        """What this node says of itself when it connects."""
+        waiting = self.waiting
+        return MemberInfo(
+            self.cluster_id,
+            self.own.member,
+            Position() if waiting else self.position,
+            self._digest() if waiting else "",
+        )
+
+    def _digest(self) -> str:
+        """Of the nodes that are to found the cluster together."""
+        return sha256(encode(sorted(self._peers.items()))).hexdigest()[:32]
+
+    # Who is heard.
+
+    def judging(self, node: str) -> Judge:
+        """`judge`, for a node that is about to be dialled. What it acknowledges meanwhile, on a
+        connection of its own, may be more than it is going to say on this one."""
+        mark = self._mark(node)
+        return lambda them, info: self.judge(them, info, mark)
+
+    def _mark(self, node: str) -> Position:
+        """How far the node has come, by its own word."""
+        witnessed: Mapping[str, Position] = getattr(self.core, "witnessed", {})
+        return witnessed.get(node, Position())
+
+    def admit(
+        self, them: ConnectionIdentity, info: MemberInfo, certificate: Mapping[str, Any] | None
+    ) -> None:
+        """`judge`, for a node that has dialled this one."""
+        self._check_certificate(them.node, certificate)
+        self.judge(them, info, self._mark(them.node))
+
+    def judge(self, them: ConnectionIdentity, info: MemberInfo, mark: Position) -> None:
+        """Raise `ConnectionRefused` unless this is a node to be heard as a peer."""
+        node = them.node
+        if self.lost:
+            raise ConnectionRefused(CloseReason.MEMBER, self.lost)
+        if self.waiting:
+            self._check_fellow(node, info)
+            return
+        if info.founding:
+            if self.ids.get(node) != info.member or not self.own.founders:
+                raise self._lost(node, "its data folder is empty, and this cluster has data")
+            return
+        if not self._ahead(info):
+            if node not in self.everyone:
+                raise ConnectionRefused(
+                    CloseReason.MEMBER,
+                    f"node {node!r} is not a member of this cluster: add it (doyen cluster add"
+                    f" {node} {self._peers.get(node, 'HOST:PORT')}), or stop it if it was removed",
+                )
+            self._check_identity(node, info)
+        self._check_position(node, info, mark)
+
+    def _check_certificate(self, node: str, certificate: Mapping[str, Any] | None) -> None:
+        """A certificate lets in the node that it names, by its id or its host."""
+        if certificate is None:
+            return
+        address = self.membership.addresses.get(node) or self._peers.get(node, "")
+        host = address.rpartition(":")[0].strip("[]")
+        names = certificate_names(certificate)
+        if node not in names and host not in names:
+            raise ConnectionRefused(
+                CloseReason.ROLE,
+                f"the certificate is for {', '.join(sorted(names)) or 'nobody'}, not for node"
+                f" {node!r} or its host {host or '(unknown)'!r}: every node needs one of its own",
+            )
+
+    def _check_fellow(self, node: str, info: MemberInfo) -> None:
+        if node not in self._peers:
+            raise ConnectionRefused(
+                CloseReason.NODE,
+                f"node {node!r} is not among the peers that node {self.node!r} was told of",
+            )
+        if info.cluster_id:
+            return  # it knows the founding record, and is going to tell
+        if not info.founding:
+            raise ConnectionRefused(
+                CloseReason.MEMBER,
+                f"node {self.node!r} waits for a cluster to be founded, which needs every node to"
+                f" have an empty data folder and --found, and node {node!r} has data or no --found."
+                f" If {self.node!r} has lost its data folder: {self._remedy(self.node)}",
+            )
+        if info.founding != self._digest():
+            raise ConnectionRefused(
+                CloseReason.MEMBER,
+                f"nodes {node!r} and {self.node!r} were told of different peers: a cluster is"
+                " founded by nodes that were all told of the same names and addresses",
+            )
+
+    def _ahead(self, info: MemberInfo) -> bool:
+        """Whether a node of this cluster has a log that is further along: then it may have been
+        added, or added anew, by entries that are not here yet."""
+        same = not self.cluster_id or info.cluster_id == self.cluster_id
+        return same and bool(info.member) and self.position.behind(info.position)
+
+    def _check_identity(self, node: str, info: MemberInfo) -> None:
+        expected = self.ids.get(node) or self._before.members.get(node)
+        if expected and not info.member:
+            raise ConnectionRefused(
+                CloseReason.MEMBER,
+                f"node {node!r} runs an earlier release of doyen, which has no member ids, and all"
+                " members of this cluster have one: run the later release there",
+            )
+        if expected and info.member != expected:
+            raise self._lost(node, f"its data folder has id {info.member}, not {expected}")
+        blank = info.position == Position() and self.position != Position()
+        if not expected and info.member and blank and node in self.membership.voters:
+            raise self._lost(node, "its data folder is empty, and it is a voter")
+
+    def _check_position(self, node: str, info: MemberInfo, mark: Position) -> None:
+        if info.member and not info.position.covers(mark):
+            had, has = mark, info.position
+            raise FolderRolledBack(
+                CloseReason.MEMBER,
+                f"node {node!r} has lost what it has promised: it has acknowledged entry"
+                f" {had.last_index} of generation {had.last_generation} in generation"
+                f" {had.generation}, and now has entry {has.last_index} of generation"
+                f" {has.last_generation} in generation {has.generation}: its data folder is an"
+                f" older copy. {self._remedy(node)}",
+            )
+
+    def _lost(self, node: str, why: str) -> ConnectionRefused:
+        return ConnectionRefused(
+            CloseReason.MEMBER,
+            f"node {node!r} has lost what it has promised: {why}. {self._remedy(node)}",
+        )
+
+    def _remedy(self, node: str) -> str:
+        address = self.membership.addresses.get(node) or self._peers.get(node, "HOST:PORT")
+        return REMEDY.format(node=node, address=address)
+
+    def connected(self, node: str, info: MemberInfo) -> None:
+        """A peer that was heard out is connected."""
+        self.infos[node] = info
+        self.news.set()
+
+    def reformed(self) -> None:
+        """Another membership is in force: what was heard of a folder says nothing of another."""
+        ids, witnessed = dict(self.ids), getattr(self.core, "witnessed", {})
+        everyone = self.everyone
+        for node in [*witnessed]:
+            known = self._recorded.get(node)
+            if node not in everyone or (known and ids.get(node) != known):
+                del witnessed[node]
+        self._recorded = ids
+        self.news.set()
+
+    def disconnected(self, node: str) -> None:
+        self.infos.pop(node, None)
+
+    # Founding.
+
+    def met(self, node: str, info: MemberInfo) -> None:
+        """This node has dialled one that waits to be founded, or that knows the record."""
+        if info.founding:
+            self._met[node] = info.member
+
+    def parted(self, node: str) -> None:
+        self._met.pop(node, None)
+
+    async def found(self) -> bool:
+        """Found the cluster if that is for this node to do and everybody is there. Whether it has
+        been founded now."""
+        mine_to_do = self.waiting and self.node == min(self._peers) and not self.missing()
+        if self._settling or not mine_to_do:
+            return False
+        founders = {**self._met, self.node: self.own.member}
+        await self._settle(_Founding(token_hex(8), founders))
+        return True
+
+    def record(self) -> bytes:
+        """The founding record, for those who wait for it; empty if this node has none."""
+        if self.waiting or not self.own.founders:
+            return b""
+        return encode(_Founding(self.own.cluster_id, self.own.founders))
+
+    async def told(self, record: bytes) -> bool:
+        """A peer tells the founding record. Whether this node has been founded by it."""
+        try:
+            founding = _founding(record)
+        except MsgspecError as error:
+            raise ConfigError(f"not a founding record: {error}") from None
+        if not self.waiting or self._settling:
+            return False
+        if (
+            founding.founders.get(self.node) != self.own.member
+            or founding.founders.keys() != self._peers.keys()
+        ):
+            raise self._lost(self.node, "the cluster was founded with another data folder of it")
+        await self._settle(founding)
+        return True
+
+    async def _settle(self, founding: _Founding) -> None:
+        self._settling = True
+        try:
+            own = NodeMember(self.own.member, founding.cluster_id, founding.founders)
+            await self._save(own)
+        finally:
+            self._settling = False
+        self.own = own
+        self.news.set()
+        log.info("node %s: cluster founded, id %s", self.node, founding.cluster_id)
+
+    def missing(self) -> list[str]:
+        """Whom this node waits for, to be founded."""
+        return sorted(self._peers.keys() - self._met.keys() - {self.node}) if self.waiting else []
+
+    # What the leader has to record.
+
+    def to_record(self) -> Membership | None:
+        """The membership in force with the ids that are missing from it, if they are known now."""
+        membership = self.membership
+        if self.waiting or self.node not in membership.everyone:
+            return None
+        known = {node: info.member for node, info in self.infos.items() if info.member}
+        known |= {self.node: self.own.member, **self.ids}
+        ids = {node: known[node] for node in membership.everyone if node in known}
+        cluster = self.cluster_id
+        if not cluster:
+            if len(ids) < len(membership.everyone):
+                return None  # a cluster of an earlier release, of which not everybody is there
+            cluster = sha256(encode(sorted(ids.items()))).hexdigest()[:16]
+        wanted = replace(membership, members=ids, cluster=cluster)
+        return wanted if wanted != membership else None

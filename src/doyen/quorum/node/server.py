@@ -1,0 +1,412 @@
+"""A real node, put together: a core on a journal in a folder and on links over TCP.
+
+`NodeOptions` says what a node is to be; `NodeServer.open` starts it on the running loop.
+`doyen.Node` runs one on a thread of its own, `doyen serve` in a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from msgspec.msgpack import Decoder
+from msgspec.structs import replace
+
+from doyen.errors import ConfigError, StoreUnusable
+from doyen.events import FLUSH_S
+from doyen.lease.clock import SystemClock
+from doyen.lease.runtime import LogRelay
+from doyen.quorum.consensus.core import ChangeAsked, Making, Membership, ProtocolSettings, Role
+from doyen.quorum.keyspace.state import QUOTA, Keyspace
+from doyen.quorum.keyspace.versions import FIRST
+from doyen.quorum.node.data_directory import read_identity, read_member, survey, write_member
+from doyen.quorum.node.driver import Driver, ProposalLimits
+from doyen.quorum.node.framed_files import FileSystem
+from doyen.quorum.node.http import pages
+from doyen.quorum.node.journal import DirectoryIdentity as Owner
+from doyen.quorum.node.journal import FileJournal
+from doyen.quorum.node.listener import Door
+from doyen.quorum.node.membership import Members, NodeMember, opening
+from doyen.quorum.node.peers import Peers
+from doyen.quorum.node.proposals import Batch
+from doyen.quorum.node.replicated import KEYSPACE, USER, ReplicatedMachines
+from doyen.quorum.node.service import Service
+from doyen.quorum.node.state_machine import StateMachine
+from doyen.quorum.protocol.connection import Tally
+from doyen.quorum.protocol.wire import (
+    TLS,
+    ConnectionIdentity,
+    Security,
+    check_exposure,
+    parse_address,
+)
+
+__all__ = ["PROTOCOLS", "NodeOptions", "NodeServer", "record_members"]
+
+log = logging.getLogger("doyen.quorum.node")
+
+PROTOCOLS = {
+    "raft": ("doyen.quorum.consensus.raft", "Raft"),
+    "zab": ("doyen.quorum.consensus.zab", "Zab"),
+    "viewstamped": ("doyen.quorum.consensus.viewstamped", "Viewstamped"),
+    "paxos": ("doyen.quorum.consensus.paxos", "Paxos"),
+    "smallest-id": ("doyen.quorum.consensus.smallest_id", "SmallestId"),
+}
+"""Where each protocol lives. Raft has everything; the others elect, replicate and restart."""
+
+MIN_QUOTA = 1 << 20
+RECORD_AGAIN_S = 0.1
+"""How soon member ids are offered again that could not be recorded: another change is under way."""
+LAST_TURNS = 5
+"""Connections that were broken off are closed by the loop itself, a turn or two later."""
+CANNOT_GO_ON = 70
+"""The exit code of a process whose node had to end it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeOptions:
+    """What a node is to be. Checked as a whole when made."""
+
+    id: str
+    peers: Mapping[str, str]
+    """Every node's address, `host:port`, this one's included."""
+    data_dir: str | os.PathLike[str]
+    listen: str | None = None
+    """Where to listen, if not at this node's own address."""
+    cluster: str = "doyen"
+    """Nodes of one name talk to one another, and to nobody else."""
+    secret: str | None = None
+    """What clients prove that they know. Each of the four may have several lines: all are accepted,
+    and the first is used."""
+    peer_secret: str | None = None
+    """What nodes prove to one another."""
+    admin_secret: str | None = None
+    onlooker_secret: str | None = None
+    tls: TLS | None = None
+    insecure: bool = False
+    """Listen beyond this machine with neither secret nor TLS."""
+    join: bool = False
+    """This node is new to a quorum that exists: it waits until it is added there."""
+    found: bool = False
+    """Found a new cluster if the data folder is empty, together with all peers. With a folder that
+    has data it means nothing, so it may stay in a node's settings."""
+    election_s: float = 1.0
+    heartbeat_s: float = 0.1
+    protocol: str = "raft"
+    quota_bytes: int = QUOTA
+    """How large the keyspace may become. That of the node that leads applies."""
+    limits: ProposalLimits = field(default_factory=ProposalLimits)
+
+    def __post_init__(self) -> None:
+        if self.id not in self.peers:
+            raise ConfigError(
+                f"node {self.id!r} is not among its peers {sorted(self.peers)}: name its own"
+                " address too"
+            )
+        for address in (*self.peers.values(), self.listen):
+            if address is not None:
+                parse_address(address)
+        if len({*self.peers.values()}) != len(self.peers):
+            raise ConfigError(f"two nodes have one address: {dict(self.peers)}")
+        security = self.security
+        peers_known = self.peer_secret or security.certified or len(self.peers) == 1
+        if security.accepted and not peers_known:
+            raise ConfigError(
+                "a secret is set and no peer secret: whoever is a client could act as a node."
+                " Set a peer secret that only nodes have (--peer-secret-file, peer_secret=)."
+                " While a cluster of an earlier release is upgraded, it has to be the secret"
+                " that the nodes shared until now"
+            )
+        if self.join and self.found:
+            raise ConfigError("a node either founds a cluster (found) or joins one (join)")
+        if self.join and len(self.peers) == 1:
+            raise ConfigError("a node that joins needs the addresses of those it joins")
+        if self.protocol not in PROTOCOLS:
+            raise ConfigError(
+                f"there is no protocol {self.protocol!r}; there are {', '.join(PROTOCOLS)}"
+            )
+        if not MIN_QUOTA <= self.quota_bytes < 2**62:
+            raise ConfigError(
+                f"quota_bytes={self.quota_bytes} is out of range: {MIN_QUOTA} bytes at least"
+            )
+        if not 0 < 2 * self.heartbeat_s <= self.election_s:
+            raise ConfigError(
+                f"heartbeat_s={self.heartbeat_s:g} must be positive and at most half of"
+                f" election_s={self.election_s:g}, or a healthy leader would be taken for dead"
+            )
+
+    @property
+    def membership(self) -> Membership:
+        """Who counts when the quorum is founded; what is on disk prevails."""
+        others = tuple(sorted(peer for peer in self.peers if peer != self.id))
+        if self.join:
+            return Membership(others, (self.id,), dict(self.peers))
+        return Membership(tuple(sorted(self.peers)), (), dict(self.peers))
+
+    @property
+    def url(self) -> str:
+        """Where clients find this quorum, this node first."""
+        from urllib.parse import quote, urlencode
+
+        hosts = [self.peers[self.id], *(self.peers[peer] for peer in self.peers if peer != self.id)]
+        options = {"cluster": self.cluster}
+        if self.tls is not None:
+            files = {"ca": self.tls.authority, "cert": self.tls.certificate, "key": self.tls.key}
+            options |= {"tls": "true"} | {name: str(file) for name, file in files.items() if file}
+        key = self.security.key("client")
+        secret = f"{quote(key.decode(), safe='')}@" if key else ""
+        return f"doyen://{secret}{','.join(dict.fromkeys(hosts))}?{urlencode(options)}"
+
+    @property
+    def security(self) -> Security:
+        return Security(
+            secret=_encoded(self.secret),
+            peer_secret=_encoded(self.peer_secret),
+            admin_secret=_encoded(self.admin_secret),
+            onlooker_secret=_encoded(self.onlooker_secret),
+            tls=self.tls,
+        )
+
+
+def _encoded(secret: str | None) -> bytes | None:
+    return secret.encode() if secret else None
+
+
+def _limits(options: NodeOptions, making: Making) -> ProposalLimits:
+    """A protocol that cannot start from a snapshot must never be given one."""
+    if getattr(making, "snapshots", True):
+        return options.limits
+    return replace(options.limits, snapshot_entries=sys.maxsize, snapshot_bytes=sys.maxsize)
+
+
+def _open(
+    options: NodeOptions, owner: Owner, state: Any
+) -> tuple[FileJournal, NodeMember, Callable[[NodeMember], Awaitable[None]]]:
+    """Read the folder, or make it if that was asked for: its journal, and who it is."""
+    disk, folder = FileSystem(), Path(options.data_dir)
+    start = partial(
+        opening,
+        node=options.id,
+        peers=options.peers,
+        founding=options.found,
+        joining=options.join,
+        folder=str(folder),
+    )
+    if not folder.is_dir() or read_identity(disk, folder) is None:
+        start(None, blank=not folder.is_dir() or survey(disk, folder) is None)
+    journal = FileJournal(folder, owner, state)
+    try:
+        found, recovered = read_member(disk, folder), journal.recovered
+        blank = not (recovered.state or recovered.snapshot or recovered.entries)
+        own = start(found, blank=blank)
+        if own != found:
+            write_member(disk, folder, own)
+    except BaseException:
+        journal.abandon()
+        raise
+
+    async def save(member: NodeMember) -> None:
+        await asyncio.to_thread(write_member, disk, folder, member)
+
+    return journal, own, save
+
+
+async def record_members(driver: Driver, members: Members) -> None:
+    """While this node leads, have the log name the member ids that are known and missing there."""
+    while True:
+        members.news.clear()
+        wanted = members.to_record() if driver.role is Role.LEADING else None
+        if wanted is not None:
+            driver.offer(ChangeAsked(wanted), Batch([], []))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RECORD_AGAIN_S if wanted is not None else None):
+                await members.news.wait()
+
+
+def _tell_apart(options: NodeOptions, members: Membership) -> None:
+    """Say so if a start names others than the quorum has agreed on."""
+    if dict(members.addresses) != dict(options.peers):
+        where = ", ".join(f"{node}={members.addresses.get(node, '?')}" for node in members.everyone)
+        log.warning(
+            "node %s: by what is in %s, the quorum is %s; the peers named at this start are"
+            " others, and are not used (doyen cluster add, remove)",
+            options.id,
+            options.data_dir,
+            where,
+        )
+
+
+def _end_process(error: BaseException) -> None:
+    """The journal can no longer be believed, so this process must not say another word."""
+    log.critical("ending the process: %s", error)
+
+    def write_out() -> None:
+        for relay in _relays:
+            relay.flush(FLUSH_S)
+        logging.shutdown()
+
+    # Whoever reads the log may not read any more, and this process must end all the same.
+    writing = threading.Thread(target=write_out, daemon=True)
+    writing.start()
+    writing.join(2 * FLUSH_S)
+    os._exit(CANNOT_GO_ON)
+
+
+_relays: list[LogRelay] = []
+"""Those of the nodes in this process. They hand log lines to the handlers of `logging` from a
+thread: a handler that blocks, on a pipe that nobody reads, must not stop a node."""
+
+
+class NodeServer:
+    """A node on the running loop. Made by `open`."""
+
+    def __init__(
+        self, driver: Driver, door: Door, keyspace: Keyspace, service: Service, port: int
+    ) -> None:
+        self.driver = driver
+        self.keyspace = keyspace
+        self.service = service
+        self.port = port
+        self._door = door
+        self._relay: LogRelay | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        options: NodeOptions,
+        machine: StateMachine | None = None,
+        *,
+        http: str | None = None,
+        abort: Callable[[BaseException], None] = _end_process,
+    ) -> NodeServer:
+        """Read the folder, listen, and take part. `http` is a second address, for probes."""
+        relay = LogRelay()
+        _relays.append(relay)
+        try:
+            server = await cls._open(options, machine, http, abort)
+        except BaseException:
+            await _stop_relay(relay)
+            raise
+        server._relay = relay
+        return server
+
+    @classmethod
+    async def _open(
+        cls,
+        options: NodeOptions,
+        machine: StateMachine | None,
+        http: str | None,
+        abort: Callable[[BaseException], None],
+    ) -> NodeServer:
+        where, name = PROTOCOLS[options.protocol]
+        protocol = import_module(where)
+        making: Making = getattr(protocol, name)
+        clock = SystemClock()
+        chance = random.SystemRandom()
+        me = ConnectionIdentity(options.cluster, options.id, chance.getrandbits(63))
+        security = options.security
+        host, port = parse_address(options.listen or options.peers[options.id])
+        # Before there is a folder: what is refused leaves nothing behind.
+        check_exposure(host, security, insecure=options.insecure)
+        tally = Tally()
+        owner = Owner(options.cluster, options.id, options.protocol)
+        journal, own, save = await asyncio.to_thread(_open, options, owner, protocol.STATE)
+
+        async def save_or_end(member: NodeMember) -> None:
+            try:
+                await save(member)
+            except (OSError, StoreUnusable) as error:
+                abort(error)  # as when the journal cannot be written
+                raise
+
+        members = Members(options.id, options.peers, own, save_or_end)
+        peers = Peers(
+            me, security, decode=Decoder(protocol.MESSAGES).decode, members=members, tally=tally
+        )
+        driver: Driver | None = None
+        try:
+            core = members.core = making(
+                options.id,
+                options.membership,
+                journal.recovered,
+                settings=ProtocolSettings(
+                    election_timeout_s=options.election_s, heartbeat_s=options.heartbeat_s
+                ),
+                jitter=random.random,
+                now=clock.now(),
+            )
+            _tell_apart(options, core.membership)
+            keyspace = Keyspace(FIRST)
+            targets: dict[int, Any] = {KEYSPACE: keyspace}
+            if machine is not None:
+                targets[USER] = machine
+            driver = Driver(
+                core,
+                journal,
+                peers,
+                ReplicatedMachines(targets),
+                clock,
+                incarnation=f"{me.incarnation:x}",
+                limits=_limits(options, making),
+                abort=abort,
+            )
+            service = Service(
+                driver,
+                keyspace,
+                clock,
+                election_s=options.election_s,
+                cluster=options.cluster,
+                protocol=options.protocol,
+                quota_bytes=options.quota_bytes,
+            )
+            door = Door(
+                me,
+                security,
+                peers=peers.admit,
+                clients=service.admit,
+                pages=pages(driver, service, tally),
+                info=members.info,
+                insecure=options.insecure,
+                tally=tally,
+            )
+            await driver.start()
+            port = await door.listen(host, port)
+            if options.protocol == "raft":  # the others' membership is fixed
+                driver.on_role(lambda *_: members.news.set())
+                driver.start_task(record_members(driver, members))
+            if http is not None:
+                await door.listen(*parse_address(http), http_only=True)
+        except BaseException:
+            if driver is not None:
+                driver.crash()
+            await peers.close()
+            await journal.close()
+            raise
+        return cls(driver, door, keyspace, service, port)
+
+    async def close(self) -> None:
+        """Send clients to the others, hand leadership over, and stop."""
+        self.service.close()
+        await self._door.close()  # those who are here stay until the driver lets them go
+        await self.driver.stop()
+        for _ in range(LAST_TURNS):
+            await asyncio.sleep(0)
+        if self._relay is not None:
+            await _stop_relay(self._relay)
+
+
+async def _stop_relay(relay: LogRelay) -> None:
+    """Have it write what it has, if anybody reads it."""
+    _relays.remove(relay)
+    await asyncio.to_thread(relay.close)

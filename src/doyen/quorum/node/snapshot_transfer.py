@@ -1,0 +1,127 @@
+"""Sending a snapshot to a peer in chunks, with flow control.
+
+The receiver grants credit for what it has taken, so at most `WINDOW` bytes of a snapshot are under
+way and other messages never wait behind more than that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from struct import Struct as Layout
+
+from msgspec import Struct
+
+from doyen.errors import StoreUnavailable, StoreUnusable
+from doyen.quorum.protocol.connection import FrameConnection
+from doyen.quorum.protocol.wire import FIRST_FREE, MAX_FRAME, CloseReason, FrameError
+
+CREDIT = FIRST_FREE + 5
+CREDIT_LAYOUT = Layout(">QI")
+CHUNK_SIZE = 32 << 10
+WINDOW = 256 << 10
+MAX_PIECE = MAX_FRAME
+MORE, WHOLE, LAST = 0, 1, 2
+"""What a chunk ends: nothing, a piece, or the stream."""
+
+
+class Chunk(Struct):
+    data: bytes
+    end: bool
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+def cut_into_chunks(piece: bytes) -> list[Chunk]:
+    if len(piece) > MAX_PIECE:
+        raise StoreUnusable(f"a piece of a snapshot of {len(piece)} bytes is too large")
+    last = max(len(piece) - 1, 0) // CHUNK_SIZE * CHUNK_SIZE
+    return [Chunk(piece[at : at + CHUNK_SIZE], at == last) for at in range(0, last + 1, CHUNK_SIZE)]
+
+
+class OutgoingSnapshot:
+    """A snapshot on its way out: how much of it may still go."""
+
+    def __init__(self) -> None:
+        self.outcome: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._left = WINDOW
+        self._more = asyncio.Event()
+
+    async def room(self, size: int) -> None:
+        while self._left < size and not self.outcome.done():
+            self._more.clear()
+            await self._more.wait()
+        if self.outcome.done():
+            raise StoreUnavailable("the peer takes no more of it")
+        self._left -= size
+
+    def credit(self, size: int) -> None:
+        self._left += size
+        self._more.set()
+
+    def end(self, ok: bool) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(ok)
+        self._more.set()
+
+
+class IncomingSnapshot:
+    """A snapshot that comes in, chunk by chunk.
+
+    Credit for what has come is given when nothing whole waits to be taken, so that no more is
+    held here than one piece, whatever its size, and a window.
+    """
+
+    def __init__(self, link: FrameConnection, number: int) -> None:
+        self.number = number
+        self._link = link
+        self._part: list[bytes] = []
+        self._pieces: deque[bytes] = deque()
+        self._held = 0
+        self._owed = 0
+        self._whole = False
+        self._why = ""
+        self._more = asyncio.Event()
+
+    def take(self, data: bytes, ends: int) -> None:
+        self._held += len(data)
+        self._owed += len(data)
+        if self._held > MAX_PIECE + WINDOW:
+            raise FrameError(CloseReason.OVERFLOW, "sends more of a snapshot than it was asked for")
+        if ends == LAST:
+            self._whole = True
+            self._more.set()
+            return
+        self._part.append(data)
+        if ends == WHOLE:
+            self._pieces.append(b"".join(self._part))
+            self._part.clear()
+            self._more.set()
+        elif not self._pieces:
+            self._credit()
+
+    def _credit(self) -> None:
+        if self._owed:
+            self._link.send(CREDIT, CREDIT_LAYOUT.pack(self.number, self._owed))
+            self._owed = 0
+
+    def end(self, why: str) -> None:
+        self._why = why
+        self._more.set()
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        while True:
+            while self._pieces:
+                piece = self._pieces.popleft()
+                self._held -= len(piece)
+                if not self._pieces:
+                    self._credit()
+                yield piece
+            if self._why:
+                raise StoreUnavailable(f"it is not whole: {self._why}")
+            if self._whole:
+                return
+            self._more.clear()
+            await self._more.wait()

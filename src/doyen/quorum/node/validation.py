@@ -1,0 +1,98 @@
+"""What clients may have carried out by the keyspace, and within which bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from msgspec import MsgspecError
+
+from doyen.quorum.keyspace.state import (
+    Advance,
+    Create,
+    Delete,
+    Enqueue,
+    Grant,
+    Put,
+    Revoke,
+    decode_command,
+)
+from doyen.quorum.node import roles
+from doyen.quorum.node.replicated import KEYSPACE, Command
+from doyen.quorum.protocol.requests import MAX_KEY, MAX_LEVELS, MAX_TTL_S, MAX_VALUE, MIN_TTL_S
+from doyen.quorum.protocol.wire import Role as Power
+from doyen.quorum.protocol.wire import allows
+
+__all__ = ["flaw", "frees"]
+
+_FREEING = {kind.__struct_config__.tag for kind in (Revoke, Delete)}
+
+
+def frees(command: Command) -> bool:
+    """Whether a command only removes something. The tag is read in place where it is encoded in
+    the usual way: a short array that begins with a small number."""
+    body = command.body
+    usual = command.target == KEYSPACE and len(body) >= 2 and 0x90 < body[0] <= 0x9F
+    return usual and body[1] in _FREEING
+
+
+def flaw(body: bytes, role: Power) -> str | None:
+    """Why a client may not have this carried out."""
+    try:
+        command = decode_command(body)
+    except (MsgspecError, UnicodeDecodeError) as error:
+        return f"not a command of this version of doyen: {error}"
+    kind = type(command)
+    if kind in roles.ADMIN_COMMANDS and not allows(role, "admin"):
+        return roles.refusal(role, "admin")
+    check = _CHECKS.get(kind)
+    return "that is for the quorum's leader to say" if check is None else check(command)
+
+
+def _flaw_of_entry(command: Create | Put) -> str | None:
+    return _flaw_of(command.key, command.value)
+
+
+def _flaw_of_ticket(command: Enqueue) -> str | None:
+    return _flaw_of(command.line, command.value)
+
+
+def _flaw_of(key: str, value: bytes) -> str | None:
+    if not 0 < len(key) <= MAX_KEY:
+        return f"a key has 1 to {MAX_KEY} characters, not {len(key)}"
+    if key.count("/") >= MAX_LEVELS:
+        return f"a key has at most {MAX_LEVELS} parts between slashes, not {key.count('/') + 1}"
+    if len(value) > MAX_VALUE:
+        return (
+            f"a value has at most {MAX_VALUE} bytes, not {len(value)}: keep large data elsewhere,"
+            " and say here where it is"
+        )
+    return None
+
+
+def _flaw_of_lease(command: Grant) -> str | None:
+    if not MIN_TTL_S <= command.ttl_s <= MAX_TTL_S:
+        return f"a ttl is between {MIN_TTL_S:g} and {MAX_TTL_S:g} s, not {command.ttl_s:g}"
+    return None
+
+
+def _flaw_of_floor(command: Advance) -> str | None:
+    if not 0 <= command.floor < 2**62 or command.by:
+        return f"a token floor is between 0 and 2^62, not {command.floor}"
+    return None
+
+
+def _flawless(command: Revoke | Delete) -> None:
+    return None
+
+
+_CHECKS: dict[type, Callable[[Any], str | None]] = {
+    Create: _flaw_of_entry,
+    Put: _flaw_of_entry,
+    Enqueue: _flaw_of_ticket,
+    Grant: _flaw_of_lease,
+    Advance: _flaw_of_floor,
+    Revoke: _flawless,
+    Delete: _flawless,
+}
+"""What clients may have carried out. The rest is for the quorum's leader."""

@@ -1,0 +1,1 @@
+"""The protocol between nodes of a quorum and their clients."""

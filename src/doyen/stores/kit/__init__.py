@@ -1,0 +1,1 @@
+"""What store adapters share. Adapters build on this and never import one another."""

@@ -1,0 +1,162 @@
+"""Where the store lives: from a URL to a path on a file system that can carry it.
+
+Locks, FIFOs and SQLite's shared memory all need one kernel to see them, so the store is refused on
+file systems that several machines may share. This module also says what an error of the operating
+system means for the store's user. It imports the port's URL and the errors, nothing else of doyen.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from urllib.parse import unquote
+
+from doyen.errors import ConfigError, StoreError, StoreUnavailable, StoreUnusable
+from doyen.stores.port import StoreURL
+
+__all__ = [
+    "Folder",
+    "file_system",
+    "kind_of",
+    "make_folders",
+    "path_of",
+    "refuse_shared",
+    "translate_os",
+]
+
+LOCAL = {"apfs", "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "hfs", "jfs", "nilfs2"}
+LOCAL |= {"overlay", "ramfs", "reiserfs", "tmpfs", "xfs", "zfs"}
+"""File systems on which one kernel sees every lock. Whatever is not here is refused."""
+
+_BEYOND_US = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP, errno.EISDIR}
+
+
+def path_of(url: StoreURL) -> str:
+    """The file that `url` names: absolute, with links resolved, so that all who mean it meet."""
+    parts = url.parts
+    if parts.netloc not in ("", ".", ".."):
+        raise ConfigError(
+            f"{url.text!r} names a host, {parts.netloc!r}: write sqlite:///absolute/path.db,"
+            " or sqlite:relative.db for a path in the current folder"
+        )
+    if parts.fragment:
+        raise ConfigError(f"{url.text!r}: write the # of a file name as %23")
+    path = unquote(parts.netloc + parts.path)
+    if not path or path.endswith("/") or path == ":memory:" or "\0" in path:
+        raise ConfigError(
+            f"{url.text!r} does not name a file: write sqlite:///absolute/path.db"
+            " (for a store within one process, memory://)"
+        )
+    return os.path.realpath(path)
+
+
+class Folder:
+    """The folder of the store's small files, `<path>.sessions`.
+
+    It and they take over the database's permissions: who may write the one may write the others.
+    """
+
+    def __init__(self, database: str) -> None:
+        self._database = database
+        self.path = database + ".sessions"
+        self.mode = 0o600
+
+    def make(self) -> None:
+        """Once the database is there."""
+        self.mode = stat.S_IMODE(os.stat(self._database).st_mode) & 0o666
+        try:
+            os.mkdir(self.path)
+        except FileExistsError:
+            if not os.path.isdir(self.path):
+                raise NotADirectoryError(errno.ENOTDIR, "not a folder", self.path) from None
+            return
+        os.chmod(self.path, self.mode | (self.mode & 0o444) >> 2)
+
+    def file(self, name: str, part: str) -> str:
+        return f"{self.path}/{name}.{part}"
+
+    def files(self) -> dict[str, set[str]]:
+        """Which parts there are, by name."""
+        found: dict[str, set[str]] = {}
+        for file in os.listdir(self.path):
+            name, _, part = file.rpartition(".")
+            found.setdefault(name, set()).add(part)
+        return found
+
+
+def make_folders(path: str) -> None:
+    """Create the folders that lead to `path`."""
+    if os.path.isdir(path):
+        raise StoreUnusable(f"{path} is a folder: name a file for the store, in it or elsewhere")
+    folder = os.path.dirname(path)
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise StoreUnusable(
+            f"the folder {folder} for the store cannot be created"
+            f" ({error.strerror}): create it, or choose another path"
+        ) from error
+
+
+MOUNTS = "/proc/self/mountinfo"
+
+
+def kind_of(path: str, mountinfo: str = MOUNTS) -> str | None:
+    """The kind of file system at `path`; None where the system does not tell."""
+    try:
+        with open(mountinfo, encoding="utf-8", errors="surrogateescape") as table:
+            return file_system(path, table)
+    except OSError:
+        return None
+
+
+def refuse_shared(path: str, mountinfo: str = MOUNTS) -> None:
+    """Raise if `path` lies on a file system that several machines may share."""
+    kind = kind_of(path, mountinfo)
+    if kind is not None and kind not in LOCAL:
+        raise StoreUnusable(
+            f"{path} is on {kind}, where locks may not reach every candidate: put the store on"
+            f" a local disk ({', '.join(sorted(LOCAL))}), or use a server store,"
+            " such as etcd:// or postgresql://"
+        )
+
+
+def file_system(path: str, mountinfo: Iterator[str]) -> str | None:
+    """The kind of file system at `path`, by the lines of /proc/self/mountinfo."""
+    longest, kind = -1, None
+    for line in mountinfo:
+        before, _, after = line.partition(" - ")
+        point = _unescaped(before.split(" ")[4])
+        inside = point == "/" or path == point or path.startswith(point + "/")
+        if inside and len(point) >= longest:  # of two at one point the later covers the earlier
+            longest, kind = len(point), after.split(" ", 1)[0]
+    return kind
+
+
+def _unescaped(point: str) -> str:
+    for escape, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+        point = point.replace(escape, character)
+    return point
+
+
+def translate_os(error: OSError, path: str) -> StoreError:
+    """What an error of the operating system on `path` means, and what to do about it."""
+    where = error.filename or path
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StoreUnavailable(
+            f"no space left for {where}: free space on the file system of {path};"
+            " nothing was written"
+        )
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return StoreUnavailable(
+            f"too many open files ({error.strerror}) at {where}: raise the limit (ulimit -n);"
+            " a session needs about six descriptors, and one for each lease it watches"
+        )
+    if error.errno in _BEYOND_US:
+        return StoreUnusable(
+            f"{where} cannot be used ({error.strerror}): every candidate needs to read and write"
+            f" {path}, its folder and {os.path.basename(path)}.sessions in it"
+        )
+    return StoreUnavailable(f"{where}: {error.strerror or error}")

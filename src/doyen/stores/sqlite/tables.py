@@ -1,0 +1,264 @@
+"""What stands in the tables, and what one transaction may do with it.
+
+Every write advances one counter in the same transaction, so revisions (and with them the tokens of
+leader records) only ever grow, across releases and restarts. Tickets are entries whose key sorts
+as their line does.
+
+Whoever changes a key tells those who watch it *before* the commit: a writer that is killed at any
+instant has then either told them or changed nothing. They look only after they have had the write
+lock themselves, which is after the commit or its failure.
+
+An operation is one method of `Transaction`. Many share a transaction; one that refuses or fails
+leaves nothing behind that is not true by itself (a number skipped, the rows of an ended lease
+removed), so the others go on. Used on the database thread only.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from doyen.errors import ConfigError, LeaseGone, TicketGone
+from doyen.model import Entry, Version
+from doyen.stores.port import Creation
+from doyen.stores.sqlite.leases import LeaseFileVerdict, LocalLeases
+
+__all__ = ["APPLICATION_ID", "SCHEMA", "SCHEMA_VERSION", "Transaction", "WriteNeeded"]
+
+APPLICATION_ID = 0x446F7965
+SCHEMA_VERSION = 1
+SCHEMA = (
+    "CREATE TABLE meta (only INTEGER PRIMARY KEY CHECK (only = 1), revision INTEGER NOT NULL)",
+    "INSERT INTO meta VALUES (1, 0)",
+    "CREATE TABLE entries (key TEXT PRIMARY KEY, value BLOB NOT NULL, revision INTEGER NOT NULL,"
+    " version INTEGER NOT NULL, lease TEXT) WITHOUT ROWID",
+    "CREATE INDEX entries_by_lease ON entries (lease) WHERE lease IS NOT NULL",
+    "CREATE TABLE watches (scope TEXT, inbox TEXT, tag INTEGER NOT NULL,"
+    " PRIMARY KEY (scope, inbox)) WITHOUT ROWID",
+    "CREATE INDEX watches_by_inbox ON watches (inbox, tag)",
+    f"PRAGMA application_id = {APPLICATION_ID}",
+    f"PRAGMA user_version = {SCHEMA_VERSION}",
+)
+
+_ENTRY = "SELECT key, value, revision, version, lease FROM entries "
+_AT_ONCE = 48
+_WATCHING = f"SELECT inbox, tag, scope FROM watches WHERE scope IN ({','.join('?' * _AT_ONCE)})"
+_RANKS = 1 << 31
+
+Send = Callable[[str, Iterable[int]], bool]
+"""Tell an inbox that scopes with these tags change; False if nobody is behind it any more."""
+
+
+class WriteNeeded(Exception):
+    """A read came upon an ended lease, whose rows are to be removed under the write lock."""
+
+
+class Transaction:
+    """One transaction, under way."""
+
+    def __init__(
+        self,
+        execute: Callable[..., sqlite3.Cursor],
+        leases: LocalLeases,
+        inbox: str,
+        *,
+        writable: bool,
+    ) -> None:
+        self._execute = execute
+        self._leases = leases
+        self._inbox = inbox
+        self._writable = writable
+        self._verdicts: dict[str, LeaseFileVerdict] = {}
+        self._revision: int | None = None
+        self._changed: set[str] = set()
+        self.touched: dict[int, str] = {}
+        """The scopes of this handle in which something changed, by tag."""
+        self.owners: dict[int, frozenset[str]] = {}
+        """By tag, the leases that something in the scope is bound to, as of this transaction."""
+
+    def get(self, key: str) -> Entry | None:
+        row = self._execute(_ENTRY + "WHERE key = ?", (key,)).fetchone()
+        return None if row is None else self._live(row)
+
+    def list(self, prefix: str) -> list[Entry]:
+        rows = self._execute(_ENTRY + "WHERE key > ? AND key < ? ORDER BY key", _under(prefix))
+        return [entry for row in rows.fetchall() if (entry := self._live(row)) is not None]
+
+    def ahead(self, key: str) -> Entry | None:
+        if self.get(key) is None:
+            raise TicketGone(f"the ticket {key} is no longer in the line")
+        query = _ENTRY + "WHERE key > ? AND key < ? ORDER BY key DESC LIMIT 1"
+        first = key.rpartition("/")[0] + "/"
+        while (row := self._execute(query, (first, key)).fetchone()) is not None:
+            entry = self._live(row)
+            if entry is not None:
+                return entry
+        return None
+
+    def create(self, key: str, value: bytes, lease: str) -> Creation:
+        remaining_s = self._require(lease)
+        standing = self.get(key)
+        if standing is not None:
+            return Creation(False, standing)
+        revision = self._next()
+        return Creation(True, self._insert(key, value, revision, revision, lease, remaining_s))
+
+    def enqueue(self, line: str, value: bytes, lease: str, rank: int) -> Entry:
+        if not -_RANKS < rank < _RANKS:
+            raise ConfigError(f"a rank is between {-_RANKS + 1} and {_RANKS - 1}, not {rank}")
+        remaining_s = self._require(lease)
+        revision = self._next()
+        # The lease's id keeps the key unique even if a power cut takes back the number.
+        key = f"{line}/{_RANKS - rank:08x}-{revision:016x}-{lease}"
+        return self._insert(key, value, revision, revision, lease, remaining_s)
+
+    def put(self, key: str, value: bytes, if_version: Version | None) -> Entry | None:
+        standing = self.get(key)
+        if (None if standing is None else standing.version) != if_version:
+            return None
+        version = self._next()
+        revision = version if standing is None else standing.revision
+        return self._insert(key, value, revision, version, None, None)
+
+    def delete(self, key: str, if_version: Version | None) -> bool:
+        standing = self.get(key)
+        if standing is None or if_version not in (None, standing.version):
+            return False
+        self._execute("DELETE FROM entries WHERE key = ?", (key,))
+        self._changed.add(key)
+        return True
+
+    def remove(self, lease: str) -> None:
+        """Remove every row of a lease that has ended."""
+        bound = self._execute("SELECT key FROM entries WHERE lease = ?", (lease,)).fetchall()
+        if bound and not self._writable:
+            raise WriteNeeded
+        if bound:
+            self._execute("DELETE FROM entries WHERE lease = ?", (lease,))
+            self._changed.update(key for (key,) in bound)
+
+    def watch(self, scope: str, tag: int) -> None:
+        self._execute("INSERT OR REPLACE INTO watches VALUES (?, ?, ?)", (scope, self._inbox, tag))
+        self.owners[tag] = self._owners(scope)
+
+    def refresh(self, scopes: Mapping[int, str]) -> None:
+        """Something may have changed in these scopes of this handle."""
+        self.touched.update(scopes)
+
+    def finish(self, stale: Iterable[int], send: Send) -> None:
+        """Settle everything that goes with the changes; the commit is to follow at once."""
+        if self._revision is not None:
+            self._execute("UPDATE meta SET revision = ?", (self._revision,))
+        for tag in stale:
+            self._execute("DELETE FROM watches WHERE inbox = ? AND tag = ?", (self._inbox, tag))
+        others: dict[str, set[int]] = {}
+        for inbox, tag, scope in self._watching():
+            if inbox == self._inbox:
+                self.touched[tag] = scope
+            else:
+                others.setdefault(inbox, set()).add(tag)
+        for tag, scope in self.touched.items():
+            self.owners[tag] = self._owners(scope)
+        for inbox, tags in others.items():
+            if not send(inbox, tags):
+                self._execute("DELETE FROM watches WHERE inbox = ?", (inbox,))
+
+    def leases(self) -> set[str]:
+        """Every lease that a row is bound to."""
+        rows = self._execute("SELECT DISTINCT lease FROM entries WHERE lease IS NOT NULL")
+        return {lease for (lease,) in rows}
+
+    def journal(self) -> str:
+        """SQLite's journal mode."""
+        return str(self._execute("PRAGMA journal_mode").fetchone()[0])
+
+    def drop_inbox(self, inbox: str, send: Send) -> None:
+        """Remove an inbox, and its watches, if it has no reader."""
+        if not self._writable:
+            raise WriteNeeded
+        if not send(inbox, ()):
+            self._execute("DELETE FROM watches WHERE inbox = ?", (inbox,))
+
+    def unwatch_all(self) -> None:
+        """Remove all watches of this handle."""
+        self._execute("DELETE FROM watches WHERE inbox = ?", (self._inbox,))
+
+    def raise_revision(self, floor: int) -> None:
+        self._revision = max(self._latest(), floor)
+
+    def _live(self, row: tuple[Any, ...]) -> Entry | None:
+        """The entry in a row; None, with all rows of its lease removed, if that has ended."""
+        key, value, revision, version, lease = row
+        if lease is None:
+            return Entry(key, value, revision, version)
+        verdict = self._judge(lease)
+        if verdict.ended:
+            self.remove(lease)
+            return None
+        return Entry(key, value, revision, version, lease, verdict.remaining_s)
+
+    def _judge(self, lease: str) -> LeaseFileVerdict:
+        verdict = self._verdicts.get(lease)
+        if verdict is None:
+            verdict = self._verdicts[lease] = self._leases.judge(lease)
+        return verdict
+
+    def _require(self, lease: str) -> float | None:
+        verdict = self._judge(lease)
+        if verdict.ended:
+            raise LeaseGone(f"lease {lease} has ended: what was bound to it is void")
+        return verdict.remaining_s
+
+    def _insert(
+        self,
+        key: str,
+        value: bytes,
+        revision: int,
+        version: int,
+        lease: str | None,
+        remaining_s: float | None,
+    ) -> Entry:
+        self._execute(
+            "INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?)",
+            (key, value, revision, version, lease),
+        )
+        self._changed.add(key)
+        return Entry(key, value, revision, version, lease, remaining_s)
+
+    def _latest(self) -> int:
+        if self._revision is None:
+            (latest,) = self._execute("SELECT revision FROM meta").fetchone()
+            return int(latest)
+        return self._revision
+
+    def _next(self) -> int:
+        self._revision = self._latest() + 1
+        return self._revision
+
+    def _owners(self, scope: str) -> frozenset[str]:
+        rows = self._execute(
+            "SELECT lease FROM entries WHERE key = ? AND lease IS NOT NULL UNION"
+            " SELECT lease FROM entries WHERE key > ? AND key < ? AND lease IS NOT NULL",
+            (scope, *_under(scope)),
+        )
+        return frozenset(lease for (lease,) in rows)
+
+    def _watching(self) -> Iterable[tuple[str, int, str]]:
+        """Who watches a changed key, or a scope that it lies under."""
+        scopes: dict[str, None] = {}
+        for key in self._changed:
+            path = key
+            while path:
+                scopes[path] = None
+                path = path.rpartition("/")[0]
+        asked = [*scopes]
+        for start in range(0, len(asked), _AT_ONCE):
+            some: list[str | None] = [*asked[start : start + _AT_ONCE]]
+            some += [None] * (_AT_ONCE - len(some))
+            yield from self._execute(_WATCHING, some).fetchall()
+
+
+def _under(prefix: str) -> tuple[str, str]:
+    """The bounds of the keys that begin with `prefix` and a `/`; "0" is what follows "/"."""
+    return prefix + "/", prefix + "0"

@@ -1,0 +1,272 @@
+"""Wake-ups: how a handle learns that something it watches has changed, without asking.
+
+Two things change what a watcher sees, and each has a descriptor that the loop waits on:
+
+- *Somebody writes.* A handle's watches stand in the database as rows (scope, inbox, tag). The
+  writer sends the tag to the inbox before it commits; the receiver answers with a `refresh` under
+  the write lock, and tells its watchers after that.
+- *The lease of a watched entry ends.* Each lease that owns something in a watched scope has one
+  monitor, shared by all watches: the end of its FIFO tells of its owner's death, a timer of its
+  expiry, and `LocalLeases.judge` decides.
+
+Everything here runs on the store's loop; no thread waits for anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Callable, Iterable
+
+from doyen.errors import StoreUnusable
+from doyen.stores.sqlite.database import CommitOutcome, Database
+from doyen.stores.sqlite.inbox import Inbox
+from doyen.stores.sqlite.leases import LocalLeases
+
+__all__ = ["LocalWatches"]
+
+_RETRY_S = 0.2
+"""Pause before a refresh that could not be had is tried again: somebody is stuck in a write."""
+_SETTLE_S = 0.0002
+"""First pause when a FIFO has ended and the lock is still held: a process dies piece by piece."""
+_REAP_AFTER_S = 0.05
+"""Those who were told of a lease's end remove its rows as they act on it; this is for the rest."""
+_JUDGE_AGAIN_S = 1.0
+
+
+class _Scope:
+    """Something watched by this handle, by one or more watches."""
+
+    __slots__ = ("name", "owners", "registered", "tag", "watches")
+
+    def __init__(self, name: str, tag: int) -> None:
+        self.name = name
+        self.tag = tag
+        self.registered = False
+        self.watches: dict[_Watch, None] = {}
+        self.owners: frozenset[str] = frozenset()
+
+
+class _Watch:
+    """One watch, as its user holds it."""
+
+    __slots__ = ("_lookout", "_notify", "_scope", "open")
+
+    def __init__(self, lookout: LocalWatches, scope: _Scope, notify: Callable[[], None]) -> None:
+        self._lookout = lookout
+        self._scope = scope
+        self._notify = notify
+        self.open = True
+        scope.watches[self] = None
+
+    def fire(self) -> None:
+        if self.open:
+            self._notify()
+
+    def close(self) -> None:
+        if self.open:
+            self.open = False
+            del self._scope.watches[self]
+            if not self._scope.watches:
+                self._lookout.leave(self._scope)
+
+
+class _Monitor:
+    """An eye on one lease."""
+
+    __slots__ = ("fd", "lease", "settle_s", "tags", "timer")
+
+    def __init__(self, lease: str) -> None:
+        self.lease = lease
+        self.tags: set[int] = set()
+        self.fd = -1
+        self.timer: asyncio.TimerHandle | None = None
+        self.settle_s: float | None = None
+
+
+class LocalWatches:
+    """All that a handle watches."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        database: Database,
+        leases: LocalLeases,
+        inbox: Inbox,
+    ) -> None:
+        self._loop = loop
+        self._database = database
+        self._leases = leases
+        self._inbox = inbox
+        self._tags = itertools.count(1)
+        self._scopes: dict[str, _Scope] = {}
+        self._by_tag: dict[int, _Scope] = {}
+        self._monitors: dict[str, _Monitor] = {}
+        self._closed = False
+        self.ever_watched = False
+
+    def open(self, undecided: Iterable[str]) -> None:
+        """Begin to listen, and follow up leases that could not be judged when the store opened."""
+        self._loop.add_reader(self._inbox.fd, self._on_message)
+        for lease in undecided:
+            self._follow(lease)
+
+    async def watch(self, scope: str, notify: Callable[[], None]) -> _Watch:
+        place = self._scopes.get(scope)
+        if place is None:
+            place = self._scopes[scope] = _Scope(scope, next(self._tags))
+            self._by_tag[place.tag] = place
+        watch = _Watch(self, place, notify)
+        if not place.registered:
+            tag = place.tag
+            self.ever_watched = True
+            try:
+                await self._database.submit(lambda tables: tables.watch(scope, tag))
+            except BaseException:
+                watch.close()
+                raise
+        return watch
+
+    def leave(self, scope: _Scope) -> None:
+        """Nobody here watches the scope any more. Its row goes with the next write."""
+        del self._scopes[scope.name], self._by_tag[scope.tag]
+        self._database.stale.append(scope.tag)
+        self._own(scope, frozenset())
+
+    def apply(self, outcome: CommitOutcome) -> None:
+        """Take over what a transaction found out, now that it is committed."""
+        if self._closed:
+            return
+        for tag, owners in outcome.owners.items():
+            scope = self._by_tag.get(tag)
+            if scope is not None:
+                scope.registered = True
+                self._own(scope, owners)
+        self._tell(outcome.touched)
+
+    def _tell(self, tags: Iterable[int]) -> None:
+        for tag in tags:
+            scope = self._by_tag.get(tag)
+            if scope is not None:
+                for watch in scope.watches:
+                    self._loop.call_soon(watch.fire)
+
+    def _on_message(self) -> None:
+        tags = self._inbox.drain()
+        known = self._by_tag.keys() if tags is None else tags & self._by_tag.keys()
+        if tags is not None:
+            self._database.stale.extend(tags - known)
+        self._refresh({tag: self._by_tag[tag].name for tag in known})
+
+    def _refresh(self, scopes: dict[int, str]) -> None:
+        if scopes and not self._closed:
+            done = self._database.submit(lambda tables: tables.refresh(scopes))
+            done.add_done_callback(lambda done: self._refreshed(scopes, done))
+
+    def _refreshed(self, scopes: dict[int, str], done: asyncio.Future[None]) -> None:
+        error = done.exception()
+        if error is None or self._closed:
+            return
+        if isinstance(error, StoreUnusable):
+            self._tell(scopes)  # their next read says what is wrong
+        else:
+            self._loop.call_later(_RETRY_S, self._refresh, scopes)
+
+    def _own(self, scope: _Scope, owners: frozenset[str]) -> None:
+        """Keep an eye on exactly the leases that own something in the scope."""
+        before, scope.owners = scope.owners, owners
+        for lease in before - owners:
+            monitor = self._monitors.get(lease)
+            if monitor is not None:
+                monitor.tags.discard(scope.tag)
+                if not monitor.tags:
+                    self._drop(monitor)
+        for lease in owners - before:
+            monitor = self._monitors.get(lease) or self._follow(lease)
+            monitor.tags.add(scope.tag)
+
+    def _follow(self, lease: str) -> _Monitor:
+        monitor = self._monitors[lease] = _Monitor(lease)
+        flags = os.O_RDONLY | os.O_NONBLOCK
+        try:
+            monitor.fd = os.open(self._leases.alive_path(lease), flags)
+        except OSError:
+            pass  # gone, or no descriptor to be had: the verdict and its timer remain
+        else:
+            self._loop.add_reader(monitor.fd, self._on_alive, monitor)
+        # Polling tells nothing of a writer that was gone before, reading does.
+        self._loop.call_soon(self._on_alive, monitor, True)
+        return monitor
+
+    def _on_alive(self, monitor: _Monitor, first: bool = False) -> None:
+        """The FIFO of the lease's owner has something to say."""
+        if self._monitors.get(monitor.lease) is not monitor:
+            return
+        if monitor.fd >= 0:
+            try:
+                ended = os.read(monitor.fd, 1) == b""
+            except BlockingIOError:
+                ended = False
+            if ended:
+                self._loop.remove_reader(monitor.fd)
+                os.close(monitor.fd)
+                monitor.fd = -1
+                monitor.settle_s = _SETTLE_S
+            elif not first:
+                return
+        self._judge(monitor)
+
+    def _judge(self, monitor: _Monitor) -> None:
+        if monitor.timer is not None:
+            monitor.timer.cancel()
+            monitor.timer = None
+        try:
+            ended, wait_s, _ = self._leases.judge(monitor.lease)
+        except OSError:
+            ended, wait_s = False, _JUDGE_AGAIN_S
+        if not ended:
+            if monitor.settle_s is not None:
+                wait_s = min(wait_s, monitor.settle_s)
+                monitor.settle_s *= 2
+            monitor.timer = self._loop.call_later(max(wait_s, 0.0001), self._judge, monitor)
+            return
+        tags = sorted(monitor.tags)
+        self._drop(monitor)
+        for tag in tags:
+            scope = self._by_tag[tag]
+            scope.owners -= {monitor.lease}
+        self._tell(tags)
+        self._loop.call_later(_REAP_AFTER_S, self._reap, monitor.lease)
+
+    def _reap(self, lease: str) -> None:
+        if not self._closed:
+            done = self._database.submit(lambda tables: tables.remove(lease), writes=False)
+            done.add_done_callback(lambda done: done.exception())
+
+    def _drop(self, monitor: _Monitor) -> None:
+        del self._monitors[monitor.lease]
+        if monitor.timer is not None:
+            monitor.timer.cancel()
+        if monitor.fd >= 0:
+            self._loop.remove_reader(monitor.fd)
+            os.close(monitor.fd)
+            monitor.fd = -1
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for monitor in list(self._monitors.values()):
+            self._drop(monitor)
+        if self._inbox.fd >= 0:
+            self._loop.remove_reader(self._inbox.fd)
+
+    def forked(self) -> None:
+        """In a child: close the copies. The loop's poll set is shared with the parent, so its
+        entries stay."""
+        self._closed = True
+        for monitor in self._monitors.values():
+            if monitor.fd >= 0:
+                os.close(monitor.fd)
+                monitor.fd = -1

@@ -1,0 +1,143 @@
+"""What holds when calls are cancelled, answers are lost and requests land late."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from doyen.errors import LeaseGone, OutcomeUnknown, StoreError
+from doyen.model import Claim, leader_key, line_key, order_key
+from doyen.testing.conformance.harness import StoreHarness, leased, listed, promise
+from doyen.testing.faults import Faults, FaultyStore, Stray, Unanswered
+
+
+class InterruptionConformance:
+    """Promises that hold when things go wrong."""
+
+    @promise
+    async def test_cancelled_calls_leave_no_half(self, h: StoreHarness) -> None:
+        """A call that is cancelled is done or not done: what it wrote is whole, nothing of it
+        outlives its lease, and the store goes on working."""
+        store, other = await h.client(), await h.client()
+        for patience in range(8):
+            name = h.name(f"c{patience}")
+            key, order, line = leader_key(name), order_key(name), line_key(name)
+            lease = await store.grant(h.ttl_s * 60)
+            before = await store.put(order, b"before", if_version=None)
+            assert before is not None
+            await _cancelled(store.create(key, b"whole", lease), patience)
+            await _cancelled(store.enqueue(line, b"whole", lease), patience)
+            await _cancelled(store.put(order, b"after", if_version=before.version), patience)
+            await _cancelled(store.renew(lease), patience)
+            assert (await store.create(key, b"whole", lease)).entry.value == b"whole"
+            assert await listed(store, line) in ([], [b"whole"])
+            final = await store.get(order)
+            assert final is not None
+            assert (final.value == b"before") == (final.version == before.version)
+            assert final.value in (b"before", b"after")
+            await store.revoke(lease)
+            await h.shows(other, key, None)
+            assert await listed(store, line) == []
+
+    @promise
+    async def test_a_cancelled_revoke_is_whole(self, h: StoreHarness) -> None:
+        """A `revoke` that is cancelled leaves the lease ended, or as it was."""
+        store, other = await h.client(), await h.client()
+        for patience in range(4):
+            name = h.name(f"r{patience}")
+            key, line = leader_key(name), line_key(name)
+            lease = await store.grant(h.ttl_s * 60)
+            await store.create(key, b"v", lease)
+            await store.enqueue(line, b"v", lease)
+            await _cancelled(store.revoke(lease), patience)
+            try:
+                await store.renew(lease)
+            except LeaseGone:
+                await h.shows(other, key, None)
+                assert await listed(store, line) == []
+            await store.revoke(lease)
+            await h.shows(other, key, None)
+
+    @promise
+    async def test_a_lost_answer_is_found_by_reading_ones_own_attempt(
+        self, h: StoreHarness
+    ) -> None:
+        """A `create` that was done and not answered is found by a read of one's own attempt id;
+        trying again is refused with one's own entry, and yields no second one."""
+        faults = Faults()
+        store = FaultyStore(await h.client(), faults)
+        other, other_lease = await leased(h)
+        lease = await store.grant(h.ttl_s * 60)
+        mine = Claim("me", uuid.uuid4().hex)
+        key = leader_key(h.name())
+        faults.next("create", Unanswered(told=True))
+        with pytest.raises(OutcomeUnknown):
+            await store.create(key, mine.encode(), lease)
+        await h.shows(store, key, mine.encode())
+        found = await store.get(key)
+        assert found is not None
+        assert Claim.decode(found.value).attempt == mine.attempt
+        assert found.lease == lease.id
+        again = await store.create(key, mine.encode(), lease)
+        assert not again.won
+        assert again.entry.revision == found.revision
+        assert not (await other.create(key, b"other", other_lease)).won
+
+    @promise
+    async def test_a_request_that_lands_late_revives_nothing(self, h: StoreHarness) -> None:
+        """A `create` or `enqueue` that arrives after its lease was revoked leaves nothing."""
+        faults = Faults()
+        inner = await h.client()
+        store, other = FaultyStore(inner, faults), await h.client()
+        key, line = leader_key(h.name()), line_key(h.name())
+        lease = await store.grant(h.ttl_s * 60)
+        late = Stray(after_s=h.ttl_s / 10)
+        faults.next("create", late)
+        faults.next("enqueue", late)
+        calls = [
+            asyncio.create_task(store.create(key, b"late", lease)),
+            asyncio.create_task(store.enqueue(line, b"late", lease)),
+        ]
+        await asyncio.sleep(0)
+        await store.revoke(lease)
+        for call in calls:
+            try:
+                await call
+            except LeaseGone:
+                continue
+            pytest.fail("a request of a revoked lease was accepted")
+        await h.shows(other, key, None)
+        assert await other.list(line) == []
+
+    @promise
+    async def test_what_is_not_bound_to_a_lease_stays(self, h: StoreHarness) -> None:
+        """A `put` is durable: it outlives its writer's leases, its writer and a restart."""
+        store, lease = await leased(h)
+        key = order_key(h.name())
+        written = await store.put(key, b"kept", if_version=None)
+        assert written is not None
+        await store.revoke(lease)
+        await h.shows(store, key, b"kept")
+        await h.close_clients()
+        await h.restart()
+        store = await h.client()
+        entry = await store.get(key)
+        assert entry is not None
+        assert (entry.value, entry.revision) == (b"kept", written.revision)
+        assert await store.delete(key, if_version=entry.version)
+
+
+async def _cancelled(call: Coroutine[Any, Any, object], patience: int) -> None:
+    """Begin a call, let the loop turn a few times, and cancel it if it has not ended."""
+    task = asyncio.create_task(call)
+    for _ in range(patience):
+        await asyncio.sleep(0)
+    task.cancel()
+    try:
+        await task
+    except (asyncio.CancelledError, StoreError):
+        pass

@@ -1,0 +1,317 @@
+"""What holds for a store that is reached over a network, when the network or the server fails.
+
+The suite reaches such a store directly and through links that can be made to fail. A harness of a
+network store derives from `LinkedHarness`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any, Protocol
+
+import pytest
+
+from doyen.errors import LeaseGone, OutcomeUnknown, StoreError, StoreUnavailable, TicketGone
+from doyen.model import Lease, leader_key, line_key, order_key
+from doyen.stores.port import Creation, Store
+from doyen.testing.conformance.harness import StoreHarness, leased, listed, promise
+
+__all__ = ["BreakableConnection", "LinkedHarness", "Links"]
+
+
+class BreakableConnection(Protocol):
+    """A client's way to the store, which can be made to fail."""
+
+    async def open(self) -> Store:
+        """Open a client that reaches the store over this link."""
+        ...
+
+    async def cut(self, *, answers_only: bool = False) -> None:
+        """Let nothing pass and tell neither end; what was sent arrives when it is healed."""
+        ...
+
+    async def reset(self) -> None:
+        """Break every connection, as a server does that is done with a client."""
+        ...
+
+    async def delay(self, answers_s: float) -> None:
+        """Let everything that the store sends arrive later."""
+        ...
+
+    async def heal(self) -> None:
+        """End every fault."""
+        ...
+
+
+class LinkedHarness(StoreHarness):
+    """How the suite reaches a store over a network."""
+
+    dead_leases: int = 200
+    """How many leases of crashed clients the store has to bear with."""
+    rounds: int = 3
+    """How often clients race for the same key."""
+
+    @abstractmethod
+    async def link(self) -> BreakableConnection:
+        """A link of its own for one client. The harness closes it with its clients."""
+
+    async def forget(self, key: str) -> None:
+        """Have the store forget that `key` ever existed, as it does by itself some day.
+
+        For engines that keep a marker for what was deleted; the others need not do anything.
+        """
+        return
+
+    @abstractmethod
+    async def deface(self, name: str) -> None:
+        """Write what is not doyen's where doyen keeps the leases, and the record, the order and
+        the line of the election `name`, as another program or an operator might."""
+
+    async def linked(self, link: BreakableConnection) -> Store:
+        store = await link.open()
+        self._opened.append(store)
+        return store
+
+    async def works(self, what: str, call: Callable[[], Awaitable[object]]) -> None:
+        """The call succeeds within the store's bounds, repeated as doyen repeats it."""
+
+        async def so() -> bool:
+            try:
+                async with asyncio.timeout(self.ttl_s):
+                    await call()
+            except (StoreUnavailable, OutcomeUnknown, TimeoutError):
+                return False
+            return True
+
+        await self.within(what, so)
+
+
+class Links:
+    """Promises of stores that are reached over a network."""
+
+    @promise
+    async def test_racers_for_a_forgotten_key(self, h: LinkedHarness) -> None:
+        """Of clients that race for a key whose history the store has forgotten exactly one wins,
+        though notifications reach them late; its revision is above all before it."""
+        links = [await h.link() for _ in range(h.racers)]
+        clients = [await h.linked(link) for link in links]
+        leases = [await client.grant(h.ttl_s * 60) for client in clients]
+        key = leader_key(h.name())
+        highest = 0
+        for client in clients:
+            await client.watch(key, lambda: None)
+        for turn in range(h.rounds):
+            first = await clients[turn % h.racers].create(key, b"before", leases[turn % h.racers])
+            assert first.won
+            assert first.entry.revision > highest
+            assert await clients[turn % h.racers].delete(key, if_version=first.entry.version)
+            await h.forget(key)
+            for link in links[1:]:
+                await link.delay(h.ttl_s / 50)
+
+            async def race(number: int) -> Creation:
+                await asyncio.sleep(number * h.ttl_s / 400)
+                return await clients[number].create(key, b"%d" % number, leases[number])
+
+            outcomes = await asyncio.gather(*map(race, range(h.racers)))
+            winners = [made for made in outcomes if made.won]
+            assert len(winners) == 1, f"{len(winners)} of {h.racers} were told that they won"
+            assert winners[0].entry.revision > first.entry.revision
+            highest = winners[0].entry.revision
+            for link in links[1:]:
+                await link.heal()
+            for client in clients:
+                await h.shows(client, key, winners[0].entry.value)
+            assert await clients[0].delete(key, if_version=winners[0].entry.version)
+
+    @promise
+    async def test_foreign_values_spoil_only_what_they_stand_on(self, h: LinkedHarness) -> None:
+        """What another program has written among doyen's keys ends in a clear error for whoever
+        asks for that very key, and disturbs nobody else: clients that are open, their watches and
+        renewals, and clients that are opened later."""
+        store, lease = await leased(h)
+        well, spoilt = h.name("well"), h.name("spoilt")
+        told = asyncio.Event()
+        await store.watch(leader_key(well), told.set)
+        await h.deface(spoilt)
+        later, later_lease = await leased(h)
+        for client, own in ((store, lease), (later, later_lease)):
+            await h.works("the lease is renewed", partial(client.renew, own))
+            async with asyncio.timeout(h.patience_s):
+                made = await client.create(leader_key(well), b"v", own)
+                ticket = await client.enqueue(line_key(well), b"t", own)
+                assert await client.ahead(ticket) is None
+                await h.told(told, "a record was created")
+                assert made.won
+                assert await client.delete(leader_key(well), if_version=made.entry.version)
+                assert await client.delete(ticket.key, if_version=ticket.version)
+            for call in (
+                client.get(leader_key(spoilt)),
+                client.get(order_key(spoilt)),
+                client.list(line_key(spoilt)),
+                client.create(leader_key(spoilt), b"v", own),
+                client.enqueue(line_key(spoilt), b"t", own),
+            ):
+                await _ends(h, call)
+            await h.works("the lease is renewed", partial(client.renew, own))
+
+    @promise
+    async def test_a_link_that_falls_silent_during_each_call(self, h: LinkedHarness) -> None:
+        """Calls whose requests or answers do not arrive end when they are cancelled; when the link
+        works again so does the client, and each call is done or not done."""
+        other = await h.client()
+        for answers_only in (False, True):
+            link = await h.link()
+            store = await h.linked(link)
+            lease, short = await store.grant(h.ttl_s * 60), await store.grant(h.ttl_s * 60)
+            key, order = (of(h.name(f"s{answers_only}")) for of in (leader_key, order_key))
+            line = line_key(h.name(f"s{answers_only}"))
+            ticket = await store.enqueue(line, b"first", lease)
+            old = await store.put(order, b"before", if_version=None)
+            doomed = await store.put(f"{order}2", b"doomed", if_version=None)
+            assert old is not None
+            assert doomed is not None
+            await link.cut(answers_only=answers_only)
+            await asyncio.gather(
+                *(
+                    _given_up(h, call)
+                    for call in (
+                        store.renew(lease),
+                        store.create(key, b"whole", lease),
+                        store.put(order, b"after", if_version=old.version),
+                        store.delete(f"{order}2", if_version=doomed.version),
+                        store.enqueue(line, b"second", lease),
+                        store.ahead(ticket),
+                        store.get(order),
+                        store.list(line),
+                        store.watch(key, lambda: None),
+                        store.grant(h.ttl_s * 60),
+                        store.revoke(short),
+                    )
+                )
+            )
+            await link.heal()
+            await h.works("the lease is renewed again", partial(store.renew, lease))
+            made = await _insist(h, partial(store.create, key, b"whole", lease))
+            assert made.entry.value == b"whole"
+            await h.shows(other, key, b"whole")
+            now = await other.get(order)
+            assert now is not None
+            assert (now.value == b"before") == (now.version == old.version)
+            assert now.value in (b"before", b"after")
+            assert await listed(other, line) in ([b"first"], [b"first", b"second"])
+            await h.works("the lease is revoked", partial(store.revoke, lease))
+            await h.shows(other, key, None)
+            assert await listed(other, line) == []
+
+    @promise
+    async def test_a_client_that_the_server_has_cut_off(self, h: LinkedHarness) -> None:
+        """A client whose connections are broken comes back by itself: its live lease can be
+        renewed, and its watches are told of what happens later."""
+        link = await h.link()
+        store, other = await h.linked(link), await h.client()
+        lease = await store.grant(h.ttl_s * 60)
+        other_lease = await other.grant(h.ttl_s * 60)
+        key, told = leader_key(h.name()), asyncio.Event()
+        await store.watch(key, told.set)
+        for turn in range(2):
+            calls = [
+                asyncio.create_task(_ends(h, call))
+                for call in (store.get(key), store.renew(lease), store.list(line_key(h.name())))
+            ]
+            await asyncio.sleep(0)
+            await link.reset()
+            await asyncio.gather(*calls)
+            await h.works("the lease is renewed", partial(store.renew, lease))
+            await h.works("a read is answered", partial(store.get, key))
+            told.clear()
+            made = await other.create(key, b"%d" % turn, other_lease)
+            assert made.won
+            await h.told(told, "a record was created after the connection broke")
+            assert await other.delete(key, if_version=made.entry.version)
+
+    @promise
+    async def test_leases_of_the_dead(self, h: LinkedHarness) -> None:
+        """However many clients have crashed: live leases are renewed in time meanwhile, what was
+        bound to the dead ones goes, and a new client finds a store that works."""
+        store, lease = await leased(h)
+        crashed = await h.client()
+        line = line_key(h.name("dead"))
+        granted = 0
+        while granted < h.dead_leases:
+            batch = min(100, h.dead_leases - granted)
+            leases = await asyncio.gather(*(crashed.grant(h.ttl_s) for _ in range(batch)))
+            if granted == 0:
+                await _bind(crashed, line, leases[:10])
+            granted += batch
+            await _in_time(h, store, lease)
+        gone = asyncio.Event()
+
+        async def line_is_empty() -> bool:
+            return await listed(store, line) == []
+
+        async def keep_renewing() -> None:
+            while not gone.is_set():
+                await _in_time(h, store, lease)
+                await h.elapse(h.ttl_s / 5)
+
+        renewing = asyncio.create_task(keep_renewing())
+        await h.within("the tickets of the dead are gone", line_is_empty)
+        later, later_lease = await leased(h)
+        assert (await later.create(leader_key(h.name()), b"v", later_lease)).won
+        gone.set()
+        await renewing
+
+
+async def _bind(store: Store, line: str, leases: list[Lease]) -> None:
+    for lease in leases:
+        try:
+            await store.enqueue(line, b"dead", lease)
+        except LeaseGone:
+            return  # the machine is slow, and the first of them have ended already
+
+
+async def _in_time(h: LinkedHarness, store: Store, lease: Lease) -> None:
+    """A renewal is answered within the patience of the suite."""
+    async with asyncio.timeout(h.patience_s):
+        await store.renew(lease)
+
+
+async def _ends(h: LinkedHarness, call: Coroutine[Any, Any, object]) -> None:
+    """The call succeeds or raises an error of the port's, and does not hang."""
+    try:
+        async with asyncio.timeout(h.patience_s):
+            await call
+    except TimeoutError:
+        pytest.fail(f"{_name(call)} hung for {h.patience_s:g} s")
+    except StoreError:
+        pass
+
+
+async def _given_up(h: LinkedHarness, call: Coroutine[Any, Any, object]) -> None:
+    """Give the call some time, then cancel it: it ends at once."""
+    task = asyncio.ensure_future(call)
+    await asyncio.wait({task}, timeout=h.ttl_s / 4)
+    task.cancel()
+    await asyncio.wait({task}, timeout=h.patience_s)
+    assert task.done(), f"{_name(call)} goes on though it was cancelled"
+    if not task.cancelled():
+        error = task.exception()
+        assert error is None or isinstance(error, StoreError | TicketGone), repr(error)
+
+
+def _name(call: Coroutine[Any, Any, object]) -> str:
+    return str(getattr(call, "__qualname__", call))
+
+
+async def _insist(h: LinkedHarness, call: Callable[[], Awaitable[Creation]]) -> Creation:
+    answers: list[Creation] = []
+
+    async def ask() -> None:
+        answers.append(await call())
+
+    await h.works("the record is created", ask)
+    return answers[-1]
