@@ -27,6 +27,7 @@ from doyen.quorum.protocol.requests import (
 from doyen.quorum.protocol.wire import CloseReason, ConnectionIdentity, MemberInfo, Security
 from doyen.stores.quorum.connection import QuorumConnection
 from doyen.testing.virtual import run_virtual
+from mutants_nodes import one_position
 
 Frame = tuple[int, bytes]
 
@@ -174,6 +175,14 @@ def test_a_link_that_breaks_between_two_frames_costs_no_watch_its_change(heard: 
         assert len(resumed) == 2 - heard // 2, "what was told is not told again"
 
     run_virtual(main)
+
+
+def test_one_position_for_all_watches_would_cost_one_of_them_its_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one_position(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_a_link_that_breaks_between_two_frames_costs_no_watch_its_change(2)
 
 
 def test_a_quiet_watch_keeps_up_with_its_connection() -> None:
