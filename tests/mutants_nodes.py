@@ -305,16 +305,16 @@ def one_position(patch: pytest.MonkeyPatch) -> None:
     """All watches of a client are resumed from the last revision that any of them was told of. That
     harms a watch if the link breaks after another was confirmed, and before it was itself. The lab
     delivers what a node writes in one turn as a whole, so only `test_quorum_watches` sees it."""
-    use = Wire._use
+    use = QuorumConnection._use
 
-    def share(self: Wire, link: Any) -> None:
+    def share(self: QuorumConnection, link: Any) -> None:
         latest = max((watch.position for watch in self._watches.values()), default=-1)
         for watch in self._watches.values():
             if watch.position >= 0:
                 watch.position = max(latest, self._told)
         use(self, link)
 
-    patch.setattr(Wire, "_use", share)
+    patch.setattr(QuorumConnection, "_use", share)
 
 
 # The quota.
