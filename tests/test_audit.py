@@ -360,7 +360,7 @@ def test_a_wall_clock_moved_meanwhile_is_mentioned(lines: list[LogLine], a: Proc
     other = Process(lines, "c", boot="another-boot")
     other.elected(40, 11, until=45)
     report = check(lines)
-    assert "was moved by 30.000 s" in report.warnings[0]
+    assert "was changed by 30.000 s" in report.warnings[0]
 
 
 def test_on_one_boot_a_stepped_wall_clock_changes_nothing(
@@ -375,10 +375,26 @@ def test_on_one_boot_a_stepped_wall_clock_changes_nothing(
     assert report.warnings == ()
 
 
-def test_an_end_without_a_beginning_is_mentioned(lines: list[LogLine], a: Process) -> None:
-    a.resigned(2, 9)
+@pytest.mark.parametrize("end", ["resigned", "lost", "overrun"])
+def test_logs_in_which_a_term_ends_without_beginning_are_incomplete(
+    lines: list[LogLine], a: Process, end: str
+) -> None:
+    """The line that begins the term has been deleted, or is in a file that was not given."""
+    ends = {
+        "resigned": lambda: a.resigned(2, 9),
+        "lost": lambda: a.lost(2, 9, ended_at=2),
+        "overrun": lambda: a.term("overrun", 2, 9),
+    }
+    ends[end]()
     a.elected(3, 10, until=6)
-    assert "without beginning" in check(lines).warnings[0]
+    report = verify_lines(lines)
+    assert "without beginning" in report.warnings[0]
+    assert (report.verdict, report.ok, report.without_beginning) == ("incomplete", False, 1)
+
+
+def test_a_log_with_ends_only_is_incomplete(lines: list[LogLine], a: Process) -> None:
+    a.resigned(2, 9)
+    assert verify_lines(lines).verdict == "incomplete"
 
 
 GARBAGE = [
@@ -420,7 +436,7 @@ def test_a_torn_last_line_is_reported(tmp_path: Path, lines: list[LogLine], a: P
     report = verify([log])
     assert report.ok
     assert report.unreadable == 0
-    assert "ends inside a line" in report.warnings[0]
+    assert "ends in the middle of a line" in report.warnings[0]
     assert report.ignored[0].where == (str(log), 2)
     assert "torn" in report.ignored[0].why
 

@@ -1,33 +1,32 @@
-"""The audit log, and the proof that it holds.
+"""The audit log, and its verification.
 
-`AuditLog` is a telemetry sink: one JSON object a line, one `write` on an append-only descriptor
-an event. Many processes may share a file on a local disk and no line is ever interleaved with
-another. It survives the death of any process; it is not fsynced, so a power cut may take its tail.
-It is written by a thread of its own, and what could not be written in time is a `gap`.
+`AuditLog` is a telemetry sink. It appends one JSON object per event to a file, each with a single
+`write` in append mode, so that many processes may share a file on a local disk without mixing their
+lines. The file survives the death of any process. It is not fsynced: a power failure may lose its
+end. A thread of its own writes it; events that could not be written in time are replaced by a
+`gap`, which counts them.
 
-`verify` reads the logs of any number of processes and either proves, from what is written there,
-or shows where it does not hold, that
+`verify` reads the logs of all processes of a store and checks that
 
-- no two valid terms of one election overlapped in time;
-- tokens strictly increase in the order in which terms began, and none was used twice;
-- nobody led outside its term: no lease was declared dead or expired while its holder still
-  counted on it, and no body was at work in another's term.
+- no two valid terms of an election overlapped in time;
+- tokens strictly increase in the order in which terms began, and no token was used twice;
+- no process led outside its term: no lease was declared dead or expired while its holder still took
+  it for valid, and no work was running during another's term.
 
 A term is valid from its `elected` to the *earliest* of: its own `resigned` or `lost`, its lease's
-`leaselost`, the last deadline its lease was confirmed for, and another process's proof that its
-holder had died. So a killed process needs no last words. A term that was over before it was
-announced (its holder was paused in between) never was valid and takes part in no comparison.
+`leaselost`, the last confirmed deadline of its lease, and another process's proof that its holder
+died. So the log of a killed process needs no closing line. A term whose validity ended before its
+`elected` was written (its process was paused in between) was never valid and is not compared.
 
-Instants compare on the boot-time clock where they share a boot id, and otherwise on the wall
-clocks, whose disagreement `tolerance_s` allows for. Logs of *one* store belong together: two
-stores may each have an election of the same name.
+Times are compared on the boot-time clock where they share a boot id, and otherwise on the wall
+clocks, with a tolerance of `tolerance_s`. Verify the logs of *one* store together: two stores may
+each have an election of the same name.
 
-Where the logs have a gap nothing is proved (`Report.verdict` is "incomplete"), and what the missing
-events could explain is not called a violation. Nor is anything proved by logs with lines that
-cannot be read, since each may have been an event; but for a torn last line, which a killed process
-leaves behind.
+The verdict is "incomplete" if the logs have a gap, a term that ends without beginning, or a line
+that cannot be read, except an unfinished last line, which a killed process leaves behind. What the
+missing events could explain is not reported as a violation.
 
-Reading is streaming, and the order of files and lines does not matter.
+The files are read as streams. The order of files and lines does not matter.
 """
 
 from doyen.audit.evidence import Ignored, LogLine, Where

@@ -1,8 +1,8 @@
-"""Reading audit logs: what all lines together say, gathered in one pass and in any order.
+"""Reading audit logs: collects the facts of all lines in one pass, in any order.
 
-Nothing is judged here. What cannot be used is kept aside with the reason; a torn line costs only
-itself, even when a whole one was appended to it. Memory grows with terms and leases, not with
-lines. Pure, but for `read`; may import errors.
+No verdict is reached here. Lines that cannot be used are listed with the reason. A torn line does
+not affect the others, even if a whole line was appended to it. Memory use grows with the number of
+terms and leases, not of lines. Pure except for `read`; may import errors.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ __all__ = [
 ]
 
 _OPENING = b'{"event":'
-"""How every line begins. Inside a JSON string the quotes would be escaped, so it appears nowhere
-else: the reader finds a whole line that was appended to a torn one."""
+"""How every line begins. It cannot occur later in a line, because quotes inside a JSON string are
+escaped. So the reader can find a whole line that was appended to a torn one."""
 
 
 class Where(NamedTuple):
-    """A line of evidence."""
+    """A line of a log: file name and line number."""
 
     file: str
     number: int
@@ -63,18 +63,18 @@ class Ignored(NamedTuple):
 
 
 class Instant(NamedTuple):
-    """A moment, on both clocks of the process that wrote it down."""
+    """A time, on both clocks of the process that recorded it."""
 
     boot: str
     at: float
     wall: float
 
     def moved_to(self, at: float) -> Instant:
-        """The moment when this process's boot-time clock showed `at`."""
+        """The time at which the boot-time clock of the same process showed `at`."""
         return Instant(self.boot, at, self.wall + (at - self.at))
 
     def since(self, other: Instant) -> float:
-        """Seconds from `other` to here: on the boot-time clock if it is the same one."""
+        """Seconds from `other` to this: on the boot-time clock if both have the same boot id."""
         return self.at - other.at if self.boot == other.boot else self.wall - other.wall
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ class Instant(NamedTuple):
 
 
 class EvidenceFact(NamedTuple):
-    """Something that a line says: a moment, what it was, and where it stands."""
+    """One fact from a line: when, what, and in which line."""
 
     when: Instant
     what: str
@@ -106,7 +106,7 @@ class MissingEvents(NamedTuple):
 
 
 def read(paths: Iterable[str | os.PathLike[str]]) -> Iterator[LogLine]:
-    """The lines of files, one by one."""
+    """Yield the lines of the files, one after another."""
     for path in paths:
         name = os.fspath(path)
         try:
@@ -114,15 +114,18 @@ def read(paths: Iterable[str | os.PathLike[str]]) -> Iterator[LogLine]:
                 for number, text in enumerate(file, 1):
                     yield LogLine(Where(name, number), text)
         except OSError as error:
-            raise ConfigError(f"the audit log {name} cannot be read: {error.strerror}") from error
+            raise ConfigError(
+                f"the audit log {name} cannot be read: {error.strerror}; check its path and"
+                " permissions"
+            ) from error
 
 
 _HUGE = 1e15
-"""No time in seconds is beyond this; it keeps infinities and nonsense out of the sums."""
+"""Times in seconds with a greater absolute value are refused, so that sums stay finite."""
 
 
 class _Malformed(Exception):
-    """The line is JSON, but not one of ours."""
+    """The line is JSON but not an event of an audit log."""
 
 
 def _text(raw: dict[str, Any], name: str) -> str:
@@ -140,7 +143,7 @@ def _number(raw: dict[str, Any], name: str) -> float:
 
 
 def _moment(raw: dict[str, Any], name: str, now: Instant) -> Instant:
-    """A moment on the writer's clock. Minus infinity is how it writes "already over"."""
+    """A time on the writer's boot-time clock. Minus infinity means "already over"."""
     if raw.get(name) == float("-inf"):
         return now
     return now.moved_to(_number(raw, name))
@@ -155,19 +158,19 @@ def _whole(raw: dict[str, Any], name: str) -> int:
 
 @dataclass(slots=True)
 class LeaseFacts:
-    """What all lines together say of one lease."""
+    """The facts about one lease."""
 
     sessions: set[str] = field(default_factory=set)
     deadline: EvidenceFact | None = None
-    """The latest it was confirmed for."""
+    """The latest deadline that was confirmed."""
     given_up: EvidenceFact | None = None
-    """The earliest its own session stopped counting on it."""
+    """The earliest time at which its own session took it for lost."""
     counted_on: EvidenceFact | None = None
-    """The latest its own session still counted on it."""
+    """The latest time at which its own session still took it for valid."""
     died: list[tuple[str, EvidenceFact]] = field(default_factory=list)
-    """By which session, and when, its holder was proved dead."""
+    """The sessions that proved the death of its holder, and when."""
     expired: EvidenceFact | None = None
-    """The earliest somebody found it expired."""
+    """The earliest time at which a session found it expired."""
 
 
 def later(one: EvidenceFact | None, other: EvidenceFact) -> EvidenceFact:
@@ -179,13 +182,13 @@ def earlier(one: EvidenceFact | None, other: EvidenceFact) -> EvidenceFact:
 
 
 def _once(facts: list[EvidenceFact], fact: EvidenceFact) -> None:
-    """The same log may be given twice, or copied."""
+    """Append the fact unless it is known: the same log may be given twice."""
     if all(other.when != fact.when for other in facts):
         facts.append(fact)
 
 
 class OpenTerm(NamedTuple):
-    """A term of which only the beginning is looked at yet."""
+    """The beginning of a term."""
 
     name: str
     lease: str
@@ -198,15 +201,15 @@ TermKey = tuple[str, int, str]
 
 
 class Evidence:
-    """Everything the lines say, gathered in one pass and in no particular order."""
+    """The facts of all lines. The order in which lines are added does not matter."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
         self.lines = 0
         self.ignored: list[Ignored] = []
         self.unreadable = 0
-        """Ignored lines that may have been events. Not those in which a file ends: their process
-        was killed as it wrote, or is still at it."""
+        """The number of ignored lines that may have been events. An unfinished last line of a file
+        is not counted: its process was killed while it wrote the line, or is still writing it."""
         self.missing: dict[MissingEvents, None] = {}
         self.processes: set[tuple[str, int]] = set()
         self.wall_offsets: dict[str, tuple[float, float]] = {}
@@ -215,11 +218,16 @@ class Evidence:
         self.begun: defaultdict[TermKey, list[OpenTerm]] = defaultdict(list)
         self.resigned: defaultdict[TermKey, list[EvidenceFact]] = defaultdict(list)
         self.lost: defaultdict[TermKey, list[EvidenceFact]] = defaultdict(list)
-        self.told: dict[TermKey, Instant] = {}
-        """When a lost term's body was told. A process that was paused is told late."""
+        self.loss_noticed: dict[TermKey, Instant] = {}
+        """When the process of a lost term noticed the loss. A process that was paused notices
+        late."""
         self.overruns: defaultdict[TermKey, list[EvidenceFact]] = defaultdict(list)
 
-    def take(self, line: LogLine) -> None:
+    def terms_without_beginning(self) -> set[TermKey]:
+        """Terms whose end is in the logs while their beginning is not."""
+        return (self.lost.keys() | self.resigned.keys() | self.overruns.keys()) - self.begun.keys()
+
+    def add(self, line: LogLine) -> None:
         where, text = line
         self.files.add(where.file)
         if not text.strip():
@@ -259,7 +267,7 @@ class Evidence:
         fact = EvidenceFact(now, kind, where)
         match kind:
             case "granted" | "renewed" | "elected" | "unsure":
-                self._counting(raw, fact, session)
+                self._lease_is_valid(raw, fact, session)
             case "leaselost":
                 ended = _moment(raw, "ended_at", now)
                 facts = self._own_lease(_text(raw, "lease"), session)
@@ -273,7 +281,7 @@ class Evidence:
                 ended = _moment(raw, "ended_at", now)
                 lost = EvidenceFact(ended, f"lost ({raw.get('reason')})", where)
                 _once(self.lost[key], lost)
-                self.told[key] = now
+                self.loss_noticed[key] = now
                 facts = self._own_lease(lease, session)
                 facts.counted_on = later(facts.counted_on, lost)
             case "resigned":
@@ -283,15 +291,15 @@ class Evidence:
             case "gap":
                 since = now if raw.get("since") is None else _moment(raw, "since", now)
                 gap = MissingEvents(session, since, now, _whole(raw, "missed"))
-                self.missing[gap] = None  # once, though the same log may be given twice
+                self.missing[gap] = None  # a dict, since the same log may be given twice
         self.processes.add((now.boot, pid))
         self.last_sign[session] = later(self.last_sign.get(session), fact)
         offset = now.wall - now.at
         low, high = self.wall_offsets.get(now.boot, (offset, offset))
         self.wall_offsets[now.boot] = (min(low, offset), max(high, offset))
 
-    def _counting(self, raw: dict[str, Any], fact: EvidenceFact, session: str) -> None:
-        """The session says that its lease is good."""
+    def _lease_is_valid(self, raw: dict[str, Any], fact: EvidenceFact, session: str) -> None:
+        """Record that the session took its own lease for valid."""
         lease = _text(raw, "lease")
         if fact.what == "unsure":
             if raw.get("remaining_s") != float("-inf") and _number(raw, "remaining_s") > 0:
@@ -310,14 +318,14 @@ class Evidence:
         facts.counted_on = later(facts.counted_on, fact)
 
     def _other_lease(self, raw: dict[str, Any], fact: EvidenceFact, session: str) -> None:
-        """The session says that somebody's lease has ended."""
+        """Record that the session found another session's lease ended."""
         lease, cause = _text(raw, "lease"), _text(raw, "cause")
-        told = EvidenceFact(fact.when, f"found {cause} by session {session}", fact.where)
+        found = EvidenceFact(fact.when, f"found {cause} by session {session}", fact.where)
         facts = self.leases[lease]
         if cause == "died":
-            facts.died.append((session, told))
+            facts.died.append((session, found))
         elif cause == "expired":
-            facts.expired = earlier(facts.expired, told)
+            facts.expired = earlier(facts.expired, found)
         else:
             raise _Malformed(f"unknown cause {cause!r}")
 

@@ -1,4 +1,4 @@
-"""Writing the audit log: one JSON object a line, one `write` an event.
+"""Writing the audit log: one line of JSON and one `write` per event.
 
 May import clock, errors and events.
 """
@@ -23,19 +23,19 @@ log = logging.getLogger("doyen.audit")
 class AuditLog:
     """A sink that appends every event to a file.
 
-    Opening raises `ConfigError` if the file cannot be written. After that nothing is raised: when
-    the disk fills, that is logged once, events are counted, and the first line that fits again is
-    preceded by a `gap` that says how many are missing, and since when.
+    Opening raises `ConfigError` if the file cannot be written. Later failures raise nothing: the
+    first is logged, events are counted, and when writing works again, a `gap` line with the number
+    of missing events and the time of the first precedes the next event.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         self._boot = boot_id()
-        self._lock = threading.Lock()  # so that no write can reach a descriptor being closed
+        self._lock = threading.Lock()  # keeps `close` from closing the descriptor during a write
         self._gap: Record | None = None
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         try:
-            # Not to wait for somebody who reads a named pipe: that is refused as ENXIO.
+            # Opening a named pipe would block until it has a reader; this fails with ENXIO.
             self._fd = os.open(self.path, flags | os.O_NONBLOCK, 0o644)
             os.set_blocking(self._fd, True)
         except OSError as error:
@@ -48,8 +48,8 @@ class AuditLog:
         with self._lock:
             if self._fd < 0:
                 return
-            told = [record] if self._gap is None else [self._gap, record]
-            lines = b"".join(map(self._line, told))
+            records = [record] if self._gap is None else [self._gap, record]
+            lines = b"".join(map(self._line, records))
             try:
                 written = os.write(self._fd, lines)
                 error = "no space for a whole line" if written < len(lines) else ""
@@ -80,7 +80,7 @@ class AuditLog:
         return text.encode() + b"\n"
 
     def close(self) -> None:
-        """Later events are dropped. Idempotent."""
+        """Close the file; later events are dropped. May be called again."""
         with self._lock:
             if self._fd >= 0:
                 if self._gap is not None:

@@ -1,4 +1,4 @@
-"""Judging the evidence: from facts to terms, from terms to a report.
+"""Verifying audit logs: build terms from the evidence, compare them, and report.
 
 Pure; may import errors and `doyen.audit.evidence`.
 """
@@ -34,7 +34,7 @@ __all__ = ["AuditViolation", "Report", "TermEvidence", "Verdict", "verify", "ver
 
 @dataclass(frozen=True, slots=True)
 class TermEvidence:
-    """A term as the evidence has it."""
+    """A term, as far as the logs show it."""
 
     election: str
     name: str
@@ -49,7 +49,7 @@ class TermEvidence:
     def was_valid(self) -> bool:
         return self.end.when.at > self.start.when.at
 
-    def tell(self) -> list[str]:
+    def describe(self) -> list[str]:
         start, end = self.start.when, self.end.when
         return [
             f"{self.name}, token {self.token} (pid {self.pid}, session {self.session},"
@@ -77,7 +77,7 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class AuditViolation:
-    """One thing that must not happen, and did."""
+    """One violation of the guarantees, with the lines that show it."""
 
     kind: Kind
     election: str | None
@@ -89,10 +89,10 @@ class AuditViolation:
 
     @property
     def story(self) -> str:
-        """What happened, for people."""
+        """The violation as readable text."""
         lines = [self.headline]
         for term in self.terms:
-            lines += [f"  {line}" for line in term.tell()]
+            lines += [f"  {line}" for line in term.describe()]
         lines += [f"  {fact.when}: {fact.what}, {fact.where}" for fact in self.evidence]
         return "\n".join(lines)
 
@@ -108,13 +108,13 @@ class AuditViolation:
 
 
 Verdict = Literal["proved", "disproved", "incomplete", "empty"]
-"""`incomplete`: nothing contradicts the guarantees, but the logs say that events are missing from
-them, or have lines that cannot be read. `empty`: no term begins in these logs."""
+"""`incomplete`: nothing contradicts the guarantees, but events are known to be missing from the
+logs, or lines cannot be read. `empty`: the logs contain no term."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What the logs prove."""
+    """The result of verifying a set of logs."""
 
     files: int
     lines: int
@@ -122,37 +122,39 @@ class Report:
     elections: int
     terms: int
     never_valid: int
-    """Terms that were over before they were announced; not counted in `terms`."""
+    """Terms whose validity had ended before `elected` was written; not counted in `terms`."""
     changes: int
-    """How often a term began whose leader was not the one before."""
+    """The number of terms that began with another leader than the previous term."""
     gaps_s: tuple[float, ...]
-    """From the end of each term to the beginning of the next, shortest first."""
+    """The times from the end of a term to the beginning of the next, in ascending order."""
     wall_clocks_compared: bool
     tolerance_s: float
     missing: int
-    """Events that the logs themselves say are not in them: they could not be written in time."""
+    """Events that could not be written in time, as counted by the `gap` lines of the logs."""
     unreadable: int
-    """Lines that are no events, or no longer: torn, damaged, or written by something else."""
+    """Lines that cannot be read: torn, damaged, or written by another program."""
+    without_beginning: int
+    """Terms of which the logs contain the end and not the beginning."""
     violations: tuple[AuditViolation, ...]
     warnings: tuple[str, ...]
     ignored: tuple[Ignored, ...]
 
     @property
     def empty(self) -> bool:
-        """Nothing was found that could be proved or disproved."""
+        """Whether the logs contain no term and no violation."""
         return not (self.terms or self.never_valid or self.violations)
 
     @property
     def verdict(self) -> Verdict:
         if self.violations:
             return "disproved"
-        if self.missing or self.unreadable:
+        if self.missing or self.unreadable or self.without_beginning:
             return "incomplete"
         return "empty" if self.empty else "proved"
 
     @property
     def ok(self) -> bool:
-        """Proved, and nothing is known to be missing."""
+        """Whether the guarantees are proved and nothing is known to be missing."""
         return self.verdict == "proved"
 
     @property
@@ -164,13 +166,14 @@ class Report:
         return self.gaps_s[-1] if self.gaps_s else None
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`. Individual gaps are left out."""
+        """The report as printed by `--json`; without the individual times of `gaps_s`."""
         counts = ("files", "lines", "processes", "elections", "terms", "never_valid", "changes")
         return {
             "ok": self.ok,
             "verdict": self.verdict,
             "missing": self.missing,
             "unreadable": self.unreadable,
+            "without_beginning": self.without_beginning,
             **{name: getattr(self, name) for name in counts},
             "gap_p50_s": self.gap_p50_s,
             "gap_max_s": self.gap_max_s,
@@ -183,12 +186,12 @@ class Report:
 
 
 def verify(paths: Iterable[str | os.PathLike[str]], *, tolerance_s: float = 0.0) -> Report:
-    """Verify the logs at `paths`, taken together."""
+    """Verify the logs at `paths` together, as the logs of one store."""
     return verify_lines(read(paths), tolerance_s=tolerance_s)
 
 
 def verify_lines(lines: Iterable[LogLine], *, tolerance_s: float = 0.0) -> Report:
-    """Verify lines from anywhere.
+    """Verify lines that the caller has read.
 
     >>> from doyen.audit import Where
     >>> stamp = '"at":1.0,"wall":1e9,"boot":"b","pid":7,"session":"s"'
@@ -199,19 +202,21 @@ def verify_lines(lines: Iterable[LogLine], *, tolerance_s: float = 0.0) -> Repor
     (True, 1)
     """
     if not 0 <= tolerance_s < float("inf"):
-        raise ConfigError(f"the tolerance is a number of seconds from 0 up, not {tolerance_s}")
+        raise ConfigError(
+            f"the tolerance must be a finite number of seconds, at least 0; got {tolerance_s}"
+        )
     evidence = Evidence()
     for line in lines:
-        evidence.take(line)
+        evidence.add(line)
     return _Judge(evidence, tolerance_s).report()
 
 
 _EQUAL_S = 1e-6
-"""Two readings of the same number may differ by this after a journey through a sum."""
+"""Times that are equal may differ by this much after floating-point additions."""
 
 
 class _Judge:
-    """Draws the terms from the evidence, and compares them."""
+    """Builds the terms from the evidence and compares them."""
 
     def __init__(self, evidence: Evidence, tolerance_s: float) -> None:
         self._seen = evidence
@@ -257,25 +262,26 @@ class _Judge:
             tolerance_s=self._tolerance_s,
             missing=sum(gap.events for gap in seen.missing),
             unreadable=seen.unreadable,
+            without_beginning=len(seen.terms_without_beginning()),
             violations=tuple(sorted(self._violations, key=lambda found: found.when.wall)),
             warnings=tuple(self._warnings),
             ignored=tuple(seen.ignored),
         )
 
     def _after(self, one: Instant, other: Instant) -> float:
-        """By how much `one` is surely after `other`; not positive if that cannot be said."""
+        """By how many seconds `one` is certainly after `other`; not positive if it may not be."""
         if one.boot == other.boot:
             return one.at - other.at
         self._wall_compared = True
         return one.wall - other.wall - self._tolerance_s
 
     def _term(self, key: TermKey, begun: OpenTerm) -> TermEvidence:
-        """The term, ended by what its own process says."""
+        """The term, with the end that its own process recorded."""
         election, token, session = key
         facts = self._seen.leases[begun.lease]
         lost = self._seen.lost.get(key, [])
         resigned = self._seen.resigned.get(key, [])
-        # `elected` itself confirmed a deadline, so there always is one.
+        # Never empty: `elected` itself records a deadline.
         ends = [fact for fact in (facts.deadline, facts.given_up) if fact] + lost + resigned
         end = min(ends, key=lambda fact: fact.when.at)
         term = TermEvidence(
@@ -299,8 +305,8 @@ class _Judge:
         return term
 
     def _missing(self, start: Instant, end: Instant, sessions: Set[str] | None = None) -> bool:
-        """Whether events that may have happened between these are missing: of these sessions, or
-        of any."""
+        """Whether a gap overlaps the time from `start` to `end`: in the events of `sessions`, or
+        of any session if that is None."""
         return any(
             gap.since.since(end) <= 0 <= gap.until.since(start)
             for gap in self._seen.missing
@@ -308,10 +314,10 @@ class _Judge:
         )
 
     def _end_is_known(self, term: TermEvidence, at: Instant) -> bool:
-        """Whether the term's end cannot be among missing events, so that it was valid at `at`.
+        """Whether no missing event can have ended the term, so that it was valid at `at`.
 
-        Its own process says how it ended, and may have had no room to write it. If that process
-        was killed, any other may have been the one to find out.
+        The end is recorded by the term's own process or, if that was killed, by any process that
+        found out. So if the process lived, only gaps of its own session matter; otherwise all do.
         """
         key = (term.election, term.token, term.session)
         if key in self._seen.lost or key in self._seen.resigned:
@@ -325,8 +331,8 @@ class _Judge:
             AuditViolation(
                 "valid-beyond-deadline",
                 term.election,
-                f"{term.name} counted on its term of {term.election!r} for {by_s:.3f} s beyond"
-                " the last deadline of its lease",
+                f"{term.name} took its term of {term.election!r} for valid until {by_s:.3f} s"
+                " after the last deadline of its lease",
                 by_s,
                 lost.when,
                 (term,),
@@ -337,14 +343,18 @@ class _Judge:
     def _after_proof(
         self, lease: str, facts: LeaseFacts, terms: list[TermEvidence]
     ) -> list[TermEvidence]:
-        """The terms of a lease, ended by the proof of its holder's death, if that stands."""
+        """The terms of a lease, ended where another process proved the death of its holder.
+
+        If the holder wrote anything that contradicts the proof, that is a violation and the terms
+        stay as they are.
+        """
         proofs = [fact for session, fact in facts.died if session not in facts.sessions]
         if not proofs:
             return terms
         proof = reduce(earlier, proofs)
         signs = [facts.counted_on] if facts.counted_on else []
         if any(self._after(term.end.when, proof.when) > 0 for term in terms):
-            # A leader that was in its term when it died says nothing more, on any subject.
+            # The holder died during a term, so no later event of any kind may come from it.
             signs += [
                 self._seen.last_sign[session]
                 for session in facts.sessions
@@ -357,8 +367,8 @@ class _Judge:
                     AuditViolation(
                         "alive-after-death",
                         terms[0].election if terms else None,
-                        f"the holder of lease {lease} was proved dead, and was alive {by_s:.3f} s"
-                        " later",
+                        f"the holder of lease {lease} was declared dead but was still alive"
+                        f" {by_s:.3f} s later",
                         by_s,
                         proof.when,
                         tuple(terms),
@@ -406,7 +416,7 @@ class _Judge:
                     AuditViolation(
                         "token-reused",
                         term.election,
-                        f"token {term.token} of {term.election!r} was given twice",
+                        f"token {term.token} of {term.election!r} was assigned twice",
                         0.0,
                         term.start.when,
                         (other, term),
@@ -414,10 +424,10 @@ class _Judge:
                 )
 
     def _compare(self, terms: list[TermEvidence]) -> None:
-        """Overlaps, token order and gaps among the valid terms of one election.
+        """Check the valid terms of one election for overlaps and token order; record gaps.
 
-        Per boot the order of beginnings is exact. Between boots it is that of the wall clocks,
-        and a pair of the same boot is not judged by them.
+        Terms of one boot are compared on the boot-time clock only. Terms of different boots are
+        compared on the wall clocks.
         """
         in_order: list[TermEvidence] = []
         boots: defaultdict[str, list[TermEvidence]] = defaultdict(list)
@@ -435,8 +445,8 @@ class _Judge:
                 self._gaps.append(gap)
 
     def _sweep(self, in_order: list[TermEvidence], *, across: bool) -> None:
-        """Compare each term with the one that lasts longest, and the one with the highest token,
-        of those that began before it: if those are in order, all are."""
+        """Compare each term with two of the terms that began before it: the one that ends last
+        and the one with the highest token. If these are in order with it, all are."""
         lasting: dict[str, TermEvidence] = {}
         highest: dict[str, TermEvidence] = {}
         for term in in_order:
@@ -460,8 +470,8 @@ class _Judge:
         if by_s > 0 and not self._end_is_known(first, second.start.when):
             self._warnings.append(
                 f"{first.name} (token {first.token}) and {second.name} (token {second.token}) may"
-                f" both have led {first.election!r} for {by_s:.3f} s: events are missing that may"
-                " say otherwise"
+                f" both have led {first.election!r} for {by_s:.3f} s; the end of the first term"
+                " may be among the missing events"
             )
         elif by_s > 0:
             clock = "boot clock" if until.when.boot == second.start.when.boot else "wall clocks"
@@ -483,7 +493,7 @@ class _Judge:
                 AuditViolation(
                     "token-regressed",
                     first.election,
-                    f"token {second.token} of {first.election!r} was given {by_s:.3f} s after"
+                    f"token {second.token} of {first.election!r} was assigned {by_s:.3f} s after"
                     f" token {first.token}",
                     by_s,
                     second.start.when,
@@ -492,15 +502,17 @@ class _Judge:
             )
 
     def _overran(self, terms: list[TermEvidence]) -> None:
-        """A body that was told to stop, and was at work when another's term had begun, is a fault.
+        """Report work that went on past its stop budget.
 
-        One that was paused meanwhile could not be told: what it did on waking no log can say.
+        It is a violation if the process was running and noticed the loss before the next term
+        began. A process that was paused notices later, and the logs cannot show what its work did
+        when it resumed, so that is a warning.
         """
         if not self._seen.overruns:
             return
         for term in terms:
             key = (term.election, term.token, term.session)
-            told = self._seen.told.get(key)
+            noticed = self._seen.loss_noticed.get(key)
             for overrun in self._seen.overruns.get(key, ()):
                 rivals = [
                     other
@@ -510,12 +522,12 @@ class _Judge:
                     and self._after(overrun.when, other.start.when) > 0
                 ]
                 rival = min(rivals, key=lambda other: other.token, default=None)
-                if rival is None or told is None or self._after(rival.start.when, told) <= 0:
+                if rival is None or noticed is None or self._after(rival.start.when, noticed) <= 0:
                     into = f", into the term of {rival.name} (token {rival.token})" if rival else ""
                     self._warnings.append(
-                        f"the body of {term.name} (token {term.token}) of {term.election!r} went"
-                        f" on past its stop budget{into}: what it then did, only its token could"
-                        f" stop, {overrun.where}"
+                        f"the work of {term.name} (token {term.token}) for {term.election!r} went"
+                        f" on past its stop budget{into}; from then on only fencing by token"
+                        f" protects against its writes, {overrun.where}"
                     )
                     continue
                 by_s = self._after(overrun.when, rival.start.when)
@@ -523,7 +535,7 @@ class _Judge:
                     AuditViolation(
                         "overrun",
                         term.election,
-                        f"the body of {term.name} was still at work {by_s:.3f} s after"
+                        f"the work of {term.name} was still running {by_s:.3f} s after"
                         f" {rival.name} became leader of {term.election!r}",
                         by_s,
                         overrun.when,
@@ -541,33 +553,34 @@ class _Judge:
             last = max((gap.until for gap in seen.missing), key=lambda when: when.wall)
             self._warnings.append(
                 f"{missing} events of {sessions} sessions, from {first} to {last}, could not be"
-                " written in time (a full or slow disk, a pipe that nobody reads): what they would"
-                " have shown is not proved"
+                " written in time (the disk was full or slow, or a pipe was not read); nothing is"
+                " proved about this time"
             )
         if seen.unreadable:
             these = "1 line" if seen.unreadable == 1 else f"{seen.unreadable} lines"
             self._warnings.append(
                 f"{these} cannot be read (torn by a full disk or a power cut, damaged, or written"
-                " by another program): what they said may be what proves, disproves or explains"
+                " by another program); events that they recorded are missing from the proof"
             )
         if cut := len(seen.ignored) - seen.unreadable:
             these = "1 file ends" if cut == 1 else f"{cut} files end"
             self._warnings.append(
-                f"{these} inside a line: the process was killed as it wrote it, or is writing now"
+                f"{these} in the middle of a line: the process was killed while it wrote the line,"
+                " or is still writing it"
             )
-        beginnings = seen.begun.keys()
-        headless = (seen.lost.keys() | seen.resigned.keys()) - beginnings
-        if headless:
+        if cut_off := len(seen.terms_without_beginning()):
+            these = "1 term ends" if cut_off == 1 else f"{cut_off} terms end"
             self._warnings.append(
-                f"{len(headless)} terms end in these logs without beginning in them:"
-                " are all files here?"
+                f"{these} in these logs without beginning in them: a line was deleted, or a file is"
+                " missing; verify all files of the store together"
             )
         if self._wall_compared:
             for boot, (low, high) in seen.wall_offsets.items():
                 if high - low > max(self._tolerance_s, 0.1):
                     self._warnings.append(
-                        f"the wall clock of boot {boot} was moved by {high - low:.3f} s meanwhile:"
-                        " comparisons with other boots are that uncertain"
+                        f"the wall clock of boot {boot} was changed by {high - low:.3f} s while"
+                        " the logs were written; comparisons with other boots are uncertain by as"
+                        " much"
                     )
 
 

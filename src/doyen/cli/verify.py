@@ -1,4 +1,4 @@
-"""`doyen verify LOG…`: prove from audit logs that there never were two leaders."""
+"""`doyen verify LOG…`: prove from audit logs that there were never two leaders at a time."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from doyen.cli._output import Console, Exit, console, print_json
 __all__ = ["MANUAL", "configure", "run"]
 
 MANUAL = """\
-Reads the audit logs of all processes of one store together and proves, or disproves, that no two
-terms of an election overlapped, that every token is greater than those before it, and that nobody
-led outside its term. Logs are written by `doyen run --audit` and by `connect(..., audit=)`. Within
-one boot of one machine terms are compared on the boot-time clock; across machines on their wall
-clocks, which is as good as these are.
+Reads the audit logs of all processes of one store and proves or disproves that no two terms of an
+election overlapped, that every token is greater than the tokens before it, and that no process led
+outside its term. `doyen run --audit` and `connect(..., audit=)` write such logs. Terms of one boot
+of one machine are compared on its boot-time clock; terms of different machines or boots are
+compared on the wall clocks, so that the result is only as accurate as these clocks.
 
 exit codes:
   0    proved
-  1    disproved: what happened is told, violation by violation; or not proved,
-       because the logs say that events are missing from them, or have lines
-       that cannot be read
-  2    there was nothing to verify
+  1    disproved: each violation is printed; or not proved, because events are
+       missing from the logs or lines cannot be read
+  2    the logs contain nothing to verify
   others as for every command: see doyen --help
 
 examples:
@@ -33,46 +32,45 @@ examples:
 """
 
 SHOWN = 20
-"""How much of each kind is shown to people; --json has all."""
+"""How many items of each list are printed as text; --json has all."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     manual(parser, MANUAL)
-    parser.add_argument("logs", nargs="+", metavar="LOG", help="a file written with audit=")
+    parser.add_argument("logs", nargs="+", metavar="LOG", help="an audit log")
     parser.add_argument(
         "--tolerance",
         dest="tolerance_s",
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="by how much the wall clocks of different machines may disagree (default: 0)",
+        help="the greatest difference between the wall clocks of the machines (default: 0)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; its verdict is the exit code."""
+    """Print the report; the exit code follows from its verdict."""
     report = verify(args.logs, tolerance_s=args.tolerance_s)
     if args.json:
         print_json(report.as_dict())
     else:
-        _tell(report, console())
+        _print(report, console())
     if report.verdict == "empty":
         return Exit.USAGE
     return Exit.DONE if report.ok else Exit.NO
 
 
-def _tell(report: Report, out: Console) -> None:
+def _print(report: Report, out: Console) -> None:
     out.print(_counts(report))
     if report.gaps_s:
         out.print(
-            f"between one term and the next: {report.gap_p50_s:.3f} s at the median,"
-            f" {report.gap_max_s:.3f} s at most"
+            f"time between terms: median {report.gap_p50_s:.3f} s, maximum {report.gap_max_s:.3f} s"
         )
     if report.wall_clocks_compared:
         out.print(
-            "different machines or boots: their wall clocks were compared,"
-            f" with a tolerance of {report.tolerance_s:g} s"
+            "the logs come from different machines or boots, which are compared on their wall"
+            f" clocks, with a tolerance of {report.tolerance_s:g} s"
         )
     _list(
         out, f"lines ignored: {len(report.ignored)}", (f"{w}: {why}" for w, why in report.ignored)
@@ -84,19 +82,20 @@ def _tell(report: Report, out: Console) -> None:
     elif report.verdict == "incomplete":
         lacking = []
         if report.missing:
-            lacking.append(f"{report.missing} events are missing from these logs")
+            lacking.append(f"{_count(report.missing, 'event is', 'events are')} missing")
         if report.unreadable:
-            lacking.append(f"{report.unreadable} lines of these logs cannot be read")
+            lacking.append(f"{_count(report.unreadable, 'line', 'lines')} cannot be read")
+        if report.without_beginning:
+            ends = _count(report.without_beginning, "term ends", "terms end")
+            lacking.append(f"{ends} in these logs without beginning in them")
         out.print(
-            f"not proved: {', and '.join(lacking)}. The rest contradicts nothing: no two terms are"
-            " known to have overlapped",
+            f"not proved: {', '.join(lacking)}. The other lines show no violation",
             style="yellow",
         )
     elif report.ok:
         out.print(
-            "proved: no two terms overlapped, every token is greater than those before it,"
-            " nobody led outside its term"
-            + ("; what is not covered is said above" if report.warnings else ""),
+            "proved: no two terms overlapped, every token is greater than the tokens before it,"
+            " no process led outside its term" + ("; see the warnings" if report.warnings else ""),
             style="green",
         )
     else:
@@ -113,7 +112,11 @@ def _counts(report: Report) -> str:
         (report.terms, "term", "terms"),
         (report.changes, "change of leader", "changes of leader"),
     ]
-    return ", ".join(f"{number} {one if number == 1 else many}" for number, one, many in counts)
+    return ", ".join(_count(*each) for each in counts)
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
 
 
 def _list(out: Console, title: str, items: Iterable[str], style: str | None = None) -> None:
