@@ -17,7 +17,8 @@ from adversary import Network, WireLoop, WireOracle, WireWorld, run_contest
 from doyen.errors import OutcomeUnknown, StoreUnavailable
 from doyen.lease.clock import VirtualClock
 from doyen.model import leader_key, order_key
-from doyen.stores.kit.silence import LeaseObserver, LeaseRow, LeaseVerdict
+from doyen.stores.kit.expiry import LeaseRow, LeaseVerdict
+from doyen.stores.kit.observer import LeaseObserver
 from doyen.stores.port import Context, Store, open_store
 from doyen.stores.redis import connection as link
 from doyen.stores.redis.scripts import SCRIPTS

@@ -26,7 +26,7 @@ from doyen.errors import (
 )
 from doyen.events import Event, LeaseEnded
 from doyen.model import leader_key, line_key
-from doyen.stores.kit import silence as lookout
+from doyen.stores.kit import observer
 from doyen.stores.sql import postgresql
 from doyen.stores.sql.store import RelationalStore
 from relational import Place, now, run, until
@@ -527,7 +527,7 @@ def test_after_a_restart_of_the_server_all_goes_on(place: Place) -> None:
 def test_a_link_that_goes_dead_without_a_word_is_noticed(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookout, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(observer, "_PATIENCE_S", 0.3)
     monkeypatch.setattr(postgresql, "_PATIENCE_S", 0.3)
     monkeypatch.setattr(postgresql, "_PING_PULSE_AFTER_S", 0.2)
 

@@ -14,7 +14,7 @@ from doyen.errors import StoreError
 from doyen.events import Event
 from doyen.lease.clock import VirtualClock
 from doyen.model import leader_key
-from doyen.stores.kit import silence as lookout
+from doyen.stores.kit import expiry
 from doyen.stores.port import Context, open_store
 from doyen.stores.sql.connection import SqlConnection
 from doyen.testing.faults import Faults, Odds
@@ -126,12 +126,12 @@ def test_a_lease_that_is_ended_early_makes_two_leaders(
 ) -> None:
     """The oracle is not blind: an observer that counts from before it has seen anything is caught,
     where the server's clock does not stop it."""
-    true = lookout._Sighting
+    true = expiry.Observation
 
-    def early(counter: int, since: float, ttl_s: float, last: float) -> lookout._Sighting:
+    def early(counter: int, since: float, ttl_s: float, last: float) -> expiry.Observation:
         return true(counter, since - 0.8 * ttl_s, ttl_s, last)
 
-    monkeypatch.setattr(lookout, "_Sighting", early)
+    monkeypatch.setattr(expiry, "Observation", early)
     with pytest.raises(SafetyViolated):
         quiet(engine, cut_each_off)
 

@@ -34,7 +34,8 @@ from typing import Any
 from doyen.errors import LeaseGone, StoreError, StoreUnavailable, StoreUnusable, TicketGone
 from doyen.events import LeaseEnded
 from doyen.model import Entry, Finding, Lease, Version
-from doyen.stores.kit.silence import LeaseObserver, LeaseRow, Survey
+from doyen.stores.kit.expiry import LeaseRow
+from doyen.stores.kit.observer import LeaseObserver, Survey
 from doyen.stores.nats.connection import (
     AT_ONCE,
     NatsAddress,

@@ -21,7 +21,8 @@ from redis.exceptions import ResponseError
 from doyen.errors import ConfigError, LeaseGone, OutcomeUnknown, StoreUnusable, TicketGone
 from doyen.events import LeaseEnded
 from doyen.model import Entry, Finding, Lease, Version
-from doyen.stores.kit.silence import LeaseObserver, LeaseRow, Survey
+from doyen.stores.kit.expiry import LeaseRow
+from doyen.stores.kit.observer import LeaseObserver, Survey
 from doyen.stores.port import Capabilities, Context, Creation, Store, Watch
 from doyen.stores.redis.connection import MasterConnection, RedisAddress, RedisConnection, facts_in
 from doyen.stores.redis.diagnosis import RedisServerFacts, findings

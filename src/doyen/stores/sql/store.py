@@ -24,7 +24,8 @@ from typing import Any
 from doyen.errors import ConfigError, LeaseGone, StoreUnusable, TicketGone
 from doyen.events import LeaseEnded
 from doyen.model import Entry, Lease, Version
-from doyen.stores.kit.silence import LeaseObserver, LeaseRow, Survey
+from doyen.stores.kit.expiry import LeaseRow
+from doyen.stores.kit.observer import LeaseObserver, Survey
 from doyen.stores.port import Capabilities, Context, Creation, Store, StoreURL, Watch
 from doyen.stores.sql.connection import Given, Row, SqlConnection
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from doyen.errors import StoreUnavailable
 from doyen.lease.clock import VirtualClock
-from doyen.stores.kit.silence import LeaseObserver, LeaseRow, Survey
+from doyen.stores.kit.expiry import LeaseRow
+from doyen.stores.kit.observer import LeaseObserver, Survey
 from doyen.testing import run_virtual
 
 TTL_S = 10.0
@@ -247,7 +248,7 @@ def test_leases_that_are_met_no_more_are_forgotten() -> None:
             lookout.judge(tables.row()._replace(lease=str(number)))
         tables.clock.advance(100 * TTL_S)
         judged(tables, lookout)
-        assert list(lookout._seen) == [LEASE]
+        assert list(lookout._observed) == [LEASE]
 
     virtually(test)
 

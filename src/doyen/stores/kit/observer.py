@@ -1,0 +1,373 @@
+"""Watches and the leases behind them, for stores whose clients have to end what is over.
+
+*Monitors.* While something is watched, the leases that own entries in its scope are looked at: once
+per renewal, just after it is due, and more often when it is late. The last renewal was therefore
+observed shortly before its holder fell silent, and the ttl that has to pass without a renewal
+(`expiry`) has already begun when someone needs it.
+
+*Together.* After an outage of the store, the leases of all clients that lost theirs are left in it.
+A client that finds a late renewal, or that looks for the first time after the store failed to
+respond, observes all leases of the same election from then on. Their ttls run out at the same time
+and not one after the other, and all that are over can be ended at once (`ripe`).
+
+*Changes.* An engine with notifications calls `changed`. For other engines the store is asked at
+intervals, while anything is watched, for the paths that have changed (`changes`). A store that does
+not know the paths returns a counter, and the scopes are compared when it has moved. That misses an
+entry that was created and deleted between two comparisons, although another client may have read it
+and wait for its end; it is good enough only beside notifications that are rarely lost.
+
+Everything runs on the store's loop. Imports the error tree and the standard library.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from doyen.errors import StoreError
+from doyen.stores.kit.expiry import AT_ONCE, GRAIN_S, LeaseObservations, LeaseRow, LeaseVerdict
+
+__all__ = ["Changes", "LeaseObserver", "LeaseSource", "Survey"]
+
+log = logging.getLogger("doyen")
+
+_SETTLE_S = 0.004
+"""Wait this long after a change before looking at its leases: the watchers act first."""
+_RETRY_S = 0.2
+_PATIENCE_S = 2.0
+_LONGEST_PAUSE_S = 0.5
+"""The longest pause between two queries for changes, unless `poll_s` is longer. A response may have
+been slow only because the server was paused; later changes should be noticed soon."""
+
+
+class Survey(NamedTuple):
+    """The contents of a scope: for each lease, the number of its entries and their last version."""
+
+    standing: frozenset[tuple[str | None, int, int]]
+    owners: frozenset[str]
+
+
+_NOTHING = Survey(frozenset(), frozenset())
+
+Changes = Callable[[int | None], Awaitable[tuple[int, Sequence[str] | None]]]
+"""Given a position, returns the current one and the paths that have changed in between, or None
+instead of the paths if they are not known."""
+
+
+class LeaseSource(Protocol):
+    """What the observer needs of a store."""
+
+    async def survey(self, scopes: Sequence[str]) -> dict[str, Survey]: ...
+
+    async def look(self, leases: Sequence[str]) -> Sequence[LeaseRow]: ...
+
+    async def seal(self, lease: str, counter: int) -> None: ...
+
+    async def position(self) -> int: ...
+
+
+@dataclass(slots=True, eq=False)
+class _ObservedScope:
+    name: str
+    watches: dict[_ScopeWatch, None] = field(default_factory=dict)
+    survey: Survey | None = None
+    """The contents when they were last read."""
+
+
+@dataclass(slots=True, eq=False)
+class _Monitor:
+    lease: str
+    look_at: float
+    scopes: set[str] = field(default_factory=set)
+
+
+class _ScopeWatch:
+    """One watch, as its user holds it."""
+
+    __slots__ = ("_notify", "_observer", "_scope", "open")
+
+    def __init__(
+        self, observer: LeaseObserver, scope: _ObservedScope, notify: Callable[[], None]
+    ) -> None:
+        self._observer = observer
+        self._scope = scope
+        self._notify = notify
+        self.open = True
+        scope.watches[self] = None
+
+    def fire(self) -> None:
+        if self.open:
+            self._notify()
+
+    def close(self) -> None:
+        if self.open:
+            self.open = False
+            del self._scope.watches[self]
+            if not self._scope.watches:
+                self._observer.leave(self._scope)
+
+
+class LeaseObserver(LeaseObservations):
+    """The watches of one handle, and the leases that they depend on. With `poll_s` the store is
+    asked for changes; otherwise it reports them through `changed`."""
+
+    def __init__(
+        self,
+        source: LeaseSource,
+        now: Callable[[], float],
+        poll_s: float | None,
+        changes: Changes | None = None,
+    ) -> None:
+        super().__init__(now)
+        self._source = source
+        self._poll_s = poll_s
+        self._changes = changes
+        self._position: int | None = None
+        """The position up to which changes have been asked for, while anything is watched."""
+        self._loop = asyncio.get_running_loop()
+        self._scopes: dict[str, _ObservedScope] = {}
+        self._monitors: dict[str, _Monitor] = {}
+        self._unread: set[str] = set()
+        self._store_failed = False
+        """The store failed to respond since leases were last observed together."""
+        self._wake = asyncio.Event()
+        self._settling: asyncio.TimerHandle | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._closed = False
+
+    @property
+    def watching(self) -> bool:
+        return bool(self._scopes)
+
+    def judge(self, row: LeaseRow) -> LeaseVerdict:
+        verdict = super().judge(row)
+        monitor = self._monitors.get(row.lease)
+        if monitor is not None and row.ttl_us is not None:
+            monitor.look_at = self._now() + verdict.look_after_s
+        return verdict
+
+    async def watch(self, name: str, notify: Callable[[], None]) -> _ScopeWatch:
+        scope = self._scopes.get(name)
+        if scope is None:
+            scope = self._scopes[name] = _ObservedScope(name)
+        watch = _ScopeWatch(self, scope, notify)
+        if self._poll_s is None:
+            self._mark_unread({name})
+            return watch
+        try:  # changes after this point are notified
+            if self._changes is None:
+                self._adopt(await self._source.survey([name]))
+            else:
+                await self._begin_polling(self._changes)
+                self._mark_unread({name})
+        except BaseException:
+            watch.close()
+            raise
+        self._start("poll", self._poll)
+        return watch
+
+    async def _begin_polling(self, changes: Changes) -> None:
+        if self._position is None:
+            position, _ = await changes(None)
+            if self._position is None:  # otherwise another watch has begun at an earlier position
+                self._position = position
+
+    def leave(self, scope: _ObservedScope) -> None:
+        """Called when the last watch of a scope was closed."""
+        del self._scopes[scope.name]
+        self._unread.discard(scope.name)
+        self._monitor_owners(scope, _NOTHING)
+
+    def follow(self, leases: Iterable[str]) -> None:
+        """Monitor leases that may be over until they are ended, even if unwatched."""
+        for lease in leases:
+            self._monitors.setdefault(lease, _Monitor(lease, self._now()))
+        self._wake_up()
+
+    def changed(self, path: str) -> None:
+        """Notify all watches whose scope contains this path."""
+        names = set()
+        while path:
+            if path in self._scopes:
+                names.add(path)
+            path = path.rpartition("/")[0]
+        self._notify(names)
+        self._mark_unread(names)
+
+    def all_changed(self) -> None:
+        """Notify all watches, because notifications may have been missed."""
+        self._notify(self._scopes)
+        self._mark_unread(self._scopes)
+
+    def close(self) -> None:
+        self._closed = True
+        for scope in list(self._scopes.values()):
+            for watch in list(scope.watches):
+                watch.close()
+        self._monitors.clear()
+        for task in self._tasks.values():
+            task.cancel()
+        if self._settling is not None:
+            self._settling.cancel()
+
+    def _notify(self, names: Iterable[str]) -> None:
+        for name in names:
+            for watch in self._scopes[name].watches:
+                self._loop.call_soon(watch.fire)
+
+    def _mark_unread(self, names: Iterable[str]) -> None:
+        """Read the owners of these scopes soon."""
+        self._unread.update(names)
+        if self._unread and self._settling is None and not self._closed:
+            self._settling = self._loop.call_later(_SETTLE_S, self._on_settled)
+
+    def _on_settled(self) -> None:
+        self._settling = None
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        self._wake.set()
+        self._start("observe", self._observe)
+
+    def _start(self, name: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        if not self._closed and name not in self._tasks:
+            self._tasks[name] = self._loop.create_task(self._run(name, run))
+
+    async def _run(self, name: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await run()
+        except Exception:
+            log.exception("watches stopped: an unexpected error ended the task %r", name)
+        finally:
+            del self._tasks[name]  # in the same step as the last check of its loop
+
+    async def _observe(self) -> None:
+        """Look at leases that are due, until there are no monitors left."""
+        while self._monitors or self._unread:
+            next_s = min(
+                (monitor.look_at - self._now() for monitor in self._monitors.values()), default=None
+            )
+            try:
+                async with asyncio.timeout(None if next_s is None else max(next_s, 0.0)):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            unread, self._unread = self._unread & self._scopes.keys(), set()
+            try:
+                async with asyncio.timeout(_PATIENCE_S):
+                    if unread:
+                        self._adopt(await self._source.survey(sorted(unread)))
+                    await self._look()
+            except (StoreError, TimeoutError) as error:
+                log.debug("leases could not be read: %s", error)
+                self._store_failed = True
+                self._unread |= unread & self._scopes.keys()
+                await asyncio.sleep(_RETRY_S)
+                self._wake.set()
+
+    async def _look(self) -> None:
+        soon = self._now() + GRAIN_S
+        due = [monitor for monitor in self._monitors.values() if monitor.look_at <= soon]
+        if not due:
+            return
+        for row in await self._source.look([monitor.lease for monitor in due]):
+            if self.judge(row).over:
+                if row.ttl_us is not None:
+                    await self._source.seal(row.lease, row.counter)
+                monitor = self._monitors.pop(row.lease, None)
+                if monitor is not None:
+                    self._mark_unread(monitor.scopes & self._scopes.keys())
+        await self._look_together(due)
+
+    async def _look_together(self, due: Sequence[_Monitor]) -> None:
+        """Begin to observe the other leases of the elections in which a lease may be over."""
+        doubted = []
+        elections: set[str] = set()
+        for monitor in due:
+            observed = self._observed.get(monitor.lease)
+            if observed is None or observed.together or not monitor.scopes:
+                continue  # a lease without scopes belongs to no election so far
+            if observed.late or self._store_failed:
+                doubted.append(observed)
+                elections |= {_election(scope) for scope in monitor.scopes}
+        if elections:
+            self._store_failed = False
+            surveys = await self._source.survey(sorted(elections))
+            # Also those observed before: that may have been an earlier renewal.
+            owners = sorted({owner for survey in surveys.values() for owner in survey.owners})
+            for start in range(0, len(owners), AT_ONCE):
+                for row in await self._source.look(owners[start : start + AT_ONCE]):
+                    self.judge(row)
+        for observed in doubted:
+            observed.together = True
+
+    async def _poll(self) -> None:
+        """Ask for changes, pausing four times as long as the last query took."""
+        pause_s = self._poll_s or 0.0
+        while self._scopes:
+            await asyncio.sleep(pause_s)
+            began = self._loop.time()
+            try:
+                async with asyncio.timeout(_PATIENCE_S):
+                    if self._changes is None:
+                        await self._compare()
+                    else:
+                        await self._ask(self._changes)
+            except (StoreError, TimeoutError) as error:
+                log.debug("changes could not be read: %s", error)
+            took_s = self._loop.time() - began
+            pause_s = max(self._poll_s or 0.0, min(4 * took_s, _LONGEST_PAUSE_S))
+        self._position = None
+
+    async def _ask(self, changes: Changes) -> None:
+        position, paths = await changes(self._position)
+        if paths is not None:
+            for path in paths:
+                self.changed(path)
+        elif position != self._position:
+            self.all_changed()
+        self._position = position
+
+    async def _compare(self) -> None:
+        position = await self._source.position()
+        if position != self._position:
+            self._adopt(await self._source.survey(sorted(self._scopes)))
+            self._position = position
+
+    def _adopt(self, surveys: dict[str, Survey]) -> None:
+        for name, survey in surveys.items():
+            scope = self._scopes.get(name)
+            if scope is not None:
+                before = scope.survey
+                self._monitor_owners(scope, survey)
+                if (
+                    self._poll_s is not None
+                    and self._changes is None
+                    and before not in (None, survey)
+                ):
+                    self._notify({name})
+
+    def _monitor_owners(self, scope: _ObservedScope, survey: Survey) -> None:
+        """Monitor exactly the leases that own entries in the scope."""
+        before, scope.survey = scope.survey or _NOTHING, survey
+        for lease in before.owners - survey.owners:
+            monitor = self._monitors.get(lease)
+            if monitor is not None:
+                monitor.scopes.discard(scope.name)
+                if not monitor.scopes:
+                    del self._monitors[lease]
+        for lease in survey.owners:
+            monitor = self._monitors.get(lease)
+            if monitor is None or not monitor.scopes:  # not monitored, or for no election so far
+                monitor = self._monitors[lease] = _Monitor(lease, self._now())
+                self._wake_up()
+            monitor.scopes.add(scope.name)
+
+
+def _election(scope: str) -> str:
+    """The common prefix of all keys of an election: its kind and its name."""
+    return "/".join(scope.split("/")[:2])
