@@ -31,9 +31,8 @@ from doyen.errors import (
 )
 from doyen.lease.clock import SystemClock
 from doyen.model import leader_key, line_key
-from doyen.stores.etcd import connection as cluster
-from doyen.stores.etcd import reads, rpc, watches
-from doyen.stores.etcd.connection import Credentials, EtcdChannel, EtcdCluster
+from doyen.stores.etcd import connection, reads, rpc, watches
+from doyen.stores.etcd.connection import EtcdChannel, EtcdCluster, EtcdLogin
 from doyen.stores.etcd.leases import EtcdKeepalive
 from doyen.stores.etcd.store import EtcdStore
 from doyen.stores.port import Context, open_store
@@ -83,7 +82,7 @@ async def eventually(attempt: Callable[[], Awaitable[Any]]) -> Any:
 @pytest.fixture
 def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients begin at the member that the URL names first."""
-    monkeypatch.setattr(cluster, "random", SimpleNamespace(randrange=lambda count: 0))
+    monkeypatch.setattr(connection, "random", SimpleNamespace(randrange=lambda count: 0))
 
 
 def url_error(url: str) -> str:
@@ -122,12 +121,12 @@ def test_a_missing_client_library_names_the_extra() -> None:
         ("etcd://h?color=red", "no option 'color'"),
         ("etcd://h1,,h2", "'' is not a host"),
         ("etcd://::1", "is not a host"),
-        ("etcd://h?tls=maybe", "tls= is true or false"),
-        ("etcd://h?tls=false&ca=x", "cannot be read"),
-        ("etcd://h?cert=/dev/null", "cert= and key= together"),
+        ("etcd://h?tls=maybe", "tls is true or false"),
+        ("etcd://h?ca=/nowhere", "ca=/nowhere cannot be read"),
+        ("etcd://h?cert=/dev/null", "cert and key go together"),
         ("etcd://h?tls=false&ca=/dev/null", "tls=false goes with none"),
-        ("etcd://h?token_floor=high", "token_floor= is a number"),
-        ("etcd://h?connect_timeout_s=-1", "out of range"),
+        ("etcd://h?token_floor=high", "token_floor is a whole number"),
+        ("etcd://h?connect_timeout_s=-1", "is a number of 0 or more"),
     ],
 )
 def test_a_url_that_cannot_work_is_refused(url: str, message: str) -> None:
@@ -262,13 +261,13 @@ def test_an_error_that_is_kept_keeps_no_call_and_so_no_channel() -> None:
     connections."""
 
     async def main() -> None:
-        shared = EtcdCluster(
-            [f"127.0.0.1:{free_port()}"], Credentials(), connect_timeout_s=PATIENCE_S
+        cluster = EtcdCluster(
+            [f"127.0.0.1:{free_port()}"], EtcdLogin(), connect_timeout_s=PATIENCE_S
         )
-        connection = EtcdChannel(shared, shared.members[0])
+        channel = EtcdChannel(cluster, cluster.members[0])
         with pytest.raises(StoreUnavailable, match="onnect") as kept:
-            await connection.ready()
-        await connection.close()
+            await channel.ready()
+        await channel.close()
         gc.collect()
         calls = [one for one in gc.get_objects() if issubclass(type(one), grpc.aio.Call)]
         assert not calls, kept
@@ -299,7 +298,7 @@ def test_reads_that_come_together_are_each_answered(etcd: Etcd) -> None:
 def test_a_read_that_is_given_up_leaves_the_others(
     etcd: Etcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reads, "AT_A_TIME", 1)
+    monkeypatch.setattr(reads, "IN_FLIGHT", 1)
 
     async def main(link: Proxy) -> None:
         async with opened(link.url) as store:
@@ -336,7 +335,7 @@ class FakeStream:
         pass
 
 
-class FakeWire:
+class FakeClient:
     """One member, whose raft term does not change."""
 
     member = "m"
@@ -344,7 +343,7 @@ class FakeWire:
     def __init__(self) -> None:
         self.streams: list[FakeStream] = []
 
-    async def connection(self) -> FakeWire:
+    async def channel(self) -> FakeClient:
         return self
 
     def stream(self, method: rpc.Method) -> FakeStream:
@@ -354,7 +353,7 @@ class FakeWire:
     async def call(self, *_: Any, **__: Any) -> Any:
         return rpc.RANGE.answer()
 
-    def given_up(self, began: float) -> None:
+    def call_cancelled(self, began: float) -> None:
         pass
 
 
@@ -366,9 +365,9 @@ def test_a_late_answer_is_not_taken_for_that_of_the_next_renewal() -> None:
             await asyncio.sleep(0)
 
     async def main() -> None:
-        wire = FakeWire()
-        leases = EtcdKeepalive(EtcdCluster(["m"], Credentials(), connect_timeout_s=1), b"witness")
-        leases._wire = wire  # type: ignore[assignment]
+        client = FakeClient()
+        leases = EtcdKeepalive(EtcdCluster(["m"], EtcdLogin(), connect_timeout_s=1), b"witness")
+        leases._client = client  # type: ignore[assignment]
         first = asyncio.create_task(leases.renew(7))
         await turns()
         first.cancel()
@@ -376,11 +375,11 @@ def test_a_late_answer_is_not_taken_for_that_of_the_next_renewal() -> None:
         second = asyncio.create_task(leases.renew(7))
         await turns()
         answer = rpc.KEEP_ALIVE.answer(ID=7, TTL=60)
-        wire.streams[0].answers.put_nowait(answer)
+        client.streams[0].answers.put_nowait(answer)
         await turns()
         assert not second.done()
-        assert [stream.sent for stream in wire.streams] == [[7], [7]]
-        wire.streams[1].answers.put_nowait(answer)
+        assert [stream.sent for stream in client.streams] == [[7], [7]]
+        client.streams[1].answers.put_nowait(answer)
         await second
         assert leases._stream is not None
         leases._stream.end()
@@ -394,15 +393,15 @@ def test_a_renewal_by_a_leader_since_deposed_does_not_count(
     async def body(store: EtcdStore) -> None:
         lease = await store.grant(60)
         await store.renew(lease)
-        heart: Any = store._leases
-        read = heart._wire.call
+        keepalive: Any = store._leases
+        read = keepalive._client.call
 
         async def read_later(*given: Any, **more: Any) -> Any:
             answer = await read(*given, **more)
             answer.header.raft_term += 1
             return answer
 
-        monkeypatch.setattr(heart._wire, "call", read_later)
+        monkeypatch.setattr(keepalive._client, "call", read_later)
         with pytest.raises(StoreUnavailable, match="changed its leader"):
             await store.renew(lease)
 
@@ -483,7 +482,7 @@ def test_a_watch_that_etcd_cancels_begins_anew_and_is_told(etcd: Etcd) -> None:
 def test_a_silent_watch_stream_is_replaced(
     etcd: Etcd, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watches, "PULSE_S", 0.1)
+    monkeypatch.setattr(watches, "PROBE_S", 0.1)
 
     async def main(link: Proxy) -> None:
         async with opened(f"{link.url},{etcd.address}") as store, opened(etcd.url) as writer:

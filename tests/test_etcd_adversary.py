@@ -93,13 +93,13 @@ class Unwitnessed(EtcdKeepalive):
         async def agree(*_: object, **__: object) -> Agreeing:
             return Agreeing()
 
-        self._wire.call = agree  # type: ignore[method-assign]
+        self._client.call = agree  # type: ignore[method-assign]
 
 
 def test_a_renewal_that_no_majority_has_confirmed_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("doyen.stores.etcd.store.Leases", Unwitnessed)
+    monkeypatch.setattr("doyen.stores.etcd.store.EtcdKeepalive", Unwitnessed)
     with pytest.raises(SafetyViolated):
         contest(UNWITNESSED)
 

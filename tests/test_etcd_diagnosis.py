@@ -47,7 +47,7 @@ def test_known_defects_are_told_by_version(version: str, issues: list[str]) -> N
 @pytest.mark.parametrize(
     ("change", "level", "words"),
     [
-        ({"silent_because": "etcd at h2:2379: refused", "version": ""}, "warning", "refused"),
+        ({"error": "etcd at h2:2379: refused", "version": ""}, "warning", "refused"),
         ({"learner": True}, "warning", "is a learner"),
         ({"has_leader": False}, "problem", "knows no leader"),
         ({"alarms": ("NOSPACE",)}, "problem", "NOSPACE"),

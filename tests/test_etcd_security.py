@@ -47,7 +47,7 @@ async def nothing(store: EtcdStore) -> None:
 @pytest.mark.parametrize(
     ("user", "prefix", "message"),
     [
-        ("", "", "wants a user and a password"),
+        ("", "", "requires a user and a password"),
         ("user:wrong@", "", "knows no user 'user' with this password"),
         ("nobody:x@", "", "knows no user 'nobody'"),
         ("user:p%40ss%2Fword@", "/elsewhere", "does not permit this"),
@@ -65,8 +65,8 @@ def test_a_token_that_etcd_no_longer_knows_is_replaced(guarded: Etcd) -> None:
 
     async def body(store: EtcdStore) -> None:
         def lose_the_token() -> None:
-            assert store._cluster.token not in ("", "expired")
-            store._cluster._token = "expired"
+            assert store._cluster.login.token not in ("", "expired")
+            store._cluster.login.token = "expired"
 
         lose_the_token()
         lease = await store.grant(60)
@@ -78,7 +78,7 @@ def test_a_token_that_etcd_no_longer_knows_is_replaced(guarded: Etcd) -> None:
         await told.wait()
         lose_the_token()
         await store.renew(lease)
-        assert store._cluster.token != "expired"
+        assert store._cluster.login.token != "expired"
 
     on(f"etcd://user:p%40ss%2Fword@{guarded.address}", body)
 

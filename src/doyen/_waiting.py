@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, TypeVar
 
-__all__ = ["shared"]
+__all__ = ["retrieve", "shared"]
 
 T = TypeVar("T")
 
@@ -24,12 +24,12 @@ async def shared(future: asyncio.Future[T]) -> T:
         try:
             await asyncio.wait({future})
         except asyncio.CancelledError:
-            future.add_done_callback(_retrieve)
+            future.add_done_callback(retrieve)
             raise
     return future.result()
 
 
-def _retrieve(future: asyncio.Future[Any]) -> None:
-    """Mark the exception as retrieved, or asyncio would log that it never was."""
-    if not future.cancelled():
+def retrieve(future: asyncio.Future[Any]) -> None:
+    """Mark the exception of a future as retrieved, or asyncio would log that it never was."""
+    if future.done() and not future.cancelled():
         future.exception()

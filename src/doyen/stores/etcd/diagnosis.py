@@ -1,6 +1,6 @@
-"""What `doyen doctor` says about an etcd cluster: versions and their defects, members, alarms.
+"""Diagnosis of an etcd cluster: versions and their defects, members, alarms.
 
-Pure: `findings` is a function of what was seen of each member.
+Pure: `findings` is a function of the members' states.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _Release = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EtcdMemberState:
-    """What a member said of itself, or why it said nothing."""
+    """The status of a member, or the error of the request for it."""
 
     member: str
-    silent_because: str = ""
+    error: str = ""
     version: str = ""
     learner: bool = False
     has_leader: bool = True
@@ -28,8 +28,8 @@ class EtcdMemberState:
 
 
 _STALE_READS = (
-    "after a pause of its process a member may answer a read from the past (etcd#20418): no leader"
-    " is ever made by a read, but who leads may be seen late"
+    "after a pause of its process a member may answer a read with old data (etcd#20418): this"
+    " cannot elect a second leader, but observers may see a change of leader late"
 )
 
 _DEFECTS: tuple[tuple[_Release, _Release, Level, str], ...] = (
@@ -38,21 +38,20 @@ _DEFECTS: tuple[tuple[_Release, _Release, Level, str], ...] = (
         (3, 5, 3),
         "problem",
         "a member that crashes under load may come back with other data than the rest"
-        " (etcd#13766): two candidates can both be told that they have won",
+        " (etcd#13766): two candidates can both win an election",
     ),
     (
         (0,),
         (3, 5, 5),
         "warning",
-        "a cluster of one member may forget a write that it has confirmed, if it crashes"
-        " (etcd#14370)",
+        "a cluster of one member may lose a confirmed write if it crashes (etcd#14370)",
     ),
     (
         (0,),
         (3, 5, 13),
         "warning",
         "after a stall of its own leader it can revoke leases that are alive (etcd#15247): a second"
-        " leader may be named while the first is still at work, and only tokens protect",
+        " leader may be elected while the first still runs, and only tokens protect",
     ),
     ((0,), (3, 5, 28), "note", _STALE_READS),
     ((3, 6, 0), (3, 6, 9), "note", _STALE_READS),
@@ -60,13 +59,13 @@ _DEFECTS: tuple[tuple[_Release, _Release, Level, str], ...] = (
 
 
 def findings(states: Sequence[EtcdMemberState]) -> list[Finding]:
-    """What the states of a cluster's members mean."""
+    """The findings for the states of a cluster's members."""
     return [*_versions(states), *_members(states), *_alarms(states)]
 
 
 def _versions(states: Sequence[EtcdMemberState]) -> Iterator[Finding]:
     for version in sorted({state.version for state in states if state.version}):
-        who = ", ".join(state.member for state in states if state.version == version)
+        members = ", ".join(state.member for state in states if state.version == version)
         release = tuple(int(part) for part in version.partition("-")[0].split("."))
         found = False
         for first, mended, level, text in _DEFECTS:
@@ -76,41 +75,41 @@ def _versions(states: Sequence[EtcdMemberState]) -> Iterator[Finding]:
                 yield Finding(
                     level=level,
                     subject="version",
-                    text=f"etcd {version} at {who}: {text}",
+                    text=f"etcd {version} at {members}: {text}",
                     remedy=f"update etcd to {since} or later",
                 )
         if not found:
-            yield Finding(level="ok", subject="version", text=f"etcd {version} at {who}")
+            yield Finding(level="ok", subject="version", text=f"etcd {version} at {members}")
 
 
 def _members(states: Sequence[EtcdMemberState]) -> Iterator[Finding]:
     for state in states:
-        if state.silent_because:
+        if state.error:
             yield Finding(
                 level="warning",
                 subject="members",
-                text=state.silent_because,
+                text=state.error,
                 remedy="bring the member back, or take it out of the URL",
             )
         elif state.learner:
             yield Finding(
                 level="warning",
                 subject="members",
-                text=f"{state.member} is a learner, which answers no requests",
+                text=f"{state.member} is a learner, which serves no requests",
                 remedy="promote it, or take it out of the URL",
             )
         elif not state.has_leader:
             yield Finding(
                 level="problem",
                 subject="members",
-                text=f"{state.member} knows no leader of the cluster: nothing can be elected there",
-                remedy="see that a majority of the members is up and connected",
+                text=f"{state.member} knows no leader of the cluster: elections stand still",
+                remedy="make sure that a majority of the members is up and connected",
             )
     if len(states) == 1:
         yield Finding(
             level="note",
             subject="members",
-            text=f"the URL names one member, {states[0].member}: without it nobody is reached",
+            text=f"the URL names one member, {states[0].member}: if it fails, the store is lost",
             remedy="name all members, separated by commas",
         )
 
@@ -122,5 +121,5 @@ def _alarms(states: Sequence[EtcdMemberState]) -> Iterator[Finding]:
                 level="problem",
                 subject="alarms",
                 text=f"{state.member}: {alarm}",
-                remedy="see etcd's manual on alarms: with NOSPACE raised it takes no writes",
+                remedy="see etcd's manual on alarms: with NOSPACE raised it accepts no writes",
             )

@@ -1,16 +1,16 @@
-"""Renewal: one LeaseKeepAlive stream, on a wire of its own.
+"""Renewal: one LeaseKeepAlive stream, on a channel of its own.
 
-- Answers on the stream come in the order of the requests, so the first that waits is the one that
-  is meant. A renewal that is given up ends the stream: its late answer must not be taken for that
-  of the next, which would be counted from a later instant than the server's.
-- etcd does not replicate renewals: its leader counts leases in memory, and a new leader gives each
-  its full time again. A leader that has been deposed and does not know it goes on answering, while
-  the lease runs out elsewhere. So a renewal counts only once a linearizable read at the same
-  member, in the same raft term, has followed it: then a majority still followed, after the renewal
-  was sent, the leader that did the counting.
-- An answer with TTL 0 says that the lease has ended.
+- Responses on the stream come in the order of the requests, so each belongs to the oldest request
+  that waits. A renewal that is cancelled ends the stream: its late response must not be taken for
+  that of the next renewal, whose time would then be counted from a later instant than etcd's.
+- etcd does not replicate renewals: its leader keeps the time of leases in memory, and a new leader
+  gives each its full time again. A leader that has been deposed without knowing it still answers
+  while the lease runs out elsewhere. A renewal is therefore confirmed by a linearizable read at the
+  same member in the same raft term: a majority still followed, after the renewal was sent, the
+  leader that keeps the lease's time.
+- A response with TTL 0 means that the lease has ended.
 
-Imports the cluster and its messages.
+Imports the connection and the messages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from doyen.errors import LeaseGone, StoreError, StoreUnavailable
 from doyen.stores.etcd import rpc
-from doyen.stores.etcd.connection import EtcdChannel, EtcdCluster, EtcdConnection
+from doyen.stores.etcd.connection import EtcdChannel, EtcdClient, EtcdCluster
 
 __all__ = ["EtcdKeepalive"]
 
@@ -30,31 +30,31 @@ class EtcdKeepalive:
     """Renews the leases of one store."""
 
     def __init__(self, cluster: EtcdCluster, witness: bytes) -> None:
-        """`witness` is the key that is read after a renewal; nothing need stand there."""
-        self._wire = EtcdConnection(cluster)
+        """`witness` is the key that is read after a renewal. It need not exist."""
+        self._client = EtcdClient(cluster)
         self._witness = rpc.RangeRequest(key=witness, count_only=True)
-        self._stream: _Stream | None = None
+        self._stream: _RenewalStream | None = None
 
     async def renew(self, lease: int) -> None:
-        """Return once the lease's time has begun anew, beyond doubt."""
-        connection, began = await self._wire.connection(), asyncio.get_running_loop().time()
+        """Return once the renewal is confirmed."""
+        channel, began = await self._client.channel(), asyncio.get_running_loop().time()
         stream = self._stream
-        if stream is None or stream.ended or stream.connection is not connection:
+        if stream is None or stream.ended or stream.channel is not channel:
             if stream is not None:
                 stream.end()
-            stream = self._stream = _Stream(connection)
+            stream = self._stream = _RenewalStream(channel)
         try:
             renewed = await stream.renew(lease)
         except asyncio.CancelledError:
             stream.end()
-            self._wire.given_up(began)
+            self._client.call_cancelled(began)
             raise
         except StoreUnavailable:
-            self._wire.move_on(connection)
+            self._client.move_on(channel)
             raise
         if renewed.TTL <= 0:
             raise LeaseGone("etcd has ended the lease")
-        read = await self._wire.call(rpc.RANGE, self._witness, reads=True)
+        read = await self._client.call(rpc.RANGE, self._witness, reads=True)
         before, after = renewed.header, read.header
         if (before.member_id, before.raft_term) != (after.member_id, after.raft_term):
             raise StoreUnavailable("etcd changed its leader during the renewal, which may be void")
@@ -62,16 +62,16 @@ class EtcdKeepalive:
     async def close(self) -> None:
         if self._stream is not None:
             self._stream.end()
-        await self._wire.close()
+        await self._client.close()
 
 
-class _Stream:
+class _RenewalStream:
     """One LeaseKeepAlive stream, from its opening to its end."""
 
-    def __init__(self, connection: EtcdChannel) -> None:
-        self.connection = connection
+    def __init__(self, channel: EtcdChannel) -> None:
+        self.channel = channel
         self.ended = False
-        self._stream = connection.stream(rpc.KEEP_ALIVE)
+        self._stream = channel.stream(rpc.KEEP_ALIVE)
         self._waiting: deque[tuple[int, asyncio.Future[Any]]] = deque()
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
@@ -81,15 +81,15 @@ class _Stream:
         self._stream.send(rpc.LeaseKeepAliveRequest(ID=lease))
         return await answer
 
-    def end(self, why: str = "the stream of renewals was ended") -> None:
-        """End the stream; renewals that wait for an answer have failed. Idempotent."""
+    def end(self, reason: str = "the stream of renewals was ended") -> None:
+        """End the stream and fail the renewals that wait for a response. Idempotent."""
         if not self.ended:
             self.ended = True
             self._stream.end()
             self._reading.cancel()
             for _, waiter in self._waiting:
                 if not waiter.done():
-                    waiter.set_exception(StoreUnavailable(why))
+                    waiter.set_exception(StoreUnavailable(reason))
 
     async def _read(self) -> None:
         try:

@@ -1,13 +1,12 @@
-"""The port, in etcd's terms: keys, transactions, and the line.
+"""The port on etcd: keys, transactions, and the line.
 
-Keys lie under a prefix. A ticket's key is `<line>/<rank>-<who>`, with the rank turned so that key
-order is rank order; within a rank, tickets stand by their creation revision, which etcd gives out
-in the order of arrival. `ahead` is then one ranged read, or two where a rank begins.
+All keys begin with a prefix. A ticket's key is `<line>/<rank>-<unique>`, with the rank inverted so
+that key order is rank order. Within a rank, tickets are ordered by their creation revision, which
+is the order of arrival. `ahead` is then one ranged read, or two where a rank begins.
 
-A version is the revision of the last write, which no two writes share. Reads are linearizable
-throughout: none is ever marked serializable.
+A version is the revision of the last write, which no two writes share. All reads are linearizable.
 
-Imports the parts beside it and the port.
+Imports the modules beside it, the kit and the port.
 """
 
 from __future__ import annotations
@@ -23,30 +22,31 @@ from typing import Any
 from doyen.errors import ConfigError, LeaseGone, StoreUnusable, TicketGone
 from doyen.model import Entry, Finding, Lease, Version
 from doyen.stores.etcd import rpc
-from doyen.stores.etcd.connection import EtcdCluster, EtcdConnection
+from doyen.stores.etcd.connection import EtcdClient, EtcdCluster
 from doyen.stores.etcd.diagnosis import findings
 from doyen.stores.etcd.leases import EtcdKeepalive
 from doyen.stores.etcd.reads import EtcdReads
 from doyen.stores.etcd.watches import EtcdWatches
-from doyen.stores.port import Capabilities, Creation, Store, Watch
+from doyen.stores.kit.lifecycle import GuardedStore
+from doyen.stores.port import Capabilities, Creation, Watch
 
 __all__ = ["EtcdStore"]
 
 SETTLE_S = 0.02
-"""For the last word on calls that closing has cancelled. gRPC hands it to the loop of the call; if
-that is closed by then, whichever loop uses gRPC next logs an error."""
+"""Pause after closing, in which gRPC reports the end of cancelled calls to the loop. If the loop
+were closed by then, the next loop that uses gRPC would log an error."""
 
 _RANKS = 2**63
 _TICKET = re.compile(r"(.*/\d{20})-[0-9a-f]{32}-\d+")
 
 
-class EtcdStore(Store):
+class EtcdStore(GuardedStore):
     """One client of an etcd cluster."""
 
     capabilities = Capabilities(
         ttl_min_s=1.0,
         ttl_step_s=1.0,
-        # etcd looks for leases that have ended twice a second.
+        # etcd checks for expired leases twice a second.
         notice_s=0.5,
     )
 
@@ -55,16 +55,16 @@ class EtcdStore(Store):
         self._prefix = f"{prefix}/"
         witness = self._prefix.encode()
         self._witness = rpc.RangeRequest(key=witness, count_only=True)
-        self._wire = EtcdConnection(cluster)
-        self._reads = EtcdReads(self._wire)
+        self._client = EtcdClient(cluster)
+        self._reads = EtcdReads(self._client)
         self._leases = EtcdKeepalive(cluster, witness)
         self._watches = EtcdWatches(cluster)
         self._tickets = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count(1))
-        self._unusable: str | None = None
 
     async def open(self, token_floor: int) -> None:
-        """See that the cluster answers, that we may read, and that tokens will be high enough."""
-        answer = await self._wire.call(rpc.RANGE, self._witness, reads=True)
+        """Check that the cluster answers, that reading is permitted, and that its revision is not
+        below `token_floor`."""
+        answer = await self._client.call(rpc.RANGE, self._witness, reads=True)
         if answer.header.revision < token_floor:
             raise StoreUnusable(
                 f"this etcd is at revision {answer.header.revision}, below"
@@ -146,7 +146,7 @@ class EtcdStore(Store):
         rank = name.partition(b"-")[0]
         while True:
             self._require_usable()
-            answer = await self._wire.call(
+            answer = await self._client.call(
                 rpc.TXN,
                 rpc.TxnRequest(
                     compare=[_created(own, ticket.revision)],
@@ -164,7 +164,7 @@ class EtcdStore(Store):
                 return None
             found = same_rank
             if not found:
-                # The nearest rank above ours, and of its tickets the last.
+                # The last ticket of the nearest higher rank.
                 rank_above = higher[0].key.rpartition(b"/")[2].partition(b"-")[0]
                 found = (await self._range(_last(line, rank_above))).kvs
             if not all(_is_ticket(self._entry(each)) for each in found or higher):
@@ -173,7 +173,7 @@ class EtcdStore(Store):
                 return self._entry(found[0])
 
     async def _ahead_of_all(self, ticket: Entry) -> Entry | None:
-        """The ticket before this one in a line that others have put something into."""
+        """The ticket before this one in a line that has keys of other programs."""
         line = [each for each in await self.list(ticket.key.rpartition("/")[0]) if _is_ticket(each)]
         place = next((n for n, each in enumerate(line) if each.key == ticket.key), None)
         if place is None:
@@ -192,38 +192,26 @@ class EtcdStore(Store):
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
         self._require_usable()
-        return await self._watches.watch(self._at(scope), notify)
+        return await self._watches.watch(self._prefix + scope, notify)
 
     async def diagnose(self) -> Sequence[Finding]:
         self._require_usable()
         states = await asyncio.gather(*map(self._cluster.inspect, self._cluster.members))
         return findings(states)
 
-    def forked(self) -> None:
-        self._unusable = self._unusable or (
-            "this store was opened before a fork and belongs to the parent process:"
-            " connect again in the child"
-        )
-
-    async def close(self) -> None:
-        if self._unusable is None:
-            self._unusable = "this store has been closed; open another"
-            await self._watches.close()
-            await self._leases.close()
-            await self._wire.close()
-            await asyncio.sleep(SETTLE_S)
+    async def _release(self) -> None:
+        await self._watches.close()
+        await self._leases.close()
+        await self._client.close()
+        await asyncio.sleep(SETTLE_S)
 
     async def _call(self, method: rpc.Method, request: Any) -> Any:
         self._require_usable()
-        return await self._wire.call(method, request)
+        return await self._client.call(method, request)
 
     async def _range(self, request: Any) -> Any:
         self._require_usable()
         return await self._reads.range(request)
-
-    def _require_usable(self) -> None:
-        if self._unusable is not None:
-            raise StoreUnusable(self._unusable)
 
     def _at(self, key: str) -> bytes:
         return (self._prefix + key).encode()
@@ -243,7 +231,7 @@ def _number(lease: Lease) -> int:
 
 
 def _place(entry: Entry) -> tuple[str, int]:
-    """Where an entry stands in a list: by key, but tickets of one rank by arrival."""
+    """Sort key of an entry in a list: its key, but tickets of one rank by arrival."""
     ticket = _TICKET.fullmatch(entry.key)
     return (ticket[1], entry.revision) if ticket else (entry.key, 0)
 
@@ -265,7 +253,7 @@ def _unchanged(key: bytes, version: Version) -> dict[str, Any]:
 
 
 def _last(line: bytes, rank: bytes, *, before: int = 0) -> Any:
-    """Of the tickets of one rank the last to arrive, before a revision if one is given."""
+    """The last ticket of a rank to arrive, before a revision if one is given."""
     return rpc.RangeRequest(
         key=line + b"/" + rank + b"-",
         range_end=line + b"/" + rank + b".",
@@ -277,7 +265,7 @@ def _last(line: bytes, rank: bytes, *, before: int = 0) -> Any:
 
 
 def _nearest(line: bytes, rank: bytes) -> Any:
-    """Of the tickets of higher ranks, one of the nearest rank."""
+    """A ticket of the nearest higher rank."""
     return rpc.RangeRequest(
         key=line + b"/",
         range_end=line + b"/" + rank,

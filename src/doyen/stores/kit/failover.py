@@ -1,0 +1,55 @@
+"""Requests to several servers: each has a deadline, and the next server is tried where that is
+safe.
+
+Imports the error tree and the standard library.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from doyen.errors import OutcomeUnknown, StoreError, StoreUnavailable
+
+__all__ = ["answer_within", "failover"]
+
+M = TypeVar("M")
+T = TypeVar("T")
+
+
+@asynccontextmanager
+async def answer_within(timeout_s: float, server: object) -> AsyncIterator[None]:
+    """A deadline for a request that changes nothing, or that was not sent."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as error:
+        raise StoreUnavailable(f"{server} does not answer within {timeout_s:g} s") from error
+
+
+async def failover(
+    members: Iterable[M],
+    attempt: Callable[[M], Awaitable[T]],
+    *,
+    repeatable: bool = True,
+    summary: str = "",
+) -> T:
+    """The result of the first member at which `attempt` succeeds.
+
+    The next member is tried if the request was not carried out, or if it is `repeatable` and its
+    outcome is unknown. If all fail, the error has every member's reason after the `summary`.
+    """
+    failures: list[StoreError] = []
+    for member in members:
+        try:
+            return await attempt(member)
+        except StoreUnavailable as error:
+            failures.append(error)
+        except OutcomeUnknown as error:
+            if not repeatable:
+                raise
+            failures.append(error)
+    reasons = "; ".join(dict.fromkeys(map(str, failures)))
+    raise StoreUnavailable(f"{summary}{reasons}") from failures[-1]

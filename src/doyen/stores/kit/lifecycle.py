@@ -1,0 +1,132 @@
+"""The life of a store and of a watch: opened once, closed once, unusable in a forked child.
+
+Imports the port, the error tree and the standard library.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from doyen._waiting import retrieve
+from doyen.errors import StoreError, StoreUnusable
+from doyen.stores.port import Store
+
+__all__ = ["CLOSED", "GuardedStore", "WatchHandle", "opened"]
+
+log = logging.getLogger("doyen")
+
+CLOSED = "this store has been closed; open another"
+_FORKED = (
+    "this store was opened before a fork and belongs to the parent process: connect again in the"
+    " child"
+)
+
+S = TypeVar("S", bound=Store)
+
+
+async def opened(store: S, opening: Awaitable[None]) -> S:
+    """The store once `opening` is done. If that fails, the store is closed."""
+    try:
+        await opening
+    except BaseException:
+        await store.close()
+        raise
+    return store
+
+
+class GuardedStore(Store):
+    """A store that refuses calls after `close`, and in a child process after a fork.
+
+    An adapter calls `_require_usable` first in each method of the port, and overrides `_release`
+    and, if it must do something in a forked child, `_abandon`. Each is called at most once.
+    """
+
+    _unusable: str | None = None
+
+    def _require_usable(self) -> None:
+        if self._unusable is not None:
+            raise StoreUnusable(self._unusable)
+
+    @abstractmethod
+    async def _release(self) -> None:
+        """End all connections and tasks of this store."""
+
+    def _abandon(self) -> None:
+        """Close this process's copies of descriptors in a forked child. The connections belong to
+        the parent: nothing may be sent on them."""
+
+    def forked(self) -> None:
+        if self._unusable is None:
+            self._unusable = _FORKED
+            self._abandon()
+
+    async def close(self) -> None:
+        if self._unusable is None:
+            self._unusable = CLOSED
+            await self._release()
+
+
+class WatchHandle:
+    """A watch as its user holds it.
+
+    `begun` is done when the store notifies the watch of changes. An adapter whose watches begin at
+    once need not use it.
+    """
+
+    def __init__(
+        self, scope: str, notify: Callable[[], None], on_close: Callable[[Any], None]
+    ) -> None:
+        self.scope = scope
+        self.closed = False
+        self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._notify = notify
+        self._on_close = on_close
+        self._due = False
+
+    async def wait_begun(self) -> None:
+        """Wait until the watch has begun. If that fails, it is closed."""
+        try:
+            await self.begun
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self) -> None:
+        """The server has the watch. If it had it before, on a connection that has ended, changes in
+        between may have been missed: notify."""
+        if self.begun.done():
+            self.notify()
+        else:
+            self.begun.set_result(None)
+
+    def fail(self, error: StoreError) -> None:
+        """The watch could not begin. This has no effect on a watch that had begun before."""
+        if not self.begun.done():
+            self.begun.set_exception(error)
+
+    def notify(self) -> None:
+        """Call the watcher's callback, unless the watch is closed."""
+        self._due = False
+        if not self.closed:
+            try:
+                self._notify()
+            except Exception:
+                log.exception("the callback of a watch failed")
+
+    def notify_soon(self) -> None:
+        """Call the callback in the next turn of the loop, once for all changes until then."""
+        if not self._due and not self.closed:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self.notify)
+
+    def close(self) -> None:
+        """Stop notifying. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self.fail(StoreUnusable(CLOSED))
+            retrieve(self.begun)
+            self._on_close(self)
