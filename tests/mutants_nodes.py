@@ -30,7 +30,7 @@ from doyen.quorum.node.lease_clock import LeaseClock
 from doyen.quorum.node.membership import Members
 from doyen.quorum.node.proposals import Proposals
 from doyen.quorum.node.replicated import Command, ReplicatedMachines
-from doyen.quorum.protocol import wire
+from doyen.quorum.protocol import security
 from doyen.quorum.protocol.requests import WatchRequest
 from doyen.stores.quorum.connection import QuorumConnection
 
@@ -369,9 +369,9 @@ def lifted_by_anyone(patch: pytest.MonkeyPatch) -> None:
 
 def peers_by_any_secret(patch: pytest.MonkeyPatch) -> None:
     """Whoever knows a client's secret may come as a peer."""
-    accepted = vars(wire.Security)["accepted"].fget
+    accepted = vars(security.Security)["accepted"].fget
 
-    def anybody(self: wire.Security) -> list[tuple[wire.Role, bytes]]:
+    def anybody(self: security.Security) -> list[tuple[security.Role, bytes]]:
         return [("peer", secret) for _, secret in accepted(self)]
 
-    patch.setattr(wire.Security, "accepted", property(anybody))
+    patch.setattr(security.Security, "accepted", property(anybody))

@@ -13,8 +13,9 @@ from msgspec.msgpack import Decoder
 from doyen.quorum.consensus.core import Membership, Message, Snapshot
 from doyen.quorum.node.listener import Door
 from doyen.quorum.node.peers import Peers
-from doyen.quorum.protocol.connection import End, FrameConnection, Tally, dial
-from doyen.quorum.protocol.wire import ConnectionIdentity, Role, Security
+from doyen.quorum.protocol.connection import ConnectionErrors, End, FrameConnection, dial
+from doyen.quorum.protocol.handshake import ConnectionIdentity
+from doyen.quorum.protocol.security import Role, Security
 
 HOST = "127.0.0.1"
 SECRET = b"a secret long enough"
@@ -68,7 +69,7 @@ class Neighbour:
         **settings: Any,
     ) -> None:
         self.me = ConnectionIdentity(cluster, name, incarnation or hash(name))
-        self.tally = Tally()
+        self.tally = ConnectionErrors()
         decode = Decoder(Beat | Word).decode
         self.peers = Peers(self.me, security, decode=decode, tally=self.tally, **settings)
         self.clients: list[FrameConnection] = []

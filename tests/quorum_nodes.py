@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from doyen.quorum.node.server import NodeOptions, NodeServer
-from doyen.quorum.protocol.wire import TLS
+from doyen.quorum.protocol.security import TLS
 
 
 async def serve(folder: Path, peers: dict[str, str], settings: dict[str, Any]) -> None:

@@ -21,16 +21,15 @@ from doyen.errors import StoreUnavailable
 from doyen.quorum.node.peers import ANSWER, CHUNK, MESSAGE, QUESTION, STORED, STREAM
 from doyen.quorum.node.snapshot_transfer import CREDIT, WINDOW
 from doyen.quorum.protocol.connection import FrameConnection
-from doyen.quorum.protocol.wire import (
+from doyen.quorum.protocol.frames import (
     MAX_FRAME,
     MAX_GREETING,
-    ClientHandshake,
-    ConnectionIdentity,
     ConnectionRefused,
     FrameKind,
-    Security,
     frame,
 )
+from doyen.quorum.protocol.handshake import ClientHandshake, ConnectionIdentity
+from doyen.quorum.protocol.security import Security
 from neighbours import HOST, SECRET, SNAPSHOT, Neighbour, Street, call, run
 from servers.certificates import Certificates
 from support import until

@@ -214,7 +214,7 @@ def test_whoever_is_silent_is_named_once(
         assert f"without {silent}" in capsys.readouterr().err
         for address in ("nowhere", ":7400", "h:0"):
             assert main(["cluster", "add", "n4", address, *store]) == 1
-            assert "is no address" in capsys.readouterr().err
+            assert "is not an address" in capsys.readouterr().err
         assert main(["cluster", "remove", silent, *store]) == 0
 
 

@@ -11,7 +11,8 @@ from doyen.errors import OrderFailed, StoreUnusable
 from doyen.quorum.consensus.core import Membership, Position
 from doyen.quorum.node.admin import MAX_MEMBERS, AdminOrder, changed
 from doyen.quorum.node.membership import FOUNDING, JOINING, Members, NodeMember, opening
-from doyen.quorum.protocol.wire import ConnectionIdentity, ConnectionRefused, MemberInfo
+from doyen.quorum.protocol.frames import ConnectionRefused
+from doyen.quorum.protocol.handshake import ConnectionIdentity, MemberInfo
 
 PEERS = {"n1": "h1:1", "n2": "h2:1", "n3": "h3:1"}
 IDS = {"n1": "m1", "n2": "m2", "n3": "m3"}
@@ -127,7 +128,7 @@ def test_who_is_heard(name: str, info: MemberInfo, told: str | None) -> None:
         return
     with pytest.raises(ConnectionRefused, match=told) as caught:
         judge(node, name, info)
-    assert caught.value.fault == "member"
+    assert caught.value.reason == "member"
 
 
 @pytest.mark.parametrize(

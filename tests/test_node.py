@@ -283,13 +283,13 @@ asyncio.run(main())
     ("options", "message"),
     [
         ({"peers": {"n2": "h:1"}}, "'n1' is not among its peers"),
-        ({"peers": {"n1": "h"}}, "'h' is no address"),
+        ({"peers": {"n1": "h"}}, "'h' is not an address"),
         ({"peers": {"n1": "h:1", "n2": "h:1"}}, "two nodes have one address"),
         ({"join": True}, "needs the addresses of those it joins"),
         ({"protocol": "raftt"}, "no protocol 'raftt'; there are raft, zab"),
         ({"heartbeat_s": 0.6}, "at most half of election_s=1"),
         ({"heartbeat_s": 0.0}, "must be positive"),
-        ({"listen": "nowhere"}, "'nowhere' is no address"),
+        ({"listen": "nowhere"}, "'nowhere' is not an address"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:

@@ -15,7 +15,8 @@ from doyen.quorum.keyspace.versions import NEWEST
 from doyen.quorum.node.peers import FOUNDED
 from doyen.quorum.node.snapshot_transfer import CHUNK_SIZE, MAX_PIECE, WINDOW
 from doyen.quorum.protocol.connection import FrameConnection
-from doyen.quorum.protocol.wire import MAX_FRAME, TLS, Security
+from doyen.quorum.protocol.frames import MAX_FRAME
+from doyen.quorum.protocol.security import TLS, Security
 from neighbours import HOST, OPEN, SECRET, SNAPSHOT, Beat, Neighbour, Street, Word, call, run
 from servers import Proxy
 from servers.certificates import Certificates

@@ -25,8 +25,9 @@ from doyen.quorum.node import replicated as machines
 from doyen.quorum.node.listener import Door
 from doyen.quorum.node.server import NodeOptions, NodeServer
 from doyen.quorum.protocol.connection import End, FrameConnection
+from doyen.quorum.protocol.handshake import ConnectionIdentity
 from doyen.quorum.protocol.requests import ANSWER, Condition, LeaseRenewed, Listed, Scan
-from doyen.quorum.protocol.wire import ConnectionIdentity, Security
+from doyen.quorum.protocol.security import Security
 from doyen.stores.port import Context, StoreURL, open_store
 from doyen.stores.quorum import make_store
 from doyen.stores.quorum.connection import QuorumConnection
@@ -585,7 +586,7 @@ def test_a_node_that_answers_nonsense_is_one_that_is_silent(kind: int, answer: b
             (state,) = await store.inspect()
             assert (state.condition, state.silent_because) == (
                 None,
-                f"127.0.0.1:{port}: something malformed came",
+                f"127.0.0.1:{port}: the other side violated the protocol",
             )
             await store.close()
         finally:
@@ -656,7 +657,7 @@ def test_a_list_that_was_answered_is_whole_though_its_connection_ends_in_the_sam
         listing = asyncio.create_task(wire.ask(lambda number: Scan(number, "k")))
         await asyncio.sleep(0)
         (number,) = wire._calls
-        link: Any = SimpleNamespace(where="n1", send=lambda *_: True, close=lambda: None)
+        link: Any = SimpleNamespace(address="n1", send=lambda *_: True, close=lambda: None)
         wire._link = link
         wire._take(link, [(ANSWER, encode(Listed(number, [record], False)))])
         wire._ended(link, End.LEFT)

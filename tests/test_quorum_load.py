@@ -9,6 +9,7 @@ import pytest
 
 from doyen.quorum.keyspace.state import Delete, Done, Put, Revoke, Written, decode_result, encode
 from doyen.quorum.node.replicated import USER
+from doyen.quorum.protocol.frames import MAX_FRAME
 from doyen.quorum.protocol.requests import (
     Ahead,
     Arrange,
@@ -22,7 +23,6 @@ from doyen.quorum.protocol.requests import (
     Scan,
     Write,
 )
-from doyen.quorum.protocol.wire import MAX_FRAME
 from drivers import World
 from test_driver import SMALL, follower_of, run
 from test_quorum_service import TTL_S, Client, Quorum, granted, on_quorum

@@ -41,6 +41,7 @@ from doyen.quorum.node.driver import Driver
 from doyen.quorum.node.interfaces import StateMachine
 from doyen.quorum.node.replicated import KEYSPACE, ReplicatedMachines
 from doyen.quorum.node.service import SLICE, ClientLimits, Service
+from doyen.quorum.protocol.frames import MAX_FRAME, CloseReason
 from doyen.quorum.protocol.requests import (
     ANSWER,
     MAX_KEY,
@@ -69,8 +70,7 @@ from doyen.quorum.protocol.requests import (
     Wrote,
     decode_answer,
 )
-from doyen.quorum.protocol.wire import MAX_FRAME, CloseReason
-from doyen.quorum.protocol.wire import Role as Power
+from doyen.quorum.protocol.security import Role as Power
 from doyen.testing.virtual import run_virtual
 from drivers import World
 
@@ -104,8 +104,8 @@ class Client:
     def welcome(self, on_frames: Any, on_end: Any) -> None:
         self._on_frames, self._on_end = on_frames, on_end
 
-    def refuse(self, fault: CloseReason, text: str) -> None:
-        self.refused = fault
+    def refuse(self, reason: CloseReason, text: str) -> None:
+        self.refused = reason
 
     def send(self, kind: int, *parts: bytes) -> bool:
         assert kind == ANSWER
@@ -138,8 +138,8 @@ class Client:
 
     abort = close
 
-    def fault(self, fault: CloseReason, text: str) -> None:
-        self.faults.append(fault)
+    def fail(self, reason: CloseReason, text: str) -> None:
+        self.faults.append(reason)
         self.close()
 
     def put(self, *requests: Request) -> None:

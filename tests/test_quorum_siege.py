@@ -25,15 +25,10 @@ from msgspec.msgpack import encode
 from candidates import DOYEN, eventually
 from doyen.errors import StoreUnusable
 from doyen.lease.clock import SystemClock
+from doyen.quorum.protocol.frames import MAX_FRAME, ConnectionRefused, frame
+from doyen.quorum.protocol.handshake import ClientHandshake, ConnectionIdentity
 from doyen.quorum.protocol.requests import REQUEST, Hello, Scan, Write
-from doyen.quorum.protocol.wire import (
-    MAX_FRAME,
-    ClientHandshake,
-    ConnectionIdentity,
-    ConnectionRefused,
-    Security,
-    frame,
-)
+from doyen.quorum.protocol.security import Security
 from doyen.stores.port import Context, open_store
 from neighbours import Caller, call
 from nodes import addresses

@@ -16,6 +16,8 @@ from doyen.quorum.keyspace.state import Keyspace, Put, decode_result, encode
 from doyen.quorum.node.driver import Status
 from doyen.quorum.node.service import Service
 from doyen.quorum.protocol.connection import End
+from doyen.quorum.protocol.frames import CloseReason
+from doyen.quorum.protocol.handshake import ConnectionIdentity, MemberInfo
 from doyen.quorum.protocol.requests import (
     REQUEST,
     Changed,
@@ -24,7 +26,7 @@ from doyen.quorum.protocol.requests import (
     decode_answer,
     decode_request,
 )
-from doyen.quorum.protocol.wire import CloseReason, ConnectionIdentity, MemberInfo, Security
+from doyen.quorum.protocol.security import Security
 from doyen.stores.quorum.connection import QuorumConnection
 from doyen.testing.virtual import run_virtual
 from mutants_nodes import one_position
@@ -75,16 +77,16 @@ class ServerSide:
 
     def resume(self) -> None: ...
 
-    def fault(self, fault: CloseReason, text: str) -> None:
+    def fail(self, reason: CloseReason, text: str) -> None:
         raise AssertionError(text)
 
 
 class ClientSide:
     """The client's end; what it sends is taken at once."""
 
-    where, ending, closed = "n", False, False
+    address, ending, closed = "n", False, False
 
-    them, info = ConnectionIdentity("c", "n1", 1), MemberInfo("the cluster")
+    remote, info = ConnectionIdentity("c", "n1", 1), MemberInfo("the cluster")
 
     def __init__(self, server: ServerSide, supports: tuple[int, int] = (1, 2)) -> None:
         self.server, self.supports = server, supports

@@ -11,6 +11,8 @@ import pytest
 from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.quorum.keyspace.state import Put, Result, Written, decode_command, encode
 from doyen.quorum.protocol.connection import End
+from doyen.quorum.protocol.frames import MAX_FRAME, CloseReason
+from doyen.quorum.protocol.handshake import ANY, ConnectionIdentity, MemberInfo
 from doyen.quorum.protocol.requests import (
     ANSWER,
     MAX_WRITES,
@@ -23,14 +25,7 @@ from doyen.quorum.protocol.requests import (
     Wrote,
     decode_request,
 )
-from doyen.quorum.protocol.wire import (
-    ANY,
-    MAX_FRAME,
-    CloseReason,
-    ConnectionIdentity,
-    MemberInfo,
-    Security,
-)
+from doyen.quorum.protocol.security import Security
 from doyen.stores.quorum import connection as wire
 from doyen.stores.quorum.connection import QuorumConnection
 
@@ -38,9 +33,9 @@ from doyen.stores.quorum.connection import QuorumConnection
 class FakeLink:
     """An open link to a node; the test answers in the node's place."""
 
-    where = "a node"
+    address = "a node"
     closed = ending = full = False
-    them = ConnectionIdentity("cluster", "n1", 1)
+    remote = ConnectionIdentity("cluster", "n1", 1)
     info = MemberInfo()
 
     def __init__(self, on_frames: Any, on_end: Any) -> None:
@@ -74,8 +69,8 @@ class FakeLink:
     async def wait(self) -> None:
         pass
 
-    def fault(self, fault: CloseReason, text: str) -> None:
-        self.faults.append(fault)
+    def fail(self, reason: CloseReason, text: str) -> None:
+        self.faults.append(reason)
         self.end()
 
     async def alive(self, within_s: float) -> bool:

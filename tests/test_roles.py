@@ -19,13 +19,9 @@ from doyen.quorum.node import roles
 from doyen.quorum.node.replicated import KEYSPACE, Command
 from doyen.quorum.node.server import NodeOptions, NodeServer
 from doyen.quorum.protocol.connection import dial
-from doyen.quorum.protocol.wire import (
-    TLS,
-    CloseReason,
-    ConnectionIdentity,
-    ConnectionRefused,
-    Security,
-)
+from doyen.quorum.protocol.frames import CloseReason, ConnectionRefused
+from doyen.quorum.protocol.handshake import ConnectionIdentity
+from doyen.quorum.protocol.security import TLS, Security
 from doyen.stores.port import StoreURL
 from doyen.stores.quorum import make_store
 from doyen.stores.quorum.store import QuorumStore
@@ -162,7 +158,7 @@ def test_every_cell_of_the_table(tmp_path: Path, certificates: Certificates, by:
         if by == "certificate" and heard:
             assert "certificate is for" in str(refused.value)
         else:
-            assert refused.value.fault is (CloseReason.MEMBER if heard else CloseReason.ROLE)
+            assert refused.value.reason is (CloseReason.MEMBER if heard else CloseReason.ROLE)
 
     async def main() -> None:
         async with asyncio.timeout(60), one_node(tmp_path / "n1", **settings) as address:

@@ -13,25 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from doyen.errors import ConfigError
-from doyen.quorum.protocol import wire
-from doyen.quorum.protocol.wire import (
-    ANY,
+from doyen.quorum.protocol import handshake
+from doyen.quorum.protocol.frames import (
     FIRST_FREE,
     MAX_GREETING,
-    TLS,
-    ClientHandshake,
     CloseReason,
-    ConnectionIdentity,
     ConnectionRefused,
+    FrameDecoder,
     FrameError,
     FrameKind,
-    Frames,
-    Security,
-    ServerHandshake,
-    check_exposure,
     frame,
-    parse_address,
 )
+from doyen.quorum.protocol.handshake import (
+    ANY,
+    ClientHandshake,
+    ConnectionIdentity,
+    ServerHandshake,
+)
+from doyen.quorum.protocol.security import TLS, Security, check_exposure, parse_address
 from servers.certificates import Certificates
 
 SECRET = b"a secret long enough"
@@ -46,7 +45,7 @@ def test_frames_come_out_as_they_went_in_however_they_are_cut(
 ) -> None:
     data = b"".join(frame(*each) for each in frames)
     places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
-    in_bulk, one_by_one = Frames(100), Frames(100)
+    in_bulk, one_by_one = FrameDecoder(100), FrameDecoder(100)
     all_at_once: list[tuple[int, bytes]] = []
     a_few: list[tuple[int, bytes]] = []
     for start, stop in pairwise(places):
@@ -59,7 +58,7 @@ def test_frames_come_out_as_they_went_in_however_they_are_cut(
 
 @given(frames=some_frames)
 def test_frames_that_come_byte_by_byte(frames: list[tuple[int, bytes]]) -> None:
-    reader = Frames(100)
+    reader = FrameDecoder(100)
     got: list[tuple[int, bytes]] = []
     for byte in b"".join(frame(*each) for each in frames):
         got.extend(reader.feed(bytes([byte])))
@@ -68,7 +67,7 @@ def test_frames_that_come_byte_by_byte(frames: list[tuple[int, bytes]]) -> None:
 
 @given(data=st.binary(max_size=200), cut=st.integers(0, 200))
 def test_no_bytes_do_anything_but_frames_or_an_error(data: bytes, cut: int) -> None:
-    reader = Frames(64)
+    reader = FrameDecoder(64)
     with suppress(FrameError):
         for part in (data[:cut], data[cut:]):
             assert all(len(payload) < 64 for _, payload in reader.feed(part))
@@ -81,12 +80,12 @@ def test_a_length_that_cannot_be_is_refused_before_anything_is_held(
     length: int, fault: str
 ) -> None:
     with pytest.raises(FrameError) as caught:
-        Frames(100).feed(length.to_bytes(4, "big") + b"\x20")
-    assert caught.value.fault == fault
+        FrameDecoder(100).feed(length.to_bytes(4, "big") + b"\x20")
+    assert caught.value.reason == fault
 
 
 def test_the_wires_own_frames_are_kept_apart() -> None:
-    reader = Frames(100)
+    reader = FrameDecoder(100)
     assert reader.feed(frame(FrameKind.PING) + frame(20, b"x")) == [(20, b"x")]
     assert reader.control == [(FrameKind.PING, b"")]
 
@@ -96,15 +95,15 @@ def shake(dialler: ClientHandshake, listener: ServerHandshake) -> tuple[bytes, .
     said = [dialler.begin()]
     while said[-1]:
         side: ClientHandshake | ServerHandshake = listener if len(said) % 2 else dialler
-        said.append(side.take(*only(said[-1])))
-    if listener.proved:
+        said.append(side.receive(*only(said[-1])))
+    if listener.authenticated:
         said[-1] = listener.welcome()
-        dialler.take(*only(said[-1]))
+        dialler.receive(*only(said[-1]))
     return tuple(said)
 
 
 def only(data: bytes) -> tuple[int, bytes]:
-    reader = Frames(MAX_GREETING)
+    reader = FrameDecoder(MAX_GREETING)
     assert not reader.feed(data)
     (found,) = reader.control
     return found
@@ -115,15 +114,15 @@ def only(data: bytes) -> tuple[int, bytes]:
 def test_those_who_belong_together_are_told_who_the_other_is(role: Any, secret: Any) -> None:
     dialler, listener = ClientHandshake(N1, role, "n2", secret), ServerHandshake(N2, secret)
     shake(dialler, listener)
-    assert (dialler.done, listener.proved) == (True, True)
-    assert (dialler.them, listener.them, listener.role) == (N2, N1, role)
-    assert dialler.version == listener.version == wire.NEWEST
+    assert (dialler.done, listener.authenticated) == (True, True)
+    assert (dialler.remote, listener.remote, listener.role) == (N2, N1, role)
+    assert dialler.version == listener.version == handshake.NEWEST
 
 
 def test_a_client_may_come_without_knowing_where_it_is() -> None:
     dialler = ClientHandshake(ConnectionIdentity(ANY, "me", 1), "client")
     shake(dialler, ServerHandshake(N2))
-    assert dialler.them == N2
+    assert dialler.remote == N2
 
 
 @pytest.mark.parametrize(
@@ -157,7 +156,7 @@ def test_a_client_may_come_without_knowing_where_it_is() -> None:
             ClientHandshake(ConnectionIdentity("c", "", 1), "peer"),
             ServerHandshake(N2),
             "node",
-            "has to say its id",
+            "must send its id",
         ),
         (
             ClientHandshake(ConnectionIdentity("c", "n2", 1), "peer"),
@@ -165,7 +164,7 @@ def test_a_client_may_come_without_knowing_where_it_is() -> None:
             "duplicate",
             "another process",
         ),
-        (ClientHandshake(N2, "peer", "n2"), ServerHandshake(N2), "duplicate", "has called itself"),
+        (ClientHandshake(N2, "peer", "n2"), ServerHandshake(N2), "duplicate", "has dialled itself"),
         (ClientHandshake(N1, "peer"), ServerHandshake(N2, SECRET), "secret", "none is set here"),
         (
             ClientHandshake(N1, "peer", ANY, SECRET),
@@ -186,7 +185,7 @@ def test_those_who_do_not_are_told_why(
 ) -> None:
     with pytest.raises(ConnectionRefused, match=text) as caught:
         shake(dialler, listener)
-    assert caught.value.fault == fault
+    assert caught.value.reason == fault
     assert not dialler.done
 
 
@@ -197,31 +196,33 @@ def test_those_who_do_not_are_told_why(
 def test_the_newest_version_that_both_speak(
     theirs: tuple[int, int], chosen: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "NEWEST", 2)
+    monkeypatch.setattr(handshake, "NEWEST", 2)
     me, later = ["c", "x", 1], "of a later version"
     hello = ["doyen", *theirs, "client", me, "", bytes(32), [1, 2], [], later]
     listener = ServerHandshake(N2)
     if chosen is not None:
-        listener.take(FrameKind.HELLO, msgspec.msgpack.encode(hello))
+        listener.receive(FrameKind.HELLO, msgspec.msgpack.encode(hello))
         assert listener.version == chosen
         return
     with pytest.raises(ConnectionRefused, match="upgrade the older one") as caught:
-        listener.take(FrameKind.HELLO, msgspec.msgpack.encode([*hello[:3], "as it may be then"]))
-    assert caught.value.fault == CloseReason.VERSION
+        listener.receive(FrameKind.HELLO, msgspec.msgpack.encode([*hello[:3], "as it may be then"]))
+    assert caught.value.reason == CloseReason.VERSION
 
 
 def test_a_listener_cannot_choose_a_version_that_was_not_offered() -> None:
     dialler = ClientHandshake(N1, "peer")
     challenge = [9, ["c", "n2", 22], False, bytes(32)]
     with pytest.raises(FrameError, match="version 9"):
-        dialler.take(FrameKind.CHALLENGE, msgspec.msgpack.encode(challenge))
+        dialler.receive(FrameKind.CHALLENGE, msgspec.msgpack.encode(challenge))
 
 
 def test_a_refusal_is_told_to_the_dialler() -> None:
     dialler = ClientHandshake(N1, "client")
     with pytest.raises(ConnectionRefused, match="no leader") as caught:
-        dialler.take(*only(wire.refusal(ConnectionRefused(CloseReason.NOT_SERVING, "no leader"))))
-    assert caught.value.fault is CloseReason.NOT_SERVING
+        dialler.receive(
+            *only(handshake.refusal(ConnectionRefused(CloseReason.NOT_SERVING, "no leader")))
+        )
+    assert caught.value.reason is CloseReason.NOT_SERVING
     assert not caught.value.lasting
     assert ConnectionRefused(CloseReason.SECRET, "").lasting
 
@@ -231,43 +232,43 @@ def test_what_was_heard_is_worth_nothing_on_another_connection() -> None:
     dialler, listener = ClientHandshake(N1, "peer", "n2", SECRET), ServerHandshake(N2, SECRET)
     hello, _, proof, _ = shake(dialler, listener)
     again = ServerHandshake(N2, SECRET)
-    again.take(*only(hello))
+    again.receive(*only(hello))
     with pytest.raises(ConnectionRefused):
-        again.take(*only(proof))
-    assert not again.proved
+        again.receive(*only(proof))
+    assert not again.authenticated
 
 
 def test_a_listeners_answers_are_worth_nothing_to_another_dialler() -> None:
     dialler, listener = ClientHandshake(N1, "peer", "n2", SECRET), ServerHandshake(N2, SECRET)
     _, challenge, _, welcome = shake(dialler, listener)
     again = ClientHandshake(N1, "peer", "n2", SECRET)
-    again.take(*only(challenge))
+    again.receive(*only(challenge))
     with pytest.raises(ConnectionRefused, match="does not know the secret"):
-        again.take(*only(welcome))
+        again.receive(*only(welcome))
 
 
 def test_a_dialler_is_not_fooled_by_its_own_words() -> None:
     """Reflection: whoever listens knows no secret, and sends everything back."""
     dialler = ClientHandshake(N1, "peer", ANY, SECRET)
     with pytest.raises(FrameError) as caught:
-        dialler.take(*only(dialler.begin()))
-    assert caught.value.fault is CloseReason.OUT_OF_TURN
+        dialler.receive(*only(dialler.begin()))
+    assert caught.value.reason is CloseReason.OUT_OF_TURN
 
     challenge = [1, ["c", "n2", 22], True, bytes(32)]
-    proof = dialler.take(FrameKind.CHALLENGE, msgspec.msgpack.encode(challenge))
+    proof = dialler.receive(FrameKind.CHALLENGE, msgspec.msgpack.encode(challenge))
     with pytest.raises(ConnectionRefused):
-        dialler.take(FrameKind.WELCOME, only(proof)[1])
+        dialler.receive(FrameKind.WELCOME, only(proof)[1])
     assert not dialler.done
 
 
 def test_a_listener_that_wants_the_proof_made_for_another_is_not_helped() -> None:
     """The proof covers the challenge: in front of another node it is void."""
     dialler, real = ClientHandshake(N1, "peer", ANY, SECRET), ServerHandshake(N2, SECRET)
-    real.take(*only(dialler.begin()))
+    real.receive(*only(dialler.begin()))
     fake = ServerHandshake(ConnectionIdentity("c", "n3", 3), SECRET + b"?")
-    proof = dialler.take(*only(fake.take(*only(dialler.begin()))))
+    proof = dialler.receive(*only(fake.receive(*only(dialler.begin()))))
     with pytest.raises(ConnectionRefused):
-        real.take(*only(proof))
+        real.receive(*only(proof))
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
@@ -279,15 +280,15 @@ def test_every_frame_out_of_turn_is_refused(kind: int, secret: bytes | None) -> 
         said = [dialler.begin()]
         for step in range(steps):
             side: ClientHandshake | ServerHandshake = dialler if step % 2 else listener
-            said.append(side.take(*only(said[-1])))
+            said.append(side.receive(*only(said[-1])))
         for one in (dialler, listener):
             if one is listener and steps == 0 and kind == FrameKind.HELLO:
                 continue
             with pytest.raises((FrameError, ConnectionRefused)):
-                one.take(kind, b"\x93\x01\x02")
+                one.receive(kind, b"\x93\x01\x02")
             if secret is not None:
                 assert not dialler.done
-                assert not listener.proved
+                assert not listener.authenticated
 
 
 @given(payload=st.binary(max_size=100))
@@ -298,12 +299,12 @@ def test_no_greeting_does_anything_but_fit_or_fail(payload: bytes) -> None:
         (ServerHandshake(N2), FrameKind.HELLO),
     ):
         with pytest.raises((FrameError, ConnectionRefused)):
-            side.take(kind, payload)
+            side.receive(kind, payload)
 
 
 def test_names_in_a_greeting_are_bounded() -> None:
     with pytest.raises(FrameError, match="length"):
-        ServerHandshake(N2).take(
+        ServerHandshake(N2).receive(
             *only(ClientHandshake(ConnectionIdentity("c", "n" * 300, 1), "client").begin())
         )
 
@@ -330,7 +331,7 @@ def test_beyond_loopback_strangers_are_kept_out(host: str, security: Security, f
     if fits:
         check_exposure(host, security)
     else:
-        with pytest.raises(ConfigError, match="or say --insecure"):
+        with pytest.raises(ConfigError, match="or pass --insecure"):
             check_exposure(host, security)
 
 
@@ -380,7 +381,7 @@ def test_addresses(text: str, found: tuple[str, int]) -> None:
 
 @pytest.mark.parametrize("text", ["h", "h:", "h:x", "h:70000", "::1:7400", "", "h:-1", "h:²"])
 def test_what_is_no_address(text: str) -> None:
-    with pytest.raises(ConfigError, match="no address"):
+    with pytest.raises(ConfigError, match="not an address"):
         parse_address(text)
 
 
@@ -388,8 +389,8 @@ def test_both_sides_say_which_versions_of_the_state_they_support() -> None:
     """A node of the first release says nothing, which means the first version."""
     dialler, listener = ClientHandshake(N1, "peer"), ServerHandshake(N2)
     shake(dialler, listener)
-    assert dialler.supports == listener.supports == wire.SUPPORTED
+    assert dialler.supports == listener.supports == handshake.SUPPORTED
     kind, hello = only(dialler.begin())
     old = ServerHandshake(N2)
-    old.take(kind, msgspec.msgpack.encode(msgspec.msgpack.decode(hello)[:7]))
+    old.receive(kind, msgspec.msgpack.encode(msgspec.msgpack.decode(hello)[:7]))
     assert old.supports == (1, 1)

@@ -13,17 +13,16 @@ import pytest
 from doyen.errors import ConfigError, StoreUnavailable, StoreUnusable
 from doyen.quorum.node.listener import Door
 from doyen.quorum.protocol.connection import HIGH_WATER, End, FrameConnection
-from doyen.quorum.protocol.wire import (
+from doyen.quorum.protocol.frames import (
     MAX_FRAME,
     MAX_GREETING,
-    TLS,
     CloseReason,
-    ConnectionIdentity,
     ConnectionRefused,
     FrameKind,
-    Security,
     frame,
 )
+from doyen.quorum.protocol.handshake import ConnectionIdentity
+from doyen.quorum.protocol.security import TLS, Security
 from neighbours import HOST, OPEN, SECRET, Street, call, run
 from servers import Proxy
 from servers.certificates import Certificates
@@ -35,7 +34,7 @@ def test_frames_go_both_ways_and_many_at_a_time() -> None:
         async with Street() as street:
             node = await street.add("n1")
             caller = await call(node.address)
-            assert caller.link.them == node.me
+            assert caller.link.remote == node.me
             sent = [(20 + number % 3, b"%d" % number) for number in range(10_000)]
             for each in sent:
                 assert caller.link.send(*each)
@@ -58,7 +57,8 @@ def test_what_is_sent_in_one_turn_is_one_write() -> None:
             node = await street.add("n1")
             caller = await call(node.address)
             writes: list[bytes] = []
-            caller.link._transport = _Spy(caller.link._transport, writes)
+            queue = caller.link._queue
+            queue.transport = _Spy(queue.transport, writes)
             for _ in range(100):
                 caller.link.send(20, b"x")
             await until(lambda: len(node.frames) == 100)
@@ -282,7 +282,7 @@ def test_a_client_that_is_not_wanted_is_told_why(fault: CloseReason) -> None:
                 ConnectionRefused, match=r"1 clients are here|no leader is known"
             ) as caught:
                 await call(node.address)
-            assert caught.value.fault is fault
+            assert caught.value.reason is fault
             first.link.close()
             await until(lambda: not node.door.clients)
 
@@ -414,7 +414,9 @@ def test_tls_on_one_side_only(certificates: Certificates, caplog: pytest.LogCapt
             assert plain.counts == {"tls": 1}
             assert "spoke TLS, which this port does not" in caplog.text
             secured = await street.add("n2", security=tls(certificates, "server"))
-            with pytest.raises(StoreUnavailable, match="closed the connection before it was made"):
+            with pytest.raises(
+                StoreUnavailable, match="closed the connection before the handshake ended"
+            ):
                 await call(secured.address)
             await until(lambda: secured.counts == {"tls": 1})
 

@@ -190,7 +190,7 @@ def options(given: Mapping[str, str | None], environment: Mapping[str, str]) -> 
         if file := asked.pop(f"{name}_file", None):
             asked[name] = _secret(Path(file))
     if tls := {name: asked.pop(f"tls_{name}") for name in TLS_PARTS if f"tls_{name}" in asked}:
-        from doyen.quorum.protocol.wire import TLS
+        from doyen.quorum.protocol.security import TLS
 
         asked["tls"] = TLS(**tls)
     return asked

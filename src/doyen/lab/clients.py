@@ -34,7 +34,8 @@ from doyen.lab.reference import Reference
 from doyen.model import Entry, Lease
 from doyen.quorum.keyspace.state import Keyspace, StoredEntry
 from doyen.quorum.protocol.connection import dial
-from doyen.quorum.protocol.wire import ConnectionIdentity, Security
+from doyen.quorum.protocol.handshake import ConnectionIdentity
+from doyen.quorum.protocol.security import Security
 from doyen.stores.port import Context, Store, open_store
 
 if TYPE_CHECKING:

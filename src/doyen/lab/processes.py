@@ -37,8 +37,9 @@ from doyen.quorum.node.replicated import KEYSPACE, USER, Command, ReplicatedMach
 from doyen.quorum.node.server import record_members
 from doyen.quorum.node.service import Service
 from doyen.quorum.node.state_machine import StateMachine
-from doyen.quorum.protocol.connection import FrameConnection, Tally
-from doyen.quorum.protocol.wire import ConnectionIdentity, Security, ServerHandshake
+from doyen.quorum.protocol.connection import ConnectionErrors, FrameConnection
+from doyen.quorum.protocol.handshake import ConnectionIdentity, ServerHandshake
+from doyen.quorum.protocol.security import Security
 from doyen.session import Session
 from doyen.stores.port import Context, open_store
 
@@ -256,7 +257,7 @@ class NodeHost(SimulatedMachine):
     async def live(self) -> None:
         world = self.world
         me = ConnectionIdentity("lab", self.name, self.number * 1_000_000 + self.lives)
-        tally = Tally()
+        tally = ConnectionErrors()
         try:
             journal, own = self._open()
         except (OSError, StoreUnusable) as error:

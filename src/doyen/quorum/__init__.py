@@ -1,10 +1,9 @@
-"""What a quorum's nodes and its clients share.
+"""A quorum of doyen's own nodes, which serves as a store.
 
-    wire       frames, the handshake, TLS and shared secrets
-    link       a connection that speaks it, over asyncio
-    keyspace   the replicated state machine that makes a quorum of nodes a Store, pure
-               (with `ordered`, its sorted map)
-    requests   what clients ask, and what nodes answer
+    consensus   the protocols that agree on a log, as pure state machines
+    keyspace    the replicated state machine that makes a quorum a store, pure
+    protocol    connections: framing, handshake, requests and responses
+    node        one server of a quorum
 
-Imports nothing of doyen above the model.
+Clients use `protocol` and the commands of `keyspace`; they need nothing of `node`.
 """

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from doyen.events import Sink
     from doyen.quorum.node.driver import Status
     from doyen.quorum.node.server import NodeOptions, NodeServer
-    from doyen.quorum.protocol.wire import TLS
+    from doyen.quorum.protocol.security import TLS
     from doyen.session import Session
 
 __all__ = ["Node", "NodeStanding", "StateMachine"]

@@ -25,7 +25,7 @@ from doyen.quorum.consensus.core import (
 )
 from doyen.quorum.node.leader_calls import NOT_LEADING
 from doyen.quorum.node.proposals import Batch
-from doyen.quorum.protocol.wire import parse_address
+from doyen.quorum.protocol.security import parse_address
 
 __all__ = ["AdminOrder", "Orders", "changed"]
 
@@ -105,7 +105,9 @@ def _reachable(address: str) -> str:
     except ConfigError as error:
         raise OrderFailed(str(error)) from error
     if not host or not port:
-        raise OrderFailed(f"{address!r} is no address that others could reach: name a host too")
+        raise OrderFailed(
+            f"{address!r} is not an address that other nodes can reach: name a host too"
+        )
     return address
 
 

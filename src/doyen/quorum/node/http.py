@@ -8,12 +8,12 @@ from doyen.quorum.consensus.core import Role
 from doyen.quorum.node.driver import Driver
 from doyen.quorum.node.listener import Page
 from doyen.quorum.node.service import Service
-from doyen.quorum.protocol.connection import Tally
+from doyen.quorum.protocol.connection import ConnectionErrors
 
 __all__ = ["pages"]
 
 
-def pages(driver: Driver, service: Service, tally: Tally) -> dict[str, Page]:
+def pages(driver: Driver, service: Service, tally: ConnectionErrors) -> dict[str, Page]:
     """Each page by its path."""
     leaders = _Leaders(driver)
 
@@ -54,7 +54,9 @@ class _Leaders:
             self._last = leader
 
 
-def _metrics(driver: Driver, service: Service, tally: Tally, leaders: int) -> Iterator[str]:
+def _metrics(
+    driver: Driver, service: Service, tally: ConnectionErrors, leaders: int
+) -> Iterator[str]:
     status, condition = driver.status(), service.condition()
     gauges: dict[str, tuple[int, str]] = {
         "leading": (status.role is Role.LEADING, "Whether this node leads."),

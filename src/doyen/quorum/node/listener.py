@@ -35,18 +35,13 @@ from doyen.quorum.protocol.connection import (
     BOUND,
     HANDSHAKE_S,
     KEEPALIVE_S,
+    ConnectionErrors,
     End,
     FrameConnection,
-    Tally,
 )
-from doyen.quorum.protocol.wire import (
-    CloseReason,
-    ConnectionIdentity,
-    MemberInfo,
-    Security,
-    ServerHandshake,
-    check_exposure,
-)
+from doyen.quorum.protocol.frames import CloseReason
+from doyen.quorum.protocol.handshake import ConnectionIdentity, MemberInfo, ServerHandshake
+from doyen.quorum.protocol.security import Security, check_exposure
 
 __all__ = ["Door", "Page"]
 
@@ -78,7 +73,7 @@ class Door:
         pages: Mapping[str, Page],
         insecure: bool = False,
         info: Callable[[], MemberInfo] = MemberInfo,
-        tally: Tally | None = None,
+        tally: ConnectionErrors | None = None,
         handshake_s: float = HANDSHAKE_S,
         keepalive_s: float = KEEPALIVE_S,
         client_bound: int = BOUND,
@@ -89,7 +84,7 @@ class Door:
         self.security = security
         self.pages = pages
         self.info = info
-        self.tally = tally or Tally()
+        self.tally = tally or ConnectionErrors()
         self.handshake_s = handshake_s
         self.keepalive_s = keepalive_s
         self.client_bound = client_bound
@@ -155,7 +150,7 @@ class Door:
         except (BlockingIOError, InterruptedError):
             pass  # all of them are in
         except OSError as error:  # it was gone already, or there are no descriptors left
-            self.tally.note(CloseReason.CROWDED, f"nobody could be let in: {error}")
+            self.tally.record(CloseReason.CROWDED, f"nobody could be let in: {error}")
             loop = asyncio.get_running_loop()
             loop.remove_reader(listening)
             loop.call_later(ACCEPT_AGAIN_S, self._accept_again, listening, http_only)
@@ -304,7 +299,7 @@ class Visitor(asyncio.Protocol):
             keepalive_s=door.keepalive_s,
             bound=door.client_bound,
         )
-        link.greeted.add_done_callback(lambda _: self._end())
+        link.established.add_done_callback(lambda _: self._end())
         self._link = link
         self._transport.set_protocol(link)
         link.connection_made(self._transport)
@@ -318,7 +313,7 @@ class Visitor(asyncio.Protocol):
         if self._over:
             return
         if fault is not None:
-            self._door.tally.note(fault, f"{self._where}: {text}")
+            self._door.tally.record(fault, f"{self._where}: {text}")
         self._end()
         if self._link is not None:
             self._link.abort(End.FAULT)

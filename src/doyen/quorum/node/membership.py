@@ -39,14 +39,9 @@ from msgspec.structs import replace
 
 from doyen.errors import ConfigError, StoreUnusable
 from doyen.quorum.consensus.core import Membership, Position
-from doyen.quorum.protocol.wire import (
-    CloseReason,
-    ConnectionIdentity,
-    ConnectionRefused,
-    Judge,
-    MemberInfo,
-    certificate_names,
-)
+from doyen.quorum.protocol.frames import CloseReason, ConnectionRefused
+from doyen.quorum.protocol.handshake import CheckRemote, ConnectionIdentity, MemberInfo
+from doyen.quorum.protocol.security import certificate_names
 
 __all__ = ["FolderRolledBack", "Members", "NodeMember", "opening"]
 
@@ -209,7 +204,7 @@ class Members:
 
     # Who is heard.
 
-    def judging(self, node: str) -> Judge:
+    def judging(self, node: str) -> CheckRemote:
         """`judge`, for a node that is about to be dialled. What it acknowledges meanwhile, on a
         connection of its own, may be more than it is going to say on this one."""
         mark = self._mark(node)

@@ -66,21 +66,20 @@ from doyen.quorum.protocol.connection import (
     BOUND,
     HANDSHAKE_S,
     KEEPALIVE_S,
+    ConnectionErrors,
     End,
     FrameConnection,
-    Tally,
     dial,
 )
-from doyen.quorum.protocol.wire import (
+from doyen.quorum.protocol.frames import (
     FIRST_FREE,
     MAX_FRAME,
     CloseReason,
-    ConnectionIdentity,
     ConnectionRefused,
     FrameError,
-    MemberInfo,
-    Security,
 )
+from doyen.quorum.protocol.handshake import ConnectionIdentity, MemberInfo
+from doyen.quorum.protocol.security import Security
 
 __all__ = ["Peers"]
 
@@ -124,7 +123,7 @@ class Peers:
         *,
         decode: Callable[[bytes], Message],
         members: Members | None = None,
-        tally: Tally | None = None,
+        tally: ConnectionErrors | None = None,
         jitter: Callable[[], float] = random.random,
         bound: int = BOUND,
         handshake_s: float = HANDSHAKE_S,
@@ -134,7 +133,7 @@ class Peers:
         self.me = me
         self.security = security
         self.members = members
-        self.tally = tally or Tally()
+        self.tally = tally or ConnectionErrors()
         self.dropped: Counter[str] = Counter()
         """Messages that did not fit into a peer's queue, or found no link, by peer."""
         self._decode = decode
@@ -200,8 +199,9 @@ class Peers:
         if self._version <= newest:
             return None
         return (
-            f"this cluster is at version {self._version} of its state, and node {link.them.node!r}"
-            f" supports versions up to {newest}: install the release there that the other nodes run"
+            f"this cluster is at version {self._version} of its state, and node"
+            f" {link.remote.node!r} supports versions up to {newest}: install the release there"
+            " that the other nodes run"
         )
 
     def send(self, peer: str, message: Message) -> None:
@@ -218,7 +218,7 @@ class Peers:
 
     def _fits(self, link: FrameConnection, data: bytes) -> bool:
         if len(data) >= MAX_FRAME:
-            self.tally.note(CloseReason.TOO_LARGE, f"a message of {len(data)} bytes was not sent")
+            self.tally.record(CloseReason.TOO_LARGE, f"a message of {len(data)} bytes was not sent")
             return False
         return link.send(MESSAGE, data)
 
@@ -276,7 +276,7 @@ class Peers:
         self._run(self._let_in(link))
 
     async def _let_in(self, link: FrameConnection) -> None:
-        them = link.them
+        them = link.remote
         reason = self._unsupported(link)
         if reason is not None:
             link.refuse(CloseReason.VERSION, reason)
@@ -293,7 +293,7 @@ class Peers:
                 self._tell_lost(link, str(error))
                 return
             except ConnectionRefused as error:
-                link.refuse(error.fault, str(error))
+                link.refuse(error.reason, str(error))
                 return
             if members.waiting or link.info.founding:
                 self._let_in_to_found(link)
@@ -313,7 +313,7 @@ class Peers:
         """Have a node that comes with an older copy of its folder take no part: there may be others
         that do not know, and could make up a majority with it. It is let in for this, since only
         then it knows who says so."""
-        self.tally.note(CloseReason.MEMBER, f"{link}: {text}")
+        self.tally.record(CloseReason.MEMBER, f"{link}: {text}")
         link.welcome(lambda *_: None, lambda *_: None)
         link.send(LOST, text.encode())
         link.close()
@@ -328,7 +328,7 @@ class Peers:
     # Founding.
 
     def _let_in_to_found(self, link: FrameConnection) -> None:
-        node = link.them.node
+        node = link.remote.node
         before = self._founding.pop(node, None)
         if before is not None:
             before.abort()
@@ -341,8 +341,8 @@ class Peers:
             peer.hurry()
 
     def _founding_ended(self, link: FrameConnection, end: End) -> None:
-        if self._founding.get(link.them.node) is link:
-            del self._founding[link.them.node]
+        if self._founding.get(link.remote.node) is link:
+            del self._founding[link.remote.node]
 
     def _take_record(self, link: FrameConnection, frames: Sequence[tuple[int, bytes]]) -> None:
         for kind, payload in frames:
@@ -358,7 +358,7 @@ class Peers:
             if await self.members.told(record):
                 self._founded()
         except DoyenError as error:
-            link.fault(CloseReason.MEMBER, str(error))
+            link.fail(CloseReason.MEMBER, str(error))
 
     async def found(self) -> None:
         """Found the cluster, if it is for this node to do and everybody is there."""
@@ -375,7 +375,7 @@ class Peers:
     async def _is_the_one(self, them: ConnectionIdentity) -> bool:
         """Whether no other live process is connected under this id."""
         while rivals := [
-            link for link in self._linked(them.node) if link.them.incarnation != them.incarnation
+            link for link in self._linked(them.node) if link.remote.incarnation != them.incarnation
         ]:
             for link in rivals:
                 if await link.alive(self._probe_s):
@@ -473,7 +473,9 @@ class _Outgoing:
                 self.dialling = False
                 self.trouble = str(error)
                 if isinstance(error, ConnectionRefused):
-                    self._peers.tally.note(error.fault, f"node {self.node!r} not reached: {error}")
+                    self._peers.tally.record(
+                        error.reason, f"node {self.node!r} not reached: {error}"
+                    )
             else:
                 self.dialling = False
                 began = loop.time()
@@ -499,11 +501,11 @@ class _Outgoing:
             role="peer",
             wanted=self.node,
             info=info,
-            judge=members.judging(self.node) if members is not None else None,
+            check=members.judging(self.node) if members is not None else None,
             security=peers.security,
             on_frames=self._take,
             on_end=self._ended,
-            tally=peers.tally,
+            errors=peers.tally,
             handshake_s=peers._handshake_s,
             keepalive_s=peers._keepalive_s,
             bound=peers._bound,
@@ -511,7 +513,7 @@ class _Outgoing:
         try:
             if (reason := peers._unsupported(link)) is not None:
                 raise ConnectionRefused(CloseReason.VERSION, reason)
-            if not await peers._is_the_one(link.them):
+            if not await peers._is_the_one(link.remote):
                 raise ConnectionRefused(
                     CloseReason.DUPLICATE,
                     f"another process is connected as node {self.node!r} than the one at "
@@ -635,7 +637,7 @@ class _Outgoing:
                 else:
                     raise FrameError(CloseReason.OUT_OF_TURN, f"a frame of kind {kind} in answer")
         except struct.error as error:
-            link.fault(CloseReason.MALFORMED, str(error))
+            link.fail(CloseReason.MALFORMED, str(error))
 
 
 class _Incoming:
@@ -644,7 +646,7 @@ class _Incoming:
     def __init__(self, peers: Peers, link: FrameConnection) -> None:
         self.link = link
         self._peers = peers
-        self._node = link.them.node
+        self._node = link.remote.node
         self._arriving: IncomingSnapshot | None = None
 
     def take(self, link: FrameConnection, frames: Sequence[tuple[int, bytes]]) -> None:
@@ -665,7 +667,7 @@ class _Incoming:
 
         def answer(data: bytes) -> None:
             if not link.send(ANSWER, number, data) and not link.closed:
-                link.fault(CloseReason.OVERFLOW, "reads no answers")
+                link.fail(CloseReason.OVERFLOW, "reads no answers")
 
         self._peers._asked(self._node, payload[8:], answer)
 

@@ -18,7 +18,7 @@ from msgspec import MsgspecError
 from doyen.quorum.keyspace.state import Advance, decode_command
 from doyen.quorum.node.replicated import KEYSPACE, Command
 from doyen.quorum.protocol import requests as words
-from doyen.quorum.protocol.wire import Role, allows
+from doyen.quorum.protocol.security import Role, allows
 
 __all__ = ["ADMIN_COMMANDS", "NEEDED", "allowed", "needs_admin", "refusal"]
 

@@ -43,14 +43,9 @@ from doyen.quorum.node.proposals import Batch
 from doyen.quorum.node.replicated import KEYSPACE, USER, ReplicatedMachines
 from doyen.quorum.node.service import Service
 from doyen.quorum.node.state_machine import StateMachine
-from doyen.quorum.protocol.connection import Tally
-from doyen.quorum.protocol.wire import (
-    TLS,
-    ConnectionIdentity,
-    Security,
-    check_exposure,
-    parse_address,
-)
+from doyen.quorum.protocol.connection import ConnectionErrors
+from doyen.quorum.protocol.handshake import ConnectionIdentity
+from doyen.quorum.protocol.security import TLS, Security, check_exposure, parse_address
 
 __all__ = ["PROTOCOLS", "NodeOptions", "NodeServer", "record_members"]
 
@@ -319,7 +314,7 @@ class NodeServer:
         host, port = parse_address(options.listen or options.peers[options.id])
         # Before there is a folder: what is refused leaves nothing behind.
         check_exposure(host, security, insecure=options.insecure)
-        tally = Tally()
+        tally = ConnectionErrors()
         owner = Owner(options.cluster, options.id, options.protocol)
         journal, own, save = await asyncio.to_thread(_open, options, owner, protocol.STATE)
 

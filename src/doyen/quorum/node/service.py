@@ -53,6 +53,7 @@ from doyen.quorum.node.lease_keeper import AGAIN, AGAIN_S, CONFIRMED, GONE, Keep
 from doyen.quorum.node.proposals import Forgotten
 from doyen.quorum.node.replicated import KEYSPACE
 from doyen.quorum.protocol import requests as words
+from doyen.quorum.protocol.frames import CloseReason
 from doyen.quorum.protocol.requests import (
     ANSWER,
     MAX_KEY,
@@ -70,8 +71,7 @@ from doyen.quorum.protocol.requests import (
     Wrote,
     decode_request,
 )
-from doyen.quorum.protocol.wire import CloseReason
-from doyen.quorum.protocol.wire import Role as Power
+from doyen.quorum.protocol.security import Role as Power
 
 __all__ = ["ClientLimits", "Service"]
 
@@ -134,7 +134,7 @@ class ClientLink(Protocol):
 
     def welcome(self, on_frames: Any, on_end: Any) -> None: ...
 
-    def refuse(self, fault: CloseReason, text: str) -> None: ...
+    def refuse(self, reason: CloseReason, text: str) -> None: ...
 
     def send(self, kind: int, *parts: bytes) -> bool: ...
 
@@ -148,7 +148,7 @@ class ClientLink(Protocol):
 
     def abort(self) -> None: ...
 
-    def fault(self, fault: CloseReason, text: str) -> None: ...
+    def fail(self, reason: CloseReason, text: str) -> None: ...
 
 
 class _Client:
@@ -205,7 +205,7 @@ class _Client:
     def _send(self, answer: words.Response) -> None:
         link = self.link
         if not link.send(ANSWER, encode(answer)) and not link.closed:
-            link.fault(CloseReason.OVERFLOW, "reads no answers")
+            link.fail(CloseReason.OVERFLOW, "reads no answers")
 
     def fail(self, request: int, trouble: ErrorCode, text: str) -> None:
         """The text may quote what the client sent, which may be as long as a frame."""
@@ -335,7 +335,7 @@ class Service:
     def _show(self, link: ClientLink, frames: Sequence[tuple[int, bytes]]) -> None:
         """One question at a time: thousands that came at once would keep everybody waiting."""
         if len(frames) > 1:
-            link.fault(CloseReason.OUT_OF_TURN, "an onlooker that does not wait for its answer")
+            link.fail(CloseReason.OUT_OF_TURN, "an onlooker that does not wait for its answer")
             return
         match _request(link, *frames[0]):
             case words.Inquire() as request:
@@ -343,7 +343,7 @@ class Service:
             case None:
                 pass
             case _:
-                link.fault(CloseReason.OUT_OF_TURN, "an onlooker that does more than inquire")
+                link.fail(CloseReason.OUT_OF_TURN, "an onlooker that does more than inquire")
 
     # What clients ask.
 
@@ -404,14 +404,14 @@ class Service:
 
     def _hello(self, client: _Client, request: words.Hello) -> None:
         if not 8 <= len(request.client) <= self._limits.name:
-            client.link.fault(CloseReason.MALFORMED, "a client's name has 8 to 64 characters")
+            client.link.fail(CloseReason.MALFORMED, "a client's name has 8 to 64 characters")
             return
         client.name = request.client
 
     def _write(self, client: _Client, request: words.Write) -> None:
         name, floor, ids, bodies = client.name, request.floor, request.ids, request.bodies
         if not name or len(ids) != len(bodies) or min(ids) < floor:
-            client.link.fault(CloseReason.OUT_OF_TURN, "writes that nobody could count")
+            client.link.fail(CloseReason.OUT_OF_TURN, "writes that nobody could count")
             return
         submit, settle, role = self._driver.submit, client.settle, client.link.granted
         for number, body in zip(ids, bodies, strict=True):
@@ -696,12 +696,12 @@ class Service:
 def _request(link: ClientLink, kind: int, payload: bytes) -> Any:
     """What was asked; or None, and the link is at fault."""
     if kind != REQUEST:
-        link.fault(CloseReason.OUT_OF_TURN, f"a frame of kind {kind} from a client")
+        link.fail(CloseReason.OUT_OF_TURN, f"a frame of kind {kind} from a client")
         return None
     try:
         return decode_request(payload)
     except (MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        link.fault(CloseReason.MALFORMED, f"not a request of this protocol: {error}")
+        link.fail(CloseReason.MALFORMED, f"not a request of this protocol: {error}")
         return None
 
 

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from doyen.errors import StoreUnavailable, StoreUnusable
 from doyen.quorum.protocol.connection import FrameConnection
-from doyen.quorum.protocol.wire import FIRST_FREE, MAX_FRAME, CloseReason, FrameError
+from doyen.quorum.protocol.frames import FIRST_FREE, MAX_FRAME, CloseReason, FrameError
 
 CREDIT = FIRST_FREE + 5
 CREDIT_LAYOUT = Layout(">QI")

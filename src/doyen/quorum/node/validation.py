@@ -20,8 +20,8 @@ from doyen.quorum.keyspace.state import (
 from doyen.quorum.node import roles
 from doyen.quorum.node.replicated import KEYSPACE, Command
 from doyen.quorum.protocol.requests import MAX_KEY, MAX_LEVELS, MAX_TTL_S, MAX_VALUE, MIN_TTL_S
-from doyen.quorum.protocol.wire import Role as Power
-from doyen.quorum.protocol.wire import allows
+from doyen.quorum.protocol.security import Role as Power
+from doyen.quorum.protocol.security import allows
 
 __all__ = ["flaw", "frees"]
 

@@ -1,30 +1,33 @@
-"""A connection that speaks the wire's protocol, over asyncio.
+"""A connection that carries frames, over asyncio.
 
-    link = await dial("10.0.0.1:7400", me, role="client", security=security,
-                      on_frames=take, on_end=ended)
-    link.send(kind, payload)        # queued: False if the link has ended or its queue is full
-    await link.drain()              # until what is queued has room again
-    link.pause(); link.resume()     # stop reading: the other side is held up in the end
-    link.close(); link.abort()      # after what is queued; at once
-    link.closed, link.end           # whether it has ended, and how
-    await link.wait()               # until it has
-    link.them                       # Identity of the other side: cluster, node, incarnation
-    link.info                       # MemberInfo of the other side, if it is a node
-    link.granted                    # the role that it has, if it called us
+    connection = await dial("10.0.0.1:7400", local, role="client", security=security,
+                            on_frames=on_frames, on_end=on_end)
+    connection.send(kind, payload)   # queued; False if it has ended or its queue is full
+    await connection.drain()         # until the queue has room again
+    connection.pause(); .resume()    # stop reading, so that the other side is eventually blocked
+    connection.close(); .abort()     # after the queue has been sent; at once
+    connection.closed, .end          # whether it has ended, and how
+    await connection.wait()          # until it has
+    connection.remote                # identity of the other side: cluster, node, incarnation
+    connection.info                  # MemberInfo of the other side, if it is a node
+    connection.granted               # the role that the other side has, if it dialled
 
-`on_frames(link, [(kind, payload), …])` gets everything that one read brought, in order; it may be
-called before `dial` returns, and may raise `FrameError` for what makes no sense. `on_end(link,
-end)` is called once, and only for a link that was open. Everything sent in one turn of the loop
-goes out as one write.
+`on_frames(connection, [(kind, payload), …])` receives everything that one read returned, in order.
+It may be called before `dial` returns, and may raise `FrameError`. `on_end(connection, end)` is
+called once, and only for a connection whose handshake completed. Everything sent in one iteration
+of the loop goes out as one write.
 
-A listener makes a `FrameConnection` for each connection (see `doyen.quorum.node.listener`); its
-`admit(link)` decides, at once or later, by `link.welcome(on_frames, on_end)` or `link.refuse(fault,
-text)`.
+A server makes a `FrameConnection` for each connection (see `doyen.quorum.node.listener`). Its
+`admit(connection)` decides, at once or later, by `connection.welcome(on_frames, on_end)` or
+`connection.refuse(reason, text)`.
 
-Silence: a side that has heard nothing for `keepalive_s` says ping, and lets go after three of them
-(`End.SILENT`). `End.LEFT`, an end or a reset by the other side, is the one sign that its process
-may have died. Whatever is malformed closes the link, is counted in the `Tally`, and costs one line
-of the log now and then; nothing is raised out of the protocol.
+A side that has received nothing for `keepalive_s` sends a ping, and closes the connection after
+three of them (`End.SILENT`). `End.LEFT`, a close or a reset by the other side, is the only end that
+suggests that the other process has died. Malformed input closes the connection, is counted in
+`ConnectionErrors` and logged at a limited rate; nothing is raised out of the protocol.
+
+The parts: `FrameConnection` (handshake, received frames, end), `_SendQueue` (what waits to be
+written), `_Keepalive` (pings, and probes for life).
 """
 
 from __future__ import annotations
@@ -42,72 +45,214 @@ from typing import Any, cast
 
 from doyen._waiting import shared
 from doyen.errors import StoreUnavailable
-from doyen.quorum.protocol.wire import (
-    ANY,
+from doyen.quorum.protocol.frames import (
     MAX_FRAME,
     MAX_GREETING,
-    ClientHandshake,
     CloseReason,
-    ConnectionIdentity,
     ConnectionRefused,
+    FrameDecoder,
     FrameError,
     FrameKind,
-    Frames,
-    Judge,
-    MemberInfo,
-    Role,
-    Security,
-    ServerHandshake,
     frame,
-    pack_head,
-    parse_address,
+    pack_header,
+)
+from doyen.quorum.protocol.handshake import (
+    ANY,
+    CheckRemote,
+    ClientHandshake,
+    ConnectionIdentity,
+    MemberInfo,
+    ServerHandshake,
     refusal,
 )
+from doyen.quorum.protocol.security import Role, Security, parse_address
 
-__all__ = ["End", "FrameConnection", "Tally", "dial"]
+__all__ = ["ConnectionErrors", "End", "FrameConnection", "dial"]
 
 log = logging.getLogger("doyen")
 
 OnFrames = Callable[["FrameConnection", Sequence[tuple[int, bytes]]], None]
 OnEnd = Callable[["FrameConnection", "End"], None]
+Admit = Callable[["FrameConnection"], None]
 
 KEEPALIVE_S = 2.0
 PINGS = 3
 HANDSHAKE_S = 5.0
 BOUND = 16 << 20
-"""Bytes that may wait to be sent on one link."""
+"""Bytes that may wait to be sent on one connection."""
 HIGH_WATER = 256 << 10
 LINGER_S = 1.0
 LOG_EVERY_S = 10.0
 
 
 class End(Enum):
-    """How a link came to its end."""
+    """How a connection ended."""
 
-    LEFT = "the other side ended or reset it"
-    SILENT = "nothing was heard for too long"
-    FAULT = "something malformed came"
-    CLOSED = "closed here"
+    LEFT = "the other side closed or reset the connection"
+    SILENT = "nothing was received for too long"
+    FAULT = "the other side violated the protocol"
+    CLOSED = "closed by this side"
 
 
-class Tally:
-    """What went wrong on connections, counted by kind; one line of log per kind now and then."""
+class ConnectionErrors:
+    """Counts errors of connections by reason, and logs each reason at most once per
+    `LOG_EVERY_S`."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self._logged: dict[str, tuple[float, int]] = {}
 
-    def note(self, fault: str, text: str) -> None:
-        """Count it, and log it unless one of its kind was logged a moment ago."""
-        self.counts[fault] += 1
-        if fault == CloseReason.NOT_SERVING:
-            return  # while a leader is elected, everybody hears it
-        count, now = self.counts[fault], time.monotonic()
-        last, before = self._logged.get(fault, (-LOG_EVERY_S, 0))
+    def record(self, reason: str, text: str) -> None:
+        """Count an error, and log it unless one with the same reason was logged recently."""
+        self.counts[reason] += 1
+        if reason == CloseReason.NOT_SERVING:
+            return  # during an election, every client is refused with it
+        count, now = self.counts[reason], time.monotonic()
+        last, before = self._logged.get(reason, (-LOG_EVERY_S, 0))
         if now - last >= LOG_EVERY_S:
-            self._logged[fault] = (now, count)
+            self._logged[reason] = (now, count)
             more = f" ({count - before - 1} more like this before)" if count - before > 1 else ""
-            log.warning("connection closed: %s [%s]%s", text, fault, more)
+            log.warning("connection closed: %s [%s]%s", text, reason, more)
+
+
+class _SendQueue:
+    """Frames that wait to be written, joined into one write per iteration of the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, bound: int) -> None:
+        self._loop = loop
+        self._parts: list[bytes] = []
+        self._scheduled = False
+        self._waiters: list[asyncio.Future[None]] = []
+        self.transport: Any = None
+        """An asyncio.Transport once the connection is made; None again when nothing more may be
+        sent."""
+        self.blocked = False
+        """The transport's buffer is full."""
+        self.bound = bound
+        self.size = 0
+        """Bytes that wait to be handed to the transport."""
+        self.accepted = self.written = 0
+        """Frames queued so far, and how many of them have been handed to the transport."""
+
+    def add(self, kind: int, parts: tuple[bytes, ...]) -> bool:
+        if self.transport is None or self.size > self.bound:
+            return False
+        size = 1
+        for part in parts:
+            size += len(part)
+        if size > MAX_FRAME:
+            raise ValueError(f"the frame has {size} bytes; {MAX_FRAME} are allowed")
+        self._parts.append(pack_header(size, kind))
+        self._parts.extend(parts)
+        self.size += size + 4
+        self.accepted += 1
+        if not self._scheduled and not self.blocked:
+            self._scheduled = True
+            self._loop.call_soon(self._flush)
+        return True
+
+    @property
+    def congested(self) -> bool:
+        return self.blocked or self.size > HIGH_WATER
+
+    async def room(self) -> None:
+        future = self._loop.create_future()
+        self._waiters.append(future)
+        await future
+
+    def unblock(self) -> None:
+        self.blocked = False
+        self._flush()
+
+    def _flush(self) -> None:
+        self._scheduled = False
+        if not self.blocked:
+            self._write()
+            self._wake()
+
+    def _write(self) -> None:
+        if self._parts and self.transport is not None:
+            data = b"".join(self._parts)
+            self._parts.clear()
+            self.size = 0
+            self.written = self.accepted
+            self.transport.write(data)
+
+    def finish(self) -> None:
+        """Write what is queued, and accept no more."""
+        self._write()
+        self.transport = None
+
+    def discard(self) -> None:
+        """Drop what is queued, and accept no more."""
+        self.transport = None
+        self._parts.clear()
+        self.size = 0
+        self._wake()
+
+    def _wake(self) -> None:
+        for future in self._waiters:
+            if not future.done():
+                future.set_result(None)
+        self._waiters.clear()
+
+
+class _Keepalive:
+    """Notices that the other side is silent: by pings after each quiet interval, and by probes on
+    request."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        interval_s: float,
+        ping: Callable[[], None],
+        silent: Callable[[], None],
+    ) -> None:
+        self._loop = loop
+        self._interval_s = interval_s
+        self._ping = ping
+        self._silent = silent
+        self._timer: asyncio.TimerHandle | None = None
+        self._unanswered = 0
+        self.heard = False
+        """Something was received since the last interval began."""
+        self.paused = False
+        """Nothing is read, so silence means nothing."""
+        self.probes: list[asyncio.Future[None]] = []
+
+    def start(self) -> None:
+        self._timer = self._loop.call_later(self._interval_s, self._check)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self.answer_probes()
+
+    def _check(self) -> None:
+        if self.heard or self.paused:
+            self.heard, self._unanswered = False, 0
+        elif self._unanswered == PINGS:
+            self._silent()
+            return
+        else:
+            self._unanswered += 1
+            self._ping()
+        self.start()
+
+    async def probe(self, within_s: float) -> bool:
+        """Whether anything is received within this time."""
+        probe: asyncio.Future[None] = self._loop.create_future()
+        self.probes.append(probe)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await probe
+        return probe.done() and not probe.cancelled()
+
+    def answer_probes(self) -> None:
+        for probe in self.probes:
+            if not probe.done():
+                probe.set_result(None)
+        self.probes.clear()
 
 
 class FrameConnection(asyncio.Protocol):
@@ -116,70 +261,56 @@ class FrameConnection(asyncio.Protocol):
     def __init__(
         self,
         handshake: ClientHandshake | ServerHandshake,
-        tally: Tally,
+        errors: ConnectionErrors,
         *,
-        admit: Callable[[FrameConnection], None] | None = None,
+        admit: Admit | None = None,
         on_frames: OnFrames | None = None,
         on_end: OnEnd | None = None,
         keepalive_s: float = KEEPALIVE_S,
         bound: int = BOUND,
     ) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         self._handshake = handshake
-        self._tally = tally
+        self._errors = errors
         self._admit = admit
         self._on_frames = on_frames
         self._on_end = on_end
-        self._keepalive_s = keepalive_s
-        self._keepalive: asyncio.TimerHandle | None = None
+        self._decoder = FrameDecoder(MAX_GREETING)
+        self._queue = _SendQueue(loop, bound)
+        self._keepalive = _Keepalive(loop, keepalive_s, self._ping, self._silent)
+        self._transport: Any = None  # an asyncio.Transport once the connection is made
         self._linger: asyncio.TimerHandle | None = None
-        self._frames = Frames(MAX_GREETING)
-        self._transport: Any = None  # an asyncio.Transport, once there is one
-        self._out: list[bytes] = []
-        self._flushing = False
-        self._stuffed = False
-        self._reading = True
-        self._heard = False
-        self._silences = 0
-        self._waiting: list[asyncio.Future[None]] = []
-        self._probes: list[asyncio.Future[None]] = []
-        self._why: End | None = None
-        self.bound = bound
-        self.queued = 0
-        """Bytes that wait to be handed to the transport."""
-        self.accepted = 0
-        self.written = 0
-        """Frames that were queued, and how many of them have been handed to the transport."""
+        self._ending: End | None = None
+        self._gone: asyncio.Future[None] = loop.create_future()
+        self.established: asyncio.Future[None] = loop.create_future()
+        """Done when the handshake has completed or failed."""
         self.open = False
         self.closed = False
-        self.end: End | None = None
-        self.greeted: asyncio.Future[None] = self._loop.create_future()
-        self._gone: asyncio.Future[None] = self._loop.create_future()
-        self.where = "?"
+        self.address = "?"
         """The other side's address, for messages."""
 
     @property
-    def them(self) -> ConnectionIdentity:
-        return self._handshake.them
+    def remote(self) -> ConnectionIdentity:
+        return self._handshake.remote
 
     @property
     def role(self) -> Role:
-        """As what the other side has come, if it called us."""
+        """The role in which the other side connects, if it dialled."""
         return self._handshake.role if isinstance(self._handshake, ServerHandshake) else "peer"
 
     @property
     def granted(self) -> Role:
-        """What the other side may do, by its secret and its certificate."""
+        """The role that the other side's secret and certificate grant."""
         return self._handshake.granted if isinstance(self._handshake, ServerHandshake) else "peer"
 
     @property
     def info(self) -> MemberInfo:
-        """What the other side says of itself, if it is a node."""
+        """What the other side has sent about itself, if it is a node."""
         return self._handshake.info
 
     @property
     def certificate(self) -> Mapping[str, Any] | None:
-        """The other side's, if it has shown one."""
+        """The other side's certificate, if it has sent one."""
         return self._handshake.certificate
 
     @property
@@ -192,286 +323,254 @@ class FrameConnection(asyncio.Protocol):
         return self._handshake.supports
 
     @property
+    def end(self) -> End | None:
+        """How it ended, once it has."""
+        return self._ending if self.closed else None
+
+    @property
     def ending(self) -> bool:
         """Whether it has ended, or is about to."""
-        return self.closed or self._why is not None
+        return self.closed or self._ending is not None
 
     @property
     def full(self) -> bool:
-        """Whether `send` would refuse."""
-        return self.queued > self.bound
+        """Whether `send` would refuse for lack of room."""
+        return self._queue.size > self._queue.bound
 
     @property
     def congested(self) -> bool:
         """Whether `drain` would wait."""
-        return not self.closed and (self._stuffed or self.queued > HIGH_WATER)
+        return not self.closed and self._queue.congested
 
-    # What owners do with it.
+    @property
+    def queued(self) -> int:
+        """Bytes that wait to be handed to the transport."""
+        return self._queue.size
+
+    @property
+    def accepted(self) -> int:
+        """The number of frames that have been queued."""
+        return self._queue.accepted
+
+    @property
+    def written(self) -> int:
+        """How many of the queued frames have been handed to the transport."""
+        return self._queue.written
+
+    # For the owner.
 
     def send(self, kind: int, *parts: bytes) -> bool:
-        """Queue a frame. False, and nothing is queued, if the link has ended or is full."""
-        if self.closed or self._why is not None or self.queued > self.bound:
-            return False
-        size = 1
-        for part in parts:
-            size += len(part)
-        if size > MAX_FRAME:
-            raise ValueError(f"a frame of {size} bytes; {MAX_FRAME} are allowed")
-        self._out.append(pack_head(size, kind))
-        self._out.extend(parts)
-        self.queued += size + 4
-        self.accepted += 1
-        if not self._flushing and not self._stuffed:
-            self._flushing = True
-            self._loop.call_soon(self._flush)
-        return True
+        """Queue a frame. Returns False, and queues nothing, if the connection has ended or its
+        queue is full."""
+        return self._queue.add(kind, parts)
 
     async def drain(self) -> None:
-        """Wait until what was sent has been handed over, or the link has ended."""
+        """Wait until the queue has room, or the connection has ended."""
         while self.congested:
-            future = self._loop.create_future()
-            self._waiting.append(future)
-            await future
+            await self._queue.room()
 
     def pause(self) -> None:
-        """Read nothing more for now. Silence of the other side is then not noticed."""
-        if self._reading and not self.closed:
-            self._reading = False
+        """Stop reading. Silence of the other side goes unnoticed until `resume`."""
+        if not self._keepalive.paused and not self.closed:
+            self._keepalive.paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        if not self._reading and not self.closed:
-            self._reading = self._heard = True
+        if self._keepalive.paused and not self.closed:
+            self._keepalive.paused, self._keepalive.heard = False, True
             self._transport.resume_reading()
 
     def close(self, end: End = End.CLOSED) -> None:
-        """Send what is queued, then end it; at the latest after a second."""
+        """Send what is queued, then close; abort if that takes longer than a second."""
         if self.ending:
             return
-        self._why = end
-        if self._out:
-            self._transport.write(b"".join(self._out))
-            self._out.clear()
-            self.written = self.accepted
+        self._ending = end
+        self._queue.finish()
         self._transport.close()
         self._linger = self._loop.call_later(LINGER_S, self._transport.abort)
 
     def abort(self, end: End = End.CLOSED) -> None:
         if not self.closed:
-            self._why = self._why or end
+            self._ending = self._ending or end
+            self._queue.transport = None
             if self._transport is not None:
                 self._transport.abort()
 
     async def wait(self) -> None:
-        """Until it has ended."""
+        """Wait until it has ended."""
         await shared(self._gone)
 
     def when_gone(self, then: Callable[[FrameConnection], None]) -> None:
-        """Have this called when it has ended, open or not."""
+        """Call `then` when it has ended, whether or not the handshake completed."""
         self._gone.add_done_callback(lambda _: then(self))
 
     async def alive(self, within_s: float) -> bool:
-        """Whether anything is heard from the other side in answer to a ping."""
+        """Whether the other side sends anything within this time after a ping."""
         if self.ending:
             return False
-        probe: asyncio.Future[None] = self._loop.create_future()
-        self._probes.append(probe)
         self._transport.write(frame(FrameKind.PING))
-        with suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                await probe
-        return probe.done() and not probe.cancelled() and not self.ending
+        return await self._keepalive.probe(within_s) and not self.ending
 
-    def fault(self, fault: CloseReason, text: str) -> None:
-        """Close it because of what the other side has sent."""
+    def fail(self, reason: CloseReason, text: str) -> None:
+        """Close it because the other side violated the protocol or a limit."""
         if not self.ending:
-            self._tally.note(fault, f"{self}: {text}")
-            self._fail(ConnectionRefused(fault, f"{self}: {text}"))
+            self._errors.record(reason, f"{self}: {text}")
+            self._not_established(ConnectionRefused(reason, f"{self}: {text}"))
             self.abort(End.FAULT)
 
-    # The handshake of a listener.
+    # The end of a server's handshake.
 
     def welcome(self, on_frames: OnFrames, on_end: OnEnd) -> None:
-        """Let it in."""
+        """Accept the client."""
         if self.ending or not isinstance(self._handshake, ServerHandshake):
             return
         self._on_frames, self._on_end = on_frames, on_end
         self._transport.write(self._handshake.welcome())
-        self._opened()
-        self._take(b"")
+        self._establish()
+        self._receive(b"")
 
-    def refuse(self, fault: CloseReason, text: str) -> None:
-        """Tell it why not, and end it."""
+    def refuse(self, reason: CloseReason, text: str) -> None:
+        """Send the client the reason, and close."""
         if not self.ending:
-            self._tally.note(fault, f"{self}: {text}")
-            self._transport.write(refusal(ConnectionRefused(fault, text)))
+            self._errors.record(reason, f"{self}: {text}")
+            self._transport.write(refusal(ConnectionRefused(reason, text)))
             self.close(End.FAULT)
 
-    # What asyncio calls.
+    # asyncio.Protocol.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
         self._transport.set_write_buffer_limits(HIGH_WATER)
-        self.where = _where(self._transport.get_extra_info("peername"))
+        self.address = _format(self._transport.get_extra_info("peername"))
         self._handshake.certificate = self._transport.get_extra_info("peercert") or None
-        if self._why is not None:
+        if self._ending is not None:
             self._transport.abort()
-        elif isinstance(self._handshake, ClientHandshake):
+            return
+        self._queue.transport = transport
+        if isinstance(self._handshake, ClientHandshake):
             self._transport.write(self._handshake.begin())
 
     def data_received(self, data: bytes) -> None:
-        self._heard = True
-        if self._why is None:
-            self._take(data)
+        self._keepalive.heard = True
+        if self._ending is None:
+            self._receive(data)
 
-    def _take(self, data: bytes) -> None:
+    def pause_writing(self) -> None:
+        self._queue.blocked = True
+
+    def resume_writing(self) -> None:
+        self._queue.unblock()
+
+    def eof_received(self) -> None:
+        """Returning None makes the transport close itself."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed, self.open, was_open = True, False, self.open
+        if self._ending is None:
+            left = exc is None or isinstance(exc, ConnectionError | ssl.SSLError)
+            self._ending = End.LEFT if left else End.SILENT
+        if self._linger is not None:
+            self._linger.cancel()
+        self._queue.discard()
+        self._keepalive.stop()
+        self._gone.set_result(None)
+        if not self.established.done():
+            why = f": {exc}" if exc is not None else ""
+            self._not_established(
+                StoreUnavailable(f"{self} closed the connection before the handshake ended{why}")
+            )
+        if was_open:
+            cast(OnEnd, self._on_end)(self, self._ending)
+
+    # Received frames.
+
+    def _receive(self, data: bytes) -> None:
         try:
             if not self.open:
-                self._greet(data)
+                self._shake_hands(data)
                 data = b""
             if self.open:
-                frames = self._frames.feed(data)
-                if self._frames.control or self._probes:
-                    self._attend()
+                frames = self._decoder.feed(data)
+                if self._decoder.control or self._keepalive.probes:
+                    self._control()
                 if frames:
                     cast(OnFrames, self._on_frames)(self, frames)
         except FrameError as error:
-            self.fault(error.fault, str(error))
+            self.fail(error.reason, str(error))
 
-    def pause_writing(self) -> None:
-        self._stuffed = True
-
-    def resume_writing(self) -> None:
-        self._stuffed = False
-        self._flush()
-
-    def eof_received(self) -> None:
-        """The transport closes by itself then."""
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.closed, self.open, opened = True, False, self.open
-        if self._why is None:
-            left = exc is None or isinstance(exc, ConnectionError | ssl.SSLError)
-            self._why = End.LEFT if left else End.SILENT
-        self.end = self._why
-        for timer in (self._keepalive, self._linger):
-            if timer is not None:
-                timer.cancel()
-        self._out.clear()
-        self.queued = 0
-        self._wake()
-        self._answer_probes()
-        self._gone.set_result(None)
-        if not self.greeted.done():
-            why = f": {exc}" if exc is not None else ""
-            self._fail(StoreUnavailable(f"{self} closed the connection before it was made{why}"))
-        if opened:
-            cast(OnEnd, self._on_end)(self, self.end)
-
-    # Inner parts.
-
-    def _flush(self) -> None:
-        self._flushing = False
-        if self._out and self._why is None and not self._stuffed:
-            data = b"".join(self._out)
-            self._out.clear()
-            self.queued = 0
-            self.written = self.accepted
-            self._transport.write(data)
-        if self._waiting and not self._stuffed:
-            self._wake()
-
-    def _wake(self) -> None:
-        for future in self._waiting:
-            if not future.done():
-                future.set_result(None)
-        self._waiting.clear()
-
-    def _attend(self) -> None:
-        """The wire's own frames on an open link."""
-        self._answer_probes()
-        control, self._frames.control = self._frames.control, []
+    def _control(self) -> None:
+        """Process frames of the protocol's own kinds after the handshake."""
+        self._keepalive.answer_probes()
+        control, self._decoder.control = self._decoder.control, []
         for kind, payload in control:
             if kind == FrameKind.PING and not payload:
-                if not self._stuffed:
+                if not self._queue.blocked:
                     self._transport.write(frame(FrameKind.PONG))
             elif kind != FrameKind.PONG or payload:
                 raise FrameError(
                     CloseReason.OUT_OF_TURN, f"a frame of kind {kind} after the handshake"
                 )
 
-    def _answer_probes(self) -> None:
-        for probe in self._probes:
-            if not probe.done():
-                probe.set_result(None)
-        self._probes.clear()
-
-    def _greet(self, data: bytes) -> None:
-        """The handshake, one frame at a time: what follows it is judged by another limit."""
+    def _shake_hands(self, data: bytes) -> None:
+        """Process one frame at a time: those after the handshake have another limit."""
         while True:
-            others = self._frames.feed(data, most=1)
+            others = self._decoder.feed(data, most=1)
             data = b""
             if others:
-                raise FrameError(CloseReason.OUT_OF_TURN, "spoke before the handshake was over")
-            if not self._frames.control or not self._step(*self._frames.control.pop()):
+                raise FrameError(CloseReason.OUT_OF_TURN, "sent a frame before the handshake ended")
+            if not self._decoder.control or not self._step(*self._decoder.control.pop()):
                 return
 
     def _step(self, kind: int, payload: bytes) -> bool:
-        """Whether the handshake goes on."""
+        """Process one frame of the handshake. Returns whether it goes on."""
         handshake = self._handshake
         try:
-            answer = handshake.take(kind, payload)
+            answer = handshake.receive(kind, payload)
         except ConnectionRefused as error:
-            self._misfit(error)
+            if isinstance(handshake, ServerHandshake):
+                self.refuse(error.reason, str(error))
+            else:
+                self._not_established(ConnectionRefused(error.reason, f"{self}: {error}"))
+                self.abort(End.FAULT)
             return False
         if answer:
             self._transport.write(answer)
         if isinstance(handshake, ClientHandshake):
             if handshake.done:
-                self._opened()
+                self._establish()
             return not handshake.done
-        if handshake.proved:
-            cast(Callable[[FrameConnection], None], self._admit)(self)
-        return not handshake.proved
+        if handshake.authenticated:
+            cast(Admit, self._admit)(self)
+        return not handshake.authenticated
 
-    def _misfit(self, error: ConnectionRefused) -> None:
-        if isinstance(self._handshake, ServerHandshake):
-            self.refuse(error.fault, str(error))
-        else:
-            self._fail(ConnectionRefused(error.fault, f"{self}: {error}"))
-            self.abort(End.FAULT)
-
-    def _fail(self, error: Exception) -> None:
-        if not self.greeted.done():
-            self.greeted.set_exception(error)
-            self.greeted.exception()  # whether or not anyone awaits it
-
-    def _opened(self) -> None:
+    def _establish(self) -> None:
         self.open = True
-        self._frames.limit = MAX_FRAME
-        if not self.greeted.done():
-            self.greeted.set_result(None)
-        self._keepalive = self._loop.call_later(self._keepalive_s, self._listen_for_life)
+        self._decoder.limit = MAX_FRAME
+        if not self.established.done():
+            self.established.set_result(None)
+        self._keepalive.start()
 
-    def _listen_for_life(self) -> None:
-        if self._heard or not self._reading:
-            self._heard, self._silences = False, 0
-        else:
-            self._silences += 1
-            if self._silences > PINGS:
-                self._tally.counts[CloseReason.SILENT] += 1
-                self.abort(End.SILENT)
-                return
-            if not self._stuffed:
-                self._transport.write(frame(FrameKind.PING))
-        self._keepalive = self._loop.call_later(self._keepalive_s, self._listen_for_life)
+    def _not_established(self, error: Exception) -> None:
+        if not self.established.done():
+            self.established.set_exception(error)
+            self.established.exception()  # mark it as retrieved, in case it is not awaited
+
+    # Keepalive.
+
+    def _ping(self) -> None:
+        if not self._queue.blocked:
+            self._transport.write(frame(FrameKind.PING))
+
+    def _silent(self) -> None:
+        self._errors.counts[CloseReason.SILENT] += 1
+        self.abort(End.SILENT)
 
     def __str__(self) -> str:
-        node = self.them.node
-        return f"{self.where} (as {node!r})" if node else self.where
+        node = self.remote.node
+        return f"{self.address} (as {node!r})" if node else self.address
 
 
-def _where(peername: Any) -> str:
+def _format(peername: Any) -> str:
     match peername:
         case (str(host), int(port), *_):
             return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -480,7 +579,7 @@ def _where(peername: Any) -> str:
 
 async def dial(
     address: str,
-    me: ConnectionIdentity,
+    local: ConnectionIdentity,
     *,
     role: Role,
     security: Security,
@@ -488,19 +587,19 @@ async def dial(
     on_end: OnEnd,
     wanted: str = ANY,
     info: MemberInfo = MemberInfo(),  # noqa: B008  (frozen)
-    judge: Judge | None = None,
-    tally: Tally | None = None,
+    check: CheckRemote | None = None,
+    errors: ConnectionErrors | None = None,
     handshake_s: float = HANDSHAKE_S,
     keepalive_s: float = KEEPALIVE_S,
     bound: int = BOUND,
 ) -> FrameConnection:
-    """Connect and shake hands. Raises `StoreUnavailable` if nobody is there or nobody answers in
-    time, `ConnectionRefused` if the other side is not who was wanted or does not want us."""
+    """Connect and complete the handshake. Raises `StoreUnavailable` if the server cannot be reached
+    or does not answer in time, and `ConnectionRefused` if it is not the wanted one or refuses."""
     host, port = parse_address(address)
     loop = asyncio.get_running_loop()
-    link = FrameConnection(
-        ClientHandshake(me, role, wanted, security.key(role), info=info, judge=judge),
-        tally or Tally(),
+    connection = FrameConnection(
+        ClientHandshake(local, role, wanted, security.key(role), info=info, check=check),
+        errors or ConnectionErrors(),
         on_frames=on_frames,
         on_end=on_end,
         keepalive_s=keepalive_s,
@@ -510,12 +609,16 @@ async def dial(
     try:
         async with asyncio.timeout(handshake_s):
             await loop.create_connection(
-                lambda: link, host, port, ssl=context, server_hostname=host if context else None
+                lambda: connection,
+                host,
+                port,
+                ssl=context,
+                server_hostname=host if context else None,
             )
-            link.where = address
-            await link.greeted
+            connection.address = address
+            await connection.established
     except TimeoutError:
-        link.abort()
+        connection.abort()
         raise StoreUnavailable(f"{address} has not answered within {handshake_s:g} s") from None
     except ssl.SSLError as error:
         raise ConnectionRefused(CloseReason.TLS, f"{address}: TLS failed: {error}") from error
@@ -523,9 +626,9 @@ async def dial(
         number = error.errno or 0
         reason = os.strerror(number) if number > 0 else error.strerror or str(error)
         if not reason and context:
-            reason = "it ended the connection before TLS was agreed on; does it speak TLS?"
+            reason = "it closed the connection during the TLS handshake; does it support TLS?"
         raise StoreUnavailable(f"cannot reach {address}: {reason}") from error
     except BaseException:
-        link.abort()
+        connection.abort()
         raise
-    return link
+    return connection

@@ -28,7 +28,7 @@ from doyen.errors import ConfigError
 from doyen.stores.port import Context, StoreURL
 
 if TYPE_CHECKING:
-    from doyen.quorum.protocol.wire import Security
+    from doyen.quorum.protocol.security import Security
     from doyen.stores.quorum.store import QuorumStore
 
 __all__ = ["make_store", "open_store"]
@@ -85,7 +85,7 @@ def _nodes(hosts: str) -> Iterator[str]:
 
 
 def _security(url: StoreURL, secret: str) -> Security:
-    from doyen.quorum.protocol.wire import TLS, Security
+    from doyen.quorum.protocol.security import TLS, Security
 
     given = {name: url.options.get(name) for name in ("ca", "cert", "key")}
     value = url.options.get("tls", "")

@@ -39,6 +39,8 @@ from doyen.errors import (
 from doyen.quorum.keyspace.state import KeyspaceCommand, Result, StoredEntry, decode_result, encode
 from doyen.quorum.keyspace.versions import FIRST
 from doyen.quorum.protocol.connection import End, FrameConnection, dial
+from doyen.quorum.protocol.frames import CloseReason, ConnectionRefused, FrameError
+from doyen.quorum.protocol.handshake import ANY, ConnectionIdentity, MemberInfo
 from doyen.quorum.protocol.requests import (
     ANSWER,
     MAX_WRITES,
@@ -62,15 +64,7 @@ from doyen.quorum.protocol.requests import (
     Wrote,
     decode_answer,
 )
-from doyen.quorum.protocol.wire import (
-    ANY,
-    CloseReason,
-    ConnectionIdentity,
-    ConnectionRefused,
-    FrameError,
-    MemberInfo,
-    Security,
-)
+from doyen.quorum.protocol.security import Security
 
 __all__ = ["Electing", "QuorumConnection", "QuorumWatch", "inquire"]
 
@@ -242,7 +236,7 @@ class QuorumConnection:
     @property
     def node(self) -> str | None:
         """The address we are connected to."""
-        return self._link.where if self._link is not None else None
+        return self._link.address if self._link is not None else None
 
     # Asking.
 
@@ -389,7 +383,7 @@ class QuorumConnection:
                 answer = decode_answer(payload)
                 self._hear.get(type(answer), self._answered)(answer)
             except (MsgspecError, ValueError, RecursionError) as error:
-                link.fault(CloseReason.MALFORMED, f"not an answer of this protocol: {error}")
+                link.fail(CloseReason.MALFORMED, f"not an answer of this protocol: {error}")
                 return
 
     def _changed(self, answer: Changed) -> None:
@@ -539,7 +533,7 @@ class QuorumConnection:
         if len(lasting) == len(failures):
             raise StoreUnusable(f"no node lets us in: {text}") from lasting[0]
         electing = any(
-            isinstance(each, ConnectionRefused) and each.fault is CloseReason.NOT_SERVING
+            isinstance(each, ConnectionRefused) and each.reason is CloseReason.NOT_SERVING
             for each in failures
         )
         kind = Electing if electing else StoreUnavailable
@@ -563,7 +557,7 @@ class QuorumConnection:
             if not self._closed:
                 self._loop.call_soon(self._connect)
             return
-        self.cluster = self.cluster or link.them.cluster
+        self.cluster = self.cluster or link.remote.cluster
         self.cluster_id = self.cluster_id or link.info.cluster_id
         self._link = link
         link.send(REQUEST, encode(Hello(self._name)))
@@ -640,7 +634,7 @@ def _error(answer: Failed) -> StoreError:
 
 
 def _stuffed(link: FrameConnection) -> str:
-    return f"{link.where} takes in less than is asked of it; wait for some"
+    return f"{link.address} takes in less than is asked of it; wait for some"
 
 
 def _hang_up(task: asyncio.Task[FrameConnection]) -> None:

@@ -48,7 +48,7 @@ from doyen.quorum.protocol.requests import (
     Renew,
     Scan,
 )
-from doyen.quorum.protocol.wire import Security
+from doyen.quorum.protocol.security import Security
 from doyen.stores.port import Capabilities, Creation, Store, Watch
 from doyen.stores.quorum.connection import Electing, QuorumConnection, inquire
 from doyen.stores.quorum.diagnosis import NodeAnswer, findings
