@@ -292,7 +292,7 @@ class Script:
 def scripted() -> tuple[Script, ConsulWatches]:
     script = Script()
     watches = ConsulWatches(Agents(["h:1"], token="", tls=None, connect_timeout_s=1), "d")
-    watches._wire = script  # type: ignore[assignment]
+    watches._client = script  # type: ignore[assignment]
     return script, watches
 
 
@@ -305,14 +305,14 @@ def test_what_was_shown_and_went_again_is_told() -> None:
         opening = asyncio.ensure_future(watches.watch("d/e/leader", lambda: told.append(1)))
         await script.answer(5)
         await opening
-        watches.show("d/e/leader", 6)
+        watches.returned("d/e/leader", 6)
         await script.answer(7)
         assert told == [1]
         await script.answer(8, other=8)
         assert told == [1]
         await script.answer(9, leader=9)
         assert told == [1, 1]
-        watches.show("d/e/leader", 9)
+        watches.returned("d/e/leader", 9)
         await script.answer(10, leader=9)
         assert told == [1, 1]
         await watches.close()

@@ -1,28 +1,27 @@
-"""The agents as one client sees them: connections, failover, and what their errors mean.
+"""Connections to Consul's agents: failover, and errors.
 
 A `ConsulClient` sends each request to one agent, and to the next if that one fails. A store has
 three: for ordinary calls, for renewals and for blocking queries, so that none of them queues behind
-another. Each wire has a connection pool per agent, so that requests which hang at one agent take no
-connection from the others.
+another. Each client has a connection pool per agent, so that requests which hang at one agent take
+no connection from the others.
 
-- Every request has a deadline, `ANSWER_S` unless the caller names another. A caller that gives up
-  earlier cancels its request.
-- An agent is *silent* if a request to it was given up for want of an answer. The wires share what
-  is known of each agent. A silent agent is asked only after all others have failed, until it
+- Every request has a deadline, `ANSWER_S` unless the caller gives another.
+- An agent is *silent* if a request to it was cancelled or timed out without an answer. The clients
+  of a store share this state. A silent agent is asked only after all others have failed, until it
   answers again. Its idle connections are closed, and blocking queries that wait at it are sent to
   another agent at once.
 - A request that failed before its connection was made was not carried out; nor was one that an
-  agent refused for want of a leader. Of any other failure the outcome is unknown. Reads are
+  agent refused because there is no leader. The outcome of any other failure is unknown. Reads are
   repeated at every other agent; so is whatever was certainly not carried out.
 
-All agents must be of one datacentre: two of them would elect two leaders. An agent that tells its
-datacentre (that takes the permission agent:read) is held to it.
+All agents must be of one datacentre: two datacentres would elect two leaders. This is checked for
+agents that report their datacentre, which requires the permission agent:read.
 
 The HTTP library is httpcore2, the transport of httpx2. It sends a request once. aiohttp was not
 chosen because it repeats a PUT by itself if a reused connection fails, which would turn an unknown
 outcome into a second transaction.
 
-Imports httpcore2, the error tree and the diagnosis.
+Imports httpcore2, the kit, the error tree and the diagnosis.
 """
 
 from __future__ import annotations
@@ -40,17 +39,19 @@ import httpcore2
 
 from doyen.errors import OutcomeUnknown, StoreError, StoreUnavailable, StoreUnusable
 from doyen.stores.consul.diagnosis import seconds
+from doyen.stores.kit.failover import failover
+from doyen.stores.kit.lifecycle import CLOSED
 
 __all__ = ["TTL_MIN_S", "Agents", "ConsulClient", "ConsulResponse"]
 
 ANSWER_S = 10.0
 """Deadline of a request. Consul itself holds one for up to 7 s while its servers have no leader."""
 UNANSWERED_S = 0.1
-"""A call that is cancelled after less was not given up for want of an answer."""
+"""A call that is cancelled earlier than this is no evidence that the agent does not answer."""
 TTL_MIN_S = 10.0
-"""The shortest session, unless servers have been told otherwise (`session_ttl_min`)."""
+"""The shortest session, unless the servers' `session_ttl_min` differs."""
 IN_FLIGHT = 16
-"""Connections of one wire to one agent. An agent allows 200 to all clients of one address."""
+"""Connections of one client to one agent. An agent allows 200 per client address."""
 
 _NOT_DONE = (
     "No cluster leader",
@@ -65,7 +66,7 @@ _ENTRY = {"Key", "Value", "CreateIndex", "ModifyIndex"}
 
 @dataclass(frozen=True, slots=True)
 class ConsulResponse:
-    """What an agent said."""
+    """The answer of an agent."""
 
     status: int
     index: int
@@ -90,14 +91,14 @@ class ConsulResponse:
             isinstance(each, dict) and each.keys() >= _ENTRY for each in found
         ):
             raise OutcomeUnknown(
-                f"Consul answered a read with what are no entries: {self.text[:100]!r};"
+                f"Consul's answer to a read has no entries: {self.text[:100]!r};"
                 " check that the URL names agents of Consul"
             )
         return found
 
 
 class Agent:
-    """One agent: its address, and what the wires know of it."""
+    """One agent: its address, and whether it answers. Shared by the clients of a store."""
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -107,16 +108,16 @@ class Agent:
         """The deadlines of blocking queries that wait at this agent."""
 
     @property
-    def standing(self) -> tuple[bool, float]:
-        """What agents are ordered by: one that answers, one that fails, one that is silent; the
-        one that failed longest ago before the others."""
+    def preference(self) -> tuple[bool, float]:
+        """Sort key: agents that answer, then those that fail, then those that are silent; among
+        equals the one that failed longest ago."""
         return self.silent, self.failed_at
 
     def answered(self) -> None:
         self.silent, self.failed_at = False, -math.inf
 
     def failed(self, *, silent: bool) -> None:
-        """A request failed. Only an answer ends silence."""
+        """A request failed. An agent stays silent until it answers."""
         now = asyncio.get_running_loop().time()
         if silent and not self.silent:
             for deadline in self.blocking:
@@ -126,7 +127,7 @@ class Agent:
 
 
 class Agents:
-    """What the wires of one store share."""
+    """What the clients of one store share."""
 
     def __init__(
         self,
@@ -141,12 +142,12 @@ class Agents:
         self.connect_timeout_s = connect_timeout_s
         self.headers = [("X-Consul-Token", token)] if token else []
         self.ttl_min_s = TTL_MIN_S
-        """The shortest session, as far as an agent has told."""
+        """The shortest session, as the last server that was inspected has reported it."""
         self._datacentre = ""
-        self._greeted: set[str] = set()
+        self._checked: set[str] = set()
 
     def url(self, host: str, path: str, **options: object) -> str:
-        """The address of a path, whose odd characters are quoted; an option of None has no value.
+        """The URL of a path, which is quoted. An option of None has no value.
 
         >>> Agents(["h:1"], token="", tls=None, connect_timeout_s=3).url("h:1", "kv/%2F", index=7)
         'http://h:1/v1/kv/%252F?index=7'
@@ -157,46 +158,45 @@ class Agents:
         scheme = "http" if self.tls is None else "https"
         return f"{scheme}://{host}/v1/{quote(path, safe='/')}" + (f"?{query}" if query else "")
 
-    async def inspect(self, link: AgentPool) -> dict[str, Any] | None:
-        """What an agent says of itself; None if it will not tell us."""
-        host = link.agent.host
+    async def inspect(self, pool: AgentPool) -> dict[str, Any] | None:
+        """The configuration of an agent; None if the ACL does not permit reading it."""
+        host = pool.agent.host
         try:
-            answer = await link.request("GET", "agent/self", answer_s=self.connect_timeout_s)
+            answer = await pool.request("GET", "agent/self", answer_s=self.connect_timeout_s)
             if answer.status == 403:
                 return None
             if answer.status != 200:
                 raise translate(answer, host)
-            told = answer.json
-        except OutcomeUnknown as error:  # of a question nothing remains
+            found = answer.json
+        except OutcomeUnknown as error:  # the request changes nothing
             raise StoreUnavailable(str(error)) from error
-        if not isinstance(told, dict) or not isinstance(told.get("Config"), dict):
-            raise StoreUnusable(f"what answers at {host} is not an agent of Consul")
-        said: dict[str, Any] = told
-        return said
+        if not isinstance(found, dict) or not isinstance(found.get("Config"), dict):
+            raise StoreUnusable(f"the server at {host} is not an agent of Consul: correct the URL")
+        return found
 
-    async def greet(self, link: AgentPool) -> None:
-        """Meet an agent for the first time: refuse one of another datacentre than the rest."""
-        host = link.agent.host
-        if host in self._greeted:
+    async def check(self, pool: AgentPool) -> None:
+        """Before the first request to an agent: refuse one of another datacentre than the rest."""
+        host = pool.agent.host
+        if host in self._checked:
             return
-        told = await self.inspect(link)
-        if told is not None:
-            datacentre = str(told["Config"]["Datacenter"])
+        found = await self.inspect(pool)
+        if found is not None:
+            datacentre = str(found["Config"]["Datacenter"])
             if self._datacentre not in ("", datacentre):
                 raise StoreUnusable(
                     f"Consul at {host} is of the datacentre {datacentre!r}, the rest of"
                     f" {self._datacentre!r}: all agents in the URL must be of one datacentre"
                 )
             self._datacentre = datacentre
-            shortest = told.get("DebugConfig", {}).get("SessionTTLMin")
-            # 0 stands for the default. A client's own setting says nothing about the servers'.
-            if told["Config"].get("Server") and shortest:
+            shortest = found.get("DebugConfig", {}).get("SessionTTLMin")
+            # 0 stands for the default. The setting of a client agent does not apply to servers.
+            if found["Config"].get("Server") and shortest:
                 self.ttl_min_s = seconds(shortest) or TTL_MIN_S
-        self._greeted.add(host)
+        self._checked.add(host)
 
 
 class AgentPool:
-    """The connections of one wire to one agent."""
+    """The connections of one client to one agent."""
 
     def __init__(self, agents: Agents, agent: Agent) -> None:
         self.agent = agent
@@ -215,7 +215,7 @@ class AgentPool:
         blocking: bool = False,
         **options: object,
     ) -> ConsulResponse:
-        """One request to one agent, the failures of its connection translated."""
+        """One request to one agent, its errors translated."""
         agents, agent, host = self._agents, self.agent, self.agent.host
         wait_s = min(agents.connect_timeout_s, answer_s)
         began = asyncio.get_running_loop().time()
@@ -232,12 +232,12 @@ class AgentPool:
                     extensions={"timeout": {"pool": wait_s, "connect": wait_s}},
                 )
         except asyncio.CancelledError:
-            # Whoever stops a blocking query no longer needs it: that says nothing of the agent.
+            # A blocking query is cancelled when it is no longer needed, not because it hangs.
             if not blocking and asyncio.get_running_loop().time() - began > UNANSWERED_S:
-                await self._fell_silent()
+                await self._mark_silent()
             raise
         except TimeoutError as error:
-            await self._fell_silent()
+            await self._mark_silent()
             raise OutcomeUnknown(
                 f"Consul at {host} does not answer within {answer_s:g} s"
             ) from error
@@ -264,8 +264,8 @@ class AgentPool:
         text = response.content.decode("utf-8", "replace")
         return ConsulResponse(response.status, int(index) if index.isdigit() else 0, text)
 
-    async def _fell_silent(self) -> None:
-        """Idle connections to a silent agent may be dead as well, and each would cost a call."""
+    async def _mark_silent(self) -> None:
+        """Close idle connections too: they may be dead, and each would cost a failed call."""
         self.agent.failed(silent=True)
         for connection in self._pool.connections:
             if connection.is_idle():
@@ -276,11 +276,11 @@ class AgentPool:
 
 
 class ConsulClient:
-    """Requests of one kind, each to whichever agent answers."""
+    """Requests of one kind, each sent to an agent that answers."""
 
     def __init__(self, agents: Agents) -> None:
         self._agents = agents
-        self.links = [AgentPool(agents, agent) for agent in agents.each]
+        self.pools = [AgentPool(agents, agent) for agent in agents.each]
         self._closed = False
 
     async def ask(
@@ -295,33 +295,33 @@ class ConsulClient:
         blocking: bool = False,
         **options: object,
     ) -> ConsulResponse:
-        """One request, at the agents in turn for as long as that can do no harm.
+        """One request, sent to one agent after another as long as nothing can be carried out twice.
 
         Answers whose status is not in `accept` are failures.
         """
-        failure: StoreError = StoreUnavailable("the store is closed")
-        for link in sorted(self.links, key=lambda link: link.agent.standing):
+
+        async def attempt(pool: AgentPool) -> ConsulResponse:
             if self._closed:
-                break
+                raise StoreUnusable(CLOSED)
             try:
-                await self._agents.greet(link)
-                answer = await link.request(
+                await self._agents.check(pool)
+                answer = await pool.request(
                     method, path, body, answer_s=answer_s, blocking=blocking, **options
                 )
                 if answer.status in accept and not _denied(answer):
                     return answer
-                raise translate(answer, link.agent.host)
-            except (StoreUnavailable, OutcomeUnknown) as error:
-                link.agent.failed(silent=False)
-                failure = error
-                if isinstance(error, OutcomeUnknown) and not reads:
-                    break
-        raise failure
+                raise translate(answer, pool.agent.host)
+            except (StoreUnavailable, OutcomeUnknown):
+                pool.agent.failed(silent=False)
+                raise
+
+        pools = sorted(self.pools, key=lambda pool: pool.agent.preference)
+        return await failover(pools, attempt, repeatable=reads)
 
     async def close(self) -> None:
         self._closed = True
-        for link in self.links:
-            await link.close()
+        for pool in self.pools:
+            await pool.close()
 
 
 def _denied(answer: ConsulResponse) -> bool:
@@ -333,28 +333,30 @@ def _denied(answer: ConsulResponse) -> bool:
 
 def translate(answer: ConsulResponse, host: str) -> StoreError:
     """Map an error response to an exception."""
-    said = answer.text.strip()[:300] or f"status {answer.status}"
-    if "ACL not found" in said:
+    reason = answer.text.strip()[:300] or f"status {answer.status}"
+    if "ACL not found" in reason:
         return StoreUnusable(f"Consul at {host} does not know the ACL token: correct it")
-    if answer.status == 403 or "Permission denied" in said:
+    if answer.status == 403 or "Permission denied" in reason:
         return StoreUnusable(
-            f"Consul at {host} refuses: {said}. The ACL token needs key_prefix write on doyen's"
+            f"Consul at {host} refuses: {reason}. The ACL token needs key_prefix write on doyen's"
             " prefix and session_prefix write; it is given as consul://:TOKEN@host, token_file= or"
             " CONSUL_HTTP_TOKEN"
         )
-    if "HTTP request to an HTTPS server" in said:
-        return StoreUnusable(f"Consul at {host} speaks TLS: add tls=true to the URL")
-    if "Invalid Session TTL" in said:
-        return StoreUnusable(f"Consul at {host} refuses: {said}; ask for a ttl within these bounds")
-    if answer.status == 429 or any(text in said for text in _NOT_DONE):
-        return StoreUnavailable(f"Consul at {host} cannot serve now: {said}")
+    if "HTTP request to an HTTPS server" in reason:
+        return StoreUnusable(f"Consul at {host} requires TLS: add tls=true to the URL")
+    if "Invalid Session TTL" in reason:
+        return StoreUnusable(
+            f"Consul at {host} refuses: {reason}; ask for a ttl within these bounds"
+        )
+    if answer.status == 429 or any(text in reason for text in _NOT_DONE):
+        return StoreUnavailable(f"Consul at {host} cannot serve now: {reason}")
     if answer.status < 500:
-        return StoreUnusable(f"Consul at {host} refuses ({answer.status}): {said}")
-    return OutcomeUnknown(f"Consul at {host} failed: {said}")
+        return StoreUnusable(f"Consul at {host} refuses ({answer.status}): {reason}")
+    return OutcomeUnknown(f"Consul at {host} failed: {reason}")
 
 
 def _cause(error: BaseException) -> str:
-    """The reason at the bottom of an error: libraries wrap it in more general ones."""
+    """The innermost cause of an error. Libraries wrap it in more general ones."""
     reason = str(error)
     while (below := error.__cause__ or error.__context__) is not None:
         error = below.exceptions[0] if isinstance(below, BaseExceptionGroup) else below

@@ -1,6 +1,6 @@
-"""What `doyen doctor` says about Consul: versions, agents, and times that do not fit together.
+"""Diagnosis of a Consul datacentre: versions, agents, and settings of time that conflict.
 
-Pure: `findings` is a function of what was seen of each agent.
+Pure: `findings` is a function of the agents' states.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "µs": 1e-6, "us": 1e-6,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentState:
-    """What an agent said of itself, or why it said nothing."""
+    """The configuration of an agent, or the error of the request for it."""
 
     agent: str
-    silent_because: str = ""
+    error: str = ""
     version: str = ""
     datacentre: str = ""
     server: bool = False
     leader_lease_s: float = 0.0
-    """How long a server that was deposed may go on as leader, unaware."""
+    """How long a deposed server may act as leader before it notices."""
 
     @classmethod
-    def of(cls, agent: str, told: Mapping[str, Any] | None) -> Self:
-        """From its answer to agent/self; None if it did not let us ask."""
-        if told is None:
+    def of(cls, agent: str, found: Mapping[str, Any] | None) -> Self:
+        """From the answer to agent/self; None if the ACL does not permit reading it."""
+        if found is None:
             return cls(agent=agent)
-        config, debug = told["Config"], told.get("DebugConfig", {})
+        config, debug = found["Config"], found.get("DebugConfig", {})
         lease = debug.get("ConsulRaftLeaderLeaseTimeout", "") if config.get("Server") else ""
         return cls(
             agent=agent,
@@ -47,7 +47,7 @@ class AgentState:
 
 
 def seconds(duration: str) -> float:
-    """A duration in Go's words.
+    """The seconds of a duration in Go's notation.
 
     >>> seconds("1m30.5s"), seconds("500ms")
     (90.5, 0.5)
@@ -57,17 +57,17 @@ def seconds(duration: str) -> float:
 
 
 def findings(states: Sequence[AgentState], ttl_min_s: float) -> list[Finding]:
-    """What the states of the agents mean, with the shortest ttl that they grant."""
+    """The findings for the states of the agents and the shortest ttl that they grant."""
     return [*_agents(states), *_versions(states), *_times(states, ttl_min_s)]
 
 
 def _agents(states: Sequence[AgentState]) -> Iterator[Finding]:
     for state in states:
-        if state.silent_because:
+        if state.error:
             yield Finding(
                 level="warning",
                 subject="agents",
-                text=state.silent_because,
+                text=state.error,
                 remedy="bring the agent back, or take it out of the URL",
             )
     datacentres = sorted({state.datacentre for state in states if state.datacentre})
@@ -83,8 +83,8 @@ def _agents(states: Sequence[AgentState]) -> Iterator[Finding]:
         yield Finding(
             level="note",
             subject="agents",
-            text=f"the URL names one agent, {states[0].agent}: without it nobody is reached",
-            remedy="name several, separated by commas, unless each machine asks its own agent",
+            text=f"the URL names one agent, {states[0].agent}: if it fails, the store is lost",
+            remedy="name several, separated by commas, unless each machine uses its own agent",
         )
 
 
@@ -97,14 +97,14 @@ def _versions(states: Sequence[AgentState]) -> Iterator[Finding]:
                 level="warning" if old else "ok",
                 subject="version",
                 text=f"Consul {state.version} at {state.agent}"
-                + (", on which doyen has not been tried" if old else ""),
+                + (", with which doyen has not been tested" if old else ""),
                 remedy=f"update Consul to {'.'.join(map(str, OLDEST))} or later" if old else "",
             )
-        elif not state.silent_because:
+        elif not state.error:
             yield Finding(
                 level="note",
                 subject="version",
-                text=f"{state.agent} does not tell its version and datacentre to this ACL token",
+                text=f"{state.agent} does not report its version and datacentre to this ACL token",
                 remedy="grant agent:read to have them checked",
             )
 
@@ -115,13 +115,13 @@ def _times(states: Sequence[AgentState], ttl_min_s: float) -> Iterator[Finding]:
         yield Finding(
             level="warning",
             subject="session_ttl_min",
-            text=f"sessions may be as short as {ttl_min_s:g} s, while a server that was deposed may"
-            f" answer renewals for {lease_s:g} s: a shorter ttl than that is not safe",
+            text=f"sessions may be as short as {ttl_min_s:g} s, while a deposed server may answer"
+            f" renewals for {lease_s:g} s: a shorter ttl than that is not safe",
             remedy=f"use a ttl of {lease_s:g} s or more, or lower performance.raft_multiplier",
         )
     yield Finding(
         level="note",
         subject="expiry",
-        text="Consul keeps a session up to twice its ttl after the last renewal; the worst case"
-        " counts that",
+        text="Consul keeps a session up to twice its ttl after the last renewal; the worst"
+        " case includes that",
     )

@@ -1,21 +1,23 @@
 """The port on Consul: keys, sessions and transactions.
 
-Why a leader that keeps its own deadline is safe here:
+Why a leader that observes its own deadline is safe:
 
-- Consul's leader counts sessions in memory and ends one no sooner than its ttl after a renewal
-  reached it; as built, after twice the ttl. A new leader gives each session that time again.
-- A leader that has been deposed and does not know it yet still answers renewals, for as long as its
-  own lease on leadership lasts: half a second times `raft_multiplier`, 2.5 s by default and 5 s at
-  most. The new leader's count began before such a renewal by no more than that, and lasts twice the
-  ttl: so the renewal holds, provided that the ttl is not shorter than that lease. Where
-  `session_ttl_min` has been lowered below it, `doyen doctor` says so.
+- Consul's leader keeps the time of sessions in memory and ends one no sooner than its ttl after a
+  renewal reached it; as implemented, after twice the ttl. A new leader gives each session that time
+  again.
+- A deposed leader still answers renewals until its own lease on leadership ends: half a second
+  times `raft_multiplier`, 2.5 s by default and 5 s at most. The new leader began to count at most
+  that long before such a renewal, and counts twice the ttl. So the renewal holds if the ttl is not
+  shorter than that lease. `doyen doctor` warns if `session_ttl_min` has been lowered below it.
 - Lock-delay, Consul's own pause before a key of a lost session can be locked again, is for leaders
   that do not know their deadline. It is set to 0: it would lengthen every failover, and every
-  handover by revoking too, and add nothing.
+  handover that revokes a lease, and add no safety.
 
-Keys: the prefix, then the port's key. A ticket is called by its rank and something unique; within
-the rank its creation index is its place. Segments `.` and `..` are written `%2E` and `%2E%2E`,
-since they would be directions in the path of a request; no quoted name can look like that.
+Keys: the prefix, then the port's key. A ticket's name is its rank and a unique id; within the rank,
+its creation index is its place. Segments `.` and `..` are written `%2E` and `%2E%2E`, because they
+have a meaning in the path of a request. No quoted name can have that form.
+
+Imports the client, the watches, the kit and the port.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from random import getrandbits
 from typing import Any
 from uuid import uuid4
 
+from doyen._waiting import retrieve
 from doyen.errors import (
     ConfigError,
     LeaseGone,
@@ -44,7 +47,8 @@ from doyen.model import Entry, Finding, Lease, Version
 from doyen.stores.consul.client import TTL_MIN_S, Agents, ConsulClient, ConsulResponse
 from doyen.stores.consul.diagnosis import AgentState, findings
 from doyen.stores.consul.watches import ConsulWatches
-from doyen.stores.port import Capabilities, Creation, Store, Watch
+from doyen.stores.kit.lifecycle import GuardedStore
+from doyen.stores.port import Capabilities, Creation, Watch
 
 __all__ = ["ConsulStore"]
 
@@ -54,10 +58,10 @@ _DOTS = {".": "%2E", "..": "%2E%2E"}
 _UNDOTS = {coded: dots for dots, coded in _DOTS.items()}
 
 Operation = dict[str, object]
-Asked = list_[tuple[tuple[Operation, Operation], "asyncio.Future[bool]"]]
+Pending = list_[tuple[tuple[Operation, Operation], "asyncio.Future[bool]"]]
 
 
-class ConsulStore(Store):
+class ConsulStore(GuardedStore):
     """A store on a Consul datacentre."""
 
     capabilities = Capabilities(
@@ -71,7 +75,7 @@ class ConsulStore(Store):
     def __init__(self, agents: Agents, *, prefix: str) -> None:
         self._agents = agents
         self._prefix = prefix
-        self._wire = ConsulClient(agents)
+        self._client = ConsulClient(agents)
         self._renewals = ConsulClient(agents)
         self._watches = ConsulWatches(agents, prefix)
         self._deletions = _Deletions(self._transact)
@@ -79,7 +83,8 @@ class ConsulStore(Store):
         """The highest index of an entry that was ever seen."""
 
     async def open(self, token_floor: int) -> None:
-        """See that we may read, and learn how short sessions may be."""
+        """Check that reading is permitted and that the index is not below `token_floor`, and find
+        out how short sessions may be."""
         await self.get("opening")
         ttl_min_s = self._agents.ttl_min_s
         self.capabilities = replace(
@@ -91,35 +96,39 @@ class ConsulStore(Store):
     async def _refuse_below(self, floor: int) -> None:
         lease = await self.grant(self.capabilities.ttl_min_s)
         try:
-            told = await self._wire.ask(
+            answer = await self._client.ask(
                 "GET", f"session/info/{lease.id}", reads=True, consistent=None
             )
-            index = max((each["CreateIndex"] for each in told.json), default=0)
+            index = max((each["CreateIndex"] for each in answer.json), default=0)
         finally:
             await self.revoke(lease)
         if index < floor:
             raise StoreUnusable(
-                f"Consul is at index {index}, below token_floor={floor}: it seems to have been"
-                " restored or replaced, and would give out tokens a second time"
+                f"Consul is at index {index}, below token_floor={floor}: it was restored or"
+                " replaced, and its tokens would be lower than those already given out. Restore a"
+                " snapshot whose index is higher"
             )
 
     async def grant(self, ttl_s: float) -> Lease:
+        self._require_usable()
         if ttl_s > TTL_MAX_S:
             raise ConfigError(f"a session of Consul lasts {TTL_MAX_S:g} s at most, not {ttl_s:g} s")
         granted_s = math.ceil(max(ttl_s, self.capabilities.ttl_min_s) * 1000) / 1000
-        answer = await self._wire.ask("PUT", "session/create", _session(granted_s))
+        answer = await self._client.ask("PUT", "session/create", _session(granted_s))
         return Lease(answer.json["ID"], granted_s)
 
     async def renew(self, lease: Lease) -> None:
+        self._require_usable()
         answer = await self._renewals.ask("PUT", f"session/renew/{lease.id}", accept=(200, 404))
         if answer.status == 404:
             raise LeaseGone("Consul has ended the session")
 
     async def revoke(self, lease: Lease) -> None:
+        self._require_usable()
         try:
-            await self._wire.ask("PUT", f"session/destroy/{lease.id}")
+            await self._client.ask("PUT", f"session/destroy/{lease.id}")
         except OutcomeUnknown as error:
-            if "Unknown session" not in str(error):  # with ACLs, Consul's word for one that ended
+            if "Unknown session" not in str(error):  # with ACLs, the answer for an ended session
                 raise
 
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
@@ -131,9 +140,9 @@ class ConsulStore(Store):
             if answer.status == 200:
                 return Creation(True, await self._newer(self._written(answer, value), before))
             _refuse_ended(answer)
-            standing = await self.get(key)
-            if standing is not None:
-                return Creation(False, standing)
+            existing = await self.get(key)
+            if existing is not None:
+                return Creation(False, existing)
 
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
         answer = await self._transact(
@@ -142,7 +151,7 @@ class ConsulStore(Store):
                 "Key": self._path(key),
                 "Value": _text(value),
                 "Index": if_version or 0,
-                # To write what stands there already is nothing to Consul: no index, no wake-up.
+                # Consul ignores a write that changes nothing: no new index, no notification.
                 "Flags": getrandbits(63),
             }
         )
@@ -180,34 +189,38 @@ class ConsulStore(Store):
         return sorted(entries, key=lambda entry: (-_rank(entry.key), entry.revision))
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
+        self._require_usable()
         return await self._watches.watch(self._path(scope), notify)
 
     async def diagnose(self) -> Sequence[Finding]:
+        self._require_usable()
         states = []
-        for link in self._wire.links:
-            host = link.agent.host
+        for pool in self._client.pools:
+            host = pool.agent.host
             try:
-                told = await self._agents.inspect(link)
+                found = await self._agents.inspect(pool)
             except StoreError as error:
-                states.append(AgentState(agent=host, silent_because=str(error)))
+                states.append(AgentState(agent=host, error=str(error)))
             else:
-                states.append(AgentState.of(host, told))
+                states.append(AgentState.of(host, found))
         return findings(states, self.capabilities.ttl_min_s)
 
-    async def close(self) -> None:
+    async def _release(self) -> None:
         await self._deletions.close()
         await self._watches.close()
         await self._renewals.close()
-        await self._wire.close()
+        await self._client.close()
 
     async def _transact(self, *operations: Operation) -> ConsulResponse:
-        """All of it, or nothing, which status 409 says."""
+        """Carry out all operations, or none, in which case the status is 409."""
+        self._require_usable()
         body = [{"KV": each} for each in operations]
-        return await self._wire.ask("PUT", "txn", body, accept=(200, 409))
+        return await self._client.ask("PUT", "txn", body, accept=(200, 409))
 
     async def _read(self, path: str, **options: Any) -> list_[dict[str, Any]]:
         """A consistent read of entries."""
-        answer = await self._wire.ask(
+        self._require_usable()
+        answer = await self._client.ask(
             "GET", path, accept=(200, 404), reads=True, consistent=None, **options
         )
         return answer.entries
@@ -217,11 +230,11 @@ class ConsulStore(Store):
         return f"{self._prefix}/{'/'.join(segments)}"
 
     def _written(self, answer: ConsulResponse, value: bytes) -> Entry:
-        """The entry that a transaction wrote; Consul does not repeat its value."""
+        """The entry that a transaction wrote. Consul's answer does not have its value."""
         return self._entry({**answer.json["Results"][-1]["KV"], "Value": _text(value)})
 
     async def _newer(self, created: Entry, before: int) -> Entry:
-        """An entry that was just created, whose index may be a token: refuse one of the past."""
+        """Check the index of a new entry, which may be a token: it must exceed all earlier ones."""
         if created.revision > before:
             return created
         await self.delete(created.key, if_version=created.version)
@@ -232,7 +245,7 @@ class ConsulStore(Store):
         )
 
     def _entry(self, raw: dict[str, Any]) -> Entry:
-        self._watches.show(raw["Key"], raw["ModifyIndex"])
+        self._watches.returned(raw["Key"], raw["ModifyIndex"])
         self._highest = max(self._highest, raw["ModifyIndex"])
         segments = raw["Key"].removeprefix(f"{self._prefix}/").split("/")
         return Entry(
@@ -245,52 +258,53 @@ class ConsulStore(Store):
 
 
 class _Deletions:
-    """Deletions asked for in one turn of the loop go as one transaction: who resigns deletes a
-    record and a ticket, and Consul's writes are slow. If one of them is refused, so is the whole,
-    and each is tried by itself. A transaction that all its callers have given up is cancelled."""
+    """Sends the deletions of one turn of the loop as one transaction: a candidate that resigns
+    deletes a record and a ticket, and Consul's writes are slow. If one of them is refused, so is
+    the transaction, and each is then tried by itself. A transaction whose callers have all been
+    cancelled is cancelled."""
 
-    MOST = 32  # a transaction has 64 operations at most
+    MOST = 32  # Consul allows 64 operations in a transaction
 
     def __init__(self, transact: Callable[..., Awaitable[ConsulResponse]]) -> None:
         self._transact = transact
-        self._asked: Asked = []
-        self._tasks: dict[asyncio.Task[None], Asked] = {}
+        self._pending: Pending = []
+        self._tasks: dict[asyncio.Task[None], Pending] = {}
 
     async def delete(self, condition: Operation, deletion: Operation) -> bool:
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        if not self._asked:
+        if not self._pending:
             asyncio.get_running_loop().call_soon(self._send)
-        self._asked.append(((condition, deletion), done))
+        self._pending.append(((condition, deletion), done))
         try:
             return await done
         except asyncio.CancelledError:
-            _retrieve(done)
-            for task, asked in self._tasks.items():
-                if all(each.done() for _, each in asked):
+            retrieve(done)
+            for task, deletions in self._tasks.items():
+                if all(each.done() for _, each in deletions):
                     task.cancel()
             raise
 
     def _send(self) -> None:
-        asked, self._asked = [each for each in self._asked if not each[1].done()], []
-        for at in range(0, len(asked), self.MOST):
-            together = asked[at : at + self.MOST]
-            task = asyncio.get_running_loop().create_task(self._carry_out(together))
-            self._tasks[task] = together
+        pending, self._pending = [each for each in self._pending if not each[1].done()], []
+        for at in range(0, len(pending), self.MOST):
+            some = pending[at : at + self.MOST]
+            task = asyncio.get_running_loop().create_task(self._carry_out(some))
+            self._tasks[task] = some
             task.add_done_callback(self._tasks.pop)
 
-    async def _carry_out(self, asked: Asked) -> None:
+    async def _carry_out(self, deletions: Pending) -> None:
         try:
-            answer = await self._transact(*(each for pair, _ in asked for each in pair))
-            if answer.status != 200 and len(asked) > 1:
-                await asyncio.gather(*(self._carry_out([each]) for each in asked))
+            answer = await self._transact(*(each for pair, _ in deletions for each in pair))
+            if answer.status != 200 and len(deletions) > 1:
+                await asyncio.gather(*(self._carry_out([each]) for each in deletions))
                 return
         except asyncio.CancelledError:
-            _resolve(asked, OutcomeUnknown("the store was closed during a deletion"))
+            _resolve(deletions, OutcomeUnknown("the store was closed during a deletion"))
             raise
-        except Exception as error:  # noqa: BLE001 - it is the callers' to handle
-            _resolve(asked, error)
+        except Exception as error:  # noqa: BLE001 - raised in the callers
+            _resolve(deletions, error)
         else:
-            _resolve(asked, answer.status == 200)
+            _resolve(deletions, answer.status == 200)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -298,19 +312,13 @@ class _Deletions:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def _resolve(asked: Asked, result: bool | Exception) -> None:
-    for _, done in asked:
+def _resolve(deletions: Pending, result: bool | Exception) -> None:
+    for _, done in deletions:
         if not done.done():
             if isinstance(result, Exception):
                 done.set_exception(result)
             else:
                 done.set_result(result)
-
-
-def _retrieve(done: asyncio.Future[Any]) -> None:
-    """Keep asyncio from reporting an exception whose only reader was cancelled."""
-    if done.done() and not done.cancelled():
-        done.exception()
 
 
 def _session(ttl_s: float) -> dict[str, object]:
@@ -319,8 +327,8 @@ def _session(ttl_s: float) -> dict[str, object]:
         "TTL": f"{round(ttl_s * 1000)}ms",
         "Behavior": "delete",
         "LockDelay": "0s",
-        # Left out, each of these would mean the health of the agent's node. `Checks` is what the
-        # other two were before Consul 1.7.
+        # The default of each is the health check of the agent's node. `Checks` is the name of the
+        # other two before Consul 1.7.
         "NodeChecks": [],
         "ServiceChecks": [],
         "Checks": [],
@@ -337,7 +345,7 @@ def _refuse_ended(answer: ConsulResponse) -> None:
 
 
 def _is_ticket(entry: Entry) -> bool:
-    """Whether an entry in a line is a ticket, and not something that others have put there."""
+    """Whether an entry in a line is a ticket, and not a key of another program."""
     return entry.lease is not None and _TICKET.fullmatch(entry.key.rpartition("/")[2]) is not None
 
 

@@ -1,19 +1,19 @@
 """Notification: few blocking queries, however many watches.
 
-A blocking query is a read of all keys that begin with a prefix, which an agent answers only once
-their index has passed the one that was named. Each holds a connection, and agents bound those. So
-watches share queries: a *cover* is one query and the watches under its prefix. While there are few
-scopes each has a cover of its own, and only who waits for a key is woken by it; beyond that, covers
-become those of whole elections, then of all elections.
+A blocking query is a read of all keys that begin with a prefix; an agent answers it only once their
+index has passed the given one. Each query holds a connection, and agents limit those. So watches
+share queries: a *cover* is one query and the watches under its prefix. While there are few scopes
+each has a cover of its own, and only watches of a changed key wake up. Beyond that, covers become
+those of whole elections, then of all elections.
 
-- A watch is told when what stands under its scope differs from what its cover last saw, or from
-  anything that this store has since shown to a caller: an entry that came, was read and went again
-  between two answers leaves no other trace.
+- A watch is notified when the keys under its scope differ from what its cover last saw, or from
+  anything that this store has since returned to a caller: an entry that was created, read and
+  deleted between two answers leaves no other trace.
 - After a failure, when the index has gone backwards, and when a watch has moved to another cover,
-  it is told in any case.
+  it is notified in any case.
 - The index rules of Consul: never below 1; begin anew if it goes backwards.
 
-Imports the agents.
+Imports the client and the kit.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from doyen.errors import StoreError
 from doyen.stores.consul.client import Agents, ConsulClient, ConsulResponse
+from doyen.stores.kit.lifecycle import WatchHandle
 
 __all__ = ["ConsulWatches"]
 
@@ -33,40 +34,37 @@ log = logging.getLogger("doyen.consul")
 
 MOST_COVERS = 8
 WAIT_S = 10.0
-"""How long an agent may keep a query that has nothing to tell; it adds up to a sixteenth."""
+"""How long an agent holds a query without changes. It adds up to a sixteenth."""
 SILENCE_S = 5.0
-"""How much later than that an answer is given up: the link is dead."""
+"""After how much longer a query is given up, because the connection is dead."""
 PAUSE_S = 0.2
-NEIGHBOURS_S = 0.1
-"""The pause after an answer that concerned nobody. A query for what does not exist is answered at
-every change near by: without a pause, a crowd of candidates would ask anew at each."""
+NO_CHANGE_PAUSE_S = 0.1
+"""The pause after an answer without a change for any watch. A query for a key that does not exist
+is answered at every change of a neighbouring key. Without a pause, a crowd of candidates would
+repeat its queries at each."""
 
 
 class ConsulWatches:
     """The watches of one store."""
 
     def __init__(self, agents: Agents, prefix: str) -> None:
-        self._wire = ConsulClient(agents)
+        self._client = ConsulClient(agents)
         self._depth = prefix.count("/") + 1
         self._covers: dict[str, _Cover] = {}
 
-    async def watch(self, scope: str, notify: Callable[[], None]) -> _Watch:
-        watch = _Watch(self, scope, notify)
+    async def watch(self, scope: str, notify: Callable[[], None]) -> WatchHandle:
+        watch = WatchHandle(scope, notify, self._forget)
         self._cover(watch)
-        try:
-            await watch.begun
-        except BaseException:
-            watch.close()
-            raise
+        await watch.wait_begun()
         return watch
 
-    def show(self, key: str, version: int) -> None:
-        """A caller is shown this version of an entry."""
+    def returned(self, key: str, version: int) -> None:
+        """Note that this version of an entry is returned to a caller."""
         for prefix, cover in self._covers.items():
             if within(key, prefix):
-                cover.shown[key].add(version)
+                cover.returned[key].add(version)
 
-    def forget(self, watch: _Watch) -> None:
+    def _forget(self, watch: WatchHandle) -> None:
         for cover in list(self._covers.values()):
             cover.watches.pop(watch, None)
             if not cover.watches:
@@ -78,10 +76,10 @@ class ConsulWatches:
             for watch in list(cover.watches):
                 watch.close()
         await asyncio.gather(*(cover.task for cover in covers), return_exceptions=True)
-        await self._wire.close()
+        await self._client.close()
 
-    def _cover(self, watch: _Watch) -> None:
-        """Put a watch under a cover; where there would be too many, make them fewer and wider."""
+    def _cover(self, watch: WatchHandle) -> None:
+        """Put a watch under a cover. If there are too many covers, make them fewer and wider."""
         covers = list(self._covers.values())
         prefixes = [cover.prefix for cover in covers if within(watch.scope, cover.prefix)]
         if not prefixes and len(covers) < MOST_COVERS:
@@ -96,10 +94,10 @@ class ConsulWatches:
         for each in moving:
             self._join(next(prefix for prefix in prefixes if within(each.scope, prefix)), each)
 
-    def _join(self, prefix: str, watch: _Watch) -> None:
+    def _join(self, prefix: str, watch: WatchHandle) -> None:
         cover = self._covers.get(prefix)
         if cover is None:
-            cover = self._covers[prefix] = _Cover(prefix, self._wire)
+            cover = self._covers[prefix] = _Cover(prefix, self._client)
         if watch not in cover.watches:
             cover.join(watch)
 
@@ -108,50 +106,19 @@ class ConsulWatches:
         cover.task.cancel()
 
 
-class _Watch:
-    """A standing request to be told of changes at a scope or under it."""
-
-    def __init__(self, watches: ConsulWatches, scope: str, notify: Callable[[], None]) -> None:
-        self.scope = scope
-        self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._watches = watches
-        self._notify = notify
-        self._closed = False
-
-    def tell(self) -> None:
-        if not self._closed:
-            try:
-                self._notify()
-            except Exception:
-                log.exception("a listener failed on a change and was passed over")
-
-    def begin(self) -> None:
-        """Its cover sees; again, if it had begun before, and then what it missed is told."""
-        if self.begun.done():
-            self.tell()
-        else:
-            self.begun.set_result(None)
-
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self.begun.cancel()
-            self._watches.forget(self)
-
-
 class _Cover:
-    """One blocking query after another, and the watches that it serves."""
+    """One blocking query after another, and the watches under its prefix."""
 
-    def __init__(self, prefix: str, wire: ConsulClient) -> None:
+    def __init__(self, prefix: str, client: ConsulClient) -> None:
         self.prefix = prefix
-        self.watches: dict[_Watch, None] = {}
-        self.shown: defaultdict[str, set[int]] = defaultdict(set)
-        self._wire = wire
+        self.watches: dict[WatchHandle, None] = {}
+        self.returned: defaultdict[str, set[int]] = defaultdict(set)
+        self._client = client
         self._seen: dict[str, int] | None = None
-        """Each key's version as of the last answer; None before the first and after a failure."""
+        """The version of each key in the last answer; None before the first and after a failure."""
         self.task = asyncio.get_running_loop().create_task(self._run())
 
-    def join(self, watch: _Watch) -> None:
+    def join(self, watch: WatchHandle) -> None:
         self.watches[watch] = None
         if self._seen is not None:
             watch.begin()
@@ -163,20 +130,20 @@ class _Cover:
                 answer = await self._ask(index)
                 now = {each["Key"]: each["ModifyIndex"] for each in answer.entries}
             except StoreError as error:
-                log.debug("watching %s is interrupted: %s", self.prefix, error)
+                log.debug("watches of %s interrupted: %s", self.prefix, error)
                 index, self._seen = 0, None
-                for watch in [each for each in self.watches if not each.begun.done()]:
-                    watch.begun.set_exception(error)
+                for watch in list(self.watches):
+                    watch.fail(error)
                 await asyncio.sleep(PAUSE_S * random.uniform(0.5, 1.5))
                 continue
             if answer.index < index:
                 # The datacentre was restored: equal versions need not mean equal entries.
                 index, self._seen = 0, None
-                await asyncio.sleep(NEIGHBOURS_S * random.uniform(0.5, 1.5))
+                await asyncio.sleep(NO_CHANGE_PAUSE_S * random.uniform(0.5, 1.5))
                 continue
             index = max(1, answer.index)
             if not self._take(now):
-                await asyncio.sleep(NEIGHBOURS_S * random.uniform(0.5, 1.5))
+                await asyncio.sleep(NO_CHANGE_PAUSE_S * random.uniform(0.5, 1.5))
 
     async def _ask(self, index: int) -> ConsulResponse:
         options: dict[str, object] = {"recurse": None}
@@ -184,7 +151,7 @@ class _Cover:
             options |= {"index": index, "wait": f"{WAIT_S:g}s"}
         answer_s = (WAIT_S * 17 / 16 if index else 0) + SILENCE_S
         path = f"kv/{self.prefix}"
-        return await self._wire.ask(
+        return await self._client.ask(
             "GET",
             path,
             accept=(200, 404),
@@ -195,24 +162,24 @@ class _Cover:
         )
 
     def _take(self, now: dict[str, int]) -> bool:
-        """Tell whom it concerns; whether there was anybody."""
+        """Notify the watches of what has changed; whether there were any."""
         before = self._seen
-        self._seen, shown, self.shown = now, self.shown, defaultdict(set)
+        self._seen, returned, self.returned = now, self.returned, defaultdict(set)
         if before is None:
             for watch in list(self.watches):
                 watch.begin()
             return True
         changed = {key for key in (*now, *before) if now.get(key) != before.get(key)}
-        changed |= {key for key, versions in shown.items() if versions != {now.get(key)}}
+        changed |= {key for key, versions in returned.items() if versions != {now.get(key)}}
         touched = set(_paths(changed))
         concerned = [watch for watch in self.watches if watch.scope in touched]
         for watch in concerned:
-            watch.tell()
+            watch.notify()
         return bool(concerned)
 
 
 def within(key: str, scope: str) -> bool:
-    """Whether a key is the scope or lies under it."""
+    """Whether a key is the scope or below it."""
     return key == scope or key.startswith(f"{scope}/")
 
 
@@ -228,13 +195,13 @@ def wider(scopes: Iterable[str], depth: int) -> list[str]:
     prefixes: set[str] = set()
     for segments in (depth + 2, depth + 1):
         prefixes = {"/".join(scope.split("/")[:segments]) for scope in scopes}
-        if len(prefixes) <= MOST_COVERS // 2:  # leave room, or the next watch would come here again
+        if len(prefixes) <= MOST_COVERS // 2:  # half, or the next watch would cause this again
             break
     return sorted(prefixes)
 
 
 def _paths(keys: Iterable[str]) -> Iterator[str]:
-    """The keys and all that they lie under."""
+    """The keys and everything above them."""
     for key in keys:
         segments = key.split("/")
         for count in range(1, len(segments) + 1):

@@ -1,7 +1,10 @@
-"""What store adapters share. Adapters build on it and never import one another.
+"""What store adapters share.
 
-url        hosts, credentials and options of a store's URL
-lifecycle  stores that are closed or were opened before a fork; handles of watches
-failover   requests to one server after another, each with a deadline
-silence    leases whose end clients must find out, since the engine does not (SQL, Redis, NATS)
+    url        hosts, credentials and options of a store's URL
+    lifecycle  stores that are closed or were opened before a fork; handles of watches
+    failover   requests to one server after another, each with a deadline
+    expiry, observer
+               leases whose end clients must find out, since the engine does not (SQL, Redis, NATS)
+
+Adapters build on these modules and never import one another.
 """
