@@ -156,9 +156,10 @@ def events_table() -> str:
             if isinstance(kind, type) and issubclass(kind, events.Event) and fields(kind):
                 shown = ", ".join(f"`{each.name}`" for each in fields(kind))
                 node = definition("doyen.events", name)
-                yield f"`{name}`", logging.getLevelName(kind.level).lower(), shown, summary(node)
+                level = logging.getLevelName(kind.level).lower()
+                yield f"`{name}`", f"`{kind.log_name}`", level, shown, summary(node)
 
-    return table("event", "log level", "fields", "meaning", rows=rows())
+    return table("event", "in the log", "level", "fields", "meaning", rows=rows())
 
 
 def stores() -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from doyen.audit import verify
-from doyen.cli.run import _in_words
+from doyen.cli.run import _as_text
 from doyen.events import Overrun, Record
 from frozen import freeze
 from stamps import PYTHON, Stamps, alive, until
@@ -244,7 +244,7 @@ def test_restart(bench: Bench) -> None:
     leader.send_signal(signal.SIGTERM)
     _, _, err = ends(leader)
     assert len(set(count.read_text().split())) == 1
-    assert "ended with 3; it is started again in 0.2 s" in err
+    assert "ended with exit code 3; restarting it in 0.2 s" in err
 
 
 def test_frozen_past_its_term_it_campaigns_again(bench: Bench) -> None:
@@ -334,8 +334,8 @@ def test_the_one_of_higher_priority_takes_over_if_it_may(bench: Bench) -> None:
     assert first.poll() is None
 
 
-def test_every_event_that_is_told_is_told_in_words() -> None:
+def test_every_event_that_is_told_is_told_as_text() -> None:
     event = Overrun(election="e", name="a", token=7, lease="l")
-    words = _in_words(Record(event, at=1.0, wall=1.0, session="s", pid=1))
+    words = _as_text(Record(event, at=1.0, wall=1.0, session="s", pid=1))
     assert words is not None
-    assert "(token 7) was dealt with later than the stop budget" in words
+    assert "(token 7) was noticed after its stop budget" in words

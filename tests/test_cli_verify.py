@@ -9,8 +9,9 @@ import pytest
 
 from doyen.audit import AuditLog
 from doyen.cli import main
-from doyen.events import Elected, Event, Gap, Resigned, Telemetry
+from doyen.events import Elected, Event, Gap, Resigned
 from doyen.lease.clock import VirtualClock
+from doyen.telemetry import Telemetry
 
 
 class Logs:

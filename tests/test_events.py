@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -25,26 +26,27 @@ from doyen import Session
 from doyen.audit import verify
 from doyen.election.presence import Presence, SessionSettings
 from doyen.events import (
-    AWAIT_S,
-    Backlog,
-    Direct,
     Elected,
     Event,
     Gap,
+    Hindered,
+    LeaseLost,
     Lost,
-    Outlet,
-    Queued,
     Record,
     Renewed,
     Resigned,
     Sink,
-    Telemetry,
-    missing,
+    Unsure,
+    Waiting,
+    merge_gap,
 )
 from doyen.lease.clock import SystemClock, VirtualClock
 from doyen.lease.runtime import InlineRuntime
 from doyen.stores.memory import MemoryStore
 from doyen.stores.port import Context
+from doyen.telemetry import AWAIT_S, Backlog, DeliveryQueue, DirectOutlet, Outlet, Telemetry
+from doyen.testing import Faults
+from doyen.testing.faults import Odds
 from support import Place, until_blocking, virtual
 
 ELECTED = Elected(election="billing", name="server1", token=7, lease="l", valid_until=5.0)
@@ -83,19 +85,34 @@ def test_a_sink_that_raises_is_reported_and_passed_over(
     reached: list[Record] = []
     Telemetry(VirtualClock(), "s", [broken, reached.append]).emit(ELECTED)
     assert len(reached) == 1
-    assert "a telemetry sink failed on elected" in caplog.text
+    assert "event=sink_failed on=elected" in caplog.text
     assert "RuntimeError: no" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("event", "level", "words"),
     [
-        (ELECTED, logging.INFO, "elected election=billing name=server1 token=7"),
-        (Renewed(lease="l", valid_until=7.0), logging.DEBUG, "renewed lease=l valid_until=7.0"),
         (
-            Lost(election="e", name="n", token=1, lease="l", reason="late", ended_at=1.0),
+            ELECTED,
+            logging.INFO,
+            "event=elected election=billing name=server1 token=7 lease=l"
+            " valid_until=2001-09-09T01:46:45.000Z",
+        ),
+        (
+            Renewed(lease="l", valid_until=7.0),
+            logging.DEBUG,
+            "event=lease_renewed lease=l valid_until=2001-09-09T01:46:47.000Z",
+        ),
+        (
+            Lost(election="e", name="a b", token=1, lease="l", reason='by "x"\n', ended_at=1.5),
             logging.WARNING,
-            "lost election=e",
+            'event=leadership_lost election=e name="a b" token=1 lease=l'
+            r' reason="by \"x\"\n" ended_at=2001-09-09T01:46:41.500Z',
+        ),
+        (
+            LeaseLost(lease="l", reason="", ended_at=-math.inf),
+            logging.WARNING,
+            'event=lease_lost lease=l reason="" ended_at=2001-09-09T01:46:40.000Z',
         ),
     ],
     ids=lambda value: value.kind if isinstance(value, Event) else "",
@@ -103,12 +120,85 @@ def test_a_sink_that_raises_is_reported_and_passed_over(
 def test_every_event_is_a_line_in_the_log(
     caplog: pytest.LogCaptureFixture, event: Event, level: int, words: str
 ) -> None:
+    """Values are quoted where they have to be, and times are wall-clock times."""
     caplog.set_level(logging.DEBUG, "doyen")
-    Telemetry(VirtualClock(), "s").emit(event)
+    Telemetry(VirtualClock(wall=1e9), "s").emit(event)
     (line,) = caplog.records
     assert (line.name, line.levelno) == ("doyen", level)
-    assert line.getMessage().startswith(words)
+    assert line.getMessage() == words
     assert line.__dict__["doyen"].event is event
+
+
+def test_a_planned_loss_is_not_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "doyen")
+    lost = Lost(election="e", name="n", token=1, lease="l", reason="an order", ended_at=1.0)
+    Telemetry(VirtualClock(), "s").emit(lost, planned=True)
+    assert [line.levelno for line in caplog.records] == [logging.INFO]
+
+
+@virtual
+async def test_an_outage_of_the_store_is_two_lines_in_the_log(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The store refuses every request for three seconds: renewals fail, and so do two candidates.
+    The log has one line for the beginning of the outage and one for its end."""
+    faults = Faults(odds=Odds())
+    session = await place.open(faults)
+    async with session.campaign("led") as term:
+        await asyncio.sleep(10.0)
+        place.events.clear()
+        faults.odds = Odds(refused=0.5, lost=0.5)  # with different errors
+        candidates = [asyncio.ensure_future(lead(session, name)) for name in ("e", "f")]
+        await asyncio.sleep(3.0)
+        faults.odds = Odds()
+        await asyncio.sleep(10.0)
+        assert term.valid
+        await asyncio.gather(*candidates)
+    assert len(place.seen(Unsure, Hindered)) > 4
+    lines = [line.getMessage() for line in caplog.records]
+    assert len(lines) == 2, lines
+    assert lines[0].startswith("event=store_unavailable ")
+    assert lines[1].startswith("event=store_available after_s=")
+
+
+async def lead(session: Session, election: str) -> None:
+    async with session.campaign(election):
+        pass
+
+
+def test_what_fails_during_an_outage_is_logged_at_level_debug(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = VirtualClock()
+    telemetry = Telemetry(clock, "s")
+    caplog.set_level(logging.DEBUG, "doyen")
+    for error in ("refused", "no answer", "refused"):
+        telemetry.emit(Unsure(lease="l", remaining_s=3.0, error=error))
+        telemetry.emit(Hindered(election="e", name="n", error=error))
+        clock.advance(1.0)
+    telemetry.emit(Renewed(lease="l", valid_until=7.0))
+    telemetry.emit(Waiting(election="e", name="n", behind="m"))
+    warnings = [line.getMessage() for line in caplog.records if line.levelno > logging.DEBUG]
+    assert warnings == [
+        "event=store_unavailable lease=l remaining_s=3.0 error=refused",
+        "event=store_available after_s=3.0",
+    ]
+    assert sum("error=" in line.getMessage() for line in caplog.records) == 6
+
+
+def test_a_candidate_that_gave_up_does_not_prolong_an_outage(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It emits no event. Without its outage ending, the next outage would not be reported."""
+    clock = VirtualClock()
+    telemetry = Telemetry(clock, "s")
+    for _ in range(2):
+        telemetry.emit(Hindered(election="e", name="n", error="refused"))
+        for _ in range(6):
+            clock.advance(2.0)
+            telemetry.emit(Renewed(lease="l", valid_until=0.0))
+    names = [line.getMessage().split()[0] for line in caplog.records]
+    assert names == ["event=store_unavailable", "event=store_available"] * 2
 
 
 def test_a_level_that_is_off_costs_no_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -128,7 +218,7 @@ def told(number: int) -> Record:
 )
 def test_a_backlog_is_bounded_and_accounts_for_everything(limit: int, steps: list[bool]) -> None:
     """Whatever is put in comes out once, in order, or is counted by a gap in its place."""
-    backlog = Backlog(limit, missing)
+    backlog = Backlog(limit, merge_gap)
     put, out = 0, []
     for more in steps:
         if more:
@@ -170,7 +260,7 @@ class SlowOutlet:
         self, sink: Sink, takes_s: Callable[[], float], limit: int, finish: Callable[[], None]
     ) -> None:
         self._sink, self._takes_s, self._finish = sink, takes_s, finish
-        self._backlog = Backlog(limit, missing)
+        self._backlog = Backlog(limit, merge_gap)
         self._some = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._drain())
 
@@ -186,7 +276,7 @@ class SlowOutlet:
         self._backlog.put(record)
         self._some.set()
 
-    def settle(self, within_s: float) -> bool:
+    def flush(self, within_s: float) -> bool:
         return not self._backlog
 
     async def close(self, within_s: float) -> None:
@@ -239,7 +329,7 @@ def test_one_stuck_sink_silences_nobody_else() -> None:
         heard.append(record)
 
     def outlet(sink: Sink) -> Outlet:
-        return Queued(Direct(sink).put, merge=missing, name="test-sink", limit=3)
+        return DeliveryQueue(DirectOutlet(sink).put, merge=merge_gap, name="test-sink", limit=3)
 
     telemetry = Telemetry(SystemClock(), "s", [stuck, others.append], outlet=outlet)
     for emitted in range(1, 11):
@@ -247,7 +337,7 @@ def test_one_stuck_sink_silences_nobody_else() -> None:
         until_blocking(partial(reached, others, emitted))
     assert not heard
     open_again.set()
-    telemetry.settle(20.0)
+    telemetry.flush(20.0)
     *kept, last = heard
     assert kept == others[: len(kept)]
     assert isinstance(last.event, Gap)
@@ -265,11 +355,11 @@ def test_closing_waits_for_what_is_queued_and_not_for_ever(
         may_go_on.wait(20.0)
         heard.append(item)
 
-    queued = Queued(slow, merge=lambda _, item: item, name="test-sink", finish=finished.set)
+    queued = DeliveryQueue(slow, merge=lambda _, item: item, name="test-sink", finish=finished.set)
     for item in range(3):
         queued.put(item)
     asyncio.run(queued.close(0.05))
-    assert "test-sink has not taken 3 events within 0.05 s" in caplog.text
+    assert 'items=3 reason="delivery took longer than 0.05 s"' in caplog.text
     queued.put(3)
     may_go_on.set()
     assert finished.wait(20.0)
@@ -288,7 +378,7 @@ def test_an_awaited_event_is_written_before_its_emitter_goes_on() -> None:
         gate.wait(20.0)
         written.append(record)
 
-    audit = Queued(Direct(write).put, merge=missing, name="test-audit")
+    audit = DeliveryQueue(DirectOutlet(write).put, merge=merge_gap, name="test-audit")
     clock = VirtualClock()
     telemetry = Telemetry(clock, "s", audit=audit)
     for number in range(1, 50):
@@ -305,8 +395,8 @@ def test_an_awaited_event_is_written_before_its_emitter_goes_on() -> None:
 def test_a_stuck_log_is_waited_for_within_an_allowance() -> None:
     clock, waits = VirtualClock(), []
 
-    class Stuck(Direct):
-        def settle(self, within_s: float) -> bool:
+    class Stuck(DirectOutlet):
+        def flush(self, within_s: float) -> bool:
             waits.append(within_s)
             clock.advance(within_s)
             return False
@@ -323,8 +413,8 @@ async def test_sessions_that_share_a_loop_share_the_allowance(place: Place) -> N
     """A stuck disk under the audit logs of many sessions delays renewals no more than under one."""
     clock, waits = VirtualClock(), []
 
-    class Stuck(Direct):
-        def settle(self, within_s: float) -> bool:
+    class Stuck(DirectOutlet):
+        def flush(self, within_s: float) -> bool:
             waits.append(within_s)
             clock.advance(within_s)
             return False
@@ -352,17 +442,17 @@ def test_a_sink_that_ends_its_thread_is_called_again() -> None:
         heard.append(item)
         raise SystemExit
 
-    queued = Queued(leaving, merge=lambda _, item: item, name="test-sink")
+    queued = DeliveryQueue(leaving, merge=lambda _, item: item, name="test-sink")
     queued.put(1)
     queued.put(2)
-    assert queued.settle(20.0)
+    assert queued.flush(20.0)
     assert heard == [1, 2]
     asyncio.run(queued.close(20.0))
 
 
 def test_a_queue_may_be_closed_twice(caplog: pytest.LogCaptureFixture) -> None:
     heard: list[int] = []
-    queued = Queued(heard.append, merge=lambda _, item: item, name="test-sink")
+    queued = DeliveryQueue(heard.append, merge=lambda _, item: item, name="test-sink")
     queued.put(1)
     for _ in range(2):
         asyncio.run(queued.close(20.0))
@@ -377,8 +467,8 @@ def test_what_no_thread_could_be_started_for_is_kept(
         raise RuntimeError("can't start new thread")
 
     heard: list[int] = []
-    late = Queued(heard.append, merge=lambda _, item: item, name="test-sink")
-    never = Queued(heard.append, merge=lambda _, item: item, name="test-sink")
+    late = DeliveryQueue(heard.append, merge=lambda _, item: item, name="test-sink")
+    never = DeliveryQueue(heard.append, merge=lambda _, item: item, name="test-sink")
     with monkeypatch.context() as exhausted:
         exhausted.setattr(threading.Thread, "start", refuse)
         late.put(1)
@@ -387,17 +477,17 @@ def test_what_no_thread_could_be_started_for_is_kept(
     for queued in (late, never):
         asyncio.run(queued.close(20.0))
     assert heard == [1, 2]
-    assert "test-sink: 1 events are lost, because no thread could be started" in caplog.text
+    assert 'queue=test-sink items=1 reason="no thread could be started' in caplog.text
 
 
 def test_stuck_sinks_hold_up_the_end_of_the_process_once() -> None:
     """However many they are: the waits at the end of the process do not add up."""
     program = (
         "import threading, time\n"
-        "from doyen.events import Queued\n"
+        "from doyen.telemetry import DeliveryQueue\n"
         "stuck = threading.Event()\n"
         "for _ in range(30):\n"
-        "    Queued(lambda _: stuck.wait(), merge=lambda _, item: item, name='x').put(1)\n"
+        "    DeliveryQueue(lambda _: stuck.wait(), merge=lambda _, item: item, name='x').put(1)\n"
     )
     began = SystemClock().now()
     subprocess.run([sys.executable, "-c", program], check=True, timeout=25)

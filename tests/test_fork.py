@@ -20,8 +20,9 @@ import doyen
 from doyen import BlockingSession, SessionClosed, Term, TermState
 from doyen import term as term_module
 from doyen.election.presence import SessionSettings
-from doyen.events import Hindered, Queued, Record
+from doyen.events import Hindered, Record
 from doyen.lease.runtime import ThreadRuntime
+from doyen.telemetry import DeliveryQueue
 from support import heart_of, presence_of, until_blocking
 
 # From 3.12 on Python warns of forks in a process with threads, which is what is on trial here.
@@ -158,7 +159,7 @@ def test_what_reports_for_the_parent_holds_up_no_child(tmp_path: Path) -> None:
     try:
         with BlockingSession(settings) as session, session.campaign("e"):
             queues = [*presence_of(session).telemetry._outlets, session._runtime._log._lines]
-            locks = [queue._changed for queue in queues if isinstance(queue, Queued)]
+            locks = [queue._changed for queue in queues if isinstance(queue, DeliveryQueue)]
             assert len(locks) == 3
 
             def check() -> None:

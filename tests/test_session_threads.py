@@ -112,13 +112,13 @@ def test_log_lines_reach_the_handlers_in_order_before_the_session_is_closed(
     with doyen.connect_blocking("memory://logged") as session, session.campaign("e"):
         pass
     kinds = [line.getMessage().split()[0] for line in caplog.records]
-    assert kinds == ["granted", "elected", "resigned"]
+    assert kinds == ["event=lease_granted", "event=elected", "event=resigned"]
     assert {line.threadName for line in caplog.records} == {"doyen"}
     assert not [t for t in threading.enumerate() if t.name.startswith("doyen")]
 
 
 def test_log_lines_that_are_dropped_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("doyen.events.QUEUED", 5)
+    monkeypatch.setattr("doyen.telemetry.QUEUED", 5)
     told, go_on = [], threading.Event()
 
     class Stuck(logging.Handler):

@@ -12,11 +12,11 @@ import pytest
 
 from doyen import LeadershipLost, Term, TermState
 from doyen import term as term_module
-from doyen.events import Telemetry
 from doyen.lease.clock import VirtualClock
 from doyen.lease.keepalive import NEVER, Heart
 from doyen.lease.timing import Timing
 from doyen.model import Lease
+from doyen.telemetry import Telemetry
 from doyen.testing import run_virtual
 from support import STOP_BUDGET_S, TTL_S, VALID_S
 

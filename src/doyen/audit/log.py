@@ -12,7 +12,7 @@ import os
 import threading
 
 from doyen.errors import ConfigError
-from doyen.events import Record, missing
+from doyen.events import Record, merge_gap
 from doyen.lease.clock import boot_id
 
 __all__ = ["AuditLog"]
@@ -63,7 +63,7 @@ class AuditLog:
                     error,
                 )
             if error:
-                self._gap = missing(self._gap, record)
+                self._gap = merge_gap(self._gap, record)
             elif self._gap is not None:
                 log.warning("the audit log %s is written again, with a gap", self.path)
                 self._gap = None

@@ -1,8 +1,8 @@
-"""`doyen run ELECTION -- CMD…`: run a command while this process leads, never otherwise.
+"""`doyen run ELECTION -- CMD…`: run a command only while this process leads.
 
-What keeps the command from outliving its term is `doyen.supervise`. This module is the policy
-around it: when to campaign again, when to start the command again, what a signal means, and what
-the exit code is. Standard output is the command's alone; doyen speaks on standard error.
+`doyen.supervise` ensures that the command does not outlive its term. This module decides when to
+campaign again, when to restart the command, how to treat signals, and which exit code to return.
+Standard output belongs to the command; doyen writes to standard error.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 from types import TracebackType
 
 import doyen
+from doyen._log_lines import OutageEnded
 from doyen.cli._manual import manual
 from doyen.cli._output import add_store_option, seconds, store_url
 from doyen.errors import ConfigError, LeadershipLost
@@ -26,42 +27,44 @@ from doyen.events import Elected, Hindered, Lost, Overrun, Record, Resigned, Uns
 from doyen.supervise import Supervisor
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
-"""Asks for the end: passed on once, and then the command is waited for. The second time kills."""
+"""The first of these signals is forwarded to the command; the second kills the command."""
 FATAL = (*ENDING, signal.SIGHUP, signal.SIGQUIT)
-"""Ends doyen while no command runs."""
+"""These signals end doyen while no command runs."""
 FORWARDED = (*FATAL, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 30.0
-"""Between two starts with --restart; each pause doubles unless the command ran for so long."""
+"""The pause before a restart doubles each time, up to this, and starts over after a run that was
+longer than this."""
 
 MANUAL = """\
-Stands for ELECTION, runs the command once elected, and campaigns again after a loss. The command
-is told DOYEN_TOKEN, DOYEN_NAME and DOYEN_ELECTION in its environment. It should stay in the
-foreground: whatever it has started is stopped when it ends, or when leadership is lost, with
-SIGTERM first and SIGKILL when 70 % of the stop budget have gone.
+Campaigns in ELECTION, runs the command once elected, and campaigns again after a loss. The
+environment of the command contains DOYEN_TOKEN, DOYEN_NAME and DOYEN_ELECTION. The command should
+stay in the foreground: when it ends, or when leadership is lost, all processes that it started are
+stopped, with SIGTERM first and with SIGKILL after 70 % of the stop budget.
 
-SIGTERM and SIGINT are passed on, and the command has all the time it takes, as leader, to end;
-a second one kills it. SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2 and SIGWINCH are passed on as they come.
-A leader cannot be suspended: Ctrl-Z does nothing. The command has no controlling terminal.
+The first SIGTERM or SIGINT is forwarded to the command, which may take as long as it needs to end
+and remains leader until then; the second kills it. SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2 and SIGWINCH
+are always forwarded. A leader cannot be suspended: Ctrl-Z has no effect. The command has no
+controlling terminal.
 
-Standard output is the command's alone. doyen speaks on standard error; with --json, in one JSON
-object for each event.
+Standard output belongs to the command. doyen writes to standard error; with --json, one JSON object
+for each event.
 
 exit codes:
-  the command's own, or 128 + the signal it died of
+  the command's own, or 128 + the number of the signal that ended it
   75   not elected within --wait; or leadership lost, with --once
   126  the command cannot be executed
   127  the command was not found
-  128 + the signal that ended doyen while no command ran
+  128 + the number of the signal that ended doyen while no command ran
   2 and 69 as for every command: see doyen --help
 
 examples:
-  # started twice: one of them works, the other stands by
+  # started twice: one runs the worker, the other waits to take over
   doyen run billing --store sqlite:///var/lib/app/doyen.db -- python worker.py
-  # give up if another leads for the whole of the next minute
+  # give up if not elected within a minute
   doyen run billing --wait 60 --once -- ./worker --verbose
-  # ahead of others in line; started again whenever it ends; with an audit log
+  # ahead of others in line; restarted whenever it ends; with an audit log
   doyen run billing --priority 10 --restart --audit billing.jsonl -- ./worker
 """
 
@@ -70,61 +73,64 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     parser.usage = "doyen run [options] ELECTION -- CMD [ARG ...]"
     manual(parser, MANUAL)
-    parser.add_argument("election", metavar="ELECTION", help="what to compete for")
-    parser.add_argument("command", nargs="+", metavar="CMD", help="what to run while leading")
+    parser.add_argument("election", metavar="ELECTION", help="the election's name")
+    parser.add_argument("command", nargs="+", metavar="CMD", help="the command to run")
     add_store_option(parser)
-    parser.add_argument("--name", help="who this is (default: host name and process id)")
+    parser.add_argument("--name", help="the candidate's name (default: host name and process id)")
     parser.add_argument(
-        "--priority", type=int, default=0, help="higher stands further ahead in line (default: 0)"
+        "--priority",
+        type=int,
+        default=0,
+        help="candidates with a higher priority lead first (default: 0)",
     )
     parser.add_argument(
         "--preempt",
         action="store_true",
-        help="have a leader of lower priority hand over, instead of waiting for its end",
+        help="order a leader of lower priority to hand over, instead of waiting",
     )
     parser.add_argument(
         "--cooldown",
         type=seconds,
         default=60.0,
         metavar="SECONDS",
-        help="with --preempt: how long a leader is left alone (default: 60)",
+        help="with --preempt: the least time for which a leader may lead (default: 60)",
     )
     parser.add_argument(
         "--ttl",
         type=seconds,
         metavar="SECONDS",
-        help="how long the store waits for a silent leader (default: the store's)",
+        help="how long the lease lives without a renewal (default: depends on the store)",
     )
     parser.add_argument(
         "--stop-budget",
         type=seconds,
         metavar="SECONDS",
-        help="how long the command has to end after a loss (default: a sixth of the ttl)",
+        help="the time in which the command must end after a loss (default: a sixth of the ttl)",
     )
     parser.add_argument(
         "--wait",
         type=seconds,
         metavar="SECONDS",
-        help="give up if not elected within this time (default: wait for ever)",
+        help="give up if not elected within this time (default: no limit)",
     )
     parser.add_argument(
-        "--once", action="store_true", help="end on loss, rather than campaign again"
+        "--once", action="store_true", help="end after a loss instead of campaigning again"
     )
     parser.add_argument(
         "--restart",
         action="store_true",
-        help="start the command again whenever it ends while this process leads",
+        help="restart the command whenever it ends while this process leads",
     )
     parser.add_argument(
-        "--audit", metavar="FILE", help="append to this audit log, for verify (default: none)"
+        "--audit", metavar="FILE", help="append events to this audit log (default: none)"
     )
     parser.add_argument(
-        "--verbose", action="store_true", help="say when waiting, elected and resigned"
+        "--verbose", action="store_true", help="also report waiting, election and resignation"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Campaign, run, and return the exit code."""
+    """Campaign, run the command while leading, and return the exit code."""
     program = args.command[0]
     if shutil.which(program) is None:
         there = os.path.dirname(program) and os.path.exists(program)
@@ -140,25 +146,25 @@ class _Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         if args.name == "":
-            raise ConfigError("--name is empty: say who this is, or leave the option out")
+            raise ConfigError("--name is empty: give a name, or leave the option out")
         if store_url(args).startswith("memory:"):
             raise ConfigError(
-                "a memory:// store is within one process, so every `doyen run` would lead:"
-                " name a store that others can reach"
+                "a memory: store exists within one process only, so every `doyen run` would lead;"
+                " use a store that all processes can reach, such as sqlite:doyen.db"
             )
         self._name = args.name or f"{socket.gethostname()}-{os.getpid()}"
         self._supervisor = Supervisor(
             args.command, environ={"DOYEN_NAME": self._name, "DOYEN_ELECTION": args.election}
         )
         self._asked_to_end: signal.Signals | None = None
-        self._passed_on: set[int] = set()
+        self._forwarded: set[int] = set()
         self._code: int | None = None
 
     async def main(self) -> int:
         args = self._args
         self._task = asyncio.current_task()
         self._catch_signals()
-        with _Voice(as_json=args.json, verbose=args.verbose or args.json):
+        with _StderrReporter(as_json=args.json, verbose=args.verbose or args.json):
             try:
                 async with (
                     self._supervisor,
@@ -191,7 +197,7 @@ class _Run:
                 ) as term:
                     self._code = await self._lead(term)
             except LeadershipLost:
-                # A command that had ended by itself had nothing to lose.
+                # If the command had already ended by itself, its exit code counts.
                 if self._code is None and self._asked_to_end is not None:
                     return 128 + self._asked_to_end
                 if self._code is None and args.once:
@@ -204,15 +210,15 @@ class _Run:
         pause_s = FIRST_PAUSE_S
         while True:
             started_at = loop.time()
-            self._passed_on.clear()
+            self._forwarded.clear()
             code = await self._supervisor.run(term)
-            ended_as_asked = self._asked_to_end is not None or code - 128 in self._passed_on
+            ended_as_asked = self._asked_to_end is not None or code - 128 in self._forwarded
             if not self._args.restart or ended_as_asked:
                 return code
             if loop.time() - started_at > LONGEST_PAUSE_S:
                 pause_s = FIRST_PAUSE_S
             logging.getLogger("doyen").warning(
-                "the command ended with %d; it is started again in %g s", code, pause_s
+                "the command ended with exit code %d; restarting it in %g s", code, pause_s
             )
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -225,8 +231,8 @@ class _Run:
         loop.add_signal_handler(signal.SIGTSTP, lambda: None)
 
     def _ignore_signals(self) -> None:
-        # The outcome is settled: an impatient second signal must not replace the exit code while
-        # the interpreter shuts down.
+        # The exit code is decided: a further signal must not replace it while the interpreter
+        # shuts down.
         loop = asyncio.get_running_loop()
         for signum in FORWARDED:
             loop.remove_signal_handler(signum)
@@ -239,7 +245,7 @@ class _Run:
                 return
             if signum in ENDING:
                 self._asked_to_end = signum
-            self._passed_on.add(signum)
+            self._forwarded.add(signum)
             self._supervisor.forward(signum)
         elif signum in FATAL and self._asked_to_end is None and self._code is None:
             self._asked_to_end = signum
@@ -247,11 +253,11 @@ class _Run:
                 self._task.cancel()
 
 
-class _Voice(logging.Handler):
-    """What doyen has to say, on standard error.
+class _StderrReporter(logging.Handler):
+    """Prints doyen's events and warnings on standard error.
 
-    Events come from doyen's own threads, where nothing may block; a full pipe blocks. So lines are
-    handed to the main loop, whose stalling costs no lease.
+    It is called on doyen's own threads, which a full pipe must not block. So the lines are printed
+    by the main loop, which does not renew leases.
     """
 
     def __init__(self, *, as_json: bool, verbose: bool) -> None:
@@ -282,38 +288,40 @@ class _Voice(logging.Handler):
             return
         if self._as_json:
             fields = event.fields() if event else {"event": "message", "text": record.getMessage()}
-            self._loop.call_soon_threadsafe(_say, json.dumps(fields))
-        elif words := _in_words(event) if event else record.getMessage():
-            self._loop.call_soon_threadsafe(_say, f"doyen: {words}")
+            self._loop.call_soon_threadsafe(_print, json.dumps(fields))
+        elif text := _as_text(event) if event else record.getMessage():
+            self._loop.call_soon_threadsafe(_print, f"doyen: {text}")
 
 
-def _in_words(record: Record) -> str | None:
+def _as_text(record: Record) -> str | None:
     match record.event:
         case Waiting(election=election, behind=behind):
             return f"waiting to lead {election!r}, behind {behind!r}"
         case Hindered(election=election, error=error):
-            return f"cannot stand for {election!r} yet, and tries again: {error}"
+            return f"the campaign for {election!r} is delayed, trying again: {error}"
         case Elected(election=election, token=token):
             return f"leading {election!r}, token {token}"
         case Unsure(remaining_s=remaining_s, error=error):
-            return f"renewals are failing, {remaining_s:g} s are left: {error}"
+            return f"renewals fail, the term ends in {remaining_s:g} s unless one succeeds: {error}"
+        case OutageEnded(after_s=after_s):
+            return f"the store is available again after {after_s:g} s"
         case Lost(election=election, reason=reason):
             return f"no longer leading {election!r}: {reason}"
         case Resigned(election=election):
             return f"resigned from {election!r}"
         case Overrun(election=election, token=token):
             return (
-                f"the end of the term in {election!r} (token {token}) was dealt with later than the"
-                " stop budget allows, as by a process that was frozen; its guard, unless frozen as"
-                " well, ended the command in time"
+                f"the end of the term in {election!r} (token {token}) was noticed after its stop"
+                " budget, probably because this process was paused; the guard process has ended"
+                " the command in time, unless it was paused as well"
             )
         case event if event.level >= logging.ERROR:
             return str(event)
     return None
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:
-        pass  # nobody is listening, and the command need not suffer for it
+        pass  # standard error was closed; the command goes on

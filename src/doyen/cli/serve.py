@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from doyen.cli._manual import manual
 from doyen.cli._output import Exit, print_json, seconds
 from doyen.errors import ConfigError
-from doyen.events import FLUSH_S, Queued
+from doyen.telemetry import FLUSH_S, DeliveryQueue
 
 if TYPE_CHECKING:
     from doyen.quorum.consensus.core import Role
@@ -273,7 +273,7 @@ def _tell_json(words: str, **fields: object) -> None:
 
 async def _serve(asked: NodeOptions, http: str | None, tell: Tell) -> int:
     """What it says is written by a thread: a pipe that nobody reads must not stop the node."""
-    lines = Queued(_write, merge=lambda _, line: line, name="doyen-serve")
+    lines = DeliveryQueue(_write, merge=lambda _, line: line, name="doyen-serve")
     try:
         return await _serve_until_told(
             asked, http, lambda words, **fields: lines.put(partial(tell, words, **fields))

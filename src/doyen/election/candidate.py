@@ -639,7 +639,7 @@ class Candidacy:
             )
         )
         if asked.on_overrun == "exit":
-            self._presence.telemetry.settle(LAST_WORDS_S)
+            self._presence.telemetry.flush(LAST_WORDS_S)
             self._presence.runtime.flush_log(LAST_WORDS_S)
             os._exit(OVERRUN_EXIT_CODE)
 

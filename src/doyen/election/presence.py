@@ -17,12 +17,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 from doyen.errors import ConfigError, OutcomeUnknown, SessionClosed, StoreError, StoreUnavailable
-from doyen.events import Sink, Telemetry
+from doyen.events import Sink
 from doyen.lease.keepalive import Heart
 from doyen.lease.runtime import Runtime
 from doyen.lease.timing import Timing
 from doyen.model import Candidate, Claim, Entry, Kind, Leader, Line, leader_key, line_key
 from doyen.stores.port import Context, Store, Watch, open_store
+from doyen.telemetry import Telemetry
 
 __all__ = ["Presence", "SessionSettings", "line_of"]
 

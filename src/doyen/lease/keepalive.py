@@ -25,11 +25,12 @@ import threading
 from collections.abc import Callable
 
 from doyen.errors import LeaseGone
-from doyen.events import Granted, LeaseLost, Renewed, Telemetry, Unsure
+from doyen.events import Granted, LeaseLost, Renewed, Unsure
 from doyen.lease.clock import Clock
 from doyen.lease.timing import Timing
 from doyen.model import Lease
 from doyen.stores.port import Store
+from doyen.telemetry import Telemetry
 
 __all__ = ["NEVER", "Heart"]
 

@@ -9,8 +9,8 @@ since thread waits use the monotonic clock, which halts while the machine is sus
 short slices.
 
 Nothing that reports blocks either of them. Sinks have queues and threads of their own (see
-`doyen.events`), and while the threads run, a third one hands doyen's log lines to the handlers of
-`logging`, which may write to a full pipe or a slow disk.
+`doyen.telemetry`), and while the threads run, a third one hands doyen's log lines to the handlers
+of `logging`, which may write to a full pipe or a slow disk.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from doyen._waiting import shared
-from doyen.events import FLUSH_S, Allowance, Direct, Outlet, Queued, Sink, missing
+from doyen.events import Sink, merge_gap
 from doyen.lease.clock import Clock, SystemClock
 from doyen.lease.keepalive import Heart
+from doyen.telemetry import FLUSH_S, DeliveryQueue, DirectOutlet, Outlet, WaitAllowance
 
 __all__ = ["InlineRuntime", "LogRelay", "Runtime", "ThreadRuntime", "outlast"]
 
@@ -53,7 +54,7 @@ class Runtime(Protocol):
     clock: Clock
     random: random.Random
     pid: int
-    audit_wait: Allowance
+    audit_wait: WaitAllowance
 
     async def do(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on doyen's loop; cancelling the caller cancels it."""
@@ -116,7 +117,7 @@ class InlineRuntime:
         self.clock = clock
         self.random = random.Random(seed)
         self.pid = os.getpid()
-        self.audit_wait = Allowance(clock)
+        self.audit_wait = WaitAllowance(clock)
         self._loop = asyncio.get_running_loop()
         self._timers: dict[Heart, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -160,7 +161,7 @@ class InlineRuntime:
     def outlet(
         self, sink: Sink, name: str = "doyen-sink", finish: Callable[[], None] = lambda: None
     ) -> Outlet:
-        return Direct(sink, finish)
+        return DirectOutlet(sink, finish)
 
     async def aside(self, call: Callable[[], T], undo: Callable[[T], None]) -> T:
         return call()
@@ -274,7 +275,9 @@ class LogRelay(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lines = Queued(_hand_on, merge=_lines_missing, name="doyen-log", keeps=False)
+        self._lines = DeliveryQueue(
+            _hand_on, merge=_lines_missing, name="doyen-log", keep_unstarted=False
+        )
         for name in LOGGERS:
             logging.getLogger(name).filters.insert(0, self)
 
@@ -282,7 +285,7 @@ class LogRelay(logging.Filter):
         return getattr(_handing_on, "now", False) or not self._lines.put(record)
 
     def flush(self, within_s: float) -> None:
-        self._lines.settle(within_s)
+        self._lines.flush(within_s)
 
     def close(self) -> None:
         for name in LOGGERS:
@@ -357,7 +360,7 @@ class ThreadRuntime:
         self.clock: Clock = SystemClock()
         self.random = random.Random()
         self.pid = os.getpid()
-        self.audit_wait = Allowance(self.clock)
+        self.audit_wait = WaitAllowance(self.clock)
         self._users = 0
         self._loop = asyncio.new_event_loop()
         self._intake: deque[_Work] = deque()
@@ -405,7 +408,7 @@ class ThreadRuntime:
     def outlet(
         self, sink: Sink, name: str = "doyen-sink", finish: Callable[[], None] = lambda: None
     ) -> Outlet:
-        return Queued(Direct(sink).put, merge=missing, name=name, finish=finish)
+        return DeliveryQueue(DirectOutlet(sink).put, merge=merge_gap, name=name, finish=finish)
 
     async def aside(self, call: Callable[[], T], undo: Callable[[T], None]) -> T:
         # Not in an executor: the end of the process would wait for a call that hangs.

@@ -1,0 +1,166 @@
+"""doyen's log lines: `key=value` pairs, with quotes around values that need them.
+
+`log_line` formats one line. `LogReporter` writes the events of one session to the logger `doyen`.
+Times in these lines are wall-clock times in UTC; boot-time values of events are converted.
+
+May import events.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import ClassVar
+
+from doyen.events import (
+    Elected,
+    Event,
+    Granted,
+    Hindered,
+    LeaseLost,
+    Record,
+    Renewed,
+    Unsure,
+    Waiting,
+)
+
+__all__ = ["LogReporter", "OutageEnded", "iso_time", "log_line"]
+
+log = logging.getLogger("doyen")
+
+_BARE = re.compile(r"[\w.:/@+-]+")
+_BOOT_TIMES = frozenset({"ended_at", "since", "valid_until"})
+"""Fields of events that are times on the boot-time clock."""
+
+
+FORGET_S = 10.0
+"""How long after its last failure a candidate is taken to have given up."""
+
+
+def log_line(event: str, **fields: object) -> str:
+    """Format a log line. Fields that are None are left out.
+
+    >>> log_line("leadership_lost", election="x", token=7, reason="the lease expired")
+    'event=leadership_lost election=x token=7 reason="the lease expired"'
+    """
+    given = ((name, value) for name, value in fields.items() if value is not None)
+    return " ".join([f"event={event}", *(f"{name}={_quoted(str(value))}" for name, value in given)])
+
+
+def _quoted(text: str) -> str:
+    return text if _BARE.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+
+
+def iso_time(wall: float) -> str:
+    """A wall-clock time as ISO 8601 text in UTC.
+
+    >>> iso_time(1767225600.25)
+    '2026-01-01T00:00:00.250Z'
+    """
+    try:
+        moment = datetime.fromtimestamp(wall, UTC)
+    except (OverflowError, ValueError, OSError):
+        return str(wall)
+    return f"{moment.replace(tzinfo=None).isoformat(timespec='milliseconds')}Z"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutageEnded(Event):
+    """The store answers again. For the log only: no sink receives it."""
+
+    level: ClassVar[int] = logging.WARNING
+    log_name: ClassVar[str] = "store_available"
+    after_s: float
+
+
+class LogReporter:
+    """Writes the events of one session to the logger `doyen`, one line each.
+
+    An outage of the store makes many renewals and requests of candidates fail. The first failure is
+    logged as a warning that the store is unavailable, and further failures at level debug. When
+    every lease and candidate that failed has succeeded, a warning says that the store is available
+    again.
+    """
+
+    def __init__(self) -> None:
+        self._outage = _Outage()
+
+    def report(self, record: Record, *, planned: bool = False) -> None:
+        """Log the event; at level info at most if it was `planned`."""
+        event = record.event
+        level, name = event.level, event.log_name
+        if isinstance(event, Unsure | Hindered):
+            if self._outage.failed(event, record.at):
+                name = "store_unavailable"
+            else:
+                level = logging.DEBUG
+        elif self._outage.since is not None:
+            ended = self._outage.succeeded(event, record.at)
+            if ended is not None:
+                self.report(Record(ended, record.at, record.wall, record.session, record.pid))
+        if planned:
+            level = min(level, logging.INFO)
+        if not log.isEnabledFor(level):
+            return
+        fields = {
+            field: _wall_time(record, value) if field in _BOOT_TIMES else value
+            for field, value in asdict(event).items()
+        }
+        try:
+            log.log(level, "%s", log_line(name, **fields), extra={"doyen": record})
+        except Exception:
+            log.exception("%s", log_line("logging_handler_failed", on=name))
+
+
+class _Outage:
+    """Follows which leases and candidates of a session fail at the store."""
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+        self._leases: set[str] = set()
+        self._candidates: dict[tuple[str, str], float] = {}
+        """Election and name, with the time of the last failure."""
+
+    def failed(self, event: Unsure | Hindered, at: float) -> bool:
+        """Note a failure; True if the outage begins with it."""
+        if isinstance(event, Unsure):
+            self._leases.add(event.lease)
+        else:
+            self._candidates[event.election, event.name] = at
+        if self.since is not None:
+            return False
+        self.since = at
+        return True
+
+    def succeeded(self, event: Event, at: float) -> OutageEnded | None:
+        """Note a success, if the event is one; returns an event if the outage ends with it."""
+        match event:
+            case Granted():
+                self._leases.clear()
+            case Renewed(lease=lease):
+                self._leases.discard(lease)
+            case Waiting(election=election, name=name) | Elected(election=election, name=name):
+                self._candidates.pop((election, name), None)
+            case LeaseLost(lease=lease):
+                self._leases.discard(lease)  # and the next success ends the outage
+                return None
+            case _:
+                return None
+        # A candidate that gives up emits no event, so it is forgotten after a while.
+        for candidate, failed_at in list(self._candidates.items()):
+            if at - failed_at > FORGET_S:
+                del self._candidates[candidate]
+        if self._leases or self._candidates or self.since is None:
+            return None
+        after_s, self.since = round(at - self.since, 3), None
+        return OutageEnded(after_s=after_s)
+
+
+def _wall_time(record: Record, at: float) -> str:
+    """The wall-clock time at which the boot-time clock showed `at`. Minus infinity stands for a
+    time that had already passed when the event was emitted."""
+    return iso_time(record.wall + (at - record.at if math.isfinite(at) else 0.0))

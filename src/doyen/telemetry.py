@@ -1,0 +1,334 @@
+"""Delivering the events of a session to its sinks.
+
+Delivery must never delay a renewal, so no sink runs on doyen's event loop. Each sink has an
+`Outlet`: a bounded queue, emptied by a thread of its own, so that a sink that blocks delays no
+other. While a queue is full, events for this sink are dropped, and a `Gap` that counts them takes
+their place. If a sink raises, that is logged, and the sink is called again for the next event.
+
+Each sink receives the events of a session in the order in which they were emitted. The session
+waits until the audit log has written an event that other processes may act on (`Event.awaited`), as
+long as the log keeps up. So a process that is killed right after it resigned has recorded that.
+
+May import clock, events and log lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, Protocol, TypeVar
+
+from doyen._log_lines import LogReporter, log_line
+from doyen.events import Event, Record, Sink
+from doyen.lease.clock import Clock
+
+__all__ = [
+    "Backlog",
+    "DeliveryQueue",
+    "DirectOutlet",
+    "Outlet",
+    "Telemetry",
+    "WaitAllowance",
+]
+
+log = logging.getLogger("doyen")
+T = TypeVar("T")
+
+QUEUED = 8192
+"""The greatest number of events in the queue of one sink."""
+FLUSH_S = 1.0
+"""How long the end of a session, and the end of the process, wait for queues to empty."""
+AWAIT_S = 0.025
+AWAIT_SHARE = 0.05
+"""How long doyen's loop waits for audit logs: at most `AWAIT_S` at once, and at most this share of
+its time."""
+
+
+class Outlet(Protocol):
+    """Delivers the events of a session to one of its sinks."""
+
+    def put(self, record: Record) -> object:
+        """Accept an event for delivery, without blocking. May be called on any thread."""
+        ...
+
+    def flush(self, within_s: float) -> bool:
+        """Block until all events have been delivered; False if `within_s` passed first."""
+        ...
+
+    async def close(self, within_s: float) -> None:
+        """Accept no more events, and wait up to `within_s` for delivery. Delivery of the remaining
+        events goes on after that, as long as the process lives."""
+        ...
+
+
+class DirectOutlet:
+    """An outlet without a queue, which calls the sink at once. For virtual time."""
+
+    def __init__(self, sink: Sink, finish: Callable[[], None] = lambda: None) -> None:
+        self._sink = sink
+        self._finish = finish
+
+    def put(self, record: Record) -> None:
+        try:
+            self._sink(record)
+        except Exception:
+            log.exception("%s", log_line("sink_failed", on=record.event.log_name))
+
+    def flush(self, within_s: float) -> bool:
+        return True
+
+    async def close(self, within_s: float) -> None:
+        self._finish()
+
+
+class Backlog(Generic[T]):
+    """A queue of at most `limit` items, with a gap in the place of items that were dropped.
+
+    The newest items are dropped, so that the items before the gap are complete. `merge` makes the
+    gap from the dropped item and the gap at the end of the queue, if there is one.
+    """
+
+    def __init__(self, limit: int, merge: Callable[[T | None, T], T]) -> None:
+        self._limit = limit
+        self._merge = merge
+        self._items: deque[T] = deque()
+        self._full = False
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, item: T) -> bool:
+        """Append an item; False if it was dropped."""
+        if len(self._items) < self._limit:
+            self._items.append(item)
+            self._full = False
+            return True
+        # The queue is full; one more place is reserved for the gap.
+        self._items.append(self._merge(self._items.pop() if self._full else None, item))
+        self._full = True
+        return False
+
+    def take(self) -> T:
+        """Remove and return the oldest item."""
+        item = self._items.popleft()
+        self._full = self._full and bool(self._items)
+        return item
+
+
+class DeliveryQueue(Generic[T]):
+    """A bounded queue whose own thread calls `deliver` with each item.
+
+    The thread starts with the first item and ends when the queue is closed and empty. If it cannot
+    be started, items are kept and the next item tries again; without `keep_unstarted` they are
+    refused. In the child of a fork, which does not have the thread, items are refused.
+    """
+
+    def __init__(
+        self,
+        deliver: Callable[[T], None],
+        *,
+        merge: Callable[[T | None, T], T],
+        name: str,
+        finish: Callable[[], None] = lambda: None,
+        limit: int | None = None,
+        keep_unstarted: bool = True,
+    ) -> None:
+        """`merge` is that of `Backlog`. `finish` is called after the last delivery."""
+        self._deliver = deliver
+        self._keep_unstarted = keep_unstarted
+        self._finish = finish
+        self._name = name
+        self._backlog = Backlog(QUEUED if limit is None else limit, merge)
+        self._changed = threading.Condition()
+        self._delivering = False
+        self._dropping = False
+        self._closing = False
+        self._ended = False
+        self._on_end: list[Callable[[], None]] = []
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+
+    def put(self, item: T) -> bool:
+        """Queue an item; False if it was refused, because the queue is closed, has no thread or
+        belongs to the parent process."""
+        if self._pid != os.getpid():
+            return False
+        with self._changed:
+            if self._closing or not (self._started() or self._keep_unstarted):
+                return False
+            queued = self._backlog.put(item)
+            first_dropped = not queued and not self._dropping
+            self._dropping = not queued
+            self._changed.notify_all()
+        if first_dropped:
+            log.error("%s", log_line("queue_full", queue=self._name, effect="items are dropped"))
+        return True
+
+    def _started(self) -> bool:
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            with contextlib.suppress(RuntimeError):  # too many, or the interpreter is ending
+                thread.start()
+                self._thread = thread
+                _running.add(self)
+        return self._thread is not None
+
+    def flush(self, within_s: float) -> bool:
+        if self._pid != os.getpid():
+            return False  # the lock may have been held by a thread that the child does not have
+        with self._changed:
+            return self._changed.wait_for(self._idle, within_s)
+
+    def _idle(self) -> bool:
+        return not self._delivering and not self._backlog
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._delivering = False
+                if not self._backlog:
+                    self._changed.notify_all()
+                    if self._closing:
+                        break
+                    self._changed.wait()
+                    continue
+                item = self._backlog.take()
+                self._delivering = True
+            try:
+                self._deliver(item)
+            except BaseException:  # including SystemExit: the thread is needed for later items
+                log.exception("%s", log_line("delivery_failed", queue=self._name, item=item))
+        _running.discard(self)
+        self._end()
+
+    def shut(self, on_end: Callable[[], None] | None = None) -> None:
+        """Accept no more items. `on_end` is called, on any thread, when all are delivered."""
+        with self._changed:
+            if on_end is not None and not self._ended:
+                self._on_end.append(on_end)
+                on_end = None
+            self._closing = True
+            self._changed.notify_all()
+            threaded = self._thread is not None
+        if on_end is not None:
+            on_end()
+        if not threaded:
+            if self._backlog:
+                self._log_lost(len(self._backlog), "no thread could be started to deliver them")
+            self._end()
+
+    def _log_lost(self, items: int, reason: str) -> None:
+        line = log_line("items_not_delivered", queue=self._name, items=items, reason=reason)
+        log.error("%s", line)
+
+    def _end(self) -> None:
+        self._finish()
+        with self._changed:
+            self._ended = True
+            waiting, self._on_end = self._on_end, []
+        for on_end in waiting:
+            on_end()
+
+    def join(self, within_s: float) -> None:
+        """After `shut`: block until the thread has ended or `within_s` has passed."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(within_s)
+
+    async def close(self, within_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+
+        def on_end() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
+                loop.call_soon_threadsafe(ended.set)
+
+        self.shut(on_end)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await ended.wait()
+        if not ended.is_set():
+            items = len(self._backlog) + self._delivering
+            self._log_lost(items, f"delivery took longer than {within_s:g} s")
+
+
+_running: set[DeliveryQueue[Any]] = set()
+"""The queues that have a thread."""
+
+
+def _flush_all() -> None:
+    """At the end of the process: give all queues together `FLUSH_S` to empty."""
+    give_up = time.monotonic() + FLUSH_S
+    for queue in list(_running):
+        queue.flush(max(0.0, give_up - time.monotonic()))
+
+
+atexit.register(_flush_all)
+
+
+class WaitAllowance:
+    """Limits how long doyen's loop waits for audit logs. All sessions share one allowance, because
+    they share the loop. What was used is restored over time, at the rate `AWAIT_SHARE`."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._left_s = AWAIT_S
+        self._at = clock.now()
+
+    def flush(self, audit: Outlet) -> None:
+        """Wait for an audit log for as long as the allowance permits."""
+        began = self._clock.now()
+        refilled = self._left_s + AWAIT_SHARE * (began - self._at)
+        self._at, self._left_s = began, min(AWAIT_S, refilled)
+        if self._left_s > 0:
+            audit.flush(self._left_s)
+            self._left_s -= self._clock.now() - began
+
+
+class Telemetry:
+    """The events of one session: adds time and origin, logs them and delivers them to sinks."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        session: str,
+        sinks: Iterable[Sink] = (),
+        *,
+        audit: Outlet | None = None,
+        outlet: Callable[[Sink], Outlet] = DirectOutlet,
+        allowance: WaitAllowance | None = None,
+    ) -> None:
+        """`outlet` makes the outlet of each of the `sinks`. `audit` is the outlet of the audit log,
+        for which awaited events wait within the `allowance`."""
+        self._clock = clock
+        self._session = session
+        self._audit = audit
+        self._outlets = [*([audit] if audit else []), *map(outlet, sinks)]
+        self._pid = os.getpid()
+        self._allowance = allowance or WaitAllowance(clock)
+        self._log = LogReporter()
+
+    def emit(self, event: Event, *, planned: bool = False) -> None:
+        """Deliver an event. May be called on any thread; blocks for an awaited event only, and for
+        `AWAIT_S` at most. A `planned` event is logged at level info, not as a warning."""
+        record = Record(event, self._clock.now(), self._clock.wall(), self._session, self._pid)
+        self._log.report(record, planned=planned)
+        for outlet in self._outlets:
+            outlet.put(record)
+        if event.awaited and self._audit is not None:
+            self._allowance.flush(self._audit)
+
+    def flush(self, within_s: float = FLUSH_S) -> None:
+        """Block until every sink has received all events, for `within_s` per sink at most."""
+        for outlet in self._outlets:
+            outlet.flush(within_s)
+
+    async def close(self) -> None:
+        """Accept no more events, and wait `FLUSH_S` at most for delivery."""
+        await asyncio.gather(*(outlet.close(FLUSH_S) for outlet in self._outlets))
