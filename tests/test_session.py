@@ -641,7 +641,7 @@ with doyen.connect_blocking("memory://", ttl_s=1) as session:
         ("memory://", {"stop_budget_s": -2}, "stop_budget_s must be between 0 and 5, not -2"),
         ("memory://", {"drift": 0.6}, "drift must be between 0 and 0.5, not 0.6"),
         ("zoo://", {}, "no store for zoo://; known schemes: .*memory.*sqlite"),
-        ("doyen.db", {}, "'doyen.db' is not a store URL: it starts with a scheme"),
+        ("doyen.db", {}, "'doyen.db' is not a store URL: it must start with a scheme"),
         ("memory://x?ttl=5", {}, "memory:// has no option 'ttl'"),
     ],
 )

@@ -162,7 +162,7 @@ def test_opening_sweeps_up_what_the_dead_left(tmp_path: Path) -> None:
         lease = await store.grant(TTL_S)
         await store.create("k", b"v", lease)
         await store.watch("k", lambda: None)
-        store._lookout.close()
+        store._watches.close()
         store._inbox.close()
         store._leases.release_all()
         await store._database.close()
@@ -278,8 +278,8 @@ def test_a_full_inbox_counts_as_news_of_everything(tmp_path: Path) -> None:
             await reader.watch("quiet", lambda: told.append("quiet"))
             await reader.watch("noisy", lambda: told.append("noisy"))
             noisy, quiet = (
-                reader._lookout._scopes["noisy"].tag,
-                reader._lookout._scopes["quiet"].tag,
+                reader._watches._scopes["noisy"].tag,
+                reader._watches._scopes["quiet"].tag,
             )
             capacity = reader._inbox._capacity
             assert capacity % 8 == 0
@@ -344,11 +344,11 @@ def test_one_monitor_a_lease_and_none_without_a_watch(tmp_path: Path) -> None:
             watches = [await watcher.watch(f"k/{number}", lambda: None) for number in range(50)]
             watches.append(await watcher.watch("k", lambda: None))
             await asyncio.sleep(0)
-            assert len(watcher._lookout._monitors) == 1
+            assert len(watcher._watches._monitors) == 1
             assert len(os.listdir("/proc/self/fd")) == before + 1
             for watch in watches:
                 watch.close()
-            assert watcher._lookout._monitors == {}
+            assert watcher._watches._monitors == {}
             assert len(os.listdir("/proc/self/fd")) == before
 
     run(test)
@@ -430,7 +430,7 @@ def test_a_cancelled_call_takes_effect_whole_or_not_at_all(tmp_path: Path) -> No
             await asyncio.sleep(0)
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
-            assert store._lookout._scopes == {}
+            assert store._watches._scopes == {}
             await store.put("x", b"", if_version=None)
             assert await _rows(store, "watches") == 0
 
@@ -486,7 +486,7 @@ class Failing:
         ("COMMIT", sqlite3.SQLITE_FULL, StoreUnavailable, "free space on the file system"),
         ("INSERT", sqlite3.SQLITE_FULL, StoreUnavailable, "nothing was written"),
         ("INSERT", sqlite3.SQLITE_IOERR_WRITE, StoreUnavailable, "check its space and its health"),
-        ("BEGIN", sqlite3.SQLITE_READONLY, StoreUnusable, "needs to read and write it"),
+        ("BEGIN", sqlite3.SQLITE_READONLY, StoreUnusable, "must be able to read and write it"),
         ("BEGIN", sqlite3.SQLITE_CANTOPEN, StoreUnusable, "create files in"),
         ("BEGIN", sqlite3.SQLITE_CORRUPT, StoreUnusable, "restore it"),
     ],
@@ -563,7 +563,7 @@ def test_reads_go_on_while_another_writes(tmp_path: Path) -> None:
             await asyncio.to_thread(begun.wait, 10)
             assert await store.get("k") is not None
             assert len(await store.list("")) == 0
-            with pytest.raises(StoreUnavailable, match="this very process"):
+            with pytest.raises(StoreUnavailable, match="this process"):
                 await store.put("k2", b"v", if_version=None)
             done.set()
             await occupier

@@ -32,7 +32,7 @@ def test_a_good_store_is_described_and_nothing_more() -> None:
     assert [(finding.subject, finding.text) for finding in findings(GOOD)] == [
         ("sqlite", "SQLite 3.53.1, journal mode WAL"),
         ("disk", "/var/lib/doyen.db is on ext4"),
-        ("sessions", "3 live leases in /var/lib/doyen.db.sessions, ours included"),
+        ("sessions", "3 live leases in /var/lib/doyen.db.sessions, including this session's"),
     ]
     assert not worries(GOOD)
 
@@ -61,7 +61,7 @@ def test_versions_that_may_damage_the_database(version: tuple[int, ...], safe: b
 @pytest.mark.parametrize(
     ("kind", "level", "text"),
     [
-        ("tmpfs", "warning", "tokens begin anew"),
+        ("tmpfs", "warning", "tokens start again"),
         ("overlay", "note", "container"),
         (None, "warning", "unknown kind"),
     ],

@@ -492,7 +492,7 @@ def test_without_permission_the_error_says_who_needs_what() -> None:
         path.chmod(0o444)
         folder.chmod(0o555)
         try:
-            assert f"needs to read and write it and to create files in {folder}" in refusal(path)
+            assert f"read and write it and to create files in {folder}" in refusal(path)
             assert "cannot be opened for writing" in refusal(folder / "new.db")
             assert "cannot be created (Permission denied)" in refusal(folder / "sub" / "x.db")
         finally:

@@ -1,26 +1,27 @@
-"""The Store port: what doyen asks of a place where candidates meet.
+"""The Store port: what doyen requires of a store.
 
-Every promise is about a single key, so that every engine can honour it; what an engine cannot do
-is declared in its `Capabilities` and checked when it is opened. Policy (session, election) never
-asks which adapter it talks to.
+Every promise is about a single key, so that every engine can keep it. What an engine cannot do is
+declared in its `Capabilities` and checked when it is opened. Sessions and elections never ask which
+adapter they use.
 
-Safety rests on `create` alone: one atomic write decides who leads. Everything else orders
-candidates, wakes them, or shows people what is there.
+Safety depends on `create` alone: one atomic write decides the election. Everything else orders
+candidates, notifies them, or serves queries.
 
-Rules common to all methods:
+Rules for all methods:
 
-- A store belongs to one event loop and is called from it only. A lease is used through the store
+- A store belongs to one event loop and is called only from it. A lease is used through the store
   that granted it.
-- A call that is known not to have been carried out raises `StoreUnavailable`; one that may have
-  been raises `OutcomeUnknown`. Adapters need not time out by themselves: the caller bounds each
-  call, and a call that is cancelled counts as `OutcomeUnknown`. It must then either never take
-  effect or take effect as if it had not been cancelled: no half.
-- `StoreUnusable` is for what trying again will not cure.
-- Whatever is bound to a lease that has ended is as good as absent, even where nobody has yet
-  removed it: no method returns it.
+- A call that was certainly not carried out raises `StoreUnavailable`; one that may have been raises
+  `OutcomeUnknown`. Adapters need no timeouts: the caller bounds each call and treats a cancelled
+  call as `OutcomeUnknown`. A cancelled call either has no effect or has its full effect, now or
+  later.
+- `StoreUnusable` is raised for what retrying does not cure.
+- An entry bound to a lease that has ended is treated as absent even before it is removed: no method
+  returns it.
 
-Third parties add a store with an entry point in the group `doyen.stores`: the scheme names a
-callable `open_store(url, context)`. The suite in `doyen.testing` tells whether it keeps its word.
+A third-party store is an entry point in the group `doyen.stores`, whose name is the URL scheme and
+whose object is a callable `open_store(url, context)`. The conformance suite in `doyen.testing`
+checks it against this port.
 """
 
 from __future__ import annotations
@@ -54,17 +55,17 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What an engine can do, and the figures that the worst case is computed from."""
+    """What an engine can do, and the figures from which the worst case is computed."""
 
     proof_of_death: bool = False
-    """The end of a process is known at once, by a kernel's word."""
+    """The kernel reports the end of a process, so it is known at once."""
     linearizable_reads: bool = True
-    """`get` and `list` show every write that was acknowledged before they began."""
+    """`get` and `list` return every write that was confirmed before they began."""
     durable: bool = True
-    """A confirmed write is never lost. Engines that replicate asynchronously lose some in a
-    failover; whether deletions are among them is then checked."""
+    """A confirmed write is never lost. Engines that replicate asynchronously may lose some in a
+    failover, so sessions check later that what they deleted has not come back."""
     renewals_lag: bool = False
-    """A confirmed renewal proves only that the store's majority knows the one before it."""
+    """A confirmed renewal proves only that a majority has the renewal before it."""
     ttl_default_s: float = DEFAULT_TTL_S
     ttl_min_s: float = 0.1
     ttl_step_s: float | None = None
@@ -72,101 +73,101 @@ class Capabilities:
     expiry_factor: float = 1.0
     """The engine may keep a lease up to this many times its ttl."""
     notice_s: float = 0.0
-    """How long after the fact a watch may be told, at worst, with nothing failing."""
+    """The longest delay of a notification when nothing fails."""
 
 
 class Creation(NamedTuple):
-    """The answer of `create`: whether it was ours, and the entry that stands there now."""
+    """The result of `create`: whether it created the entry, and the entry that exists now."""
 
     won: bool
     entry: Entry
 
 
 class Watch(Protocol):
-    """A standing request to be told of changes. Closing is immediate and idempotent."""
+    """A standing request for notifications. Closing takes effect at once and is idempotent."""
 
     def close(self) -> None:
-        """No call of `notify` begins after this."""
+        """`notify` is not called after this."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a store is given when it is opened."""
+    """What a store receives when it is opened."""
 
     clock: Clock
     emit: Callable[[Event], None]
 
 
 class Store(ABC):
-    """A place where candidates meet: compare-and-swap, expiry, notification."""
+    """Compare-and-swap, leases and notifications on keys."""
 
     capabilities: Capabilities
 
     @abstractmethod
     async def grant(self, ttl_s: float) -> Lease:
-        """Begin a lease of at least `ttl_s`; the lease says what was granted.
+        """Grant a lease of at least `ttl_s`; the lease states the granted ttl.
 
-        The store counts from an instant not earlier than the call. The id is never used again.
+        The store counts from an instant not earlier than the call. The id is never reused.
         """
 
     @abstractmethod
     async def renew(self, lease: Lease) -> None:
-        """Begin the lease's time anew, from an instant not earlier than the call.
+        """Restart the ttl of the lease, from an instant not earlier than the call.
 
-        Returns only if the store's majority knows it (or, with `renewals_lag`, knows the renewal
-        before it). Raises `LeaseGone` if the lease has ended:
-        an ended lease never revives. Must not queue behind other calls of this store.
+        Returns only if a majority of the store has the renewal (with `renewals_lag`: the renewal
+        before it). Raises `LeaseGone` if the lease has ended; an ended lease never revives. Must
+        not queue behind other calls of this store.
         """
 
     @abstractmethod
     async def revoke(self, lease: Lease) -> None:
-        """End the lease now: everything bound to it is gone when this returns. Idempotent."""
+        """End the lease. Everything bound to it is gone when this returns. Idempotent."""
 
     @abstractmethod
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
-        """Create `key`, bound to `lease`, if nothing stands there. Atomic and durable.
+        """Create `key`, bound to `lease`, if it does not exist. Atomic and durable.
 
-        "Nothing" includes an entry whose lease has ended. If something stands there it is left
-        alone and returned, with `won` false. The new entry's revision is greater than that of
-        every entry ever created at this key, across releases, restarts and restores. Raises
-        `LeaseGone` if `lease` has ended.
+        An entry whose lease has ended does not exist. An existing entry is left unchanged and
+        returned, with `won` false. The revision of a new entry is greater than that of every entry
+        ever created at this key, across releases, restarts and restores. Raises `LeaseGone` if
+        `lease` has ended.
         """
 
     @abstractmethod
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
-        """Write an entry bound to no lease. Atomic and durable.
+        """Write an entry without a lease. Atomic and durable.
 
-        With `if_version=None` only if nothing stands there; else only if what stands there has
-        that version. None if refused.
+        With `if_version=None` the key must not exist; otherwise the entry must have that version.
+        Returns None if the condition does not hold.
         """
 
     @abstractmethod
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
-        """Delete what stands at `key` (with that version, if given). False if it did not."""
+        """Delete `key`, if it has `if_version` where that is given. Returns whether it did."""
 
     @abstractmethod
     async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
         """Take a ticket at the end of `line`, behind every ticket of the same or a higher rank.
 
-        Tickets are ordered by rank, highest first, then by arrival. The ticket's key is the
-        store's choice, directly under `line`, and never used again. Raises `LeaseGone`.
+        Tickets are ordered by rank, highest first, then by arrival. The store chooses the key of
+        the ticket, directly below `line`, and never reuses it. Raises `LeaseGone`.
         """
 
     @abstractmethod
     async def ahead(self, ticket: Entry) -> Entry | None:
         """The ticket directly before `ticket`, or None if it is at the head of its line.
 
-        Raises `TicketGone` if `ticket` itself is no longer there.
+        Raises `TicketGone` if `ticket` itself no longer exists.
         """
 
     @abstractmethod
     async def get(self, key: str) -> Entry | None:
-        """What stands at `key`."""
+        """The entry at `key`, or None."""
 
     @abstractmethod
     async def list(self, prefix: str) -> list[Entry]:
-        """Every entry whose key begins with `prefix` and a `/`; the tickets of a line in order."""
+        """All entries whose keys begin with `prefix` and a `/`; tickets of a line in order."""
 
     async def head(self, line: str) -> Entry | None:
         """The first ticket of `line`."""
@@ -174,46 +175,43 @@ class Store(ABC):
 
     @abstractmethod
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
-        """Call `notify` after every change at `scope` or under it, until closed.
+        """Call `notify` after every change at `scope` or below it, until closed.
 
-        Level-triggered: of what happens after `watch` has returned, nothing stays untold, though
-        calls may coalesce, come late or without cause. The end of a lease counts as a change of
-        everything bound to it, whether or not anybody has removed it. So *watch, then read, then
-        wait* never misses the final state. `notify` is called on the store's loop and must not
-        block.
+        Level-triggered: every change after `watch` has returned is followed by a notification, but
+        notifications may be merged, late or spurious. The end of a lease counts as a change of
+        everything bound to it, even before that is removed. *Watch, then read, then wait* therefore
+        never misses the final state. `notify` is called on the store's loop and must not block.
         """
 
     def proof(self, lease: Lease) -> tuple[int, ...]:
         """Descriptors that prove this process alive while any copy of them is open.
 
-        For a supervisor that must outlive its parent: as long as it holds copies, no successor
-        can take the process for dead. Empty where the store has no proof of death.
+        A supervisor that outlives its parent holds copies; until it closes them, the process is not
+        considered dead. Empty where the store has no proof of death.
         """
         return ()
 
     async def diagnose(self) -> Sequence[Finding]:
-        """What `doyen doctor` should tell people about this engine: its version, with the defects
-        that one is known for; modes that are unsafe; where it keeps things, and how full that is.
-
-        Nothing is changed by it, and nothing rests on it.
+        """Findings for `doyen doctor`: the engine's version and its known defects, unsafe modes,
+        where it stores data and how full that is. Changes nothing.
         """
         return []
 
     def forked(self) -> None:
-        """Called in the child after a fork: let go of what must not be shared, touching nothing
-        that the parent still holds."""
+        """Called in the child after a fork: release what must not be shared, without touching what
+        the parent still uses."""
         return
 
     @abstractmethod
     async def close(self) -> None:
-        """Release everything that the store holds in this process. Idempotent."""
+        """Release all resources of the store in this process. Idempotent."""
 
 
 def split_url(text: str) -> SplitResult:
     """`urlsplit` for URLs that name several hosts.
 
-    Python refuses brackets that are not around the one and only host (from 3.14 on, and in later
-    releases of earlier versions), and so `h1,[::1]:2379`. The hosts are left to the adapter.
+    Recent Python releases refuse brackets that do not enclose the whole host, such as
+    `h1,[::1]:2379`. The adapter parses the hosts.
     """
     from urllib.parse import urlsplit
 
@@ -226,7 +224,7 @@ def split_url(text: str) -> SplitResult:
 
 @dataclass(frozen=True, slots=True)
 class StoreURL:
-    """A store's address, taken apart. `options` are the query's, all consumed by the adapter."""
+    """A parsed store URL. `options` are those of the query; the adapter knows all of them."""
 
     text: str
     parts: SplitResult
@@ -239,18 +237,18 @@ class StoreURL:
         parts = split_url(text)
         if not parts.scheme:
             raise ConfigError(
-                f"{text!r} is not a store URL: it starts with a scheme,"
+                f"{text!r} is not a store URL: it must start with a scheme,"
                 f" such as sqlite:///var/lib/doyen.db; known schemes: {_known()}"
             )
         return cls(text, parts, dict(parse_qsl(parts.query, keep_blank_values=True)))
 
     def refuse_unknown(self, *known: str) -> None:
-        """Raise if the URL has an option that the adapter does not know."""
+        """Raise `ConfigError` if the URL has an option that the adapter does not know."""
         for name in self.options:
             if name not in known:
                 raise ConfigError(
                     f"{self.parts.scheme}:// has no option {name!r};"
-                    f" it knows {', '.join(known) or 'none'}"
+                    f" known options: {', '.join(known) or 'none'}"
                 )
 
 
@@ -294,7 +292,7 @@ def _opener(scheme: str) -> Opener:
 
 
 async def open_store(url: str, context: Context) -> Store:
-    """Open the store that `url` names, importing its adapter on the way."""
+    """Import the adapter for the scheme of `url` and open the store."""
     parsed = StoreURL.parse(url)
     opener = _opener(parsed.parts.scheme)
     try:
@@ -306,8 +304,8 @@ async def open_store(url: str, context: Context) -> Store:
 
 
 _STRICT = (
-    "the certificate lacks an extension that RFC 5280 requires, on which Python insists from 3.13"
-    " on: issue the authority's certificate again with basicConstraints=critical,CA:true,"
+    "the certificate lacks an extension that RFC 5280 requires and that Python checks from 3.13"
+    " on: reissue the authority's certificate with basicConstraints=critical,CA:true,"
     " keyUsage=critical,keyCertSign,cRLSign and subjectKeyIdentifier=hash, and those that it signs"
     " with authorityKeyIdentifier=keyid and subjectKeyIdentifier=hash"
 )
@@ -315,7 +313,7 @@ _UNVERIFIED = {
     "key usage": _STRICT,
     "key identifier": _STRICT,
     "basic constraints": _STRICT,
-    "not valid for": "the server's certificate needs the address of the URL in its subjectAltName",
+    "not valid for": "the server's certificate must have the URL's host in its subjectAltName",
     "has expired": "renew the certificate",
 }
 _REFUSED = ("alert", "client certificate", "tsi_", "access denied")
@@ -330,20 +328,20 @@ _HUNG_UP = (
 
 
 def _tls_remedy(url: StoreURL, cause: str) -> str:
-    """What to do about a store that could not be opened for its certificate's sake, or for ours.
+    """What to do if a store could not be opened because of a certificate.
 
-    Libraries tell it in words of their own; a server that refuses a certificate often just hangs
-    up.
+    Client libraries describe this differently, and a server that refuses a client certificate often
+    just closes the connection.
     """
     encrypted = bool({"tls", "ca", "cert"} & set(url.options)) or url.parts.scheme[-2:] == "ss"
     if not encrypted or url.options.get("tls") == "false":
         return ""
     if "certificate verify failed" in cause or "certificate_verify_failed" in cause:
-        trust = "ca= names the file of the authority that signed the server's certificate"
+        trust = "set ca= to the file of the authority that signed the server's certificate"
         return next((text for words, text in _UNVERIFIED.items() if words in cause), trust)
     if any(words in cause for words in (*_REFUSED, *_HUNG_UP)):
         return (
-            "the server may want a certificate of ours, or another: cert= and key= name the files"
-            " of one that is signed by an authority it trusts"
+            "the server may require a client certificate: set cert= and key= to the files of one"
+            " that is signed by an authority that the server trusts"
         )
     return ""

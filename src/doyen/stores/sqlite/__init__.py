@@ -7,16 +7,16 @@
 Rows for records, tickets and watches are in the database; beside it, in `<path>.sessions`, each
 lease and each handle has its small files. The parts:
 
-    place      from the URL to a path; what the operating system's errors mean
+    location   from the URL to a path; errors of the operating system
     leases     leases as files: kernel lock, renewal by a plain write, irrevocable end
-    inbox      the FIFO through which writers wake watchers
-    ledger     the tables, and what a transaction may do with them
+    inbox      the FIFO through which writers notify watchers
+    tables     the tables, and the operations of a transaction
     database   the connection and its thread: batches, waiting for the lock, failures
-    wakes      watches, and monitors of the leases that own what is watched
-    diagnosis  what `doyen doctor` tells about it
+    watches    watches, and monitors of the leases that own what is watched
+    diagnosis  findings for `doyen doctor`
 
-Per handle: one thread and four descriptors; per held lease two; per lease that owns something
-watched, one and a timer. Without watches nothing ever wakes up.
+A handle has one thread and four descriptors, two more for each lease that it holds, and one and a
+timer for each lease that owns something it watches. Without watches it never wakes up.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from doyen.stores.sqlite.watches import LocalWatches
 __all__ = ["SQLiteStore", "open_store"]
 
 _SWEPT = 64
-"""How much of what others left behind is looked at when a store is opened. A sample, or a thousand
-candidates that start together would each look at a thousand others."""
+"""How many leases and inboxes are checked for leftovers when a store is opened. It is a sample:
+otherwise a thousand candidates that start together would each check a thousand others."""
 
 
 async def open_store(url: StoreURL, context: Context) -> SQLiteStore:
-    """Open the store at `url`, creating it if there is none."""
+    """Open the store at `url`, and create it if it does not exist."""
     url.refuse_unknown("token_floor")
     path = path_of(url)
     floor = url.options.get("token_floor", "0")
@@ -61,7 +61,7 @@ async def open_store(url: StoreURL, context: Context) -> SQLiteStore:
 
 
 class SQLiteStore(Store):
-    """One handle on the store. Any number of them, in one process or many, meet in one file."""
+    """One handle on the store. Handles in any number of processes share one file."""
 
     capabilities = Capabilities(proof_of_death=True)
 
@@ -76,11 +76,11 @@ class SQLiteStore(Store):
         self._database = Database(
             path, loop=self._loop, folder=self._folder, leases=self._leases, inbox=self._inbox
         )
-        self._lookout = LocalWatches(self._loop, self._database, self._leases, self._inbox)
+        self._watches = LocalWatches(self._loop, self._database, self._leases, self._inbox)
         self._unusable: str | None = None
 
     async def open(self, token_floor: int) -> None:
-        """Start the database, sweep up what others left behind, and begin to listen."""
+        """Start the database, remove leftovers of dead processes, and begin to listen."""
         undecided: set[str] = set()
         try:
             await self._database.open()
@@ -92,8 +92,8 @@ class SQLiteStore(Store):
         except BaseException:
             await self.close()
             raise
-        self._database.deliver = self._lookout.apply
-        self._lookout.open(undecided)
+        self._database.deliver = self._watches.apply
+        self._watches.open(undecided)
 
     async def grant(self, ttl_s: float) -> Lease:
         self._require_usable()
@@ -113,7 +113,7 @@ class SQLiteStore(Store):
         if not in_place:
             raise LeaseGone(
                 f"{self._database.path} or its folder was removed or replaced while in use:"
-                f" lease {lease.id} binds nothing that others can see"
+                f" what is bound to lease {lease.id} is not visible to others; connect again"
             )
 
     async def revoke(self, lease: Lease) -> None:
@@ -124,7 +124,7 @@ class SQLiteStore(Store):
         except OSError as error:
             raise translate_os(error, self._database.path) from error
         except StoreError:
-            pass  # the lease has ended, so its rows are void; whoever meets them removes them
+            pass  # the lease has ended, so its rows are void and removed when they are next read
         finally:
             self._leases.release(lease.id)
 
@@ -164,7 +164,7 @@ class SQLiteStore(Store):
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
         self._require_usable()
-        return await self._lookout.watch(scope, notify)
+        return await self._watches.watch(scope, notify)
 
     async def diagnose(self) -> Sequence[Finding]:
         self._require_usable()
@@ -184,7 +184,7 @@ class SQLiteStore(Store):
                 "this store was opened before a fork and belongs to the parent process:"
                 " connect again in the child"
             )
-            self._lookout.forked()
+            self._watches.forked()
             self._inbox.close()
             self._leases.release_all()
             self._database.forked()
@@ -193,15 +193,15 @@ class SQLiteStore(Store):
         if self._unusable is not None:
             return
         self._unusable = "the store has been closed"
-        self._lookout.close()
+        self._watches.close()
         self._inbox.close()
         self._leases.release_all()
         try:
-            if self._lookout.ever_watched:
+            if self._watches.ever_watched:
                 await self._database.submit(lambda tables: tables.unwatch_all())
             self._inbox.remove()
         except StoreError:
-            pass  # whoever opens the store next finds an inbox without a reader
+            pass  # the next open removes an inbox without a reader
         finally:
             await self._database.close()
 
@@ -213,7 +213,7 @@ class SQLiteStore(Store):
         self._emit(LeaseEnded(lease=lease, cause=cause))
 
     def _sweep(self, tables: Transaction, undecided: set[str]) -> None:
-        """Remove what is left of ended leases and of inboxes without a reader."""
+        """Remove leftovers of ended leases and inboxes without a reader."""
         undecided.clear()
         files = self._folder.files()
         known = {name for name, parts in files.items() if "lease" in parts}

@@ -1,16 +1,16 @@
-"""The database of one handle: its connection, its thread, and what its failures mean.
+"""The database of one handle: its connection, its thread, and the meaning of its errors.
 
-All SQL runs on one thread, which takes everything that has been asked for meanwhile and carries it
-out in one transaction: a thousand candidates of one session cost a handful of commits, and a slow
-disk never holds up the loop on which leases are renewed. Commits that create a record or put a
-value reach the disk before they are answered (`synchronous=FULL`); others may be lost with the
-machine's power, never otherwise.
+All SQL runs on one thread, which executes all pending operations in one transaction. A thousand
+candidates of one session therefore cost few commits, and a slow disk never blocks the loop on which
+leases are renewed. Commits that create a record or put a value are on disk before they are
+confirmed (`synchronous=FULL`); other commits can be lost only in a power failure.
 
-Waiting for the write lock is done here, with pauses far below those of SQLite's own handler. If
-nobody commits for `PATIENCE_S`, the batch fails with an error that names the process in the way.
+The thread itself waits for the write lock, with much shorter pauses than SQLite's busy handler. If
+no other process commits for `PATIENCE_S`, the batch fails with an error that names the process that
+holds the lock.
 
-Nothing in this process may open the database or its companions except SQLite: closing any
-descriptor of them would drop SQLite's locks. They are only ever looked at by name (`stat`).
+Only SQLite may open the database and its companion files in this process, because closing any
+descriptor of them drops SQLite's locks. Other code uses only `stat` on them.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ __all__ = ["CommitOutcome", "Database"]
 T = TypeVar("T")
 
 PATIENCE_S = 0.5
-"""How long to wait for the write lock while nobody commits. Below the request timeout of a session
-with the default ttl, so that its user hears who is in the way."""
+"""How long to wait for the write lock while no other process commits. It is below the request
+timeout at the default ttl, so that the error names the process that holds the lock."""
 _BATCH = 256
 _YIELDS = 4
 """Tries before the first pause: a watcher is woken just before the writer's commit."""
@@ -57,7 +57,7 @@ _WRITE_LOCK = 120
 
 @dataclass(slots=True, eq=False)
 class _Operation:
-    """Something asked for: what to do with the tables, and who waits for the answer."""
+    """A pending operation on the tables, and the future of its result."""
 
     run: Callable[[Transaction], Any]
     answer: asyncio.Future[Any]
@@ -69,7 +69,7 @@ class _Operation:
 
 @dataclass(slots=True)
 class CommitOutcome:
-    """What a committed transaction means for the watches of this handle; see `Transaction`."""
+    """The effect of a committed transaction on the watches of this handle; see `Transaction`."""
 
     touched: dict[int, str] = field(default_factory=dict)
     owners: dict[int, frozenset[str]] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Database:
         self._synchronous = ""
 
     async def open(self) -> None:
-        """Start the thread, and the database on it."""
+        """Start the thread and open the database on it."""
         self._opened: asyncio.Future[None] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._thread.start()
@@ -113,21 +113,22 @@ class Database:
     def submit(
         self, run: Callable[[Transaction], T], *, writes: bool = True, durable: bool = False
     ) -> asyncio.Future[T]:
-        """Have something done. Whole, if it is begun before the answer is cancelled; else not."""
+        """Queue an operation. Cancelling the future prevents it only before its transaction
+        begins."""
         answer: asyncio.Future[T] = self._loop.create_future()
         self._queue.put(_Operation(run, answer, writes, durable))
         return answer
 
     async def close(self) -> None:
-        """Finish what was asked for, close the connection and end the thread."""
+        """Execute what is queued, close the connection and end the thread."""
         if self._thread.ident is not None:
             self._queue.put(None)
             await self._ended
             self._thread.join()
 
     def forked(self) -> None:
-        """In a child: nothing of SQLite's may ever run there on this connection, not even its
-        closing when the interpreter exits. So it is never freed."""
+        """In a forked child: SQLite must not use this connection, not even to close it at the exit
+        of the interpreter, so it is never freed."""
         connection = getattr(self, "_connection", None)
         if connection is not None:
             with suppress(ImportError):
@@ -136,7 +137,7 @@ class Database:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
 
     def in_place(self) -> bool:
-        """Whether the files in use are still those that others find at the path."""
+        """Whether the open files are still those at the path."""
         try:
             status = os.stat(self.path)
         except FileNotFoundError:
@@ -147,7 +148,7 @@ class Database:
         """The database thread."""
         try:
             self._start()
-        except BaseException as error:  # noqa: BLE001 (handed to whoever opens the store)
+        except BaseException as error:  # noqa: BLE001 (raised by open)
             self._stop()
             self._post(_settle, self._opened, None, self._translate(error))
             self._post(_settle, self._ended, None, None)
@@ -159,7 +160,7 @@ class Database:
         self._post(_settle, self._ended, None, None)
 
     def _take(self) -> list[_Operation]:
-        """Everything that waits, or nothing if the end has come."""
+        """All pending operations; empty when the database is closed."""
         first = self._queue.get()
         if first is None:
             return []
@@ -179,7 +180,7 @@ class Database:
         try:
             self._loop.call_soon_threadsafe(act, *args)
         except RuntimeError:
-            pass  # the loop was closed without closing the store; nobody waits any more
+            pass  # the loop was closed without closing the store
 
     def _answer(self, batch: list[_Operation], outcome: CommitOutcome) -> None:
         for operation in batch:
@@ -197,14 +198,14 @@ class Database:
                 except WriteNeeded:
                     self._roll_back()
             return self._write(wanted)
-        except Exception as error:  # noqa: BLE001 (everybody in the batch is told)
+        except Exception as error:  # noqa: BLE001 (raised by every operation of the batch)
             self._roll_back()
             for operation in wanted:
                 operation.result, operation.error = None, self._translate(error, copy=True)
             return CommitOutcome()
 
     def _attempt(self, batch: list[_Operation], tables: Transaction) -> None:
-        """Carry out each; what one of them raises is its own, unless the transaction is lost."""
+        """Execute each operation. Its error is its own, unless the whole transaction is lost."""
         for operation in batch:
             try:
                 operation.result, operation.error = operation.run(tables), None
@@ -235,9 +236,9 @@ class Database:
     def _require_in_place(self) -> None:
         if not self.in_place():
             raise StoreUnusable(
-                f"{self.path} or its folder was removed or replaced while in use, so others may"
-                " meet in another file: connect again, and after a restore set token_floor above"
-                " the highest token ever given"
+                f"{self.path} or its directory was removed or replaced while in use, so other"
+                " processes may use another file: connect again, and after a restore set"
+                " token_floor above the highest token ever issued"
             )
 
     def _drop_stale(self) -> Iterator[int]:
@@ -256,10 +257,10 @@ class Database:
             unwritten = getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_IOERR_WRITE
             if unwritten or _code(error) != sqlite3.SQLITE_IOERR:
                 raise
-            # The log may hold all of the transaction, to be found after a crash.
+            # The WAL may contain the whole transaction, which would then be applied after a crash.
             raise OutcomeUnknown(
                 f"the disk failed while {self.path} was committing ({error}):"
-                " check the disk, then read what stands there"
+                " check the disk, then read the current state"
             ) from error
 
     def _roll_back(self) -> None:
@@ -267,7 +268,7 @@ class Database:
             if self._connection.in_transaction:
                 self._execute("ROLLBACK")
         except sqlite3.Error:
-            pass  # SQLite has done so itself
+            pass  # SQLite has already rolled back
 
     def _begin(self, batch: list[_Operation], how: str) -> None:
         """Begin a transaction, waiting for the lock with short, growing, jittered pauses."""
@@ -282,7 +283,7 @@ class Database:
                     raise StoreUnavailable(_who_writes(self.path, self._patience_s))
                 limit, committed = now + self._patience_s, latest
             if batch and all(operation.answer.cancelled() for operation in batch):
-                raise StoreUnavailable("nobody waits for the answer any more")
+                raise StoreUnavailable("the operations were cancelled")
             if yields:
                 yields -= 1
                 time.sleep(0)
@@ -331,22 +332,22 @@ class Database:
 
     def _is_new(self) -> bool:
         """Whether the database is empty; raises if it is not ours to use."""
-        # The mark is read last: who sees anything of a store that is being created at this moment
-        # then sees the mark as well.
+        # The application id is read last: if another process is creating the store at this moment
+        # and its tables are visible, then so is the id.
         tables = self._patiently("SELECT count(*) FROM sqlite_master")
         version = self._patiently("PRAGMA user_version")
         application = self._patiently("PRAGMA application_id")
         if application == APPLICATION_ID:
             if version > SCHEMA_VERSION:
                 raise StoreUnusable(
-                    f"{self.path} was written by a newer doyen (schema {version}, this one knows"
+                    f"{self.path} was written by a newer doyen (schema {version}, this one supports"
                     f" {SCHEMA_VERSION}): upgrade doyen here, or choose another path"
                 )
             return False
         if application or version or tables:
             raise StoreUnusable(
                 f"{self.path} is an SQLite database of another application:"
-                " choose a path of its own for the store"
+                " choose another path for the store"
             )
         return True
 
@@ -359,7 +360,7 @@ class Database:
         self._execute("COMMIT")
 
     def _patiently(self, statement: str) -> Any:
-        """The one value that a statement yields, tried again while another has the lock."""
+        """The single value of a statement, retried while another process holds the lock."""
         limit = time.monotonic() + max(self._patience_s, 5.0)
         while True:
             try:
@@ -378,10 +379,11 @@ class Database:
             try:
                 connection.close()
             except sqlite3.Error:
-                pass  # nothing is open in it, and nobody is left to be told
+                pass  # no transaction is open, and no caller is left
 
     def _translate(self, error: BaseException, *, copy: bool = False) -> BaseException:
-        """The error in doyen's terms; a copy if several are to raise it, which leaves its marks."""
+        """The error as doyen's own; a copy if several callers raise it, as raising adds a
+        traceback."""
         if isinstance(error, OSError):
             translated: StoreError = translate_os(error, self.path)
         elif isinstance(error, sqlite3.Error) and _code(error):
@@ -417,7 +419,7 @@ _OF_ONE_STATEMENT = {
 
 
 def _meaning(error: sqlite3.Error, path: str) -> StoreError:
-    """What an error of SQLite's means, and what to do about it."""
+    """Map an error of SQLite to an exception that names cause and remedy."""
     code = _code(error)
     if code == sqlite3.SQLITE_NOTADB:
         return StoreUnusable(
@@ -426,7 +428,7 @@ def _meaning(error: sqlite3.Error, path: str) -> StoreError:
     if code == sqlite3.SQLITE_CORRUPT:
         return StoreUnusable(
             f"the database {path} is damaged ({error}): stop all candidates, move it away or"
-            " restore it, and open with token_floor above the highest token ever given"
+            " restore it, and open it with token_floor above the highest token ever issued"
         )
     if code == sqlite3.SQLITE_FULL:
         return StoreUnavailable(
@@ -435,8 +437,8 @@ def _meaning(error: sqlite3.Error, path: str) -> StoreError:
         )
     if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
         return StoreUnusable(
-            f"{path} cannot be opened for writing ({error}): every candidate needs to read and"
-            f" write it and to create files in {os.path.dirname(path)}"
+            f"{path} cannot be opened for writing ({error}): every candidate must be able to"
+            f" read and write it and to create files in {os.path.dirname(path)}"
         )
     if code == sqlite3.SQLITE_IOERR:
         return StoreUnavailable(
@@ -447,13 +449,13 @@ def _meaning(error: sqlite3.Error, path: str) -> StoreError:
 
 
 def _who_writes(path: str, waited_s: float) -> str:
-    """Say who keeps the database locked for writing."""
+    """Name the process that holds the write lock."""
     begin = f"for {waited_s:g} s {path} has been locked for writing by "
     pid = writer(path)
     if pid is None:
         return begin + "another process; if that lasts, look for one that hangs"
     if pid == os.getpid():
-        return begin + f"this very process ({pid}), in another session or beside doyen"
+        return begin + f"this process ({pid}), in another session or outside doyen"
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             name, _, rest = file.read().partition(" (")[2].rpartition(") ")
@@ -468,7 +470,7 @@ def _who_writes(path: str, waited_s: float) -> str:
 
 
 def writer(path: str) -> int | None:
-    """The process that holds SQLite's write lock, by the kernel's table of locks."""
+    """The process that holds SQLite's write lock, according to /proc/locks."""
     try:
         inode = str(os.stat(path + "-shm").st_ino)
         with open("/proc/locks", encoding="ascii") as table:

@@ -1,7 +1,7 @@
-"""What there is to know about a local store: SQLite's version, the disk it is on, who is there.
+"""Findings of `doyen doctor` about a local store: SQLite's version, the disk, the sessions.
 
-`LocalStoreState` is what was found, `findings` what it means; the latter is pure. Imports the model
-and the store's place, nothing else of doyen.
+`LocalStoreState` is gathered from the system; `findings` judges it and is pure. Imports the model
+and the store's location.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ checkpoint and write at the same instant could damage a database (sqlite.org/wal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalStoreState:
-    """How a local store was found."""
+    """The state of a local store."""
 
     path: str
     sqlite: tuple[int, ...]
@@ -37,7 +37,7 @@ class LocalStoreState:
 
     @classmethod
     def of(cls, path: str, *, journal: str, live_leases: int) -> LocalStoreState:
-        """Look around."""
+        """Gather the state."""
         disk = os.statvfs(os.path.dirname(path))
         return cls(
             path=path,
@@ -50,7 +50,7 @@ class LocalStoreState:
 
 
 def findings(state: LocalStoreState) -> list[Finding]:
-    """What the state of a store means."""
+    """Judge the state of a store."""
     return [_version(state), _place(state), *_space(state), _sessions(state)]
 
 
@@ -80,24 +80,24 @@ def _place(state: LocalStoreState) -> Finding:
         return Finding(
             level="warning",
             subject="disk",
-            text=f"{where}: if several machines share it, locks may not reach every candidate",
+            text=f"{where}: if several machines share it, candidates may not see all locks",
             remedy="make sure that it is a local disk",
         )
     if state.file_system in _VOLATILE:
         return Finding(
             level="warning",
             subject="disk",
-            text=f"{where}, which is empty after a reboot: tokens begin anew, and what was fenced"
-            " by them refuses the new, lower ones",
+            text=f"{where}, which is empty after a reboot: tokens start again at 1, and fenced"
+            " resources refuse them",
             remedy="put the store on a disk, or open it with token_floor after a reboot",
         )
     if state.file_system == "overlay":
         return Finding(
             level="note",
             subject="disk",
-            text=f"{where}, which is a container's own: candidates in other containers do not meet"
-            " there, and it goes with the container",
-            remedy="mount a volume of the host into all of them and put the store there",
+            text=f"{where}, which belongs to one container: candidates in other containers do not"
+            " see it, and it is deleted with the container",
+            remedy="mount a volume of the host into all containers and put the store there",
         )
     return Finding(level="ok", subject="disk", text=where)
 
@@ -107,8 +107,8 @@ def _space(state: LocalStoreState) -> Iterator[Finding]:
         yield Finding(
             level="warning",
             subject="disk",
-            text=f"only {state.free_bytes / 2**20:.0f} MiB are free on it: without space nobody can"
-            " be elected, though leaders go on",
+            text=f"only {state.free_bytes / 2**20:.0f} MiB are free on it: without space no leader"
+            " can be elected; current leaders continue",
             remedy="free some space",
         )
 
@@ -116,5 +116,7 @@ def _space(state: LocalStoreState) -> Iterator[Finding]:
 def _sessions(state: LocalStoreState) -> Finding:
     count = "1 live lease" if state.live_leases == 1 else f"{state.live_leases} live leases"
     return Finding(
-        level="ok", subject="sessions", text=f"{count} in {Folder(state.path).path}, ours included"
+        level="ok",
+        subject="sessions",
+        text=f"{count} in {Folder(state.path).path}, including this session's",
     )

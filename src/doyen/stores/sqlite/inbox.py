@@ -1,10 +1,10 @@
-"""A handle's inbox: the FIFO into which others put the tags of what they change.
+"""The inbox of a handle: the FIFO through which others report the tags of what they change.
 
-A message is one tag of eight bytes, so a FIFO that has no room for one is full to the last byte;
-whoever empties a full one must take everything for changed.
+A message is one tag of eight bytes, so a FIFO without room for a message is full to the last byte.
+A handle that empties a full inbox treats everything as changed.
 
-Inboxes are made, and those without a reader removed, under the database's write lock only: so
-nobody takes one that is being made for one whose reader has died.
+Inboxes are created, and those without a reader removed, only under the database's write lock, so an
+inbox that is being created is never mistaken for one whose reader has died.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TAG = struct.Struct("<Q")
 
 
 class Inbox:
-    """The inbox of one handle, and its way to those of others."""
+    """The inbox of one handle, and sending to the inboxes of others."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
@@ -38,7 +38,7 @@ class Inbox:
         path = self._folder.file(self.name, "inbox")
         os.mkfifo(path)
         os.chmod(path, self._folder.mode)
-        # Open for writing too, or the departure of each sender would look like an end.
+        # Also open for writing, because otherwise the end of each sender would look like the end.
         self.fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         if hasattr(fcntl, "F_GETPIPE_SZ"):
             self._capacity = fcntl.fcntl(self.fd, fcntl.F_GETPIPE_SZ)
@@ -47,7 +47,8 @@ class Inbox:
         return os.path.exists(self._folder.file(self.name, "inbox"))
 
     def send(self, name: str, tags: Iterable[int]) -> bool:
-        """Tell another's inbox; False if nobody reads it any more. Under the write lock."""
+        """Send tags to the inbox of another handle; False if it has no reader. Under the write
+        lock."""
         path = self._folder.file(name, "inbox")
         try:
             fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
@@ -60,7 +61,7 @@ class Inbox:
                 os.unlink(path)
             return False
         try:
-            # One by one: then a full FIFO is full to the last byte, and its reader can tell.
+            # One by one, so that a full FIFO is full to the last byte and its reader notices.
             for tag in tags:
                 os.write(fd, _TAG.pack(tag))
         except BlockingIOError:
@@ -79,7 +80,7 @@ class Inbox:
         return True
 
     def drain(self) -> set[int] | None:
-        """The tags that have arrived, or None if some may have found no room."""
+        """The tags that have arrived, or None if some may have been dropped."""
         try:
             data = os.read(self.fd, max(self._capacity, 1 << 16))
         except BlockingIOError:
@@ -89,7 +90,8 @@ class Inbox:
         return {tag for (tag,) in _TAG.iter_unpack(data)}
 
     def remove(self) -> None:
-        """Once no row names it any more; until then it shows others that its reader is gone."""
+        """Remove the FIFO, after the rows that name it: until then it shows that its reader is
+        gone."""
         with suppress(OSError):
             os.unlink(self._folder.file(self.name, "inbox"))
 

@@ -1,32 +1,33 @@
 """Leases as files: held by a kernel lock, renewed by a plain write, ended by an unlink.
 
-A lease is three files in the store's folder, named by an id that is never used again:
+A lease is three files in the store's directory, named by an id that is never reused:
 
-    <id>.lease   the record (when it was last renewed), locked with flock for the owner's life
-    <id>.alive   a FIFO that the owner holds open and never writes: its end tells of the owner's
-    <id>.seal    made by whoever finds the lease expired, before it says so
+    <id>.lease   the time of the last renewal; locked with flock while the owner lives
+    <id>.alive   a FIFO that the owner keeps open and never writes; it ends with the owner
+    <id>.seal    created by a process that finds the lease expired, before it acts on that
 
-**A lease has ended if and only if `<id>.lease` is gone.** Whoever finds by proof or by time that
-it is over unlinks it; the file system makes that one act, seen by all and never undone. Rows that
-are bound to a missing lease are void wherever they stand.
+**A lease has ended if and only if `<id>.lease` is gone.** A process that establishes that a lease
+is over unlinks the file. Unlinking is atomic, visible to all processes and never undone. Rows that
+are bound to a missing lease are void.
 
-Proof: on this boot, a shared lock can be had on the file, so its owner is dead. (Shared, so that
-two who try at once do not take each other for the owner.) Time: the record is past its ttl on the
-boot-time clock; or, written under another boot id, where neither locks nor clocks compare, it has
-not changed for a full ttl of ours.
+A lease is over in two cases. Its owner is dead: within one boot, that is the case when a shared
+lock on the file can be acquired. (The lock is shared so that two processes that try at once do not
+mistake each other for the owner.) Or it has expired: the last renewal is older than the ttl on the
+boot-time clock. If it was written under another boot id, neither locks nor clocks can be compared;
+then the file must stay unchanged for a full ttl.
 
 Expiry must not race with a renewal, and no lock may be needed that a frozen owner could hold:
 
-    owner:  write the record, then look for the seal        (found: the renewal does not count)
-    judge:  make the seal, then read the record again       (renewed: not ended; else unlink)
+    owner:  write the renewal, then check for the seal      (found: the renewal does not count)
+    judge:  create the seal, then read the renewal again    (renewed: not over; otherwise unlink)
 
-Each does its own first, so at least one sees the other. Files go in the order lease, alive, seal,
-and the owner looks for the seal before it looks whether its file was unlinked, so it cannot find
-both gone unnoticed.
+Each writes before it reads, so at least one notices the other. Files are removed in the order
+lease, alive, seal, and the owner checks for the seal before it checks whether its file was
+unlinked, so it cannot miss both.
 
-No database is involved, and no renewal waits: it is a few system calls, whatever state the database
-is in. `judge` may be called from any thread, the rest from the store's loop; threads that find a
-lease over at the same time take turns, so that each handle tells its end once at most.
+A renewal needs no database and waits for nothing: it is a few system calls. `judge` may be called
+from any thread, everything else from the store's loop. Threads that find a lease over at the same
+time take turns, so each handle reports the end at most once.
 """
 
 from __future__ import annotations
@@ -54,15 +55,15 @@ _SIZE = _RECORD.size + _CHECK.size
 _MARK = b"doyen\0\0\1"
 
 _READS = 64
-"""A torn read is over as soon as the writer's few bytes are copied."""
+"""Attempts to read a file that is being written; the write takes only microseconds."""
 UNREADABLE_S = 60.0
-"""A record that stays unreadable is the work of a disk, not of a writer: it has ended if nobody
-holds its lock and nothing changes for this long."""
+"""A file that stays unreadable was damaged on disk. Its lease is over if the file is not locked and
+does not change for this long."""
 _GRANT_TRIES = 16
 
 
 class LeaseFile(NamedTuple):
-    """What stands in a lease's file."""
+    """The contents of a lease file."""
 
     counter: int
     boot: bytes
@@ -88,7 +89,7 @@ class LeaseFile(NamedTuple):
 
 
 class LeaseFileVerdict(NamedTuple):
-    """Whether a lease has ended; if not, how long until it is worth asking again."""
+    """Whether a lease has ended; if not, when to check again."""
 
     ended: bool
     wait_s: float = math.inf
@@ -99,7 +100,7 @@ _ENDED = LeaseFileVerdict(ended=True)
 
 
 class _Held:
-    """A lease of this process: its descriptors, and the record as last written."""
+    """A lease of this process: its descriptors, and the contents last written."""
 
     __slots__ = ("alive", "fd", "identity", "record")
 
@@ -111,7 +112,7 @@ class _Held:
         self.identity = (status.st_dev, status.st_ino)
 
     def stands(self) -> bool:
-        """Whether the descriptor is still that of our file, and nobody has unlinked it."""
+        """Whether the descriptor still refers to our file and the file was not unlinked."""
         try:
             status = os.fstat(self.fd)
         except OSError:
@@ -120,7 +121,7 @@ class _Held:
 
 
 class LocalLeases:
-    """The leases in one store's folder, as one handle holds and judges them."""
+    """The leases in the directory of one store, as one handle holds and judges them."""
 
     def __init__(
         self,
@@ -139,7 +140,7 @@ class LocalLeases:
         self._ending = threading.Lock()
 
     def grant(self, ttl_s: float) -> str:
-        """Begin a lease and hold it."""
+        """Grant a lease and hold it."""
         for _ in range(_GRANT_TRIES):
             lease = secrets.token_hex(8)
             held = self._found(lease, ttl_s)
@@ -151,7 +152,8 @@ class LocalLeases:
         )
 
     def _found(self, lease: str, ttl_s: float) -> _Held | None:
-        """Make the files of a lease; None if somebody who sweeps the folder came in between."""
+        """Create the files of a lease; None if another process removed them meanwhile as
+        leftovers."""
         path, fifo = self._folder.file(lease, "lease"), self._folder.file(lease, "alive")
         alive = -1
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._folder.mode)
@@ -160,8 +162,8 @@ class LocalLeases:
             os.mkfifo(fifo)
             os.chmod(fifo, self._folder.mode)
             alive = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
-            # A dying process lets go of its highest descriptor first, so the lock, being above
-            # the FIFO, is free by the time the FIFO's end is seen.
+            # The kernel closes the highest descriptor of a dying process first, so the lock is free
+            # when the end of the FIFO is noticed.
             above = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, alive + 1)
             os.close(fd)
             fd = above
@@ -182,7 +184,7 @@ class LocalLeases:
         return None
 
     def renew(self, lease: str) -> None:
-        """Begin the lease's time anew, from an instant before the write."""
+        """Restart the ttl of the lease, from an instant before the write."""
         held = self._held.get(lease)
         if held is None:
             raise LeaseGone(f"lease {lease} has been released, or was granted by another session")
@@ -197,8 +199,9 @@ class LocalLeases:
         self._verify(held, lease)
 
     def _verify(self, held: _Held, lease: str) -> None:
-        """Nobody has sealed the lease, then: nobody has unlinked it. And the descriptor is still
-        that of our file: code that closes descriptors wholesale may have lent its number away."""
+        """Check that the lease has no seal and then that its file was not unlinked. Also check that
+        the descriptor still refers to our file: code that closes all descriptors of a process may
+        have caused its number to be reused."""
         try:
             os.stat(self._folder.file(lease, "seal"))
         except FileNotFoundError:
@@ -217,11 +220,11 @@ class LocalLeases:
             raise LeaseGone(f"lease {lease} was ended by another session, or its files removed")
 
     def end(self, lease: str) -> None:
-        """End a lease, one's own or another's, at once and for everybody."""
+        """End a lease, of this or another process."""
         self._unlink(lease)
 
     def release(self, lease: str) -> None:
-        """Let go of the descriptors of a held lease; others see this as its owner's death."""
+        """Close the descriptors of a held lease; to others this looks like the owner's death."""
         held = self._held.pop(lease, None)
         if held is not None:
             self._close(held.fd, held.alive)
@@ -235,11 +238,11 @@ class LocalLeases:
         return () if held is None else (held.fd, held.alive)
 
     def alive_path(self, lease: str) -> str:
-        """The FIFO whose end tells of the owner's."""
+        """The FIFO that ends with the owner."""
         return self._folder.file(lease, "alive")
 
     def judge(self, lease: str) -> LeaseFileVerdict:
-        """Whether a lease has ended; if it is over and nobody has said so, say so."""
+        """Whether a lease has ended. A lease that is found to be over is ended."""
         held = self._held.get(lease)
         if held is not None and held.stands():
             left_s = held.record.expires_at - self._now()
@@ -275,7 +278,7 @@ class LocalLeases:
     def _by_change(
         self, lease: str, fd: int, raw: bytes, record: LeaseFile | None
     ) -> LeaseFileVerdict:
-        """Neither lock nor clock compares: the record must stand unchanged for its whole ttl."""
+        """Neither locks nor clocks can be compared: the file must be unchanged for its ttl."""
         ttl_s = UNREADABLE_S if record is None else record.ttl_s
         now = self._now()
         seen, since = self._seen.setdefault(lease, (raw, now))
@@ -295,8 +298,8 @@ class LocalLeases:
         self._seen.pop(lease, None)
         with self._ending:
             if lease not in self._held and os.fstat(fd).st_nlink > 0:
-                # Told before the unlink: nobody can act on the end before there is a word of it,
-                # not even if we are killed in between.
+                # Report the end before the unlink, so that no other process can act on it before it
+                # is reported, even if this process is killed in between.
                 self._tell_ended(lease, cause)
             self._unlink(lease)
         return _ENDED
@@ -306,14 +309,14 @@ class LocalLeases:
         os.close(os.open(self._folder.file(lease, "seal"), flags, self._folder.mode))
 
     def _unlink(self, lease: str) -> None:
-        """Remove the files of a lease, the one that decides first."""
+        """Remove the files of a lease. The first one ends it."""
         for part in ("lease", "alive", "seal"):
             with suppress(FileNotFoundError):
                 os.unlink(self._folder.file(lease, part))
 
     def clear_remains(self, lease: str) -> None:
-        """Remove what a crash left of a lease that has ended."""
-        # A new lease's own file is made before the others, so that looking for it is enough.
+        """Remove the remaining files of a lease that has ended."""
+        # The lease file of a new lease is created before the others.
         if not os.path.exists(self._folder.file(lease, "lease")):
             self._unlink(lease)
 
@@ -335,7 +338,8 @@ def _read(fd: int) -> tuple[bytes, LeaseFile | None]:
 
 
 def _owner_is_dead(fd: int) -> bool:
-    """A shared lock is to be had, so nobody holds the exclusive one. Closing `fd` gives it back."""
+    """Whether a shared lock can be acquired, so that no process holds the exclusive one. Closing
+    `fd` releases it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,8 +1,7 @@
-"""Where the store lives: from a URL to a path on a file system that can carry it.
+"""From a URL to a path on a suitable file system, and the meaning of operating system errors.
 
-Locks, FIFOs and SQLite's shared memory all need one kernel to see them, so the store is refused on
-file systems that several machines may share. This module also says what an error of the operating
-system means for the store's user. It imports the port's URL and the errors, nothing else of doyen.
+Locks, FIFOs and SQLite's shared memory work within one kernel only, so the store is refused on file
+systems that several machines may share. Imports the port's URL and the errors.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ __all__ = [
 
 LOCAL = {"apfs", "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "hfs", "jfs", "nilfs2"}
 LOCAL |= {"overlay", "ramfs", "reiserfs", "tmpfs", "xfs", "zfs"}
-"""File systems on which one kernel sees every lock. Whatever is not here is refused."""
+"""File systems that belong to one machine. All others are refused."""
 
 _BEYOND_US = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP, errno.EISDIR}
 
 
 def path_of(url: StoreURL) -> str:
-    """The file that `url` names: absolute, with links resolved, so that all who mean it meet."""
+    """The file that `url` names: absolute and with links resolved, so that all names agree."""
     parts = url.parts
     if parts.netloc not in ("", ".", ".."):
         raise ConfigError(
             f"{url.text!r} names a host, {parts.netloc!r}: write sqlite:///absolute/path.db,"
-            " or sqlite:relative.db for a path in the current folder"
+            " or sqlite:relative.db for a path in the current directory"
         )
     if parts.fragment:
         raise ConfigError(f"{url.text!r}: write the # of a file name as %23")
@@ -53,9 +52,9 @@ def path_of(url: StoreURL) -> str:
 
 
 class Folder:
-    """The folder of the store's small files, `<path>.sessions`.
+    """The directory of the lease and inbox files, `<path>.sessions`.
 
-    It and they take over the database's permissions: who may write the one may write the others.
+    It and its files have the permissions of the database.
     """
 
     def __init__(self, database: str) -> None:
@@ -64,7 +63,7 @@ class Folder:
         self.mode = 0o600
 
     def make(self) -> None:
-        """Once the database is there."""
+        """Create the directory. The database must exist."""
         self.mode = stat.S_IMODE(os.stat(self._database).st_mode) & 0o666
         try:
             os.mkdir(self.path)
@@ -78,7 +77,7 @@ class Folder:
         return f"{self.path}/{name}.{part}"
 
     def files(self) -> dict[str, set[str]]:
-        """Which parts there are, by name."""
+        """The suffixes of the existing files, by name."""
         found: dict[str, set[str]] = {}
         for file in os.listdir(self.path):
             name, _, part = file.rpartition(".")
@@ -87,15 +86,15 @@ class Folder:
 
 
 def make_folders(path: str) -> None:
-    """Create the folders that lead to `path`."""
+    """Create the parent directories of `path`."""
     if os.path.isdir(path):
-        raise StoreUnusable(f"{path} is a folder: name a file for the store, in it or elsewhere")
+        raise StoreUnusable(f"{path} is a directory: choose a file for the store")
     folder = os.path.dirname(path)
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
         raise StoreUnusable(
-            f"the folder {folder} for the store cannot be created"
+            f"the directory {folder} for the store cannot be created"
             f" ({error.strerror}): create it, or choose another path"
         ) from error
 
@@ -104,7 +103,7 @@ MOUNTS = "/proc/self/mountinfo"
 
 
 def kind_of(path: str, mountinfo: str = MOUNTS) -> str | None:
-    """The kind of file system at `path`; None where the system does not tell."""
+    """The kind of file system at `path`; None if it cannot be determined."""
     try:
         with open(mountinfo, encoding="utf-8", errors="surrogateescape") as table:
             return file_system(path, table)
@@ -117,14 +116,14 @@ def refuse_shared(path: str, mountinfo: str = MOUNTS) -> None:
     kind = kind_of(path, mountinfo)
     if kind is not None and kind not in LOCAL:
         raise StoreUnusable(
-            f"{path} is on {kind}, where locks may not reach every candidate: put the store on"
+            f"{path} is on {kind}, where locks may not be visible to all candidates: put it on"
             f" a local disk ({', '.join(sorted(LOCAL))}), or use a server store,"
             " such as etcd:// or postgresql://"
         )
 
 
 def file_system(path: str, mountinfo: Iterator[str]) -> str | None:
-    """The kind of file system at `path`, by the lines of /proc/self/mountinfo."""
+    """The kind of file system at `path`, according to the lines of /proc/self/mountinfo."""
     longest, kind = -1, None
     for line in mountinfo:
         before, _, after = line.partition(" - ")
@@ -142,7 +141,7 @@ def _unescaped(point: str) -> str:
 
 
 def translate_os(error: OSError, path: str) -> StoreError:
-    """What an error of the operating system on `path` means, and what to do about it."""
+    """Map an error of the operating system to an exception that names cause and remedy."""
     where = error.filename or path
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreUnavailable(
@@ -156,7 +155,7 @@ def translate_os(error: OSError, path: str) -> StoreError:
         )
     if error.errno in _BEYOND_US:
         return StoreUnusable(
-            f"{where} cannot be used ({error.strerror}): every candidate needs to read and write"
-            f" {path}, its folder and {os.path.basename(path)}.sessions in it"
+            f"{where} cannot be used ({error.strerror}): every candidate must be able to read and"
+            f" write {path}, its directory and {os.path.basename(path)}.sessions in it"
         )
     return StoreUnavailable(f"{where}: {error.strerror or error}")

@@ -1,16 +1,16 @@
-"""What stands in the tables, and what one transaction may do with it.
+"""The tables, and the operations of a transaction on them.
 
-Every write advances one counter in the same transaction, so revisions (and with them the tokens of
-leader records) only ever grow, across releases and restarts. Tickets are entries whose key sorts
-as their line does.
+Every write increments one counter in the same transaction, so revisions, and with them the tokens
+of leader records, only grow, across releases and restarts. The keys of tickets sort in the order of
+their line.
 
-Whoever changes a key tells those who watch it *before* the commit: a writer that is killed at any
-instant has then either told them or changed nothing. They look only after they have had the write
-lock themselves, which is after the commit or its failure.
+A writer notifies the watchers of a key *before* the commit: a writer that is killed at any instant
+has then either notified them or changed nothing. The watchers read after acquiring the write lock
+themselves, which is after the commit or its failure.
 
-An operation is one method of `Transaction`. Many share a transaction; one that refuses or fails
-leaves nothing behind that is not true by itself (a number skipped, the rows of an ended lease
-removed), so the others go on. Used on the database thread only.
+An operation is one method of `Transaction`. Many operations share a transaction. One that fails
+leaves only effects that are correct by themselves (a skipped number, removed rows of an ended
+lease), so the others proceed. Used on the database thread only.
 """
 
 from __future__ import annotations
@@ -188,7 +188,8 @@ class Transaction:
         self._revision = max(self._latest(), floor)
 
     def _live(self, row: tuple[Any, ...]) -> Entry | None:
-        """The entry in a row; None, with all rows of its lease removed, if that has ended."""
+        """The entry in a row. If its lease has ended, removes all rows of the lease and returns
+        None."""
         key, value, revision, version, lease = row
         if lease is None:
             return Entry(key, value, revision, version)
@@ -207,7 +208,7 @@ class Transaction:
     def _require(self, lease: str) -> float | None:
         verdict = self._judge(lease)
         if verdict.ended:
-            raise LeaseGone(f"lease {lease} has ended: what was bound to it is void")
+            raise LeaseGone(f"lease {lease} has ended, and so have the entries bound to it")
         return verdict.remaining_s
 
     def _insert(
@@ -245,7 +246,7 @@ class Transaction:
         return frozenset(lease for (lease,) in rows)
 
     def _watching(self) -> Iterable[tuple[str, int, str]]:
-        """Who watches a changed key, or a scope that it lies under."""
+        """The watches of changed keys and of the scopes that contain them."""
         scopes: dict[str, None] = {}
         for key in self._changed:
             path = key
@@ -260,5 +261,5 @@ class Transaction:
 
 
 def _under(prefix: str) -> tuple[str, str]:
-    """The bounds of the keys that begin with `prefix` and a `/`; "0" is what follows "/"."""
+    """The bounds of the keys that begin with `prefix` and a `/`; "0" follows "/" in ASCII."""
     return prefix + "/", prefix + "0"

@@ -1,15 +1,15 @@
-"""Wake-ups: how a handle learns that something it watches has changed, without asking.
+"""Watches: how a handle is notified of changes without polling.
 
-Two things change what a watcher sees, and each has a descriptor that the loop waits on:
+Two things change what a watcher sees, and the loop waits for a descriptor for each:
 
-- *Somebody writes.* A handle's watches stand in the database as rows (scope, inbox, tag). The
-  writer sends the tag to the inbox before it commits; the receiver answers with a `refresh` under
-  the write lock, and tells its watchers after that.
-- *The lease of a watched entry ends.* Each lease that owns something in a watched scope has one
-  monitor, shared by all watches: the end of its FIFO tells of its owner's death, a timer of its
-  expiry, and `LocalLeases.judge` decides.
+- *A write.* The watches of a handle are rows in the database (scope, inbox, tag). The writer sends
+  the tag to the inbox before it commits. The receiver then runs a `refresh` under the write lock
+  and notifies its watchers after that.
+- *The end of a lease.* Each lease that owns entries in a watched scope has one monitor, which all
+  watches share: its FIFO ends with its owner, a timer reports its expiry, and `LocalLeases.judge`
+  decides.
 
-Everything here runs on the store's loop; no thread waits for anything.
+Everything runs on the store's loop.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from doyen.stores.sqlite.leases import LocalLeases
 __all__ = ["LocalWatches"]
 
 _RETRY_S = 0.2
-"""Pause before a refresh that could not be had is tried again: somebody is stuck in a write."""
+"""Pause before a failed refresh is retried: another process is stuck in a write."""
 _SETTLE_S = 0.0002
-"""First pause when a FIFO has ended and the lock is still held: a process dies piece by piece."""
+"""First pause when a FIFO has ended and the lock is still held by the dying process."""
 _REAP_AFTER_S = 0.05
-"""Those who were told of a lease's end remove its rows as they act on it; this is for the rest."""
+"""When to remove the remaining rows of an ended lease. Notified watchers usually remove them."""
 _JUDGE_AGAIN_S = 1.0
 
 
-class _Scope:
-    """Something watched by this handle, by one or more watches."""
+class _LocalScope:
+    """A scope that this handle watches, through one or more watches."""
 
     __slots__ = ("name", "owners", "registered", "tag", "watches")
 
@@ -44,17 +44,19 @@ class _Scope:
         self.name = name
         self.tag = tag
         self.registered = False
-        self.watches: dict[_Watch, None] = {}
+        self.watches: dict[_LocalWatch, None] = {}
         self.owners: frozenset[str] = frozenset()
 
 
-class _Watch:
+class _LocalWatch:
     """One watch, as its user holds it."""
 
-    __slots__ = ("_lookout", "_notify", "_scope", "open")
+    __slots__ = ("_notify", "_scope", "_watches", "open")
 
-    def __init__(self, lookout: LocalWatches, scope: _Scope, notify: Callable[[], None]) -> None:
-        self._lookout = lookout
+    def __init__(
+        self, watches: LocalWatches, scope: _LocalScope, notify: Callable[[], None]
+    ) -> None:
+        self._watches = watches
         self._scope = scope
         self._notify = notify
         self.open = True
@@ -69,11 +71,11 @@ class _Watch:
             self.open = False
             del self._scope.watches[self]
             if not self._scope.watches:
-                self._lookout.leave(self._scope)
+                self._watches.leave(self._scope)
 
 
-class _Monitor:
-    """An eye on one lease."""
+class _LeaseMonitor:
+    """Monitors one lease."""
 
     __slots__ = ("fd", "lease", "settle_s", "tags", "timer")
 
@@ -86,7 +88,7 @@ class _Monitor:
 
 
 class LocalWatches:
-    """All that a handle watches."""
+    """The watches of one handle."""
 
     def __init__(
         self,
@@ -100,24 +102,25 @@ class LocalWatches:
         self._leases = leases
         self._inbox = inbox
         self._tags = itertools.count(1)
-        self._scopes: dict[str, _Scope] = {}
-        self._by_tag: dict[int, _Scope] = {}
-        self._monitors: dict[str, _Monitor] = {}
+        self._scopes: dict[str, _LocalScope] = {}
+        self._by_tag: dict[int, _LocalScope] = {}
+        self._monitors: dict[str, _LeaseMonitor] = {}
         self._closed = False
         self.ever_watched = False
 
     def open(self, undecided: Iterable[str]) -> None:
-        """Begin to listen, and follow up leases that could not be judged when the store opened."""
+        """Begin to listen, and monitor leases that could not be judged when the store was
+        opened."""
         self._loop.add_reader(self._inbox.fd, self._on_message)
         for lease in undecided:
             self._follow(lease)
 
-    async def watch(self, scope: str, notify: Callable[[], None]) -> _Watch:
+    async def watch(self, scope: str, notify: Callable[[], None]) -> _LocalWatch:
         place = self._scopes.get(scope)
         if place is None:
-            place = self._scopes[scope] = _Scope(scope, next(self._tags))
+            place = self._scopes[scope] = _LocalScope(scope, next(self._tags))
             self._by_tag[place.tag] = place
-        watch = _Watch(self, place, notify)
+        watch = _LocalWatch(self, place, notify)
         if not place.registered:
             tag = place.tag
             self.ever_watched = True
@@ -128,24 +131,25 @@ class LocalWatches:
                 raise
         return watch
 
-    def leave(self, scope: _Scope) -> None:
-        """Nobody here watches the scope any more. Its row goes with the next write."""
+    def leave(self, scope: _LocalScope) -> None:
+        """Called when the last watch of a scope was closed. Its row is deleted with the next
+        write."""
         del self._scopes[scope.name], self._by_tag[scope.tag]
         self._database.stale.append(scope.tag)
-        self._own(scope, frozenset())
+        self._monitor_owners(scope, frozenset())
 
     def apply(self, outcome: CommitOutcome) -> None:
-        """Take over what a transaction found out, now that it is committed."""
+        """Apply the outcome of a committed transaction."""
         if self._closed:
             return
         for tag, owners in outcome.owners.items():
             scope = self._by_tag.get(tag)
             if scope is not None:
                 scope.registered = True
-                self._own(scope, owners)
-        self._tell(outcome.touched)
+                self._monitor_owners(scope, owners)
+        self._notify(outcome.touched)
 
-    def _tell(self, tags: Iterable[int]) -> None:
+    def _notify(self, tags: Iterable[int]) -> None:
         for tag in tags:
             scope = self._by_tag.get(tag)
             if scope is not None:
@@ -169,12 +173,12 @@ class LocalWatches:
         if error is None or self._closed:
             return
         if isinstance(error, StoreUnusable):
-            self._tell(scopes)  # their next read says what is wrong
+            self._notify(scopes)  # their next read raises the error
         else:
             self._loop.call_later(_RETRY_S, self._refresh, scopes)
 
-    def _own(self, scope: _Scope, owners: frozenset[str]) -> None:
-        """Keep an eye on exactly the leases that own something in the scope."""
+    def _monitor_owners(self, scope: _LocalScope, owners: frozenset[str]) -> None:
+        """Monitor exactly the leases that own entries in the scope."""
         before, scope.owners = scope.owners, owners
         for lease in before - owners:
             monitor = self._monitors.get(lease)
@@ -186,21 +190,21 @@ class LocalWatches:
             monitor = self._monitors.get(lease) or self._follow(lease)
             monitor.tags.add(scope.tag)
 
-    def _follow(self, lease: str) -> _Monitor:
-        monitor = self._monitors[lease] = _Monitor(lease)
+    def _follow(self, lease: str) -> _LeaseMonitor:
+        monitor = self._monitors[lease] = _LeaseMonitor(lease)
         flags = os.O_RDONLY | os.O_NONBLOCK
         try:
             monitor.fd = os.open(self._leases.alive_path(lease), flags)
         except OSError:
-            pass  # gone, or no descriptor to be had: the verdict and its timer remain
+            pass  # gone, or no descriptor is available: the verdict and its timer remain
         else:
             self._loop.add_reader(monitor.fd, self._on_alive, monitor)
-        # Polling tells nothing of a writer that was gone before, reading does.
+        # The poll does not report a writer that was already gone; reading does.
         self._loop.call_soon(self._on_alive, monitor, True)
         return monitor
 
-    def _on_alive(self, monitor: _Monitor, first: bool = False) -> None:
-        """The FIFO of the lease's owner has something to say."""
+    def _on_alive(self, monitor: _LeaseMonitor, first: bool = False) -> None:
+        """The FIFO of the lease's owner is readable."""
         if self._monitors.get(monitor.lease) is not monitor:
             return
         if monitor.fd >= 0:
@@ -217,7 +221,7 @@ class LocalWatches:
                 return
         self._judge(monitor)
 
-    def _judge(self, monitor: _Monitor) -> None:
+    def _judge(self, monitor: _LeaseMonitor) -> None:
         if monitor.timer is not None:
             monitor.timer.cancel()
             monitor.timer = None
@@ -236,7 +240,7 @@ class LocalWatches:
         for tag in tags:
             scope = self._by_tag[tag]
             scope.owners -= {monitor.lease}
-        self._tell(tags)
+        self._notify(tags)
         self._loop.call_later(_REAP_AFTER_S, self._reap, monitor.lease)
 
     def _reap(self, lease: str) -> None:
@@ -244,7 +248,7 @@ class LocalWatches:
             done = self._database.submit(lambda tables: tables.remove(lease), writes=False)
             done.add_done_callback(lambda done: done.exception())
 
-    def _drop(self, monitor: _Monitor) -> None:
+    def _drop(self, monitor: _LeaseMonitor) -> None:
         del self._monitors[monitor.lease]
         if monitor.timer is not None:
             monitor.timer.cancel()
@@ -263,8 +267,8 @@ class LocalWatches:
             self._loop.remove_reader(self._inbox.fd)
 
     def forked(self) -> None:
-        """In a child: close the copies. The loop's poll set is shared with the parent, so its
-        entries stay."""
+        """In a forked child: close the copied descriptors. The poll set of the loop is shared with
+        the parent, so its entries stay."""
         self._closed = True
         for monitor in self._monitors.values():
             if monitor.fd >= 0:

@@ -186,9 +186,9 @@ def test_two_who_create_the_store_at_once_meet_in_it(
             lambda path: path.write_bytes(b"no database, just text\n" * 100),
             "not an SQLite database",
         ),
-        (_foreign, "database of another application: choose a path of its own"),
+        (_foreign, "database of another application: choose another path"),
         (_newer, f"newer doyen \\(schema {SCHEMA_VERSION + 1}.*upgrade doyen"),
-        (lambda path: path.mkdir(), "is a folder: name a file"),
+        (lambda path: path.mkdir(), "is a directory: choose a file"),
         (
             lambda path: path.with_name("x.db.sessions").touch(),
             "x.db.sessions cannot be used .not a folder",
@@ -215,7 +215,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
     async def test() -> None:
-        with pytest.raises(StoreUnusable, match=r"folder .*/file/sub .*cannot be created"):
+        with pytest.raises(StoreUnusable, match=r"directory .*/file/sub .*cannot be created"):
             await opened(tmp_path / "file" / "sub" / "x.db")
 
     run(test)
