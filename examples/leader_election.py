@@ -4,9 +4,9 @@
     python3 examples/leader_election.py server2
     python3 examples/leader_election.py server3
 
-Each in a terminal of its own. Kill the leader, freeze it (Ctrl-Z), stop it with Ctrl-C, and see
-another take over. A second argument names the store; without one it is a file in the current
-folder, which servers on one machine can share.
+Run each in its own terminal. Kill the leader, freeze it (Ctrl-Z) or stop it with Ctrl-C, and
+another server takes over. A second argument names the store. The default is a file in the current
+directory, which servers on one machine can share.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ async def main(server: str, store: str) -> None:
 
 
 async def campaign(session: doyen.Session, server: str) -> None:
-    """Lead once: from standing in line until the work fails or leadership is lost."""
+    """Wait in line, then lead until the work fails or leadership is lost."""
     try:
-        # Entered when elected. The lease is renewed behind the scenes; if it cannot be, the work
-        # is cancelled before the store gives the leadership to another. However the scope is
-        # left, leadership has been given up by then.
+        # Entered when elected. The lease is renewed in the background. If renewals fail, the work
+        # is cancelled before another server can be elected. Leaving the scope, for any reason,
+        # gives up leadership.
         async with session.campaign(ELECTION, name=server) as term:
             say("I am the leader.")
             while True:
@@ -39,13 +39,13 @@ async def campaign(session: doyen.Session, server: str) -> None:
                 say(f"Lease refreshed; still the leader, with token {term.token}.")
     except doyen.LeadershipLost as loss:
         say(f"No longer the leader: {loss}")
-    except Exception as error:  # noqa: BLE001 - whatever the work raised, another may do better
+    except Exception as error:  # noqa: BLE001 - let another server lead after any failure
         say(f"The work failed, so another shall lead: {error!r}")
         await asyncio.sleep(1)
 
 
 async def follow(session: doyen.Session, server: str) -> None:
-    """Everyone knows who leads, at once."""
+    """Print whether another server leads, at every change of leader."""
     say("New leader election happening.")
     first = True
     async for leader in session.observe(ELECTION):

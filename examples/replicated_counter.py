@@ -1,11 +1,11 @@
-"""Three processes that count together, with no store: a quorum of their own.
+"""A replicated counter: three processes that form a quorum, without any other store.
 
     python3 examples/replicated_counter.py n1
     python3 examples/replicated_counter.py n2
     python3 examples/replicated_counter.py n3
 
-Each in a terminal of its own. All three found the quorum; from then on two of the three are enough.
-Kill any of them, the leader too, and nothing that was counted is lost. Needs doyen[quorum].
+Run each in its own terminal. All three are needed to found the quorum; after that, two of the three
+are enough. No count is lost if any of them is killed, the leader included. Needs doyen[quorum].
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PEERS = {"n1": "127.0.0.1:7401", "n2": "127.0.0.1:7402", "n3": "127.0.0.1:7403"}
 
 
 class Counter(doyen.StateMachine):
-    """The same commands, in the same order, on every node."""
+    """A state machine. Every node applies the same commands in the same order."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -43,9 +43,9 @@ async def main(name: str, peers: dict[str, str], folder: str) -> None:
         name, peers=peers, data_dir=data_dir, machine=counter, found=True
     ) as node:
         while True:
-            total = await node.propose(b"1")  # on a majority's disks when this returns
+            total = await node.propose(b"1")  # on the disks of a majority when this returns
             print(f"{total}: counted by {name}, {node.role} in {node.generation}", flush=True)
-            await node.barrier()  # from here on, our own copy shows at least that
+            await node.barrier()  # now the local copy includes this command
             assert counter.total >= total
             await asyncio.sleep(1)
 
