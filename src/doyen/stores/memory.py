@@ -1,16 +1,16 @@
 """`memory://name`: a store inside one process, for tests, simulations and single-process use.
 
-Sessions of one process that give the same name (and count on the same clock) meet there; other
-processes, forked children included, cannot. `MemoryServer` is the store's state as a synchronous
-object with a lock, usable from several threads and loops; `MemoryStore` is one client of it.
+Sessions of one process that use the same name and the same clock share a store; other processes,
+including forked children, do not. `MemoryServer` is the state of the store, a synchronous object
+with a lock that several threads and loops can use. `MemoryStore` is one client of it.
 
 Invariants of the server:
 
-- Keys are kept sorted, and a ticket's key sorts as the ticket stands in its line, so `list`,
-  `ahead` and `head` are a bisection however many keys there are.
-- One counter gives every write its number. It never goes back, so neither do revisions.
-- A lease ends when `clock.now()` reaches its expiry. Every operation first ends what is due, so
-  nothing that is over is ever seen; timers exist only to wake watchers.
+- Keys are sorted, and the keys of tickets sort in the order of their line, so `list`, `ahead` and
+  `head` use bisection.
+- One counter numbers all writes. It only grows, and so do revisions.
+- A lease ends when `clock.now()` reaches its expiry. Every operation first ends the leases that are
+  due, so none that is over is visible; timers only notify watchers.
 
 Imports the port, the model and the standard library.
 """
@@ -34,13 +34,13 @@ from doyen.stores.port import Capabilities, Context, Creation, Store, StoreURL, 
 
 __all__ = ["MemoryServer", "MemoryStore", "open_store"]
 
-_GRAIN_S = 1e-6  # the least a timer waits: shorter waits can vanish in rounding and spin
+_GRAIN_S = 1e-6  # the shortest timer: a shorter one can be lost in rounding and spin
 _RANKS = 2**63
 
 
 @dataclass(slots=True)
 class _Held:
-    """A lease, and the keys bound to it in the order they were bound."""
+    """A lease, and the keys bound to it in order."""
 
     ttl_s: float
     expires_at: float
@@ -49,7 +49,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _Stored:
-    """What stands at a key. `line` is set for tickets."""
+    """An entry. `line` is set for tickets."""
 
     value: bytes
     revision: int
@@ -79,7 +79,7 @@ class MemoryServer:
         self._entries: dict[str, _Stored] = {}
         self._keys: list[str] = []
         self._leases: dict[str, _Held] = {}
-        # One item a lease. A renewal leaves it where it is; it is moved on when it comes up.
+        # One item per lease. A renewal does not move it; it is moved when it comes up.
         self._expiries: list[tuple[float, str]] = []
         self._watchers: dict[str, dict[object, Callable[[], None]]] = {}
         self._alarms: dict[asyncio.AbstractEventLoop, _Alarm] = {}
@@ -136,7 +136,7 @@ class MemoryServer:
 
     def enqueue(self, line: str, value: bytes, lease: str, rank: int = 0) -> Entry:
         if not -_RANKS < rank < _RANKS:
-            raise ConfigError(f"a rank is a number of 64 bits, not {rank}")
+            raise ConfigError(f"a rank is a 64-bit number, not {rank}")
         with self._turn():
             self._live(lease)
             key = f"{line}/{_RANKS - rank:020d}-{self._counter + 1:020d}"
@@ -171,7 +171,7 @@ class MemoryServer:
             return None if first is None else self._entry(first)
 
     def subscribe(self, scope: str, changed: Callable[[], None]) -> Callable[[], None]:
-        """Have `changed` called, with the lock held, at every change at `scope` or under it."""
+        """Call `changed`, with the lock held, at every change at `scope` or below it."""
         with self._lock:
             watchers = self._watchers.setdefault(scope, {})
             mine = object()
@@ -186,7 +186,7 @@ class MemoryServer:
         return unsubscribe
 
     def alarm(self, loop: asyncio.AbstractEventLoop) -> _Alarm:
-        """What tells the watchers on `loop` of a lease that ends with nobody touching it."""
+        """The timer that notifies the watchers on `loop` when a lease ends by itself."""
         with self._lock:
             return self._alarms.setdefault(loop, _Alarm(self, loop))
 
@@ -195,12 +195,12 @@ class MemoryServer:
             self._alarms.pop(loop, None)
 
     def next_expiry(self) -> float | None:
-        """When the next lease may end. It may have been renewed since: `expire` looks."""
+        """When the next lease may end. `expire` checks whether it was renewed."""
         with self._lock:
             return self._expiries[0][0] if self._expiries else None
 
     def expire(self) -> Sequence[str]:
-        """End every lease whose time is over, and say which."""
+        """End all leases that are over, and return their ids."""
         with self._lock:
             return self._expire(self.clock.now())
 
@@ -288,7 +288,7 @@ class MemoryStore(Store):
         self._emit = context.emit
         self._loop = asyncio.get_running_loop()
         self._own: set[str] = set()
-        self._watches: dict[_Watch, None] = {}
+        self._watches: dict[_MemoryWatch, None] = {}
         self._closed = False
 
     async def grant(self, ttl_s: float) -> Lease:
@@ -331,15 +331,15 @@ class MemoryStore(Store):
             Finding(
                 level="warning",
                 subject="memory",
-                text="a memory store is within one process: no other one sees it, and its tokens"
-                " begin anew with the process",
-                remedy="for several processes name another store, such as sqlite:///path",
+                text="a memory store exists in one process: other processes do not see it, and its"
+                " tokens start again with each process",
+                remedy="for several processes use another store, such as sqlite:///path",
             )
         ]
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
         self._at()
-        return _Watch(self, scope, notify)
+        return _MemoryWatch(self, scope, notify)
 
     async def close(self) -> None:
         self._closed = True
@@ -347,20 +347,20 @@ class MemoryStore(Store):
             watch.close()
 
     def report(self, ended: Sequence[str]) -> None:
-        """Emit that these leases have ended; of one's own, the session tells in its own words."""
+        """Emit `LeaseEnded` for leases of other clients; a session reports the end of its own."""
         for lease in ended:
             if lease not in self._own:
                 self._emit(LeaseEnded(lease=lease, cause="expired"))
 
     def _at(self) -> MemoryServer:
         if self._closed:
-            raise StoreUnusable("this store has been closed; open another")
+            raise StoreUnusable("this store is closed; open it again")
         self.report(self._server.expire())
         return self._server
 
 
-class _Watch:
-    """Takes changes from any thread and tells them on the store's loop, coalesced."""
+class _MemoryWatch:
+    """Accepts changes on any thread and notifies on the store's loop, merging notifications."""
 
     def __init__(self, store: MemoryStore, scope: str, notify: Callable[[], None]) -> None:
         self.store = store
@@ -380,45 +380,45 @@ class _Watch:
             self._alarm.remove(self)
 
     def _changed(self) -> None:
-        # Set before it is scheduled and cleared before it is told: a change that finds it set is
-        # covered by a notification that has not begun.
+        # Set before the notification is scheduled and cleared before it runs: a change that finds
+        # it set is covered by a notification that has not begun.
         if not self._due:
             self._due = True
-            if not _soon(self.store._loop, self._tell):
+            if not _soon(self.store._loop, self._deliver):
                 self._unsubscribe()
 
-    def _tell(self) -> None:
+    def _deliver(self) -> None:
         self._due = False
         if not self._closed:
             self._notify()
 
 
 class _Alarm:
-    """Ends leases that nobody touches, while anybody on this loop watches. One timer a loop.
+    """Ends leases at their expiry while there are watches on this loop. One timer per loop.
 
-    The timer waits on the loop's time and the clock decides: one that comes early (the clocks
-    differ) or finds the lease renewed is set again.
+    The timer uses the loop's time and the clock decides: it is set again if the clock says that it
+    is too early, or if the lease was renewed.
     """
 
     def __init__(self, server: MemoryServer, loop: asyncio.AbstractEventLoop) -> None:
         self._server = server
         self._loop = loop
-        self._watches: dict[_Watch, None] = {}
+        self._watches: dict[_MemoryWatch, None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, watch: _Watch) -> None:
+    def add(self, watch: _MemoryWatch) -> None:
         self._watches[watch] = None
         if self._timer is None:
             self._set()
 
-    def remove(self, watch: _Watch) -> None:
+    def remove(self, watch: _MemoryWatch) -> None:
         del self._watches[watch]
         if not self._watches:
             self._set()
             self._server.drop_alarm(self._loop)
 
     def sooner(self) -> None:
-        """A lease was granted that ends before all others. Called from any thread."""
+        """Called, on any thread, when a new lease ends before all others."""
         if not _soon(self._loop, self._set):
             self._server.drop_alarm(self._loop)
 
@@ -437,7 +437,7 @@ class _Alarm:
 
 
 def _soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> bool:
-    """Have `callback` called on `loop`, from wherever this is. False if the loop is closed."""
+    """Schedule `callback` on `loop` from any thread. False if the loop is closed."""
     try:
         running = asyncio.get_running_loop()
     except RuntimeError:
@@ -452,8 +452,8 @@ def _soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> bool
     return True
 
 
-# By name and clock: a virtual clock is a world of its own, and system clocks are all the same.
-# A server lives as long as the process, so that its revisions never start again.
+# By name and clock: stores on a virtual clock are separate, and all system clocks are one. A server
+# lives as long as the process, so that its revisions never start again.
 _servers: dict[tuple[str, int], MemoryServer] = {}
 _servers_lock = threading.Lock()
 
