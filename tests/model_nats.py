@@ -1,10 +1,10 @@
-"""A NATS server in plain Python, as far as doyen uses one: for `adversary`.
+"""A model of a NATS server with the features that doyen uses, for `adversary`.
 
-It speaks the client protocol, keeps streams with one message per subject, honours
-`Nats-Expected-Last-Subject-Sequence` and `Nats-TTL`, and feeds push consumers. Beyond the faults of
-each connection it may, by seed, deliver changes late, lose single deliveries, place a consumer on a
-replica that lacks the latest messages, and end a connection with an error, all of which a real
-server does.
+It implements the client protocol, streams with one message per subject,
+`Nats-Expected-Last-Subject-Sequence`, `Nats-TTL` and push consumers. Beyond the faults of each
+connection it may, by seed, deliver changes late, lose single deliveries, place a consumer on a
+replica that lacks the latest messages, and end a connection with an error. A real server does all
+of that.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """What the server does wrong, beside the faults of each connection: chances of each event."""
+class Disturbance:
+    """The probabilities of what the server does wrong, beside the faults of each connection."""
 
     late: float = 0.05
-    """A change is delivered up to `delay_s` late, and so are the changes behind it."""
+    """A change is delivered up to `delay_s` late, and so are the changes after it."""
     lost: float = 0.01
     """A change is not delivered."""
     error: float = 0.005
@@ -46,8 +46,8 @@ class Trouble:
     delay_s: float = 1.0
 
 
-FAIR = Trouble(late=0.0, lost=0.0, error=0.0, behind=0.0)
-ROUGH = Trouble()
+FAIR = Disturbance(late=0.0, lost=0.0, error=0.0, behind=0.0)
+ROUGH = Disturbance()
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Stream:
     consumers: dict[str, Consumer] = field(default_factory=dict)
     expiring: list[tuple[float, int, str]] = field(default_factory=list)
     recent: deque[tuple[str, Stored]] = field(default_factory=lambda: deque(maxlen=100))
-    """The latest messages, also those that others have replaced."""
+    """The latest messages, including those that were replaced."""
 
     def before(self, horizon: int) -> list[tuple[str, Stored]]:
         """The last message of each subject, on a replica that has reached `horizon`."""
@@ -88,22 +88,24 @@ class Consumer:
 class NatsModel:
     """The server. `now` is its clock."""
 
-    def __init__(self, now: Callable[[], float], seed: int = 0, trouble: Trouble = FAIR) -> None:
+    def __init__(
+        self, now: Callable[[], float], seed: int = 0, disturbance: Disturbance = FAIR
+    ) -> None:
         self._now = now
         self._random = random.Random(seed)
-        self.trouble = trouble
+        self.disturbance = disturbance
         self.streams: dict[str, Stream] = {}
         self.requests: list[str] = []
         """Subjects of all requests that were carried out."""
         self.connected: dict[Connection, dict[str, str]] = {}
-        """Subscriptions of each connection: subjects by sid."""
+        """The subscriptions of each connection: subjects by sid."""
         self._starts = 0
         self._names = count(1)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, connection: Connection) -> None:
         if not self.connected:
-            self._starts += 1  # nobody can tell whether it was started again meanwhile
+            self._starts += 1  # the server may have been restarted in between
         subscriptions = self.connected[connection] = {}
         info = INFO | {"server_id": f"server-{self._starts}"}
         connection.send(b"INFO " + json.dumps(info).encode() + b"\r\n")
@@ -129,7 +131,7 @@ class NatsModel:
         subject = args[0]
         reply = args[1] if len(args) == (4 if verb == "HPUB" else 3) else ""
         headers, data = body[:header_size], body[header_size:]
-        if self._chance(self.trouble.error):
+        if self._chance(self.disturbance.error):
             connection.send(b"-ERR 'User Authentication Expired'\r\n")
             connection.close()
             return
@@ -146,7 +148,7 @@ class NatsModel:
     def _to(
         self, connection: Connection, subject: str, reply: str, headers: bytes, data: bytes
     ) -> bytes:
-        """A message as bytes, if the connection has subscribed to the subject."""
+        """The bytes of a message, if the connection has subscribed to the subject."""
         sid = next(
             (
                 sid
@@ -161,7 +163,7 @@ class NatsModel:
     def carry_out(
         self, connection: Connection | None, subject: str, headers: bytes, data: bytes
     ) -> tuple[bytes, bytes]:
-        """One request; the headers and the body of its answer."""
+        """Carry out a request; the headers and the body of the response."""
         self.requests.append(subject)
         if not subject.startswith("$JS.API."):
             name = next(
@@ -204,7 +206,7 @@ class NatsModel:
         return b"", json.dumps(answer).encode()
 
     def write(self, name: str, subject: str, headers: bytes, data: bytes) -> dict[str, Any]:
-        """A message for a stream, and the acknowledgement."""
+        """Write a message to a stream, and return the acknowledgement."""
         stream = self.streams[name]
         self._forget(stream)
         parsed = parse(headers)
@@ -227,7 +229,7 @@ class NatsModel:
         return {"stream": name, "seq": stream.last}
 
     def delete(self, name: str) -> None:
-        """An operator deletes a stream. Its consumers end without a word."""
+        """An operator deletes a stream. Its consumers end without notice."""
         self.streams.pop(name).consumers.clear()
 
     def _forget(self, stream: Stream) -> None:
@@ -244,13 +246,13 @@ class NatsModel:
         consumer = Consumer(f"c{next(self._names)}", name, connection, sid, inbox)
         stream.consumers[consumer.name] = consumer
         horizon = stream.last
-        if self._chance(self.trouble.behind):
-            horizon -= self._random.randint(*self.trouble.behind_by)
+        if self._chance(self.disturbance.behind):
+            horizon -= self._random.randint(*self.disturbance.behind_by)
         waiting = stream.before(horizon) if horizon < stream.last else list(stream.messages.items())
         for number, (subject, stored) in enumerate(waiting, 1):
             self._deliver(consumer, subject, stored, len(waiting) - number)
         if horizon < stream.last:
-            lag_s = self.trouble.delay_s * self._random.uniform(0.5, 1)
+            lag_s = self.disturbance.delay_s * self._random.uniform(0.5, 1)
             consumer.due = self._now() + lag_s
             for subject, stored in stream.recent:
                 if stored.sequence > horizon:
@@ -263,19 +265,19 @@ class NatsModel:
 
     def _deliver(self, consumer: Consumer, subject: str, stored: Stored, pending: int) -> None:
         consumer.delivered += 1
-        if self._chance(self.trouble.lost):
+        if self._chance(self.disturbance.lost):
             return
         numbers = f"1.{stored.sequence}.{consumer.delivered}.0.{pending}"
         reply = f"$JS.ACK.{consumer.stream}.{consumer.name}.{numbers}"
-        late = self._chance(self.trouble.late)
+        late = self._chance(self.disturbance.late)
         self._send(
             consumer,
             _message(subject, consumer.sid, reply, stored.headers, stored.data),
-            self._random.uniform(0, self.trouble.delay_s) if late else 0.0,
+            self._random.uniform(0, self.disturbance.delay_s) if late else 0.0,
         )
 
     def _send(self, consumer: Consumer, message: bytes, delay_s: float = 0.0) -> None:
-        """In the order of the consumer; answers may overtake what is delivered late."""
+        """Send in the order of the consumer. Responses may overtake late deliveries."""
         now = self._now()
         consumer.due = max(consumer.due, now + delay_s)
         if consumer.due > now:
@@ -296,15 +298,15 @@ class NatsModel:
 
 
 def build(
-    trouble: Trouble = ROUGH, kind: type[NatsModel] = NatsModel
+    disturbance: Disturbance = ROUGH, kind: type[NatsModel] = NatsModel
 ) -> Callable[[WireWorld], NatsModel]:
-    """For `run_contest`: the trouble ends with the faults of the connections."""
+    """For `run_contest`. The disturbance ends together with the faults of the connections."""
 
     def make(world: WireWorld) -> NatsModel:
-        model, calm = kind(world.clock.now, world.rng.getrandbits(32), trouble), world.calm
+        model, calm = kind(world.clock.now, world.rng.getrandbits(32), disturbance), world.calm
 
         def calmed() -> None:
-            model.trouble = FAIR
+            model.disturbance = FAIR
             calm()
 
         world.calm = calmed  # type: ignore[method-assign]

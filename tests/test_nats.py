@@ -1,4 +1,4 @@
-"""NATS in particular: its errors, its copy of the bucket, and links that fail."""
+"""What only NATS does: its errors, the copy of the bucket, connections that fail."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ import servers
 from doyen.errors import ConfigError, DoyenError, LeaseGone, StoreUnavailable, StoreUnusable
 from doyen.lease.clock import SystemClock
 from doyen.model import leader_key, line_key, order_key
-from doyen.stores.nats.connection import NatsAddress, NatsConnection
+from doyen.stores.nats.connection import NatsAddress
+from doyen.stores.nats.jetstream import JetStream
 from doyen.stores.nats.store import NatsStore
 from doyen.stores.port import Context, Creation, Store, open_store
 
@@ -59,8 +60,8 @@ async def reached(event: asyncio.Event) -> None:
         ("nats://h/?tls=yes", "true or false"),
         ("nats://h/?cert=/x", "together"),
         ("nats://h/?creds=/nowhere", "no such file"),
-        ("nats://h/?replicas=many", "is a number"),
-        ("nats://", "needs a host"),
+        ("nats://h/?replicas=many", "is a whole number"),
+        ("nats://", "is not a host"),
     ],
 )
 def test_a_url_that_cannot_work_is_refused(url: str, match: str) -> None:
@@ -68,9 +69,9 @@ def test_a_url_that_cannot_work_is_refused(url: str, match: str) -> None:
 
 
 def test_errors_name_the_cause(nats: servers.Nats) -> None:
-    nobody = servers.free_port()
-    unreachable = f"nats://127.0.0.1:{nobody}?connect_timeout_s=0.5"
-    refused(unreachable, StoreUnavailable, f"127.0.0.1:{nobody} cannot be reached")
+    unused = servers.free_port()
+    unreachable = f"nats://127.0.0.1:{unused}?connect_timeout_s=0.5"
+    refused(unreachable, StoreUnavailable, f"127.0.0.1:{unused} cannot be reached")
     refused(f"{nats.url}/three?replicas=3", StoreUnusable, "replicas")
 
 
@@ -90,10 +91,10 @@ class Without(servers.Nats):
 
 def test_a_server_without_jetstream_is_refused() -> None:
     with Without() as server:
-        refused(server.url, StoreUnavailable, "JetStream does not answer: it is disabled")
+        refused(server.url, StoreUnavailable, "JetStream does not respond: it is disabled")
 
 
-def test_a_wrong_password_is_told() -> None:
+def test_a_wrong_password_is_reported() -> None:
     class Guarded(Without):
         settings = "authorization { user: app, password: right }\n"
 
@@ -102,22 +103,22 @@ def test_a_wrong_password_is_told() -> None:
         refused(f"nats://app:wrong@{at}", StoreUnusable, "correct the user, password or token")
 
 
-def test_a_refusal_is_told_though_later_attempts_are_only_cut_off() -> None:
-    """The server hangs up on whoever it refuses, and what it said may be lost by that."""
+def test_a_refused_login_is_reported_though_later_attempts_are_only_cut_off() -> None:
+    """The server closes the connection of a client that it refuses, and the reason may be lost."""
     info = {"server_id": "x", "version": "2.10.0", "max_payload": 1024, "auth_required": True}
 
     def serve(listening: socket.socket) -> None:
         with contextlib.suppress(OSError):
             for attempt in itertools.count():
-                link, _ = listening.accept()
-                with link:
-                    link.sendall(f"INFO {json.dumps(info)}\r\n".encode())
-                    link.recv(4096)
+                connection, _ = listening.accept()
+                with connection:
+                    connection.sendall(f"INFO {json.dumps(info)}\r\n".encode())
+                    connection.recv(4096)
                     if attempt == 0:
-                        link.sendall(b"-ERR 'Authorization Violation'\r\n")
+                        connection.sendall(b"-ERR 'Authorization Violation'\r\n")
                     else:
                         linger = struct.pack("ii", 1, 0)
-                        link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = threading.Thread(target=serve, args=(listening,))
@@ -130,13 +131,13 @@ def test_a_refusal_is_told_though_later_attempts_are_only_cut_off() -> None:
             server.join()
 
 
-def test_a_bucket_that_forgets_is_refused(nats: servers.Nats, tmp_path: Path) -> None:
+def test_a_bucket_in_memory_is_refused(nats: servers.Nats, tmp_path: Path) -> None:
     async def make() -> None:
-        link = NatsConnection(NatsAddress((f"127.0.0.1:{nats.port}",), {}, 3.0))
-        await link.open()
+        jetstream = JetStream(NatsAddress((f"127.0.0.1:{nats.port}",), {}, 3.0))
+        await jetstream.open()
         name = "KV_forgetful"
-        await link.ask(f"STREAM.CREATE.{name}", name=name, subjects=["x"], storage="memory")
-        await link.close()
+        await jetstream.call(f"STREAM.CREATE.{name}", name=name, subjects=["x"], storage="memory")
+        await jetstream.close()
 
     asyncio.run(make())
     refused(f"{nats.url}/forgetful", StoreUnusable, "needs 'file'")
@@ -148,13 +149,13 @@ def test_operators_may_purge_and_delete_a_bucket(nats: servers.Nats) -> None:
         async with opened(url) as store:
             lease = await store.grant(30)
             made = await store.create(key, b"", lease)
-            await store._work.ask("STREAM.PURGE.KV_operated")
+            await store._jetstream.call("STREAM.PURGE.KV_operated")
             async with asyncio.timeout(5):
                 assert await store.delete(key, if_version=made.entry.version)
                 again = await store.create(key, b"", lease)
             assert again.won
             assert again.entry.revision > made.entry.revision
-            await store._work.ask("STREAM.DELETE.KV_operated")
+            await store._jetstream.call("STREAM.DELETE.KV_operated")
             async with opened(url):
                 with pytest.raises(StoreUnusable, match="token_floor"):
                     await store.grant(30)
@@ -173,7 +174,7 @@ def test_a_bucket_is_made_above_the_tokens_of_another(nats: servers.Nats) -> Non
 
 
 def test_an_ended_lease_voids_what_is_written_later(nats: servers.Nats) -> None:
-    """Though the writer's copy of the bucket is behind, and its write is taken."""
+    """Even if the copy of the writer is behind and the server accepts its write."""
 
     async def main() -> None:
         async with opened(f"{nats.url}/late") as store, opened(f"{nats.url}/late") as other:
@@ -191,13 +192,13 @@ def test_an_ended_lease_voids_what_is_written_later(nats: servers.Nats) -> None:
     asyncio.run(main())
 
 
-def test_a_renewal_that_was_given_up_does_not_end_the_lease(nats: servers.Nats) -> None:
+def test_a_renewal_without_a_response_does_not_end_the_lease(nats: servers.Nats) -> None:
     async def main() -> None:
         async with opened(nats.url) as store:
             lease = await store.grant(30)
-            known = dict(store._beats)
+            known = dict(store._leases._held)
             await store.renew(lease)
-            store._beats.update(known)  # as if its answer had not come
+            store._leases._held.update(known)  # as if the response had been lost
             await store.renew(lease)
             await store.revoke(lease)
             with pytest.raises(LeaseGone):
@@ -208,11 +209,11 @@ def test_a_renewal_that_was_given_up_does_not_end_the_lease(nats: servers.Nats) 
 
 def test_watches_outlive_connections_and_servers() -> None:
     async def main() -> None:
-        with servers.Nats() as server, servers.Proxy(server) as link:
-            async with opened(link.url) as store:
+        with servers.Nats() as server, servers.Proxy(server) as proxy:
+            async with opened(proxy.url) as store:
                 key, event = order_key("news"), asyncio.Event()
                 await store.watch(key, event.set)
-                for number, hurt in enumerate((link.reset, server.restart)):
+                for number, hurt in enumerate((proxy.reset, server.restart)):
                     await asyncio.to_thread(hurt)
                     async with opened(server.url) as other:
                         found = await other.get(key)
@@ -232,7 +233,7 @@ def test_watches_outlive_connections_and_servers() -> None:
 
 
 def test_bytes_that_are_no_text_do_not_stop_the_copy(nats: servers.Nats) -> None:
-    """Neither in a subject nor in headers: nats-py would stop reading the connection."""
+    """In a subject or in headers, they make nats-py stop reading the connection."""
 
     async def main() -> None:
         async with opened(f"{nats.url}/bytes") as store:
@@ -256,7 +257,7 @@ def test_bytes_that_are_no_text_do_not_stop_the_copy(nats: servers.Nats) -> None
 def test_creations_over_markers_that_the_server_has_forgotten(
     nats: servers.Nats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("doyen.stores.nats.connection.GRAVE_TTL", "1s")
+    monkeypatch.setattr("doyen.stores.nats.jetstream.MARKER_TTL", "1s")
     keys = [leader_key(f"forgotten{number}") for number in range(30)]
 
     async def main() -> None:
@@ -268,10 +269,10 @@ def test_creations_over_markers_that_the_server_has_forgotten(
                 await a.delete(key, if_version=made.entry.version)
             await b.get(keys[-1])
             async with asyncio.timeout(20):
-                while await a._work.last(  # noqa: ASYNC110
+                while await a._jetstream.last(  # noqa: ASYNC110
                     "KV_forgotten", a._subject(keys[-1])
                 ):
-                    await asyncio.sleep(0.1)  # no event tells that a marker has been forgotten
+                    await asyncio.sleep(0.1)  # the server does not announce it
             for number, key in enumerate(keys):
 
                 async def late(key: str = key, late_s: float = number * 1e-4) -> Creation:
@@ -285,8 +286,8 @@ def test_creations_over_markers_that_the_server_has_forgotten(
     asyncio.run(main())
 
 
-def test_many_candidates_get_a_leader_soon_after_an_outage() -> None:
-    """Within a ttl and a handover, however many leases were lost in it."""
+def test_many_candidates_have_a_leader_soon_after_an_outage() -> None:
+    """It takes a ttl and a handover, however many leases expired in the outage."""
     ttl_s, number = 1.0, 8
 
     async def candidate(url: str, leads: asyncio.Event) -> None:
@@ -307,7 +308,7 @@ def test_many_candidates_get_a_leader_soon_after_an_outage() -> None:
                 while len(await store.list(line_key("outage"))) < number:
                     await reached(changed)
             server.kill()
-            await asyncio.sleep(3.5 * ttl_s)  # until the last attempt to revoke has been given up
+            await asyncio.sleep(3.5 * ttl_s)  # until all clients have stopped trying to revoke
             leads.clear()
             server.launch()
             await asyncio.to_thread(server.await_ready)
@@ -319,7 +320,7 @@ def test_many_candidates_get_a_leader_soon_after_an_outage() -> None:
             await asyncio.gather(*tasks, return_exceptions=True)
             return took_s
 
-    assert asyncio.run(main()) < 3 * ttl_s, f"{number} ttls, one for each lease, without it"
+    assert asyncio.run(main()) < 3 * ttl_s, f"ending leases one by one takes {number} ttls"
 
 
 def test_diagnosis_warns_of_one_replica(nats: servers.Nats) -> None:

@@ -1,4 +1,4 @@
-"""NATS keeps the promises that every store makes."""
+"""NATS passes the conformance suite of all stores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 import servers
 from doyen.model import leader_key, line_key, order_key
-from doyen.stores.nats.mirror import subject_of
+from doyen.stores.nats.view import subject_of
 from doyen.testing import LinkedStoreConformance, StoreHarness
 from linked import ServerHarness
 from servers import wire

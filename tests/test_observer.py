@@ -36,7 +36,7 @@ class Tables:
     alive: bool = True
     failing: bool = False
     looks: list[float] = field(default_factory=list)
-    sealed_at: float | None = None
+    expired_at: float | None = None
     lookout: LeaseObserver | None = None
     polled: bool = False
 
@@ -62,11 +62,11 @@ class Tables:
         self.looks.append(self.clock.now())
         return [self.row() if self.alive else LeaseRow(lease, None, -1, 0, "") for lease in leases]
 
-    async def seal(self, lease: str, counter: int) -> None:
+    async def expire(self, lease: str, counter: int) -> None:
         self._work()
         if self.alive and counter == self.counter:
             self.alive = False
-            self.sealed_at = self.clock.now()
+            self.expired_at = self.clock.now()
             if self.lookout is not None and not self.polled:
                 self.lookout.changed("e/leader")
 
@@ -200,7 +200,7 @@ def test_who_waits_notices_an_end_at_once(seed: int, poll_s: float | None) -> No
         assert not told, "a living lease was told of"
         assert len(tables.looks) <= renewals * 1.1 + 2
         await asyncio.sleep(TTL_S)
-        assert tables.sealed_at is not None
+        assert tables.expired_at is not None
         assert told
         took_s = told[0] - last
         assert TTL_S <= took_s <= TTL_S * 1.14 + 0.01 + (poll_s or 0)
@@ -217,7 +217,7 @@ def test_a_database_that_fails_for_a_while_is_asked_again() -> None:
         await asyncio.sleep(1)
         tables.failing = True
         await asyncio.sleep(3 * TTL_S)
-        assert tables.sealed_at is None
+        assert tables.expired_at is None
         tables.failing = False
         await told.wait()
         lookout.close()
@@ -300,14 +300,14 @@ def test_owners_that_could_not_be_found_out_are_asked_for_again(poll_s: float | 
         tables.failing = False
         async with asyncio.timeout(3 * TTL_S):
             await told.wait()
-        assert tables.sealed_at is not None
+        assert tables.expired_at is not None
         lookout.close()
 
     virtually(test)
 
 
 class Line:
-    """Tables with a line of tickets, each under a lease of its own. Leases are ended by `seal`."""
+    """Tables with a line of tickets, each with its own lease. `expire` ends leases."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
@@ -360,7 +360,7 @@ class Line:
         await asyncio.sleep(0.001)
         return [self.row(lease) for lease in leases]
 
-    async def seal(self, lease: str, counter: int) -> None:
+    async def expire(self, lease: str, counter: int) -> None:
         await asyncio.sleep(0.001)
         if lease in self.renewed and self.renewed[lease][0] == counter:
             assert self.clock.now() - self.renewed[lease][1] >= TTL_S, "a live lease was ended"
@@ -402,7 +402,7 @@ class Line:
             while (ahead := self.ahead(path)) is not None:
                 row = self.row(ahead[1])
                 if lookout.judge(row).over:
-                    await self.seal(row.lease, row.counter)
+                    await self.expire(row.lease, row.counter)
                     continue
                 told = asyncio.Event()
                 watch = await lookout.watch(ahead[0], told.set)

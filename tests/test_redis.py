@@ -50,11 +50,11 @@ def test_a_lease_is_ended_only_on_the_server_on_which_it_was_seen(redis: servers
             lease = await store.grant(60)
             (seen,) = await other.look([lease.id])
             other._lookout.judge(seen._replace(incarnation="a server before"))
-            await other.seal(lease.id, seen.counter)
+            await other.expire(lease.id, seen.counter)
             await store.renew(lease)
             (seen,) = await other.look([lease.id])
             other._lookout.judge(seen)
-            await other.seal(lease.id, seen.counter)
+            await other.expire(lease.id, seen.counter)
             with pytest.raises(LeaseGone):
                 await store.renew(lease)
 
@@ -176,15 +176,15 @@ class TestSeal:
         async def main() -> None:
             async with opened(redis.url) as holder, opened(redis.url) as other:
                 lease = await holder.grant(60)
-                key = leader_key("seal")
+                key = leader_key("expire")
                 await holder.create(key, b"v", lease)
                 (seen,) = await other.look([lease.id])
                 other._lookout.judge(seen)
                 await holder.renew(lease)
-                await other.seal(lease.id, seen.counter)
+                await other.expire(lease.id, seen.counter)
                 assert await other.get(key) is not None
                 (seen,) = await other.look([lease.id])
-                await other.seal(lease.id, seen.counter)
+                await other.expire(lease.id, seen.counter)
                 assert await holder.get(key) is None
                 with pytest.raises(LeaseGone):
                     await holder.renew(lease)
@@ -201,7 +201,7 @@ class TestSeal:
                 await old.create(key, b"old", lease)
                 (seen,) = await new.look([lease.id])
                 new._lookout.judge(seen)
-                await new.seal(lease.id, seen.counter)
+                await new.expire(lease.id, seen.counter)
                 mine = await new.grant(60)
                 assert (await new.create(key, b"new", mine)).won
                 with pytest.raises(LeaseGone):

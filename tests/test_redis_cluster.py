@@ -99,7 +99,7 @@ ENTRIES = 3
 
 
 @pytest.mark.parametrize("moved", range(7))
-@pytest.mark.parametrize("end", ["revoke", "seal"])
+@pytest.mark.parametrize("end", ["revoke", "expire"])
 def test_a_lease_ends_whole_while_its_slot_moves(
     nodes: tuple[Node, Node], moved: int, end: str
 ) -> None:
@@ -118,9 +118,9 @@ def test_a_lease_ends_whole_while_its_slot_moves(
             slot.move(slot.remaining()[:moved])
             ended = True
             try:
-                if end == "seal":  # on whichever node it is seen
+                if end == "expire":  # on whichever node it is seen
                     store._lookout.judge(*await store.look([lease.id]))
-                await (store.revoke(lease) if end == "revoke" else store.seal(lease.id, 0))
+                await (store.revoke(lease) if end == "revoke" else store.expire(lease.id, 0))
             except (StoreUnavailable, OutcomeUnknown):
                 ended = False
             slot.finish()

@@ -157,7 +157,7 @@ def test_a_clean_end_needs_no_observation(place: Place) -> None:
 
 
 def test_a_lease_is_renewed_or_ended_and_never_both(place: Place) -> None:
-    """However a renewal and the sealing of the lease meet, one of them finds nothing to do."""
+    """Of a renewal and an expiry at the same time, one finds nothing to do."""
     events: list[Event] = []
 
     async def main() -> None:

@@ -44,7 +44,7 @@ class LeaseRow(NamedTuple):
     counter: int
     age_us: int
     incarnation: str
-    standing_s: float | None = None
+    unchanged_s: float | None = None
     """How long the counter is known to be unchanged, for stores that can date all renewals."""
 
 
@@ -95,8 +95,8 @@ class LeaseObservations:
         observed = self._observed.pop(row.lease, None)
         if observed is None or observed.counter != row.counter:
             observed = Observation(row.counter, now, ttl_s, now)
-        if row.standing_s is not None:
-            observed.since = min(observed.since, now - row.standing_s)
+        if row.unchanged_s is not None:
+            observed.since = min(observed.since, now - row.unchanged_s)
             observed.together = True
         observed.last = now
         self._observed[row.lease] = observed

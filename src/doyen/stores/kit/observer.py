@@ -64,7 +64,7 @@ class LeaseSource(Protocol):
 
     async def look(self, leases: Sequence[str]) -> Sequence[LeaseRow]: ...
 
-    async def seal(self, lease: str, counter: int) -> None: ...
+    async def expire(self, lease: str, counter: int) -> None: ...
 
     async def position(self) -> int: ...
 
@@ -277,7 +277,7 @@ class LeaseObserver(LeaseObservations):
         for row in await self._source.look([monitor.lease for monitor in due]):
             if self.judge(row).over:
                 if row.ttl_us is not None:
-                    await self._source.seal(row.lease, row.counter)
+                    await self._source.expire(row.lease, row.counter)
                 monitor = self._monitors.pop(row.lease, None)
                 if monitor is not None:
                     self._mark_unread(monitor.scopes & self._scopes.keys())

@@ -202,7 +202,7 @@ return lease_row(ARGV[3])
 """,
     "revoke": "finish(ARGV[3])",
     # RUN is who carries it out: the counter says nothing of what another server has confirmed.
-    "seal": """
+    "expire": """
 if RUN ~= ARGV[5] then return 0 end
 if redis.call('HGET', LEASES, 'counter:' .. ARGV[3]) ~= ARGV[4] then return 0 end
 finish(ARGV[3])

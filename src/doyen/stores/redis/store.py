@@ -198,11 +198,11 @@ class RedisStore(Store):
         rows, wire = await self._read("look", *leases)
         return [_lease_row(row, wire) for row in rows]
 
-    async def seal(self, lease: str, counter: int) -> None:
+    async def expire(self, lease: str, counter: int) -> None:
         """End a lease that is over, unless its counter has moved, and only on the server on which
         it was seen: another may lack renewals, and count them again."""
         run, _, _ = self._lookout.incarnation.partition(" ")
-        ended, _ = await self._write("seal", lease, str(counter), run)
+        ended, _ = await self._write("expire", lease, str(counter), run)
         if ended and lease not in self._own:
             self._emit(LeaseEnded(lease=lease, cause="expired"))
 
@@ -252,7 +252,7 @@ class RedisStore(Store):
             if ended is not None:
                 over[ended.lease] = ended.counter
         for lease, counter in over.items():
-            await self.seal(lease, counter)
+            await self.expire(lease, counter)
         return None if over else entries
 
     def _entry(self, row: Sequence[Any], wire: RedisConnection) -> tuple[Entry, LeaseRow | None]:

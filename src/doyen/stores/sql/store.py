@@ -115,7 +115,7 @@ def _statements(*, logs: bool) -> dict[str, str]:
         "revoke": f"{_NUMBER}{log('e.lease = %(lease)s')}"
         "DELETE FROM {entries} WHERE lease = %(lease)s; DELETE FROM {leases} WHERE id = %(lease)s",
         # The leases go first: a renewal that comes in between then waits, and finds nothing.
-        "seal": f"{_NUMBER}SELECT id FROM {{leases}} WHERE {_IS_OVER} FOR UPDATE;"
+        "expire": f"{_NUMBER}SELECT id FROM {{leases}} WHERE {_IS_OVER} FOR UPDATE;"
         f" DELETE FROM {{leases}} WHERE {_IS_OVER};"
         f" {log(f'e.lease IN ([leases]) AND e.lease NOT IN ({_REMAINING})')}"
         f"DELETE FROM {{entries}} WHERE lease IN ([leases]) AND lease NOT IN ({_REMAINING})",
@@ -326,7 +326,7 @@ class RelationalStore(Store):
             await self.end(proven, self._lookout.incarnation)
             self._lookout.forget(proven)
 
-    async def seal(self, lease: str, counter: int) -> None:
+    async def expire(self, lease: str, counter: int) -> None:
         """End a lease that is over, unless its counter has moved."""
         await self._end({lease: counter})
 
@@ -339,7 +339,7 @@ class RelationalStore(Store):
             given |= {f"lease{number}": lease, f"counter{number}": counter}
             places.append(f"%(lease{number})s")
             pairs.append(f"id = {places[-1]} AND counter = %(counter{number})s")
-        script = self._sql["seal"].replace("[pairs]", " OR ".join(pairs))
+        script = self._sql["expire"].replace("[pairs]", " OR ".join(pairs))
         ended = await self._work.write(script.replace("[leases]", ", ".join(places)), given)
         for (lease,) in ended:
             if _text(lease) not in self._own:

@@ -1,0 +1,277 @@
+"""The requests that doyen makes of JetStream, on a connection that is replaced when it ends.
+
+A request that has no responder, or that JetStream refuses, was not carried out. One that is not
+answered may have been carried out (`OutcomeUnknown`). Without a connection nothing is sent
+(`StoreUnavailable`).
+
+Imports the connection and the error tree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import re
+from base64 import b64decode
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import nats.errors
+from nats.aio.msg import Msg
+
+from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable
+from doyen.stores.nats.connection import (
+    CLOSE_S,
+    ConnectionEnded,
+    NatsAddress,
+    NatsConnection,
+    run_in_task,
+)
+
+__all__ = ["JetStream", "StoredMessage", "StreamMissing", "WrongSequence"]
+
+log = logging.getLogger("doyen.nats")
+
+OLDEST = (2, 11)
+RESPONSE_S = 10.0
+MARKER_TTL = "1h"
+"""How long the server keeps a delete marker."""
+PIPELINED = 64
+"""How many reads are in flight at a time."""
+
+_PAUSE_S, _LONGEST_PAUSE_S, _LASTING_S = 0.1, 1.0, 5.0
+_WRONG_LAST = (10071, 10164)
+_NO_MESSAGE = 10037
+_NO_STREAM = 10059
+_NO_JETSTREAM = (10039, 10076)
+
+
+class WrongSequence(Exception):
+    """The last message of the subject is not the one that the request expects."""
+
+
+class StreamMissing(StoreUnavailable):
+    """The stream does not exist."""
+
+
+class StoredMessage(NamedTuple):
+    """The last message of a subject."""
+
+    sequence: int
+    headers: Mapping[str, str]
+    value: bytes
+
+    @property
+    def deleted(self) -> bool:
+        """A delete marker, written by a client, or by the server when a message has expired."""
+        return "KV-Operation" in self.headers or "Nats-Marker-Reason" in self.headers
+
+
+class JetStream:
+    """Requests to JetStream. After `open`, a connection that ends is replaced in the background,
+    with a pause that grows while connections do not last."""
+
+    def __init__(self, address: NatsAddress, on_reconnect: Callable[[], None] | None = None):
+        self._address = address
+        self._urls = [f"nats://{host}" for host in address.hosts]
+        self._on_reconnect = on_reconnect
+        self._connection: NatsConnection | None = None
+        """The latest connection, even if it has ended."""
+        self._error = ""
+        """The last reason for which there was no connection."""
+        self._reconnecting: asyncio.Task[None] | None = None
+
+    @property
+    def incarnation(self) -> str:
+        """Of the server of the latest connection."""
+        return "" if self._connection is None else self._connection.incarnation
+
+    @property
+    def version(self) -> str:
+        return "" if self._connection is None else self._connection.version
+
+    async def open(self) -> None:
+        """Connect to one of the servers within the time allowed, and stay connected."""
+        where = ", ".join(self._address.hosts)
+        connection = await self._first_connection(where)
+        release = tuple(int(part) for part in re.findall(r"\d+", connection.version)[:2])
+        if release < OLDEST:
+            raise StoreUnusable(
+                f"NATS at {where} is {connection.version}; doyen needs"
+                f" {'.'.join(map(str, OLDEST))} or later"
+            )
+        self._reconnecting = asyncio.get_running_loop().create_task(self._reconnect(connection))
+
+    async def _first_connection(self, where: str) -> NatsConnection:
+        timeout_s = self._address.connect_timeout_s
+        refusal = ""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        return await self._connect()
+                    except (OSError, nats.errors.Error) as error:
+                        self._failed(error)
+                    # A server that refuses a client closes the connection at once, so its reason
+                    # arrives in some of the attempts only.
+                    if "authorization" in self._error.lower():
+                        refusal = self._error
+                    await asyncio.sleep(_PAUSE_S)
+        except TimeoutError as error:
+            if refusal:
+                raise StoreUnusable(
+                    f"NATS at {where} refuses the login ({refusal}): correct the user, password or"
+                    " token"
+                ) from error
+            reason = self._error or f"no response within {timeout_s:g} s"
+            raise StoreUnavailable(f"NATS at {where} cannot be reached: {reason}") from error
+
+    async def _connect(self) -> NatsConnection:
+        async def on_error(error: Exception) -> None:
+            self._failed(error)
+
+        connection = await NatsConnection.open(self._address, self._urls, on_error)
+        if not self._address.options.get("tls"):  # certificates name the servers of the URL
+            known = [url.geturl() for url in connection.discovered_servers]
+            self._urls += [url for url in known if url not in self._urls]
+        self._connection = connection
+        return connection
+
+    def _failed(self, error: Exception) -> None:
+        """Keep the reason. `NoServersError` says only that all attempts failed."""
+        if not isinstance(error, nats.errors.NoServersError):
+            self._error = str(error) or self._error or "no response"
+
+    async def _reconnect(self, connection: NatsConnection) -> None:
+        """Replace the connection whenever it has ended."""
+        loop = asyncio.get_running_loop()
+        pause_s, since = 0.0, loop.time()
+        while True:
+            await asyncio.wait({connection.ended})
+            log.info("connection to NATS lost (%s); reconnecting", self._error or "closed")
+            if loop.time() - since > _LASTING_S:
+                pause_s = 0.0
+            while connection.ended.done():
+                await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
+                pause_s = min(max(2 * pause_s, _PAUSE_S), _LONGEST_PAUSE_S)
+                try:
+                    async with asyncio.timeout(self._address.connect_timeout_s):
+                        connection = await self._connect()
+                except (OSError, nats.errors.Error) as error:
+                    self._failed(error)
+                    log.debug("NATS cannot be reached: %s", self._error)
+                except Exception:
+                    log.exception("connecting to NATS failed; retrying")
+            since = loop.time()
+            if self._on_reconnect is not None:
+                self._on_reconnect()
+
+    def connected(self) -> NatsConnection:
+        """The present connection. Raises `StoreUnavailable` if there is none."""
+        connection = self._connection
+        if connection is not None and not connection.is_connected:
+            connection.end()  # nats-py is still closing it, which may take a while
+        if connection is None or connection.ended.done():
+            raise StoreUnavailable(
+                f"no connection to NATS at the moment: {self._error or 'not connected yet'}"
+            )
+        return connection
+
+    async def call(self, subject: str, **request: object) -> dict[str, Any]:
+        """A request to JetStream's API."""
+        body = json.dumps(request).encode() if request else b""
+        return _checked(await self._send(f"$JS.API.{subject}", body))
+
+    async def write(
+        self, subject: str, value: bytes, last: int | None, headers: Mapping[str, str] | None = None
+    ) -> int:
+        """Write to a subject if `last` is the sequence of its last message (0: it has none), and
+        return the sequence of the new one."""
+        given = dict(headers or {})
+        if last is not None:
+            given["Nats-Expected-Last-Subject-Sequence"] = str(last)
+        response = _checked(await self._send(subject, value, given))
+        if "seq" not in response:
+            raise OutcomeUnknown(f"the response to a write has no sequence: {response}")
+        return int(response["seq"])
+
+    async def delete(self, subject: str, last: int | None) -> int:
+        """Write a delete marker."""
+        return await self.write(subject, b"", last, {"KV-Operation": "DEL", "Nats-TTL": MARKER_TTL})
+
+    async def last(self, stream: str, subject: str) -> StoredMessage | None:
+        """The last message of a subject."""
+        response = await self.call(f"STREAM.MSG.GET.{stream}", last_by_subj=subject)
+        if "message" not in response:
+            return None
+        found = response["message"]
+        lines = b64decode(found.get("hdrs", "")).decode(errors="replace").split("\r\n")[1:]
+        parts = (line.partition(":") for line in lines)
+        headers = {name.strip(): value.strip() for name, colon, value in parts if colon}
+        return StoredMessage(int(found["seq"]), headers, b64decode(found.get("data", "")))
+
+    async def last_of_each(
+        self, stream: str, subjects: Iterable[str]
+    ) -> list[StoredMessage | None]:
+        """The last messages of several subjects, in pipelined requests."""
+        limit = asyncio.Semaphore(PIPELINED)
+
+        async def one(subject: str) -> StoredMessage | None:
+            async with limit:
+                return await self.last(stream, subject)
+
+        found = await asyncio.gather(*map(one, subjects), return_exceptions=True)
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
+        return [each for each in found if not isinstance(each, BaseException)]
+
+    async def close(self) -> None:
+        if self._reconnecting is not None:
+            self._reconnecting.cancel()
+            await asyncio.gather(self._reconnecting, return_exceptions=True)
+        self._error = "closed"
+        if self._connection is not None and not self._connection.is_closed:
+            await self._connection.close_within(CLOSE_S)
+
+    async def _send(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> Msg:
+        connection = self.connected()
+        request = connection.request(subject, body, timeout=RESPONSE_S, headers=headers)
+        try:
+            return await run_in_task(request, 2 * RESPONSE_S, connection.ended)
+        except ConnectionEnded:
+            raise OutcomeUnknown(f"the connection to NATS was lost: {self._error}") from None
+        except nats.errors.NoRespondersError as error:
+            raise StoreUnavailable(
+                "JetStream does not respond: it is disabled, or has no leader at the moment"
+            ) from error
+        except (nats.errors.Error, OSError) as error:
+            raise OutcomeUnknown(f"NATS did not respond: {error}") from error
+
+
+def _checked(message: Msg) -> dict[str, Any]:
+    """The response as a table. Map an error response to an exception."""
+    try:
+        response: dict[str, Any] = json.loads(message.data)
+        error = response.get("error")
+    except (ValueError, AttributeError):
+        raise OutcomeUnknown(
+            f"the response is not JetStream's: {message.data[:40]!r}; does another service"
+            " respond to this subject?"
+        ) from None
+    if error is None:
+        return response
+    code, text = error.get("err_code"), error.get("description", "")
+    if code in _WRONG_LAST:
+        raise WrongSequence(text)
+    if code == _NO_MESSAGE:
+        return {}
+    if code == _NO_STREAM:
+        raise StreamMissing(f"the bucket does not exist: {text}")
+    if code in _NO_JETSTREAM:
+        raise StoreUnusable(f"JetStream is not available: {text}; enable it for the account")
+    if error.get("code") == 503:
+        raise StoreUnavailable(f"JetStream is temporarily unavailable: {text}")
+    raise StoreUnusable(f"JetStream refuses the request: {text} ({code})")

@@ -1,0 +1,261 @@
+"""Leases on NATS: renewals are messages, and clients find out which leases have expired.
+
+    KV_<bucket>         leases and entries: see `view`
+    KV_<bucket>_beats   one subject per lease: its last renewal, whose sequence is the counter
+
+- Only the holder writes renewals. A lease is ended in two steps. First its renewal is deleted, if
+  it is still the one that was seen unchanged for a whole ttl; from then on no renewal succeeds.
+  Then the lease is deleted; from then on everything bound to it is void.
+- The marks and the observer decide whether a renewal was unchanged for a ttl. The observer also
+  decides when to look at which lease.
+- A lease is written before its first renewal. If its holder dies at any point, the lease is in
+  every client's copy. Leases that no client waits for are checked by a sweep, a few at a time.
+
+Renewals have a connection of their own, so that they do not queue behind other requests. Imports
+the model, the observer of leases and its own package.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import uuid
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from doyen.errors import LeaseGone, StoreError, StoreUnavailable
+from doyen.events import LeaseEnded
+from doyen.model import Entry, Lease
+from doyen.stores.kit.expiry import LeaseRow
+from doyen.stores.kit.observer import LeaseObserver, Survey
+from doyen.stores.nats.jetstream import PIPELINED, JetStream, StoredMessage, WrongSequence
+from doyen.stores.nats.marks import Marks
+from doyen.stores.nats.mirror import Mirror
+from doyen.stores.nats.view import subject_of
+from doyen.stores.port import Context
+
+__all__ = ["CHECKED", "NatsLeases", "lease_gone"]
+
+log = logging.getLogger("doyen.nats")
+
+CHECKED = 16
+"""How many of the first entries of a list have their leases checked."""
+MARK_S = 0.1
+"""A mark older than this is replaced when leases are looked at."""
+SWEEP_S = 2.0
+SWEPT = 4
+"""The interval of the sweep and how many leases it checks, while it finds none that has expired."""
+_DAMAGED_TTL_S = 60.0
+"""The ttl that is assumed if neither the lease nor its renewal shows one."""
+
+
+class NatsLeases:
+    """The leases of a bucket: those that this client holds, and those that it observes."""
+
+    def __init__(
+        self,
+        jetstream: JetStream,
+        renewals: JetStream,
+        mirror: Mirror,
+        context: Context,
+        bucket: str,
+    ) -> None:
+        self._jetstream = jetstream
+        self._renewals = renewals
+        self._mirror = mirror
+        self._bucket = bucket
+        self._emit = context.emit
+        self._now = context.clock.now
+        self._marks = Marks()
+        self._held: dict[str, int] = {}
+        """The sequence of the last renewal of each lease that this client holds."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.observer = LeaseObserver(self, context.clock.now, None)
+
+    async def start(self) -> None:
+        """Begin to observe. The mirror is running."""
+        await self._mark()
+        self._tasks.add(asyncio.get_running_loop().create_task(self._sweep()))
+
+    async def close(self) -> None:
+        self.observer.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def require(self, lease: str) -> None:
+        """Raise `LeaseGone` if the lease has ended, as far as the copy shows."""
+        if lease not in self._mirror.view.leases:
+            raise lease_gone(lease)
+
+    async def grant(self, ttl_s: float) -> Lease:
+        lease = Lease(uuid.uuid4().hex, ttl_s)
+        value = str(lease.ttl_s).encode()
+        try:
+            granted = await self._mirror.write(subject_of(self._bucket, "leases", lease.id), value)
+            renewed = await self._jetstream.write(self._subject(lease.id), value, 0)
+        except WrongSequence as error:
+            raise lease_gone(lease.id) from error
+        await self._mirror.reach(granted)
+        self._held[lease.id] = renewed
+        return lease
+
+    async def renew(self, lease: Lease) -> None:
+        subject, value = self._subject(lease.id), str(lease.ttl_s).encode()
+        while (last := self._held.get(lease.id)) is not None:
+            try:
+                sequence = await self._renewals.write(subject, value, last)
+            except WrongSequence:
+                # Only this client renews the lease. Either the lease has ended, or a renewal that
+                # was not answered was carried out.
+                found = await self._renewals.last(f"KV_{self._bucket}_beats", subject)
+                if found is None or found.deleted:
+                    self._held.pop(lease.id, None)
+                    break
+                sequence = found.sequence
+                done = False
+            else:
+                done = True
+            if lease.id in self._held:  # it may have been revoked in the meantime
+                self._held[lease.id] = max(sequence, self._held[lease.id])
+            if done:
+                return
+        raise lease_gone(lease.id)
+
+    async def revoke(self, lease: Lease) -> None:
+        await self._jetstream.delete(self._subject(lease.id), None)
+        self._held.pop(lease.id, None)
+        await self._end(lease.id)
+
+    async def expire(self, lease: str, counter: int) -> None:
+        """For the observer: end a lease, unless it was renewed after all."""
+        try:
+            await self._jetstream.delete(self._subject(lease), counter)
+        except WrongSequence:
+            return
+        self._emit(LeaseEnded(lease=lease, cause="expired"))
+        await self._end(lease)
+
+    async def _end(self, lease: str) -> None:
+        """Delete a lease whose renewal has been deleted. Delete its entries in the background:
+        they are void already, and nothing depends on it."""
+        bound = set(self._mirror.view.bound.get(lease, ()))
+        sequence = await self._jetstream.delete(subject_of(self._bucket, "leases", lease), None)
+        await self._mirror.reach(sequence)
+        if bound:
+            task = asyncio.get_running_loop().create_task(self._delete_void(bound))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _delete_void(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            last = self._mirror.view.markers.get(key)
+            if last is not None:
+                try:
+                    await self._jetstream.delete(subject_of(self._bucket, "entries", key), last)
+                except (WrongSequence, StoreError):
+                    continue
+
+    async def survey(self, scopes: Sequence[str]) -> dict[str, Survey]:
+        """For the observer: the leases that own something in each scope."""
+        surveys = {}
+        for scope in scopes:
+            here = self._mirror.view.entries.get(scope)
+            entries = [*self._mirror.view.under(scope), *([here] if here else [])][:CHECKED]
+            owners = frozenset(each.lease for each in entries if each.lease is not None)
+            surveys[scope] = Survey(frozenset(), owners)
+        return surveys
+
+    async def position(self) -> int:
+        return 0
+
+    async def look(self, leases: Sequence[str]) -> Sequence[LeaseRow]:
+        """For the observer: the last renewal of each lease. The server's clock is not used."""
+        incarnation, stream = self._jetstream.incarnation, f"KV_{self._bucket}_beats"
+        if self._marks.age_s(incarnation, self._now()) >= MARK_S:
+            await self._mark()
+        renewals = await self._jetstream.last_of_each(stream, map(self._subject, leases))
+        if self._jetstream.incarnation != incarnation:
+            raise StoreUnavailable("the server was replaced while leases were being looked at")
+        found = zip(leases, renewals, strict=True)
+        rows = [self._row(lease, renewal, incarnation) for lease, renewal in found]
+        for row in rows:
+            if row.ttl_us is None and row.lease in self._mirror.view.leases:
+                await self._end(row.lease)  # another client died between the two steps
+        return rows
+
+    def _row(self, lease: str, renewal: StoredMessage | None, incarnation: str) -> LeaseRow:
+        known = self._mirror.view.leases
+        if lease not in known or (renewal is not None and renewal.deleted):
+            return LeaseRow(lease, None, 0, 0, incarnation)
+        ttl_s = known[lease] or _ttl(renewal)
+        # Without a renewal the lease is being granted, or its holder died before the first one.
+        counter = 0 if renewal is None else renewal.sequence
+        unchanged_s = 0.0
+        if renewal is not None:
+            unchanged_s = self._marks.unchanged_s(incarnation, counter, self._now())
+        return LeaseRow(lease, round(ttl_s * 1e6), counter, -1, incarnation, unchanged_s)
+
+    async def _mark(self) -> None:
+        incarnation = self._jetstream.incarnation
+        state = (await self._jetstream.call(f"STREAM.INFO.KV_{self._bucket}_beats"))["state"]
+        if self._jetstream.incarnation == incarnation:
+            self._marks.note(incarnation, int(state["last_seq"]), self._now())
+
+    async def _sweep(self) -> None:
+        """End leases that have expired though no client waits for them.
+
+        Every client checks a few leases at a time, from a random one on, so that many clients find
+        them sooner. While most of them have expired it checks more, for a third of the time.
+        """
+        loop = asyncio.get_running_loop()
+        due: deque[str] = deque()
+        number, pause_s = SWEPT, SWEEP_S
+        while True:
+            await asyncio.sleep(pause_s)
+            number, pause_s, began = max(SWEPT, number // 2), SWEEP_S, loop.time()
+            if not due:
+                due.extend(lease for lease, ttl_s in self._mirror.view.leases.items() if ttl_s)
+                due.rotate(random.randrange(len(due) + 1))
+            leases = [due.popleft() for _ in range(min(number, len(due)))]
+            leases = [each for each in leases if each not in self._held]
+            try:
+                if 2 * await self.expire_if_over(leases) > len(leases):
+                    number, pause_s = min(4 * number, 4 * PIPELINED), 2 * (loop.time() - began)
+            except (StoreError, WrongSequence) as error:
+                log.debug("the sweep of leases failed: %s", error)
+
+    async def expire_owners(self, entries: Iterable[Entry]) -> bool:
+        """End those leases of the entries that have expired; whether there was one."""
+        leases = {each.lease for each in entries if each.lease is not None}
+        return await self.expire_if_over(sorted(leases)) > 0
+
+    async def expire_if_over(self, leases: Sequence[str]) -> int:
+        """End those of the leases that have expired, in pipelined requests; how many."""
+        over = [row for row in await self.look(leases) if self.observer.judge(row).over]
+        to_end = [row for row in over if row.ttl_us is not None]
+        for start in range(0, len(to_end), PIPELINED):
+            some = to_end[start : start + PIPELINED]
+            ending = (self.expire(row.lease, row.counter) for row in some)
+            for outcome in await asyncio.gather(*ending, return_exceptions=True):
+                if isinstance(outcome, BaseException):
+                    raise outcome
+        return len(over)
+
+    def _subject(self, lease: str) -> str:
+        return f"$KV.{self._bucket}_beats.{lease}"
+
+
+def lease_gone(lease: str) -> LeaseGone:
+    return LeaseGone(f"the lease {lease} has ended")
+
+
+def _ttl(renewal: StoredMessage | None) -> float:
+    """The ttl according to a renewal, for a lease whose own value is damaged."""
+    try:
+        ttl_s = float(renewal.value) if renewal else _DAMAGED_TTL_S
+    except ValueError:
+        return _DAMAGED_TTL_S
+    return ttl_s if 0 < ttl_s < math.inf else _DAMAGED_TTL_S
