@@ -22,7 +22,7 @@ from kazoo.retry import KazooRetry
 from adversary import WireWorld, run_contest
 from doyen.errors import OutcomeUnknown, StoreUnavailable
 from doyen.model import Lease
-from doyen.stores.zookeeper import connection as wire
+from doyen.stores.zookeeper import connection
 from doyen.stores.zookeeper.store import ZooKeeperStore
 from model_zookeeper import TICK_S, ZooKeeperModel
 from strands import Event, Strands
@@ -69,18 +69,18 @@ class Kazoo:
         def thread(*, target: Callable[[], None], **_: Any) -> Any:
             return SimpleNamespace(start=lambda: strands.spawn(target))
 
-        handler, patch = wire._Handler, self._patch.setattr
-        patch(wire, "select", SimpleNamespace(poll=strands.poll, POLLIN=1, POLLOUT=4))
-        patch(wire, "socket", _Sockets(connect))
-        patch(wire, "threading", SimpleNamespace(Thread=thread))
-        patch(wire, "KazooRetry", partial(KazooRetry, sleep_func=strands.sleep))
+        handler, patch = connection.KazooHandler, self._patch.setattr
+        patch(connection, "select", SimpleNamespace(poll=strands.poll, POLLIN=1, POLLOUT=4))
+        patch(connection, "socket", _Sockets(connect))
+        patch(connection, "threading", SimpleNamespace(Thread=thread))
+        patch(connection, "KazooRetry", partial(KazooRetry, sleep_func=strands.sleep))
         patch(kazoo_connection, "time", SimpleNamespace(monotonic=loop.time))
         patch(handler, "sleep_func", staticmethod(strands.sleep))
         patch(handler, "spawn", lambda _, run, *given: strands.spawn(run, *given))
         patch(handler, "event_object", lambda _: Event(strands))
         patch(handler, "create_socket_pair", lambda _: self._pair())
         patch(
-            wire._Connection,
+            connection._Connection,
             "_expand_client_hosts",
             lambda self: [(host, host, port) for host, port in self.client.hosts],
         )

@@ -25,7 +25,7 @@ from doyen.events import Record, Waiting
 from doyen.lease.clock import SystemClock
 from doyen.lease.timing import Timing
 from doyen.model import Claim, Lease, leader_key, line_key, order_key
-from doyen.stores.zookeeper.connection import ZooKeeperSession
+from doyen.stores.zookeeper.session import LeaseSession
 from test_zookeeper import TTL_S, opened
 
 # From 3.12 on Python warns of forks in a process with threads, which is what is on trial here.
@@ -146,20 +146,20 @@ def test_a_lost_session_is_not_replaced(
     server: servers.ZooKeeper, election: str, known: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """kazoo connects anew when a session has expired, with another one: a lease must not."""
-    sessions: dict[ZooKeeperSession, set[int]] = {}
-    connected = ZooKeeperSession.connected
+    sessions: dict[LeaseSession, set[int]] = {}
+    connected = LeaseSession.connected
 
-    def note(wire: ZooKeeperSession, session: int, granted_s: float) -> None:
-        sessions.setdefault(wire, set()).add(session)
-        connected(wire, session, granted_s)
+    def note(leased: LeaseSession, session: int, granted_s: float) -> None:
+        sessions.setdefault(leased, set()).add(session)
+        connected(leased, session, granted_s)
 
-    monkeypatch.setattr(ZooKeeperSession, "connected", note)
+    monkeypatch.setattr(LeaseSession, "connected", note)
 
-    def wait_for_kazoo(wire: ZooKeeperSession) -> None:
+    def wait_for_kazoo(leased: LeaseSession) -> None:
         """Until it is refused a connection, or has made one; with the loop held up, so that it is
         left to itself."""
         refused: list[str] = []
-        create = wire._handler.create_connection
+        create = leased._handler.create_connection
 
         def note_refusal(*args: Any, **options: Any) -> Any:
             try:
@@ -168,9 +168,9 @@ def test_a_lost_session_is_not_replaced(
                 refused.append(str(error))
                 raise
 
-        monkeypatch.setattr(wire._handler, "create_connection", note_refusal)
+        monkeypatch.setattr(leased._handler, "create_connection", note_refusal)
         deadline = time.monotonic() + WITHIN_S
-        while not refused and len(sessions[wire]) == 1:
+        while not refused and len(sessions[leased]) == 1:
             assert time.monotonic() < deadline, "kazoo did not try again"
             time.sleep(0.005)
 
@@ -179,16 +179,16 @@ def test_a_lost_session_is_not_replaced(
         async with opened(f"{server.url},{server.address}") as store:
             lease = await store.grant(0.6)
             await store.create(leader_key(election), b"old", lease)
-            wire = store._leases[lease.id]
+            leased = store._leases[lease.id]
             if known == "by ZooKeeper's word":
-                wire.until = math.inf
-            wait_for_kazoo(wire)
+                leased.until = math.inf
+            wait_for_kazoo(leased)
             with pytest.raises(LeaseGone):
                 await eventually(lambda: never(store.renew(lease)), "the loss is known")
             with pytest.raises(LeaseGone):
                 await store.create(leader_key(election), b"new", lease)
-            await wire.end("")
-            assert len(sessions[wire]) == 1
+            await leased.end("")
+            assert len(sessions[leased]) == 1
             assert await store.get(leader_key(election)) is None
 
     asyncio.run(main())
@@ -237,14 +237,14 @@ def test_a_watch_is_set_again_before_anybody_is_told(
         async with opened(server.url) as watching, opened(server.url) as writing:
             told, setting, let = asyncio.Event(), asyncio.Event(), asyncio.Event()
             await watching.watch(leader_key(election), told.set)
-            exists = watching._lookout.exists
+            exists = watching._watches.exists
 
             async def slowly(path: str) -> None:
                 setting.set()
                 await let.wait()
                 await exists(path)
 
-            monkeypatch.setattr(watching._lookout, "exists", slowly)
+            monkeypatch.setattr(watching._watches, "exists", slowly)
             await writing.create(leader_key(election), b"", await writing.grant(10.0))
             await asyncio.wait_for(setting.wait(), WITHIN_S)
             assert not told.is_set()
@@ -394,15 +394,15 @@ def test_a_word_from_an_old_session_changes_nothing(
     async def main() -> None:
         async with opened(server.url) as store:
             old = await store.grant(10.0)
-            wire = store._leases[old.id]
+            session = store._leases[old.id]
             await store.revoke(old)
             new = await store.grant(10.0)
             record = await store.create(leader_key(election), b"", new)
-            wire.state_changed(KazooState.CONNECTED)
-            wire.state_changed(KazooState.SUSPENDED)
-            wire.state_changed(KazooState.LOST)
-            wire._went_up()
-            wire._went_down()
+            session.state_changed(KazooState.CONNECTED)
+            session.state_changed(KazooState.SUSPENDED)
+            session.state_changed(KazooState.LOST)
+            session._went_up()
+            session._went_down()
             await store.renew(new)
             assert await store.get(leader_key(election)) == record.entry
             with pytest.raises(LeaseGone):

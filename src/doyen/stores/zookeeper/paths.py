@@ -1,22 +1,23 @@
-"""Where the port's keys lie in ZooKeeper's tree. Pure: names in, names out.
+"""The znodes of the port's keys. Pure: names in, names out.
 
-An election has one persistent znode, and in it what an operator knows from ZooKeeper's recipes:
+An election has one persistent znode, with the children that operators know from ZooKeeper's
+recipes:
 
     /chroot/app/leader_election                      the election "/app/leader_election"
     /chroot/app/leader_election/guid_0000000001      a ticket; guid_5_0000000002 has the rank 5
     /chroot/app/leader_election/leader               the leader record
-    /chroot/app/leader_election/leader:/order        what lies under the key `…/leader`
+    /chroot/app/leader_election/leader:/order        what is below the key `…/leader`
     /chroot/elections/billing/…                      the election "billing"
     /chroot/doyen/locks/migration/…                  every other kind
-    /chroot/doyen/leases/0x1000…                     what a lease is renewed by
+    /chroot/doyen/leases/0x1000…                     the znode to which renewals of a lease write
 
-An ephemeral znode has no children, so a key and what lies under it are two znodes: `leader` and
-`leader:`. Keys that an election does not ordinarily have begin with a colon there, so that a
-further election may be nested in it: "/app" beside "/app/leader_election".
+An ephemeral znode has no children, so a key and the parent of the keys below it are two znodes:
+`leader` and `leader:`. The names of keys that an election does not usually have begin with a colon,
+so that another election may be nested in it: "/app" beside "/app/leader_election".
 
-No two keys share a znode. A key's segments come percent-encoded; whatever else could be misread,
-and a name that is one of ours, is written with `=` and two hexadecimal digits for the first such
-byte or character: the election "/app/leader" lies in `/chroot/app/=6Ceader`.
+No two keys share a znode. The segments of a key are percent-encoded. Other characters that have a
+meaning in paths, and the first character of a reserved name, are written as `=` and two hexadecimal
+digits: the znode of the election "/app/leader" is `/chroot/app/=6Ceader`.
 
 Imports the errors and the standard library.
 """
@@ -53,12 +54,12 @@ def is_ticket(name: str) -> bool:
 
 
 def ticket_stem(rank: int) -> str:
-    """What ZooKeeper appends the ten digits to."""
+    """The prefix of a ticket's name. ZooKeeper appends ten digits."""
     return f"guid_{rank}_" if rank else "guid_"
 
 
 def in_line(names: Iterable[str]) -> list[str]:
-    """The tickets among the names, as they stand in line.
+    """The tickets among the names, in the order of the line.
 
     >>> in_line(["guid_0000000009", "leader", "guid_3_0000000012", "guid_0000000002"])
     ['guid_3_0000000012', 'guid_0000000002', 'guid_0000000009']
@@ -83,18 +84,18 @@ _Zone = Literal["root", "kind", "election", "line", "inner"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
-    """A znode that entries lie in, and the key that they lie under."""
+class _Directory:
+    """A znode with entries as children, and the key above them."""
 
     path: str
     key: str
     zone: _Zone
     nested: bool = False
-    """Elections whose names go on from here count too."""
+    """Includes elections whose names begin with the name of this one and a slash."""
 
 
 class Layout:
-    """The tree below a chroot, itself empty or a path without a slash at its end."""
+    """The tree below a chroot, which is empty or a path without a slash at its end."""
 
     def __init__(self, chroot: str) -> None:
         self.root = chroot
@@ -113,31 +114,30 @@ class Layout:
             case ["line", ticket] if is_ticket(ticket):
                 return f"{base}/{ticket}"
             case ["line", _, *_]:
-                raise ConfigError(f"{key!r}: a line holds its tickets and nothing else")
+                raise ConfigError(f"{key!r}: a line holds only its tickets")
             case [only]:
                 return f"{base}/:{_encode(only)}"
             case _:
                 return f"{_inner(base, rest[:-1])}/{_encode(rest[-1])}"
 
     def line(self, line: str) -> str:
-        """The znode that the tickets of `line` lie in."""
+        """The parent znode of the tickets of `line`."""
         base, rest = self._base(line)
         return base if rest == ["line"] else _inner(base, rest)
 
     async def walk(
         self, prefix: str, children: Callable[[str], Awaitable[Sequence[str]]]
     ) -> list[Leaf]:
-        """Every leaf under `prefix`, the tickets of a line in order."""
-        rooms, leaves = self._rooms(prefix), list[Leaf]()
-        for room in rooms:
-            inside, further = self._sort_out(room, await children(room.path or "/"))
-            leaves += [leaf for leaf in inside if leaf.key != prefix]
-            rooms += further
+        """Every leaf below `prefix`, the tickets of a line in order."""
+        directories, leaves = self._directories(prefix), list[Leaf]()
+        for directory in directories:
+            found, further = self._classify(directory, await children(directory.path or "/"))
+            leaves += [leaf for leaf in found if leaf.key != prefix]
+            directories += further
         return leaves
 
     def _base(self, key: str) -> tuple[str, list[str]]:
-        """The znode of the election (or whatever else there is one of per name), and what is left
-        of the key."""
+        """The znode of the election, or of another named object, and the rest of the key."""
         kind, _, rest = key.partition("/")
         name, *inside = rest.split("/") if rest else [""]
         top = self._top(kind)
@@ -152,47 +152,53 @@ class Layout:
             return f"{self.root}/{_ELECTIONS}"
         return f"{self.root}/{_OURS}/{_encode(kind, frozenset({_LEASES}))}"
 
-    def _rooms(self, prefix: str) -> list[_Room]:
+    def _directories(self, prefix: str) -> list[_Directory]:
         if "/" not in prefix:
-            rooms = [_Room(self._top(prefix), prefix, "kind")]
+            directories = [_Directory(self._top(prefix), prefix, "kind")]
             if prefix == _ELECTIONS:
-                rooms.append(_Room(self.root, prefix, "root"))
-            return rooms
+                directories.append(_Directory(self.root, prefix, "root"))
+            return directories
         base, rest = self._base(prefix)
         if not rest:
-            return [_Room(base, prefix, "election")]
+            return [_Directory(base, prefix, "election")]
         if rest[0] == "line":
-            return [_Room(base, prefix, "line")] if len(rest) == 1 else []
-        return [_Room(_inner(base, rest), prefix, "inner")]
+            return [_Directory(base, prefix, "line")] if len(rest) == 1 else []
+        return [_Directory(_inner(base, rest), prefix, "inner")]
 
-    def _sort_out(self, room: _Room, names: Sequence[str]) -> tuple[list[Leaf], list[_Room]]:
-        """What the znodes in a room are: leaves, and further rooms."""
+    def _classify(
+        self, directory: _Directory, names: Sequence[str]
+    ) -> tuple[list[Leaf], list[_Directory]]:
+        """The leaves and the further directories among the children of a directory."""
 
-        def further(name: str, key: str, zone: _Zone, nested: bool = False) -> _Room:
-            return _Room(f"{room.path}/{name}", key, zone, nested)
+        def further(name: str, key: str, zone: _Zone, nested: bool = False) -> _Directory:
+            return _Directory(f"{directory.path}/{name}", key, zone, nested)
 
-        if room.zone == "root":
+        if directory.zone == "root":
             inside = [name for name in names if name not in _TOP]
-            key = f"{room.key}/%2F"
+            key = f"{directory.key}/%2F"
             return [], [further(name, key + _decode(name), "election", True) for name in inside]
-        if room.zone == "kind":
+        if directory.zone == "kind":
             inside = [name for name in names if name != ":"]
-            return [], [further(name, f"{room.key}/{_decode(name)}", "election") for name in inside]
-        line = f"{room.key}/line" if room.zone == "election" else room.key
+            return [], [
+                further(name, f"{directory.key}/{_decode(name)}", "election") for name in inside
+            ]
+        line = f"{directory.key}/line" if directory.zone == "election" else directory.key
         tickets = in_line(names)
-        leaves = [Leaf(f"{line}/{name}", f"{room.path}/{name}") for name in tickets]
-        rooms = []
-        for name in sorted({*names} - {*tickets}) if room.zone != "line" else ():
-            key = f"{room.key}/{_decode(name.strip(':'))}"
+        leaves = [Leaf(f"{line}/{name}", f"{directory.path}/{name}") for name in tickets]
+        directories = []
+        for name in sorted({*names} - {*tickets}) if directory.zone != "line" else ():
+            key = f"{directory.key}/{_decode(name.strip(':'))}"
             if name == ":":
-                leaves.append(Leaf(room.key, f"{room.path}/:"))
+                leaves.append(Leaf(directory.key, f"{directory.path}/:"))
             elif name.endswith(":"):
-                rooms.append(further(name, key, "inner"))
-            elif room.zone == "inner" or name == "leader" or name.startswith(":"):
-                leaves.append(Leaf(key, f"{room.path}/{name}"))
-            elif room.nested:
-                rooms.append(further(name, f"{room.key}%2F{_decode(name)}", "election", True))
-        return leaves, rooms
+                directories.append(further(name, key, "inner"))
+            elif directory.zone == "inner" or name == "leader" or name.startswith(":"):
+                leaves.append(Leaf(key, f"{directory.path}/{name}"))
+            elif directory.nested:
+                directories.append(
+                    further(name, f"{directory.key}%2F{_decode(name)}", "election", True)
+                )
+        return leaves, directories
 
 
 def _inner(base: str, segments: list[str]) -> str:
@@ -200,7 +206,7 @@ def _inner(base: str, segments: list[str]) -> str:
 
 
 def _absolute(name: str) -> str | None:
-    """The path that an election's name is, if it is one: "/app/leader_election"."""
+    """The path of an election whose name is a path, such as "/app/leader_election"."""
     plain = unquote(name)
     first, *segments = plain.split("/")
     if first or not segments or not all(segments) or quote(plain, safe="") != name:
@@ -225,7 +231,7 @@ def _escape(text: str) -> str:
 def _decode(name: str) -> str:
     if name == "=":
         return ""
-    # Others may have made a name that is none of ours; it must not end a walk.
+    # Another program may have created a name that doyen cannot have. It must not end a walk.
     return _ESCAPED.sub(
         lambda found: bytes.fromhex(found[0].replace("=", "")).decode(errors="replace"), name
     )

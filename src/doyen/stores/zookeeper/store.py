@@ -1,22 +1,22 @@
-"""The port, in ZooKeeper's terms: sessions, ephemeral znodes, and the line.
+"""The port on ZooKeeper: sessions, ephemeral znodes, and the line.
 
-A lease is a session of its own, with its own connection: `renew` writes to a znode of the lease's,
-so that it counts only once a majority has it. Whatever is not bound to a lease, every read and
-every watch goes through the store's own connection.
+A lease is a session of its own, with its own connection: `renew` writes to a znode of the lease, so
+that it counts only once a majority has the write. Whatever is not bound to a lease, every read and
+every watch goes through the store's own session.
 
-A server answers reads by itself, from what it has got to, and ZooKeeper's `sync` does not quite
-mend that: the ensemble's leader does not wait for what it has itself confirmed through a follower,
-and one that was cut off does not know that it leads no more. So reads come after an empty
-transaction on the same connection, one for all that are made at the same time: whatever was
-acknowledged before it was sent is done before it is.
+A server answers reads from its own state, which may be old. ZooKeeper's `sync` does not quite
+prevent that: the ensemble's leader does not wait for writes that it has confirmed through a
+follower, and a leader that was partitioned does not know that it was deposed. So reads follow an
+empty transaction on the same session, one for all reads that are made at the same time: whatever
+was acknowledged before it was sent is carried out before it.
 
-A ZooKeeper version begins at 0 again when a znode is created anew, so by itself it does not tell
-one entry from its successor. Hence the rule that makes `if_version` atomic: *whoever creates an
-entry writes to the znode it lies in, in the same transaction*. A change of an entry checks that
-this znode has not been written since the entry was read, and so that it is still the same entry.
-Tickets need no such thing: their names are never used again.
+The version of a znode begins at 0 again when the znode is created anew, so by itself it does not
+distinguish an entry from its successor. Hence the rule that makes `if_version` atomic: *whoever
+creates an entry writes to its parent znode in the same transaction*. A change of an entry checks
+that the parent has not been written since the entry was read, and so that the entry is still the
+same. Tickets do not need this, because their names are never used again.
 
-Imports the parts beside it, the port and the model.
+Imports the modules beside it, the kit, the port and the model.
 """
 
 from __future__ import annotations
@@ -47,44 +47,45 @@ from doyen.errors import (
     TicketGone,
 )
 from doyen.model import Entry, Finding, Lease, Version
-from doyen.stores.port import Capabilities, Creation, Store, Watch
-from doyen.stores.zookeeper.connection import ZooKeeperAddress, ZooKeeperSession
+from doyen.stores.kit.lifecycle import GuardedStore
+from doyen.stores.port import Capabilities, Creation, Watch
+from doyen.stores.zookeeper.connection import ZooKeeperAddress
 from doyen.stores.zookeeper.diagnosis import findings, states
 from doyen.stores.zookeeper.paths import Layout, in_line, is_ticket, ticket_stem
+from doyen.stores.zookeeper.session import LeaseSession, ZooKeeperSession
 from doyen.stores.zookeeper.watches import ZooKeeperWatches
 
 __all__ = ["ZooKeeperStore"]
 
 _EPHEMERAL, _SEQUENCE = 1, 2
-"""Flags of a creation."""
+"""Flags of a create request."""
 _SESSION_S = 6.0
-"""Of the store's own session, on which nothing stands."""
+"""The length of the store's own session, to which no entry is bound."""
 _LARGEST = 1_000_000
-"""A request above ZooKeeper's usual limit breaks the connection, again and again."""
+"""ZooKeeper closes the connection on a request above its default limit."""
 _LAST_TICKET = 2**31 - 2**20
-"""ZooKeeper numbers tickets with 31 bits and then begins to repeat itself."""
+"""ZooKeeper numbers tickets with 31 bits, after which numbers repeat."""
 _CLOSED_WITHIN_S = 3.0
 
 
-class _Same(NamedTuple):
-    """What makes sure that an entry is the one that was seen."""
+class _Unchanged(NamedTuple):
+    """The condition that an entry is still the one that was read."""
 
     check: CheckVersion
-    """The first step of every transaction that changes it."""
+    """The first request of every transaction that changes the entry."""
     version: int
-    bound: bool
-    """To a lease."""
+    ephemeral: bool
 
 
-class ZooKeeperStore(Store):
+class ZooKeeperStore(GuardedStore):
     """One client of a ZooKeeper ensemble."""
 
     capabilities = Capabilities(
         renewals_lag=True,
         # Four ticks of the usual two seconds; see the documents for why four.
         ttl_default_s=8.0,
-        # A session ends at a full tick, and a follower reports its sessions every half a tick. No
-        # session is shorter than two.
+        # A session ends at a full tick, and a follower reports its sessions every half tick. No
+        # session is shorter than two ticks.
         ttl_min_s=0.4,
         expiry_factor=1.75,
     )
@@ -96,105 +97,103 @@ class ZooKeeperStore(Store):
         self._layout = Layout(chroot)
         self._acl = CREATOR_ALL_ACL if private else OPEN_ACL_UNSAFE
         self._floor = token_floor
-        self._leases: dict[str, ZooKeeperSession] = {}
-        self._made: dict[str, tuple[Version, _Same]] = {}
-        """What we have created under a lease: it need not be read again to be deleted."""
-        self._lookout = ZooKeeperWatches(self._layout)
-        self._own = self._lookout.wire = ZooKeeperSession(
+        self._leases: dict[str, LeaseSession] = {}
+        self._created: dict[str, tuple[Version, _Unchanged]] = {}
+        """Entries that this store has created under a lease. They are deleted without a read."""
+        self._watches = ZooKeeperWatches(self._layout)
+        self._session = self._watches.session = ZooKeeperSession(
             address,
             timeout_s=_SESSION_S,
-            lease=False,
-            on_up=self._lookout.went_up,
-            on_down=self._lookout.went_down,
+            on_up=self._watches.went_up,
+            on_down=self._watches.went_down,
         )
         self._loop = asyncio.get_running_loop()
         self._reads: list[tuple[tuple[Any, ...], asyncio.Future[Any]]] = []
         self._highest = 0
-        """The last transaction that we know of. They are never counted downwards."""
-        self._unusable: str | None = None
+        """The highest transaction number seen. New transactions must have higher ones."""
 
     async def open(self) -> None:
-        """Have a session, and see that the chroot is there and may be used."""
-        await self._own.open()
+        """Begin the session, and check that the chroot exists and may be used."""
+        await self._session.open()
         if self._layout.root:
-            await self._make_room(self._own, self._layout.root)
-        await self._own.send(GetChildren(self._layout.root or "/", None))
+            await self._ensure(self._session, self._layout.root)
+        await self._session.send(GetChildren(self._layout.root or "/", None))
 
     async def grant(self, ttl_s: float) -> Lease:
         self._require_usable()
         ask_s = max(ttl_s, self.capabilities.ttl_min_s)
-        wire = ZooKeeperSession(self._address, timeout_s=ask_s, lease=True)
+        session = LeaseSession(self._address, timeout_s=ask_s)
         began = self._address.clock.now()
         try:
-            await wire.open()
-            wire.until = began + wire.granted_s
-            if wire.granted_s < ask_s - 1e-6:
+            await session.open()
+            session.until = began + session.granted_s
+            if session.granted_s < ask_s - 1e-6:
                 raise ConfigError(
-                    f"ttl_s={ttl_s:g} is above what this ZooKeeper grants, {wire.granted_s:g} s:"
+                    f"ttl_s={ttl_s:g} is above what this ZooKeeper grants, {session.granted_s:g} s:"
                     " ask for less, or raise its maxSessionTimeout"
                 )
-            await self._plant(wire, self._layout.lease(wire.session))
+            await self._create_ephemeral(session, self._layout.lease(session.id))
         except BaseException:
-            wire.end("it was given up before it began")
+            session.end("it was given up before it began")
             raise
-        self._leases[wire.session] = wire
-        self._own.patience_s = min(self._own.patience_s, wire.patience_s)
-        return Lease(wire.session, wire.granted_s)
+        self._leases[session.id] = session
+        own = self._session.requests
+        own.patience_s = min(own.patience_s, session.requests.patience_s)
+        return Lease(session.id, session.granted_s)
 
     async def renew(self, lease: Lease) -> None:
-        wire = await self._wire_of(lease)
-        answer = wire.send(SetData(self._layout.lease(lease.id), b"", -1))
-        wire.until = self._address.clock.now() + wire.granted_s
-        # While nobody is told anything, nobody would notice that nobody can be.
-        self._own.probe(wire.granted_s / 3)
+        session = await self._session_of(lease)
+        answer = session.renew(self._layout.lease(lease.id))
+        # An idle watch connection that died goes unnoticed, so probe it.
+        self._session.probe(session.granted_s / 3)
         try:
             await answer
         except NoNodeError as error:
-            wire.lost_because = "its znode was removed"  # and it is not renewed any more
-            raise LeaseGone(f"the znode of lease {lease.id} was removed by somebody") from error
+            session.lost_because = "its znode was removed"
+            raise LeaseGone(f"the znode of lease {lease.id} was removed") from error
 
     async def revoke(self, lease: Lease) -> None:
         self._require_usable()
-        wire = self._leases.get(lease.id)
-        if wire is None:
+        session = self._leases.get(lease.id)
+        if session is None:
             return
-        await shared(wire.end("it was revoked", patiently=True))
+        await shared(session.revoke("it was revoked"))
         self._leases.pop(lease.id, None)
 
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
         path = self._layout.leaf(key)
         _refuse_large(value)
-        wire = await self._wire_of(lease)
-        async with wire.slots:
+        session = await self._session_of(lease)
+        async with session.slots:
             while True:
-                revision = await self._create(wire, path, value, ephemeral=True)
+                revision = await self._create(session, path, value, ephemeral=True)
                 if revision is not None:
                     return Creation(True, self._entry(key, value, revision, 0, lease.id))
                 try:
-                    standing = await wire.send(GetData(path, None))
+                    existing = await session.send(GetData(path, None))
                 except NoNodeError:
                     continue
-                return Creation(False, self._found(key, standing))
+                return Creation(False, self._entry_of(key, existing))
 
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
         self._require_usable()
         path = self._layout.leaf(key)
         _refuse_large(value)
         if if_version is None:
-            revision = await self._create(self._own, path, value, ephemeral=False)
+            revision = await self._create(self._session, path, value, ephemeral=False)
             return None if revision is None else self._entry(key, value, revision, 0, None)
-        while (same := await self._same(path, if_version)) is not None:
+        while (same := await self._unchanged(path, if_version)) is not None:
             try:
-                if same.bound:
-                    # What is bound to a session stays so: another znode must take its place.
-                    *_, written = await self._own.transact(
+                if same.ephemeral:
+                    # An ephemeral znode cannot be made persistent, so it is replaced.
+                    *_, written = await self._session.transact(
                         same.check,
                         Delete(path, same.version),
                         Create(path, value, self._acl, 0),
                         SetData(_split(path)[0], b"", -1),
                     )
                     return self._entry(key, value, written.mzxid, 0, None)
-                _, written = await self._own.transact(
+                _, written = await self._session.transact(
                     same.check, SetData(path, value, same.version)
                 )
                 return self._entry(key, value, written.czxid, written.version, None)
@@ -207,33 +206,33 @@ class ZooKeeperStore(Store):
         path = self._layout.leaf(key)
         if if_version is None or is_ticket(_split(path)[1]):
             try:
-                await self._own.send(Delete(path, -1))
+                await self._session.send(Delete(path, -1))
             except NoNodeError:
                 return False
             return True
-        while (same := await self._same(path, if_version)) is not None:
+        while (same := await self._unchanged(path, if_version)) is not None:
             try:
-                await self._own.transact(same.check, Delete(path, same.version))
+                await self._session.transact(same.check, Delete(path, same.version))
             except (BadVersionError, NoNodeError):
                 continue
             return True
         return False
 
     async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
-        room = self._layout.line(line)
+        parent = self._layout.line(line)
         _refuse_large(value)
-        wire = await self._wire_of(lease)
-        stem = f"{room}/{ticket_stem(rank)}"
-        async with wire.slots:
-            path, stat = await self._plant(wire, stem, value, sequence=True)
+        session = await self._session_of(lease)
+        stem = f"{parent}/{ticket_stem(rank)}"
+        async with session.slots:
+            path, stat = await self._create_ephemeral(session, stem, value, sequence=True)
         name = _split(path)[1]
         if not is_ticket(name) or int(name[-10:]) >= _LAST_TICKET:
-            await wire.send(Delete(path, -1))
+            await session.send(Delete(path, -1))
             raise StoreUnusable(
-                f"ZooKeeper has numbered all the tickets it can in {room}: with nobody in line,"
-                " delete that znode, and the numbers begin anew"
+                f"ZooKeeper has used up its numbers for tickets in {parent}: when the line is"
+                " empty, delete that znode, and the numbers begin anew"
             )
-        return self._found(f"{line}/{name}", (value, stat))
+        return self._entry_of(f"{line}/{name}", (value, stat))
 
     async def ahead(self, ticket: Entry) -> Entry | None:
         self._require_usable()
@@ -255,7 +254,7 @@ class ZooKeeperStore(Store):
             (found,) = await self._fresh(GetData(self._layout.leaf(key), None))
         except NoNodeError:
             return None
-        return self._found(key, found)
+        return self._entry_of(key, found)
 
     async def list(self, prefix: str) -> list[Entry]:
         self._require_usable()
@@ -273,64 +272,52 @@ class ZooKeeperStore(Store):
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
         self._require_usable()
-        return await self._lookout.watch(scope, notify)
+        return await self._watches.watch(scope, notify)
 
     async def diagnose(self) -> Sequence[Finding]:
         return findings(await states(self._address))
 
-    def forked(self) -> None:
-        if self._unusable is None:
-            self._unusable = (
-                "this store was opened before a fork and belongs to the parent process:"
-                " connect again in the child"
-            )
-            for wire in (self._own, *self._leases.values()):
-                wire.forked()
+    def _abandon(self) -> None:
+        for session in (self._session, *self._leases.values()):
+            session.forked()
 
-    async def close(self) -> None:
-        if self._unusable is not None:
-            return
-        self._unusable = "this store has been closed; open another"
-        self._lookout.close()
-        wires = [self._own, *self._leases.values()]
+    async def _release(self) -> None:
+        self._watches.close()
+        sessions = [self._session, *self._leases.values()]
         await asyncio.wait(
-            [wire.end("the store was closed") for wire in wires], timeout=_CLOSED_WITHIN_S
+            [session.end("the store was closed") for session in sessions], timeout=_CLOSED_WITHIN_S
         )
 
-    def _require_usable(self) -> None:
-        if self._unusable is not None:
-            raise StoreUnusable(self._unusable)
-
-    async def _wire_of(self, lease: Lease) -> ZooKeeperSession:
+    async def _session_of(self, lease: Lease) -> LeaseSession:
         self._require_usable()
-        wire = self._leases.get(lease.id)
-        if wire is None:
+        session = self._leases.get(lease.id)
+        if session is None:
             raise LeaseGone(f"the lease {lease.id} has ended")
-        if reason := wire.over():
-            if wire.ended is not None:
-                await shared(wire.ended)
+        if reason := session.over():
+            if session.ending:
+                await shared(session.ended)
             raise LeaseGone(f"the lease {lease.id} has ended: {reason}")
-        return wire
+        return session
 
     async def _create(
-        self, wire: ZooKeeperSession, path: str, value: bytes, *, ephemeral: bool
+        self, session: ZooKeeperSession, path: str, value: bytes, *, ephemeral: bool
     ) -> int | None:
-        """Create an entry's znode; the number of the transaction, or None if one is there."""
-        room, _ = _split(path)
+        """Create an entry's znode; the number of the transaction, or None if the znode exists."""
+        parent, _ = _split(path)
         while True:
             before = self._highest
             try:
-                _, written = await wire.transact(
+                _, written = await session.transact(
                     Create(path, value, self._acl, _EPHEMERAL if ephemeral else 0),
-                    SetData(room, b"", -1),
+                    SetData(parent, b"", -1),
                 )
             except NodeExistsError:
                 return None
             except NoNodeError:
-                await self._make_room(wire, room)
+                await self._ensure(session, parent)
             else:
                 if written.mzxid <= before:
-                    await wire.send(Delete(path, -1))
+                    await session.send(Delete(path, -1))
                     raise StoreUnusable(
                         f"this ZooKeeper is at transaction {written.mzxid} and was at"
                         f" {before} before: it was emptied or restored, and its tokens"
@@ -339,62 +326,64 @@ class ZooKeeperStore(Store):
                     )
                 self._highest = max(self._highest, written.mzxid)
                 if ephemeral:
-                    same = _Same(CheckVersion(room, written.version), 0, True)
-                    self._made[path] = ((written.mzxid, 0), same)
+                    same = _Unchanged(CheckVersion(parent, written.version), 0, True)
+                    self._created[path] = ((written.mzxid, 0), same)
                 return int(written.mzxid)
 
-    async def _plant(
-        self, wire: ZooKeeperSession, path: str, value: bytes = b"", *, sequence: bool = False
+    async def _create_ephemeral(
+        self, session: ZooKeeperSession, path: str, value: bytes = b"", *, sequence: bool = False
     ) -> Any:
-        """Create an ephemeral znode that needs no guarding; its path and its stat."""
+        """Create an ephemeral znode whose name is not used again; its path and its stat."""
         flags = _EPHEMERAL | _SEQUENCE if sequence else _EPHEMERAL
         while True:
             try:
-                return await wire.send(Create2(path, value, self._acl, flags))
+                return await session.send(Create2(path, value, self._acl, flags))
             except NoNodeError:
-                await self._make_room(wire, _split(path)[0])
+                await self._ensure(session, _split(path)[0])
 
-    async def _make_room(self, wire: ZooKeeperSession, path: str) -> None:
-        """Create a persistent znode, and what it lies in, unless they are there."""
+    async def _ensure(self, session: ZooKeeperSession, path: str) -> None:
+        """Create a persistent znode and its parents, unless they exist."""
         try:
-            await wire.send(Create(path, b"", self._acl, 0))
+            await session.send(Create(path, b"", self._acl, 0))
         except NodeExistsError:
             pass
         except NoNodeError:
-            await self._make_room(wire, _split(path)[0])
-            await self._make_room(wire, path)
+            await self._ensure(session, _split(path)[0])
+            await self._ensure(session, path)
 
-    async def _same(self, path: str, version: Version) -> _Same | None:
-        """What has to hold for a change to meet the entry of that version, if it stands there."""
-        made = self._made.pop(path, None)
-        if made is not None and made[0] == version:
-            return made[1]  # as we made it; if it has changed since, we are asked again
-        room, _ = _split(path)
-        # The room first: what is created after this read is created after the entry was seen.
-        around, stat = await self._fresh(Exists(room, None), Exists(path, None))
-        if around is None or stat is None or (stat.czxid, stat.version) != version:
+    async def _unchanged(self, path: str, version: Version) -> _Unchanged | None:
+        """The condition for a change of the entry with that version; None if it does not exist."""
+        created = self._created.pop(path, None)
+        if created is not None and created[0] == version:
+            return created[1]  # if the entry has changed since, the caller tries again
+        parent, _ = _split(path)
+        # The parent first, so that a later creation of the entry changes the parent's version.
+        above, stat = await self._fresh(Exists(parent, None), Exists(path, None))
+        if above is None or stat is None or (stat.czxid, stat.version) != version:
             return None
-        return _Same(CheckVersion(room, around.version), stat.version, bool(stat.ephemeralOwner))
+        return _Unchanged(
+            CheckVersion(parent, above.version), stat.version, bool(stat.ephemeralOwner)
+        )
 
     async def _fresh(self, *requests: Any) -> Sequence[Any]:
-        """The answers to these reads, made after a barrier."""
-        asked: asyncio.Future[Sequence[asyncio.Future[Any]]] = self._loop.create_future()
-        self._reads.append((requests, asked))
+        """The answers to these reads, sent after a barrier."""
+        sent: asyncio.Future[Sequence[asyncio.Future[Any]]] = self._loop.create_future()
+        self._reads.append((requests, sent))
         if len(self._reads) == 1:
             self._loop.call_soon(self._send_reads)
-        return [await answer for answer in await asked][1:]
+        return [await answer for answer in await sent][1:]
 
     def _send_reads(self) -> None:
         reads, self._reads = self._reads, []
         try:
-            barrier = self._own.barrier(self._layout.root or "/")
-            for requests, asked in reads:
-                if not asked.done():
-                    asked.set_result([barrier, *map(self._own.send, requests)])
+            barrier = self._session.barrier(self._layout.root or "/")
+            for requests, sent in reads:
+                if not sent.done():
+                    sent.set_result([barrier, *map(self._session.send, requests)])
         except StoreError as error:
-            for _, asked in reads:
-                if not asked.done():
-                    asked.set_exception(error)
+            for _, sent in reads:
+                if not sent.done():
+                    sent.set_exception(error)
 
     async def _line(self, line: str) -> Sequence[str]:
         """The names of the tickets, in order."""
@@ -406,20 +395,20 @@ class ZooKeeperStore(Store):
 
     async def _children(self, path: str) -> Sequence[str]:
         try:
-            names: Sequence[str] = await self._own.send(GetChildren(path, None))
+            names: Sequence[str] = await self._session.send(GetChildren(path, None))
         except NoNodeError:
             return []
         return names
 
     async def _get(self, key: str, path: str | None = None) -> Entry | None:
-        """As `get`, after another read. With the path, if it was found by that."""
+        """Like `get`, without a barrier. `path` is the znode of the key, if it is known."""
         try:
-            where = path or self._layout.leaf(key)
-            return self._found(key, await self._own.send(GetData(where, None)))
+            path = path or self._layout.leaf(key)
+            return self._entry_of(key, await self._session.send(GetData(path, None)))
         except NoNodeError:
             return None
 
-    def _found(self, key: str, found: tuple[bytes | None, Any]) -> Entry:
+    def _entry_of(self, key: str, found: tuple[bytes | None, Any]) -> Entry:
         value, stat = found
         self._highest = max(self._highest, stat.mzxid)
         owner = stat.ephemeralOwner
@@ -431,12 +420,12 @@ class ZooKeeperStore(Store):
 
 
 def _split(path: str) -> tuple[str, str]:
-    room, _, name = path.rpartition("/")
-    return room, name
+    parent, _, name = path.rpartition("/")
+    return parent, name
 
 
 def _refuse_large(value: bytes) -> None:
     if len(value) > _LARGEST:
         raise ConfigError(
-            f"a value of {len(value)} bytes is more than ZooKeeper takes: {_LARGEST} at most"
+            f"a value of {len(value)} bytes is too large for ZooKeeper: {_LARGEST} at most"
         )

@@ -1,14 +1,14 @@
-"""Watches: ZooKeeper's, which tell once, made into ones that go on telling.
+"""Watches: ZooKeeper's, each of which reports one event, made into watches that stay.
 
-All of a store's watches are on one connection. A znode is watched once there, however many wait
-for it, and no longer than somebody does.
+All watches of a store are on one session. A znode is watched once there, however many watches need
+it, and no longer than one does.
 
-Whoever is told may act through another connection than the one that watches. So after an event the
-watch is set again *first*, and told when the server has it: whatever changes from then on makes
-another event, and whatever changed before is seen by who looks now. After a reconnect everything
-is set again and everybody is told.
+A watcher that is notified may act through another session than the one that watches. So after an
+event the ZooKeeper watch is set again *first*, and the watcher is notified when the server has it:
+whatever changes from then on makes another event, and whatever changed before is seen by a read
+after the notification. After a reconnect everything is set again and every watch is notified.
 
-Imports the wire, the layout and the errors.
+Imports the session, the layout, the kit and the errors.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from kazoo.protocol.states import EventType
 
 from doyen._waiting import shared
 from doyen.errors import StoreError, StoreUnavailable
-from doyen.stores.zookeeper.connection import ZooKeeperSession
+from doyen.stores.kit.lifecycle import WatchHandle
 from doyen.stores.zookeeper.paths import Layout, is_ticket
+from doyen.stores.zookeeper.session import ZooKeeperSession
 
 __all__ = ["ZooKeeperWatches"]
 
 _CHILDREN, _DATA = 1, 2
-"""What of a znode is watched, by ZooKeeper's numbers."""
+"""Kinds of watches of a znode, by ZooKeeper's numbers."""
 _SPENT = {
     EventType.CREATED: (_DATA,),
     EventType.CHANGED: (_DATA,),
     EventType.DELETED: (_DATA, _CHILDREN),
     EventType.CHILD: (_CHILDREN,),
 }
-"""Which watches an event has used up."""
+"""Which kinds of watches an event uses up."""
 
 
 class ZooKeeperWatches:
@@ -44,10 +45,11 @@ class ZooKeeperWatches:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.wire: ZooKeeperSession
+        self.session: ZooKeeperSession
         self._watches: dict[ScopeWatch, None] = {}
-        self._waiting: dict[str, dict[ScopeWatch, None]] = {}
+        self._by_path: dict[str, dict[ScopeWatch, None]] = {}
         self._set: dict[tuple[int, str], asyncio.Future[Any]] = {}
+        """The answers to the requests for watches that the server has, by kind and path."""
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> ScopeWatch:
         watch = ScopeWatch(self, scope, notify)
@@ -65,34 +67,33 @@ class ZooKeeperWatches:
 
     def went_up(self) -> None:
         for watch in list(self._watches):
-            watch.stir()
+            watch.refresh()
 
     def went_down(self) -> None:
-        """The server forgets the watches of a connection that is gone."""
+        """The server drops the watches of a connection that has ended."""
         self._set.clear()
 
     async def children(self, path: str) -> Sequence[str]:
-        """The names in a znode, watched; none while there is no such znode, which is watched."""
+        """Watch the children of a znode; their names. Without the znode, watch for its creation."""
         if (_CHILDREN, path) not in self._set:
-            # Both at once: mostly there is none, and this spares a wait.
-            there = self._ask(_DATA, path)
-            inside = self._ask(_CHILDREN, path)
-            if (await asyncio.gather(there, _or_none(inside)))[1] is None:
+            # Both at once: in most cases there is no such znode, and this saves a round trip.
+            created = self._ask(_DATA, path)
+            names = self._ask(_CHILDREN, path)
+            if (await asyncio.gather(created, _or_none(names)))[1] is None:
                 return []
             self._unset(_DATA, path)
-        names: Sequence[str] | None = await _or_none(self._ask(_CHILDREN, path))
-        return names or []
+        return await _or_none(self._ask(_CHILDREN, path)) or []
 
     async def exists(self, path: str) -> None:
-        """Watch one znode, whether or not it is there."""
+        """Watch one znode, whether or not it exists."""
         await self._ask(_DATA, path)
 
     async def _ask(self, kind: int, path: str) -> Any:
-        # Noted as set when the request is made: the event may be told before its answer is seen.
+        # Noted when the request is sent: the event may be processed before the answer.
         asked = self._set.get((kind, path))
         if asked is None:
             read = GetChildren if kind == _CHILDREN else Exists
-            asked = self._set[kind, path] = self.wire.send(read(path, self._happened))
+            asked = self._set[kind, path] = self.session.send(read(path, self._on_event))
         try:
             return await shared(asked)
         except (NoNodeError, StoreError):
@@ -100,30 +101,30 @@ class ZooKeeperWatches:
                 del self._set[kind, path]
             raise
 
-    def _happened(self, event: Any) -> None:
+    def _on_event(self, event: Any) -> None:
         """kazoo's thread."""
         if event.type in _SPENT:
-            self.wire.post(lambda: self._spent(event.type, event.path))
+            self.session.post(lambda: self._spent(event.type, event.path))
 
     def _spent(self, event: str, path: str) -> None:
         for kind in _SPENT[event]:
             self._set.pop((kind, path), None)
-        # A ticket's name is not used again, so of one that is gone there is nothing more to tell.
+        # A ticket's name is not used again, so a deleted one need not be watched again.
         final = event == EventType.DELETED and is_ticket(path.rpartition("/")[2])
-        for watch in list(self._waiting.get(path, ())):
+        for watch in list(self._by_path.get(path, ())):
             if final:
-                watch.tell()
+                watch.notify()
             else:
-                watch.stir()
+                watch.refresh()
 
-    def wait_for(self, path: str, watch: ScopeWatch) -> None:
-        self._waiting.setdefault(path, {})[watch] = None
+    def join(self, path: str, watch: ScopeWatch) -> None:
+        self._by_path.setdefault(path, {})[watch] = None
 
     def leave(self, path: str, watch: ScopeWatch) -> None:
-        waiting = self._waiting.get(path, {})
-        waiting.pop(watch, None)
-        if not waiting:
-            self._waiting.pop(path, None)
+        watches = self._by_path.get(path, {})
+        watches.pop(watch, None)
+        if not watches:
+            self._by_path.pop(path, None)
             for kind in (_CHILDREN, _DATA):
                 self._unset(kind, path)
 
@@ -131,88 +132,81 @@ class ZooKeeperWatches:
         asked = self._set.get((kind, path))
         if asked is not None and asked.done():
             del self._set[kind, path]
-            self.wire.unwatch(path, kind)
+            self.session.unwatch(path, kind)
 
-    def drop(self, watch: ScopeWatch) -> None:
+    def forget(self, watch: ScopeWatch) -> None:
         self._watches.pop(watch, None)
 
 
-class ScopeWatch:
-    """One standing request: every znode that belongs to a scope is watched for it."""
+class ScopeWatch(WatchHandle):
+    """One watch: every znode that belongs to its scope is watched for it."""
 
-    def __init__(self, lookout: ZooKeeperWatches, scope: str, notify: Callable[[], None]) -> None:
-        self._lookout = lookout
-        self._scope = scope
-        self._notify = notify
+    def __init__(self, watches: ZooKeeperWatches, scope: str, notify: Callable[[], None]) -> None:
+        super().__init__(scope, notify, watches.forget)
+        self._watches = watches
         self._paths: set[str] = set()
-        self._stirred = False
+        self._stale = False
         self._task: asyncio.Task[None] | None = None
-        self._closed = False
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._lookout.drop(self)
+        if not self.closed:
+            super().close()
             self._leave(self._paths)
 
-    def stir(self) -> None:
-        """Something has happened: watch again, then tell."""
-        self._stirred = True
-        if self._task is None and not self._closed:
-            self._task = asyncio.get_running_loop().create_task(self._follow())
+    def refresh(self) -> None:
+        """Something has happened: watch again, then notify."""
+        self._stale = True
+        if self._task is None and not self.closed:
+            self._task = asyncio.get_running_loop().create_task(self._refresh())
 
-    def tell(self) -> None:
-        if not self._closed:
-            self._notify()
-
-    async def _follow(self) -> None:
+    async def _refresh(self) -> None:
         try:
-            while self._stirred and not self._closed:
-                self._stirred = False
+            while self._stale and not self.closed:
+                self._stale = False
                 try:
                     await self.survey()
                 except StoreUnavailable:
-                    if not self._lookout.wire.up:
-                        return  # told when the connection is back
-                    self._stirred = True
+                    if not self._watches.session.up:
+                        return  # refreshed when the connection is back
+                    self._stale = True
                     continue
                 except StoreError:
-                    pass  # whoever looks meets the same
-                self.tell()
+                    pass  # the watcher meets the same error when it reads
+                self.notify()
         finally:
             self._task = None
 
     async def survey(self) -> None:
-        """Watch everything at the scope and under it that is not watched yet."""
-        lookout, layout = self._lookout, self._lookout.layout
+        """Watch everything at the scope and below it that is not watched yet."""
+        watches, layout = self._watches, self._watches.layout
         seen: set[str] = set()
 
         async def children(path: str) -> Sequence[str]:
-            self._note(path, seen)
-            return await lookout.children(path)
+            self._join(path, seen)
+            return await watches.children(path)
 
         async def exists(path: str) -> None:
-            self._note(path, seen)
-            await lookout.exists(path)
+            self._join(path, seen)
+            await watches.exists(path)
 
         _, leaves = await asyncio.gather(
-            exists(layout.leaf(self._scope)), layout.walk(self._scope, children)
+            exists(layout.leaf(self.scope)), layout.walk(self.scope, children)
         )
-        # A ticket is never written again: its coming and going is told by the znode it lies in.
+        # A ticket is never written again. Its parent's watch reports its creation and deletion.
         paths = [each.path for each in leaves if not is_ticket(each.path.rpartition("/")[2])]
         await asyncio.gather(*map(exists, paths))
         left, self._paths = self._paths - seen, seen
-        self._leave(seen if self._closed else left)
+        self._leave(seen if self.closed else left)
 
-    def _note(self, path: str, seen: set[str]) -> None:
+    def _join(self, path: str, seen: set[str]) -> None:
         seen.add(path)
         self._paths.add(path)
-        if not self._closed:
-            self._lookout.wait_for(path, self)
+        if not self.closed:
+            self._watches.join(path, self)
 
     def _leave(self, paths: set[str]) -> None:
         for path in paths:
-            self._lookout.leave(path, self)
+            self._watches.leave(path, self)
 
 
 async def _or_none(asked: Awaitable[Any]) -> Any:
