@@ -35,7 +35,7 @@ def test_a_node_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             token = term.token
         new = quorum.join("n4")
         assert main(["cluster", "add", "n4", new.address, *store]) == 0
-        assert "n4 belongs to the quorum" in capsys.readouterr().out
+        assert "is a member: a learner" in capsys.readouterr().out
         new.hear("role", role="following")
         assert told(capsys, "promote", "n4", *store)["voters"] == ["n1", "n2", "n3", "n4"]
         done = told(capsys, "remove", old.name, *store)
@@ -229,7 +229,7 @@ def test_a_backup_is_restored_as_another_cluster(
             made = told(capsys, "backup", str(file), "--store", quorum.url)
         assert made["bytes"] == file.stat().st_size
         assert main(["cluster", "backup", str(file), "--store", quorum.url]) == 2
-        assert "is there already" in capsys.readouterr().err
+        assert "exists: choose another name" in capsys.readouterr().err
     new = Quorum(tmp_path / "new", cluster="test-2")
     arguments = ["restore", str(file), "--peers", new.peers_text]
     same = [*arguments, "--cluster", "test", "--id", "n1", "--data-dir", str(tmp_path / "x")]
@@ -277,7 +277,7 @@ def test_when_the_majority_is_lost_a_folder_is_a_backup(
     ("arguments", "code", "complaint"),
     [
         (["backup", "/tmp/x", "--data-dir", "/nowhere"], 69, "does not exist"),
-        (["status", "--store", "sqlite:///tmp/x.db"], 2, "is not a quorum"),
+        (["status", "--store", "sqlite:///tmp/x.db"], 2, "is not the URL of a quorum"),
         (["add", "n4", "h", "--store", "doyen://127.0.0.1:1"], 69, "can be had"),
         (["status", "--store", "doyen://127.0.0.1:1"], 1, ""),
     ],

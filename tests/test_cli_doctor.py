@@ -372,7 +372,7 @@ def test_a_problem_is_told_with_its_remedy_and_ends_in_1(
     out = capsys.readouterr().out
     assert "problem   disk: is on fire\n          remedy: water\nwarning   air: is hot" in out
     assert out.endswith("1 problem, 1 warning\n")
-    assert "when its lease has run out" in out
+    assert "when its lease has expired" in out
     assert max(map(len, out.replace(store, "").splitlines())) <= 80
     assert main(["doctor", "--store", store, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["findings"][0] == {

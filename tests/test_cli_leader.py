@@ -49,7 +49,7 @@ def test_nobody_leads_is_an_answer_with_a_code_of_its_own(
     store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["leader", "billing", "--store", store]) == 1
-    assert capsys.readouterr().out == "nobody leads billing\n"
+    assert capsys.readouterr().out == "billing has no leader\n"
     assert main(["leader", "billing", "--store", store, "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == {"election": "billing", "leader": None}
 
@@ -95,13 +95,13 @@ def watching(*options: str) -> Iterator[Watching]:
 
 def test_watch_tells_every_change_in_a_pipe_until_interrupted(store: str) -> None:
     with watching("billing", "--store", store) as watch:
-        assert watch.line().endswith("nobody leads billing")
+        assert watch.line().endswith("billing has no leader")
         with doyen.connect_blocking(store) as session:
             with session.campaign("billing", name="server1") as term:
                 line = watch.line()
                 assert line.endswith(f" server1 leads billing, token {term.token}")
                 assert line.startswith(time.strftime("%Y-"))
-            assert watch.line().endswith("nobody leads billing")
+            assert watch.line().endswith("billing has no leader")
         watch.process.send_signal(signal.SIGINT)
         assert watch.end() == (0, b"")
 

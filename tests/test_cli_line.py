@@ -60,7 +60,7 @@ def test_nobody_is_an_answer_with_a_code_of_its_own(
     store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["line", "billing", "--store", store]) == 1
-    assert capsys.readouterr().out == "nobody leads billing; nobody waiting\n"
+    assert capsys.readouterr().out == "billing has no leader; none waiting\n"
     assert main(["line", "billing", "--json", "--store", store]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told == {"election": "billing", "leader": None, "line": []}
@@ -69,7 +69,7 @@ def test_nobody_is_an_answer_with_a_code_of_its_own(
 def test_one_that_leads_without_a_ticket(store: str, capsys: pytest.CaptureFixture[str]) -> None:
     with doyen.connect_blocking(store) as session, session.campaign("e", name="a", recipe="race"):
         assert main(["line", "e", "--store", store]) == 0
-    assert capsys.readouterr().out.endswith("; nobody waiting\n")
+    assert capsys.readouterr().out.endswith("; none waiting\n")
 
 
 def test_meta_and_odd_names_are_shown_and_harmless(
@@ -154,14 +154,14 @@ def at_terminal(*options: str, term: str = "xterm") -> Iterator[Following]:
 
 def test_every_change_is_printed_anew_in_a_pipe(store: str) -> None:
     with following("billing", "--store", store) as watch:
-        assert watch.until(r"nobody waiting\n\n").startswith(time.strftime("%Y-"))
+        assert watch.until(r"none waiting\n\n").startswith(time.strftime("%Y-"))
         with candidates(store, "server1") as started:
-            watch.until(r"server1 leads billing, token \d+; nobody waiting\n\n.* leads +0\n\n")
+            watch.until(r"server1 leads billing, token \d+; none waiting\n\n.* leads +0\n\n")
             started.add("server2")
             watch.until(r"; 1 waiting\n\n.*\n1  server1  leads +0\n2  server2  waits +0\n\n")
             assert main(["transfer", "billing", "--to", "server2", "--store", store]) == 0
             watch.until(r"server2 leads billing")
-        watch.until(r"nobody leads billing; nobody waiting\n")
+        watch.until(r"billing has no leader; none waiting\n")
         assert watch.interrupt() == 0
         assert watch.process.stderr is not None
         assert watch.process.stderr.read() == b""
@@ -188,10 +188,10 @@ def test_it_ends_quietly_once_nobody_reads(store: str) -> None:
 def test_a_live_view_that_gives_the_cursor_back(store: str, end: signal.Signals) -> None:
     pytest.importorskip("rich")
     with at_terminal("billing", "--store", store) as watch:
-        assert "\x1b[?25l" in watch.until("nobody leads billing"), "the cursor is out of the way"
+        assert "\x1b[?25l" in watch.until("billing has no leader"), "the cursor is out of the way"
         with candidates(store, "server1"):
             watch.until("server1 leads billing.*Ctrl-C ends.*priority.*server1.*leads")
-        watch.until("nobody leads billing")
+        watch.until("billing has no leader")
         watch.process.send_signal(end)
         watch.until(re.escape("\x1b[?25h"))
         assert watch.process.wait(WITHIN_S) == (0 if end == signal.SIGINT else 128 + end)
@@ -199,7 +199,7 @@ def test_a_live_view_that_gives_the_cursor_back(store: str, end: signal.Signals)
 
 def test_a_dumb_terminal_is_written_to_line_by_line(store: str) -> None:
     with at_terminal("billing", "--store", store, term="dumb") as watch:
-        watch.until("nobody waiting")
+        watch.until("none waiting")
         assert "\x1b" not in watch.seen
         with doyen.connect_blocking(store) as session, session.campaign("billing", name="a"):
             watch.until("a leads billing")

@@ -127,7 +127,7 @@ def test_a_command_that_is_not_installed_says_so(
 ) -> None:
     monkeypatch.setitem(cli.COMMANDS, "absent", "is not there")
     assert cli.main(["absent"]) == 2
-    assert "'absent' is not part of this installation" in capsys.readouterr().err
+    assert "'absent' is missing from this installation" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["--nonsense"], ["verify", "--nonsense"]])
@@ -196,7 +196,7 @@ def test_an_output_that_cannot_be_written_is_a_line_and_a_code() -> None:
     command = python("sys.exit(main(['help']))")
     with open("/dev/full", "wb") as full:
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=60)
-    said = b"doyen: the system refused: [Errno 28] No space left on device\n"
+    said = b"doyen: operating system error: [Errno 28] No space left on device\n"
     assert (result.returncode, result.stderr) == (71, said)
 
 

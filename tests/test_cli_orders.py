@@ -37,8 +37,8 @@ def test_resign_says_who_let_go_and_who_leads_now(
         assert main(["resign", "billing", "--store", store]) == 0
         second = leader(store)
         assert capsys.readouterr().out == (
-            f"server1 (token {first.token}) let go of billing;"
-            f" server2 leads it now, token {second.token}\n"
+            f"server1 (token {first.token}) resigned from billing;"
+            f" server2 leads now, token {second.token}\n"
         )
         assert (first.name, second.name) == ("server1", "server2")
         assert second.token > first.token
@@ -58,7 +58,7 @@ def test_one_that_stands_alone_stands_again(store: str, capsys: pytest.CaptureFi
         assert main(["resign", "billing", "--store", store]) == 0
         token = leader(store).token
     assert capsys.readouterr().out.endswith(
-        f"; server1 stood again and leads it now, token {token}\n"
+        f"; server1 campaigned again and leads, token {token}\n"
     )
 
 
@@ -66,7 +66,7 @@ def test_nobody_follows_where_nobody_stands(store: str, capsys: pytest.CaptureFi
     with candidates(store) as started:
         started.add("server1", "--once")
         assert main(["resign", "billing", "--store", store]) == 0
-    assert capsys.readouterr().out.endswith(" let go of billing; nobody leads it now\n")
+    assert capsys.readouterr().out.endswith(" resigned from billing; there is no leader now\n")
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ def test_a_leader_that_does_not_obey_goes_on_until_forced(
         assert second.name == "server2"
         out = capsys.readouterr().out
         assert out == (
-            f"the record of server1 (token {first.token}) in billing was removed by force;"
-            f" server2 leads it now, token {second.token};"
-            " only tokens protect what server1 may still write\n"
+            f"the leader record of server1 (token {first.token}) in billing was deleted;"
+            f" server2 leads now, token {second.token};"
+            " only tokens protect against writes that server1 may still make\n"
         )
         started.thaw("server1")
         with doyen.connect_blocking(store) as session:
@@ -206,11 +206,11 @@ def test_force_asks_at_a_terminal_and_says_what_it_costs(store: str, answer: str
         before = leader(store)
         terminal = Terminal("resign", "billing", "--force", "--store", store)
         try:
-            terminal.until("Remove the record of server1? [y/N] ")
+            terminal.until("Delete the leader record of server1? [y/N] ")
             assert "only tokens protect" in terminal.shown
             assert leader(store) == before
             terminal.type(f"{answer}\n")
-            terminal.until("removed by force" if answer == "y" else "nothing was done")
+            terminal.until("was deleted;" if answer == "y" else "nothing was done")
             assert terminal.process.wait(WITHIN_S) == (0 if answer == "y" else 1)
         finally:
             terminal.close()

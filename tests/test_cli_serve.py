@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 import subprocess
 import urllib.error
@@ -14,7 +15,7 @@ import pytest
 
 import doyen
 from candidates import DOYEN
-from doyen.cli.serve import options
+from doyen.cli.serve import _LogfmtFormatter, options
 from doyen.errors import ConfigError
 from nodes import addresses
 from served import Quorum, Served
@@ -82,12 +83,15 @@ def test_a_secret_is_read_from_its_file_or_the_environment(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"id": None}, "a node needs id: --id, DOYEN_NODE_ID, or id in a file"),
-        ({"data_dir": None}, "a node needs data_dir: --data-dir, DOYEN_NODE_DATA_DIR"),
-        ({"peers": "n1"}, "peers are given as n1=host:port,n2=host:port, not 'n1'"),
-        ({"peers": "a=:1,a=:2"}, "two peers are called 'a'"),
+        ({"id": None}, "the setting id is missing: use --id, the variable DOYEN_NODE_ID, or id in"),
+        (
+            {"data_dir": None},
+            "the setting data_dir is missing: use --data-dir, the variable DOYEN_NODE_DATA_DIR",
+        ),
+        ({"peers": "n1"}, "peers must have the form n1=host:port,n2=host:port; got 'n1'"),
+        ({"peers": "a=:1,a=:2"}, "two peers have the name 'a'"),
         ({"election_s": "soon"}, "election_s: 'soon' is not a number of seconds"),
-        ({"join": "perhaps"}, "'perhaps' is neither true nor false"),
+        ({"join": "perhaps"}, "the value must be true or false; got 'perhaps'"),
         ({"secret_file": "/nowhere"}, "secret file /nowhere cannot be read"),
         ({"config": "/nowhere.toml"}, "/nowhere.toml cannot be read: No such file"),
     ],
@@ -104,21 +108,21 @@ def test_what_makes_no_sense_is_refused(change: dict[str, str | None], complaint
 )
 def test_a_variable_that_nobody_reads_is_refused(variable: str, hint: str) -> None:
     given = {"id": "n1", "data_dir": "d", "peers": PEERS}
-    with pytest.raises(ConfigError, match=f"nothing reads the variable {variable}; .*{hint}"):
+    with pytest.raises(ConfigError, match=f"unknown variable {variable}; .*{hint}"):
         options(given, {"DOYEN_NODE_ID": "n1", variable: "1"})
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("id = ", "is not TOML"),
-        ("elction_s = 1", "there is no setting 'elction_s'; did you mean election_s?"),
-        ("wings = 1", "there is no setting 'wings'; there are id, peers"),
-        ("election_s = true", "election_s cannot be True; it looks like SECONDS"),
-        ("id = 7", "id cannot be 7; it looks like NAME"),
-        ("tls = 1", "tls is a table"),
-        ("[peers]\nn1 = 7400", "a peer's address is text"),
-        ('peers = "n1=:1"', r"it looks like \[peers\], then n1 ="),
+        ("id = ", "is not valid TOML"),
+        ("elction_s = 1", "unknown setting 'elction_s'; did you mean election_s?"),
+        ("wings = 1", "unknown setting 'wings'; known are id, peers"),
+        ("election_s = true", "election_s must have the form SECONDS; got True"),
+        ("id = 7", "id must have the form NAME; got 7"),
+        ("tls = 1", "tls must be a table"),
+        ("[peers]\nn1 = 7400", "the address of a peer must be text"),
+        ('peers = "n1=:1"', r"must have the form \[peers\], then n1 ="),
     ],
 )
 def test_what_makes_no_sense_in_a_file_is_refused(
@@ -143,6 +147,34 @@ def test_a_quorum_serves_and_its_nodes_stop_in_good_order(tmp_path: Path) -> Non
         leader.hear("role", leader=quorum.leader().name)
         for node in quorum.nodes.values():
             assert node.stop() == 0
+
+
+def test_its_log_lines_are_keys_and_values_with_time_and_level(tmp_path: Path) -> None:
+    command = [*DOYEN, "serve", "--id", "n1", "--peers", f"n1={addresses(1)[0]}", "--found"]
+    command += ["--data-dir", str(tmp_path / "a b")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    lines: list[str] = []
+    with process, process.stderr as stderr:
+        for line in stderr:
+            lines.append(line)
+            if "role=leading" in line:
+                process.terminate()
+    assert process.returncode == 0
+    start = r"time=\S+Z level=\w+ event=\w+ node=n1"
+    value = r"([\w.:/@+-]+|\"[^\"]*\")"
+    for line in lines:
+        assert re.fullmatch(rf"{start}( \w+={value})*\n", line), line
+    assert f'data_dir="{tmp_path / "a b"}"' in lines[0]
+    assert "event=stopped" in lines[-1]
+
+
+def test_lines_of_logging_have_the_same_form() -> None:
+    plain = logging.LogRecord("doyen", logging.WARNING, "", 0, "a %s", ("fault",), None)
+    ready = logging.LogRecord("doyen", logging.ERROR, "", 0, "event=x a=1", (), None)
+    form = _LogfmtFormatter().format
+    assert re.fullmatch(r'time=\S+Z level=warning msg="a fault"', form(plain))
+    assert re.fullmatch(r"time=\S+Z level=error event=x a=1", form(ready))
 
 
 def test_pages_for_probes_and_load_balancers(tmp_path: Path) -> None:

@@ -41,14 +41,15 @@ FORGET_S = 10.0
 """How long after its last failure a candidate is taken to have given up."""
 
 
-def log_line(event: str, **fields: object) -> str:
+def log_line(**fields: object) -> str:
     """Format a log line. Fields that are None are left out.
 
-    >>> log_line("leadership_lost", election="x", token=7, reason="the lease expired")
-    'event=leadership_lost election=x token=7 reason="the lease expired"'
+    >>> log_line(event="leadership_lost", election="x", reason="the lease expired")
+    'event=leadership_lost election=x reason="the lease expired"'
     """
-    given = ((name, value) for name, value in fields.items() if value is not None)
-    return " ".join([f"event={event}", *(f"{name}={_quoted(str(value))}" for name, value in given)])
+    return " ".join(
+        f"{name}={_quoted(str(value))}" for name, value in fields.items() if value is not None
+    )
 
 
 def _quoted(text: str) -> str:
@@ -111,9 +112,9 @@ class LogReporter:
             for field, value in asdict(event).items()
         }
         try:
-            log.log(level, "%s", log_line(name, **fields), extra={"doyen": record})
+            log.log(level, "%s", log_line(event=name, **fields), extra={"doyen": record})
         except Exception:
-            log.exception("%s", log_line("logging_handler_failed", on=name))
+            log.exception("%s", log_line(event="logging_handler_failed", on=name))
 
 
 class _Outage:

@@ -79,7 +79,7 @@ class DirectOutlet:
         try:
             self._sink(record)
         except Exception:
-            log.exception("%s", log_line("sink_failed", on=record.event.log_name))
+            log.exception("%s", log_line(event="sink_failed", on=record.event.log_name))
 
     def flush(self, within_s: float) -> bool:
         return True
@@ -168,7 +168,9 @@ class DeliveryQueue(Generic[T]):
             self._dropping = not queued
             self._changed.notify_all()
         if first_dropped:
-            log.error("%s", log_line("queue_full", queue=self._name, effect="items are dropped"))
+            log.error(
+                "%s", log_line(event="queue_full", queue=self._name, effect="items are dropped")
+            )
         return True
 
     def _started(self) -> bool:
@@ -204,7 +206,7 @@ class DeliveryQueue(Generic[T]):
             try:
                 self._deliver(item)
             except BaseException:  # including SystemExit: the thread is needed for later items
-                log.exception("%s", log_line("delivery_failed", queue=self._name, item=item))
+                log.exception("%s", log_line(event="delivery_failed", queue=self._name, item=item))
         _running.discard(self)
         self._end()
 
@@ -225,7 +227,7 @@ class DeliveryQueue(Generic[T]):
             self._end()
 
     def _log_lost(self, items: int, reason: str) -> None:
-        line = log_line("items_not_delivered", queue=self._name, items=items, reason=reason)
+        line = log_line(event="items_not_delivered", queue=self._name, items=items, reason=reason)
         log.error("%s", line)
 
     def _end(self) -> None:

@@ -1,9 +1,9 @@
-"""The command line: finds the command, imports its module and no other, and turns what it raises
-into one calm line and an exit code.
+"""The command line: imports the module of the command, runs it, and turns errors into one line of
+text and an exit code.
 
-A command is a module with `configure(parser)`, which adds its arguments and its manual, and
-`run(args) -> int`, which does it and returns the exit code. Every command has `--json`, added here.
-What a command needs beyond the standard library it imports itself, when it runs.
+The module of a command has `configure(parser)`, which adds its arguments and its manual, and
+`run(args) -> int`, which returns the exit code. Every command has `--json`, which is added here. A
+command imports what it needs beyond the standard library only when it runs.
 """
 
 from __future__ import annotations
@@ -34,47 +34,47 @@ from doyen.errors import (
 __all__ = ["COMMANDS", "main", "parsers"]
 
 COMMANDS = {
-    "run": "run a command while this process leads, and end it when it no longer does",
-    "leader": "say who leads an election",
-    "watch": "follow who leads an election",
-    "line": "show who leads an election and who waits, in order",
-    "resign": "have the leader of an election let go",
-    "transfer": "have the leader of an election hand over to a candidate",
-    "serve": "run one node of a quorum, a store of doyen's own",
-    "cluster": "look at a quorum of nodes, change it, back it up",
-    "lab": "run simulated clusters: every protocol, every fault, from one seed",
-    "up": "start a few candidates on this machine, to play with",
-    "doctor": "examine a store and a configuration: latency, margins, worst case, known dangers",
-    "verify": "prove from audit logs that there never were two leaders",
+    "run": "run a command while this process leads, and stop it when leadership ends",
+    "leader": "show the leader of an election",
+    "watch": "show every change of leader of an election",
+    "line": "show the leader and the waiting candidates of an election, in order",
+    "resign": "order the leader of an election to resign",
+    "transfer": "order the leader of an election to hand over to a candidate",
+    "serve": "run one node of a quorum, doyen's own store",
+    "cluster": "show the state of a quorum, change its members, back it up",
+    "lab": "run simulated clusters, with every protocol and fault, from a seed",
+    "up": "start some candidates on this machine for a demonstration",
+    "doctor": "check a store and a configuration: latency, margins, worst case, known problems",
+    "verify": "prove from audit logs that there were never two leaders at a time",
     "completion": "print the completion script for a shell",
-    "help": "explain a command",
+    "help": "show the help of a command",
 }
-"""Each is the module of that name in this package."""
+"""Each command is the module of that name in this package."""
 
 MANUAL = """\
 exit codes:
   0    done
-  1    the answer is no: nobody leads or waits, an order was not carried out,
+  1    a negative result: no leader or candidate, an order was not carried out,
        doctor found a problem, verify or up found a violation
   2    wrong usage or configuration; nothing was done
   69   the store cannot be used or reached
-  70   the disk of a node failed, and it stopped at once
-  71   the system refused something, such as to write standard output
+  70   the disk of a node failed, and the node stopped at once
+  71   an operating system error, such as a failed write to standard output
   75   not elected in time, or leadership lost: trying again may help
-  130  interrupted (128 + the signal's number)
-  `doyen run` otherwise returns the code of the command it ran.
+  130  interrupted (128 + the number of the signal)
+  `doyen run` otherwise returns the exit code of its command.
 
 environment:
-  DOYEN_STORE    the store, where --store is not given
+  DOYEN_STORE    the URL of the store, used without --store
   DOYEN_NODE_…   settings of a node: see doyen help serve
   DOYEN_DEBUG=1  show the traceback of an error
 
 examples:
-  # in several terminals: one of them works, the others wait
+  # in several terminals: one process runs the worker, the others wait
   doyen run billing -- python worker.py
-  # who leads, and who is next
+  # the leader and the candidates after it
   doyen line billing --watch
-  # what a command does, its options, its exit codes
+  # description, options and exit codes of a command
   doyen help transfer
 """
 
@@ -89,12 +89,12 @@ _CODES: list[tuple[type[DoyenError], Exit]] = [
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Help and wrong usage end in `SystemExit`."""
+    """Run one command and return its exit code. Help and wrong usage raise `SystemExit`."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     _open_standard_streams()
     try:
-        # Options of `doyen` itself take no values, so the first word is the command.
-        name = next((word for word in arguments if not word.startswith("-")), None)
+        # Options of `doyen` itself take no values, so the first other argument is the command.
+        name = next((each for each in arguments if not each.startswith("-")), None)
         command = _load(name) if name in COMMANDS else None
         parser, _ = parsers(*([name] if name in COMMANDS else []))
         args = parser.parse_args(arguments)
@@ -107,8 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DoyenError as error:
         if os.environ.get("DOYEN_DEBUG") == "1":
             traceback.print_exc()
-        words = " ".join(str(error).split()) or type(error).__name__
-        print(f"doyen: {words}", file=sys.stderr)
+        text = " ".join(str(error).split()) or type(error).__name__
+        print(f"doyen: {text}", file=sys.stderr)
         return next(code for kind, code in _CODES if isinstance(error, kind))
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
@@ -118,14 +118,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if os.environ.get("DOYEN_DEBUG") == "1":
             traceback.print_exc()
-        print(f"doyen: the system refused: {error}", file=sys.stderr)
+        print(f"doyen: operating system error: {error}", file=sys.stderr)
         _discard_output()
         return Exit.SYSTEM
 
 
 def _open_standard_streams() -> None:
-    """A closed one's number would go to the next file that is opened: to a lease's, perhaps, into
-    which the command would then print."""
+    """Open standard streams that are closed. Otherwise the next file that is opened, such as that
+    of a lease, would get the descriptor, and prints would be written to it."""
     for descriptor, stream in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, stream) is None:
             null = os.open(os.devnull, os.O_RDWR)
@@ -136,12 +136,12 @@ def _open_standard_streams() -> None:
             setattr(sys, stream, os.fdopen(descriptor, "w" if descriptor else "r", closefd=False))
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper) and out.errors in ("strict", "surrogateescape"):
-        # A terminal that has no ✓ gets \u2713, and nobody a traceback.
+        # A character that the terminal's encoding lacks is escaped instead of raising an error.
         out.reconfigure(errors="backslashreplace")
 
 
 def _discard_output() -> None:
-    """Python would complain once more while flushing at exit."""
+    """Redirect standard output to /dev/null, so that the flush at exit does not fail again."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -153,15 +153,15 @@ def _load(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
-        raise ConfigError(f"the command {name!r} is not part of this installation") from error
+        raise ConfigError(f"the command {name!r} is missing from this installation") from error
 
 
 def parsers(*names: str) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser of `doyen`, and those of its commands; of these, only the ones that are named
-    know their arguments, since knowing them takes importing them."""
+    """The parser of `doyen` and the parsers of its commands. Only the commands in `names` are
+    imported, and only their parsers have arguments."""
     parser = argparse.ArgumentParser(
         prog="doyen",
-        description="Leader election: one leader at a time, and everyone knows who.",
+        description="Leader election for the processes of one machine or of many.",
         formatter_class=Manual,
         allow_abbrev=False,
     )

@@ -1,8 +1,8 @@
-"""What `--help` shows: a paragraph or two, the options, exit codes, examples.
+"""The format of `--help`: description, options, exit codes, examples.
 
-A command writes its manual as one text and gives it to its parser with `manual`. What stands before
-the exit codes comes before the options, the rest after them. Prose is filled to the width of the
-terminal; a block that has an indented line stays as it is written.
+A command defines its manual as one text, which `manual` adds to its parser. The part before the
+exit codes is printed before the options, the rest after them. Paragraphs are wrapped to the width
+of the terminal; a block with an indented line is printed as it is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ EXIT_CODES = "exit codes:\n"
 
 
 class Manual(argparse.HelpFormatter):
-    """Fills paragraphs, and leaves lists and examples alone."""
+    """Wraps paragraphs, and prints lists and examples as they are."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         blocks = text.strip("\n").split("\n\n")
@@ -27,7 +27,7 @@ class Manual(argparse.HelpFormatter):
 
 
 def manual(parser: argparse.ArgumentParser, text: str) -> None:
-    """Give a parser its manual."""
+    """Add the manual to a parser."""
     before, codes, after = text.partition(EXIT_CODES)
     parser.formatter_class = Manual
     parser.description = f"{parser.description or ''}\n\n{before}".strip("\n")

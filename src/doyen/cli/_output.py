@@ -1,8 +1,7 @@
-"""What the commands share: exit codes, ways to print and to follow, and the option that names the
-store.
+"""What the commands share: exit codes, output, and the arguments for elections and stores.
 
-Names and meta come from other processes. Whatever is shown to people goes through `printable`, so
-that nobody's name can move the cursor or break a table; JSON has it as it is.
+Names and meta come from other processes. Text output passes them through `printable`, so that a
+name cannot contain control sequences for the terminal. JSON output contains them unchanged.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ __all__ = [
     "Console",
     "Exit",
     "Table",
+    "add_election_arguments",
     "add_store_option",
     "console",
     "follow",
@@ -58,12 +58,12 @@ class Exit(IntEnum):
 
 
 def print_json(value: Any) -> None:
-    """One value on one line, at once, so that a program can follow a stream of them."""
+    """Print a value on one line and flush, so that a program can read a stream of them."""
     print(json.dumps(value), flush=True)
 
 
 class Console(Protocol):
-    """The part of rich's Console that needs no rich."""
+    """The part of rich's Console that the commands use."""
 
     def print(self, *objects: object, style: str | None = None) -> None:
         """Print a line; `style` is a hint such as "bold red"."""
@@ -76,9 +76,9 @@ class _Plain:
 
 
 def console() -> Console:
-    """Where to print for people: coloured on a terminal if the extra `cli` is installed.
+    """The console for text output: with colours on a terminal, if the extra `cli` is installed.
 
-    Names come from users, so nothing in them is taken as markup.
+    Markup is disabled, because names come from users.
     """
     if sys.stdout.isatty():
         try:
@@ -91,7 +91,7 @@ def console() -> Console:
 
 
 def printable(what: object) -> str:
-    """For people: text as it is, anything else as JSON, and what cannot be printed escaped.
+    """Text that is safe to print: unprintable characters are escaped. A mapping becomes JSON.
 
     >>> printable("Zoë"), printable({"é": 1}), printable("a\\x1b[2J\\n")
     ('Zoë', '{"é": 1}', 'a\\\\x1b[2J\\\\n')
@@ -106,7 +106,7 @@ def printable(what: object) -> str:
 
 @dataclass(slots=True)
 class Table:
-    """Columns under headings, for either console. Cells are printable as they stand.
+    """A table for either console. Cells must be printable.
 
     >>> print(Table(["name", ">priority"], [["server1", "0"], ["b", "10"]]))
     name     priority
@@ -115,10 +115,10 @@ class Table:
     """
 
     headings: Sequence[str]
-    """One that begins with ">" has its column to the right."""
+    """A heading that begins with ">" aligns its column to the right."""
     rows: list[Sequence[str]] = field(default_factory=list)
     styles: dict[int, str] = field(default_factory=dict)
-    """Hints for rows, by number."""
+    """Styles of rows, by row number."""
 
     def __str__(self) -> str:
         lines = [[heading.lstrip(">") for heading in self.headings], *self.rows]
@@ -149,7 +149,7 @@ class Table:
 
 
 def _width(text: str) -> int:
-    """How many columns of a terminal a text takes."""
+    """The width of a text in columns of a terminal."""
     return sum(
         0 if unicodedata.combining(letter) else 1 + (unicodedata.east_asian_width(letter) in "WF")
         for letter in text
@@ -157,29 +157,29 @@ def _width(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """The type of an option that takes a time: a number from 0 up."""
+    """The argparse type of a time in seconds, at least 0."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, such as 2.5")
     return value
 
 
 def follow(work: Coroutine[Any, Any, None]) -> int:
-    """Run what goes on until it is interrupted, which is how it is meant to end.
+    """Run work that ends by Ctrl-C, which is the usual way to end it.
 
-    It also ends, by `BrokenPipeError`, once nobody reads our output any more; and on SIGTERM,
-    having put the terminal right.
+    It also ends on SIGTERM, and by `BrokenPipeError` when the reader of a pipe on standard output
+    has gone. In all cases `work` is cancelled and can restore the terminal.
     """
     try:
-        return asyncio.run(_until_unwanted(work))
+        return asyncio.run(_until_ended(work))
     except KeyboardInterrupt:
         return Exit.DONE
 
 
-async def _until_unwanted(work: Coroutine[Any, Any, None]) -> int:
+async def _until_ended(work: Coroutine[Any, Any, None]) -> int:
     following = asyncio.ensure_future(work)
     loop, terminated = asyncio.get_running_loop(), asyncio.Event()
 
@@ -188,7 +188,7 @@ async def _until_unwanted(work: Coroutine[Any, Any, None]) -> int:
         following.cancel()
 
     loop.add_signal_handler(signal.SIGTERM, terminate)
-    unread = _tell_when_unread(following)
+    unread = _cancel_when_unread(following)
     try:
         await following
     except asyncio.CancelledError:
@@ -200,9 +200,9 @@ async def _until_unwanted(work: Coroutine[Any, Any, None]) -> int:
     return Exit.DONE
 
 
-def _tell_when_unread(following: asyncio.Future[None]) -> asyncio.Event:
-    """End when the reader of our pipe has gone, instead of at the next change, which may be a
-    long time coming: a pipe's writing end becomes "readable" only by an error."""
+def _cancel_when_unread(following: asyncio.Future[None]) -> asyncio.Event:
+    """Cancel the work when the reader of the pipe has gone, without waiting for the next write to
+    fail. The writing end of a pipe becomes readable only by that error."""
     loop, unread = asyncio.get_running_loop(), asyncio.Event()
     try:
         stdout = sys.stdout.fileno()
@@ -225,19 +225,26 @@ def add_store_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--store",
         metavar="URL",
-        help="where candidates meet, such as sqlite:///var/lib/app/doyen.db"
-        " (default: $DOYEN_STORE, else a file of this user's)",
+        help="the store, such as sqlite:///var/lib/app/doyen.db"
+        " (default: $DOYEN_STORE, else a file in the home directory)",
     )
 
 
-def store_url(args: argparse.Namespace) -> str:
-    """The store that the command line, the environment, or else the default names.
+def add_election_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the election's name and `--store`."""
+    parser.add_argument("election", metavar="ELECTION", help="the election's name")
+    add_store_option(parser)
 
-    An empty option is a variable that somebody forgot to set, and must not elect a leader in a
-    store where nobody else is. The default's folder is made for this user alone.
+
+def store_url(args: argparse.Namespace) -> str:
+    """The URL of the store: from the command line, the environment, or the default.
+
+    An empty option is refused, because it is probably an unset shell variable; with the default
+    store, several processes could lead at once. The directory of the default store is private to
+    this user.
     """
     if args.store == "":
-        raise ConfigError("--store is empty: name a store, or leave the option out")
+        raise ConfigError("--store is empty: give the URL of a store, or leave the option out")
     named = args.store or os.environ.get("DOYEN_STORE")
     if named:
         return str(named)
@@ -246,8 +253,8 @@ def store_url(args: argparse.Namespace) -> str:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"the folder of the default store, {path.parent}, cannot be made: {error.strerror};"
-            " name another store with --store"
+            f"the directory of the default store, {path.parent}, cannot be created:"
+            f" {error.strerror}; choose another store with --store"
         ) from error
     return f"sqlite://{quote(str(path))}"
 
@@ -259,11 +266,11 @@ def _state_home() -> Path:
     try:
         return Path.home() / ".local" / "state"
     except RuntimeError as error:
-        raise ConfigError("this user has no home folder; name a store with --store") from error
+        raise ConfigError("this user has no home directory; choose a store with --store") from error
 
 
 def without_password(url: str) -> str:
-    """The address of a store, fit to be shown.
+    """The URL of a store without its password, for output.
 
     >>> without_password("postgresql://app:secret@db:5432/x")
     'postgresql://app:…@db:5432/x'

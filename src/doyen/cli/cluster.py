@@ -1,4 +1,4 @@
-"""`doyen cluster …`: look at a quorum of nodes, change who belongs to it, back it up."""
+"""`doyen cluster …`: show the state of a quorum, change its members, back it up and restore it."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ if TYPE_CHECKING:
 __all__ = ["MANUAL", "configure", "run"]
 
 MANUAL = """\
-For quorums of doyen's own nodes (doyen serve); --store names some of them:
-doyen://h1:7400,h2:7400,h3:7400. Whatever node is asked, the one that leads decides.
+For quorums of doyen's own nodes (doyen serve). --store names one or more of the nodes, such as
+doyen://h1:7400,h2:7400,h3:7400; requests are forwarded to the leader.
 
-To replace a node, or to have five instead of three: start the new one with --join, add it, wait
-until status shows that it has caught up, promote it; then remove the old one. One change at a time;
-each is refused until the one before it is agreed on, or if too few of those who then count answer.
-To add a node that belongs already, at another address, is how it moves. To remove one that is
-needed (two voters or one would be left, or none that is up to date) asks first; where nobody can be
-asked it is refused, unless --force is given. Changes and backups need an administrator's secret or
-certificate.
+To replace a node, or to grow from three nodes to five, start the new node with --join, add it as a
+learner, wait until status shows that it has caught up, and promote it to a voter; then remove the
+old node. Make one change at a time: a change is refused until the previous one is committed, and if
+too few of the new voters answer. To move a node, add it again with its new address. Before the
+removal of a node that is needed (one or two voters would be left, or none that is up to date) the
+command asks for confirmation; without a terminal, such a removal needs --force. Changes and backups
+need the secret or certificate of an administrator.
 
-A node that has lost its data folder, or has an older copy of it, is refused by the others: remove
-it, empty the folder, start it with --join, add and promote it.
+If a node has lost its data directory, or has an older copy of it, the other nodes refuse it: remove
+it, empty the directory, start it with --join, add it and promote it.
 
-A backup is taken from the running quorum, at one instant, as one checksummed file. If a majority of
-the nodes is lost for good, --data-dir takes one from the folder of a node that is stopped. Take one
-from each folder there is, and keep that of the latest generation, and among those of the highest
-index; what only lost nodes had is lost. A backup is restored on every node of a new cluster, with
-the same file and a cluster name of its own, before they are started. Tokens then go on far above
-those of the backup; name --token-floor if the old cluster may have given out more than a thousand
-million since.
+A backup is one checksummed file with a consistent copy of the running quorum. If a majority of the
+nodes is permanently lost, --data-dir makes a backup from the data directory of a stopped node. In
+that case make one of every remaining directory and use the backup with the highest generation and,
+within it, the highest index; data that only the lost nodes had is lost. To restore, run restore
+with the same file on every node of a new cluster with another cluster name, then start the nodes.
+The tokens of the restored cluster begin 10^9 above those of the backup; use --token-floor if the
+old cluster may have issued more tokens since the backup.
 
 exit codes:
-  0    done; status: every node answers, and every member knows who leads
-  1    the order was not carried out; status: a node is silent, or a member
-       knows of no leader
+  0    done; status: every node answers, and every member knows the leader
+  1    the change was not made; status: a node does not answer, or a member
+       knows no leader
   others as for every command: see doyen --help
 
 examples:
@@ -64,19 +64,19 @@ examples:
   doyen cluster restore /backups/today --config node.toml --cluster prod-2
 """
 
-AGAIN_S = 0.1
-"""How soon an order is given again that was refused for now."""
+RETRY_S = 0.1
+"""The pause before a change that was refused temporarily is requested again."""
 SILENCE_S = 30.0
-"""How long a backup waits for its next piece."""
+"""How long a backup waits for the next piece."""
 TOKENS = 10**9
-"""How far above a backup's tokens a restored cluster goes on."""
+"""The distance of a restored cluster's tokens from those of the backup."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     manual(parser, MANUAL)
     actions = parser.add_subparsers(
-        dest="action", required=True, metavar="ACTION", title="actions", help="what to do"
+        dest="action", required=True, metavar="ACTION", title="actions", help="the action"
     )
 
     def action(name: str, summary: str) -> argparse.ArgumentParser:
@@ -91,7 +91,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         )
         if name != "restore":
             added.add_argument(
-                "--store", metavar="URL", help="doyen://h1:7400,… (default: $DOYEN_STORE)"
+                "--store", metavar="URL", help="such as doyen://h1:7400,… (default: $DOYEN_STORE)"
             )
         if name not in ("status", "backup", "restore"):
             added.add_argument(
@@ -99,43 +99,55 @@ def configure(parser: argparse.ArgumentParser) -> None:
                 type=seconds,
                 default=10.0,
                 metavar="SECONDS",
-                help="how long it may take (default: 10)",
+                help="the time limit (default: 10)",
             )
         return added
 
-    action("status", "show every node: its role, how far along it is, what it holds")
-    add = action("add", "add a node, which gets everything and counts for nothing yet")
+    action("status", "show the role, progress and contents of every node")
+    add = action("add", "add a node as a learner, which receives all data and does not vote")
     add.add_argument("node", metavar="NAME", help="the node's name, its --id")
-    add.add_argument("address", metavar="HOST:PORT", help="where the others reach it")
-    promote = action("promote", "let a node that was added count")
+    add.add_argument("address", metavar="HOST:PORT", help="the node's address for other nodes")
+    promote = action("promote", "promote a learner to a voter")
     promote.add_argument("node", metavar="NAME", help="the node's name")
-    remove = action("remove", "take a node out")
+    remove = action("remove", "remove a node")
     remove.add_argument("node", metavar="NAME", help="the node's name")
-    remove.add_argument("--force", action="store_true", help="do not ask, whatever it puts at risk")
-    transfer = action("transfer", "have another node lead")
-    transfer.add_argument("node", metavar="NAME", nargs="?", default="", help="default: the best")
-    backup = action("backup", "copy everything into a file")
-    backup.add_argument("file", metavar="FILE", help="a new one")
-    backup.add_argument(
-        "--data-dir", metavar="FOLDER", help="from the memory of a node that is stopped"
+    remove.add_argument(
+        "--force", action="store_true", help="remove a node that is needed without confirmation"
     )
-    restore = action("restore", "begin a new cluster from a backup, on this node")
-    restore.add_argument("file", metavar="FILE", help="what backup has written")
+    transfer = action("transfer", "transfer leadership to another node")
+    transfer.add_argument(
+        "node",
+        metavar="NAME",
+        nargs="?",
+        default="",
+        help="the node's name (default: the most up-to-date)",
+    )
+    backup = action("backup", "copy all data to a file")
+    backup.add_argument("file", metavar="FILE", help="the file to create")
+    backup.add_argument(
+        "--data-dir",
+        metavar="DIRECTORY",
+        help="copy from the data directory of a stopped node (default: from the running quorum)",
+    )
+    restore = action("restore", "restore a backup on this node, as part of a new cluster")
+    restore.add_argument("file", metavar="FILE", help="a file written by backup")
     restore.add_argument(
         "--config", metavar="FILE", help="the node's settings, as for doyen serve (default: none)"
     )
-    for option, looks, meaning in (
-        ("--cluster", "NAME", "the new cluster's name; not the old one's"),
+    for option, form, meaning in (
+        ("--cluster", "NAME", "the name of the new cluster; not that of the old one"),
         ("--id", "NAME", "this node's name"),
-        ("--peers", "NAME=HOST:PORT,…", "every node's address, this one's included"),
-        ("--data-dir", "FOLDER", "where this node shall keep its memory; empty"),
+        ("--peers", "NAME=HOST:PORT,…", "the addresses of all nodes, including this one"),
+        ("--data-dir", "DIRECTORY", "the data directory of this node; must be empty"),
     ):
-        restore.add_argument(option, metavar=looks, help=f"{meaning} (default: as configured)")
-    restore.add_argument("--token-floor", type=int, metavar="N", help="tokens go on above N")
+        restore.add_argument(option, metavar=form, help=f"{meaning} (default: as configured)")
+    restore.add_argument(
+        "--token-floor", type=int, metavar="N", help="issue only tokens above N (default: none)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do one of them."""
+    """Carry out the action."""
     try:
         import msgspec  # noqa: F401
     except ModuleNotFoundError as error:
@@ -143,19 +155,21 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "restore":
         return _restore(args)
     if args.action == "backup" and Path(args.file).exists():
-        raise ConfigError(f"{args.file} is there already: name a new file")
+        raise ConfigError(f"the file {args.file} exists: choose another name")
     if args.action == "backup" and args.data_dir:
-        return _backup_folder(args)
-    code: int = asyncio.run(ACTIONS.get(args.action, _arrange)(args))
+        return _backup_directory(args)
+    code: int = asyncio.run(ACTIONS.get(args.action, _change)(args))
     return code
 
 
 @asynccontextmanager
 async def _quorum(args: argparse.Namespace) -> AsyncIterator[QuorumStore]:
-    """The quorum, whether or not it has a leader."""
+    """A client of the quorum, which needs no leader yet."""
     url = StoreURL.parse(store_url(args))
     if url.parts.scheme != "doyen":
-        raise ConfigError(f"{url.text} is not a quorum: --store doyen://h1:7400,h2:7400,h3:7400")
+        raise ConfigError(
+            f"{url.text} is not the URL of a quorum; use --store doyen://h1:7400,h2:7400,h3:7400"
+        )
     from doyen.stores.quorum import make_store
 
     store = make_store(url)
@@ -165,41 +179,44 @@ async def _quorum(args: argparse.Namespace) -> AsyncIterator[QuorumStore]:
         await store.close()
 
 
-async def _insist(order: Callable[[], Awaitable[None]], args: argparse.Namespace) -> None:
-    """Give the order, again while it is refused for now only: a learner is behind, say."""
+async def _retried(change: Callable[[], Awaitable[None]], args: argparse.Namespace) -> None:
+    """Request a change, repeatedly while it is refused for a temporary reason, such as a learner
+    that has not caught up."""
     refusal: StoreUnusable | None = None
     try:
         async with asyncio.timeout(args.wait):
             while True:
                 try:
-                    return await order()
+                    return await change()
                 except StoreUnusable as error:
                     if "ask again" not in str(error):
                         raise OrderFailed(str(error)) from error
                     refusal = error
-                    await asyncio.sleep(AGAIN_S)
+                    await asyncio.sleep(RETRY_S)
     except TimeoutError as error:
         if refusal is not None:
-            raise OrderFailed(f"not within {args.wait:g} s: {refusal}") from refusal
+            raise OrderFailed(f"not done within {args.wait:g} s: {refusal}") from refusal
         raise OrderFailed(
-            f"not known to be done within {args.wait:g} s: look with doyen cluster status"
+            f"no confirmation within {args.wait:g} s; the change may have been made: check with"
+            " doyen cluster status"
         ) from error
 
 
 def _confirm_removal(node: str, risks: list[str]) -> None:
-    """Ask if something is at risk. Raises `OrderFailed` unless the answer is yes."""
+    """Ask for confirmation if there are risks. Raises `OrderFailed` unless the answer is yes."""
     if not risks:
         return
     text = f"removing {node} is dangerous: {'; '.join(risks)}"
     remedy = "Add another node first (doyen cluster add, promote), or use --force"
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise OrderFailed(f"{text}. Nothing was done. {remedy}")
-    print(f"{text}.\nRemove {node} all the same? [y/N] ", end="", file=sys.stderr, flush=True)
+    print(f"{text}.\nRemove {node} anyway? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise OrderFailed(f"{node} was not removed. {remedy}")
 
 
-async def _arrange(args: argparse.Namespace) -> int:
+async def _change(args: argparse.Namespace) -> int:
+    """Add, promote or remove a node, or transfer leadership."""
     from doyen.stores.quorum.diagnosis import risks_of_removal
 
     async with _quorum(args) as store:
@@ -207,22 +224,25 @@ async def _arrange(args: argparse.Namespace) -> int:
         if args.action == "remove" and not args.force:
             risks = risks_of_removal(await store.inspect(), args.node)
             await asyncio.to_thread(_confirm_removal, args.node, risks)
-        await _insist(lambda: store.arrange(args.action, args.node, address), args)
+        await _retried(lambda: store.arrange(args.action, args.node, address), args)
         states = await store.inspect()
     conditions = [state.condition for state in states if state.condition is not None]
-    leads = next((each for each in conditions if each.role == "leading"), None)
+    leader = next((each for each in conditions if each.role == "leading"), None)
     if args.json:
-        told = {"voters": list(leads.voters), "learners": list(leads.learners)} if leads else {}
-        print_json({"done": args.action, "node": args.node, **told, "leader": leads and leads.node})
+        members = (
+            {"voters": list(leader.voters), "learners": list(leader.learners)} if leader else {}
+        )
+        done = {"done": args.action, "node": args.node}
+        print_json({**done, **members, "leader": leader and leader.node})
         return Exit.DONE
-    leader = leads.node if leads else "nobody"
+    voter = leader is not None and args.node in leader.voters
     console().print(
         {
-            "add": f"{args.node} belongs to the quorum, at {address};"
-            f" it {'counts' if leads and args.node in leads.voters else 'counts once promoted'}",
-            "promote": f"{args.node} counts now",
-            "remove": f"{args.node} does not belong to the quorum: it may be stopped",
-            "transfer": f"{leader} leads now",
+            "add": f"node {args.node} at {address} is a member: "
+            + ("a voter" if voter else "a learner; promote it to make it a voter"),
+            "promote": f"node {args.node} is a voter now",
+            "remove": f"node {args.node} is not a member any more and may be stopped",
+            "transfer": f"the leader is {leader.node}" if leader else "no leader is known yet",
         }[args.action]
     )
     return Exit.DONE
@@ -233,7 +253,7 @@ async def _status(args: argparse.Namespace) -> int:
 
     async with _quorum(args) as store:
         states = await store.inspect()
-    outside = outsiders(states)  # there are some only if somebody leads
+    outside = outsiders(states)  # empty while there is no leader
     well = all(
         state.condition and (state.condition.leader or state.condition.node in outside)
         for state in states
@@ -256,7 +276,9 @@ async def _status(args: argparse.Namespace) -> int:
                 console().print(printable(state.silent_because))
             elif state.condition.alarm and state.condition.role == "leading":
                 used, quota = state.condition.bytes, state.condition.quota
-                console().print(f"quota: writes are refused, {used} of {quota} bytes are in use")
+                console().print(
+                    f"the quota is exhausted ({used} of {quota} bytes); writes are refused"
+                )
     return Exit.DONE if well else Exit.NO
 
 
@@ -265,23 +287,23 @@ def _as_dict(state: NodeAnswer, outside: set[str]) -> dict[str, Any]:
         node = {"node": state.node} if state.node else {}
         return {"address": state.address, **node, "silent_because": state.silent_because}
     condition = state.condition
-    told = {name: getattr(condition, name) for name in condition.__struct_fields__ if name != "id"}
-    return {"address": state.address, "outside": condition.node in outside, **told}
+    shown = {name: getattr(condition, name) for name in condition.__struct_fields__ if name != "id"}
+    return {"address": state.address, "outside": condition.node in outside, **shown}
 
 
 def _row(state: NodeAnswer, outside: set[str]) -> list[str]:
-    told, address = state.condition, printable(state.address)
-    if told is None:
+    node, address = state.condition, printable(state.address)
+    if node is None:
         return [printable(state.node) or "?", address, "silent", "", "", "", "", ""]
-    role = "learning" if told.node in told.learners else told.role
-    role = "outside" if told.node in outside else role
-    numbers = map(str, (told.generation, told.applied, told.keys, told.clients))
-    disk = "full" if told.full else "ok"
-    return [printable(told.node), address, printable(role), *numbers, disk]
+    role = "learning" if node.node in node.learners else node.role
+    role = "outside" if node.node in outside else role
+    numbers = map(str, (node.generation, node.applied, node.keys, node.clients))
+    disk = "full" if node.full else "ok"
+    return [printable(node.node), address, printable(role), *numbers, disk]
 
 
 async def _backup(args: argparse.Namespace) -> int:
-    """Pieces go to a thread that writes them, as they come."""
+    """Copy the running quorum to a file. A thread writes the pieces as they arrive."""
     from doyen.quorum.node.backup import write_backup
     from doyen.quorum.node.data_directory import DirectoryIdentity
 
@@ -302,10 +324,10 @@ async def _backup(args: argparse.Namespace) -> int:
     def write() -> int:
         first = pieces.get()
         if first is None or first.origin is None:
-            raise StoreUnavailable("the quorum broke off; nothing was written: try again")
+            raise StoreUnavailable(INTERRUPTED)
         origin = first.origin
         identity = DirectoryIdentity(origin.cluster, origin.node, origin.protocol)
-        return write_backup(target, identity, b"", origin.snapshot, _until_the_end(pieces)).bytes
+        return write_backup(target, identity, b"", origin.snapshot, _contents(pieces)).bytes
 
     async with _quorum(args) as store:
         writing = asyncio.create_task(asyncio.to_thread(write))
@@ -314,10 +336,10 @@ async def _backup(args: argparse.Namespace) -> int:
                 await store.copy(take)
         except BaseException as error:
             pieces.put(None)
-            await asyncio.gather(writing, return_exceptions=True)  # `error` says more
+            await asyncio.gather(writing, return_exceptions=True)  # `error` is the cause
             if isinstance(error, TimeoutError):
                 raise StoreUnavailable(
-                    f"no node has sent anything for {SILENCE_S:g} s; nothing was written"
+                    f"no node sent data for {SILENCE_S:g} s; no file was written: try again"
                 ) from error
             raise
         size = await writing
@@ -325,7 +347,7 @@ async def _backup(args: argparse.Namespace) -> int:
     return _backed_up(args, size, upto.index, upto.generation)
 
 
-def _backup_folder(args: argparse.Namespace) -> int:
+def _backup_directory(args: argparse.Namespace) -> int:
     from doyen.quorum.node.backup import backup
 
     contents = backup(Path(args.data_dir), Path(args.file))
@@ -337,17 +359,20 @@ def _backed_up(args: argparse.Namespace, size: int, index: int, generation: int)
         print_json({"file": args.file, "bytes": size, "index": index, "generation": generation})
     else:
         console().print(
-            f"{args.file} has everything up to index {index} of generation {generation},"
+            f"{args.file} contains all data up to index {index} of generation {generation},"
             f" {size:,} bytes"
         )
     return Exit.DONE
 
 
-def _until_the_end(pieces: SimpleQueue[Copied | None]) -> Iterator[bytes]:
+INTERRUPTED = "the copy was interrupted; no file was written: try again"
+
+
+def _contents(pieces: SimpleQueue[Copied | None]) -> Iterator[bytes]:
     while True:
         piece = pieces.get()
         if piece is None:
-            raise StoreUnavailable("the quorum broke off; nothing was written: try again")
+            raise StoreUnavailable(INTERRUPTED)
         if piece.piece:
             yield piece.piece
         if not piece.more:
@@ -362,16 +387,16 @@ def _restore(args: argparse.Namespace) -> int:
     from doyen.quorum.node.data_directory import DirectoryIdentity
     from doyen.quorum.node.replicated import KEYSPACE, Command, encode_batch
 
-    asked = options(vars(args), os.environ)
-    node, peers, folder = asked["id"], asked["peers"], asked["data_dir"]
-    cluster = asked.get("cluster", "doyen")
+    settings = options(vars(args), os.environ)
+    node, peers, directory = settings["id"], settings["peers"], settings["data_dir"]
+    cluster = settings.get("cluster", "doyen")
     if node not in peers:
-        raise ConfigError(f"node {node!r} is not among the peers {', '.join(peers)}")
+        raise ConfigError(f"the id {node!r} is not one of the peers {', '.join(peers)}")
     lift = Advance(args.token_floor or 0, TOKENS)
     contents = restore(
         Path(args.file),
-        Path(folder),
-        DirectoryIdentity(cluster, node, asked.get("protocol", "raft")),
+        Path(directory),
+        DirectoryIdentity(cluster, node, settings.get("protocol", "raft")),
         Membership(tuple(sorted(peers)), (), peers),
         [encode_batch([Command("restore", 1, 1, KEYSPACE, encode(lift))])],
     )
@@ -379,10 +404,10 @@ def _restore(args: argparse.Namespace) -> int:
         print_json({"node": node, "cluster": cluster, "last": contents.last})
     else:
         console().print(
-            f"{folder} holds the backup for {node} of cluster {cluster};"
-            " do the same on the others, then start them all with doyen serve"
+            f"the backup was restored to {directory} for node {node} of cluster {cluster};"
+            " restore it on the other nodes too, then start all of them with doyen serve"
         )
-    print("the old cluster must not be started again beside this one", file=sys.stderr)
+    print("do not start the old cluster again: both would elect leaders", file=sys.stderr)
     return Exit.DONE
 
 

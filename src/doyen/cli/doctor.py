@@ -1,5 +1,4 @@
-"""`doyen doctor [ELECTION]`: what this configuration promises on this store, and what to worry
-about."""
+"""`doyen doctor [ELECTION]`: measure a store and check a configuration."""
 
 from __future__ import annotations
 
@@ -33,26 +32,26 @@ from doyen.stores.port import Context, open_store
 __all__ = ["MANUAL", "configure", "run"]
 
 OPEN_WITHIN_S = 10.0
-"""How long a store may take to answer at all."""
+"""The time limit for opening the store."""
 
 MANUAL = """\
-Measures how fast the store answers, on scratch keys that it removes, and says what follows for a
-lease of the given times: how much is to spare when renewals are late, how long the work has to
-stop, how soon a leader that crashes or falls silent is replaced at worst. It warns of what is known
-to be unsafe: times too tight for this store, versions with known defects, disks and modes that do
-not keep what they are given. With ELECTION it looks at that election too.
+Measures the latency of the store, with temporary keys, and derives from the ttl and the stop budget
+the safety margin for late renewals, the time in which the work must stop, and the worst-case
+failover times of a crashed and of a silent leader. It warns of known problems: times that are too
+short for this store, versions with known defects, storage that may lose confirmed writes. With
+ELECTION it also checks that election.
 
-Run it where the candidates run: latency and clocks are those of this machine.
+Run it where the candidates run, because latencies and clocks are those of this machine.
 
 exit codes:
-  0    no problem was found, though there may be warnings
+  0    no problem was found; there may be warnings
   1    there is a problem
-  2    these times leave no safety margin: no session would be given them
+  2    these times leave no safety margin; a session would refuse them
   others as for every command: see doyen --help
 
 examples:
   doyen doctor
-  # would a lease of one second do, for work that takes 0.2 s to stop?
+  # is a ttl of one second enough, for work that takes 0.2 s to stop?
   doyen doctor --store sqlite:///var/lib/app/doyen.db --ttl 1 --stop-budget 0.2
   # problems and warnings, for monitoring
   doyen doctor billing --json | jq '.findings[] | select(.level != "ok")'
@@ -70,32 +69,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     manual(parser, MANUAL)
     parser.add_argument(
-        "election", nargs="?", metavar="ELECTION", help="an election to look at (default: none)"
+        "election", nargs="?", metavar="ELECTION", help="an election to check (default: none)"
     )
     add_store_option(parser)
     parser.add_argument(
         "--ttl",
         type=seconds,
         metavar="SECONDS",
-        help="how long the store waits for a silent leader (default: the store's)",
+        help="how long the lease lives without a renewal (default: depends on the store)",
     )
     parser.add_argument(
         "--stop-budget",
         type=seconds,
         metavar="SECONDS",
-        help="how long the work has to end after a loss (default: a sixth of the ttl)",
+        help="the time in which the work must end after a loss (default: a sixth of the ttl)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine, and tell."""
+    """Examine the store, and print the result."""
     url = store_url(args)
     settings = SessionSettings(url=url, ttl_s=args.ttl, stop_budget_s=args.stop_budget)
     found = asyncio.run(_examine(settings, args.election))
     if args.json:
         print_json(_as_dict(found, url, args.election))
     else:
-        _tell(found, url, console())
+        _print(found, url, console())
     return Exit.DONE if found.ok else Exit.NO
 
 
@@ -115,7 +114,7 @@ async def _examine(settings: SessionSettings, election: str | None) -> Examinati
         await store.close()
 
 
-def _tell(found: Examination, url: str, out: Console) -> None:
+def _print(found: Examination, url: str, out: Console) -> None:
     out.print(f"store  {without_password(url)}", style="bold")
     for table in (_latencies(found), _times(found.timing), _failovers(found)):
         out.print()
@@ -143,22 +142,22 @@ def _times(timing: Timing) -> Table:
     renewed = f"{duration(timing.renew_every_s)} ± {timing.renew_jitter:.0%}"
     table = Table(["times of a lease", "", ""])
     table.rows += [
-        ["ttl", duration(timing.ttl_s), "how long the store waits for a silent leader"],
+        ["ttl", duration(timing.ttl_s), "lifetime of the lease without a renewal"],
         ["renewed every", renewed, ""],
-        ["request timeout", duration(timing.request_timeout_s), "then a call is given up"],
+        ["request timeout", duration(timing.request_timeout_s), "limit of one call to the store"],
         ["validity", duration(timing.validity_s), "of a renewal, from when it was sent"],
         ["stop budget", duration(timing.stop_budget_s), "for the work to end after a loss"],
-        ["safety margin", duration(timing.margin_s), "if a renewal is late and lost once"],
+        ["safety margin", duration(timing.margin_s), "left after one lost renewal"],
     ]
     return table
 
 
 def _failovers(found: Examination) -> Table:
-    crashed = "when its lease has run out"
+    crashed = "when its lease has expired"
     if found.capabilities.proof_of_death:
         usual_s = sum(each.p50_s for name, each in found.latencies.items() if name != "renewal")
-        crashed = f"usually {duration(usual_s)}, and what the system takes to end it"
-    table = Table(["failover", "at worst", ""])
+        crashed = f"usually {duration(usual_s)} after the process has ended"
+    table = Table(["failover", "worst case", ""])
     table.rows += [
         ["leader crashed", duration(found.worst_crash_failover_s), crashed],
         ["leader silent", duration(found.worst_failover_s), "frozen, or cut off from the store"],

@@ -1,4 +1,4 @@
-"""`doyen help COMMAND`: the same as `doyen COMMAND --help`, in the order of speech."""
+"""`doyen help COMMAND`: the same as `doyen COMMAND --help`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from doyen.cli._output import Exit, print_json
 __all__ = ["MANUAL", "configure", "run"]
 
 MANUAL = """\
-Prints what `doyen COMMAND --help` prints; without a command, what there is.
+Prints the same as `doyen COMMAND --help`; without a command, the same as `doyen --help`.
 
 exit codes:
   0    done
@@ -27,12 +27,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     manual(parser, MANUAL)
     parser.add_argument(
-        "command", nargs="?", metavar="COMMAND", choices=list(COMMANDS), help="what to explain"
+        "command",
+        nargs="?",
+        metavar="COMMAND",
+        choices=list(COMMANDS),
+        help="the command (default: all)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the help of a command, or of all."""
+    """Print the help of a command, or the list of commands."""
     top, commands = parsers(*filter(None, [args.command]))
     text = (commands[args.command] if args.command else top).format_help()
     if args.json:

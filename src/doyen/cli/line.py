@@ -1,8 +1,7 @@
-"""`doyen line ELECTION`: who leads and who waits, in order; with `--watch`, for as long as one
-likes.
+"""`doyen line ELECTION`: show the line of an election, once or, with `--watch`, at every change.
 
-On a terminal with rich the live view is redrawn in place. Anywhere else each state of the line is
-printed anew, with its time.
+On a terminal with rich, `--watch` redraws the line in place. Otherwise every state of the line is
+printed with its time.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from doyen.cli._manual import manual
 from doyen.cli._output import (
     Exit,
     Table,
-    add_store_option,
+    add_election_arguments,
     console,
     follow,
     print_json,
     printable,
     store_url,
 )
-from doyen.cli.leader import as_dict, in_words
+from doyen.cli.leader import as_dict, leader_text
 from doyen.model import Line
 from doyen.session import connect
 
@@ -36,21 +35,21 @@ __all__ = ["MANUAL", "configure", "run"]
 
 MANUAL = """\
 Shows the line of an election in the order in which candidates will lead: by priority, then by
-arrival. The leader keeps its place in the line, so somebody of a higher priority may stand ahead of
-it and wait. Candidates that race (recipe "race") take no ticket and are not seen until they lead.
+arrival. The leader keeps its place in the line, so a candidate of higher priority may wait ahead of
+it. Candidates with the recipe "race" have no ticket and are not shown until they lead.
 
-With --watch the line is shown anew with every change, until Ctrl-C; nothing is polled.
+With --watch the line is shown again after every change, until Ctrl-C; nothing is polled.
 
 exit codes:
-  0    somebody leads or waits; with --watch, ended by Ctrl-C
-  1    nobody leads, and nobody waits
+  0    the election has a leader or a candidate; with --watch, ended by Ctrl-C
+  1    it has neither
   others as for every command: see doyen --help
 
 examples:
   doyen line billing
   # a live view
   doyen line billing --watch
-  # who is next, for a script
+  # the next candidate, for a script
   doyen line billing --json | jq -r '[.line[] | select(.leads | not)][0].name'
 """
 
@@ -58,8 +57,7 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     manual(parser, MANUAL)
-    parser.add_argument("election", metavar="ELECTION", help="the election's name")
-    add_store_option(parser)
+    add_election_arguments(parser)
     parser.add_argument("--watch", action="store_true", help="show every change, until interrupted")
 
 
@@ -105,7 +103,7 @@ def _table(line: Line) -> Table:
 
 def _title(election: str, line: Line) -> str:
     waiting = sum(not each.leads for each in line.candidates)
-    return f"{in_words(election, line.leader)}; {waiting or 'nobody'} waiting"
+    return f"{leader_text(election, line.leader)}; {waiting or 'none'} waiting"
 
 
 def _print(election: str, line: Line) -> None:
@@ -140,12 +138,12 @@ def _screen(args: argparse.Namespace) -> AbstractContextManager[_Show]:
     if getattr(out, "is_terminal", False) and not out.is_dumb_terminal:
         return _Live(election, out)
 
-    def print_anew(line: Line) -> None:
+    def print_state(line: Line) -> None:
         out.print(_now())
         _print(election, line)
         out.print()
 
-    return nullcontext(print_anew)
+    return nullcontext(print_state)
 
 
 def _now() -> str:
@@ -153,7 +151,7 @@ def _now() -> str:
 
 
 class _Live:
-    """A view redrawn in place, with every change and only then. What was last seen stays."""
+    """Redraws the line in place after every change. The last state stays on the screen."""
 
     def __init__(self, election: str, out: RichConsole) -> None:
         from rich.live import Live

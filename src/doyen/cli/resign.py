@@ -1,4 +1,4 @@
-"""`doyen resign ELECTION`: have whoever leads let go, by an order it obeys, or by force."""
+"""`doyen resign ELECTION`: end the term of the leader, by an order or by force."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from doyen.blocking import connect_blocking
 from doyen.cli._manual import manual
 from doyen.cli._output import (
     Exit,
-    add_store_option,
+    add_election_arguments,
     console,
     print_json,
     printable,
     seconds,
     store_url,
 )
-from doyen.cli.leader import told
+from doyen.cli.leader import leader_dict
 from doyen.errors import ConfigError, OrderFailed
 from doyen.model import Leader
 from doyen.session import Session, connect
@@ -26,52 +26,52 @@ from doyen.session import Session, connect
 __all__ = ["MANUAL", "configure", "run"]
 
 FOLLOWED_WITHIN_S = 1.0
-"""How long to look for a successor, to say who leads now."""
+"""How long to wait for the next leader, to name it."""
 
 MANUAL = """\
-Lays an order for whoever leads. The leader stops its work and lets go when that has ended, and the
-next in line leads. This waits until it has let go and says who leads then. The one that let go may
-stand again, as `doyen run` does: to choose who follows, use transfer.
+Orders the leader to resign. The leader stops its work and resigns when the work has ended; then the
+next candidate in line leads. The command waits for that and prints the new leader. The old leader
+may campaign again, as `doyen run` does; to choose the next leader, use transfer.
 
-With --force the leader is not asked: its record is removed while it may be at work. Then another
-may lead at the same time, until the first one notices, and only tokens protect what both write. It
-is for a leader that is frozen or out of reach, when waiting for its lease to end takes too long.
+With --force the leader record is deleted without an order, while the leader may still be working.
+Until the leader notices, another may lead at the same time, and only tokens protect what both
+write. Use it for a leader that is frozen or cut off, when waiting for the end of its lease takes
+too long.
 
 exit codes:
-  0    the leader has let go
-  1    nobody leads; or it did not let go in time and goes on leading; or you
-       thought better of --force
+  0    the leader has resigned
+  1    there is no leader; or it did not resign in time and still leads; or
+       --force was not confirmed
   others as for every command: see doyen --help
 
 examples:
-  # before a reboot: whoever leads has a minute to finish what it is doing
+  # before a reboot: give the leader a minute to finish its work
   doyen resign billing --wait 60
-  # a leader that does not answer, with nobody at the terminal to ask
+  # a leader that does not respond, in a script
   doyen resign billing --force --yes
 """
 
 COST = """\
-By force its record is removed while it may still be at work. Another may lead
-at the same time, and only tokens protect what both write. Asked without
---force, it would let go once its work has ended; left alone, a leader that is
-gone loses its lease by itself.
+With --force the leader record is deleted while the leader may still be working.
+Another may lead at the same time, and only tokens protect what both write.
+Without --force, the leader resigns when its work has ended. The lease of a
+leader that has crashed ends without any command.
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     manual(parser, MANUAL)
-    parser.add_argument("election", metavar="ELECTION", help="the election's name")
-    add_store_option(parser)
+    add_election_arguments(parser)
     parser.add_argument(
         "--wait",
         type=seconds,
         default=10.0,
         metavar="SECONDS",
-        help="how long the leader has to let go (default: 10)",
+        help="the time in which the leader must resign (default: 10)",
     )
     parser.add_argument(
-        "--force", action="store_true", help="remove the leader's record without asking it"
+        "--force", action="store_true", help="delete the leader record without an order"
     )
     parser.add_argument(
         "--yes", action="store_true", help="with --force: do not ask for confirmation"
@@ -79,37 +79,37 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Have the leader let go, and say who leads now."""
+    """End the term of the leader, and print the next leader."""
     url = store_url(args)
     if args.yes and not args.force:
-        raise ConfigError("--yes goes with --force: nothing else is asked")
+        raise ConfigError("--yes is for --force only: without it there is no confirmation")
     if args.force and not _confirmed(url, args.election, asked=not args.yes):
-        print("doyen: nothing was done", file=sys.stderr)
+        print("doyen: not confirmed, nothing was done", file=sys.stderr)
         return Exit.NO
-    gone, now = asyncio.run(_resign(url, args))
+    old, now = asyncio.run(_resign(url, args))
     if args.json:
-        leaders = {"resigned": told(gone), "forced": args.force, "leader": told(now)}
+        leaders = {"resigned": leader_dict(old), "forced": args.force, "leader": leader_dict(now)}
         print_json({"election": args.election, **leaders})
     else:
-        console().print(_in_words(gone, now, forced=args.force))
+        console().print(_as_text(old, now, forced=args.force))
     return Exit.DONE
 
 
 async def _resign(url: str, args: argparse.Namespace) -> tuple[Leader, Leader | None]:
     async with connect(url) as session:
-        gone = await session.resign(args.election, wait_s=args.wait, force=args.force)
-        return gone, await _successor(session, gone)
+        old = await session.resign(args.election, wait_s=args.wait, force=args.force)
+        return old, await _successor(session, old)
 
 
-async def _successor(session: Session, gone: Leader) -> Leader | None:
-    """Who leads now; None if nobody does so before long."""
+async def _successor(session: Session, old: Leader) -> Leader | None:
+    """The next leader; None if there is none within `FOLLOWED_WITHIN_S`."""
     try:
         async with (
             asyncio.timeout(FOLLOWED_WITHIN_S),
-            aclosing(session.observe(gone.election)) as leaders,
+            aclosing(session.observe(old.election)) as leaders,
         ):
             async for leader in leaders:
-                if leader is not None and leader.token != gone.token:
+                if leader is not None and leader.token != old.token:
                     return leader
     except TimeoutError:
         pass
@@ -117,7 +117,7 @@ async def _successor(session: Session, gone: Leader) -> Leader | None:
 
 
 def _confirmed(url: str, election: str, *, asked: bool) -> bool:
-    """Whether to go on by force; says what that costs."""
+    """Whether to use force; prints the consequences and asks."""
     with connect_blocking(url) as session:
         leader = session.leader(election)
         if leader is None:
@@ -125,10 +125,10 @@ def _confirmed(url: str, election: str, *, asked: bool) -> bool:
         if not asked:
             return True
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
-            raise ConfigError("--force asks for confirmation, and nobody is there: add --yes")
+            raise ConfigError("--force asks for confirmation, which needs a terminal: add --yes")
         name = printable(leader.name)
-        print(f"{name} leads {election}, token {leader.token}.\n{COST}", file=sys.stderr)
-        print(f"Remove the record of {name}? [y/N] ", end="", file=sys.stderr, flush=True)
+        print(f"The leader of {election} is {name}, token {leader.token}.\n{COST}", file=sys.stderr)
+        print(f"Delete the leader record of {name}? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             return False
         if session.leader(election) != leader:
@@ -136,17 +136,17 @@ def _confirmed(url: str, election: str, *, asked: bool) -> bool:
         return True
 
 
-def _in_words(gone: Leader, now: Leader | None, *, forced: bool) -> str:
-    name = printable(gone.name)
+def _as_text(old: Leader, now: Leader | None, *, forced: bool) -> str:
+    name = printable(old.name)
     if now is None:
-        follows = "nobody leads it now"
-    elif now.name == gone.name:
-        follows = f"{name} stood again and leads it now, token {now.token}"
+        follows = "there is no leader now"
+    elif now.name == old.name:
+        follows = f"{name} campaigned again and leads, token {now.token}"
     else:
-        follows = f"{printable(now.name)} leads it now, token {now.token}"
+        follows = f"{printable(now.name)} leads now, token {now.token}"
     if forced:
         return (
-            f"the record of {name} (token {gone.token}) in {gone.election} was removed by force;"
-            f" {follows}; only tokens protect what {name} may still write"
+            f"the leader record of {name} (token {old.token}) in {old.election} was deleted;"
+            f" {follows}; only tokens protect against writes that {name} may still make"
         )
-    return f"{name} (token {gone.token}) let go of {gone.election}; {follows}"
+    return f"{name} (token {old.token}) resigned from {old.election}; {follows}"

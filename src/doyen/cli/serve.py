@@ -1,7 +1,7 @@
-"""`doyen serve`: one node of a quorum, in a process of its own, until it is told to stop.
+"""`doyen serve`: run one node of a quorum until a signal stops it.
 
-What a node is to be comes from a file, the environment and options, each prevailing over the one
-before it; the three know the same names.
+Settings come from a TOML file, from environment variables and from options. All three use the same
+names; variables override the file, and options override both.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import tomllib
 from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
@@ -21,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from doyen._log_lines import iso_time, log_line
 from doyen.cli._manual import manual
 from doyen.cli._output import Exit, print_json, seconds
 from doyen.errors import ConfigError
@@ -33,25 +35,25 @@ if TYPE_CHECKING:
 __all__ = ["MANUAL", "configure", "options", "read_peers", "run"]
 
 MANUAL = """\
-Runs one node of a quorum. Three or five of them, each on a machine of its own, are a store that
-needs nothing else: doyen://h1:7400,h2:7400,h3:7400. All of them are started with the same peers.
+Runs one node of a quorum. Three or five nodes on different machines form a store that depends on no
+other service: doyen://h1:7400,h2:7400,h3:7400. Start all of them with the same peers.
 
-A node's data folder is its memory. With --found, nodes whose folders are empty found a cluster,
-once all of them are there; a node whose folder has data takes no notice of it. With --join, a node
-waits until it is added to a cluster that exists. A node that is a member and has lost its folder,
-or has an older copy of it, is refused by the others: remove it, and add it anew with an empty
-folder.
+The data directory holds everything that a node has to remember. With --found, nodes with empty data
+directories found a cluster as soon as all of them are running; a node that has data ignores the
+option. With --join, a node waits until it is added to an existing cluster. If a member has lost its
+data directory, or has an older copy of it, the other nodes refuse it: remove it from the cluster
+and add it again with an empty directory.
 
-Settings come from a TOML file (--config), from the environment (DOYEN_NODE_ID, DOYEN_NODE_PEERS,
-…) and from options; the later prevail. SIGTERM or Ctrl-C hands leadership over, then stops; a
-second one stops at once. Changes are told on standard error, a line each; with --json on standard
-output.
+Settings come from a TOML file (--config), from environment variables (DOYEN_NODE_ID,
+DOYEN_NODE_PEERS, …) and from options. Variables override the file, and options override both. On
+SIGTERM or Ctrl-C the node hands over leadership and stops; on a second signal it stops at once. Log
+lines go to standard error; with --json, changes are printed as JSON on standard output.
 
-the same as a file:
+a configuration file:
   id = "n1"
   data_dir = "/var/lib/doyen"
-  listen = "0.0.0.0:7400"           # default: its own address among the peers
-  peer_secret_file = "/etc/doyen/peers"   # or TLS, unless all is on one machine
+  listen = "0.0.0.0:7400"           # default: this node's address in peers
+  peer_secret_file = "/etc/doyen/peers"   # or TLS; not needed on one machine
   secret_file = "/etc/doyen/clients"
   [peers]
   n1 = "10.0.0.1:7400"
@@ -62,75 +64,83 @@ the same as a file:
   key = "n1.key"
   authority = "ca.pem"
 
-over HTTP, on the same port (and on that of --http):
-  /healthz  200 while it runs
-  /readyz   200 once it knows a leader
-  /leader   200 on the leader, 503 elsewhere
-  /metrics  for Prometheus
+HTTP, on the same port and on that of --http:
+  /healthz  200 while the node runs
+  /readyz   200 while the node knows a leader
+  /leader   200 on the leader, 503 on other nodes
+  /metrics  metrics for Prometheus
 
 exit codes:
-  0    told to stop, and stopped
+  0    stopped by a signal
   2    wrong usage or configuration
-  69   the folder or the address cannot be used
-  70   the disk failed: nothing was said that is not on it
+  69   the data directory or the address cannot be used
+  70   the disk failed; the node confirmed nothing that is not on disk
   others as for every command: see doyen --help
 
 examples:
-  # a quorum on one machine, to try; in three terminals, with n1, n2 and n3
+  # a quorum on one machine, for tests: in three terminals, with n1, n2 and n3
   doyen serve --found --id n1 --data-dir n1 --peers n1=:7401,n2=:7402,n3=:7403
   doyen run billing --store doyen://localhost:7401,localhost:7402 -- ./work
 """
 
 
 def read_peers(text: str) -> dict[str, str]:
-    """`n1=host:port,n2=host:port`; without a host, of this machine."""
+    """Parse `n1=host:port,n2=host:port`. Without a host, the address is on this machine."""
     peers = {}
     for part in text.split(","):
         name, equals, address = part.strip().partition("=")
         if not (name and equals and address):
-            raise ConfigError(f"peers are given as n1=host:port,n2=host:port, not {text!r}")
+            raise ConfigError(f"peers must have the form n1=host:port,n2=host:port; got {text!r}")
         if name in peers:
-            raise ConfigError(f"two peers are called {name!r}")
+            raise ConfigError(f"two peers have the name {name!r}; names must be different")
         peers[name] = f"127.0.0.1{address}" if address.startswith(":") else address
     return peers
 
 
-def _truth(text: str) -> bool:
+def _boolean(text: str) -> bool:
     if text not in ("true", "false"):
-        raise ConfigError(f"{text!r} is neither true nor false")
+        raise ConfigError(f"the value must be true or false; got {text!r}")
     return text == "true"
 
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise ConfigError(f"{text!r} is not a number of bytes")
+        raise ConfigError(f"the value must be a number of bytes; got {text!r}")
     return int(text)
 
 
 SETTINGS: dict[str, tuple[Callable[[str], Any], str, str]] = {
-    "id": (str, "NAME", "this node's name among its peers"),
-    "peers": (read_peers, "NAME=HOST:PORT,…", "every node's address, this one's included"),
-    "data_dir": (str, "FOLDER", "where this node keeps its memory; made if it is not there"),
-    "listen": (str, "HOST:PORT", "where to listen (default: its own address among the peers)"),
-    "http": (str, "HOST:PORT", "a second port, for probes that have no certificate"),
-    "cluster": (str, "NAME", "nodes of one name talk to one another only (default: doyen)"),
-    "secret_file": (str, "FILE", "a file with what clients prove they know"),
-    "peer_secret_file": (str, "FILE", "a file with what nodes prove to one another"),
-    "admin_secret_file": (str, "FILE", "a file with what administrators prove they know"),
-    "onlooker_secret_file": (str, "FILE", "a file with what those prove who only read"),
-    "tls_certificate": (str, "FILE", "this node's certificate, PEM"),
-    "tls_key": (str, "FILE", "its key"),
-    "tls_authority": (str, "FILE", "who signs the others' certificates"),
-    "tls_mutual": (_truth, "true|false", "let in only who has a certificate (default: true)"),
-    "insecure": (_truth, "true|false", "listen beyond this machine with neither secret nor TLS"),
-    "found": (_truth, "true|false", "with an empty folder: found a cluster, with all peers"),
-    "join": (_truth, "true|false", "with an empty folder: wait to be added to a cluster"),
-    "election_s": (seconds, "SECONDS", "how long a leader may be silent (default: 1)"),
-    "heartbeat_s": (seconds, "SECONDS", "how often a leader speaks (default: 0.1)"),
-    "quota_bytes": (_count, "BYTES", "how large the keyspace may become (default: 1 GiB)"),
+    "id": (str, "NAME", "the name of this node; one of the names in peers"),
+    "peers": (read_peers, "NAME=HOST:PORT,…", "the addresses of all nodes, including this one"),
+    "data_dir": (str, "DIRECTORY", "the data directory; created if it does not exist"),
+    "listen": (str, "HOST:PORT", "the address to listen on (default: this node's in peers)"),
+    "http": (str, "HOST:PORT", "a second address for HTTP, for probes without a certificate"),
+    "cluster": (
+        str,
+        "NAME",
+        "the name of the cluster; other clusters are refused (default: doyen)",
+    ),
+    "secret_file": (str, "FILE", "file with the clients' shared secret"),
+    "peer_secret_file": (str, "FILE", "file with the shared secret of the nodes"),
+    "admin_secret_file": (str, "FILE", "file with the shared secret of administrators"),
+    "onlooker_secret_file": (str, "FILE", "file with the shared secret of read-only clients"),
+    "tls_certificate": (str, "FILE", "the certificate of this node, in PEM format"),
+    "tls_key": (str, "FILE", "the private key of the certificate"),
+    "tls_authority": (str, "FILE", "the CA that signs the certificates of nodes and clients"),
+    "tls_mutual": (_boolean, "true|false", "require a certificate of every client (default: true)"),
+    "insecure": (_boolean, "true|false", "listen on the network with neither a secret nor TLS"),
+    "found": (_boolean, "true|false", "without data: found a new cluster together with all peers"),
+    "join": (_boolean, "true|false", "without data: wait to be added to an existing cluster"),
+    "election_s": (
+        seconds,
+        "SECONDS",
+        "elect a new leader after this time without a message from the old one (default: 1)",
+    ),
+    "heartbeat_s": (seconds, "SECONDS", "the interval of the leader's heartbeats (default: 0.1)"),
+    "quota_bytes": (_count, "BYTES", "the greatest size of the keyspace (default: 1 GiB)"),
     "protocol": (str, "NAME", "raft (default), zab, viewstamped, paxos or smallest-id"),
 }
-"""Each with how its text is read, what it looks like, and what it means."""
+"""For each setting: the parser of its text, its form, its help."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -139,74 +149,74 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", metavar="FILE", help="a TOML file (default: $DOYEN_NODE_CONFIG)"
     )
-    for name, (_, looks, meaning) in SETTINGS.items():
+    for name, (_, form, meaning) in SETTINGS.items():
         option = f"--{name.replace('_', '-')}"
-        if looks == "true|false" and name != "tls_mutual":
+        if form == "true|false" and name != "tls_mutual":
             parser.add_argument(option, action="store_const", const="true", help=meaning)
         else:
-            told = meaning if "default" in meaning else f"{meaning} (default: none)"
-            parser.add_argument(option, metavar=looks, help=told)
+            text = meaning if "default" in meaning else f"{meaning} (default: none)"
+            parser.add_argument(option, metavar=form, help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until told to stop."""
-    asked = options(vars(args), os.environ)
-    http = asked.pop("http", None)
+    """Run the node until a signal stops it."""
+    settings = options(vars(args), os.environ)
+    http = settings.pop("http", None)
     try:
         from doyen.quorum.node import new_loop
         from doyen.quorum.node.server import NodeOptions
     except ModuleNotFoundError as error:
         raise ConfigError(f"a node needs {error.name}: pip install 'doyen[quorum]'") from error
-    if not args.json:
-        logging.basicConfig(
-            format="%(asctime)s.%(msecs)03d %(message)s", datefmt="%H:%M:%S", level=logging.WARNING
-        )
+    handler = logging.StreamHandler()
+    handler.setFormatter(_LogfmtFormatter())
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    report = _print_json if args.json else _print_line
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        return runner.run(_serve(NodeOptions(**asked), http, _tell_json if args.json else _tell))
+        return runner.run(_serve(NodeOptions(**settings), http, report))
 
 
 def options(given: Mapping[str, str | None], environment: Mapping[str, str]) -> dict[str, Any]:
-    """What a node is to be, from all three sources."""
+    """The settings of a node, from the file, the environment and the options."""
     config = given.get("config") or environment.get("DOYEN_NODE_CONFIG")
-    asked = _from_file(Path(config)) if config else {}
-    for name, (read, _, _) in SETTINGS.items():
+    found = _from_file(Path(config)) if config else {}
+    for name, (parse, _, _) in SETTINGS.items():
         variable = f"DOYEN_NODE_{name.upper()}"
         text = given.get(name) if given.get(name) is not None else environment.get(variable)
         if text is not None:
             try:
-                asked[name] = read(text)
+                found[name] = parse(text)
             except argparse.ArgumentTypeError as error:
                 raise ConfigError(f"{name}: {error}") from error
     _check_variables(environment)
     for name in ("id", "peers", "data_dir"):
-        if not asked.get(name):
+        if not found.get(name):
             raise ConfigError(
-                f"a node needs {name}: --{name.replace('_', '-')}, DOYEN_NODE_{name.upper()},"
-                f" or {name} in a file (--config)"
+                f"the setting {name} is missing: use --{name.replace('_', '-')}, the variable"
+                f" DOYEN_NODE_{name.upper()}, or {name} in the file of --config"
             )
     for name in SECRETS:
         if (variable := f"DOYEN_NODE_{name.upper()}") in environment:
-            asked[name] = environment[variable]
-        if file := asked.pop(f"{name}_file", None):
-            asked[name] = _secret(Path(file))
-    if tls := {name: asked.pop(f"tls_{name}") for name in TLS_PARTS if f"tls_{name}" in asked}:
+            found[name] = environment[variable]
+        if file := found.pop(f"{name}_file", None):
+            found[name] = _secret(Path(file))
+    if tls := {name: found.pop(f"tls_{name}") for name in TLS_PARTS if f"tls_{name}" in found}:
         from doyen.quorum.protocol.security import TLS
 
-        asked["tls"] = TLS(**tls)
-    return asked
+        found["tls"] = TLS(**tls)
+    return found
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:
-    """Refuse one that nobody reads: it was meant to do something."""
+    """Refuse unknown variables, which are probably misspelt."""
     known = [f"DOYEN_NODE_{name.upper()}" for name in (*SETTINGS, "config", *SECRETS)]
     for variable in environment:
         if variable.startswith("DOYEN_NODE_") and variable not in known:
-            raise ConfigError(f"nothing reads the variable {variable}; {_hint(variable, known)}")
+            raise ConfigError(f"unknown variable {variable}; {_hint(variable, known)}")
 
 
 def _hint(name: str, known: Collection[str]) -> str:
     near = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+    return f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
 
 
 SECRETS = ("secret", "peer_secret", "admin_secret", "onlooker_secret")
@@ -215,36 +225,36 @@ TLS_PARTS = ("certificate", "key", "authority", "mutual")
 
 _KINDS: dict[Callable[[str], Any], tuple[type, ...]] = {
     read_peers: (dict,),
-    _truth: (bool,),
+    _boolean: (bool,),
     seconds: (int, float),
     _count: (int,),
 }
-"""What TOML has for each; text for the rest."""
+"""The TOML types of settings that are not strings."""
 
 
 def _from_file(path: Path) -> dict[str, Any]:
     try:
         raw = tomllib.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"the file {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
+        raise ConfigError(f"the file {path} is not valid TOML: {error}") from error
     tls = raw.pop("tls", {})
     if not isinstance(tls, dict):
-        raise ConfigError(f"{path}: tls is a table: [tls], then certificate, key, authority")
+        raise ConfigError(f"{path}: tls must be a table: [tls], then certificate, key, authority")
     found = {**raw, **{f"tls_{name}": value for name, value in tls.items()}}
     for name, value in found.items():
         if name not in SETTINGS:
-            raise ConfigError(f"{path}: there is no setting {name!r}; {_hint(name, SETTINGS)}")
+            raise ConfigError(f"{path}: unknown setting {name!r}; {_hint(name, SETTINGS)}")
         kind = _KINDS.get(SETTINGS[name][0], (str,))
         if not isinstance(value, kind) or (isinstance(value, bool) and bool not in kind):
-            raise ConfigError(f"{path}: {name} cannot be {value!r}; it looks like {_example(name)}")
+            raise ConfigError(f"{path}: {name} must have the form {_form(name)}; got {value!r}")
     if not all(isinstance(address, str) for address in found.get("peers", {}).values()):
-        raise ConfigError(f'{path}: a peer\'s address is text, such as "10.0.0.1:7400"')
+        raise ConfigError(f'{path}: the address of a peer must be text, such as "10.0.0.1:7400"')
     return found
 
 
-def _example(name: str) -> str:
+def _form(name: str) -> str:
     return '[peers], then n1 = "host:port"' if name == "peers" else SETTINGS[name][1]
 
 
@@ -252,89 +262,111 @@ def _secret(path: Path) -> str:
     try:
         secret = path.read_text().strip()
     except OSError as error:
-        raise ConfigError(f"secret file {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"the secret file {path} cannot be read: {error.strerror}") from error
     if not secret:
-        raise ConfigError(f"secret file {path} is empty: put a long random line into it")
+        raise ConfigError(f"the secret file {path} is empty: write a long random line to it")
     return secret
 
 
-Tell = Callable[..., object]
+Report = Callable[..., object]
+"""Prints one change: a sentence, and its fields."""
 
 
-def _tell(words: str, **_: object) -> None:
-    at = datetime.now().astimezone()
-    print(f"{at:%H:%M:%S}.{at:%f}"[:-3], words, file=sys.stderr, flush=True)
+def _now() -> str:
+    return iso_time(time.time())
 
 
-def _tell_json(words: str, **fields: object) -> None:
+def _print_line(_: str, **fields: object) -> None:
+    line = log_line(time=_now(), level="info", **fields)
+    print(line, file=sys.stderr, flush=True)
+
+
+def _print_json(words: str, **fields: object) -> None:
     at = datetime.now().astimezone().isoformat(timespec="milliseconds")
-    print_json({"at": at, **fields, "words": words})
+    shown = {name: value for name, value in fields.items() if name != "data_dir"}
+    print_json({"at": at, **shown, "words": words})
 
 
-async def _serve(asked: NodeOptions, http: str | None, tell: Tell) -> int:
-    """What it says is written by a thread: a pipe that nobody reads must not stop the node."""
-    lines = DeliveryQueue(_write, merge=lambda _, line: line, name="doyen-serve")
+class _LogfmtFormatter(logging.Formatter):
+    """Formats log lines as `key=value`, with time and level."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        start = log_line(time=iso_time(record.created), level=record.levelname.lower())
+        text = record.getMessage()
+        line = f"{start} {text if text.startswith('event=') else log_line(msg=text)}"
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+async def _serve(settings: NodeOptions, http: str | None, report: Report) -> int:
+    """Run the node. Lines are printed by a thread, so that a pipe that is not read cannot block
+    the node."""
+    lines = DeliveryQueue(_call, merge=lambda _, line: line, name="doyen-serve")
     try:
-        return await _serve_until_told(
-            asked, http, lambda words, **fields: lines.put(partial(tell, words, **fields))
+        return await _serve_until_stopped(
+            settings, http, lambda words, **fields: lines.put(partial(report, words, **fields))
         )
     finally:
         await lines.close(FLUSH_S)
 
 
-def _write(line: Callable[[], object]) -> None:
-    line()
+def _call(print_line: Callable[[], object]) -> None:
+    print_line()
 
 
-async def _serve_until_told(asked: NodeOptions, http: str | None, tell: Tell) -> int:
+async def _serve_until_stopped(settings: NodeOptions, http: str | None, report: Report) -> int:
     from doyen.quorum.node.server import NodeServer
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    node = settings.id
 
-    def told(number: signal.Signals) -> None:
+    def on_signal(number: signal.Signals) -> None:
         if stop.is_set():
             os._exit(128 + number)
-        tell(f"{asked.id} stops: handing over first", event="stopping", node=asked.id)
+        report(f"node {node} hands over leadership and stops", event="stopping", node=node)
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told, number)
-    server = await NodeServer.open(asked, http=http)
-    # What exists by now will stay: the collector need not look at it again, and its pauses are
-    # what makes a healthy leader look dead.
+        loop.add_signal_handler(number, on_signal, number)
+    server = await NodeServer.open(settings, http=http)
+    # The objects that exist now will live as long as the node. Freezing them keeps collections
+    # short; a long one would delay heartbeats until the followers elect another leader.
     gc.collect()
     gc.freeze()
-    _tell_of_roles(server, asked, tell)
+    _report_roles(server, settings, report)
     try:
         await stop.wait()
     finally:
         await server.close()
-    tell(f"{asked.id} has stopped", event="stopped", node=asked.id)
+    report(f"node {node} has stopped", event="stopped", node=node)
     return Exit.DONE
 
 
-def _tell_of_roles(server: NodeServer, asked: NodeOptions, tell: Tell) -> None:
-    at = asked.listen or asked.peers[asked.id]
-    tell(
-        f"{asked.id} listens at {at}, cluster {asked.cluster}, memory in {asked.data_dir}",
+def _report_roles(server: NodeServer, settings: NodeOptions, report: Report) -> None:
+    node, address = settings.id, settings.listen or settings.peers[settings.id]
+    report(
+        f"node {node} of cluster {settings.cluster} listens on {address};"
+        f" its data directory is {settings.data_dir}",
         event="listening",
-        node=asked.id,
-        address=at,
+        node=node,
+        address=address,
         port=server.port,
-        cluster=asked.cluster,
+        cluster=settings.cluster,
+        data_dir=settings.data_dir,
     )
 
-    def role(role: Role, generation: int, leader: str | None) -> None:
-        who = f"{leader} leads" if leader else "nobody leads as far as it knows"
-        if asked.id not in server.driver.membership.everyone:
-            who = "it does not belong to the quorum any more, and may be stopped"
-        tell(
-            f"{asked.id} is {role}: {who}, generation {generation}",
+    def on_role(role: Role, generation: int, leader: str | None) -> None:
+        known = f"the leader is {leader}" if leader else "it knows no leader"
+        if node not in server.driver.membership.everyone:
+            known = "it is not a member of the cluster and may be stopped"
+        report(
+            f"node {node} is {role} in generation {generation}: {known}",
             event="role",
-            node=asked.id,
+            node=node,
             role=str(role),
             generation=generation,
             leader=leader,
         )
 
-    server.driver.on_role(role)
+    server.driver.on_role(on_role)

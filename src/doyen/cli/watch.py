@@ -1,4 +1,4 @@
-"""`doyen watch ELECTION`: say who leads, then every change, a line each, until interrupted."""
+"""`doyen watch ELECTION`: print the leader, then a line for every change."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from collections.abc import Callable
 from datetime import datetime
 
 from doyen.cli._manual import manual
-from doyen.cli._output import add_store_option, console, follow, print_json, store_url
-from doyen.cli.leader import as_dict, in_words
+from doyen.cli._output import add_election_arguments, console, follow, print_json, store_url
+from doyen.cli.leader import as_dict, leader_text
 from doyen.model import Leader
 from doyen.session import connect
 
 __all__ = ["MANUAL", "configure", "run"]
 
 MANUAL = """\
-Prints who leads, then a line for every change, as soon as the store tells of it; nothing is polled.
-Times are when the change was seen here. Changes in quick succession may be seen as one. A store
-that cannot be reached is waited for. With --json each line is a JSON object.
+Prints the leader, then a line for every change, as soon as the store notifies this process; nothing
+is polled. Times are those at which the change was seen here. Changes in quick succession may appear
+as one. If the store cannot be reached, the command waits for it. With --json each line is a JSON
+object.
 
 exit codes:
-  0    ended by Ctrl-C, which is how it is meant to end
-  141  nobody reads its output any more
+  0    ended by Ctrl-C, the usual way to end it
+  141  the reader of its output has gone
   others as for every command: see doyen --help
 
 examples:
@@ -34,13 +35,12 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     manual(parser, MANUAL)
-    parser.add_argument("election", metavar="ELECTION", help="the election's name")
-    add_store_option(parser)
+    add_election_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print until interrupted, which is how it is meant to end."""
-    show = _show_json if args.json else _shower()
+    """Print changes until interrupted."""
+    show = _show_json if args.json else _text_printer()
     return follow(_watch(store_url(args), args.election, show))
 
 
@@ -51,11 +51,11 @@ def _show_json(election: str, leader: Leader | None, at: datetime) -> None:
     print_json({"at": at.isoformat(timespec="milliseconds"), **as_dict(election, leader)})
 
 
-def _shower() -> _Show:
+def _text_printer() -> _Show:
     out = console()
 
     def show(election: str, leader: Leader | None, at: datetime) -> None:
-        out.print(f"{at:%Y-%m-%d %H:%M:%S}.{at:%f}"[:-3], in_words(election, leader))
+        out.print(f"{at:%Y-%m-%d %H:%M:%S}.{at:%f}"[:-3], leader_text(election, leader))
 
     return show
 
