@@ -41,7 +41,7 @@ def test_a_hundred_thousand_dead_leases(engine: str) -> None:
     with start() as server:
         harness = kind(server)
         harness.dead_leases = count
-        LinkedStoreConformance().test_leases_of_the_dead(harness)
+        LinkedStoreConformance().test_leases_of_crashed_clients(harness)
 
 
 @pytest.mark.chaos
@@ -49,4 +49,4 @@ def test_a_hundred_thousand_dead_leases_in_a_quorum() -> None:
     with servers.QuorumCluster() as quorum:
         harness = test_quorum_conformance.Harness(quorum)
         harness.dead_leases = MANY
-        LinkedStoreConformance().test_leases_of_the_dead(harness)
+        LinkedStoreConformance().test_leases_of_crashed_clients(harness)

@@ -1,12 +1,12 @@
 """Tools for testing what is built on doyen, and for testing stores.
 
-- `run_virtual`, `VirtualLoop`: run asyncio code in virtual time, where nothing ever waits.
-- `FaultyStore`, `Faults`: put faults between a caller and its store, by hand or by seed.
-- `StoreConformance`, `StoreHarness`: put a store to every promise of the port (needs pytest);
-  `LinkedStoreConformance`, `LinkedHarness` for a store that is reached over a network.
+- `run_virtual`, `VirtualLoop`: run asyncio code in virtual time, without waiting.
+- `FaultyStore`, `Faults`: inject faults between a caller and its store, by hand or by seed.
+- `StoreConformance`, `StoreHarness`: test a store against the port (needs pytest).
+  `LinkedStoreConformance` and `LinkedHarness` are for stores that are reached over a network.
 
-Importing `doyen` does not import this package, and this package imports each tool when it is first
-asked for: the pytest plugin beside it is loaded in every run and must cost next to nothing.
+Importing `doyen` does not import this package, and this package imports each tool on first use: the
+pytest plugin is loaded in every pytest run and must not slow it down.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Fault injection: a store between a caller and a real store that does what networks do.
+"""Fault injection: a store that wraps another store and fails as networks do.
 
-Calls may be late, lost, done and not answered, refused, or overtaken by later calls; a lease may
-end behind its holder's back; a cut lets nothing through. Never does it do what the port forbids:
-whoever keeps to the port must survive all of it.
+Calls may be delayed, lost, carried out without an answer, refused, or overtaken by later calls. A
+lease may end without its holder's knowledge, and a cut stops all traffic. All faults are within
+what the port allows, so correct users of the port must tolerate them.
 
     faults = Faults(seed=7, odds=Odds(lost=0.05, unanswered=0.05))
     store = FaultyStore(await open_store("memory://", context), faults)
-    faults.next("create", Unanswered())    # the next create is done, and never answered
-    faults.cut()                           # nothing gets through, until
+    faults.next("create", Unanswered())    # the next create is carried out and not answered
+    faults.cut()                           # no traffic until heal()
     faults.heal()
 
-One seed gives one run: chance is drawn once a call, in the order of the calls, so on a
-`VirtualLoop` the same seed gives the same `trace`.
+Faults are drawn from the seed once per call, in the order of the calls, so on a `VirtualLoop` the
+same seed gives the same `trace`.
 
 Imports the port, the model and the standard library.
 """
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Late:
-    """Done after `before_s`, answered `after_s` later. A caller who gives up first stops it."""
+    """Carried out after `before_s`, answered `after_s` later. Cancelling the call stops it."""
 
     before_s: float = 0.0
     after_s: float = 0.0
@@ -57,34 +57,34 @@ class Late:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostCall:
-    """Not done. Never answered, or with `told` answered by `OutcomeUnknown`."""
+    """Not carried out. Never answered, or with `told` answered by `OutcomeUnknown`."""
 
     told: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unanswered:
-    """Done. Never answered, or with `told` answered by `OutcomeUnknown`."""
+    """Carried out. Never answered, or with `told` answered by `OutcomeUnknown`."""
 
     told: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RefusedCall:
-    """Not done, and said so: `StoreUnavailable`."""
+    """Not carried out, and answered by `StoreUnavailable`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stray:
-    """Done after `after_s` whatever the caller does meanwhile: giving up does not stop it, and
-    calls made later may overtake it."""
+    """Carried out after `after_s`, even if the caller cancels the call. Later calls may overtake
+    it."""
 
     after_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Expired:
-    """The lease named by the call ends at the store just before the call is done."""
+    """The lease that the call names ends at the store just before the call is carried out."""
 
 
 Fault = Late | LostCall | Unanswered | RefusedCall | Stray | Expired
@@ -92,7 +92,7 @@ Fault = Late | LostCall | Unanswered | RefusedCall | Stray | Expired
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Odds:
-    """The chance of each fault in one call; what remains goes well.
+    """The probability of each fault in one call. The rest of the calls succeed.
 
     `expired` applies to calls that name a lease. `late` applies to notifications too.
     """
@@ -104,17 +104,17 @@ class Odds:
     stray: float = 0.0
     expired: float = 0.0
     delay_s: float = 1.0
-    """The longest delay of what is late or stray."""
+    """The longest delay of a late or stray call."""
 
 
 class Faults:
-    """What goes wrong, for one client or, shared, for several at once."""
+    """The faults of one client, or of several clients that share this object."""
 
     def __init__(self, seed: int = 0, odds: Odds | None = None) -> None:
         self.odds = odds or Odds()
-        """May be replaced at any time; `Odds()` is fair weather."""
+        """May be replaced at any time. `Odds()` means no random faults."""
         self.trace: list[str] = []
-        """Every call, with the fault it met."""
+        """Every call, with the fault that was injected."""
         self._random = random.Random(seed)
         self._next: dict[str, deque[Fault]] = {}
         self.requests_cut = False
@@ -122,35 +122,38 @@ class Faults:
         self._watches: dict[_FaultyWatch, None] = {}
 
     def next(self, operation: str, *faults: Fault) -> None:
-        """Let the next calls of `operation` (a method's name) meet these, before any chance."""
+        """Inject these faults into the next calls of `operation`, the name of a method.
+
+        They take precedence over random faults.
+        """
         self._next.setdefault(operation, deque()).extend(faults)
 
     def cut(self, *, answers_only: bool = False) -> None:
-        """Let nothing through: what is on its way is lost, in both directions, watches too.
+        """Drop all traffic in both directions, including notifications and what is in flight.
 
-        With `answers_only` requests still arrive and are done.
+        With `answers_only` requests still arrive and are carried out.
         """
         self.requests_cut = not answers_only
         self.answers_cut = True
 
     def heal(self) -> None:
-        """End the cut. What was lost stays lost; every watch is told, as it may have missed much.
+        """End the cut. Lost traffic stays lost, so every watch is notified.
 
         Like `cut` and `next`, this may be called from any thread.
         """
         self.requests_cut = self.answers_cut = False
         for watch in list(self._watches):
-            watch.tell_soon()
+            watch.notify_soon()
 
     def choose(self, operation: str, about: str, leased: bool) -> Fault | None:
-        """The fate of one call."""
+        """Choose the fault of one call, if any."""
         directed = self._next.get(operation)
         fault = directed.popleft() if directed else self._chance(leased)
         self.trace.append(f"{operation} {about} {fault}")
         return fault
 
-    def notice_delay_s(self) -> float:
-        """By how much to delay one notification."""
+    def notification_delay_s(self) -> float:
+        """Choose the delay of one notification."""
         late = self._random.random() < self.odds.late
         return self._delay() if late else 0.0
 
@@ -181,7 +184,7 @@ class Faults:
 
 
 class FaultyStore(Store):
-    """A store whose calls meet `faults` on their way to another store, which it owns."""
+    """A store that passes calls to another store, which it owns, and injects `faults`."""
 
     def __init__(self, store: Store, faults: Faults) -> None:
         self.capabilities = store.capabilities
@@ -246,7 +249,7 @@ class FaultyStore(Store):
         self._store.forked()
 
     async def close(self) -> None:
-        """Close the store behind, after the strays have landed: what was sent, was sent."""
+        """Close the wrapped store after stray calls have been carried out."""
         for watch in list(self._watches):
             watch.close()
         if self._strays:
@@ -291,15 +294,15 @@ class FaultyStore(Store):
         await _silence()
 
     async def _stray(self, after_s: float, do: Callable[[], Awaitable[T]]) -> T:
-        async def land() -> T:
+        async def deliver() -> T:
             await asyncio.sleep(after_s)
             if self.faults.requests_cut:
                 raise _Dropped
             return await do()
 
-        task = asyncio.create_task(land())
+        task = asyncio.create_task(deliver())
         self._strays[task] = None
-        task.add_done_callback(self._landed)
+        task.add_done_callback(self._stray_ended)
         try:
             result = await shared(task)
         except _Dropped:
@@ -308,14 +311,14 @@ class FaultyStore(Store):
             await _silence()
         return result
 
-    def _landed(self, stray: asyncio.Task[Any]) -> None:
+    def _stray_ended(self, stray: asyncio.Task[Any]) -> None:
         del self._strays[stray]
         if not stray.cancelled():
-            stray.exception()  # whoever asked may be gone: then nobody need hear of it
+            stray.exception()  # retrieved: the caller may have cancelled the call
 
 
 class _FaultyWatch:
-    """Passes notifications on, late or not at all while there is a cut."""
+    """Passes on notifications, possibly late, and drops them during a cut."""
 
     def __init__(self, store: FaultyStore, notify: Callable[[], None]) -> None:
         self._store = store
@@ -340,26 +343,26 @@ class _FaultyWatch:
             if self._inner is not None:
                 self._inner.close()
 
-    def tell_soon(self) -> None:
-        self._loop.call_soon_threadsafe(self._tell)
+    def notify_soon(self) -> None:
+        self._loop.call_soon_threadsafe(self._deliver)
 
     def _changed(self) -> None:
-        delay_s = self._faults.notice_delay_s()
+        delay_s = self._faults.notification_delay_s()
         if delay_s:
-            self._loop.call_later(delay_s, self._tell)
+            self._loop.call_later(delay_s, self._deliver)
         else:
-            self._tell()
+            self._deliver()
 
-    def _tell(self) -> None:
+    def _deliver(self) -> None:
         if not self._closed and not self._faults.answers_cut:
             self._notify()
 
 
 class _Dropped(Exception):
-    """A stray that was on its way when a cut began."""
+    """A stray call was in flight when a cut began."""
 
 
 async def _silence() -> NoReturn:
-    """Wait for an answer that does not come, until the caller gives up."""
+    """Wait for an answer that never arrives, until the caller cancels the call."""
     while True:
         await asyncio.get_running_loop().create_future()

@@ -1,9 +1,9 @@
 """Virtual time: an asyncio event loop that never waits.
 
-When every task sleeps, the loop moves its `VirtualClock` to the next timer and goes on. A test of
-an hour's failovers takes milliseconds and gives the same order of events every time. There is no
-outside here: sockets, subprocesses and threads are never looked at, so a task that waits for one
-is reported as a deadlock, as is a set of tasks that wait only for each other.
+When every task sleeps, the loop advances its `VirtualClock` to the next timer. A test of an hour of
+failovers takes milliseconds and has the same order of events in every run. The loop does not poll
+sockets, subprocesses or threads: a task that waits for one is reported as a deadlock, as are tasks
+that wait only for each other.
 
 Imports `doyen.lease.clock` and the standard library.
 """
@@ -23,29 +23,30 @@ T = TypeVar("T")
 
 
 class VirtualDeadlock(RuntimeError):
-    """Every task waits and nothing is scheduled: real time would pass for ever."""
+    """Every task waits and no timer is set, so nothing would ever happen."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop on a virtual clock. `time()` is the clock's `monotonic`.
 
-    Timers wait on `monotonic`, as on a real machine; leases are decided by `now`. So a test can
-    suspend the machine (`clock.suspend`) and see what late timers do.
+    Timers use `monotonic`, as on a real machine, and leases are decided by `now`. A test can
+    therefore suspend the machine (`clock.suspend`) and check what late timers do.
     """
 
     def __init__(self, clock: VirtualClock | None = None) -> None:
         self.clock = clock or VirtualClock()
-        super().__init__(_NeverWaiting(self))
-        # asyncio runs a timer that is due within this. It must exceed a float's grain even after
-        # decades of virtual time, or a timer due exactly now would never be run.
+        super().__init__(_AdvancingSelector(self))
+        # asyncio runs timers that are due within this resolution. It must exceed the rounding
+        # error of a float even after decades of virtual time, or a timer that is due now would
+        # never run.
         self._clock_resolution = 1e-7
 
     def time(self) -> float:
         return self.clock.monotonic()
 
 
-class _NeverWaiting(selectors.BaseSelector):
-    """Stands where the loop would wait for the outside, and moves the clock instead."""
+class _AdvancingSelector(selectors.BaseSelector):
+    """Advances the clock where the loop would wait for I/O or a timer."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
@@ -53,7 +54,7 @@ class _NeverWaiting(selectors.BaseSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise VirtualDeadlock(_who_waits(self._loop))
+            raise VirtualDeadlock(_waiting_tasks(self._loop))
         if timeout > 0:
             self._loop.clock.advance(timeout)
         return []
@@ -71,15 +72,15 @@ class _NeverWaiting(selectors.BaseSelector):
         return self._keys
 
 
-def _who_waits(loop: VirtualLoop) -> str:
+def _waiting_tasks(loop: VirtualLoop) -> str:
     waiting = sorted(
         f"{task.get_name()} ({getattr(task.get_coro(), '__qualname__', '?')})"
         for task in asyncio.all_tasks(loop)
     )
     return (
-        "every task waits and nothing is scheduled, so virtual time cannot go on;"
-        " sockets, subprocesses and threads do not exist here."
-        f" At {loop.time():.3f} s these wait: {', '.join(waiting) or 'none'}"
+        "every task waits and no timer is set, so virtual time cannot advance;"
+        " sockets, subprocesses and threads are not available in virtual time."
+        f" Waiting tasks at {loop.time():.3f} s: {', '.join(waiting) or 'none'}"
     )
 
 
@@ -90,7 +91,7 @@ def run_virtual(
 ) -> T:
     """Run a coroutine, or a function that makes one, in virtual time, and return its result.
 
-    As `asyncio.run` does it: what is left over at the end is cancelled, and the loop is closed.
+    Like `asyncio.run`, it cancels remaining tasks at the end and closes the loop.
 
     >>> clock = VirtualClock()
     >>> async def an_hour() -> float:

@@ -1,7 +1,7 @@
-"""The conformance suite: every promise of the Store port, as a test that any store can be put to.
+"""The conformance suite: every promise of the Store port as a test, for any store.
 
-A store's author writes a harness (how to open a client of one and the same store) and one fixture,
-and inherits the tests:
+The author of a store writes a harness, which opens independent clients of the same store, and one
+fixture, and inherits the tests:
 
     import pytest
     from doyen.testing import StoreConformance, StoreHarness
@@ -15,25 +15,26 @@ and inherits the tests:
         def store_harness(self):
             return Harness()
 
-A store that is reached over a network inherits `LinkedStoreConformance` instead, and its harness
-`LinkedHarness`: the suite then also breaks links, kills connections and writes foreign values.
+For a store that is reached over a network, inherit `LinkedStoreConformance` and derive the harness
+from `LinkedHarness`. The suite then also cuts the network, resets connections and writes foreign
+values.
 
-The same tests run in virtual time (override `run`) and against real servers. They wait for what
-must come, within bounds, and never rely on something not having come yet; where the machine was
-too slow for a statement about time, they start again. Each test uses names of its own, so a shared
-server is fine.
+The same tests run in virtual time (override `run`) and against real servers. They wait a bounded
+time for what must happen and never rely on an event being late. A test of timing is repeated if the
+machine was too slow for it. Each test uses election names of its own, so tests may share a
+server.
 
 Imports the port, the model, fault injection and pytest.
 """
 
 from __future__ import annotations
 
-from doyen.testing.conformance.entries import Entries
+from doyen.testing.conformance.entries import EntryConformance
 from doyen.testing.conformance.harness import StoreHarness
 from doyen.testing.conformance.interruptions import InterruptionConformance
 from doyen.testing.conformance.leases import LeaseConformance
-from doyen.testing.conformance.lines import Lines
-from doyen.testing.conformance.network import BreakableConnection, LinkedHarness, Links
+from doyen.testing.conformance.lines import LineConformance
+from doyen.testing.conformance.network import BreakableConnection, LinkedHarness, NetworkConformance
 from doyen.testing.conformance.watches import WatchConformance
 
 __all__ = [
@@ -45,12 +46,14 @@ __all__ = [
 ]
 
 
-class StoreConformance(LeaseConformance, Entries, Lines, WatchConformance, InterruptionConformance):
-    """The promises of the Store port. Inherit, and give a fixture `store_harness`."""
+class StoreConformance(
+    LeaseConformance, EntryConformance, LineConformance, WatchConformance, InterruptionConformance
+):
+    """The promises of the Store port. Inherit it and define a fixture `store_harness`."""
 
 
-class LinkedStoreConformance(StoreConformance, Links):
-    """The same for a store that is reached over a network, and what holds when that fails.
+class LinkedStoreConformance(StoreConformance, NetworkConformance):
+    """The promises of the Store port, including those that hold when the network fails.
 
-    The fixture `store_harness` gives a `LinkedHarness`.
+    The fixture `store_harness` returns a `LinkedHarness`.
     """

@@ -1,4 +1,4 @@
-"""What entries promise: one atomic write decides, and reads show it."""
+"""Promises about entries: writes are atomic, and reads return what was written."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from doyen.stores.port import Store
 from doyen.testing.conformance.harness import StoreHarness, leased, listed, promise
 
 
-class Entries:
-    """Promises about what stands at a key."""
+class EntryConformance:
+    """Promises about entries."""
 
     @promise
     async def test_of_many_racers_exactly_one_wins(self, h: StoreHarness) -> None:
-        """However many create a key at once, one wins, and the others are shown its entry."""
+        """If many clients create a key at once, one wins, and the others get the winner's entry."""
         racers = [await leased(h) for _ in range(h.racers)]
         key = leader_key(h.name())
         for _ in range(5):
@@ -40,8 +40,8 @@ class Entries:
             assert await racers[0][0].delete(key, if_version=winner.version)
 
     @promise
-    async def test_a_refused_create_leaves_what_stands_there(self, h: StoreHarness) -> None:
-        """A `create` that is refused changes nothing, whoever makes it, the holder included."""
+    async def test_a_refused_create_changes_nothing(self, h: StoreHarness) -> None:
+        """A refused `create` changes nothing, whether the holder or another client calls it."""
         a, a_lease = await leased(h)
         b, b_lease = await leased(h)
         key = leader_key(h.name())
@@ -59,7 +59,7 @@ class Entries:
 
     @promise
     async def test_create_succeeds_over_an_entry_whose_lease_expired(self, h: StoreHarness) -> None:
-        """ "Nothing stands there" includes an entry whose lease has ended by time."""
+        """`create` treats an entry whose lease has expired as absent."""
         holder = await h.client()
         other, other_lease = await leased(h)
         lease = await holder.grant(h.ttl_s)
@@ -82,7 +82,7 @@ class Entries:
 
     @promise
     async def test_put_succeeds_over_an_entry_whose_lease_ended(self, h: StoreHarness) -> None:
-        """`put` with no version takes the end of a lease for absence too."""
+        """`put` without a version treats an entry whose lease has ended as absent."""
         store, lease = await leased(h)
         key = order_key(h.name())
         first = (await store.create(key, b"old", lease)).entry
@@ -94,9 +94,9 @@ class Entries:
         await h.shows(store, key, b"new")
 
     @promise
-    async def test_revisions_grow_however_an_entry_ended(self, h: StoreHarness) -> None:
-        """Each creation of a key has a revision above all before it: after a release, a revoke, an
-        expiry, a write without a lease, and a restart of the store."""
+    async def test_revisions_grow_across_deletion_expiry_and_restart(self, h: StoreHarness) -> None:
+        """Each creation of a key has a higher revision than those before it: after a deletion, a
+        revocation, an expiry, a write without a lease, and a restart of the store."""
         key = leader_key(h.name())
         seen: list[int] = []
 
@@ -133,14 +133,14 @@ class Entries:
         assert all(before < after for before, after in pairwise(seen)), f"revisions were {seen}"
 
     @promise
-    async def test_tokens_grow_from_client_to_client(self, h: StoreHarness) -> None:
-        """Leadership passed on among many clients gives each successor a higher revision."""
+    async def test_tokens_grow_across_clients(self, h: StoreHarness) -> None:
+        """When leadership passes between clients, each new leader gets a higher revision."""
         racers = [await leased(h) for _ in range(h.racers)]
         key, last = leader_key(h.name()), 0
         shuffled = random.Random(1)
         for turn in range(3 * h.racers):
             store, lease = racers[shuffled.randrange(h.racers)]
-            # What others write meanwhile must not disturb the order.
+            # Writes to other keys must not disturb the order.
             await racers[turn % h.racers][0].put(order_key(h.name(str(turn))), b"", if_version=None)
             won, entry = await store.create(key, b"v", lease)
             assert won
@@ -149,8 +149,8 @@ class Entries:
             assert await store.delete(key, if_version=entry.version)
 
     @promise
-    async def test_put_follows_the_version(self, h: StoreHarness) -> None:
-        """`put` is done only over the version that was named; the revision is the creation's."""
+    async def test_put_checks_the_version(self, h: StoreHarness) -> None:
+        """`put` replaces only the version that it names, and keeps the revision of the creation."""
         store = await h.client()
         key = order_key(h.name())
         first = await store.put(key, b"1", if_version=None)
@@ -168,7 +168,7 @@ class Entries:
 
     @promise
     async def test_a_version_is_not_valid_for_a_later_entry(self, h: StoreHarness) -> None:
-        """A version of an entry that was deleted does not match its successor."""
+        """The version of a deleted entry does not match an entry created later at the same key."""
         store, lease = await leased(h)
         key = leader_key(h.name())
         old = (await store.create(key, b"same", lease)).entry
@@ -180,8 +180,8 @@ class Entries:
         await h.shows(store, key, b"same")
 
     @promise
-    async def test_delete_follows_the_version(self, h: StoreHarness) -> None:
-        """`delete` with a stale version, or of nothing, does nothing and says so."""
+    async def test_delete_checks_the_version(self, h: StoreHarness) -> None:
+        """`delete` with a stale version, or of an absent key, changes nothing and returns False."""
         store, lease = await leased(h)
         key = leader_key(h.name())
         assert not await store.delete(key)
@@ -199,7 +199,7 @@ class Entries:
 
     @promise
     async def test_concurrent_puts_lose_nothing(self, h: StoreHarness) -> None:
-        """Many clients count up one entry by compare-and-swap, and every step is counted."""
+        """Clients increment one entry by compare-and-swap, and no increment is lost."""
         clients = [await h.client() for _ in range(h.racers)]
         key, steps = order_key(h.name()), 5
         assert await clients[0].put(key, b"0", if_version=None) is not None
@@ -218,7 +218,7 @@ class Entries:
 
     @promise
     async def test_concurrent_deletes_succeed_once(self, h: StoreHarness) -> None:
-        """Of many who delete, or who write where nothing stands, one succeeds."""
+        """Of many clients that delete a key, or write to an absent key, exactly one succeeds."""
         clients = [await h.client() for _ in range(h.racers)]
         key = order_key(h.name())
         for _ in range(3):
@@ -234,7 +234,7 @@ class Entries:
 
     @promise
     async def test_clients_see_each_others_writes(self, h: StoreHarness) -> None:
-        """What one client wrote and was told of, another reads."""
+        """A confirmed write of one client is read by another."""
         a, lease = await leased(h)
         b = await h.client()
         key, order = leader_key(h.name()), order_key(h.name())
@@ -257,8 +257,8 @@ class Entries:
             await h.shows(a, key, None)
 
     @promise
-    async def test_names_do_not_reach_into_each_other(self, h: StoreHarness) -> None:
-        """However odd two names are, neither sees the other's record, order or line."""
+    async def test_names_are_isolated_from_each_other(self, h: StoreHarness) -> None:
+        """Records, orders and lines of different names are separate, whatever the characters."""
         store, lease = await leased(h)
         names = [
             *("a", "ab", "A", "a/b", "a/", "/a", "a%2Fb", "a%", "a_", "a*", "a?", "[a]"),
@@ -280,8 +280,8 @@ class Entries:
             assert await listed(store, under) == [value] * 4
 
     @promise
-    async def test_names_of_dots_are_names(self, h: StoreHarness) -> None:
-        """An election may be called `.` or `..`: its keys are not directions."""
+    async def test_names_consisting_of_dots(self, h: StoreHarness) -> None:
+        """An election may be called `.` or `..`: keys are not interpreted as paths."""
         store, lease = await leased(h)
         for name in (".", ".."):
             ticket = await store.enqueue(line_key(name), h.name().encode(), lease)
@@ -289,8 +289,9 @@ class Entries:
             assert await store.delete(ticket.key, if_version=ticket.version)
 
     @promise
-    async def test_list_ends_at_its_prefix(self, h: StoreHarness) -> None:
-        """`list(p)` shows what begins with `p` and a slash: not `p` itself, nor its neighbours."""
+    async def test_list_returns_only_keys_under_its_prefix(self, h: StoreHarness) -> None:
+        """`list(p)` returns the keys that begin with `p` and a slash: not `p` itself, nor keys that
+        only share the prefix `p`."""
         store = await h.client()
         prefix = f"elections/{h.name()}"
         inside = [f"{prefix}/{rest}" for rest in ("a", "a/b", "b/c", "0", "~")]

@@ -1,4 +1,4 @@
-"""How the suite reaches a store, and how a promise becomes a test."""
+"""The harness by which the suite reaches a store, and the decorator that makes a promise a test."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["StoreHarness", "leased", "listed", "promise"]
 
 
 class StoreHarness(ABC):
-    """How the suite reaches one store. A harness serves one test."""
+    """How the suite reaches one store. Each test has a harness of its own."""
 
     ttl_s: float = 1.0
-    """The ttl that tests ask for. As short as the store and the machine can keep to."""
+    """The ttl of the leases in tests: as short as the store and the machine can sustain."""
     patience_s: float = 10.0
-    """How long to wait for what must come, beyond the time the store itself may take."""
+    """How long to wait for what must happen, in addition to the time that the store may take."""
     racers: int = 8
-    """How many clients race each other."""
+    """The number of clients that compete with each other."""
     clock: Clock = SystemClock()
 
     def __init__(self) -> None:
@@ -37,22 +37,22 @@ class StoreHarness(ABC):
         """Open another independent client of the same store, on the running loop."""
 
     async def elapse(self, seconds: float) -> None:
-        """Let time pass, for the store as well."""
+        """Wait until time has passed for the test and for the store."""
         await asyncio.sleep(seconds)
 
     async def restart(self) -> None:
-        """Stop the store and start it again, if that can be done. Every client is closed."""
+        """Stop the store and start it again, if possible. All clients are closed before."""
         return
 
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run one test's coroutine on an event loop of the right kind."""
+        """Run the coroutine of one test on a suitable event loop."""
         asyncio.run(main())
 
     def context(self) -> Context:
         return Context(self.clock, lambda _: None)
 
     async def client(self) -> Store:
-        """A client that is closed when the test ends."""
+        """Open a client that is closed when the test ends."""
         store = await self.open()
         self._opened.append(store)
         return store
@@ -62,51 +62,56 @@ class StoreHarness(ABC):
             await self._opened.pop().close()
 
     def name(self, name: str = "e") -> str:
-        """An election of this test alone."""
+        """Return an election name that no other test uses."""
         return f"{self._names}-{name}"
 
     async def within(self, what: str, reached: Callable[[], Awaitable[bool]]) -> None:
-        """Look until it is so; fail if it does not come to be within the store's own bounds."""
+        """Poll until `reached` returns true. Fail if that takes longer than the store may take."""
         deadline = self.now() + self._bound_s()
         while not await reached():
             if self.now() > deadline:
-                pytest.fail(f"within {self._bound_s():g} s it did not come to pass that {what}")
+                pytest.fail(f"not reached within {self._bound_s():g} s: {what}")
             await self.elapse(self.ttl_s / 20)
 
-    async def told(self, event: asyncio.Event, what: str) -> None:
-        """Wait to be told, looking at nothing meanwhile."""
+    async def notified(self, event: asyncio.Event, what: str) -> None:
+        """Wait for a notification without reading the store meanwhile."""
         try:
             async with asyncio.timeout(self._bound_s()):
                 await event.wait()
         except TimeoutError:
-            pytest.fail(f"no notification within {self._bound_s():g} s of this: {what}")
+            pytest.fail(f"no notification within {self._bound_s():g} s: {what}")
         event.clear()
 
     async def shows(self, store: Store, key: str, value: bytes | None) -> None:
-        """The store shows this value at `key`: at once, if its reads are linearizable."""
+        """Assert that `key` has this value, immediately if the store's reads are linearizable."""
 
-        async def so() -> bool:
+        async def matches() -> bool:
             entry = await store.get(key)
             return (None if entry is None else entry.value) == value
 
         if store.capabilities.linearizable_reads:
-            assert await so(), f"a read did not show {value!r}, which had been acknowledged"
+            assert await matches(), (
+                f"a read of {key} did not return {value!r}, an acknowledged state"
+            )
         else:
-            await self.within(f"{key} reads {value!r}", so)
+            await self.within(f"{key} reads {value!r}", matches)
 
-    async def unhurried(self, attempt: Callable[[], Awaitable[bool]]) -> None:
-        """Repeat a statement about time until the machine was quick enough to make it."""
+    async def retry_while_slow(self, attempt: Callable[[], Awaitable[bool]]) -> None:
+        """Repeat a test of timing until the machine was fast enough for its result to count.
+
+        `attempt` returns whether it was.
+        """
         for _ in range(10):
             if await attempt():
                 return
-        pytest.fail(f"this machine is too slow for a ttl of {self.ttl_s} s: raise the harness's")
+        pytest.fail(f"this machine is too slow for a ttl of {self.ttl_s} s: raise harness.ttl_s")
 
     def slow(self, since: float) -> bool:
-        """Whether so much of the ttl has passed that the lease may rightly have ended."""
+        """Whether so much of the ttl has passed that the lease may have ended."""
         return self.now() - since > 0.8 * self.ttl_s
 
     def now(self) -> float:
-        """Seconds on the loop's clock."""
+        """The time of the event loop, in seconds."""
         return asyncio.get_running_loop().time()
 
     def _bound_s(self) -> float:
@@ -118,7 +123,7 @@ H = TypeVar("H", bound=StoreHarness)
 
 
 def promise(body: Callable[[Any, H], Coroutine[Any, Any, None]]) -> Callable[[Any, H], None]:
-    """Make a test of a coroutine: run by the harness, with its clients closed at the end."""
+    """Make a test from a coroutine: the harness runs it, and its clients are closed at the end."""
 
     def test(self: object, store_harness: H) -> None:
         async def main() -> None:
@@ -138,7 +143,7 @@ def promise(body: Callable[[Any, H], Coroutine[Any, Any, None]]) -> Callable[[An
 
 
 async def leased(h: StoreHarness) -> tuple[Store, Lease]:
-    """A client, and a lease that is long enough not to end during the test."""
+    """Open a client and grant it a lease that does not end during the test."""
     store = await h.client()
     return store, await store.grant(h.ttl_s * 60)
 

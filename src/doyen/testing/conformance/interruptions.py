@@ -1,4 +1,4 @@
-"""What holds when calls are cancelled, answers are lost and requests land late."""
+"""Promises that hold when calls are cancelled, answers are lost and requests arrive late."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from doyen.testing.faults import Faults, FaultyStore, Stray, Unanswered
 
 
 class InterruptionConformance:
-    """Promises that hold when things go wrong."""
+    """Promises about interrupted calls."""
 
     @promise
-    async def test_cancelled_calls_leave_no_half(self, h: StoreHarness) -> None:
-        """A call that is cancelled is done or not done: what it wrote is whole, nothing of it
-        outlives its lease, and the store goes on working."""
+    async def test_cancelled_calls_are_atomic(self, h: StoreHarness) -> None:
+        """A cancelled call has its full effect or none. Nothing that it wrote outlives its lease,
+        and the store remains usable."""
         store, other = await h.client(), await h.client()
         for patience in range(8):
             name = h.name(f"c{patience}")
@@ -44,8 +44,8 @@ class InterruptionConformance:
             assert await listed(store, line) == []
 
     @promise
-    async def test_a_cancelled_revoke_is_whole(self, h: StoreHarness) -> None:
-        """A `revoke` that is cancelled leaves the lease ended, or as it was."""
+    async def test_a_cancelled_revoke_is_atomic(self, h: StoreHarness) -> None:
+        """A cancelled `revoke` has ended the lease completely, or has not changed it."""
         store, other = await h.client(), await h.client()
         for patience in range(4):
             name = h.name(f"r{patience}")
@@ -63,11 +63,11 @@ class InterruptionConformance:
             await h.shows(other, key, None)
 
     @promise
-    async def test_a_lost_answer_is_found_by_reading_ones_own_attempt(
+    async def test_a_lost_answer_is_resolved_by_reading_the_attempt_id(
         self, h: StoreHarness
     ) -> None:
-        """A `create` that was done and not answered is found by a read of one's own attempt id;
-        trying again is refused with one's own entry, and yields no second one."""
+        """A `create` that was carried out without an answer is found by reading the key and
+        comparing the attempt id. Repeating it is refused with the same entry."""
         faults = Faults()
         store = FaultyStore(await h.client(), faults)
         other, other_lease = await leased(h)
@@ -88,8 +88,8 @@ class InterruptionConformance:
         assert not (await other.create(key, b"other", other_lease)).won
 
     @promise
-    async def test_a_request_that_lands_late_revives_nothing(self, h: StoreHarness) -> None:
-        """A `create` or `enqueue` that arrives after its lease was revoked leaves nothing."""
+    async def test_a_late_request_of_a_revoked_lease_has_no_effect(self, h: StoreHarness) -> None:
+        """A `create` or `enqueue` that arrives after its lease was revoked writes nothing."""
         faults = Faults()
         inner = await h.client()
         store, other = FaultyStore(inner, faults), await h.client()
@@ -114,8 +114,8 @@ class InterruptionConformance:
         assert await other.list(line) == []
 
     @promise
-    async def test_what_is_not_bound_to_a_lease_stays(self, h: StoreHarness) -> None:
-        """A `put` is durable: it outlives its writer's leases, its writer and a restart."""
+    async def test_entries_without_a_lease_are_durable(self, h: StoreHarness) -> None:
+        """A `put` is durable: it survives its writer's leases, its writer and a restart."""
         store, lease = await leased(h)
         key = order_key(h.name())
         written = await store.put(key, b"kept", if_version=None)
@@ -132,7 +132,7 @@ class InterruptionConformance:
 
 
 async def _cancelled(call: Coroutine[Any, Any, object], patience: int) -> None:
-    """Begin a call, let the loop turn a few times, and cancel it if it has not ended."""
+    """Start a call, run `patience` iterations of the loop, and cancel the call."""
     task = asyncio.create_task(call)
     for _ in range(patience):
         await asyncio.sleep(0)

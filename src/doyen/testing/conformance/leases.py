@@ -1,4 +1,4 @@
-"""What a lease promises: to live its time, and to end once and for all."""
+"""Promises about leases: they live at least their ttl, and an ended lease never comes back."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class LeaseConformance:
     """Promises about leases."""
 
     @promise
-    async def test_a_lease_is_at_least_what_was_asked(self, h: StoreHarness) -> None:
-        """`grant` gives at least the ttl that was asked, and says what it gave."""
+    async def test_granted_ttl_is_at_least_the_requested_ttl(self, h: StoreHarness) -> None:
+        """`grant` returns a lease with at least the requested ttl."""
         store = await h.client()
         for ttl_s in (h.ttl_s, h.ttl_s * 1.5, store.capabilities.ttl_min_s / 2):
             lease = await store.grant(ttl_s)
@@ -26,8 +26,8 @@ class LeaseConformance:
             await store.revoke(lease)
 
     @promise
-    async def test_lease_ids_are_never_used_again(self, h: StoreHarness) -> None:
-        """No two leases share an id, whoever asks and whatever became of the earlier ones."""
+    async def test_lease_ids_are_never_reused(self, h: StoreHarness) -> None:
+        """No two leases have the same id, even if the earlier one was revoked."""
         a, b = await h.client(), await h.client()
         seen: list[str] = []
         for store in (a, b) * 5:
@@ -38,8 +38,8 @@ class LeaseConformance:
         assert len(set(seen)) == len(seen)
 
     @promise
-    async def test_entries_live_as_long_as_their_lease(self, h: StoreHarness) -> None:
-        """A lease does not end before its ttl, counted from the call of `grant`."""
+    async def test_a_lease_does_not_end_before_its_ttl(self, h: StoreHarness) -> None:
+        """A lease does not end before its ttl has passed since the call of `grant`."""
         holder, other = await h.client(), await h.client()
 
         async def attempt() -> bool:
@@ -56,11 +56,11 @@ class LeaseConformance:
                 await h.elapse(h.ttl_s / 10)
             return looks >= 4
 
-        await h.unhurried(attempt)
+        await h.retry_while_slow(attempt)
 
     @promise
     async def test_renewal_extends_the_lease(self, h: StoreHarness) -> None:
-        """`renew` begins the lease's time anew, as often as it is called."""
+        """Each `renew` restarts the ttl of the lease."""
         holder, other = await h.client(), await h.client()
         span_s = 2.5 * h.ttl_s * holder.capabilities.expiry_factor
 
@@ -83,11 +83,11 @@ class LeaseConformance:
             assert entry is not None, "the lease ended although it was renewed"
             return True
 
-        await h.unhurried(attempt)
+        await h.retry_while_slow(attempt)
 
     @promise
     async def test_expiry_removes_everything_bound_to_the_lease(self, h: StoreHarness) -> None:
-        """When a lease is not renewed, its record and its tickets are gone, for every reader."""
+        """When a lease has expired, its record and its tickets are absent for every reader."""
         holder, other = await h.client(), await h.client()
         lease = await holder.grant(h.ttl_s)
         key, line = leader_key(h.name()), line_key(h.name())
@@ -103,7 +103,7 @@ class LeaseConformance:
 
     @promise
     async def test_revoking_removes_everything_at_once(self, h: StoreHarness) -> None:
-        """When `revoke` has returned, nothing bound to the lease is left; twice is as once."""
+        """When `revoke` has returned, no entry bound to the lease is left. It is idempotent."""
         holder, lease = await leased(h)
         other, bystander = await leased(h)
         key, line = leader_key(h.name()), line_key(h.name())
@@ -124,7 +124,7 @@ class LeaseConformance:
 
     @promise
     async def test_an_expired_lease_never_revives(self, h: StoreHarness) -> None:
-        """Once anybody has seen a lease ended, its holder can do nothing with it any more."""
+        """Once any client has seen a lease ended, its holder can no longer use it."""
         holder, other = await h.client(), await h.client()
         lease = await holder.grant(h.ttl_s)
         key = leader_key(h.name())
@@ -151,18 +151,19 @@ class LeaseConformance:
                 except LeaseGone:
                     return True
                 except (StoreUnavailable, OutcomeUnknown):
-                    # An engine may close the holder's connection as it ends the lease; the holder
-                    # learns of the end when it has reconnected.
+                    # An engine may close the holder's connection when it ends the lease. The
+                    # holder then learns of the end after it has reconnected.
                     return False
-                pytest.fail("a lease that had ended was accepted")
+                pytest.fail("a call with an ended lease was accepted")
 
-            await h.within("the holder is told that its lease has ended", refused)
+            await h.within("a call of the holder raises LeaseGone", refused)
         assert await store.get(leader_key(h.name("after"))) is None
         assert await store.list(line_key(h.name("after"))) == []
 
     @promise
-    async def test_remaining_time_is_sane(self, h: StoreHarness) -> None:
-        """Where a store tells what is left of a lease, it is above 0 and at most what it keeps."""
+    async def test_remaining_time_is_within_bounds(self, h: StoreHarness) -> None:
+        """If a store reports the remaining time of a lease, it is above 0 and at most the time for
+        which the store keeps the lease."""
         store = await h.client()
         lease = await store.grant(h.ttl_s * 20)
         most_s = lease.ttl_s * store.capabilities.expiry_factor + 0.001

@@ -1,4 +1,4 @@
-"""What a line promises: one order, and each ticket knows the one ahead."""
+"""Promises about lines: one order for all clients, and `ahead` returns the preceding ticket."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from doyen.model import line_key
 from doyen.testing.conformance.harness import StoreHarness, leased, listed, promise
 
 
-class Lines:
+class LineConformance:
     """Promises about lines and tickets."""
 
     @promise
     async def test_a_line_is_ordered_by_rank_then_by_arrival(self, h: StoreHarness) -> None:
-        """Tickets stand by rank, highest first, and within a rank as they came."""
+        """Tickets are ordered by rank, highest first, and within a rank by arrival."""
         racers = [await leased(h) for _ in range(4)]
         line = line_key(h.name())
         ranks = [0, 0, 5, -3, 0, 5, 10, -3, 0, 1_000_000, -1_000_000, 9, 10, 99]
@@ -37,8 +37,8 @@ class Lines:
             assert head.value == expected[0]
 
     @promise
-    async def test_each_ticket_knows_the_one_ahead(self, h: StoreHarness) -> None:
-        """`ahead` walks the line from any ticket to the head, whoever asks."""
+    async def test_ahead_returns_the_preceding_ticket(self, h: StoreHarness) -> None:
+        """`ahead` leads from any ticket to the head of the line, for every client."""
         racers = [await leased(h) for _ in range(3)]
         line = line_key(h.name())
         for number in range(30):
@@ -54,8 +54,8 @@ class Lines:
                 assert (ahead.key, ahead.value) == (before.key, before.value)
 
     @promise
-    async def test_the_line_closes_up(self, h: StoreHarness) -> None:
-        """When tickets go, by delete or with their lease, those behind see the next one ahead."""
+    async def test_removed_tickets_are_no_longer_ahead(self, h: StoreHarness) -> None:
+        """When a ticket is deleted or its lease ends, `ahead` returns the ticket before it."""
         (a, a_lease), (b, b_lease), (c, c_lease) = [await leased(h) for _ in range(3)]
         line = line_key(h.name())
         first = await a.enqueue(line, b"first", a_lease)
@@ -77,7 +77,7 @@ class Lines:
 
     @promise
     async def test_an_expired_ticket_is_gone_for_its_holder_too(self, h: StoreHarness) -> None:
-        """Once others see a ticket gone, its holder's `ahead` raises `TicketGone`."""
+        """Once other clients see a ticket as absent, its holder's `ahead` raises `TicketGone`."""
         holder = await h.client()
         other, other_lease = await leased(h)
         lease = await holder.grant(h.ttl_s)
@@ -88,14 +88,14 @@ class Lines:
         async def at_the_head() -> bool:
             return await other.ahead(behind) is None
 
-        await h.within("an expired ticket is no longer ahead of anybody", at_the_head)
+        await h.within("an expired ticket is no longer ahead of the next one", at_the_head)
         with pytest.raises(TicketGone):
             await holder.ahead(ticket)
         assert await listed(other, line) == [b"new"]
 
     @promise
     async def test_a_late_higher_rank_goes_ahead(self, h: StoreHarness) -> None:
-        """A ticket of higher rank takes its place before those that wait already."""
+        """A ticket of higher rank goes ahead of tickets that are already in the line."""
         store, lease = await leased(h)
         line = line_key(h.name())
         low = await store.enqueue(line, b"low", lease, rank=-1)
@@ -110,7 +110,7 @@ class Lines:
     async def test_ticket_keys_lie_under_the_line_and_are_never_reused(
         self, h: StoreHarness
     ) -> None:
-        """A ticket's key is one segment under its line, and no later ticket ever has it."""
+        """A ticket's key is one segment below its line, and no later ticket gets the same key."""
         store, lease = await leased(h)
         line = line_key(h.name())
         seen: list[str] = []
@@ -125,9 +125,9 @@ class Lines:
             assert "/" not in key.removeprefix(f"{line}/")
 
     @promise
-    async def test_concurrent_arrivals_each_get_a_place(self, h: StoreHarness) -> None:
-        """Clients that enqueue at once all get tickets, in one order that all agree on; each
-        client's own tickets stand in the order it took them."""
+    async def test_concurrent_enqueues_each_get_a_ticket(self, h: StoreHarness) -> None:
+        """Clients that enqueue at once all get tickets and see the same order, in which each
+        client's own tickets are in the order of its calls."""
         racers = [await leased(h) for _ in range(h.racers)]
         line = line_key(h.name())
 

@@ -1,6 +1,6 @@
-"""What holds for a store that is reached over a network, when the network or the server fails.
+"""Promises of a store that is reached over a network, when the network or the server fails.
 
-The suite reaches such a store directly and through links that can be made to fail. A harness of a
+The suite reaches such a store directly and through connections that it can break. The harness of a
 network store derives from `LinkedHarness`.
 """
 
@@ -19,26 +19,26 @@ from doyen.model import Lease, leader_key, line_key, order_key
 from doyen.stores.port import Creation, Store
 from doyen.testing.conformance.harness import StoreHarness, leased, listed, promise
 
-__all__ = ["BreakableConnection", "LinkedHarness", "Links"]
+__all__ = ["BreakableConnection", "LinkedHarness", "NetworkConformance"]
 
 
 class BreakableConnection(Protocol):
-    """A client's way to the store, which can be made to fail."""
+    """The network path of one client to the store, which the suite can break."""
 
     async def open(self) -> Store:
-        """Open a client that reaches the store over this link."""
+        """Open a client that reaches the store by this path."""
         ...
 
     async def cut(self, *, answers_only: bool = False) -> None:
-        """Let nothing pass and tell neither end; what was sent arrives when it is healed."""
+        """Hold back all traffic without closing connections. It is delivered after `heal`."""
         ...
 
     async def reset(self) -> None:
-        """Break every connection, as a server does that is done with a client."""
+        """Reset every connection, as a server does when it drops a client."""
         ...
 
     async def delay(self, answers_s: float) -> None:
-        """Let everything that the store sends arrive later."""
+        """Delay everything that the store sends by `answers_s`."""
         ...
 
     async def heal(self) -> None:
@@ -50,25 +50,25 @@ class LinkedHarness(StoreHarness):
     """How the suite reaches a store over a network."""
 
     dead_leases: int = 200
-    """How many leases of crashed clients the store has to bear with."""
+    """The number of leases of crashed clients that the store has to cope with."""
     rounds: int = 3
-    """How often clients race for the same key."""
+    """How often clients compete for the same key."""
 
     @abstractmethod
     async def link(self) -> BreakableConnection:
-        """A link of its own for one client. The harness closes it with its clients."""
+        """Create a network path for one client. The harness closes it together with its clients."""
 
     async def forget(self, key: str) -> None:
-        """Have the store forget that `key` ever existed, as it does by itself some day.
+        """Purge the history of `key`, as the store does by itself eventually.
 
-        For engines that keep a marker for what was deleted; the others need not do anything.
+        Needed for engines that keep markers of deleted keys. For others this does nothing.
         """
         return
 
     @abstractmethod
     async def deface(self, name: str) -> None:
-        """Write what is not doyen's where doyen keeps the leases, and the record, the order and
-        the line of the election `name`, as another program or an operator might."""
+        """Write foreign values among doyen's leases, and at the record, the order and the line of
+        the election `name`, as another program or an operator might."""
 
     async def linked(self, link: BreakableConnection) -> Store:
         store = await link.open()
@@ -76,9 +76,9 @@ class LinkedHarness(StoreHarness):
         return store
 
     async def works(self, what: str, call: Callable[[], Awaitable[object]]) -> None:
-        """The call succeeds within the store's bounds, repeated as doyen repeats it."""
+        """Assert that the call, retried as doyen retries it, succeeds within the store's bounds."""
 
-        async def so() -> bool:
+        async def succeeds() -> bool:
             try:
                 async with asyncio.timeout(self.ttl_s):
                     await call()
@@ -86,16 +86,16 @@ class LinkedHarness(StoreHarness):
                 return False
             return True
 
-        await self.within(what, so)
+        await self.within(what, succeeds)
 
 
-class Links:
+class NetworkConformance:
     """Promises of stores that are reached over a network."""
 
     @promise
-    async def test_racers_for_a_forgotten_key(self, h: LinkedHarness) -> None:
-        """Of clients that race for a key whose history the store has forgotten exactly one wins,
-        though notifications reach them late; its revision is above all before it."""
+    async def test_a_race_for_a_key_with_forgotten_history(self, h: LinkedHarness) -> None:
+        """Of clients that compete for a key whose history was purged, exactly one wins, although
+        notifications arrive late. Its revision is higher than all earlier ones."""
         links = [await h.link() for _ in range(h.racers)]
         clients = [await h.linked(link) for link in links]
         leases = [await client.grant(h.ttl_s * 60) for client in clients]
@@ -118,7 +118,7 @@ class Links:
 
             outcomes = await asyncio.gather(*map(race, range(h.racers)))
             winners = [made for made in outcomes if made.won]
-            assert len(winners) == 1, f"{len(winners)} of {h.racers} were told that they won"
+            assert len(winners) == 1, f"{len(winners)} of {h.racers} clients won"
             assert winners[0].entry.revision > first.entry.revision
             highest = winners[0].entry.revision
             for link in links[1:]:
@@ -128,14 +128,13 @@ class Links:
             assert await clients[0].delete(key, if_version=winners[0].entry.version)
 
     @promise
-    async def test_foreign_values_spoil_only_what_they_stand_on(self, h: LinkedHarness) -> None:
-        """What another program has written among doyen's keys ends in a clear error for whoever
-        asks for that very key, and disturbs nobody else: clients that are open, their watches and
-        renewals, and clients that are opened later."""
+    async def test_foreign_values_affect_only_their_own_keys(self, h: LinkedHarness) -> None:
+        """A foreign value at one of doyen's keys causes a clear error for calls that use this key.
+        It affects no other keys, watches or renewals, of clients opened before or after it."""
         store, lease = await leased(h)
         well, spoilt = h.name("well"), h.name("spoilt")
-        told = asyncio.Event()
-        await store.watch(leader_key(well), told.set)
+        notified = asyncio.Event()
+        await store.watch(leader_key(well), notified.set)
         await h.deface(spoilt)
         later, later_lease = await leased(h)
         for client, own in ((store, lease), (later, later_lease)):
@@ -144,7 +143,7 @@ class Links:
                 made = await client.create(leader_key(well), b"v", own)
                 ticket = await client.enqueue(line_key(well), b"t", own)
                 assert await client.ahead(ticket) is None
-                await h.told(told, "a record was created")
+                await h.notified(notified, "a record was created")
                 assert made.won
                 assert await client.delete(leader_key(well), if_version=made.entry.version)
                 assert await client.delete(ticket.key, if_version=ticket.version)
@@ -159,9 +158,9 @@ class Links:
             await h.works("the lease is renewed", partial(client.renew, own))
 
     @promise
-    async def test_a_link_that_falls_silent_during_each_call(self, h: LinkedHarness) -> None:
-        """Calls whose requests or answers do not arrive end when they are cancelled; when the link
-        works again so does the client, and each call is done or not done."""
+    async def test_calls_during_a_silent_network_cut(self, h: LinkedHarness) -> None:
+        """Calls whose requests or answers do not arrive end when they are cancelled. After the cut
+        the client works again, and each call has had its full effect or none."""
         other = await h.client()
         for answers_only in (False, True):
             link = await h.link()
@@ -208,15 +207,17 @@ class Links:
             assert await listed(other, line) == []
 
     @promise
-    async def test_a_client_that_the_server_has_cut_off(self, h: LinkedHarness) -> None:
-        """A client whose connections are broken comes back by itself: its live lease can be
-        renewed, and its watches are told of what happens later."""
+    async def test_a_client_recovers_after_its_connections_are_reset(
+        self, h: LinkedHarness
+    ) -> None:
+        """A client reconnects by itself after its connections were reset. It can renew its lease,
+        and its watches are notified of later changes."""
         link = await h.link()
         store, other = await h.linked(link), await h.client()
         lease = await store.grant(h.ttl_s * 60)
         other_lease = await other.grant(h.ttl_s * 60)
-        key, told = leader_key(h.name()), asyncio.Event()
-        await store.watch(key, told.set)
+        key, notified = leader_key(h.name()), asyncio.Event()
+        await store.watch(key, notified.set)
         for turn in range(2):
             calls = [
                 asyncio.create_task(_ends(h, call))
@@ -227,16 +228,16 @@ class Links:
             await asyncio.gather(*calls)
             await h.works("the lease is renewed", partial(store.renew, lease))
             await h.works("a read is answered", partial(store.get, key))
-            told.clear()
+            notified.clear()
             made = await other.create(key, b"%d" % turn, other_lease)
             assert made.won
-            await h.told(told, "a record was created after the connection broke")
+            await h.notified(notified, "a record was created after the connection broke")
             assert await other.delete(key, if_version=made.entry.version)
 
     @promise
-    async def test_leases_of_the_dead(self, h: LinkedHarness) -> None:
-        """However many clients have crashed: live leases are renewed in time meanwhile, what was
-        bound to the dead ones goes, and a new client finds a store that works."""
+    async def test_leases_of_crashed_clients(self, h: LinkedHarness) -> None:
+        """While many leases of crashed clients expire, live leases are renewed in time, the entries
+        of the crashed clients are removed, and a new client can use the store."""
         store, lease = await leased(h)
         crashed = await h.client()
         line = line_key(h.name("dead"))
@@ -259,7 +260,7 @@ class Links:
                 await h.elapse(h.ttl_s / 5)
 
         renewing = asyncio.create_task(keep_renewing())
-        await h.within("the tickets of the dead are gone", line_is_empty)
+        await h.within("the tickets of the crashed clients are gone", line_is_empty)
         later, later_lease = await leased(h)
         assert (await later.create(leader_key(h.name()), b"v", later_lease)).won
         gone.set()
@@ -271,17 +272,17 @@ async def _bind(store: Store, line: str, leases: list[Lease]) -> None:
         try:
             await store.enqueue(line, b"dead", lease)
         except LeaseGone:
-            return  # the machine is slow, and the first of them have ended already
+            return  # the machine is slow: the first leases have expired already
 
 
 async def _in_time(h: LinkedHarness, store: Store, lease: Lease) -> None:
-    """A renewal is answered within the patience of the suite."""
+    """Assert that a renewal is answered within the patience of the suite."""
     async with asyncio.timeout(h.patience_s):
         await store.renew(lease)
 
 
 async def _ends(h: LinkedHarness, call: Coroutine[Any, Any, object]) -> None:
-    """The call succeeds or raises an error of the port's, and does not hang."""
+    """Assert that the call succeeds or raises an error of the port, and does not hang."""
     try:
         async with asyncio.timeout(h.patience_s):
             await call
@@ -292,12 +293,12 @@ async def _ends(h: LinkedHarness, call: Coroutine[Any, Any, object]) -> None:
 
 
 async def _given_up(h: LinkedHarness, call: Coroutine[Any, Any, object]) -> None:
-    """Give the call some time, then cancel it: it ends at once."""
+    """Cancel the call after some time and assert that it ends at once."""
     task = asyncio.ensure_future(call)
     await asyncio.wait({task}, timeout=h.ttl_s / 4)
     task.cancel()
     await asyncio.wait({task}, timeout=h.patience_s)
-    assert task.done(), f"{_name(call)} goes on though it was cancelled"
+    assert task.done(), f"{_name(call)} did not end when it was cancelled"
     if not task.cancelled():
         error = task.exception()
         assert error is None or isinstance(error, StoreError | TicketGone), repr(error)

@@ -1,4 +1,4 @@
-"""What a watch promises: nothing that happens after it stays untold."""
+"""Promises about watches: every change after `watch` has returned causes a notification."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from doyen.testing.conformance.harness import StoreHarness, leased, promise
 
 
 class WatchConformance:
-    """Promises about notification."""
+    """Promises about watches and notifications."""
 
     @promise
-    async def test_every_kind_of_change_is_told(self, h: StoreHarness) -> None:
-        """A watch tells of creation, writing, deletion, a ticket, and the revoking of a lease:
-        whether the key itself is watched or what it lies under, by others or by oneself."""
+    async def test_every_kind_of_change_notifies(self, h: StoreHarness) -> None:
+        """A watch notifies of a creation, a put, a deletion, a ticket and a revoked lease, if the
+        key or its prefix is watched, by the writing client or by another."""
         writer, lease = await leased(h)
         other = await h.client()
         key, order, line = leader_key(h.name()), order_key(h.name()), line_key(h.name())
@@ -33,28 +33,28 @@ class WatchConformance:
             events[place] = asyncio.Event()
             await store.watch(scope, events[place].set)
 
-        async def told(what: str, *places: str) -> None:
+        async def notified(what: str, *places: str) -> None:
             for place in places:
-                await h.told(events[place], f"{what} ({place})")
+                await h.notified(events[place], f"{what} ({place})")
 
         await writer.create(key, b"v", lease)
-        await told("a creation", "record", "all", "own")
+        await notified("a creation", "record", "all", "own")
         entry = await writer.put(order, b"1", if_version=None)
-        await told("a put", "order", "all", "own")
+        await notified("a put", "order", "all", "own")
         assert entry is not None
         entry = await writer.put(order, b"2", if_version=entry.version)
-        await told("another put", "order", "all", "own")
+        await notified("another put", "order", "all", "own")
         assert entry is not None
         await writer.delete(order, if_version=entry.version)
-        await told("a deletion", "order", "all", "own")
+        await notified("a deletion", "order", "all", "own")
         await writer.enqueue(line, b"t", lease)
-        await told("a ticket", "line", "all", "own")
+        await notified("a ticket", "line", "all", "own")
         await writer.revoke(lease)
-        await told("a revoked lease", "record", "line", "all", "own")
+        await notified("a revoked lease", "record", "line", "all", "own")
 
     @promise
-    async def test_expiry_is_told_though_nobody_removes_anything(self, h: StoreHarness) -> None:
-        """The end of a lease is told to who watches, with no reader or writer to notice it."""
+    async def test_expiry_notifies_without_a_reader_or_writer(self, h: StoreHarness) -> None:
+        """Watches are notified of an expiry even if no client reads or writes meanwhile."""
         holder, other = await h.client(), await h.client()
         key, line = leader_key(h.name()), line_key(h.name())
         lease = await holder.grant(h.ttl_s)
@@ -64,12 +64,12 @@ class WatchConformance:
             event = asyncio.Event()
             watch = await other.watch(scope, event.set)
             while await other.get(scope) is not None:
-                await h.told(event, f"the expiry of the lease that {scope} is bound to")
+                await h.notified(event, f"the expiry of the lease that {scope} is bound to")
             watch.close()
 
     @promise
-    async def test_a_renewed_lease_that_then_expires_is_told(self, h: StoreHarness) -> None:
-        """A wake-up that was set for the first expiry is set again for the real one."""
+    async def test_expiry_after_renewals_notifies(self, h: StoreHarness) -> None:
+        """A timer that was set for the first expiry is set again after renewals."""
         holder, other = await h.client(), await h.client()
         key = leader_key(h.name())
         lease = await holder.grant(h.ttl_s)
@@ -80,14 +80,14 @@ class WatchConformance:
             await h.elapse(h.ttl_s / 4)
             try:
                 await holder.renew(lease)
-            except LeaseGone:  # the machine was slow; the end is to be told all the same
+            except LeaseGone:  # the machine was slow; the notification is still required
                 break
         while await other.get(key) is not None:
-            await h.told(event, "the expiry of a lease that had been renewed")
+            await h.notified(event, "the expiry of a lease that had been renewed")
 
     @promise
     async def test_watch_read_wait_never_misses_the_final_state(self, h: StoreHarness) -> None:
-        """*Watch, then read, then wait* reaches the final state, whatever the interleaving."""
+        """*Watch, then read, then wait* reaches the final state in every interleaving."""
         (a, a_lease), (b, b_lease) = await leased(h), await leased(h)
         watcher = await h.client()
 
@@ -111,7 +111,7 @@ class WatchConformance:
                 changed = asyncio.Event()
                 watch = await watcher.watch(key, changed.set)
                 while (entry := await watcher.get(key)) is None or entry.value != b"final":
-                    await h.told(changed, f"the last write to {key} (seed {seed})")
+                    await h.notified(changed, f"the last write to {key} (seed {seed})")
                 watch.close()
 
             first, second = (write, wait) if chance.random() < 0.5 else (wait, write)
@@ -121,9 +121,11 @@ class WatchConformance:
             await task
 
     @promise
-    async def test_what_came_and_went_is_told_to_who_saw_it(self, h: StoreHarness) -> None:
-        """Who saw something that was not there when the watch began is told when it is gone, even
-        though all is then as it was at first."""
+    async def test_an_entry_created_and_deleted_after_the_watch_notifies(
+        self, h: StoreHarness
+    ) -> None:
+        """A client that read an entry created after the watch began is notified of its deletion,
+        although the state is then the same as at the beginning."""
         writer, lease = await leased(h)
         other = await h.client()
         key = leader_key(h.name())
@@ -134,13 +136,13 @@ class WatchConformance:
             seen = await other.get(key)
             await writer.delete(key)
             while seen is not None:
-                await h.told(changed, "the end of what was seen meanwhile")
+                await h.notified(changed, "the deletion of the entry that was read")
                 seen = await other.get(key)
             watch.close()
 
     @promise
     async def test_waiting_for_the_one_ahead_never_hangs(self, h: StoreHarness) -> None:
-        """A line of waiters, each watching only the ticket ahead of it, empties in order."""
+        """Candidates that each watch only the ticket ahead get their turns in order."""
         waiters = [await leased(h) for _ in range(h.racers)]
         line = line_key(h.name())
         served: list[int] = []
@@ -149,13 +151,13 @@ class WatchConformance:
             for number, (store, lease) in enumerate(waiters)
         ]
 
-        async def stand(number: int) -> None:
+        async def wait_in_line(number: int) -> None:
             (store, lease), ticket = waiters[number], tickets[number]
             while (ahead := await store.ahead(ticket)) is not None:
                 gone = asyncio.Event()
                 watch = await store.watch(ahead.key, gone.set)
                 if await store.get(ahead.key) is not None:
-                    await h.told(gone, "the ticket ahead went")
+                    await h.notified(gone, "the ticket ahead was removed")
                 watch.close()
             served.append(number)
             if number % 2:
@@ -163,13 +165,13 @@ class WatchConformance:
             else:
                 assert await store.delete(ticket.key, if_version=ticket.version)
 
-        await asyncio.gather(*map(stand, reversed(range(h.racers))))
+        await asyncio.gather(*map(wait_in_line, reversed(range(h.racers))))
         assert served == list(range(h.racers))
 
     @promise
-    async def test_a_closed_watch_is_silent(self, h: StoreHarness) -> None:
-        """No call of `notify` begins after `close`, which may be called twice, or from `notify`,
-        or by closing the store."""
+    async def test_a_closed_watch_does_not_notify(self, h: StoreHarness) -> None:
+        """No call of `notify` begins after the watch was closed: by `close`, by `close` within
+        `notify`, or by closing the store. Closing twice has no further effect."""
         writer = await h.client()
         watching, leaving = await h.client(), await h.open()
         key = order_key(h.name())
@@ -189,18 +191,18 @@ class WatchConformance:
         await leaving.close()
         await leaving.close()
         entry = await writer.put(key, b"0", if_version=None)
-        await h.told(live, "a write")
-        await h.within("the watch that closes itself was told", _true_when(lambda: bool(calls)))
+        await h.notified(live, "a write")
+        await h.within("the watch that closes itself was notified", _true_when(lambda: bool(calls)))
         for number in range(5):
             assert entry is not None
             entry = await writer.put(key, str(number).encode(), if_version=entry.version)
-            await h.told(live, "another write")
+            await h.notified(live, "another write")
         assert calls == ["once"]
 
     @promise
-    async def test_one_client_may_watch_much(self, h: StoreHarness) -> None:
-        """Many watches of one client, some on the same scope, are each told; closing one leaves
-        the others."""
+    async def test_one_client_may_have_many_watches(self, h: StoreHarness) -> None:
+        """Each of many watches of one client is notified, even if some have the same scope. Closing
+        one does not affect the others."""
         writer, watching = await h.client(), await h.client()
         keys = [order_key(h.name(str(number))) for number in range(20)]
         events = {(key, copy): asyncio.Event() for key in keys for copy in range(2)}
@@ -212,7 +214,7 @@ class WatchConformance:
             watches[key, number % 2].close()
         for number, key in enumerate(keys):
             await writer.put(key, b"v", if_version=None)
-            await h.told(events[key, 1 - number % 2], "a write to one of many watched keys")
+            await h.notified(events[key, 1 - number % 2], "a write to one of many watched keys")
 
 
 async def _yield(times: int) -> None:
