@@ -17,7 +17,7 @@ from doyen.election.candidate import Candidacy
 from doyen.lab.machines import OwnClock
 from doyen.lease.keepalive import Heart
 from doyen.model import Entry
-from doyen.quorum.keyspace import state as keyspace
+from doyen.quorum.keyspace import commands, snapshot, state
 from doyen.quorum.keyspace.history import Change, ChangeKind, History
 from doyen.quorum.keyspace.state import Keyspace
 from doyen.quorum.node import framed_files as frames
@@ -108,9 +108,9 @@ def era_ignored(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Proposals, "refuse_internal", forward_internal)
 
-    def expire(self: Keyspace, command: keyspace.Expire) -> bytes:
+    def expire(self: Keyspace, command: commands.Expire) -> bytes:
         self._end(command.leases)
-        return keyspace.encode(keyspace.Done())
+        return commands.encode(commands.Done())
 
     patch.setattr(Keyspace, "_expire", expire)
 
@@ -147,7 +147,7 @@ def removed_by_key(patch: pytest.MonkeyPatch) -> None:
     """A slice of a lease's end removes whatever stands at its keys by then."""
 
     def remove(self: Keyspace, key: str, lease: int) -> bool:
-        record = self._records.get(key)
+        record = self._entries.get(key)
         if record is None:
             return False
         self._remove(record, ChangeKind.END)
@@ -158,12 +158,12 @@ def removed_by_key(patch: pytest.MonkeyPatch) -> None:
 
 def ends_left_out(patch: pytest.MonkeyPatch) -> None:
     """A snapshot says nothing of leases whose keys are not all removed."""
-    pieces = keyspace._pieces
+    pieces = snapshot.encode_pieces
 
-    def fewer(head: bytes, leases: Any, ended: list[int], *others: Any) -> Iterator[bytes]:
+    def fewer(head: Any, leases: Any, ended: list[int], *others: Any) -> Iterator[bytes]:
         return pieces(head, leases, [], *others)
 
-    patch.setattr(keyspace, "_pieces", fewer)
+    patch.setattr(state, "encode_pieces", fewer)
 
 
 # Writes: once, and for good.
@@ -274,12 +274,12 @@ def ends_untold(patch: pytest.MonkeyPatch) -> None:
 
 def history_left_out(patch: pytest.MonkeyPatch) -> None:
     """A snapshot has no history, and says that nothing is missing from it."""
-    pieces = keyspace._pieces
+    pieces = snapshot.encode_pieces
 
-    def fewer(head: bytes, leases: Any, ended: Any, records: Any, _: Any) -> Iterator[bytes]:
+    def fewer(head: Any, leases: Any, ended: Any, records: Any, _: Any) -> Iterator[bytes]:
         return pieces(head, leases, ended, records, [])
 
-    patch.setattr(keyspace, "_pieces", fewer)
+    patch.setattr(state, "encode_pieces", fewer)
 
 
 def installed_untold(patch: pytest.MonkeyPatch) -> None:
@@ -329,9 +329,9 @@ def no_deletes_when_full(patch: pytest.MonkeyPatch) -> None:
     """While the alarm is on, deletes are refused as writes are."""
     delete = Keyspace._delete
 
-    def refuse(self: Keyspace, command: keyspace.Delete) -> bytes:
+    def refuse(self: Keyspace, command: commands.Delete) -> bytes:
         if self.alarm:
-            return keyspace.encode(keyspace.Full(self.bytes, self.quota))
+            return commands.encode(commands.QuotaExceeded(self.bytes, self.quota))
         return delete(self, command)
 
     patch.setattr(Keyspace, "_delete", refuse)
@@ -341,8 +341,8 @@ def no_ends_when_full(patch: pytest.MonkeyPatch) -> None:
     """While the alarm is on, no lease ends by its time."""
     expire = Keyspace._expire
 
-    def refuse(self: Keyspace, command: keyspace.Expire) -> bytes:
-        return keyspace.encode(keyspace.ConditionFailed()) if self.alarm else expire(self, command)
+    def refuse(self: Keyspace, command: commands.Expire) -> bytes:
+        return commands.encode(commands.ConditionFailed()) if self.alarm else expire(self, command)
 
     patch.setattr(Keyspace, "_expire", refuse)
 

@@ -14,7 +14,7 @@ import pytest
 
 import doyen
 from doyen.cli import main
-from doyen.quorum.protocol.requests import Condition
+from doyen.quorum.protocol.requests import NodeStatus
 from doyen.stores.quorum.diagnosis import NodeAnswer, risks_of_removal
 from doyen.stores.quorum.store import QuorumStore
 from served import Quorum
@@ -97,7 +97,7 @@ def condition(node: str, role: str = "following", applied: int = 5000, **other: 
         "clients": 1,
         "watches": 1,
     }
-    return NodeAnswer(f"{node}:1", Condition(**told | other))
+    return NodeAnswer(f"{node}:1", NodeStatus(**told | other))
 
 
 @pytest.mark.parametrize(
@@ -179,10 +179,10 @@ def test_status_of_nodes_that_do_not_all_know_who_leads(
     store = ["--store", "doyen://h1"]
     voters, counts = ("n1", "n2"), (0, 0, 0, 0, 0)
 
-    def condition(node: str, role: str, leader: str | None) -> Condition:
+    def condition(node: str, role: str, leader: str | None) -> NodeStatus:
         learners = () if node in voters else (node,)
         start = (0, node, "1", role, 1, leader, 0, 0, 0, False)
-        return Condition(*start, voters, learners, {}, *counts)
+        return NodeStatus(*start, voters, learners, {}, *counts)
 
     states += [
         NodeAnswer("h1:7400", condition("n1", "leading", "n1")),

@@ -17,39 +17,38 @@ from doyen.errors import LeaseGone, TicketGone
 from doyen.lease.clock import VirtualClock
 from doyen.model import Entry
 from doyen.quorum.keyspace import history as histories
-from doyen.quorum.keyspace import state as words
-from doyen.quorum.keyspace.history import Change, ChangeKind, History
-from doyen.quorum.keyspace.ordered import FULL, Ordered
-from doyen.quorum.keyspace.state import (
-    Advance,
-    Begin,
+from doyen.quorum.keyspace import state
+from doyen.quorum.keyspace.commands import (
+    AdvanceRevision,
+    BeginEra,
     ConditionFailed,
     Create,
     Delete,
     Done,
     Enqueue,
+    EntryExists,
     Expire,
-    Full,
-    Gone,
     Grant,
-    Keyspace,
     KeyspaceCommand,
     LeaseGranted,
-    Malformed,
+    LeaseNotFound,
+    MalformedCommand,
     Put,
-    Quota,
-    Raise,
-    Reap,
+    QuotaExceeded,
+    RaiseVersion,
+    RemoveEndedKeys,
     Result,
     Revoke,
-    Stands,
+    SetQuota,
     StoredEntry,
-    Ticketed,
-    UnknownCommand,
+    TicketIssued,
     Written,
     decode_result,
     encode,
 )
+from doyen.quorum.keyspace.history import Change, ChangeKind, History
+from doyen.quorum.keyspace.sorted_map import FULL, SortedMap
+from doyen.quorum.keyspace.state import Keyspace, UnknownCommand
 from doyen.quorum.keyspace.versions import FIRST
 from doyen.stores.memory import MemoryServer
 
@@ -125,7 +124,7 @@ class Same(RuleBasedStateMachine):
     @rule(era=st.integers(0, 5), place=places)
     def change_leaders(self, era: int, place: int) -> None:
         before = self.real.era
-        assert self.do(Begin(era)) == (Done() if era > before else ConditionFailed())
+        assert self.do(BeginEra(era)) == (Done() if era > before else ConditionFailed())
         assert self.do(Expire(self.real.era - 1, (self.lease(place)[1],))) == ConditionFailed()
 
     @rule(place=places, at=places, value=st.binary(max_size=2))
@@ -135,12 +134,12 @@ class Same(RuleBasedStateMachine):
         try:
             won, entry = self.model.create(key, value, theirs)
         except LeaseGone:
-            assert result == Gone()
+            assert result == LeaseNotFound()
             return
-        assert isinstance(result, Written if won else Stands)
+        assert isinstance(result, Written if won else EntryExists)
         self.same(entry, self.real.get(our_key))
-        if isinstance(result, Stands):
-            assert result.record == self.real.get(our_key)
+        if isinstance(result, EntryExists):
+            assert result.entry == self.real.get(our_key)
 
     @rule(at=places, value=st.binary(max_size=2), stale=st.booleans())
     def put(self, at: int, value: bytes, stale: bool) -> None:
@@ -187,14 +186,14 @@ class Same(RuleBasedStateMachine):
         try:
             entry = self.model.enqueue(line, value, theirs, rank)
         except LeaseGone:
-            assert result == Gone()
+            assert result == LeaseNotFound()
             return
-        assert isinstance(result, Ticketed)
+        assert isinstance(result, TicketIssued)
         self.same(entry, self.real.get(result.key))
 
     @rule(floor=st.integers(0, 300))
     def advance(self, floor: int) -> None:
-        assert self.do(Advance(floor)) == Done()
+        assert self.do(AdvanceRevision(floor)) == Done()
         assert self.real.revision >= floor
 
     @rule(piece=st.binary(max_size=6))
@@ -202,7 +201,7 @@ class Same(RuleBasedStateMachine):
         before = list(self.real.snapshot())
         if self.version == 1:
             result = decode_result(self.real.apply(b"\xc1" + piece))
-            assert isinstance(result, Malformed)
+            assert isinstance(result, MalformedCommand)
         else:
             with pytest.raises(UnknownCommand):
                 self.real.apply(b"\xc1" + piece)
@@ -210,7 +209,7 @@ class Same(RuleBasedStateMachine):
 
     @rule()
     def reap(self) -> None:
-        assert self.do(Reap()) == Done()
+        assert self.do(RemoveEndedKeys()) == Done()
 
     @rule()
     def begin_a_snapshot(self) -> None:
@@ -289,7 +288,7 @@ def twin(keyspace: Keyspace) -> Keyspace:
 
 
 def test_a_lease_ends_at_once_and_its_keys_go_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "SLICE", 3)
+    monkeypatch.setattr(state, "SLICE", 3)
     keyspace = Keyspace()
     lease, other = do(keyspace, Grant(1.0)).lease, do(keyspace, Grant(1.0)).lease
     keys = [do(keyspace, Enqueue("line", b"", lease, 0)).key for _ in range(7)]
@@ -313,7 +312,7 @@ def test_a_lease_ends_at_once_and_its_keys_go_in_slices(monkeypatch: pytest.Monk
 
     replica = twin(keyspace)
     for left in (3, 2, 2):
-        assert do(keyspace, Reap()) == do(replica, Reap()) == Done()
+        assert do(keyspace, RemoveEndedKeys()) == do(replica, RemoveEndedKeys()) == Done()
         assert [*keyspace.snapshot()] == [*replica.snapshot()]
         assert len(keyspace) == left
     assert keyspace.ended == 0
@@ -321,7 +320,7 @@ def test_a_lease_ends_at_once_and_its_keys_go_in_slices(monkeypatch: pytest.Monk
     assert leader is not None
     assert leader.value == b"new", "a slice removes by key and lease"
     last = keyspace.revision
-    do(keyspace, Reap())
+    do(keyspace, RemoveEndedKeys())
     assert keyspace.revision == last
 
     changes = keyspace.history.after(before)
@@ -334,9 +333,9 @@ def test_a_lease_ends_at_once_and_its_keys_go_in_slices(monkeypatch: pytest.Monk
 
 
 def test_ends_of_many_leases_share_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "SLICE", 5)
+    monkeypatch.setattr(state, "SLICE", 5)
     keyspace = Keyspace()
-    do(keyspace, Begin(1))
+    do(keyspace, BeginEra(1))
     leases = tuple(do(keyspace, Grant(1.0)).lease for _ in range(4))
     for lease in leases:
         for number in range(2):
@@ -344,8 +343,8 @@ def test_ends_of_many_leases_share_a_slice(monkeypatch: pytest.MonkeyPatch) -> N
     do(keyspace, Expire(1, leases))
     assert (len(keyspace), keyspace.ended, keyspace.lease_count) == (3, 2, 0)
     replica = twin(keyspace)
-    do(keyspace, Reap())
-    do(replica, Reap())
+    do(keyspace, RemoveEndedKeys())
+    do(replica, RemoveEndedKeys())
     assert (len(keyspace), keyspace.ended) == (0, 0)
     assert [*keyspace.snapshot()] == [*replica.snapshot()]
 
@@ -354,13 +353,13 @@ def test_in_the_first_version_a_lease_ends_whole_and_snapshots_are_as_they_were(
     """Members of the first release do the same with the same log, and read these snapshots."""
     keyspace = Keyspace(FIRST)
     lease = do(keyspace, Grant(1.5)).lease
-    for number in range(words.SLICE + 1):
+    for number in range(state.SLICE + 1):
         do(keyspace, Create(f"k{number}", b"", lease))
     do(keyspace, Put("p", b"v", 0))
     do(keyspace, Revoke(lease))
-    assert (len(keyspace), keyspace.revision, keyspace.ended) == (1, words.SLICE + 4, 0)
+    assert (len(keyspace), keyspace.revision, keyspace.ended) == (1, state.SLICE + 4, 0)
     pieces = [msgspec.msgpack.decode(piece) for piece in keyspace.snapshot()]
-    revision = words.SLICE + 3
+    revision = state.SLICE + 3
     assert pieces == [[0, 1, revision + 1, 0], [2, [["p", b"v", revision, revision, 0, False]]]]
 
 
@@ -369,8 +368,8 @@ def test_a_raised_version_is_never_lowered_and_begins_a_history_that_all_nodes_h
     do(keyspace, Put("a", b"", 0))
     replica = twin(keyspace)
     for each in (keyspace, replica):
-        assert do(each, Raise(2)) == Done()
-        assert do(each, Raise(2)) == do(each, Raise(1)) == ConditionFailed()
+        assert do(each, RaiseVersion(2)) == Done()
+        assert do(each, RaiseVersion(2)) == do(each, RaiseVersion(1)) == ConditionFailed()
         do(each, Put("b", b"", 0))
     assert [*keyspace.snapshot()] == [*replica.snapshot()]
     assert keyspace.history.after(0) is None
@@ -383,7 +382,7 @@ def test_a_raised_version_is_never_lowered_and_begins_a_history_that_all_nodes_h
 def test_what_a_later_release_may_put_into_the_log_ends_the_node() -> None:
     keyspace = Keyspace()
     before = [*keyspace.snapshot()]
-    for unknown in (encode([13, "new"]), encode(Raise(3)), encode([10, 2, "a new field"])):
+    for unknown in (encode([13, "new"]), encode(RaiseVersion(3)), encode([10, 2, "a new field"])):
         with pytest.raises(UnknownCommand, match="install the release"):
             keyspace.apply(unknown)
     assert [*keyspace.snapshot()] == before
@@ -400,11 +399,11 @@ def test_beyond_the_quota_only_what_makes_room_is_carried_out() -> None:
     lease = do(keyspace, Grant(1.0)).lease
     do(keyspace, Create("mine", b"x" * 100, lease))
     kept = do(keyspace, Put("kept", b"x" * 100, 0)).version
-    assert do(keyspace, Quota(keyspace.bytes + 200)) == Done()
+    assert do(keyspace, SetQuota(keyspace.bytes + 200)) == Done()
     assert isinstance(do(keyspace, Put("fits", b"x" * 60, 0)), Written)
     assert not keyspace.alarm
     size, revision = keyspace.bytes, keyspace.revision
-    full = Full(size, keyspace.quota)
+    full = QuotaExceeded(size, keyspace.quota)
     assert do(keyspace, Create("more", b"", lease)) == full
     assert do(keyspace, Put("more", b"", 0)) == full
     assert do(keyspace, Put("kept", b"x" * 200, kept)) == full
@@ -421,7 +420,7 @@ def test_beyond_the_quota_only_what_makes_room_is_carried_out() -> None:
 
 
 def test_the_size_is_that_of_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "SLICE", 1)
+    monkeypatch.setattr(state, "SLICE", 1)
     keyspace = Keyspace()
     lease = do(keyspace, Grant(1.0)).lease
     do(keyspace, Create("a", b"1", lease))
@@ -429,17 +428,17 @@ def test_the_size_is_that_of_what_there_is(monkeypatch: pytest.MonkeyPatch) -> N
     do(keyspace, Revoke(lease))
     do(keyspace, Put("b", b"new", 0))
     assert twin(keyspace).bytes == keyspace.bytes
-    do(keyspace, Reap())
+    do(keyspace, RemoveEndedKeys())
     do(keyspace, Delete("b", 0))
     assert (len(keyspace), keyspace.bytes) == (0, 0)
 
 
 def test_a_late_expiry_of_an_earlier_leader_ends_nothing() -> None:
     keyspace = Keyspace()
-    do(keyspace, Begin(3))
+    do(keyspace, BeginEra(3))
     lease = do(keyspace, Grant(1.0)).lease
     do(keyspace, Create("k", b"v", lease))
-    do(keyspace, Begin(4))
+    do(keyspace, BeginEra(4))
     assert do(keyspace, Expire(3, (lease,))) == ConditionFailed()
     assert keyspace.get("k") is not None
     assert do(keyspace, Expire(4, (lease,))) == Done()
@@ -449,15 +448,15 @@ def test_a_late_expiry_of_an_earlier_leader_ends_nothing() -> None:
 def test_a_floor_raises_tokens_and_never_lowers_them() -> None:
     keyspace = Keyspace()
     lease = do(keyspace, Grant(1.0)).lease
-    do(keyspace, Advance(1000))
-    do(keyspace, Advance(10))
+    do(keyspace, AdvanceRevision(1000))
+    do(keyspace, AdvanceRevision(10))
     assert do(keyspace, Create("k", b"", lease)).revision == 1001
 
 
 def test_a_rank_of_more_than_64_bits_is_refused() -> None:
     keyspace = Keyspace()
     lease = do(keyspace, Grant(1.0)).lease
-    assert isinstance(do(keyspace, Enqueue("l", b"", lease, 2**63)), Malformed)
+    assert isinstance(do(keyspace, Enqueue("l", b"", lease, 2**63)), MalformedCommand)
     assert keyspace.revision == lease
 
 
@@ -467,7 +466,7 @@ def test_a_nest_of_lists_behind_a_command_is_refused_however_deep_it_is() -> Non
     put = b"\x95" + encode(Put("k", b"", 0))[1:]
     for depth in (0, 10, 960, 10_000):
         result = decode_result(keyspace.apply(put + b"\x91" * depth + b"\xc0"))
-        assert isinstance(result, Malformed)
+        assert isinstance(result, MalformedCommand)
     assert keyspace.revision == 0
 
 
@@ -490,7 +489,7 @@ def test_history_tells_what_changed_since() -> None:
 
 
 def test_what_history_has_forgotten_counts_as_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(histories, "MOST", 4)
+    monkeypatch.setattr(histories, "MAX_CHANGES", 4)
     keyspace = Keyspace()
     do(keyspace, Put("old", b"", 0))
     since = keyspace.revision
@@ -509,7 +508,7 @@ def test_what_history_has_forgotten_counts_as_changed(monkeypatch: pytest.Monkey
 
 def test_what_is_kept_of_the_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its size too. What does not fit counts as changed; what does is told apart."""
-    monkeypatch.setattr(histories, "MOST_BYTES", 50_000)
+    monkeypatch.setattr(histories, "MAX_BYTES", 50_000)
     monkeypatch.setattr(histories, "INDEX_BYTES", 20_000)
     history, seen = History(), 0
     for revision in range(1, 1000):
@@ -588,7 +587,7 @@ class Sorted(RuleBasedStateMachine):
     @initialize(items=st.dictionaries(st.integers(0, 999), st.integers(1, 9)))
     def begin(self, items: dict[int, int]) -> None:
         self.model = dict(items)
-        self.real: Ordered[int, int] = Ordered()
+        self.real: SortedMap[int, int] = SortedMap()
         self.real.append(sorted(items), [items[key] for key in sorted(items)])
         self.pictures: list[tuple[Any, list[tuple[int, int]]]] = []
 
@@ -610,20 +609,20 @@ class Sorted(RuleBasedStateMachine):
 
     @rule()
     def take(self) -> None:
-        self.pictures.append((self.real.picture(), sorted(self.model.items())))
+        self.pictures.append((self.real.blocks(), sorted(self.model.items())))
 
     @rule(key=st.integers(-1, 2000))
     def look(self, key: int) -> None:
         assert self.real.get(key) == self.model.get(key)
-        assert list(self.real.upward(key)) == sorted(
+        assert list(self.real.ascending(key)) == sorted(
             item for item in self.model.items() if item[0] >= key
         )
-        detail = [block for block, _ in self.real.detail(key, key + 40)]
+        detail = [block for block, _ in self.real.blocks_between(key, key + 40)]
         found = [each for block in detail for each in block if key <= each < key + 40]
         assert found == sorted(each for each in self.model if key <= each < key + 40)
         assert all(block[-1] >= key and block[0] < key + 40 for block in detail[1:])
         below = sorted((item for item in self.model.items() if item[0] < key), reverse=True)
-        assert list(self.real.downward(key)) == below
+        assert list(self.real.descending(key)) == below
 
     @invariant()
     def whole(self) -> None:
@@ -647,7 +646,7 @@ def test_the_collector_has_nothing_to_follow_in_what_is_kept() -> None:
         keyspace.apply(encode(Put(f"key/{number}", b"value", 0)))
     for _ in range(2):  # inner tuples are let go of first
         gc.collect()
-    assert not any(gc.is_tracked(block) for block in keyspace._records._blocks)
+    assert not any(gc.is_tracked(block) for block in keyspace._entries._blocks)
 
 
 TestSorted.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from doyen.errors import StoreUnusable
-from doyen.quorum.keyspace import state as words
-from doyen.quorum.keyspace.state import Keyspace
+from doyen.quorum.keyspace import commands
+from doyen.quorum.keyspace.state import Keyspace, UnknownCommand
 from doyen.quorum.node import replicated as module
 from doyen.quorum.node.replicated import (
     KEYSPACE,
@@ -66,20 +66,20 @@ def keyspace_machine(version: int) -> tuple[ReplicatedMachines, Keyspace]:
 
 
 def write(
-    machine: ReplicatedMachines, client: str, seq: int, command: words.KeyspaceCommand
+    machine: ReplicatedMachines, client: str, seq: int, command: commands.KeyspaceCommand
 ) -> Any:
-    body = words.encode(command)
+    body = commands.encode(command)
     (result,) = machine.apply(1, [Command(client, seq, 1, KEYSPACE, body)])
-    return result if isinstance(result, Failure) else words.decode_result(result)
+    return result if isinstance(result, Failure) else commands.decode_result(result)
 
 
 @pytest.mark.parametrize("length", [1, 900, 1000, 4096])
 def test_a_ticket_is_taken_once_however_long_its_key_is(length: int) -> None:
     machine, keyspace = keyspace_machine(2)
-    lease = write(machine, "a", 1, words.Grant(5.0)).lease
-    enqueue = words.Enqueue("x" * length, b"me", lease, 0)
+    lease = write(machine, "a", 1, commands.Grant(5.0)).lease
+    enqueue = commands.Enqueue("x" * length, b"me", lease, 0)
     ticket = write(machine, "a", 2, enqueue)
-    assert isinstance(ticket, words.Ticketed)
+    assert isinstance(ticket, commands.TicketIssued)
     assert write(machine, "a", 2, enqueue) == ticket
     assert len(keyspace) == 1
 
@@ -89,22 +89,28 @@ def test_what_was_refused_is_not_carried_out_later(monkeypatch: pytest.MonkeyPat
     attempt, which was on its way all the while, comes when the record is gone."""
     monkeypatch.setattr(module, "RESULT_BYTES", 5_000)
     machine, keyspace = keyspace_machine(2)
-    lease = write(machine, "a", 1, words.Grant(5.0)).lease
-    write(machine, "a", 2, words.Create("k", b"x" * 10_000, lease))
-    assert isinstance(write(machine, "b", 1, words.Create("k", b"", lease)), words.Stands)
-    write(machine, "a", 3, words.Delete("k", 0))
-    assert write(machine, "b", 1, words.Create("k", b"", lease)).forgotten
+    lease = write(machine, "a", 1, commands.Grant(5.0)).lease
+    write(machine, "a", 2, commands.Create("k", b"x" * 10_000, lease))
+    assert isinstance(
+        write(machine, "b", 1, commands.Create("k", b"", lease)), commands.EntryExists
+    )
+    write(machine, "a", 3, commands.Delete("k", 0))
+    assert write(machine, "b", 1, commands.Create("k", b"", lease)).forgotten
     assert keyspace.get("k") is None
 
 
 def test_results_of_the_keyspace_are_kept_within_bounds() -> None:
     machine, _ = keyspace_machine(2)
-    lease = write(machine, "a", 1, words.Grant(5.0)).lease
-    write(machine, "a", 2, words.Create("k", b"x" * 100_000, lease))
+    lease = write(machine, "a", 1, commands.Grant(5.0)).lease
+    write(machine, "a", 2, commands.Create("k", b"x" * 100_000, lease))
     for number in range(1, 20):
-        assert isinstance(write(machine, "b", number, words.Create("k", b"", lease)), words.Stands)
-    assert isinstance(write(machine, "b", 2, words.Create("k", b"", lease)), words.Stands)
-    assert write(machine, "b", 19, words.Create("k", b"", lease)).forgotten
+        assert isinstance(
+            write(machine, "b", number, commands.Create("k", b"", lease)), commands.EntryExists
+        )
+    assert isinstance(
+        write(machine, "b", 2, commands.Create("k", b"", lease)), commands.EntryExists
+    )
+    assert write(machine, "b", 19, commands.Create("k", b"", lease)).forgotten
     size = sum(map(len, machine.snapshot()))
     assert size < 100_000 + module.RESULT_BYTES + 10_000
 
@@ -152,16 +158,16 @@ def test_a_write_is_not_repeated_because_results_of_others_took_the_room(
 def test_in_the_first_version_large_results_are_not_kept() -> None:
     """As members of the first release do it."""
     machine, _ = keyspace_machine(1)
-    lease = write(machine, "a", 1, words.Grant(5.0)).lease
-    write(machine, "b", 1, words.Create("k", b"x" * 100_000, lease))
+    lease = write(machine, "a", 1, commands.Grant(5.0)).lease
+    write(machine, "b", 1, commands.Create("k", b"x" * 100_000, lease))
     for number in range(50):
-        refused = write(machine, f"c{number}", 1, words.Create("k", b"mine", lease))
-        assert isinstance(refused, words.Stands)
+        refused = write(machine, f"c{number}", 1, commands.Create("k", b"mine", lease))
+        assert isinstance(refused, commands.EntryExists)
     assert sum(map(len, machine.snapshot())) < 200_000
-    write(machine, "d", 1, words.Delete("k", 0))
-    again = write(machine, "c7", 1, words.Create("k", b"mine", lease))
-    assert isinstance(again, words.Written)
-    assert write(machine, "c7", 1, words.Create("k", b"mine", lease)) == again
+    write(machine, "d", 1, commands.Delete("k", 0))
+    again = write(machine, "c7", 1, commands.Create("k", b"mine", lease))
+    assert isinstance(again, commands.Written)
+    assert write(machine, "c7", 1, commands.Create("k", b"mine", lease)) == again
 
 
 def test_a_client_with_a_history_that_is_not_known_is_refused() -> None:
@@ -222,8 +228,8 @@ def test_a_node_without_the_state_machine_that_its_log_needs_stops(
 
 def test_an_unknown_command_stops_the_node_instead_of_being_passed_over() -> None:
     replica = ReplicatedMachines({KEYSPACE: Keyspace()})
-    with pytest.raises(words.UnknownCommand):
-        one(replica, 2, "a", 2, 1, KEYSPACE, words.encode([99, "what?"]))
+    with pytest.raises(UnknownCommand):
+        one(replica, 2, "a", 2, 1, KEYSPACE, commands.encode([99, "what?"]))
 
 
 class Odd(Tally):
@@ -323,7 +329,7 @@ def test_a_snapshot_with_more_than_we_have_is_refused() -> None:
         ReplicatedMachines({}).restore(replica.snapshot())
 
 
-commands = st.builds(
+proposed = st.builds(
     Command,
     client=st.sampled_from("abc"),
     seq=st.integers(1, 6),
@@ -333,7 +339,7 @@ commands = st.builds(
 )
 
 
-@given(st.lists(st.lists(commands, max_size=4), max_size=12), st.integers(0, 12))
+@given(st.lists(st.lists(proposed, max_size=4), max_size=12), st.integers(0, 12))
 @example([[Command("a", 2, 1, USER, b"x"), Command("a", 1, 1, USER, b"x")]], 1)
 def test_a_restored_machine_goes_on_as_the_other(log: list[list[Command]], at: int) -> None:
     """Whatever the log, and wherever a snapshot was taken in it."""

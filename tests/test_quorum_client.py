@@ -20,13 +20,13 @@ from doyen.errors import (
     StoreUnusable,
 )
 from doyen.lease.clock import SystemClock
-from doyen.quorum.keyspace.state import StoredEntry, encode
+from doyen.quorum.keyspace.commands import StoredEntry, encode
 from doyen.quorum.node import replicated as machines
 from doyen.quorum.node.listener import Door
 from doyen.quorum.node.server import NodeOptions, NodeServer
 from doyen.quorum.protocol.connection import End, FrameConnection
 from doyen.quorum.protocol.handshake import ConnectionIdentity
-from doyen.quorum.protocol.requests import ANSWER, Condition, LeaseRenewed, Listed, Scan
+from doyen.quorum.protocol.requests import ANSWER, LeaseRenewed, ListChunk, NodeStatus, Scan
 from doyen.quorum.protocol.security import Security
 from doyen.stores.port import Context, StoreURL, open_store
 from doyen.stores.quorum import make_store
@@ -464,7 +464,7 @@ def test_nobody_there() -> None:
     run(main)
 
 
-def condition(node: str, **changes: Any) -> Condition:
+def condition(node: str, **changes: Any) -> NodeStatus:
     fields: dict[str, Any] = {
         "id": 0,
         "node": node,
@@ -485,7 +485,7 @@ def condition(node: str, **changes: Any) -> Condition:
         "clients": 1,
         "watches": 0,
     }
-    return Condition(**{**fields, **changes})
+    return NodeStatus(**{**fields, **changes})
 
 
 def told(*states: NodeAnswer) -> dict[str, list[str]]:
@@ -659,7 +659,7 @@ def test_a_list_that_was_answered_is_whole_though_its_connection_ends_in_the_sam
         (number,) = wire._calls
         link: Any = SimpleNamespace(address="n1", send=lambda *_: True, close=lambda: None)
         wire._link = link
-        wire._take(link, [(ANSWER, encode(Listed(number, [record], False)))])
+        wire._take(link, [(ANSWER, encode(ListChunk(number, [record], False)))])
         wire._ended(link, End.LEFT)
         assert await listing == [record]
         await wire.close()

@@ -13,18 +13,17 @@ import pytest
 
 from doyen.errors import StoreUnavailable
 from doyen.quorum.consensus.core import Role
-from doyen.quorum.keyspace.state import (
-    QUOTA,
-    Begin,
+from doyen.quorum.keyspace.commands import (
+    BeginEra,
     Done,
     Expire,
     Grant,
-    Keyspace,
     KeyspaceCommand,
     Revoke,
     decode_result,
     encode,
 )
+from doyen.quorum.keyspace.state import QUOTA, Keyspace
 from doyen.quorum.node import lease_clock as module
 from doyen.quorum.node.lease_clock import OVERSLEPT_S, LeaseClock
 from doyen.quorum.node.lease_keeper import CONFIRMED, Keeper, decode_leases
@@ -165,7 +164,7 @@ class Leader:
 
     def begin(self) -> None:
         era = self.world.keyspace.era + 1
-        self.world.propose(self, Begin(era), lambda done: self.begun(era, done))
+        self.world.propose(self, BeginEra(era), lambda done: self.begun(era, done))
 
     def begun(self, era: int, done: bool) -> None:
         if self.world.leader is not self:

@@ -7,19 +7,19 @@ import itertools
 
 import pytest
 
-from doyen.quorum.keyspace.state import Delete, Done, Put, Revoke, Written, decode_result, encode
+from doyen.quorum.keyspace.commands import Delete, Done, Put, Revoke, Written, decode_result, encode
 from doyen.quorum.node.replicated import USER
 from doyen.quorum.protocol.frames import MAX_FRAME
 from doyen.quorum.protocol.requests import (
+    Administer,
     Ahead,
-    Arrange,
     ErrorCode,
     Failed,
     FoundEntry,
     Get,
     Head,
     LeaseRenewed,
-    Renew,
+    RenewLease,
     Scan,
     Write,
 )
@@ -44,7 +44,7 @@ def test_answers_wait_until_the_client_takes_them() -> None:
         assert isinstance(await other.do(1, Put("l", b"", 0)), Written)
         client.congested = False
         for n in range(1, 41):
-            assert (await client.answer_to(-n)).record.value == b"old"
+            assert (await client.answer_to(-n)).entry.value == b"old"
         await client.answer_to(2)
         assert not client.faults
 
@@ -66,12 +66,12 @@ def test_while_every_disk_is_full_leases_are_renewed_and_ended() -> None:
             began = world.loop.time()
             number = 10
             while quorum.keyspace(leader).lease(dead) is not None:
-                assert isinstance(await client.ask(Renew, live), LeaseRenewed)
+                assert isinstance(await client.ask(RenewLease, live), LeaseRenewed)
                 number += 1
                 refused = await client.do(number, Put("more", b"", 0))
                 assert isinstance(refused, Failed)
-                assert refused.trouble is ErrorCode.UNAVAILABLE
-                assert (await client.ask(Get, node)).record is not None
+                assert refused.code is ErrorCode.UNAVAILABLE
+                assert (await client.ask(Get, node)).entry is not None
                 assert world.loop.time() - began < 1.2 * TTL_S
                 await asyncio.sleep(0.1)
             assert await client.do(5, Revoke(given_up)) == Done()
@@ -92,14 +92,14 @@ def test_a_request_as_long_as_a_frame_is_answered_in_a_short_one() -> None:
         huge = "x" * (MAX_FRAME - 64)
         for node in (await quorum.leader(), await quorum.follower()):
             client = Client(quorum.services[node])
-            assert (await client.ask(Get, huge)).record is None
-            assert (await client.ask(Head, huge)).record is None
-            assert (await client.ask(Scan, huge)).records == []
+            assert (await client.ask(Get, huge)).entry is None
+            assert (await client.ask(Head, huge)).entry is None
+            assert (await client.ask(Scan, huge)).entries == []
             failed = await client.ask(Ahead, huge)
-            assert failed.trouble is ErrorCode.TICKET_GONE
+            assert failed.code is ErrorCode.TICKET_GONE
             for order in (("promote", huge), (huge, "n1"), ("\0" * (MAX_FRAME // 2), "n1")):
-                failed = await client.ask(Arrange, *order)
-                assert failed.trouble is ErrorCode.UNUSABLE
+                failed = await client.ask(Administer, *order)
+                assert failed.code is ErrorCode.UNUSABLE
         assert await quorum.leader()
 
     on_quorum(test)
@@ -119,7 +119,7 @@ def test_when_disks_are_full_what_frees_is_carried_out_in_whatever_company_it_co
             commands = Put(f"new/{node}", b"", 0), Delete(f"kept/{node}", 0), Revoke(lease)
             client.put(Write(3, [3, 4, 5], [encode(each) for each in commands]))
             refused = await client.answer_to(3)
-            assert refused.trouble is ErrorCode.UNAVAILABLE
+            assert refused.code is ErrorCode.UNAVAILABLE
             assert "is full" in refused.text
             for number in (4, 5):
                 done = await client.answer_to(number)

@@ -9,31 +9,31 @@ from typing import Any
 import pytest
 
 from doyen.quorum.consensus.core import Role
-from doyen.quorum.keyspace import state as keyspaces
-from doyen.quorum.keyspace.history import ChangeKind
-from doyen.quorum.keyspace.state import (
-    Advance,
-    Begin,
+from doyen.quorum.keyspace import state
+from doyen.quorum.keyspace.commands import (
+    AdvanceRevision,
+    BeginEra,
     ConditionFailed,
     Create,
     Delete,
     Done,
     Enqueue,
+    EntryExists,
     Expire,
     Grant,
-    Keyspace,
     KeyspaceCommand,
     LeaseGranted,
     Put,
-    Quota,
-    Raise,
-    Reap,
+    RaiseVersion,
+    RemoveEndedKeys,
     Revoke,
-    Stands,
+    SetQuota,
     Written,
     decode_result,
     encode,
 )
+from doyen.quorum.keyspace.history import ChangeKind
+from doyen.quorum.keyspace.state import Keyspace
 from doyen.quorum.keyspace.versions import FIRST, NEWEST
 from doyen.quorum.node import replicated as machines
 from doyen.quorum.node import service as services
@@ -49,25 +49,25 @@ from doyen.quorum.protocol.requests import (
     MAX_VALUE,
     REQUEST,
     Ahead,
-    Changed,
-    Condition,
+    CancelWatch,
     ErrorCode,
     Failed,
     FoundEntry,
     Get,
     Head,
-    Hello,
-    Inquire,
+    IdentifyClient,
     LeaseRenewed,
-    Listed,
-    Renew,
+    ListChunk,
+    NodeStatus,
+    RenewLease,
     Request,
     Scan,
-    Unwatch,
-    Watching,
+    StatusRequest,
+    WatchConfirmed,
+    WatchNotification,
     WatchRequest,
     Write,
-    Wrote,
+    WriteResults,
     decode_answer,
 )
 from doyen.quorum.protocol.security import Role as Power
@@ -99,7 +99,7 @@ class Client:
         self._ids = 0
         service.admit(self)
         if self._on_frames is not None and role == "client":
-            self.put(Hello(name))
+            self.put(IdentifyClient(name))
 
     def welcome(self, on_frames: Any, on_end: Any) -> None:
         self._on_frames, self._on_end = on_frames, on_end
@@ -117,7 +117,7 @@ class Client:
         if not self.deaf:
             answer = decode_answer(data)
             self.told.append(answer)
-            if isinstance(answer, Wrote):
+            if isinstance(answer, WriteResults):
                 self.results |= zip(answer.ids, answer.results, strict=True)
         return not self.deaf
 
@@ -156,7 +156,7 @@ class Client:
                 if id in self.results:
                     return self.results[id]
                 for answer in self.told:
-                    if not isinstance(answer, Changed | Wrote) and answer.id == id:
+                    if not isinstance(answer, WatchNotification | WriteResults) and answer.id == id:
                         return answer
                 await asyncio.sleep(0.001)
 
@@ -244,10 +244,10 @@ def test_a_write_asked_again_of_another_node_is_carried_out_once() -> None:
         ticket = await a.do(3, Enqueue("line", b"", lease, 0))
         assert await again.do(3, Enqueue("line", b"", lease, 0)) == ticket
         listed = await again.ask(Scan, "line")
-        assert len(listed.records) == 1
-        assert isinstance(await b.do(2, Create("k", b"b", await granted(b))), Stands)
+        assert len(listed.entries) == 1
+        assert isinstance(await b.do(2, Create("k", b"b", await granted(b))), EntryExists)
         found = await b.ask(Get, "k")
-        assert found.record.value == b"a"
+        assert found.entry.value == b"a"
 
     on_quorum(test)
 
@@ -274,8 +274,8 @@ def test_every_node_reads_what_was_acknowledged() -> None:
             result = await writer.do(number + 1, Put(f"k/{number}", b"v", 0))
             assert isinstance(result, Written)
             for reader in clients:
-                assert (await reader.ask(Get, f"k/{number}")).record.value == b"v"
-                assert len((await reader.ask(Scan, "k")).records) == number + 1
+                assert (await reader.ask(Get, f"k/{number}")).entry.value == b"v"
+                assert len((await reader.ask(Scan, "k")).entries) == number + 1
 
     on_quorum(test)
 
@@ -286,12 +286,12 @@ def test_lines() -> None:
         lease = await granted(client)
         first = await client.do(2, Enqueue("l", b"1", lease, 0))
         second = await client.do(3, Enqueue("l", b"2", lease, 0))
-        assert (await client.ask(Head, "l")).record.key == first.key
-        assert (await client.ask(Ahead, second.key)).record.key == first.key
-        assert (await client.ask(Ahead, first.key)).record is None
+        assert (await client.ask(Head, "l")).entry.key == first.key
+        assert (await client.ask(Ahead, second.key)).entry.key == first.key
+        assert (await client.ask(Ahead, first.key)).entry is None
         await client.do(4, Delete(first.key, 0))
         gone = await client.ask(Ahead, first.key)
-        assert gone.trouble is ErrorCode.TICKET_GONE
+        assert gone.code is ErrorCode.TICKET_GONE
         assert (await client.ask(Get, "nothing")) == FoundEntry(client._ids, None)
 
     on_quorum(test)
@@ -309,7 +309,7 @@ def test_much_that_arrives_at_once_is_carried_out_in_order() -> None:
         await client.answer_to(count + 1)
         assert [*client.results] == list(range(1, count + 2))
         listed = await client.ask(Scan, "g")
-        assert len(listed.records) < count, "whoever has gone is not served any more"
+        assert len(listed.entries) < count, "whoever has gone is not served any more"
 
     on_quorum(test)
 
@@ -319,9 +319,9 @@ def test_no_more_is_read_than_a_node_can_keep(monkeypatch: pytest.MonkeyPatch) -
 
     async def test(quorum: Quorum) -> None:
         client = Client(quorum.services["n1"])
-        client.put(*(Unwatch(-1) for _ in range(2 * SLICE)))
+        client.put(*(CancelWatch(-1) for _ in range(2 * SLICE)))
         assert not client.paused
-        client.put(*(Unwatch(-1) for _ in range(2 * SLICE)), Inquire(-2))
+        client.put(*(CancelWatch(-1) for _ in range(2 * SLICE)), StatusRequest(-2))
         assert client.paused
         await client.answer_to(-2)
         assert not client.paused
@@ -337,7 +337,7 @@ def test_results_of_one_turn_come_together_and_within_bounds() -> None:
         client.put(Write(1, [*range(2, 12)], [large] * 10))
         client.put(Write(1, [*range(12, 20)], [encode(Delete("none", 0))] * 8))
         await client.answer_to(19)
-        together = [answer.ids for answer in client.told if isinstance(answer, Wrote)][1:]
+        together = [answer.ids for answer in client.told if isinstance(answer, WriteResults)][1:]
         assert [number for ids in together for number in ids] == [*range(2, 20)]
         assert len(together) <= 5, "as many as fit"
         assert all(
@@ -354,12 +354,12 @@ def test_long_lists_come_in_pieces() -> None:
             await client.do(number + 1, Put(f"k/{number}", bytes(400_000), 0))
         client.put(Scan(-1, "k"))
         await quorum.world.until(
-            lambda: any(isinstance(each, Listed) and not each.more for each in client.told)
+            lambda: any(isinstance(each, ListChunk) and not each.more for each in client.told)
         )
-        pieces = [each for each in client.told if isinstance(each, Listed)]
+        pieces = [each for each in client.told if isinstance(each, ListChunk)]
         assert len(pieces) > 1
         assert [each.more for each in pieces] == [True] * (len(pieces) - 1) + [False]
-        keys = [record.key for each in pieces for record in each.records]
+        keys = [record.key for each in pieces for record in each.entries]
         assert keys == [f"k/{number}" for number in range(6)]
 
     on_quorum(test)
@@ -372,13 +372,13 @@ def test_a_lease_is_renewed_through_any_node_and_ends_when_nobody_does() -> None
         await clients[0].do(2, Create("k", b"", lease))
         for number in range(12):
             await asyncio.sleep(TTL_S / 2)
-            assert isinstance(await clients[number % 3].ask(Renew, lease), LeaseRenewed)
+            assert isinstance(await clients[number % 3].ask(RenewLease, lease), LeaseRenewed)
         began = quorum.world.loop.time()
-        while (await clients[1].ask(Get, "k")).record is not None:  # noqa: ASYNC110
+        while (await clients[1].ask(Get, "k")).entry is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         took_s = quorum.world.loop.time() - began
         assert TTL_S - 0.1 <= took_s <= TTL_S + 0.1
-        assert (await clients[2].ask(Renew, lease)).trouble is ErrorCode.LEASE_GONE
+        assert (await clients[2].ask(RenewLease, lease)).code is ErrorCode.LEASE_GONE
 
     on_quorum(test)
 
@@ -392,16 +392,16 @@ def test_leases_outlive_a_change_of_leader_and_end_after_it() -> None:
         await client.do(3, Create("renewed", b"", renewed))
         await client.do(4, Create("silent", b"", silent))
         await asyncio.sleep(TTL_S * 0.9)
-        assert isinstance(await client.ask(Renew, renewed), LeaseRenewed)
+        assert isinstance(await client.ask(RenewLease, renewed), LeaseRenewed)
         quorum.crash(leader)
         died_at = quorum.world.loop.time()
-        assert isinstance(await client.ask(Renew, renewed), LeaseRenewed)
-        assert (await client.ask(Get, "silent")).record is not None, "it has its time anew"
-        while (await client.ask(Get, "silent")).record is not None:
+        assert isinstance(await client.ask(RenewLease, renewed), LeaseRenewed)
+        assert (await client.ask(Get, "silent")).entry is not None, "it has its time anew"
+        while (await client.ask(Get, "silent")).entry is not None:
             await asyncio.sleep(TTL_S / 4)
-            assert isinstance(await client.ask(Renew, renewed), LeaseRenewed)
+            assert isinstance(await client.ask(RenewLease, renewed), LeaseRenewed)
         assert quorum.world.loop.time() - died_at <= TTL_S * 1.5 + 0.5
-        assert (await client.ask(Get, "renewed")).record is not None
+        assert (await client.ask(Get, "renewed")).entry is not None
 
     on_quorum(test)
 
@@ -412,7 +412,7 @@ def test_a_leader_that_nobody_follows_confirms_no_renewal() -> None:
         client = Client(quorum.services[leader])
         lease = await granted(client)
         quorum.world.cut(leader)
-        client.put(Renew(-1, lease))
+        client.put(RenewLease(-1, lease))
         await asyncio.sleep(15.0)
         assert not any(isinstance(answer, LeaseRenewed) for answer in client.told)
         assert client.closed, "and it sends its clients away"
@@ -454,15 +454,17 @@ def test_a_short_election_costs_no_connection() -> None:
 def test_watches_tell_of_changes_by_other_nodes() -> None:
     async def test(quorum: Quorum) -> None:
         writer, watcher = (Client(quorum.services[node]) for node in ("n1", "n2"))
-        assert isinstance(await watcher.answer(WatchRequest(-1, "a", -1)), Watching)
-        assert isinstance(await watcher.answer(WatchRequest(-2, "a/b", -1)), Watching)
-        assert isinstance(await watcher.answer(WatchRequest(-3, "a/c", -1)), Watching)
+        assert isinstance(await watcher.answer(WatchRequest(-1, "a", -1)), WatchConfirmed)
+        assert isinstance(await watcher.answer(WatchRequest(-2, "a/b", -1)), WatchConfirmed)
+        assert isinstance(await watcher.answer(WatchRequest(-3, "a/c", -1)), WatchConfirmed)
         result = await writer.do(1, Put("a/b", b"", 0))
         await quorum.world.until(lambda: told(watcher))
         assert sorted(told(watcher)) == [-2, -1]
-        revision = max(each.revision for each in watcher.told if isinstance(each, Changed))
+        revision = max(
+            each.revision for each in watcher.told if isinstance(each, WatchNotification)
+        )
         assert revision == result.revision
-        watcher.put(Unwatch(-1))
+        watcher.put(CancelWatch(-1))
         watcher.told.clear()
         await writer.do(2, Put("a/c/d", b"", 0))
         await quorum.world.until(lambda: told(watcher))
@@ -476,7 +478,9 @@ def test_watches_tell_of_changes_by_other_nodes() -> None:
 
 
 def told(client: Client) -> list[int]:
-    return [watch for each in client.told if isinstance(each, Changed) for watch in each.ids]
+    return [
+        watch for each in client.told if isinstance(each, WatchNotification) for watch in each.ids
+    ]
 
 
 def test_the_end_of_a_lease_is_told_everywhere() -> None:
@@ -523,27 +527,25 @@ def test_what_a_client_may_not_do_is_said_in_words() -> None:
             Grant(0.01),
             Grant(float("inf")),
             Grant(float("nan")),
-            Advance(2**62),
+            AdvanceRevision(2**62),
             Put("a/" * MAX_LEVELS + "a", b"", 0),
-            Begin(7),
+            BeginEra(7),
             Expire(1, (lease,)),
-            Raise(NEWEST),
-            Reap(),
-            Quota(1),
+            RaiseVersion(NEWEST),
+            RemoveEndedKeys(),
+            SetQuota(1),
         ]
         for number, command in enumerate(commands, 2):
             answer = await client.do(number, command)
             assert isinstance(answer, Failed), command
-            assert answer.trouble is ErrorCode.UNUSABLE
+            assert answer.code is ErrorCode.UNUSABLE
             assert answer.text
         assert quorum.keyspace("n1").lease(lease) is not None
         for _ in range(3):
             await client.ask(WatchRequest, "k", -1)
-        assert (await client.ask(WatchRequest, "k", -1)).trouble is ErrorCode.UNUSABLE
+        assert (await client.ask(WatchRequest, "k", -1)).code is ErrorCode.UNUSABLE
         other = Client(quorum.services["n2"])
-        assert (
-            await other.ask(WatchRequest, "x" * (MAX_KEY + 1), -1)
-        ).trouble is ErrorCode.UNUSABLE
+        assert (await other.ask(WatchRequest, "x" * (MAX_KEY + 1), -1)).code is ErrorCode.UNUSABLE
         assert await client.do(99, Revoke(lease)) == Done()
 
     on_quorum(test, ClientLimits(watches=3))
@@ -562,7 +564,7 @@ def test_nonsense_ends_the_connection() -> None:
             (REQUEST, encode(Write(1, [1, 2], [b""]))),
             (REQUEST, encode(Write(1, [2**64 - 1], [b""]))),
             (REQUEST, encode(Write(1, [*range(1, 999)], [b""] * 998))),
-            (REQUEST, encode(Hello("short"))),
+            (REQUEST, encode(IdentifyClient("short"))),
             (REQUEST, b"\x93\x00\xa8a-client" + b"\x91" * 3000),
         ):
             client = Client(service)
@@ -595,8 +597,8 @@ def test_a_client_that_was_forgotten_is_told(monkeypatch: pytest.MonkeyPatch) ->
             await busy.do(number, Put(f"b/{number}", b"", 0))
         answer = await idle.do(2, Put("l", b"", 0), floor=2)
         assert isinstance(answer, Failed)
-        assert answer.trouble is ErrorCode.FORGOTTEN
-        assert (await idle.ask(Get, "l")).record is None
+        assert answer.code is ErrorCode.FORGOTTEN
+        assert (await idle.ask(Get, "l")).entry is None
 
     on_quorum(test)
 
@@ -607,8 +609,8 @@ def test_a_node_tells_how_it_is() -> None:
         client = Client(quorum.services[leader])
         await granted(client)
         await client.do(2, Put("k", b"", 0))
-        condition = await client.ask(Inquire)
-        assert isinstance(condition, Condition)
+        condition = await client.ask(StatusRequest)
+        assert isinstance(condition, NodeStatus)
         assert (condition.node, condition.leader, condition.role) == (leader, leader, "leading")
         assert (condition.keys, condition.leases, condition.clients) == (1, 1, 1)
         assert sorted(condition.voters) == ["n1", "n2", "n3"]
@@ -624,8 +626,8 @@ def test_an_onlooker_may_ask_how_a_node_without_a_leader_is_and_no_more() -> Non
         quorum.world.cut(follower)
         await quorum.world.until(lambda: not service.serving)
         onlooker = Client(service, role="onlooker")
-        condition = await onlooker.ask(Inquire)
-        assert isinstance(condition, Condition)
+        condition = await onlooker.ask(StatusRequest)
+        assert isinstance(condition, NodeStatus)
         assert (condition.node, condition.leader, condition.clients) == (follower, None, 0)
         onlooker.put(Get(-9, "k"))
         assert onlooker.faults == [CloseReason.OUT_OF_TURN]
@@ -634,7 +636,7 @@ def test_an_onlooker_may_ask_how_a_node_without_a_leader_is_and_no_more() -> Non
         garbage._on_frames(garbage, [(REQUEST, b"\xc1")])
         assert garbage.faults == [CloseReason.MALFORMED]
         flood = Client(service, role="onlooker")
-        flood.put(Inquire(1), Inquire(2))
+        flood.put(StatusRequest(1), StatusRequest(2))
         assert flood.faults == [CloseReason.OUT_OF_TURN]
         assert not flood.told
         service.close()
@@ -650,11 +652,11 @@ def test_an_era_begun_by_one_who_led_before_is_followed_by_another() -> None:
         leader = await quorum.world.leader()
         await asyncio.sleep(0.1)
         era = quorum.keyspace(leader.id).era
-        await leader.propose(KEYSPACE, encode(Begin(era + 1)))
+        await leader.propose(KEYSPACE, encode(BeginEra(era + 1)))
         await quorum.world.until(lambda: quorum.keyspace(leader.id).era == era + 2)
         client = Client(quorum.services[await quorum.follower()])
         lease = await granted(client)
-        assert isinstance(await client.ask(Renew, lease), LeaseRenewed)
+        assert isinstance(await client.ask(RenewLease, lease), LeaseRenewed)
         assert (
             decode_result(await leader.propose(KEYSPACE, encode(Expire(era, (lease,)))))
             == ConditionFailed()
@@ -677,8 +679,8 @@ def test_nodes_that_restart_serve_again() -> None:
         service = quorum.services["n2"]
         await quorum.world.until(lambda: service.serving)
         again = Client(service)
-        assert (await again.ask(Get, "k")).record.value == b"v"
-        assert isinstance(await again.ask(Renew, lease), LeaseRenewed)
+        assert (await again.ask(Get, "k")).entry.value == b"v"
+        assert isinstance(await again.ask(RenewLease, lease), LeaseRenewed)
         assert [node.role for node in quorum.world.nodes.values()].count(Role.LEADING) == 1
 
     on_quorum(test)
@@ -727,7 +729,7 @@ def test_an_unknown_command_stops_the_node_that_does_not_know_it() -> None:
 
 def test_a_lease_with_many_keys_ends_a_slice_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Absent at once for whoever reads; told to whoever watches slice by slice, by every node."""
-    monkeypatch.setattr(keyspaces, "SLICE", 10)
+    monkeypatch.setattr(state, "SLICE", 10)
 
     async def test(quorum: Quorum) -> None:
         client, watcher = Client(quorum.services["n1"]), Client(quorum.services["n2"])
@@ -739,10 +741,12 @@ def test_a_lease_with_many_keys_ends_a_slice_at_a_time(monkeypatch: pytest.Monke
         watcher.told.clear()
         before = quorum.keyspace("n1").revision
         assert await client.do(200, Revoke(lease)) == Done()
-        assert (await client.ask(Scan, "k")).records == []
+        assert (await client.ask(Scan, "k")).entries == []
         await quorum.world.until(lambda: len(told(watcher)) == 95)
         assert sorted(told(watcher)) == list(range(-95, 0)), "each once"
-        assert max(len(each.ids) for each in watcher.told if isinstance(each, Changed)) <= 10
+        assert (
+            max(len(each.ids) for each in watcher.told if isinstance(each, WatchNotification)) <= 10
+        )
         await quorum.world.until(
             lambda: all(len(quorum.keyspace(node)) == 0 for node in quorum.world.nodes)
         )
@@ -755,7 +759,7 @@ def test_a_lease_with_many_keys_ends_a_slice_at_a_time(monkeypatch: pytest.Monke
 
 
 def test_an_end_outlives_the_leader_that_began_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keyspaces, "SLICE", 1)
+    monkeypatch.setattr(state, "SLICE", 1)
 
     async def test(quorum: Quorum) -> None:
         leader, follower = await quorum.leader(), await quorum.follower()
@@ -782,13 +786,13 @@ def test_writes_beyond_the_quota_are_refused_with_the_remedy() -> None:
         await quorum.world.until(lambda: quorum.keyspace("n1").quota == 1000)
         refused = await client.do(2, Create("k", b"x" * 1000, lease))
         assert isinstance(refused, Failed)
-        assert refused.trouble is ErrorCode.UNAVAILABLE
+        assert refused.code is ErrorCode.UNAVAILABLE
         assert "of 1000 bytes" in refused.text
         assert "--quota-bytes" in refused.text
-        condition = await client.ask(Inquire)
+        condition = await client.ask(StatusRequest)
         assert (condition.alarm, condition.quota) == (True, 1000)
         assert condition.bytes == quorum.keyspace("n1").bytes > 0
         assert await client.do(3, Revoke(lease)) == Done()
-        assert not (await client.ask(Inquire)).alarm
+        assert not (await client.ask(StatusRequest)).alarm
 
     on_quorum(test)

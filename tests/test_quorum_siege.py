@@ -27,7 +27,7 @@ from doyen.errors import StoreUnusable
 from doyen.lease.clock import SystemClock
 from doyen.quorum.protocol.frames import MAX_FRAME, ConnectionRefused, frame
 from doyen.quorum.protocol.handshake import ClientHandshake, ConnectionIdentity
-from doyen.quorum.protocol.requests import REQUEST, Hello, Scan, Write
+from doyen.quorum.protocol.requests import REQUEST, IdentifyClient, Scan, Write
 from doyen.quorum.protocol.security import Security
 from doyen.stores.port import Context, open_store
 from neighbours import Caller, call
@@ -135,7 +135,7 @@ def test_clients_that_know_the_secret_and_talk_nonsense(trial: Trial) -> None:
                 caller.link.send(REQUEST, payload)
                 await ended(caller)
             caller = await client(address)
-            caller.link.send(REQUEST, encode(Hello("a client of ours")))
+            caller.link.send(REQUEST, encode(IdentifyClient("a client of ours")))
             caller.link.send(REQUEST, encode(Write(1, [1], [b"\xc1 not a command"])))
             caller.link.send(99, b"a kind of frame that there is not")
             await ended(caller)
@@ -200,7 +200,7 @@ def test_a_client_that_never_reads(trial: Trial) -> None:
     async def ask(address: str) -> None:
         caller = await client(address)
         caller.link.pause()
-        caller.link.send(REQUEST, encode(Hello("a client of ours")))
+        caller.link.send(REQUEST, encode(IdentifyClient("a client of ours")))
         number = 0
         async with asyncio.timeout(60):
             while caller.link.send(REQUEST, encode(Scan(number, "h" * 1000))):

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from doyen.quorum.consensus.core import Membership
-from doyen.quorum.keyspace.state import Create, Expire, Grant, Keyspace, LeaseGranted, Written
+from doyen.quorum.keyspace.commands import Create, Expire, Grant, LeaseGranted, Written
+from doyen.quorum.keyspace.state import Keyspace
 from doyen.quorum.node.interfaces import StateMachine
 from doyen.quorum.node.replicated import KEYSPACE, ReplicatedMachines
 from doyen.quorum.node.service import Service
-from doyen.quorum.protocol.requests import ErrorCode, Failed, LeaseRenewed, Renew
+from doyen.quorum.protocol.requests import ErrorCode, Failed, LeaseRenewed, RenewLease
 from doyen.testing.virtual import run_virtual
 from drivers import World, misfortune, revive
 from test_quorum_service import Client
@@ -111,11 +112,11 @@ class Storm(World):
             while now() < min(until, lives_until):
                 await asyncio.sleep(self.random.uniform(0.1, TTL_S * 0.5))
                 sent_at = now()
-                answer = await self.ask(Renew(-1, lease))
+                answer = await self.ask(RenewLease(-1, lease))
                 if isinstance(answer, LeaseRenewed):
                     self.renewed += 1
                     self.believed[lease] = max(self.believed[lease], sent_at + TTL_S)
-                elif isinstance(answer, Failed) and answer.trouble is ErrorCode.LEASE_GONE:
+                elif isinstance(answer, Failed) and answer.code is ErrorCode.LEASE_GONE:
                     break
                 if self.random.random() < 0.3:
                     await self._campaign(lease)

@@ -12,7 +12,8 @@ import pytest
 
 from doyen.lease.clock import SystemClock
 from doyen.quorum.consensus.core import Membership, Role
-from doyen.quorum.keyspace.state import Keyspace, Put, decode_result, encode
+from doyen.quorum.keyspace.commands import Put, decode_result, encode
+from doyen.quorum.keyspace.state import Keyspace
 from doyen.quorum.node.driver import Status
 from doyen.quorum.node.service import Service
 from doyen.quorum.protocol.connection import End
@@ -20,8 +21,8 @@ from doyen.quorum.protocol.frames import CloseReason
 from doyen.quorum.protocol.handshake import ConnectionIdentity, MemberInfo
 from doyen.quorum.protocol.requests import (
     REQUEST,
-    Changed,
-    Watching,
+    WatchConfirmed,
+    WatchNotification,
     WatchRequest,
     decode_answer,
     decode_request,
@@ -173,7 +174,7 @@ def test_a_link_that_breaks_between_two_frames_costs_no_watch_its_change(heard: 
         client.hear(third.server.out)
         await asyncio.sleep(0.01)
         assert {*client.told} == {"a", "b"}
-        resumed = [each for each in third.told if isinstance(each, Changed)]
+        resumed = [each for each in third.told if isinstance(each, WatchNotification)]
         assert len(resumed) == 2 - heard // 2, "what was told is not told again"
 
     run_virtual(main)
@@ -229,7 +230,9 @@ def test_a_node_of_an_earlier_release_is_not_relied_on() -> None:
         second = Node(keyspace)
         client.dial(second, supports=(1, 1))
         confirmed = next(
-            frame for frame in second.server.out if isinstance(decode_answer(frame[1]), Watching)
+            frame
+            for frame in second.server.out
+            if isinstance(decode_answer(frame[1]), WatchConfirmed)
         )
         client.hear([confirmed])
         client.cut()
@@ -248,7 +251,7 @@ def test_a_node_that_is_behind_catches_up_before_it_confirms() -> None:
         assert node.told == []
         put(keyspace, "c")
         node.caught_up()
-        assert node.told == [Watching(-1, 2)]
+        assert node.told == [WatchConfirmed(-1, 2)]
 
     run_virtual(main)
 
@@ -268,7 +271,7 @@ def test_a_position_of_another_history_is_told_to_read_again(
         node = Node(keyspace)
         node.server.take(node.server, [(REQUEST, encode(WatchRequest(-1, "b", since, cluster_id)))])
         node.caught_up()
-        expected: list[Any] = [Changed([-1], 1)] if missed else []
-        assert node.told == [*expected, Watching(-1, 1)]
+        expected: list[Any] = [WatchNotification([-1], 1)] if missed else []
+        assert node.told == [*expected, WatchConfirmed(-1, 1)]
 
     run_virtual(main)

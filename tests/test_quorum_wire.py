@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable
-from doyen.quorum.keyspace.state import Put, Result, Written, decode_command, encode
+from doyen.quorum.keyspace.commands import Put, Result, Written, decode_command, encode
 from doyen.quorum.protocol.connection import End
 from doyen.quorum.protocol.frames import MAX_FRAME, CloseReason
 from doyen.quorum.protocol.handshake import ANY, ConnectionIdentity, MemberInfo
@@ -19,10 +19,10 @@ from doyen.quorum.protocol.requests import (
     REQUEST,
     ErrorCode,
     Failed,
-    Hello,
+    IdentifyClient,
     Response,
     Write,
-    Wrote,
+    WriteResults,
     decode_request,
 )
 from doyen.quorum.protocol.security import Security
@@ -82,7 +82,7 @@ class FakeLink:
 
     @property
     def names(self) -> list[str]:
-        return [each.client for each in self.asked if isinstance(each, Hello)]
+        return [each.client for each in self.asked if isinstance(each, IdentifyClient)]
 
 
 def on_wire(
@@ -138,13 +138,13 @@ def test_writes_of_one_turn_go_out_together(monkeypatch: pytest.MonkeyPatch) -> 
         assert [len(each.ids) for each in frames] == [MAX_WRITES, MAX_WRITES, 5]
         assert [n for each in frames for n in each.ids] == [*range(1, 2 * MAX_WRITES + 6)]
         for each in frames:
-            links[0].answer(Wrote(each.ids, results(*each.ids)))
+            links[0].answer(WriteResults(each.ids, results(*each.ids)))
         answers = await asyncio.gather(*writes)
         assert answers == [Written(n, n) for n in range(1, len(writes) + 1)]
         more = asked(client, b"more")
         await settle()
         assert links[0].writes[-1].floor == links[0].writes[-1].ids[0], "all before are settled"
-        links[0].answer(Wrote(links[0].writes[-1].ids, results(1)))
+        links[0].answer(WriteResults(links[0].writes[-1].ids, results(1)))
         await asyncio.gather(*more)
 
     on_wire(test, monkeypatch)
@@ -157,7 +157,7 @@ def test_large_writes_go_out_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None
         assert [each.ids for each in links[0].writes] == [[1], [3]]
         with pytest.raises(StoreUnusable, match="cannot be sent"):
             await too_large
-        links[0].answer(Wrote([1, 3], results(7, 8)))
+        links[0].answer(WriteResults([1, 3], results(7, 8)))
         assert (await small, await large) == (Written(7, 7), Written(8, 8))
 
     on_wire(test, monkeypatch)
@@ -172,7 +172,7 @@ def test_what_nobody_waits_for_any_more_is_not_sent(monkeypatch: pytest.MonkeyPa
         given_up.cancel()
         await settle()
         assert values(links[0].writes) == [[b"first"], [b"kept"]]
-        links[0].answer(Wrote([1, 2], results(1, 2)))
+        links[0].answer(WriteResults([1, 2], results(1, 2)))
         await asyncio.gather(*first, kept)
 
     on_wire(test, monkeypatch)
@@ -184,14 +184,14 @@ def test_a_write_has_a_number_only_when_it_is_under_way(monkeypatch: pytest.Monk
     async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
         (first,) = asked(client, b"first")
         await settle()
-        links[0].answer(Wrote([1], results(1)))
+        links[0].answer(WriteResults([1], results(1)))
         await first
         later, sooner = client.write(put(b"later")), client.write(put(b"sooner"))
         for number, write in ((2, sooner), (3, later)):
             task = asyncio.create_task(write)
             await settle()
             assert (links[0].writes[-1].floor, links[0].writes[-1].ids) == (number, [number])
-            links[0].answer(Wrote([number], results(number)))
+            links[0].answer(WriteResults([number], results(number)))
             assert await task == Written(number, number)
 
     on_wire(test, monkeypatch)
@@ -225,7 +225,7 @@ def test_a_link_that_does_not_take_the_new_name_is_left(monkeypatch: pytest.Monk
     async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
         (first,) = asked(client, b"first")
         await settle()
-        links[0].answer(Wrote([1], results(1)))
+        links[0].answer(WriteResults([1], results(1)))
         await first
         (refused,) = asked(client, b"refused")
         await settle()
@@ -236,7 +236,7 @@ def test_a_link_that_does_not_take_the_new_name_is_left(monkeypatch: pytest.Monk
         assert values(links[0].writes) == [[b"first"], [b"refused"]]
         assert values(links[1].writes) == [[b"refused"]]
         assert links[1].names != links[0].names
-        links[1].answer(Wrote([2], results(2)))
+        links[1].answer(WriteResults([2], results(2)))
         assert await refused == Written(2, 2)
 
     on_wire(test, monkeypatch)
@@ -254,7 +254,7 @@ def test_a_new_link_is_asked_for_everything_once(monkeypatch: pytest.MonkeyPatch
         await settle()
         assert values(links[1].writes) == [[b"sent", b"about to be"]]
         assert links[1].names == links[0].names
-        links[1].answer(Wrote([1, 2], results(1, 2)))
+        links[1].answer(WriteResults([1, 2], results(1, 2)))
         await asyncio.gather(*writes)
 
     on_wire(test, monkeypatch)
@@ -267,7 +267,7 @@ def test_under_another_name_nothing_is_asked_again(monkeypatch: pytest.MonkeyPat
     async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
         (first,) = asked(client, b"first")
         await settle()
-        links[0].answer(Wrote([1], results(1)))
+        links[0].answer(WriteResults([1], results(1)))
         await first
         old, refused = asked(client, b"old", b"refused")
         await settle()
@@ -283,7 +283,7 @@ def test_under_another_name_nothing_is_asked_again(monkeypatch: pytest.MonkeyPat
         assert links[1].writes == [again]
         with pytest.raises(OutcomeUnknown, match="forgotten"):
             await old
-        links[1].answer(Wrote([3], results(9)))
+        links[1].answer(WriteResults([3], results(9)))
         assert await refused == Written(9, 9)
 
     on_wire(test, monkeypatch)
@@ -298,7 +298,7 @@ def test_a_first_write_is_not_asked_again_though_a_later_one_was_answered(
         monkeypatch.setattr(wire, "REMEMBERED_S", -1.0)
         first, second = asked(client, b"first", b"second")
         await settle()
-        links[0].answer(Wrote([2], results(2)))
+        links[0].answer(WriteResults([2], results(2)))
         await second
         links[0].end()
         with pytest.raises(OutcomeUnknown, match="forgotten"):
@@ -322,21 +322,23 @@ def test_a_first_write_is_not_asked_again_after_a_long_time(
             await first
         (second,) = asked(client, b"second")
         await settle()
-        links[-1].answer(Wrote([2], results(2)))
+        links[-1].answer(WriteResults([2], results(2)))
         await second
         (third,) = asked(client, b"third")
         await settle()
         links[-1].end()
         await settle()
-        links[-1].answer(Wrote(links[-1].writes[0].ids, results(3)))
+        links[-1].answer(WriteResults(links[-1].writes[0].ids, results(3)))
         assert await third == Written(3, 3)
 
     on_wire(test, monkeypatch)
 
 
-@pytest.mark.parametrize("answer", [Wrote([1], [b"no result"]), Wrote([1], []), Wrote([], [b""])])
+@pytest.mark.parametrize(
+    "answer", [WriteResults([1], [b"no result"]), WriteResults([1], []), WriteResults([], [b""])]
+)
 def test_an_answer_that_makes_no_sense_ends_the_link(
-    answer: Wrote, monkeypatch: pytest.MonkeyPatch
+    answer: WriteResults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
         (write,) = asked(client, b"v")
@@ -344,7 +346,7 @@ def test_an_answer_that_makes_no_sense_ends_the_link(
         links[0].answer(answer)
         assert links[0].faults == [CloseReason.MALFORMED]
         await settle()
-        links[1].answer(Wrote([1], results(3)))
+        links[1].answer(WriteResults([1], results(3)))
         assert await write == Written(3, 3)
 
     on_wire(test, monkeypatch)

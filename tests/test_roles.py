@@ -14,7 +14,7 @@ import pytest
 
 import doyen
 from doyen.errors import StoreUnusable
-from doyen.quorum.keyspace.state import Advance, Delete, encode
+from doyen.quorum.keyspace.commands import AdvanceRevision, Delete, encode
 from doyen.quorum.node import roles
 from doyen.quorum.node.replicated import KEYSPACE, Command
 from doyen.quorum.node.server import NodeOptions, NodeServer
@@ -71,7 +71,7 @@ async def lease(store: QuorumStore) -> None:
 
 
 async def token_floor(store: QuorumStore) -> None:
-    await store._do(Advance(10))
+    await store._do(AdvanceRevision(10))
 
 
 async def members(store: QuorumStore) -> None:
@@ -201,12 +201,12 @@ def test_secrets_are_rotated_by_having_two(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def forwarded(command: Advance | Delete) -> list[Command]:
+def forwarded(command: AdvanceRevision | Delete) -> list[Command]:
     return [Command("client", 1, 1, KEYSPACE, encode(command))]
 
 
 def test_the_leader_knows_an_administrators_command_however_it_is_encoded() -> None:
-    assert roles.needs_admin(forwarded(Advance(5)))
+    assert roles.needs_admin(forwarded(AdvanceRevision(5)))
     assert not roles.needs_admin(forwarded(Delete("key", 0)))
     for body in (b"\xdc\x00\x03\x09\x05\x00", b"\x92\x09\x05", b"\x92\xcc\x09\x05"):
         assert roles.needs_admin([Command("client", 1, 1, KEYSPACE, body)])

@@ -20,7 +20,7 @@ from doyen.stores.port import StoreURL
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from doyen.quorum.protocol.requests import Copied, Origin
+    from doyen.quorum.protocol.requests import BackupChunk, BackupOrigin
     from doyen.stores.quorum.diagnosis import NodeAnswer
     from doyen.stores.quorum.store import QuorumStore
 
@@ -308,12 +308,12 @@ async def _backup(args: argparse.Namespace) -> int:
     from doyen.quorum.node.data_directory import DirectoryIdentity
 
     target = Path(args.file)
-    pieces: SimpleQueue[Copied | None] = SimpleQueue()
-    origins: list[Origin] = []
+    pieces: SimpleQueue[BackupChunk | None] = SimpleQueue()
+    origins: list[BackupOrigin] = []
     loop = asyncio.get_running_loop()
     patience = asyncio.timeout(SILENCE_S)
 
-    def take(piece: Copied) -> None:
+    def take(piece: BackupChunk) -> None:
         patience.reschedule(loop.time() + SILENCE_S)
         if piece.origin is not None:
             origins.append(piece.origin)
@@ -368,7 +368,7 @@ def _backed_up(args: argparse.Namespace, size: int, index: int, generation: int)
 INTERRUPTED = "the copy was interrupted; no file was written: try again"
 
 
-def _contents(pieces: SimpleQueue[Copied | None]) -> Iterator[bytes]:
+def _contents(pieces: SimpleQueue[BackupChunk | None]) -> Iterator[bytes]:
     while True:
         piece = pieces.get()
         if piece is None:
@@ -382,7 +382,7 @@ def _contents(pieces: SimpleQueue[Copied | None]) -> Iterator[bytes]:
 def _restore(args: argparse.Namespace) -> int:
     from doyen.cli.serve import options
     from doyen.quorum.consensus.core import Membership
-    from doyen.quorum.keyspace.state import Advance, encode
+    from doyen.quorum.keyspace.commands import AdvanceRevision, encode
     from doyen.quorum.node.backup import restore
     from doyen.quorum.node.data_directory import DirectoryIdentity
     from doyen.quorum.node.replicated import KEYSPACE, Command, encode_batch
@@ -392,7 +392,7 @@ def _restore(args: argparse.Namespace) -> int:
     cluster = settings.get("cluster", "doyen")
     if node not in peers:
         raise ConfigError(f"the id {node!r} is not one of the peers {', '.join(peers)}")
-    lift = Advance(args.token_floor or 0, TOKENS)
+    lift = AdvanceRevision(args.token_floor or 0, TOKENS)
     contents = restore(
         Path(args.file),
         Path(directory),

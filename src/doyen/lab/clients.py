@@ -32,7 +32,8 @@ from doyen.lab.machines import Process
 from doyen.lab.processes import CLIENT_SECRET, SimulatedMachine
 from doyen.lab.reference import Reference
 from doyen.model import Entry, Lease
-from doyen.quorum.keyspace.state import Keyspace, StoredEntry
+from doyen.quorum.keyspace.commands import StoredEntry
+from doyen.quorum.keyspace.state import Keyspace
 from doyen.quorum.protocol.connection import dial
 from doyen.quorum.protocol.handshake import ConnectionIdentity
 from doyen.quorum.protocol.security import Security

@@ -25,7 +25,8 @@ from doyen.lab.files import FOLDER, Files, LabJournal
 from doyen.lab.machines import Killed, OwnClock, Process
 from doyen.lab.plan import stream
 from doyen.lease.runtime import InlineRuntime
-from doyen.quorum.keyspace.state import Keyspace, Reap, decode_command
+from doyen.quorum.keyspace.commands import RemoveEndedKeys, decode_command
+from doyen.quorum.keyspace.state import Keyspace
 from doyen.quorum.keyspace.versions import FIRST
 from doyen.quorum.node.data_directory import read_member, write_member
 from doyen.quorum.node.driver import Answer, Driver
@@ -105,7 +106,9 @@ class OlderKeyspace(Keyspace):
     """Of a release that does not know `Reap`."""
 
     def apply(self, command: bytes) -> bytes:
-        return super().apply(_UNKNOWN if isinstance(decode_command(command), Reap) else command)
+        return super().apply(
+            _UNKNOWN if isinstance(decode_command(command), RemoveEndedKeys) else command
+        )
 
 
 class HeardDriver(Driver):

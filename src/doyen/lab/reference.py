@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 from msgspec.msgpack import Decoder
 
 from doyen.quorum.consensus.core import EntryKind, LogEntry
-from doyen.quorum.keyspace import state as words
-from doyen.quorum.keyspace.state import StoredEntry, decode_command, encode
+from doyen.quorum.keyspace import commands
+from doyen.quorum.keyspace.commands import StoredEntry, decode_command, encode
+from doyen.quorum.keyspace.state import OVERHEAD, QUOTA
 from doyen.quorum.node.replicated import KEYSPACE, Command, Failure, decode_batch
 
 __all__ = ["LoggedWrite", "Reference", "ReferenceLease"]
@@ -69,7 +70,7 @@ class Reference:
         self.revision = 0
         self.era = 0
         self.version = 1
-        self.quota = words.QUOTA
+        self.quota = QUOTA
         self.records: dict[str, StoredEntry] = {}
         """What is stored, with what waits for its removal."""
         self.leases: dict[int, ReferenceLease] = {}
@@ -91,19 +92,19 @@ class Reference:
         self._timeline: dict[str, tuple[list[int], list[StoredEntry | None]]] = {}
         self._registers: dict[int, int] = {}
         self._clients: dict[str, tuple[dict[int, Any], list[int]]] = {}
-        self._do: dict[type, Callable[[Any], words.Result]] = {
-            words.Grant: self._grant,
-            words.Revoke: self._revoke,
-            words.Create: self._create,
-            words.Put: self._put,
-            words.Delete: self._delete,
-            words.Enqueue: self._enqueue,
-            words.Begin: self._begin,
-            words.Expire: self._expire,
-            words.Advance: self._advance,
-            words.Raise: self._raise,
-            words.Reap: self._reap,
-            words.Quota: self._set_quota,
+        self._do: dict[type, Callable[[Any], commands.Result]] = {
+            commands.Grant: self._grant,
+            commands.Revoke: self._revoke,
+            commands.Create: self._create,
+            commands.Put: self._put,
+            commands.Delete: self._delete,
+            commands.Enqueue: self._enqueue,
+            commands.BeginEra: self._begin,
+            commands.Expire: self._expire,
+            commands.AdvanceRevision: self._advance,
+            commands.RaiseVersion: self._raise,
+            commands.RemoveEndedKeys: self._reap,
+            commands.SetQuota: self._set_quota,
         }
 
     # The log.
@@ -221,26 +222,26 @@ class Reference:
     def bytes(self) -> int:
         """The size of everything, as the quota counts it."""
         stored = sum(len(each.key) + len(each.value) for each in self.records.values())
-        return stored + words.OVERHEAD * (len(self.records) + len(self.standing))
+        return stored + OVERHEAD * (len(self.records) + len(self.standing))
 
-    def _full(self, more: int) -> words.Full | None:
+    def _full(self, more: int) -> commands.QuotaExceeded | None:
         if more <= 0 or self.version == 1 or (used := self.bytes()) + more <= self.quota:
             return None
-        return words.Full(used, self.quota)
+        return commands.QuotaExceeded(used, self.quota)
 
-    def _grant(self, command: words.Grant) -> words.Result:
-        if (full := self._full(words.OVERHEAD)) is not None:
+    def _grant(self, command: commands.Grant) -> commands.Result:
+        if (full := self._full(OVERHEAD)) is not None:
             return full
         self.revision += 1
         self.standing[self.revision] = {}
         self.leases[self.revision] = ReferenceLease(self.index, self._now, command.ttl_s)
-        return words.LeaseGranted(self.revision)
+        return commands.LeaseGranted(self.revision)
 
-    def _write(self, record: StoredEntry) -> words.Full | None:
+    def _write(self, record: StoredEntry) -> commands.QuotaExceeded | None:
         there = self.records.get(record.key)
-        more = len(record.key) + len(record.value) + words.OVERHEAD
+        more = len(record.key) + len(record.value) + OVERHEAD
         if there is not None:
-            more -= len(there.key) + len(there.value) + words.OVERHEAD
+            more -= len(there.key) + len(there.value) + OVERHEAD
         if (full := self._full(more)) is not None:
             return full
         self.revision += 1
@@ -251,23 +252,23 @@ class Reference:
         self.values[record.value] = self.values.get(record.value, 0) + 1
         return None
 
-    def _create(self, command: words.Create) -> words.Result:
+    def _create(self, command: commands.Create) -> commands.Result:
         if command.lease not in self.standing:
-            return words.Gone()
+            return commands.LeaseNotFound()
         there = self._now_at(command.key)
         if there is not None:
-            return words.Stands(there)
+            return commands.EntryExists(there)
         revision = self.revision + 1
         record = StoredEntry(command.key, command.value, revision, revision, command.lease)
         if (full := self._write(record)) is not None:
             return full
         self.standing[command.lease][command.key] = None
-        return words.Written(revision, revision)
+        return commands.Written(revision, revision)
 
-    def _put(self, command: words.Put) -> words.Result:
+    def _put(self, command: commands.Put) -> commands.Result:
         there = self._now_at(command.key)
         if (there.version if there is not None else 0) != command.if_version:
-            return words.ConditionFailed()
+            return commands.ConditionFailed()
         version = self.revision + 1
         first = there.revision if there is not None else version
         ticket = there is not None and there.ticket
@@ -276,50 +277,50 @@ class Reference:
             return full
         if there is not None:
             self._unbind(there)
-        return words.Written(first, version)
+        return commands.Written(first, version)
 
-    def _delete(self, command: words.Delete) -> words.Result:
+    def _delete(self, command: commands.Delete) -> commands.Result:
         there = self._now_at(command.key)
         if there is None or command.if_version not in (0, there.version):
-            return words.ConditionFailed()
+            return commands.ConditionFailed()
         self.revision += 1
         self._unbind(there)
         del self.records[command.key]
         self._touched[command.key] = None
         self._changed(command.key)
         self.deleted[there.version] = self.index
-        return words.Done()
+        return commands.Done()
 
-    def _enqueue(self, command: words.Enqueue) -> words.Result:
+    def _enqueue(self, command: commands.Enqueue) -> commands.Result:
         if command.lease not in self.standing:
-            return words.Gone()
+            return commands.LeaseNotFound()
         revision = self.revision + 1
-        key = f"{command.line}/{words.RANKS - command.rank:020d}-{revision:020d}"
+        key = f"{command.line}/{commands.RANKS - command.rank:020d}-{revision:020d}"
         record = StoredEntry(key, command.value, revision, revision, command.lease, True)
         if (full := self._write(record)) is not None:
             return full
         self.standing[command.lease][key] = None
-        return words.Ticketed(key, revision)
+        return commands.TicketIssued(key, revision)
 
     def _unbind(self, record: StoredEntry) -> None:
         if record.lease in self.standing:
             del self.standing[record.lease][record.key]
 
-    def _revoke(self, command: words.Revoke) -> words.Result:
+    def _revoke(self, command: commands.Revoke) -> commands.Result:
         self._end((command.lease,), expired=False)
-        return words.Done()
+        return commands.Done()
 
-    def _begin(self, command: words.Begin) -> words.Result:
+    def _begin(self, command: commands.BeginEra) -> commands.Result:
         if command.era <= self.era:
-            return words.ConditionFailed()
+            return commands.ConditionFailed()
         self.era = command.era
-        return words.Done()
+        return commands.Done()
 
-    def _expire(self, command: words.Expire) -> words.Result:
+    def _expire(self, command: commands.Expire) -> commands.Result:
         if command.era != self.era:
-            return words.ConditionFailed()
+            return commands.ConditionFailed()
         self._end(command.leases, expired=True)
-        return words.Done()
+        return commands.Done()
 
     def _end(self, leases: Iterable[int], *, expired: bool) -> None:
         for lease in leases:
@@ -359,20 +360,20 @@ class Reference:
             if not room:
                 break
 
-    def _reap(self, _: words.Reap) -> words.Result:
+    def _reap(self, _: commands.RemoveEndedKeys) -> commands.Result:
         self._remove_slice()
-        return words.Done()
+        return commands.Done()
 
-    def _advance(self, command: words.Advance) -> words.Result:
+    def _advance(self, command: commands.AdvanceRevision) -> commands.Result:
         self.revision = max(self.revision + command.by, command.floor)
-        return words.Done()
+        return commands.Done()
 
-    def _raise(self, command: words.Raise) -> words.Result:
+    def _raise(self, command: commands.RaiseVersion) -> commands.Result:
         if command.version <= self.version:
-            return words.ConditionFailed()
+            return commands.ConditionFailed()
         self.version = command.version
-        return words.Done()
+        return commands.Done()
 
-    def _set_quota(self, command: words.Quota) -> words.Result:
+    def _set_quota(self, command: commands.SetQuota) -> commands.Result:
         self.quota = command.bytes
-        return words.Done()
+        return commands.Done()

@@ -26,18 +26,18 @@ from msgspec import MsgspecError
 from doyen.errors import DoyenError
 from doyen.lease.clock import Clock
 from doyen.quorum.consensus.core import Role
-from doyen.quorum.keyspace.state import (
-    Begin,
+from doyen.quorum.keyspace.commands import (
+    BeginEra,
     ConditionFailed,
     Expire,
-    Keyspace,
     KeyspaceCommand,
-    Quota,
-    Raise,
-    Reap,
+    RaiseVersion,
+    RemoveEndedKeys,
+    SetQuota,
     decode_result,
     encode,
 )
+from doyen.quorum.keyspace.state import Keyspace
 from doyen.quorum.keyspace.versions import FIRST, NEWEST
 from doyen.quorum.node.driver import Answer
 from doyen.quorum.node.lease_clock import LeaseClock
@@ -134,7 +134,7 @@ class Keeper:
         """Begin an era of our own."""
         self._clock = None
         self._beginning = era = self._keyspace.era + 1
-        self._submit(Begin(era), partial(self._begun, era))
+        self._submit(BeginEra(era), partial(self._begun, era))
 
     def _begun(self, era: int, _: int, result: Any, error: BaseException | None) -> None:
         if not self._leading or era != self._beginning:
@@ -293,13 +293,13 @@ class Keeper:
     def _due_chore(self) -> KeyspaceCommand | None:
         keyspace = self._keyspace
         if keyspace.ended:
-            return Reap()
+            return RemoveEndedKeys()
         if keyspace.version < NEWEST:
             supported = min(self._driver.supported(), NEWEST)
             if supported > keyspace.version:
-                return Raise(supported)
+                return RaiseVersion(supported)
         if keyspace.version > FIRST and keyspace.quota != self._quota_bytes:
-            return Quota(self._quota_bytes)
+            return SetQuota(self._quota_bytes)
         return None
 
     def _tended(

@@ -15,35 +15,35 @@ from collections.abc import Iterable
 
 from msgspec import MsgspecError
 
-from doyen.quorum.keyspace.state import Advance, decode_command
+from doyen.quorum.keyspace.commands import AdvanceRevision, decode_command
 from doyen.quorum.node.replicated import KEYSPACE, Command
-from doyen.quorum.protocol import requests as words
+from doyen.quorum.protocol import requests
 from doyen.quorum.protocol.security import Role, allows
 
 __all__ = ["ADMIN_COMMANDS", "NEEDED", "allowed", "needs_admin", "refusal"]
 
-NEEDED: dict[type[words.Request], Role] = {
-    words.Inquire: "onlooker",
-    words.Get: "onlooker",
-    words.Scan: "onlooker",
-    words.Head: "onlooker",
-    words.Ahead: "onlooker",
-    words.WatchRequest: "onlooker",
-    words.Unwatch: "onlooker",
-    words.Hello: "onlooker",
-    words.Write: "client",
-    words.Renew: "client",
-    words.Arrange: "admin",
-    words.Copy: "admin",
+NEEDED: dict[type[requests.Request], Role] = {
+    requests.StatusRequest: "onlooker",
+    requests.Get: "onlooker",
+    requests.Scan: "onlooker",
+    requests.Head: "onlooker",
+    requests.Ahead: "onlooker",
+    requests.WatchRequest: "onlooker",
+    requests.CancelWatch: "onlooker",
+    requests.IdentifyClient: "onlooker",
+    requests.Write: "client",
+    requests.RenewLease: "client",
+    requests.Administer: "admin",
+    requests.BackupRequest: "admin",
 }
 
-ADMIN_COMMANDS: tuple[type[Advance], ...] = (Advance,)
+ADMIN_COMMANDS: tuple[type[AdvanceRevision], ...] = (AdvanceRevision,)
 """Commands of the keyspace that only an administrator may have carried out."""
 
 _TAGS = {kind.__struct_config__.tag for kind in ADMIN_COMMANDS}
 
 
-def allowed(role: Role) -> frozenset[type[words.Request]]:
+def allowed(role: Role) -> frozenset[type[requests.Request]]:
     """What a client with this role may ask."""
     return frozenset(kind for kind, needed in NEEDED.items() if allows(role, needed))
 

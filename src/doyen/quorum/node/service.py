@@ -36,15 +36,8 @@ from doyen.errors import (
 )
 from doyen.lease.clock import Clock
 from doyen.quorum.consensus.core import Role, Snapshot
-from doyen.quorum.keyspace.history import Change
-from doyen.quorum.keyspace.state import (
-    QUOTA,
-    Full,
-    Keyspace,
-    StoredEntry,
-    decode_result,
-    encode,
-)
+from doyen.quorum.keyspace.commands import QuotaExceeded, StoredEntry, decode_result, encode
+from doyen.quorum.keyspace.state import QUOTA, Keyspace
 from doyen.quorum.node import lease_keeper as keeper
 from doyen.quorum.node import roles
 from doyen.quorum.node import validation as checks
@@ -52,23 +45,23 @@ from doyen.quorum.node.driver import Answer, Status
 from doyen.quorum.node.lease_keeper import AGAIN, AGAIN_S, CONFIRMED, GONE, Keeper, decode_leases
 from doyen.quorum.node.proposals import Forgotten
 from doyen.quorum.node.replicated import KEYSPACE
-from doyen.quorum.protocol import requests as words
+from doyen.quorum.protocol import requests
 from doyen.quorum.protocol.frames import CloseReason
 from doyen.quorum.protocol.requests import (
     ANSWER,
     MAX_KEY,
     REQUEST,
-    Arranged,
-    Changed,
-    Condition,
-    Copied,
+    Administered,
+    BackupChunk,
     ErrorCode,
     Failed,
     FoundEntry,
     LeaseRenewed,
-    Listed,
-    Watching,
-    Wrote,
+    ListChunk,
+    NodeStatus,
+    WatchConfirmed,
+    WatchNotification,
+    WriteResults,
     decode_request,
 )
 from doyen.quorum.protocol.security import Role as Power
@@ -175,7 +168,7 @@ class _Client:
         self._wrote: tuple[list[int], list[bytes]] = [], []
         self._size = 0
 
-    def tell(self, answer: words.Response) -> None:
+    def tell(self, answer: requests.Response) -> None:
         self._tell_results()
         self._send(answer)
 
@@ -198,11 +191,11 @@ class _Client:
 
     def _tell_results(self) -> None:
         if self._wrote[0]:
-            answer = Wrote(*self._wrote)
+            answer = WriteResults(*self._wrote)
             self._wrote, self._size = ([], []), 0
             self._send(answer)
 
-    def _send(self, answer: words.Response) -> None:
+    def _send(self, answer: requests.Response) -> None:
         link = self.link
         if not link.send(ANSWER, encode(answer)) and not link.closed:
             link.fail(CloseReason.OVERFLOW, "reads no answers")
@@ -243,20 +236,20 @@ class Service:
         self._giving_up: asyncio.TimerHandle | None = None
         self._keeper = Keeper(driver, keyspace, clock, quota_bytes)
         self._handlers: dict[type, Callable[[_Client, Any], None]] = {
-            words.Hello: self._hello,
-            words.Write: self._write,
-            words.WatchRequest: self._watch,
-            words.Unwatch: self._unwatch,
-            words.Renew: self._renew,
-            words.Inquire: self._inquire,
-            words.Arrange: self._arrange,
-            words.Copy: self._copy,
+            requests.IdentifyClient: self._hello,
+            requests.Write: self._write,
+            requests.WatchRequest: self._watch,
+            requests.CancelWatch: self._unwatch,
+            requests.RenewLease: self._renew,
+            requests.StatusRequest: self._inquire,
+            requests.Administer: self._arrange,
+            requests.BackupRequest: self._copy,
         }
         self._reads: dict[type, Callable[[_Client, Any], None]] = {
-            words.Get: self._get,
-            words.Head: self._head,
-            words.Ahead: self._ahead,
-            words.Scan: self._scan,
+            requests.Get: self._get,
+            requests.Head: self._head,
+            requests.Ahead: self._ahead,
+            requests.Scan: self._scan,
         }
         driver.on_role(self._role_changed)
         driver.on_applied(self._applied)
@@ -338,7 +331,7 @@ class Service:
             link.fail(CloseReason.OUT_OF_TURN, "an onlooker that does not wait for its answer")
             return
         match _request(link, *frames[0]):
-            case words.Inquire() as request:
+            case requests.StatusRequest() as request:
                 self._inquire(_Client(link, self._loop), request)
             case None:
                 pass
@@ -380,7 +373,7 @@ class Service:
                 reads.append(request)
             else:
                 handler(client, request)
-            room -= len(request.ids) if type(request) is words.Write else 1
+            room -= len(request.ids) if type(request) is requests.Write else 1
         if link.closed:
             backlog.clear()
             return
@@ -399,16 +392,16 @@ class Service:
     def _forbid(self, client: _Client, request: Any) -> None:
         """Say that the client's role does not allow this."""
         text = roles.refusal(client.link.granted, roles.NEEDED[type(request)])
-        for number in request.ids if type(request) is words.Write else (request.id,):
+        for number in request.ids if type(request) is requests.Write else (request.id,):
             client.fail(number, ErrorCode.UNUSABLE, text)
 
-    def _hello(self, client: _Client, request: words.Hello) -> None:
+    def _hello(self, client: _Client, request: requests.IdentifyClient) -> None:
         if not 8 <= len(request.client) <= self._limits.name:
             client.link.fail(CloseReason.MALFORMED, "a client's name has 8 to 64 characters")
             return
         client.name = request.client
 
-    def _write(self, client: _Client, request: words.Write) -> None:
+    def _write(self, client: _Client, request: requests.Write) -> None:
         name, floor, ids, bodies = client.name, request.floor, request.ids, request.bodies
         if not name or len(ids) != len(bodies) or min(ids) < floor:
             client.link.fail(CloseReason.OUT_OF_TURN, "writes that nobody could count")
@@ -449,13 +442,13 @@ class Service:
         self._answer_reads(client)
         self._serve(client)
 
-    def _get(self, client: _Client, request: words.Get) -> None:
+    def _get(self, client: _Client, request: requests.Get) -> None:
         client.tell(FoundEntry(request.id, self._keyspace.get(request.key)))
 
-    def _head(self, client: _Client, request: words.Head) -> None:
+    def _head(self, client: _Client, request: requests.Head) -> None:
         client.tell(FoundEntry(request.id, self._keyspace.head(request.line)))
 
-    def _ahead(self, client: _Client, request: words.Ahead) -> None:
+    def _ahead(self, client: _Client, request: requests.Ahead) -> None:
         ticket = self._keyspace.get(request.ticket)
         if ticket is None:
             text = f"{request.ticket} is no longer in the line"
@@ -463,11 +456,11 @@ class Service:
         else:
             client.tell(FoundEntry(request.id, self._keyspace.ahead(ticket)))
 
-    def _scan(self, client: _Client, request: words.Scan) -> None:
+    def _scan(self, client: _Client, request: requests.Scan) -> None:
         pieces = _pieces(self._keyspace.list(request.prefix))
         first, second = next(pieces), next(pieces, None)
         if second is None:
-            client.tell(Listed(request.id, first, False))
+            client.tell(ListChunk(request.id, first, False))
         elif client.lists >= LISTS:
             client.fail(
                 request.id,
@@ -476,7 +469,7 @@ class Service:
             )
         else:
             client.lists += 1
-            client.tell(Listed(request.id, first, True))
+            client.tell(ListChunk(request.id, first, True))
             self._start(self._have_listed(client, request.id, second, pieces))
 
     async def _have_listed(
@@ -493,20 +486,20 @@ class Service:
                 if client.link.closed:
                     return
                 following = next(pieces, None)
-                client.tell(Listed(request, piece, following is not None))
+                client.tell(ListChunk(request, piece, following is not None))
                 piece = following
                 await asyncio.sleep(0)
         finally:
             client.lists -= 1
 
-    def _inquire(self, client: _Client, request: words.Inquire) -> None:
+    def _inquire(self, client: _Client, request: requests.StatusRequest) -> None:
         client.tell(self.condition(request.id))
 
-    def condition(self, request: int = 0) -> Condition:
+    def condition(self, request: int = 0) -> NodeStatus:
         """How this node is doing."""
         status, keyspace = self._driver.status(), self._keyspace
         members = status.membership
-        return Condition(
+        return NodeStatus(
             request,
             status.id,
             _version(),
@@ -534,12 +527,12 @@ class Service:
 
     # Orders, and copies for backups.
 
-    def _arrange(self, client: _Client, request: words.Arrange) -> None:
+    def _arrange(self, client: _Client, request: requests.Administer) -> None:
         self._start(self._have_arranged(client, request))
 
-    async def _have_arranged(self, client: _Client, request: words.Arrange) -> None:
+    async def _have_arranged(self, client: _Client, request: requests.Administer) -> None:
         try:
-            await self._driver.arrange(request.what, request.node, request.address)
+            await self._driver.arrange(request.action, request.node, request.address)
         except OutcomeUnknown as error:
             client.fail(request.id, ErrorCode.UNKNOWN, str(error))
         except StoreUnavailable as error:
@@ -547,9 +540,9 @@ class Service:
         except DoyenError as error:
             client.fail(request.id, ErrorCode.UNUSABLE, str(error))
         else:
-            client.tell(Arranged(request.id))
+            client.tell(Administered(request.id))
 
-    def _copy(self, client: _Client, request: words.Copy) -> None:
+    def _copy(self, client: _Client, request: requests.BackupRequest) -> None:
         try:
             self._driver.when_current(lambda: self._start(self._have_copied(client, request.id)))
         except DoyenError as error:
@@ -558,15 +551,17 @@ class Service:
     async def _have_copied(self, client: _Client, request: int) -> None:
         """Piece by piece, no faster than the client reads, while commands go on being applied."""
         snapshot, pieces = self._driver.copy()
-        origin = words.Origin(self.cluster, self._driver.status().id, self.protocol, snapshot)
-        client.tell(Copied(request, origin, b"", True))
+        origin = requests.BackupOrigin(
+            self.cluster, self._driver.status().id, self.protocol, snapshot
+        )
+        client.tell(BackupChunk(request, origin, b"", True))
         for piece in pieces:
             await client.link.drain()
             if client.link.closed:
                 return
-            client.tell(Copied(request, None, piece, True))
+            client.tell(BackupChunk(request, None, piece, True))
             await asyncio.sleep(0)
-        client.tell(Copied(request, None, b"", False))
+        client.tell(BackupChunk(request, None, b"", False))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -575,7 +570,7 @@ class Service:
 
     # Watches.
 
-    def _watch(self, client: _Client, request: words.WatchRequest) -> None:
+    def _watch(self, client: _Client, request: requests.WatchRequest) -> None:
         if request.id in client.watches:
             return
         if len(client.watches) >= self._limits.watches:
@@ -597,17 +592,17 @@ class Service:
         except DoyenError:
             client.link.close()  # this node is stopping: another one confirms it
 
-    def _confirm(self, client: _Client, request: words.WatchRequest) -> None:
+    def _confirm(self, client: _Client, request: requests.WatchRequest) -> None:
         """Tell a watch what it missed, if it is resumed, and only then that it has begun: were the
         link to break in between, the client would take a confirmed watch for one that was told."""
         if client.link.closed or request.id not in client.watches:
             return
         self._notify()
         if request.since >= 0 and self._missed(request):
-            client.tell(Changed([request.id], self._told))
-        client.tell(Watching(request.id, self._told))
+            client.tell(WatchNotification([request.id], self._told))
+        client.tell(WatchConfirmed(request.id, self._told))
 
-    def _missed(self, request: words.WatchRequest) -> bool:
+    def _missed(self, request: requests.WatchRequest) -> bool:
         """Whether anything in a watch's scope changed, or may have, after its position. A position
         that this cluster never came to, or of another cluster, says nothing about this history."""
         keyspace, ours = self._keyspace, self._driver.status().membership.cluster
@@ -617,7 +612,7 @@ class Service:
             or keyspace.history.changed(request.scope, request.since)
         )
 
-    def _unwatch(self, client: _Client, request: words.Unwatch) -> None:
+    def _unwatch(self, client: _Client, request: requests.CancelWatch) -> None:
         self._forget_watch(client, request.id)
 
     def _forget_watch(self, client: _Client, watch: int) -> None:
@@ -637,21 +632,21 @@ class Service:
         since, self._told = self._told, self._keyspace.revision
         if since == self._told or not self._watchers:
             return
-        changes = self._keyspace.history.latest(since)
-        if changes is None or since > self._told:
+        keys = self._keyspace.history.latest(since)
+        if keys is None or since > self._told:
             scopes = [*self._watchers]
         else:
-            scopes = [*_scopes(changes, self._watchers)]
+            scopes = [*_scopes(keys, self._watchers)]
         told: dict[_Client, list[int]] = {}
         for scope in scopes:
             for client, watch in self._watchers[scope]:
                 told.setdefault(client, []).append(watch)
         for client, watches in told.items():
-            client.tell(Changed(watches, self._told))
+            client.tell(WatchNotification(watches, self._told))
 
     # Renewals, on the node that was asked.
 
-    def _renew(self, client: _Client, request: words.Renew) -> None:
+    def _renew(self, client: _Client, request: requests.RenewLease) -> None:
         if not self._renewals:
             self._loop.call_soon(self._send_renewals)
         self._renewals.setdefault(request.lease, []).append((client, request.id))
@@ -716,13 +711,13 @@ def _trouble(error: BaseException) -> ErrorCode:
     return ErrorCode.UNUSABLE if isinstance(error, CommandFailed) else ErrorCode.UNKNOWN
 
 
-_FULL = encode(Full(0, 0))[:2]
+_FULL = encode(QuotaExceeded(0, 0))[:2]
 """How the encoded result begins."""
 
 
 def _beyond_quota(result: bytes) -> str:
     full = decode_result(result)
-    assert isinstance(full, Full)
+    assert isinstance(full, QuotaExceeded)
     return (
         f"the keyspace is full: {full.bytes} of {full.quota} bytes are in use, and this needs more"
         " than is left of that quota. Delete entries or end leases, or restart every node with a"
@@ -743,12 +738,12 @@ def _pieces(records: Iterable[StoredEntry]) -> Iterator[list[StoredEntry]]:
     yield piece
 
 
-def _scopes(changes: Iterable[Change], watched: dict[str, Any]) -> dict[str, None]:
-    """The watched scopes that these changes lie at or under."""
+def _scopes(keys: Iterable[str], watched: dict[str, Any]) -> dict[str, None]:
+    """The watched scopes that these keys are at or below."""
     seen: set[str] = set()
     found: dict[str, None] = {}
-    for change in changes:
-        scope = change.key
+    for key in keys:
+        scope = key
         while scope and scope not in seen:
             seen.add(scope)
             if scope in watched:

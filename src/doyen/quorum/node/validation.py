@@ -7,8 +7,8 @@ from typing import Any
 
 from msgspec import MsgspecError
 
-from doyen.quorum.keyspace.state import (
-    Advance,
+from doyen.quorum.keyspace.commands import (
+    AdvanceRevision,
     Create,
     Delete,
     Enqueue,
@@ -76,7 +76,7 @@ def _flaw_of_lease(command: Grant) -> str | None:
     return None
 
 
-def _flaw_of_floor(command: Advance) -> str | None:
+def _flaw_of_floor(command: AdvanceRevision) -> str | None:
     if not 0 <= command.floor < 2**62 or command.by:
         return f"a token floor is between 0 and 2^62, not {command.floor}"
     return None
@@ -91,7 +91,7 @@ _CHECKS: dict[type, Callable[[Any], str | None]] = {
     Put: _flaw_of_entry,
     Enqueue: _flaw_of_ticket,
     Grant: _flaw_of_lease,
-    Advance: _flaw_of_floor,
+    AdvanceRevision: _flaw_of_floor,
     Revoke: _flawless,
     Delete: _flawless,
 }

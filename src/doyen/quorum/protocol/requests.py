@@ -1,12 +1,14 @@
-"""What clients ask of a quorum's nodes, and what those answer.
+"""The requests of a quorum's clients and the responses of its nodes.
 
-One struct a frame, `REQUEST` one way and `ANSWER` the other. Answers come in any order and name
-their request by its id, which the client chooses: writes count up from 1 under the name of `Hello`
-and may be sent again, to any node, under the same id (see `node.machine`); everything else has a
-negative id, and may be repeated because it changes nothing.
+Each is one struct in a frame of its own, of kind `REQUEST` or `ANSWER`: a msgpack array that begins
+with an integer tag. Responses come in any order and carry the id of their request, which the client
+chooses. Writes are numbered from 1 under the name given by `IdentifyClient`, and may be sent again,
+to any node, under the same id (see `doyen.quorum.node.replicated`). All other requests have
+negative ids and may be repeated because they change nothing.
 
-A write's body is a command of the keyspace and its answer a result of it, both encoded; nodes pass
-them on as they are. Writes that are asked for together go in one frame, and so do their results.
+The body of a write is an encoded command of the keyspace, and its result is an encoded result;
+nodes forward both without decoding. Writes that are made together go in one frame, and so do their
+results. Imports msgspec and the types of the keyspace and the core.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from doyen.quorum.consensus.core import Snapshot
-from doyen.quorum.keyspace.state import StoredEntry
+from doyen.quorum.keyspace.commands import StoredEntry
 from doyen.quorum.keyspace.versions import FIRST
 
 __all__ = [
@@ -31,34 +33,34 @@ __all__ = [
     "MAX_WRITES",
     "MIN_TTL_S",
     "REQUEST",
+    "Administer",
+    "Administered",
     "Ahead",
     "Answers",
-    "Arrange",
-    "Arranged",
-    "Changed",
-    "Condition",
-    "Copied",
-    "Copy",
+    "BackupChunk",
+    "BackupOrigin",
+    "BackupRequest",
+    "CancelWatch",
     "ErrorCode",
     "Failed",
     "FoundEntry",
     "Get",
     "Head",
-    "Hello",
-    "Inquire",
+    "IdentifyClient",
     "LeaseRenewed",
-    "Listed",
-    "Origin",
-    "Renew",
+    "ListChunk",
+    "NodeStatus",
+    "RenewLease",
     "Request",
     "Requests",
     "Response",
     "Scan",
-    "Unwatch",
+    "StatusRequest",
+    "WatchConfirmed",
+    "WatchNotification",
     "WatchRequest",
-    "Watching",
     "Write",
-    "Wrote",
+    "WriteResults",
     "decode_answer",
     "decode_request",
 ]
@@ -68,185 +70,188 @@ ANSWER: Final = 33
 
 MAX_KEY: Final = 4096
 MAX_LEVELS: Final = 64
-"""Parts of a key, between slashes: a change concerns the scopes of all of them."""
+"""Parts of a key, between slashes. A change concerns a scope per part."""
 MAX_VALUE: Final = 1_000_000
 MAX_WRITES: Final = 256
-"""In one frame."""
+"""Writes in one frame."""
 MIN_TTL_S: Final = 0.5
 MAX_TTL_S: Final = 366 * 86400.0
 
 
 class Request(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """What a client asks."""
+    """A request of a client."""
 
 
-class Hello(Request, frozen=True, gc=False, tag=0):
-    """Under which name the writes that follow are counted."""
+class IdentifyClient(Request, frozen=True, gc=False, tag=0):
+    """The name under which the writes that follow are numbered. Not answered."""
 
     client: str
 
 
 Count = Annotated[int, Meta(ge=1, lt=2**62)]
-"""Far from where msgpack ends: nodes keep these, and count on from them."""
+"""Well below msgpack's limit, because nodes store these numbers and add to them."""
 
 
 class Write(Request, frozen=True, gc=False, tag=1):
-    """Carry out these commands, each once. → Wrote, for some at a time, or Failed for one"""
+    """Carry out these commands, each once. → WriteResults, for some at a time, or Failed for
+    one"""
 
     floor: Count
-    """The answers to all writes below this have been had, or are not wanted any more."""
+    """The client needs no results of writes below this id: it has them, or has given up."""
     ids: Annotated[list[Count], Meta(min_length=1, max_length=MAX_WRITES)]
     bodies: Annotated[list[bytes], Meta(max_length=MAX_WRITES)]
 
 
 class Get(Request, frozen=True, gc=False, tag=2):
-    """→ Found"""
+    """Read an entry. → FoundEntry"""
 
     id: int
     key: str
 
 
 class Scan(Request, frozen=True, gc=False, tag=3):
-    """Everything under a prefix, as it is at one instant. → Listed, perhaps several"""
+    """List the entries below a prefix, as of one instant. → ListChunk, perhaps several"""
 
     id: int
     prefix: str
 
 
 class Head(Request, frozen=True, gc=False, tag=4):
-    """→ Found"""
+    """Read the first ticket of a line. → FoundEntry"""
 
     id: int
     line: str
 
 
 class Ahead(Request, frozen=True, gc=False, tag=5):
-    """The ticket before this one. → Found, or Failed if it is gone"""
+    """Read the ticket before this one. → FoundEntry, or Failed if this one does not exist"""
 
     id: int
     ticket: str
 
 
 class WatchRequest(Request, frozen=True, gc=False, tag=6):
-    """Tell of changes at a scope. → Watching, then Changed as often as it takes"""
+    """Notify of changes in a scope. → WatchConfirmed, then WatchNotification for each change"""
 
     id: int
     scope: str
     since: int
-    """The position of a watch that is resumed after a break: everything up to this revision has
-    been told. Below 0 if the watch begins."""
+    """The position of a watch that is resumed on a new connection: its client was notified of all
+    changes up to this revision. Negative if the watch is new."""
     cluster: str = ""
-    """The id of the cluster whose revision that is; empty if the client does not know it."""
+    """The id of the cluster that this revision belongs to; empty if the client does not know it."""
 
 
-class Unwatch(Request, frozen=True, gc=False, tag=7):
-    """Tell no more. Not answered."""
+class CancelWatch(Request, frozen=True, gc=False, tag=7):
+    """End a watch. Not answered."""
 
     id: int
 
 
-class Renew(Request, frozen=True, gc=False, tag=8):
-    """Begin a lease's time anew. → Renewed"""
+class RenewLease(Request, frozen=True, gc=False, tag=8):
+    """Restart the ttl of a lease. → LeaseRenewed"""
 
     id: int
     lease: int
 
 
-class Inquire(Request, frozen=True, gc=False, tag=9):
-    """How is this node? → Condition"""
+class StatusRequest(Request, frozen=True, gc=False, tag=9):
+    """Read the status of this node. → NodeStatus"""
 
     id: int
 
 
-class Arrange(Request, frozen=True, gc=False, tag=10):
-    """`add`, `promote`, `remove` a node, or `transfer` leadership to it. Harmless if it is so
-    already. → Arranged"""
+class Administer(Request, frozen=True, gc=False, tag=10):
+    """`add`, `promote` or `remove` a node, or `transfer` leadership to it. Has no effect if it is
+    done already. → Administered"""
 
     id: int
-    what: str
+    action: str
     node: str
     address: str = ""
 
 
-class Copy(Request, frozen=True, gc=False, tag=11):
-    """Everything, as it is at one instant, for a backup. → Copied, as often as it takes"""
+class BackupRequest(Request, frozen=True, gc=False, tag=11):
+    """Read the whole state, as of one instant, for a backup. → BackupChunk, several"""
 
     id: int
 
 
 class Response(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """What a node says."""
+    """A response or a notification of a node."""
 
 
-class Wrote(Response, frozen=True, gc=False, tag=1):
-    """What became of these writes."""
+class WriteResults(Response, frozen=True, gc=False, tag=1):
+    """The results of these writes."""
 
     ids: list[int]
     results: list[bytes]
 
 
 class FoundEntry(Response, frozen=True, gc=False, tag=2):
-    """What stands there, if anything does."""
+    """The entry, or None if there is none."""
 
     id: int
-    record: StoredEntry | None
+    entry: StoredEntry | None
 
 
-class Listed(Response, frozen=True, gc=False, tag=3):
-    """Some of what was asked for, in order; the last piece has no more to come."""
+class ListChunk(Response, frozen=True, gc=False, tag=3):
+    """Some of the listed entries, in order."""
 
     id: int
-    records: list[StoredEntry]
+    entries: list[StoredEntry]
     more: bool
+    """Whether other chunks follow."""
 
 
-class Watching(Response, frozen=True, gc=False, tag=4):
-    """The watch has begun. Everything up to this revision that a resumed watch had missed was told
-    before this; nothing after it stays untold."""
+class WatchConfirmed(Response, frozen=True, gc=False, tag=4):
+    """The watch has begun. If it is resumed, missed changes up to this revision were notified
+    before; all later changes will be."""
 
     id: int
     revision: int
 
 
-class Changed(Response, frozen=True, gc=False, tag=5):
-    """Something changed, or may have, for these watches: read again. All changes up to this
-    revision have been told to all watches that were confirmed on this connection."""
+class WatchNotification(Response, frozen=True, gc=False, tag=5):
+    """Something changed, or may have, in the scopes of these watches: read again. All watches
+    confirmed on this connection have been notified of all changes up to this revision."""
 
     ids: list[int]
     revision: int
 
 
 class LeaseRenewed(Response, frozen=True, gc=False, tag=6):
-    """The lease's time has begun anew, and a majority knew its leader after that was asked."""
+    """The lease's ttl was restarted by a leader that a majority confirmed after the request."""
 
     id: int
 
 
 class ErrorCode(IntEnum):
-    """Why something failed."""
+    """Why a request failed."""
 
     UNAVAILABLE = 1
-    """Not done; trying again may help."""
+    """Not carried out; a retry may succeed."""
     UNKNOWN = 2
-    """Perhaps done."""
+    """May have been carried out."""
     FORGOTTEN = 3
-    """Not done now; this client's count is not known any more. Another name is needed."""
+    """Not carried out: the quorum no longer remembers this client's writes, so the client needs
+    another name."""
     LEASE_GONE = 4
     TICKET_GONE = 5
     UNUSABLE = 6
-    """Not done, and never will be."""
+    """Not carried out; a retry is useless."""
 
 
 class Failed(Response, frozen=True, gc=False, tag=7):
     """The request failed."""
 
     id: int
-    trouble: ErrorCode
+    code: ErrorCode
     text: str
 
 
-class Condition(Response, frozen=True, gc=False, tag=8):
-    """How a node is doing."""
+class NodeStatus(Response, frozen=True, gc=False, tag=8):
+    """The status of a node."""
 
     id: int
     node: str
@@ -267,25 +272,25 @@ class Condition(Response, frozen=True, gc=False, tag=8):
     clients: int
     watches: int
     election_s: float = 1.0
-    """How long its leader may be silent."""
+    """Its election timeout."""
     state: int = FIRST
     """The version of the replicated state; see `versions`."""
     bytes: int = 0
     """The size of the keyspace."""
     quota: int = 0
-    """How large it may become; 0 if the node does not say."""
+    """The limit on this size; 0 if the node does not send it."""
     alarm: bool = False
-    """Whether something was refused because of the quota, and there is still little room."""
+    """Whether a write was refused because of the quota, and there is still little room."""
 
 
-class Arranged(Response, frozen=True, gc=False, tag=9):
-    """It is so."""
+class Administered(Response, frozen=True, gc=False, tag=9):
+    """The change is in effect."""
 
     id: int
 
 
-class Origin(Struct, frozen=True, array_like=True):
-    """What a copy is a copy of: whose, and how far its log had been applied."""
+class BackupOrigin(Struct, frozen=True, array_like=True):
+    """Where a backup was taken, and how far the log was applied."""
 
     cluster: str
     node: str
@@ -293,40 +298,40 @@ class Origin(Struct, frozen=True, array_like=True):
     snapshot: Snapshot
 
 
-class Copied(Response, frozen=True, gc=False, tag=10):
-    """A piece of a copy. The first has its origin and nothing else, the last no more to come."""
+class BackupChunk(Response, frozen=True, gc=False, tag=10):
+    """A piece of a backup. The first has the origin and no data; the last has `more` false."""
 
     id: int
-    origin: Origin | None
+    origin: BackupOrigin | None
     piece: bytes
     more: bool
 
 
 Requests = (
-    Hello
+    IdentifyClient
     | Write
     | Get
     | Scan
     | Head
     | Ahead
     | WatchRequest
-    | Unwatch
-    | Renew
-    | Inquire
-    | Arrange
-    | Copy
+    | CancelWatch
+    | RenewLease
+    | StatusRequest
+    | Administer
+    | BackupRequest
 )
 Answers = (
-    Wrote
+    WriteResults
     | FoundEntry
-    | Listed
-    | Watching
-    | Changed
+    | ListChunk
+    | WatchConfirmed
+    | WatchNotification
     | LeaseRenewed
     | Failed
-    | Condition
-    | Arranged
-    | Copied
+    | NodeStatus
+    | Administered
+    | BackupChunk
 )
 
 decode_request: Callable[[bytes], Requests] = msgspec.msgpack.Decoder(Requests).decode

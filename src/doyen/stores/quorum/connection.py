@@ -36,7 +36,13 @@ from doyen.errors import (
     StoreUnusable,
     TicketGone,
 )
-from doyen.quorum.keyspace.state import KeyspaceCommand, Result, StoredEntry, decode_result, encode
+from doyen.quorum.keyspace.commands import (
+    KeyspaceCommand,
+    Result,
+    StoredEntry,
+    decode_result,
+    encode,
+)
 from doyen.quorum.keyspace.versions import FIRST
 from doyen.quorum.protocol.connection import End, FrameConnection, dial
 from doyen.quorum.protocol.frames import CloseReason, ConnectionRefused, FrameError
@@ -45,23 +51,23 @@ from doyen.quorum.protocol.requests import (
     ANSWER,
     MAX_WRITES,
     REQUEST,
-    Arranged,
-    Changed,
-    Condition,
-    Copied,
+    Administered,
+    BackupChunk,
+    CancelWatch,
     ErrorCode,
     Failed,
     FoundEntry,
-    Hello,
-    Inquire,
+    IdentifyClient,
     LeaseRenewed,
-    Listed,
+    ListChunk,
+    NodeStatus,
     Request,
-    Unwatch,
-    Watching,
+    StatusRequest,
+    WatchConfirmed,
+    WatchNotification,
     WatchRequest,
     Write,
-    Wrote,
+    WriteResults,
     decode_answer,
 )
 from doyen.quorum.protocol.security import Security
@@ -103,7 +109,7 @@ class _Call(Struct, eq=False):
     """Gives the request, with its id; None: it is a write."""
     future: asyncio.Future[Any]
     begun_at: float
-    take: Callable[[Copied], None] | None = None
+    take: Callable[[BackupChunk], None] | None = None
     body: bytes = b""
     sent: int = 0
     name: str = ""
@@ -149,9 +155,9 @@ class QuorumWatch:
             self._wire.forget(self)
 
 
-async def inquire(address: str, security: Security, cluster: str) -> Condition:
+async def inquire(address: str, security: Security, cluster: str) -> NodeStatus:
     """How one node is doing, on a connection of its own. There need be no leader."""
-    answer: asyncio.Future[Condition] = asyncio.get_running_loop().create_future()
+    answer: asyncio.Future[NodeStatus] = asyncio.get_running_loop().create_future()
 
     def take(link: FrameConnection, frames: Sequence[tuple[int, bytes]]) -> None:
         for kind, payload in frames:
@@ -160,7 +166,7 @@ async def inquire(address: str, security: Security, cluster: str) -> Condition:
             except (MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 text = f"not an answer of this protocol: {error}"
                 raise FrameError(CloseReason.MALFORMED, text) from None
-            if kind != ANSWER or answer.done() or not isinstance(told, Condition):
+            if kind != ANSWER or answer.done() or not isinstance(told, NodeStatus):
                 raise FrameError(CloseReason.OUT_OF_TURN, "an answer to what was not asked")
             answer.set_result(told)
 
@@ -177,7 +183,7 @@ async def inquire(address: str, security: Security, cluster: str) -> Condition:
         on_end=ended,
     )
     try:
-        link.send(REQUEST, encode(Inquire(0)))
+        link.send(REQUEST, encode(StatusRequest(0)))
         return await answer
     finally:
         link.abort()
@@ -225,12 +231,12 @@ class QuorumConnection:
         self._impatient: asyncio.TimerHandle | None = None
         self._closed = False
         self._hear: dict[type, Callable[[Any], None]] = {
-            Wrote: self._wrote,
-            Changed: self._changed,
-            Watching: self._watching,
+            WriteResults: self._wrote,
+            WatchNotification: self._changed,
+            WatchConfirmed: self._watching,
             Failed: self._failed,
-            Listed: self._listed,
-            Copied: self._copied,
+            ListChunk: self._listed,
+            BackupChunk: self._copied,
         }
 
     @property
@@ -243,7 +249,7 @@ class QuorumConnection:
     def ask(
         self,
         make: Callable[[int], Request],
-        take: Callable[[Copied], None] | None = None,
+        take: Callable[[BackupChunk], None] | None = None,
     ) -> Coroutine[Any, Any, Any]:
         """Put a request that may be repeated; `make` gives it, with its id, and `take` takes the
         pieces of a copy."""
@@ -265,7 +271,7 @@ class QuorumConnection:
     async def _call(
         self,
         make: Callable[[int], Request] | None,
-        take: Callable[[Copied], None] | None = None,
+        take: Callable[[BackupChunk], None] | None = None,
         body: bytes = b"",
     ) -> Any:
         # Numbered when it is under way, and not before: the floor passes over other numbers.
@@ -369,7 +375,7 @@ class QuorumConnection:
 
     def forget(self, watch: QuorumWatch) -> None:
         if self._watches.pop(watch.id, None) is not None and self._link is not None:
-            self._link.send(REQUEST, encode(Unwatch(watch.id)))
+            self._link.send(REQUEST, encode(CancelWatch(watch.id)))
 
     # Answers.
 
@@ -386,14 +392,14 @@ class QuorumConnection:
                 link.fail(CloseReason.MALFORMED, f"not an answer of this protocol: {error}")
                 return
 
-    def _changed(self, answer: Changed) -> None:
+    def _changed(self, answer: WatchNotification) -> None:
         self._told = answer.revision
         for number in answer.ids:
             watch = self._watches.get(number)
             if watch is not None:
                 watch.tell()
 
-    def _watching(self, answer: Watching) -> None:
+    def _watching(self, answer: WatchConfirmed) -> None:
         watch = self._watches.get(answer.id)
         if watch is None:
             return
@@ -405,7 +411,7 @@ class QuorumConnection:
             # break in between.
             watch.tell()
 
-    def _wrote(self, answer: Wrote) -> None:
+    def _wrote(self, answer: WriteResults) -> None:
         self._named = True
         calls = self._calls
         for number, result in zip(answer.ids, answer.results, strict=True):
@@ -413,19 +419,19 @@ class QuorumConnection:
             if call is not None and not call.future.done():
                 call.future.set_result(decode_result(result))
 
-    def _answered(self, answer: FoundEntry | LeaseRenewed | Condition | Arranged) -> None:
+    def _answered(self, answer: FoundEntry | LeaseRenewed | NodeStatus | Administered) -> None:
         call = self._calls.get(answer.id)
         if call is not None:
             self._resolve(call, answer)
 
-    def _listed(self, answer: Listed) -> None:
+    def _listed(self, answer: ListChunk) -> None:
         call = self._calls.get(answer.id)
         if call is not None:
-            call.records += answer.records
+            call.records += answer.entries
             if not answer.more:
                 self._resolve(call, call.records)
 
-    def _copied(self, answer: Copied) -> None:
+    def _copied(self, answer: BackupChunk) -> None:
         call = self._calls.get(answer.id)
         if call is not None:
             if call.take is not None:
@@ -448,9 +454,9 @@ class QuorumConnection:
                 watch.begun.set_exception(_error(answer))
             else:
                 log.warning("the watch on %s could not be resumed: %s", watch.scope, answer.text)
-        elif answer.trouble is ErrorCode.FORGOTTEN:
+        elif answer.code is ErrorCode.FORGOTTEN:
             self._rename(answer, call)
-        elif answer.trouble is ErrorCode.UNAVAILABLE and call.sent > 1 and answer.id > 0:
+        elif answer.code is ErrorCode.UNAVAILABLE and call.sent > 1 and answer.id > 0:
             # Not done this time; nobody says that about the times before.
             self._settle(call, OutcomeUnknown(answer.text))
         else:
@@ -467,7 +473,7 @@ class QuorumConnection:
             self._named = False
             self._name = uuid.uuid4().hex
             link = self._link
-            if link is not None and not link.send(REQUEST, encode(Hello(self._name))):
+            if link is not None and not link.send(REQUEST, encode(IdentifyClient(self._name))):
                 link.abort()  # or what follows would be counted under the old name
         if call.sent > 1:
             self._settle(call, _error(answer))
@@ -560,7 +566,7 @@ class QuorumConnection:
         self.cluster = self.cluster or link.remote.cluster
         self.cluster_id = self.cluster_id or link.info.cluster_id
         self._link = link
-        link.send(REQUEST, encode(Hello(self._name)))
+        link.send(REQUEST, encode(IdentifyClient(self._name)))
         self._told = 0
         for watch in self._watches.values():
             resumed = WatchRequest(watch.id, watch.scope, watch.position, self.cluster_id)
@@ -630,7 +636,7 @@ class QuorumConnection:
 
 
 def _error(answer: Failed) -> StoreError:
-    return _ERRORS[answer.trouble](answer.text)
+    return _ERRORS[answer.code](answer.text)
 
 
 def _stuffed(link: FrameConnection) -> str:

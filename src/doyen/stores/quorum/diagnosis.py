@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from doyen.model import Finding
-from doyen.quorum.protocol.requests import Condition
+from doyen.quorum.protocol.requests import NodeStatus
 
 __all__ = ["NodeAnswer", "findings", "outsiders", "risks_of_removal"]
 
@@ -18,7 +18,7 @@ class NodeAnswer(NamedTuple):
     """What one node named in the URL said, or why it said nothing."""
 
     address: str
-    condition: Condition | None
+    condition: NodeStatus | None
     silent_because: str = ""
     node: str = ""
     """Who should be there, if others know."""
@@ -98,12 +98,12 @@ def _nodes(states: Sequence[NodeAnswer]) -> Iterator[Finding]:
         )
 
 
-def _led(up: Sequence[Condition]) -> list[Condition]:
+def _led(up: Sequence[NodeStatus]) -> list[NodeStatus]:
     """Those who know of a leader. Others run, and take no part."""
     return [each for each in up if each.leader is not None]
 
 
-def _leadership(up: Sequence[Condition]) -> Iterator[Finding]:
+def _leadership(up: Sequence[NodeStatus]) -> Iterator[Finding]:
     latest = max(_led(up) or up, key=lambda each: each.generation, default=None)
     if latest is None:
         return
@@ -123,7 +123,7 @@ def _leadership(up: Sequence[Condition]) -> Iterator[Finding]:
         )
 
 
-def _members(up: Sequence[Condition]) -> Iterator[Finding]:
+def _members(up: Sequence[NodeStatus]) -> Iterator[Finding]:
     latest = max(up, key=lambda each: each.commit, default=None)
     if latest is None:
         return
@@ -165,7 +165,7 @@ def _members(up: Sequence[Condition]) -> Iterator[Finding]:
         )
 
 
-def _versions(up: Sequence[Condition]) -> Iterator[Finding]:
+def _versions(up: Sequence[NodeStatus]) -> Iterator[Finding]:
     versions = sorted({each.version for each in up})
     if len(versions) > 1:
         yield Finding(
@@ -178,7 +178,7 @@ def _versions(up: Sequence[Condition]) -> Iterator[Finding]:
         yield Finding(level="ok", subject="versions", text=f"doyen {versions[0]} on all nodes")
 
 
-def _disks(up: Sequence[Condition]) -> Iterator[Finding]:
+def _disks(up: Sequence[NodeStatus]) -> Iterator[Finding]:
     for each in up:
         if each.full:
             yield Finding(

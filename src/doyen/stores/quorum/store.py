@@ -15,38 +15,38 @@ from typing import Any
 
 from doyen.errors import ConfigError, LeaseGone, StoreUnusable
 from doyen.model import Entry, Finding, Lease, Version
-from doyen.quorum.keyspace.state import (
+from doyen.quorum.keyspace.commands import (
     RANKS,
-    Advance,
+    AdvanceRevision,
     ConditionFailed,
     Create,
     Delete,
     Done,
     Enqueue,
-    Gone,
+    EntryExists,
     Grant,
     KeyspaceCommand,
     LeaseGranted,
+    LeaseNotFound,
     Put,
     Result,
     Revoke,
-    Stands,
     StoredEntry,
-    Ticketed,
+    TicketIssued,
     Written,
 )
 from doyen.quorum.protocol.requests import (
     MIN_TTL_S,
+    Administer,
     Ahead,
-    Arrange,
-    Condition,
-    Copied,
-    Copy,
+    BackupChunk,
+    BackupRequest,
     Get,
     Head,
-    Inquire,
-    Renew,
+    NodeStatus,
+    RenewLease,
     Scan,
+    StatusRequest,
 )
 from doyen.quorum.protocol.security import Security
 from doyen.stores.port import Capabilities, Creation, Store, Watch
@@ -107,10 +107,10 @@ class QuorumStore(Store):
         electing a leader are given time."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._connect_timeout_s
-        condition: Condition | None = None
+        condition: NodeStatus | None = None
         while condition is None:
             try:
-                condition = await self._wire.ask(Inquire)
+                condition = await self._wire.ask(StatusRequest)
             except Electing as error:
                 if loop.time() >= until:
                     remedy = (
@@ -123,7 +123,7 @@ class QuorumStore(Store):
         self._renewals.cluster = self._wire.cluster
         self._renewals.cluster_id = self._wire.cluster_id
         if token_floor:
-            await self._do(Advance(token_floor))
+            await self._do(AdvanceRevision(token_floor))
 
     async def grant(self, ttl_s: float) -> Lease:
         ttl_s = max(ttl_s, MIN_TTL_S)
@@ -138,7 +138,7 @@ class QuorumStore(Store):
         number = _number(lease)
         # While nothing else is asked, nobody would notice that the other connection is dead.
         self._wire.suspect()
-        await self._renewals.ask(lambda id: Renew(id, number))  # noqa: A006
+        await self._renewals.ask(lambda id: RenewLease(id, number))  # noqa: A006
 
     async def revoke(self, lease: Lease) -> None:
         await self._do(Revoke(_number(lease)))
@@ -147,9 +147,9 @@ class QuorumStore(Store):
         match await self._do(Create(key, value, _number(lease))):
             case Written(revision=revision, version=version):
                 return Creation(True, Entry(key, value, revision, version, lease.id))
-            case Stands(record=record):
-                return Creation(False, _entry(record))
-            case Gone():
+            case EntryExists(entry=entry):
+                return Creation(False, _entry(entry))
+            case LeaseNotFound():
                 raise _gone(lease)
             case other:
                 raise _surprised(other)
@@ -170,9 +170,9 @@ class QuorumStore(Store):
         if not -RANKS < rank < RANKS:
             raise ConfigError(f"a rank is a number of 64 bits, not {rank}")
         match await self._do(Enqueue(line, value, _number(lease), rank)):
-            case Ticketed(key=key, revision=revision):
+            case TicketIssued(key=key, revision=revision):
                 return Entry(key, value, revision, revision, lease.id)
-            case Gone():
+            case LeaseNotFound():
                 raise _gone(lease)
             case other:
                 raise _surprised(other)
@@ -220,13 +220,13 @@ class QuorumStore(Store):
     async def arrange(self, what: str, node: str, address: str = "") -> None:
         """`add`, `promote`, `remove` a node, or `transfer` leadership to it."""
         self._require_usable()
-        await self._wire.ask(lambda id: Arrange(id, what, node, address))  # noqa: A006
+        await self._wire.ask(lambda id: Administer(id, what, node, address))  # noqa: A006
 
-    async def copy(self, take: Callable[[Copied], None]) -> None:
+    async def copy(self, take: Callable[[BackupChunk], None]) -> None:
         """Have everything as it is at one instant. If a connection fails in between it begins
         anew, with a piece that has an origin."""
         self._require_usable()
-        await self._wire.ask(Copy, take)
+        await self._wire.ask(BackupRequest, take)
 
     def forked(self) -> None:
         self._unusable = self._unusable or (
@@ -257,7 +257,7 @@ class QuorumStore(Store):
 
     async def _find(self, make: Callable[[int], Any]) -> Entry | None:
         self._require_usable()
-        record = (await self._wire.ask(make)).record
+        record = (await self._wire.ask(make)).entry
         return None if record is None else _entry(record)
 
     def _require_usable(self) -> None:

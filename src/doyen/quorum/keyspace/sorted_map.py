@@ -1,13 +1,14 @@
-"""A sorted map whose picture can be taken in no time, however large it is.
+"""A sorted map of which a snapshot is taken in no time, however large it is.
 
-Keys stand in small blocks that never change: whoever changes the map puts another block in the
-place of one. So a picture is the list of blocks of that instant, nobody waits for it, and another
-thread may read it while the map goes on changing.
+Keys are kept in small blocks that never change: a write replaces a block. A snapshot is therefore
+a copy of the list of blocks, costs no copying of entries, and may be read by another thread while
+the map goes on changing.
 
-Blocks are made of tuples, because Python's collector lets go of tuples in which it has nothing to
-follow: a map of a million keys, all of them plain, does not make it pause.
+Blocks consist of tuples because CPython's garbage collector stops tracking tuples whose elements it
+does not track: a map of a million plain keys does not lengthen its pauses. Lists would be faster to
+write to, and are always traversed.
 
-Invariants: no block is empty; the keys of a block ascend, and so do the blocks. Pure; imports
+Invariants: no block is empty; the keys within a block ascend, and so do the blocks. Pure; imports
 nothing of doyen.
 """
 
@@ -17,27 +18,27 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
-__all__ = ["Block", "Ordered"]
+__all__ = ["Block", "SortedMap"]
 
 FULL = 32
-"""A block that grows beyond this is split. To change one costs as much as to copy it."""
+"""A block that grows beyond this is split. A write copies one block."""
 
 K = TypeVar("K", int, str)
 V = TypeVar("V")
 
 
 Block: TypeAlias = tuple[tuple[K, ...], tuple[V, ...]]
-"""Some keys, in order, and what stands at them."""
+"""Some keys, in order, and their values."""
 
 
-class Ordered(Generic[K, V]):
+class SortedMap(Generic[K, V]):
     """A map in the order of its keys.
 
-    >>> ordered = Ordered[str, int]()
-    >>> ordered.put("b", 2); ordered.put("a", 1)
-    >>> picture = ordered.picture()
-    >>> ordered.remove("a")
-    >>> [keys for keys, _ in picture], list(ordered.upward(""))
+    >>> numbers = SortedMap[str, int]()
+    >>> numbers.put("b", 2); numbers.put("a", 1)
+    >>> snapshot = numbers.blocks()
+    >>> numbers.remove("a")
+    >>> [keys for keys, _ in snapshot], list(numbers.ascending(""))
     ([('a', 'b')], [('b', 2)])
     """
 
@@ -49,7 +50,7 @@ class Ordered(Generic[K, V]):
         self._size = 0
 
     def append(self, keys: Sequence[K], values: Sequence[V]) -> None:
-        """Take these in; they stand in order, behind everything there is."""
+        """Add keys in ascending order, all greater than those in the map."""
         step = FULL * 3 // 4
         for at in range(0, len(keys), step):
             upto = at + step
@@ -61,11 +62,11 @@ class Ordered(Generic[K, V]):
         return self._size
 
     def get(self, key: K) -> V | None:
-        """What stands at `key`, or None."""
+        """The value at `key`, or None."""
         return self.seek(key)[2]
 
     def seek(self, key: K) -> tuple[int, int, V | None]:
-        """Where `key` stands, or would, for `put`; and what stands there."""
+        """The position of `key`, or where it would be inserted, for `put`; and its value."""
         index = bisect_right(self._firsts, key) - 1
         if index < 0:
             return 0, 0, None
@@ -75,15 +76,15 @@ class Ordered(Generic[K, V]):
             return index, at, values[at]
         return index, at, None
 
-    def put(self, key: K, value: V, sought: tuple[int, int, V | None] | None = None) -> None:
-        """Have `value` stand at `key`. `sought` is what `seek` gave for it, if nothing has
+    def put(self, key: K, value: V, position: tuple[int, int, V | None] | None = None) -> None:
+        """Set the value at `key`. `position` is the result of `seek` for it, if the map has not
         changed since."""
-        index, at, standing = sought or self.seek(key)
+        index, at, present = position or self.seek(key)
         if not self._blocks:
             self.append([key], [value])
             return
         keys, values = self._blocks[index]
-        if standing is not None:
+        if present is not None:
             changed = list(values)
             changed[at] = value
             self._blocks[index] = keys, tuple(changed)
@@ -99,9 +100,9 @@ class Ordered(Generic[K, V]):
             self._split(index)
 
     def remove(self, key: K) -> None:
-        """Have nothing stand at `key`, where something does."""
-        index, at, standing = self.seek(key)
-        if standing is None:
+        """Remove `key`, which must be present."""
+        index, at, present = self.seek(key)
+        if present is None:
             raise KeyError(key)
         keys, values = self._blocks[index]
         self._size -= 1
@@ -113,8 +114,8 @@ class Ordered(Generic[K, V]):
         self._blocks[index] = keys, values[:at] + values[at + 1 :]
         self._firsts[index] = keys[0]
 
-    def upward(self, key: K) -> Iterator[tuple[K, V]]:
-        """Everything from `key` on. The map must not change meanwhile."""
+    def ascending(self, key: K) -> Iterator[tuple[K, V]]:
+        """All items from `key` on. The map must not change meanwhile."""
         index = max(bisect_right(self._firsts, key) - 1, 0)
         for keys, values in self._blocks[index : index + 1]:
             at = bisect_left(keys, key)
@@ -122,29 +123,28 @@ class Ordered(Generic[K, V]):
         for later in range(index + 1, len(self._blocks)):
             yield from zip(*self._blocks[later], strict=True)
 
-    def downward(self, key: K) -> Iterator[tuple[K, V]]:
-        """Everything before `key`, the nearest first. The map must not change meanwhile."""
+    def descending(self, key: K) -> Iterator[tuple[K, V]]:
+        """All items before `key`, the nearest first. The map must not change meanwhile."""
         last = bisect_left(self._firsts, key) - 1
         for index in range(last, -1, -1):
             keys, values = self._blocks[index]
             at = bisect_left(keys, key) if index == last else len(keys)
             yield from zip(reversed(keys[:at]), reversed(values[:at]), strict=True)
 
-    def picture(self) -> list[Block[K, V]]:
-        """The map as it is now, in blocks that never change."""
+    def blocks(self) -> list[Block[K, V]]:
+        """A snapshot of the map."""
         return self._blocks.copy()
 
-    def detail(self, key: K, beyond: K) -> list[Block[K, V]]:
-        """Those blocks of a picture in which something from `key` on and below `beyond` may
-        stand."""
+    def blocks_between(self, key: K, beyond: K) -> list[Block[K, V]]:
+        """The blocks of a snapshot that may hold keys from `key` on and below `beyond`."""
         first = max(bisect_right(self._firsts, key) - 1, 0)
         return self._blocks[first : bisect_left(self._firsts, beyond)]
 
     def _split(self, index: int) -> None:
         keys, values = self._blocks[index]
-        # Keys that count up, as tickets and leases do, leave full blocks behind.
-        ascending = index == len(self._blocks) - 1
-        half = FULL - FULL // 8 if ascending else FULL // 2
+        # Ascending keys, such as tickets and leases, leave full blocks behind.
+        last = index == len(self._blocks) - 1
+        half = FULL - FULL // 8 if last else FULL // 2
         self._blocks[index] = keys[:half], values[:half]
         self._blocks.insert(index + 1, (keys[half:], values[half:]))
         self._firsts.insert(index + 1, keys[half])
