@@ -1,18 +1,18 @@
-"""A Consul datacentre in plain Python: what doyen's adapter uses of the HTTP API, and its faults.
+"""A simulated Consul datacentre: the part of the HTTP API that doyen uses, and faults.
 
-All agents share one state. Sessions end by their ttl, at an instant between one and two times of it
-after the last renewal, as Consul documents; what is bound to them is deleted, and the lock-delay is
-kept. Blocking queries follow Consul's rules: the index of a prefix is that of its newest entry or
-deletion, or of the whole table if there is neither.
+All agents share one state. Sessions expire between one and two ttls after the last renewal, as
+Consul documents; keys bound to them are deleted, and the lock-delay is applied. Blocking queries
+follow Consul's rules: the index of a prefix is that of its newest entry or deletion, or of the
+whole table if there is neither.
 
-Besides the faults of a connection (see `adversary`) agents have some of their own, drawn for each
-request while the world is rough:
+In addition to the faults of connections (see `adversary`), agents have faults that are drawn for
+each request while the world is rough:
 
-- status 500 without having done anything, for want of a leader
-- status 500 after having done what was asked
-- deletions are forgotten, so that the index of a prefix goes backwards
+- status 500 for a request that was not carried out, because there is no leader
+- status 500 for a request that was carried out
+- tombstones are removed, so that the index of a prefix goes backwards
 - a change of the servers' leader: every session's time begins anew
-- one agent falls silent: it accepts requests and neither carries them out nor answers
+- a silent agent: it accepts requests and neither carries them out nor answers
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SELF = {
 
 
 class Refusal(Exception):
-    """Why one operation of a transaction, and with it the whole, is refused."""
+    """One operation of a transaction is refused, and with it the transaction."""
 
 
 class Session:
@@ -62,9 +62,9 @@ class ConsulModel:
         self.kv: dict[str, Raw] = {}
         self.sessions: dict[str, Session] = {}
         self.silent: dict[str, float] = {}
-        """Agents that are silent, by the address they were asked at, and until when."""
+        """Until when agents are silent, by their address."""
         self.seen: list[tuple[str, str]] = []
-        """Every request that arrived: the agent's address, then the method and the path."""
+        """All requests: the agent's address, then the method and the path."""
         self._tombstones: dict[str, int] = {}
         self._delayed: dict[str, float] = {}
         self._changed = asyncio.Event()
@@ -85,7 +85,7 @@ class ConsulModel:
             query = dict(parse_qsl(url.query, keep_blank_values=True))
             agent = headers["host"]
             self.seen.append((agent, f"{method} {path}"))
-            if self._mischief(agent):
+            if self._draw_faults(agent):
                 while await connection.reader.read(65536):
                     pass
                 return
@@ -104,8 +104,8 @@ class ConsulModel:
 
             await connection.answer(path.partition("/")[0], answer, path)
 
-    def _mischief(self, agent: str) -> bool:
-        """What happens as a request arrives; whether its agent is silent."""
+    def _draw_faults(self, agent: str) -> bool:
+        """Draw the faults that a request meets on arrival; whether its agent is silent."""
         now = asyncio.get_running_loop().time()
         if self.rough():
             draw = self.rng.random()
@@ -122,10 +122,10 @@ class ConsulModel:
         draw = self.rng.random() if self.rough() else 1.0
         if draw < 0.02:
             return _response(500, "No cluster leader")
-        status, told, index = self._do(method, path, query, body)
+        status, answer, index = self._do(method, path, query, body)
         if draw < 0.03:
             return _response(500, "rpc error making call: EOF")
-        return _response(status, told, index)
+        return _response(status, answer, index)
 
     def _do(
         self, method: str, path: str, query: dict[str, str], body: Any
@@ -156,23 +156,23 @@ class ConsulModel:
     async def _block(
         self, reader: asyncio.StreamReader, path: str, index: int, wait_s: float
     ) -> None:
-        """Return when the index of a prefix has passed the one that was named, or in time, or when
-        the client has hung up."""
+        """Wait until the index of a prefix has passed the given one, the time is over, or the
+        client has closed the connection."""
         prefix = path.partition("/")[2]
-        hung_up = asyncio.ensure_future(reader.read(1))
+        disconnected = asyncio.ensure_future(reader.read(1))
         until = asyncio.get_running_loop().time() + wait_s * self.rng.uniform(1, 17 / 16)
         try:
-            while self._index_of(prefix) <= index and not hung_up.done():
+            while self._index_of(prefix) <= index and not disconnected.done():
                 changed = asyncio.ensure_future(self._changed.wait())
                 left_s = until - asyncio.get_running_loop().time()
                 await asyncio.wait(
-                    {changed, hung_up}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+                    {changed, disconnected}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
                 )
                 changed.cancel()
                 if asyncio.get_running_loop().time() >= until:
                     break
         finally:
-            hung_up.cancel()
+            disconnected.cancel()
 
     def _index_of(self, prefix: str) -> int:
         indexes = [each["ModifyIndex"] for each in self._under(prefix)]
@@ -204,7 +204,7 @@ class ConsulModel:
         session.timer = asyncio.get_running_loop().call_later(delay_s, self.end, name)
 
     def end(self, name: str) -> None:
-        """End a session, with all that is bound to it."""
+        """End a session and delete the keys bound to it."""
         session = self.sessions.pop(name, None)
         if session is None:
             return
@@ -300,8 +300,8 @@ class ConsulModel:
         return written
 
 
-def _response(status: int, told: object, index: int = 0) -> bytes:
-    body = told.encode() if isinstance(told, str) else json.dumps(told).encode()
+def _response(status: int, answer: object, index: int = 0) -> bytes:
+    body = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
     head = [f"HTTP/1.1 {status} X", f"Content-Length: {len(body)}"]
     if index:
         head.append(f"X-Consul-Index: {index}")

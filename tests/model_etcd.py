@@ -1,20 +1,19 @@
-"""An etcd cluster in plain Python: what doyen's adapter uses of the v3 API, and its faults.
+"""A simulated etcd cluster: the part of the v3 API that doyen uses, and faults.
 
-gRPC has threads of its own, which do not exist in virtual time. So the seam is the channel:
-`Channel` stands where `grpc.aio.insecure_channel` would, and carries calls and streams in frames
-over one connection of `adversary`. It fails as gRPC does: calls under way on a connection that
-breaks end in UNAVAILABLE, the next call connects again, and a connection that does not answer a
-ping is closed.
+gRPC has threads of its own, which do not run in virtual time. So `Channel` replaces
+`grpc.aio.insecure_channel`, and sends calls and streams as frames over one connection of
+`adversary`. It fails as gRPC does: calls in flight on a connection that breaks end in UNAVAILABLE,
+the next call connects again, and a connection that does not answer a ping is closed.
 
-Besides the faults of a connection, members have some of their own, drawn for each request while
+In addition to the faults of connections, members have faults that are drawn for each request while
 the world is rough:
 
-- UNAVAILABLE without having done anything, for want of a leader; or after having done it
-- a read answered as of an earlier revision
-- a change of leader: every lease's time begins anew. For a while the member that was deposed does
-  not know it, and goes on answering renewals, of which the new leader learns nothing
+- UNAVAILABLE for a request that was not carried out, because there is no leader; or that was
+- a read answered with an earlier revision
+- a change of leader: every lease's time begins anew. For a while the deposed member does not notice
+  and still answers renewals, which have no effect at the new leader
 - a watch is cancelled, as after a compaction
-- one member falls silent
+- a silent member
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ CLUSTER = 0xC1
 PING_S = 10.0
 PONG_S = 5.0
 CONNECT_S = 0.001
-"""Were it 0, whoever tries again until some instant would try for ever before it."""
+"""With 0, a loop that retries until a deadline would never advance the virtual time."""
 
 REQUESTS = {
     rpc.RANGE.path: rpc.RangeRequest,
@@ -77,16 +76,16 @@ def failure(code: StatusCode, details: str) -> grpc.aio.AioRpcError:
 
 
 class Channel:
-    """In place of a channel of gRPC."""
+    """Replaces a channel of gRPC."""
 
     def __init__(self, member: str, options: object = None) -> None:
         del options
         self._member = member
         self._ids = itertools.count(1)
-        self._link: asyncio.Task[asyncio.StreamWriter] | None = None
+        self._connecting: asyncio.Task[asyncio.StreamWriter] | None = None
         self._calls: dict[int, asyncio.Queue[Any]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._heard_at = 0.0
+        self._answered_at = 0.0
         self._closed = False
 
     def unary_unary(
@@ -97,7 +96,7 @@ class Channel:
             number, answers = await self._begin()
             try:
                 await self._send(number, path, serialise(request))
-                return deserialise(_told(await answers.get()))
+                return deserialise(_payload(await answers.get()))
             finally:
                 self._calls.pop(number, None)
 
@@ -116,11 +115,15 @@ class Channel:
         if grace_s and self._calls:
             await asyncio.sleep(grace_s)
         self._closed = True
-        if self._link is not None and self._link.done() and not self._link.cancelled():
-            if self._link.exception() is None:
-                self._link.result().close()
-        elif self._link is not None:
-            self._link.cancel()
+        if (
+            self._connecting is not None
+            and self._connecting.done()
+            and not self._connecting.cancelled()
+        ):
+            if self._connecting.exception() is None:
+                self._connecting.result().close()
+        elif self._connecting is not None:
+            self._connecting.cancel()
         self._fail(asyncio.CancelledError())
         for task in self._tasks:
             task.cancel()
@@ -133,14 +136,14 @@ class Channel:
         return number, answers
 
     async def _send(self, number: int, path: str, data: bytes, kind: str = "call") -> None:
-        if self._link is None:
-            self._link = asyncio.get_running_loop().create_task(self._connect())
-        link = self._link
+        if self._connecting is None:
+            self._connecting = asyncio.get_running_loop().create_task(self._connect())
+        link = self._connecting
         try:
             writer = await asyncio.shield(link)
         except OSError as error:
-            if self._link is link:
-                self._link = None
+            if self._connecting is link:
+                self._connecting = None
             raise failure(
                 StatusCode.UNAVAILABLE, f"failed to connect to all addresses; last error: {error}"
             ) from error
@@ -150,7 +153,7 @@ class Channel:
         host, _, port = self._member.partition(":")
         await asyncio.sleep(CONNECT_S)
         reader, writer = await asyncio.open_connection(host, int(port))
-        self._heard_at = asyncio.get_running_loop().time()
+        self._answered_at = asyncio.get_running_loop().time()
         for work in (self._read(reader, writer), self._ping(writer)):
             task = asyncio.get_running_loop().create_task(work)
             self._tasks.add(task)
@@ -161,34 +164,34 @@ class Channel:
         try:
             while True:
                 head, data = await read_frame(reader)
-                self._heard_at = asyncio.get_running_loop().time()
+                self._answered_at = asyncio.get_running_loop().time()
                 if head["id"] in self._calls:
-                    told: Any = data
+                    answer: Any = data
                     if "code" in head:
-                        told = failure(StatusCode[head["code"]], head["details"])
-                    self._calls[head["id"]].put_nowait(told)
+                        answer = failure(StatusCode[head["code"]], head["details"])
+                    self._calls[head["id"]].put_nowait(answer)
         except (OSError, asyncio.IncompleteReadError):
             pass
         finally:
             writer.close()
-            self._link = None
+            self._connecting = None
             self._fail(failure(StatusCode.UNAVAILABLE, "Socket closed"))
 
     async def _ping(self, writer: asyncio.StreamWriter) -> None:
         while not writer.is_closing():
             await asyncio.sleep(PING_S)
-            asked_at = asyncio.get_running_loop().time()
+            pinged_at = asyncio.get_running_loop().time()
             writer.write(frame(id=0, path="", kind="ping", member=self._member))
             await asyncio.sleep(PONG_S)
-            if self._heard_at < asked_at:
+            if self._answered_at < pinged_at:
                 writer.close()
 
-    def _fail(self, why: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         for answers in self._calls.values():
-            answers.put_nowait(why)
+            answers.put_nowait(error)
 
 
-def _told(answer: Any) -> bytes:
+def _payload(answer: Any) -> bytes:
     if isinstance(answer, BaseException):
         raise answer
     assert isinstance(answer, bytes)
@@ -196,7 +199,7 @@ def _told(answer: Any) -> bytes:
 
 
 class StreamCall:
-    """A call with requests and answers without end."""
+    """A call with any number of requests and responses."""
 
     def __init__(
         self,
@@ -222,7 +225,7 @@ class StreamCall:
         self._pumping = asyncio.get_running_loop().create_task(pump())
 
     async def read(self) -> Any:
-        return self._deserialise(_told(await self._answers.get()))
+        return self._deserialise(_payload(await self._answers.get()))
 
     def cancel(self) -> None:
         self._channel._calls.pop(self._number, None)
@@ -269,11 +272,11 @@ class EtcdModel:
         self.kv: dict[bytes, Stored] = {}
         self.leases: dict[int, Granted] = {}
         self.silent: dict[str, float] = {}
-        """Members that are silent, and until when."""
+        """Until when members are silent."""
         self.deposed: dict[str, tuple[float, int]] = {}
-        """Members that take themselves for the leader: until when, and of which term."""
+        """Deposed members that have not noticed: until when, and the term that they led."""
         self.broken: Exception | None = None
-        """A defect of the model itself."""
+        """An error in the model itself."""
         self._watchers: dict[Watcher, None] = {}
         self._numbers = itertools.count()
 
@@ -281,7 +284,7 @@ class EtcdModel:
         while True:
             head, data = await read_frame(connection.reader)
             member = head["member"]
-            if self._mischief(member):
+            if self._draw_faults(member):
                 while await connection.reader.read(65536):
                     pass
                 return
@@ -304,8 +307,8 @@ class EtcdModel:
 
             await connection.answer(head["path"].rpartition("/")[2], answer)
 
-    def _mischief(self, member: str) -> bool:
-        """What happens as a request arrives; whether its member is silent."""
+    def _draw_faults(self, member: str) -> bool:
+        """Draw the faults that a request meets on arrival; whether its member is silent."""
         now = asyncio.get_running_loop().time()
         if self.rough():
             draw = self.rng.random()
@@ -319,7 +322,7 @@ class EtcdModel:
             elif draw < 0.012 and self._watchers:
                 watcher = self.rng.choice(list(self._watchers))
                 del self._watchers[watcher]
-                self._tell(watcher, canceled=True)
+                self._notify(watcher, canceled=True)
         return now < self.silent.get(member, 0.0)
 
     def _answer(
@@ -335,12 +338,12 @@ class EtcdModel:
             if not deposed and request.ID in self.leases:
                 self._arm(request.ID)
             lease = self.leases.get(request.ID)
-            told = rpc.KEEP_ALIVE.answer(
+            response = rpc.KEEP_ALIVE.answer(
                 header=self._header(member), ID=request.ID, TTL=lease.ttl_s if lease else 0
             )
             if deposed:
-                told.header.raft_term = term
-            return frame(told.SerializeToString(), id=number)
+                response.header.raft_term = term
+            return frame(response.SerializeToString(), id=number)
         if draw < 0.02 or (deposed and path != rpc.STATUS.path):
             return _error(number, StatusCode.UNAVAILABLE, "etcdserver: no leader")
         try:
@@ -349,10 +352,10 @@ class EtcdModel:
             return _error(number, StatusCode.NOT_FOUND, "etcdserver: requested lease not found")
         if draw < 0.03:
             return _error(number, StatusCode.UNAVAILABLE, "etcdserver: request timed out")
-        told = METHODS[path].answer(header=self._header(member), **fields)
+        response = METHODS[path].answer(header=self._header(member), **fields)
         if path == rpc.RANGE.path and draw < 0.04:
-            told.header.revision -= 1
-        return frame(told.SerializeToString(), id=number)
+            response.header.revision -= 1
+        return frame(response.SerializeToString(), id=number)
 
     def _header(self, member: str) -> dict[str, int]:
         return {
@@ -464,11 +467,11 @@ class EtcdModel:
             if watcher.connection.closed:
                 del self._watchers[watcher]
                 continue
-            concerned = [
+            matching = [
                 event for event in events if _within(event["kv"]["key"], watcher.first, watcher.end)
             ]
-            if concerned:
-                self._tell(watcher, events=concerned)
+            if matching:
+                self._notify(watcher, events=matching)
 
     # Leases.
 
@@ -483,7 +486,7 @@ class EtcdModel:
         lease.timer = asyncio.get_running_loop().call_later(delay_s, self.end, number)
 
     def end(self, number: int) -> None:
-        """End a lease, with all that is bound to it."""
+        """End a lease and delete the keys bound to it."""
         lease = self.leases.pop(number)
         lease.timer.cancel()
         events: list[dict[str, Any]] = []
@@ -499,23 +502,23 @@ class EtcdModel:
             wanted = request.create_request
             watcher = Watcher(connection, stream, next(self._numbers), wanted.key, wanted.range_end)
             self._watchers[watcher] = None
-            return self._notice(watcher, created=True)
+            return self._response(watcher, created=True)
         if kind == "cancel_request":
             for watcher in list(self._watchers):
                 if watcher.number == request.cancel_request.watch_id:
                     del self._watchers[watcher]
-                    return self._notice(watcher, canceled=True)
+                    return self._response(watcher, canceled=True)
             return b""
-        nobody = Watcher(connection, stream, -1, b"", b"")
-        return self._notice(nobody)
+        progress = Watcher(connection, stream, -1, b"", b"")
+        return self._response(progress)
 
-    def _tell(self, watcher: Watcher, **fields: Any) -> None:
-        watcher.connection.send(self._notice(watcher, **fields))
+    def _notify(self, watcher: Watcher, **fields: Any) -> None:
+        watcher.connection.send(self._response(watcher, **fields))
 
-    def _notice(self, watcher: Watcher, **fields: Any) -> bytes:
+    def _response(self, watcher: Watcher, **fields: Any) -> bytes:
         header = self._header(watcher.connection.host)
-        told = rpc.WATCH.answer(header=header, watch_id=watcher.number, **fields)
-        return frame(told.SerializeToString(), id=watcher.stream)
+        response = rpc.WATCH.answer(header=header, watch_id=watcher.number, **fields)
+        return frame(response.SerializeToString(), id=watcher.stream)
 
 
 def _within(key: bytes, first: bytes, end: bytes) -> bool:

@@ -1,8 +1,8 @@
-"""A ZooKeeper ensemble in plain Python, as far as doyen uses one: for `adversary`.
+"""A simulated ZooKeeper ensemble: the part of the protocol that doyen uses, for `adversary`.
 
-It is seen as one server: every request is carried out in one order, and a session belongs to
-whoever names it, on whatever connection. Sessions expire at a full tick after their time has passed
-without a word from the client; the connection is closed with them.
+It acts as one server: all requests are carried out in one order, and any connection may resume a
+session by its number. Sessions expire at the first full tick after their time has passed without a
+request; their connection is then closed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Node:
     owner: int = 0
     version: int = 0
     created: int = 0
-    """How many were created in it: tickets are numbered by that."""
+    """How many children were created: the number of the next ticket."""
     children: set[str] = field(default_factory=set)
 
     def stat(self) -> bytes:
@@ -81,14 +81,14 @@ class SessionRow:
 
 @dataclass(eq=False)
 class _Watches:
-    """Of one connection."""
+    """The watches of one connection."""
 
     data: set[str] = field(default_factory=set)
     children: set[str] = field(default_factory=set)
 
 
 class Reader:
-    """A message, taken apart."""
+    """Decodes the fields of a message."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -177,7 +177,7 @@ class ZooKeeperModel:
         session.heard_at = self._clock.now()
 
     def expire(self) -> None:
-        """End the sessions whose time is over. To be called at every tick."""
+        """End the sessions whose time has passed. Called at every tick."""
         now = self._clock.now()
         for session in list(self.sessions.values()):
             due = math.floor((session.heard_at + session.timeout_s) / TICK_S + 1) * TICK_S
@@ -246,7 +246,7 @@ class ZooKeeperModel:
         session.connection = connection
 
     def _multi(self, session: SessionRow, message: Reader) -> bytes:
-        """Check all, then carry out all: requests of one transaction do not build on each other."""
+        """Check all, then carry out all: the requests of one transaction are independent."""
         self._zxid += 1
         steps: list[tuple[int, Callable[[], bytes]]] = []
         codes: list[int] = []
@@ -271,7 +271,7 @@ class ZooKeeperModel:
         return b"".join(parts) + end
 
     def _write(self, session: SessionRow, message: Reader, kind: int) -> Callable[[], bytes]:
-        """Check a change; what carries it out."""
+        """Check a change; returns the function that carries it out."""
         path = message.text()
         match kind:
             case 1 | 15:  # CREATE, CREATE2
@@ -300,21 +300,21 @@ class ZooKeeperModel:
     def _create(
         self, session: SessionRow, path: str, data: bytes, flags: int, with_stat: bool
     ) -> Callable[[], bytes]:
-        room = self._at(_room(path), -1)
-        if room.owner:
+        parent = self._at(_parent(path), -1)
+        if parent.owner:
             raise Failed(NO_CHILDREN)
         if flags & SEQUENCE:
-            path = f"{path}{room.created:010d}"
+            path = f"{path}{parent.created:010d}"
         if path in self._nodes:
             raise Failed(NODE_EXISTS)
 
         def carry_out() -> bytes:
-            room.created += 1
-            room.children.add(path.rpartition("/")[2])
+            parent.created += 1
+            parent.children.add(path.rpartition("/")[2])
             owner = session.number if flags & EPHEMERAL else 0
             node = self._nodes[path] = Node(data, self._zxid, self._zxid, owner)
-            self._tell(CREATED, path)
-            self._tell(CHILD, _room(path))
+            self._notify(CREATED, path)
+            self._notify(CHILD, _parent(path))
             return _buffer(path.encode()) + (node.stat() if with_stat else b"")
 
         return carry_out
@@ -325,9 +325,9 @@ class ZooKeeperModel:
 
         def carry_out() -> bytes:
             del self._nodes[path]
-            self._nodes[_room(path)].children.discard(path.rpartition("/")[2])
-            self._tell(DELETED, path)
-            self._tell(CHILD, _room(path))
+            self._nodes[_parent(path)].children.discard(path.rpartition("/")[2])
+            self._notify(DELETED, path)
+            self._notify(CHILD, _parent(path))
             return b""
 
         return carry_out
@@ -337,13 +337,13 @@ class ZooKeeperModel:
 
         def carry_out() -> bytes:
             node.data, node.mzxid, node.version = data, self._zxid, node.version + 1
-            self._tell(CHANGED, path)
+            self._notify(CHANGED, path)
             return node.stat()
 
         return carry_out
 
-    def _tell(self, event: int, path: str) -> None:
-        """A watch is told once."""
+    def _notify(self, event: int, path: str) -> None:
+        """Send an event to the watches of a path, and remove them."""
         for connection, watches in self._watches.items():
             kinds = {
                 CHILD: [watches.children],
@@ -353,9 +353,9 @@ class ZooKeeperModel:
             for kind in hit:
                 kind.discard(path)
             if hit:
-                told = struct.pack("!iqiii", -1, -1, 0, event, 3) + _buffer(path.encode())
-                connection.send(_buffer(told))
+                message = struct.pack("!iqiii", -1, -1, 0, event, 3) + _buffer(path.encode())
+                connection.send(_buffer(message))
 
 
-def _room(path: str) -> str:
+def _parent(path: str) -> str:
     return path.rpartition("/")[0] or "/"

@@ -1,4 +1,4 @@
-"""Consul in particular: its errors, its index rules, its sessions, and links that fail."""
+"""The Consul store: its errors, its index rules, its sessions, and failing connections."""
 
 from __future__ import annotations
 
@@ -72,17 +72,16 @@ def test_a_url_that_cannot_work_is_refused(url: str, match: str) -> None:
 
 
 def test_errors_name_the_cause(server: servers.Consul) -> None:
-    nobody = servers.free_port()
-    refused(f"consul://127.0.0.1:{nobody}", StoreUnavailable, f"127.0.0.1:{nobody} cannot be reach")
+    unused = servers.free_port()
+    refused(f"consul://127.0.0.1:{unused}", StoreUnavailable, f"127.0.0.1:{unused} cannot be reach")
     refused(f"{server.url}?token_floor=1000000", StoreUnusable, "below token_floor=1000000")
-    with servers.Proxy(server) as link:
-        link.cut()
-        refused(f"{link.url}?connect_timeout_s=0.2", StoreUnavailable, "not answer within 0.2 s")
+    with servers.Proxy(server) as proxy:
+        proxy.cut()
+        refused(f"{proxy.url}?connect_timeout_s=0.2", StoreUnavailable, "not answer within 0.2 s")
 
 
 def test_acl_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a token, and with one that is unknown, the error says so; it may come from the URL
-    or the environment."""
+    """The token comes from the URL or the environment. A missing or unknown one is reported."""
     acl = {"enabled": True, "default_policy": "deny", "tokens": {"master": MASTER}}
 
     class Guarded(servers.Consul):
@@ -100,7 +99,7 @@ def test_acl_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
             assert await store.get(leader_key("e")) is None
 
     async def ready(url: str) -> None:
-        """The master token is made a moment after the leader."""
+        """The master token exists a moment after the leader was elected."""
         async with asyncio.timeout(20):
             while True:
                 try:
@@ -109,7 +108,7 @@ def test_acl_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
                     await asyncio.sleep(0.05)
 
     def reader(server: servers.Consul) -> str:
-        """A token that may read keys and make sessions, and write nothing."""
+        """A token that may read keys and create sessions, and write no keys."""
         rules = 'key_prefix "" { policy = "read" } session_prefix "" { policy = "write" }'
         policy = {"Name": "reader", "Rules": rules}
         wire.http_json(server.port, "PUT", f"/v1/acl/policy?token={MASTER}", policy)
@@ -118,7 +117,7 @@ def test_acl_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         return str(made["SecretID"])
 
     async def may_not_write(url: str) -> None:
-        """A transaction that the ACL refuses must not look like one that came too late."""
+        """A transaction that the ACL refuses is not taken for one whose condition failed."""
         async with opened(url) as store:
             lease = await store.grant(10)
             for call in (
@@ -142,14 +141,15 @@ def test_acl_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_but_its_ttl_ends_a_session(server: servers.Consul) -> None:
-    """No check of a node's health, whose opinion cost a lock in consul#1290, and no lock-delay."""
+    """A session has no health check, by which a lock was lost in consul#1290, and no lock-delay."""
 
     async def main() -> None:
         async with opened(server.url) as store:
             lease = await store.grant(1.5)
-            (told,) = wire.http_json(server.port, "GET", f"/v1/session/info/{lease.id}")
-            assert (told["NodeChecks"], told["ServiceChecks"]) == ([], [])
-            assert (told["TTL"], told["Behavior"], told["LockDelay"]) == ("1500ms", "delete", 0)
+            (session,) = wire.http_json(server.port, "GET", f"/v1/session/info/{lease.id}")
+            assert (session["NodeChecks"], session["ServiceChecks"]) == ([], [])
+            limits = session["TTL"], session["Behavior"], session["LockDelay"]
+            assert limits == ("1500ms", "delete", 0)
             key = leader_key("delay")
             assert (await store.create(key, b"1", lease)).won
             await store.revoke(lease)
@@ -158,7 +158,7 @@ def test_nothing_but_its_ttl_ends_a_session(server: servers.Consul) -> None:
     asyncio.run(main())
 
 
-def test_an_agent_that_fails_costs_nothing_but_a_turn(server: servers.Consul) -> None:
+def test_a_failing_agent_costs_no_lease_and_no_watch(server: servers.Consul) -> None:
     """consul#1290: with one of several agents down, the lease and the watches go on."""
 
     async def main() -> None:
@@ -185,7 +185,7 @@ def test_an_agent_that_fails_costs_nothing_but_a_turn(server: servers.Consul) ->
             while True:
                 try:
                     return await renew()
-                except OutcomeUnknown:  # the connection was reset before anybody knew it
+                except OutcomeUnknown:  # the reset connection was still in use
                     continue
 
     asyncio.run(main())
@@ -193,20 +193,20 @@ def test_an_agent_that_fails_costs_nothing_but_a_turn(server: servers.Consul) ->
 
 def test_a_lost_answer_is_an_unknown_outcome(server: servers.Consul) -> None:
     async def main() -> None:
-        with servers.Proxy(server) as link:
-            async with opened(link.url) as store:
+        with servers.Proxy(server) as proxy:
+            async with opened(proxy.url) as store:
                 lease = await store.grant(30)
                 key = leader_key("lost answer")
-                link.break_after(0, "down")
+                proxy.break_after(0, "down")
                 with pytest.raises(OutcomeUnknown):
                     await store.create(key, b"mine", lease)
                 found = await store.get(key)
                 assert found is not None
                 assert found.lease == lease.id
-                link.refuse()
+                proxy.refuse()
                 with pytest.raises(StoreUnavailable):
                     await store.create(key, b"again", lease)
-                link.heal()
+                proxy.heal()
                 await store.revoke(lease)
 
     asyncio.run(main())
@@ -235,44 +235,44 @@ def test_watches_outlive_a_restart_of_the_server() -> None:
 
 
 def test_many_watches_take_few_queries(server: servers.Consul) -> None:
-    """And each is told what concerns it, whatever cover it has moved under."""
+    """Each watch is notified of its own changes, whatever cover it has moved to."""
 
     async def main() -> None:
-        with servers.Proxy(server) as link:
-            async with opened(link.url) as store, opened(server.url) as other:
-                told = [asyncio.Event() for _ in range(60)]
-                for number, event in enumerate(told):
+        with servers.Proxy(server) as proxy:
+            async with opened(proxy.url) as store, opened(server.url) as other:
+                notified = [asyncio.Event() for _ in range(60)]
+                for number, event in enumerate(notified):
                     await store.watch(leader_key(f"many{number}"), event.set)
-                await store.watch(line_key("many0"), told[0].set)
-                assert link.connections <= MOST_COVERS + 2
+                await store.watch(line_key("many0"), notified[0].set)
+                assert proxy.connections <= MOST_COVERS + 2
                 lease = await other.grant(30)
-                # What moved was told at once, or will be; only then is silence a statement.
+                # Watches that moved are notified once. Wait for that before checking for silence.
                 await other.create(leader_key("many59"), b"v", lease)
-                await reached(told[59])
-                for event in told:
+                await reached(notified[59])
+                for event in notified:
                     event.clear()
                 await other.create(leader_key("many7"), b"v", lease)
-                await reached(told[7])
-                assert not any(event.is_set() for event in told)
+                await reached(notified[7])
+                assert not any(event.is_set() for event in notified)
                 await other.enqueue(line_key("many0"), b"t", lease)
-                await reached(told[0])
+                await reached(notified[0])
                 await other.revoke(lease)
                 for number in (0, 7, 59):
-                    await reached(told[number])
+                    await reached(notified[number])
 
     asyncio.run(main())
 
 
 class Script:
-    """Answers to blocking queries, handed out one by one."""
+    """Answers to blocking queries, supplied one by one."""
 
     def __init__(self) -> None:
-        self.asked: list[dict[str, object]] = []
+        self.sent: list[dict[str, object]] = []
         self._answers: asyncio.Queue[ConsulResponse] = asyncio.Queue()
         self._again = asyncio.Event()
 
     async def ask(self, method: str, path: str, **options: object) -> ConsulResponse:
-        self.asked.append(options)
+        self.sent.append(options)
         self._again.set()
         return await self._answers.get()
 
@@ -296,32 +296,32 @@ def scripted() -> tuple[Script, ConsulWatches]:
     return script, watches
 
 
-def test_what_was_shown_and_went_again_is_told() -> None:
-    """An entry that came, was read and went between two answers leaves no trace in them."""
+def test_an_entry_that_was_returned_and_deleted_is_notified() -> None:
+    """An entry that was created, read and deleted between two answers is in neither."""
 
     async def main() -> None:
         script, watches = scripted()
-        told: list[int] = []
-        opening = asyncio.ensure_future(watches.watch("d/e/leader", lambda: told.append(1)))
+        notified: list[int] = []
+        opening = asyncio.ensure_future(watches.watch("d/e/leader", lambda: notified.append(1)))
         await script.answer(5)
         await opening
         watches.returned("d/e/leader", 6)
         await script.answer(7)
-        assert told == [1]
+        assert notified == [1]
         await script.answer(8, other=8)
-        assert told == [1]
+        assert notified == [1]
         await script.answer(9, leader=9)
-        assert told == [1, 1]
+        assert notified == [1, 1]
         watches.returned("d/e/leader", 9)
         await script.answer(10, leader=9)
-        assert told == [1, 1]
+        assert notified == [1, 1]
         await watches.close()
 
     asyncio.run(main())
 
 
 def test_index_rules() -> None:
-    """Never an index of 0 in a query that should block; begin anew when it goes backwards."""
+    """A blocking query never has index 0, and begins anew when the index goes backwards."""
 
     async def main() -> None:
         script, watches = scripted()
@@ -329,7 +329,7 @@ def test_index_rules() -> None:
         for index in (0, 40, 12, 12):
             await script.answer(index)
         await opening
-        assert [options.get("index") for options in script.asked] == [None, 1, 40, None, 12]
+        assert [options.get("index") for options in script.sent] == [None, 1, 40, None, 12]
         await watches.close()
 
     asyncio.run(main())
@@ -343,8 +343,8 @@ def test_diagnosis(server: servers.Consul) -> None:
             assert [each.level for each in found] == ["note", "ok", "note"]
 
     asyncio.run(main())
-    told = {"Config": {"Version": "1.6.2", "Datacenter": "a", "Server": True}}
-    old = AgentState.of("h1", {**told, "DebugConfig": {"ConsulRaftLeaderLeaseTimeout": "2.5s"}})
+    config = {"Config": {"Version": "1.6.2", "Datacenter": "a", "Server": True}}
+    old = AgentState.of("h1", {**config, "DebugConfig": {"ConsulRaftLeaderLeaseTimeout": "2.5s"}})
     other = AgentState(agent="h2", version="1.20.1", datacentre="b")
     levels = [each.level for each in findings([old, other, AgentState(agent="h3")], 1.0)]
     assert levels == ["problem", "warning", "ok", "note", "warning", "note"]

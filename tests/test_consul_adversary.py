@@ -1,4 +1,4 @@
-"""Consul's adapter against a scripted datacentre in virtual time."""
+"""The Consul store against a simulated datacentre, in virtual time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def opened(url: str = f"consul://{','.join(AGENTS)}") -> AsyncIterator[Sto
 
 
 def run(main: Callable[[ConsulModel], Awaitable[None]]) -> float:
-    """Run it against a datacentre of two agents; how much virtual time that took."""
+    """Run a test against a datacentre of two agents; the virtual time that it took."""
     network, clock = Network(), VirtualClock()
     loop = WireLoop(clock)
     loop.network = network
@@ -56,8 +56,8 @@ def run(main: Callable[[ConsulModel], Awaitable[None]]) -> float:
     return clock.now()
 
 
-async def patiently(call: Awaitable[object]) -> bool:
-    """Make a call as a session does, which gives up after a while; whether it was answered."""
+async def answered(call: Awaitable[object]) -> bool:
+    """Make a call as a session does, with a deadline; whether it was answered."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             await call
@@ -66,13 +66,13 @@ async def patiently(call: Awaitable[object]) -> bool:
     return True
 
 
-def asked(model: ConsulModel, path: str = "") -> list[str]:
-    """Which agents were asked, in order."""
+def agents_asked(model: ConsulModel, path: str = "") -> list[str]:
+    """The agents that requests were sent to, in order."""
     return [agent for agent, what in model.seen if path in what]
 
 
-def test_a_datacentre_that_was_replaced_gives_out_no_tokens() -> None:
-    """To those who know higher ones, and nothing that they were refused stays there."""
+def test_a_replaced_datacentre_is_refused() -> None:
+    """Its tokens would be lower than earlier ones. What was created is deleted again."""
 
     async def main(model: ConsulModel) -> None:
         model.index = 1000
@@ -95,8 +95,8 @@ def test_a_datacentre_that_was_replaced_gives_out_no_tokens() -> None:
 
 
 def test_deletions_leave_a_silent_agent() -> None:
-    """A leader resigns while the agent it talks to falls silent: the deletion that was given up
-    holds no connection, and the next one goes to the other agent."""
+    """A leader resigns while its agent is silent: a cancelled deletion holds no connection, and the
+    next one is sent to the other agent."""
 
     async def main(model: ConsulModel) -> None:
         async with opened() as store:
@@ -104,17 +104,17 @@ def test_deletions_leave_a_silent_agent() -> None:
             await store.create(leader_key("e"), b"v", lease)
             model.silent[AGENTS[0]] = FOREVER_S
             model.seen.clear()
-            answers = [await patiently(store.delete(leader_key("e"))) for _ in range(20)]
+            answers = [await answered(store.delete(leader_key("e"))) for _ in range(20)]
             assert answers == [False] + 19 * [True]
-            assert asked(model, "txn") == [AGENTS[0]] + 19 * [AGENTS[1]]
+            assert agents_asked(model, "txn") == [AGENTS[0]] + 19 * [AGENTS[1]]
             assert await store.get(leader_key("e")) is None
 
     assert run(main) < 1.0
 
 
 def test_a_silent_agent_does_not_exhaust_connections() -> None:
-    """Many calls that hang at one agent, given up by nobody, take nothing from the other. After
-    their deadline all are answered, each by an error or by the other agent."""
+    """Many calls that hang at one agent take no connection from the other. After their deadline,
+    each has failed or was answered by the other agent."""
 
     async def main(model: ConsulModel) -> None:
         async with opened() as store:
@@ -123,9 +123,9 @@ def test_a_silent_agent_does_not_exhaust_connections() -> None:
             hung: list[asyncio.Future[object]] = []
             hung += [asyncio.ensure_future(store.delete(key)) for key in keys[:20]]
             hung += [asyncio.ensure_future(store.get(key)) for key in keys[20:]]
-            assert not await patiently(store.get("any"))
+            assert not await answered(store.get("any"))
             for key in keys:
-                assert await patiently(store.get(key))
+                assert await answered(store.get(key))
             ended = await asyncio.gather(*hung, return_exceptions=True)
             assert {type(each) for each in ended} <= {OutcomeUnknown, type(None), bool}
 
@@ -133,19 +133,19 @@ def test_a_silent_agent_does_not_exhaust_connections() -> None:
 
 
 def test_a_silent_agent_is_not_asked_while_another_answers() -> None:
-    """Neither after a passing failure of the other, nor by another kind of request."""
+    """Not after a temporary failure of the other, and not by another kind of request."""
 
     async def main(model: ConsulModel) -> None:
         async with opened() as store:
             lease = await store.grant(3600)
-            told = asyncio.Event()
-            await store.watch(leader_key("e"), told.set)
+            notified = asyncio.Event()
+            await store.watch(leader_key("e"), notified.set)
             model.silent[AGENTS[0]] = FOREVER_S
-            assert not await patiently(store.renew(lease))
+            assert not await answered(store.renew(lease))
             began = asyncio.get_running_loop().time()
             model.seen.clear()
             assert (await store.create(leader_key("e"), b"v", lease)).won
-            await told.wait()  # the blocking query that waited at the silent agent has moved
+            await notified.wait()  # the blocking query has moved away from the silent agent
             assert asyncio.get_running_loop().time() - began < 1.0
             model.rng.seed(0)
             model.rough = lambda: True
@@ -156,17 +156,17 @@ def test_a_silent_agent_is_not_asked_while_another_answers() -> None:
                     pass
             model.rough = lambda: False
             await store.renew(lease)
-            assert asked(model, "renew").count(AGENTS[0]) <= 2
+            assert agents_asked(model, "renew").count(AGENTS[0]) <= 2
             model.silent.clear()
             model.silent[AGENTS[1]] = FOREVER_S
-            assert not await patiently(store.renew(lease))
-            assert await patiently(store.renew(lease))
+            assert not await answered(store.renew(lease))
+            assert await answered(store.renew(lease))
 
     run(main)
 
 
-def test_what_others_put_into_a_line_is_no_ticket() -> None:
-    """As a folder made in Consul's user interface, or a key set by hand."""
+def test_keys_of_other_programs_in_a_line_are_not_tickets() -> None:
+    """For example a folder made in Consul's user interface, or a key written by hand."""
 
     async def main(model: ConsulModel) -> None:
         async with opened() as store:
@@ -181,22 +181,22 @@ def test_what_others_put_into_a_line_is_no_ticket() -> None:
     run(main)
 
 
-@pytest.mark.parametrize("said", ["<html>404 page</html>", '{"kv": 1}', '[{"Key": 1}]'])
-def test_an_answer_that_is_not_consuls_is_an_error(said: str) -> None:
-    """A proxy's page, for example. Watches go on when the agent answers again."""
+@pytest.mark.parametrize("answer", ["<html>404 page</html>", '{"kv": 1}', '[{"Key": 1}]'])
+def test_an_answer_that_is_not_from_consul_is_an_error(answer: str) -> None:
+    """For example a proxy's error page. Watches continue when the agent answers again."""
 
     async def main(model: ConsulModel) -> None:
         async with opened() as store:
-            told = asyncio.Event()
-            await store.watch(leader_key("e"), told.set)
+            notified = asyncio.Event()
+            await store.watch(leader_key("e"), notified.set)
             proper = model._do
-            model._do = lambda *request: (200, said, 1)  # type: ignore[method-assign]
+            model._do = lambda *request: (200, answer, 1)  # type: ignore[method-assign]
             model._next()
             with pytest.raises(OutcomeUnknown, match="check that the URL names agents"):
                 await store.get(leader_key("e"))
             await asyncio.sleep(30.0)
             model._do = proper  # type: ignore[method-assign]
-            await told.wait()
+            await notified.wait()
 
     run(main)
 
@@ -230,11 +230,11 @@ async def unbound(self: ConsulStore, key: str, value: bytes, lease: Lease) -> Cr
     entry = await self.put(key, value, if_version=None)
     if entry is not None:
         return Creation(True, replace(entry, lease=lease.id))
-    return Creation(False, await standing(self, key))
+    return Creation(False, await existing(self, key))
 
 
-async def believing(self: ConsulStore, key: str, value: bytes, lease: Lease) -> Creation:
-    """A mutant of `create` that takes whatever stands there for its own."""
+async def credulous(self: ConsulStore, key: str, value: bytes, lease: Lease) -> Creation:
+    """A mutant of `create` that takes an existing entry for its own."""
     creation = await CREATE(self, key, value, lease)
     return Creation(True, replace(creation.entry, lease=lease.id))
 
@@ -242,18 +242,18 @@ async def believing(self: ConsulStore, key: str, value: bytes, lease: Lease) -> 
 CREATE = ConsulStore.create
 
 
-async def standing(store: Store, key: str) -> Entry:
+async def existing(store: Store, key: str) -> Entry:
     found = await store.get(key)
     if found is None:
-        raise OutcomeUnknown("it went meanwhile")
+        raise OutcomeUnknown("it was deleted meanwhile")
     return found
 
 
 @pytest.mark.parametrize(
     ("mutant", "seed", "caught"),
-    [(unbound, 7, TimeoutError), (believing, 7, SafetyViolated)],
+    [(unbound, 7, TimeoutError), (credulous, 7, SafetyViolated)],
 )
-def test_mutants_are_caught(
+def test_mutants_are_detected(
     mutant: Callable[..., object],
     seed: int,
     caught: type[Exception],

@@ -1,4 +1,4 @@
-"""`doyen run` on Consul, where `consul lock` has let two commands run: see docs/incidents.md."""
+"""`doyen run` on Consul. `consul lock` has let two commands run: see docs/incidents.md."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ def server() -> Iterator[servers.Consul]:
 def test_a_command_is_dead_before_the_next_begins(
     server: servers.Consul, bench: Bench, fault: str
 ) -> None:
-    """consul#9788: who had lost the lock killed its child too late. Here the leader is cut off, and
-    its command does not heed being asked to end."""
+    """consul#9788: a client that had lost the lock killed its child too late. Here the leader is
+    disconnected, and its command ignores the signal to end."""
     work, next_one = bench.stamps("away", "daemon"), bench.stay()
     logs = [bench.directory / f"{name}.log" for name in ("first", "second")]
-    with servers.Proxy(server) as link:
+    with servers.Proxy(server) as proxy:
         options = ("--ttl", str(TTL_S), "--store")
-        bench.start(*options, link.url, "--audit", str(logs[0]), "--", *work.command)
+        bench.start(*options, proxy.url, "--audit", str(logs[0]), "--", *work.command)
         until(work.all_write, "the first tree runs")
         follower = bench.start(
             *options, server.url, "--audit", str(logs[1]), "--", *next_one.command
         )
-        getattr(link, fault)()
+        getattr(proxy, fault)()
         until(lambda: next_one.begun, "the second leads")
         assert not work.any_alive()
         assert work.last() < next_one.begun_at
@@ -71,7 +71,7 @@ def test_a_command_is_dead_before_the_next_begins(
 
 
 def test_a_command_ends_with_its_session(server: servers.Consul, bench: Bench) -> None:
-    """consul#1843: the session was gone, the renewer knew, and the child ran on."""
+    """consul#1843: the session had ended, the client knew, and the child ran on."""
     work = bench.stamps("away", "daemon")
     options = ("--ttl", "60", "--stop-budget", "0.5", "--once", "--store", server.url)
     leader = bench.start(*options, "--", *work.command)

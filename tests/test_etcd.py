@@ -1,4 +1,4 @@
-"""What is particular to etcd: its URL, its errors, failover among members, renewal, watches."""
+"""The etcd store: its URL, its errors, failover among members, renewal, watches."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def opened(url: str) -> AsyncIterator[EtcdStore]:
 
 
 def on(url: str, body: Callable[[EtcdStore], Awaitable[None]]) -> None:
-    """Run a test's body on a store that is closed in the end."""
+    """Run a test's body on a store, and close the store."""
 
     async def main() -> None:
         async with opened(url) as store, asyncio.timeout(PATIENCE_S):
@@ -65,13 +65,13 @@ def on(url: str, body: Callable[[EtcdStore], Awaitable[None]]) -> None:
 
 
 async def bounded(call: Awaitable[Any], seconds: float = 0.3) -> Any:
-    """A call as a session makes it: given up after a while."""
+    """A call as a session makes it, with a deadline."""
     async with asyncio.timeout(seconds):
         return await call
 
 
 async def eventually(attempt: Callable[[], Awaitable[Any]]) -> Any:
-    """Try as a session would, until it succeeds."""
+    """Repeat a call as a session does, until it succeeds."""
     while True:
         try:
             return await bounded(attempt())
@@ -81,7 +81,7 @@ async def eventually(attempt: Callable[[], Awaitable[Any]]) -> Any:
 
 @pytest.fixture
 def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients begin at the member that the URL names first."""
+    """Clients begin at the first member of the URL."""
     monkeypatch.setattr(connection, "random", SimpleNamespace(randrange=lambda count: 0))
 
 
@@ -91,7 +91,7 @@ def url_error(url: str) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-# What is in the tree
+# The package
 
 
 def test_the_messages_are_compiled_from_the_proto(tmp_path: Path) -> None:
@@ -108,8 +108,10 @@ def test_a_missing_client_library_names_the_extra() -> None:
         "try: doyen.connect_blocking('etcd://localhost').__enter__()\n"
         "except doyen.ConfigError as error: print(error)"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert 'pip install "doyen[etcd]"' in said.stdout
+    message = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert 'pip install "doyen[etcd]"' in message.stdout
 
 
 # URLs and opening
@@ -136,31 +138,31 @@ def test_a_url_that_cannot_work_is_refused(url: str, message: str) -> None:
 
 def test_members_that_cannot_be_reached_are_named() -> None:
     port, began = free_port(), time.monotonic()
-    said = url_error(f"etcd://127.0.0.1:{port},127.0.0.1:{port + 1}")
+    message = url_error(f"etcd://127.0.0.1:{port},127.0.0.1:{port + 1}")
     assert time.monotonic() - began < 3
-    assert said.startswith("StoreUnavailable")
-    assert f"127.0.0.1:{port}: " in said
-    assert f"127.0.0.1:{port + 1}: " in said
-    assert "refused" in said
+    assert message.startswith("StoreUnavailable")
+    assert f"127.0.0.1:{port}: " in message
+    assert f"127.0.0.1:{port + 1}: " in message
+    assert "refused" in message
 
 
-def test_a_member_that_does_not_answer_is_given_up(etcd: Etcd) -> None:
-    with Proxy(etcd) as link:
-        link.half_open()
-        said = url_error(f"{link.url}?connect_timeout_s=0.3")
-    assert said.startswith("StoreUnavailable")
-    assert "does not answer within 0.3 s" in said
+def test_a_member_that_does_not_answer_is_reported(etcd: Etcd) -> None:
+    with Proxy(etcd) as proxy:
+        proxy.half_open()
+        message = url_error(f"{proxy.url}?connect_timeout_s=0.3")
+    assert message.startswith("StoreUnavailable")
+    assert "does not answer within 0.3 s" in message
 
 
 @pytest.mark.usefixtures("in_order")
-def test_one_dead_member_is_passed_over(etcd: Etcd) -> None:
+def test_a_dead_member_is_skipped(etcd: Etcd) -> None:
     async def body(store: EtcdStore) -> None:
         assert await store.get(KEY) is None
 
     on(f"etcd://127.0.0.1:{free_port()},{etcd.address}", body)
 
 
-def test_prefixes_are_worlds_of_their_own(etcd: Etcd) -> None:
+def test_stores_with_different_prefixes_share_nothing(etcd: Etcd) -> None:
     async def main() -> None:
         async with opened(f"{etcd.url}/one") as one, opened(f"{etcd.url}/two/") as two:
             await one.put("k", b"1", if_version=None)
@@ -183,7 +185,7 @@ def test_ttls_are_granted_in_whole_seconds(etcd: Etcd) -> None:
     on(etcd.url, body)
 
 
-# What must never be believed
+# Answers that must not be accepted
 
 
 @pytest.mark.usefixtures("in_order")
@@ -216,19 +218,19 @@ def test_a_cluster_that_has_gone_back_is_refused() -> None:
     asyncio.run(main())
 
 
-def test_a_write_whose_answer_is_lost_is_in_doubt_and_found(etcd: Etcd) -> None:
-    async def main(link: Proxy) -> None:
-        async with opened(link.url) as store, opened(etcd.url) as other:
+def test_a_write_whose_answer_is_lost_has_an_unknown_outcome_and_is_found(etcd: Etcd) -> None:
+    async def main(proxy: Proxy) -> None:
+        async with opened(proxy.url) as store, opened(etcd.url) as other:
             lease = await store.grant(60)
             # HTTP/2 acknowledges a request (WINDOW_UPDATE, PING) before it is carried out, so
-            # the connection is not broken at the first byte but when the write has been seen.
-            link.cut("down")
+            # break the connection not at the first byte but when the write is visible.
+            proxy.cut("down")
             creating = asyncio.create_task(store.create(KEY, b"mine", lease))
             async with asyncio.timeout(10):
                 while (found := await other.get(KEY)) is None:  # noqa: ASYNC110 (no event)
                     await asyncio.sleep(0.005)
-            link.reset()
-            link.heal()
+            proxy.reset()
+            proxy.heal()
             with pytest.raises(OutcomeUnknown):
                 await creating
             assert (found.value, found.lease) == (b"mine", lease.id)
@@ -237,17 +239,17 @@ def test_a_write_whose_answer_is_lost_is_in_doubt_and_found(etcd: Etcd) -> None:
             assert again.entry.revision == found.revision
             await store.revoke(lease)
 
-    with Proxy(etcd) as link:
-        asyncio.run(main(link))
+    with Proxy(etcd) as proxy:
+        asyncio.run(main(proxy))
 
 
-def test_what_was_never_sent_is_not_in_doubt() -> None:
+def test_a_request_that_was_never_sent_was_not_carried_out() -> None:
     async def main() -> None:
         with Etcd() as server:
             async with opened(server.url) as store:
                 lease = await store.grant(60)
                 server.kill()
-                with pytest.raises(StoreError):  # the one that finds out
+                with pytest.raises(StoreError):  # the first call notices the loss
                     await store.create(KEY, b"v", lease)
                 with pytest.raises(StoreUnavailable, match="refused"):
                     await store.create(KEY, b"v", lease)
@@ -255,9 +257,9 @@ def test_what_was_never_sent_is_not_in_doubt() -> None:
     asyncio.run(main())
 
 
-def test_an_error_that_is_kept_keeps_no_call_and_so_no_channel() -> None:
-    """gRPC destroys a channel only when all its calls are gone. Until then a closed one goes on
-    trying to connect, and does connect when the member is back: an outage of four seconds left 80
+def test_an_error_does_not_keep_its_channel_alive() -> None:
+    """gRPC destroys a channel only when no call refers to it. Until then a closed channel goes on
+    connecting, and does connect when the member is back: an outage of four seconds left 80
     connections."""
 
     async def main() -> None:
@@ -276,10 +278,10 @@ def test_an_error_that_is_kept_keeps_no_call_and_so_no_channel() -> None:
     asyncio.run(main())
 
 
-# Reads that go together
+# Reads in one transaction
 
 
-def test_reads_that_come_together_are_each_answered(etcd: Etcd) -> None:
+def test_concurrent_reads_are_each_answered(etcd: Etcd) -> None:
     async def body(store: EtcdStore) -> None:
         lease = await store.grant(60)
         keys = [leader_key(f"r{number}") for number in range(250)]
@@ -295,15 +297,15 @@ def test_reads_that_come_together_are_each_answered(etcd: Etcd) -> None:
     on(etcd.url, body)
 
 
-def test_a_read_that_is_given_up_leaves_the_others(
+def test_a_cancelled_read_does_not_affect_its_batch(
     etcd: Etcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reads, "IN_FLIGHT", 1)
 
-    async def main(link: Proxy) -> None:
-        async with opened(link.url) as store:
+    async def main(proxy: Proxy) -> None:
+        async with opened(proxy.url) as store:
             first, *rest = [asyncio.create_task(store.get(f"k{number}")) for number in range(30)]
-            link.delay(0.1)
+            proxy.delay(0.1)
             await first
             for read in rest[::2]:
                 read.cancel()
@@ -311,15 +313,15 @@ def test_a_read_that_is_given_up_leaves_the_others(
             assert outcomes[1::2] == [None] * 14
             assert {type(outcome) for outcome in outcomes[::2]} == {asyncio.CancelledError}
 
-    with Proxy(etcd) as link:
-        asyncio.run(main(link))
+    with Proxy(etcd) as proxy:
+        asyncio.run(main(proxy))
 
 
 # Renewal
 
 
 class FakeStream:
-    """A keepalive stream whose answers come when the test says so."""
+    """A keepalive stream whose answers the test supplies."""
 
     def __init__(self) -> None:
         self.sent: list[int] = []
@@ -336,7 +338,7 @@ class FakeStream:
 
 
 class FakeClient:
-    """One member, whose raft term does not change."""
+    """A client of one member, whose raft term does not change."""
 
     member = "m"
 
@@ -358,7 +360,7 @@ class FakeClient:
 
 
 def test_a_late_answer_is_not_taken_for_that_of_the_next_renewal() -> None:
-    """Or the time of the lease would be counted from a later instant than etcd's."""
+    """Otherwise the lease's time would be counted from a later instant than etcd's."""
 
     async def turns() -> None:
         for _ in range(10):
@@ -387,7 +389,7 @@ def test_a_late_answer_is_not_taken_for_that_of_the_next_renewal() -> None:
     asyncio.run(main())
 
 
-def test_a_renewal_by_a_leader_since_deposed_does_not_count(
+def test_a_renewal_by_a_deposed_leader_does_not_count(
     etcd: Etcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body(store: EtcdStore) -> None:
@@ -408,7 +410,7 @@ def test_a_renewal_by_a_leader_since_deposed_does_not_count(
     on(etcd.url, body)
 
 
-def test_an_ended_lease_is_told_by_its_renewal(etcd: Etcd) -> None:
+def test_the_renewal_of_an_ended_lease_fails(etcd: Etcd) -> None:
     async def main() -> None:
         async with opened(etcd.url) as store, opened(etcd.url) as operator:
             lease, kept = await store.grant(60), await store.grant(60)
@@ -440,8 +442,8 @@ def test_a_watch_outlives_a_restart_and_a_compaction() -> None:
     async def main() -> None:
         with Etcd() as server:
             async with opened(server.url) as store, opened(server.url) as writer:
-                told = asyncio.Event()
-                await store.watch(KEY, told.set)
+                notified = asyncio.Event()
+                await store.watch(KEY, notified.set)
                 server.kill()
                 server.start()
                 written = await eventually(lambda: writer.put(KEY, b"1", if_version=None))
@@ -449,29 +451,29 @@ def test_a_watch_outlives_a_restart_and_a_compaction() -> None:
                 compaction = {"revision": str(written.revision), "physical": True}
                 http_json(server.port, "POST", "/v3/kv/compaction", compaction)
                 async with asyncio.timeout(PATIENCE_S):
-                    await told.wait()
+                    await notified.wait()
                 assert await eventually(lambda: store.get(KEY)) is not None
-                told.clear()
+                notified.clear()
                 await writer.delete(KEY)
                 async with asyncio.timeout(PATIENCE_S):
-                    await told.wait()
+                    await notified.wait()
 
     asyncio.run(main())
 
 
-def test_a_watch_that_etcd_cancels_begins_anew_and_is_told(etcd: Etcd) -> None:
-    """As after a compaction that a watch has fallen behind."""
+def test_a_watch_that_etcd_cancels_begins_anew_and_is_notified(etcd: Etcd) -> None:
+    """As etcd does after a compaction that a watch has fallen behind."""
 
     async def body(store: EtcdStore) -> None:
-        told = asyncio.Event()
-        await store.watch(KEY, told.set)
+        notified = asyncio.Event()
+        await store.watch(KEY, notified.set)
         stream: Any = store._watches._stream
         (number,) = stream._watches
         stream._stream.send(rpc.WatchRequest(cancel_request={"watch_id": number}))
-        await told.wait()
-        told.clear()
+        await notified.wait()
+        notified.clear()
         await store.put(KEY, b"v", if_version=None)
-        await told.wait()
+        await notified.wait()
         await store.delete(KEY)
 
     on(etcd.url, body)
@@ -484,21 +486,21 @@ def test_a_silent_watch_stream_is_replaced(
 ) -> None:
     monkeypatch.setattr(watches, "PROBE_S", 0.1)
 
-    async def main(link: Proxy) -> None:
-        async with opened(f"{link.url},{etcd.address}") as store, opened(etcd.url) as writer:
-            told = asyncio.Event()
-            await store.watch(KEY, told.set)
-            getattr(link, fault)()
+    async def main(proxy: Proxy) -> None:
+        async with opened(f"{proxy.url},{etcd.address}") as store, opened(etcd.url) as writer:
+            notified = asyncio.Event()
+            await store.watch(KEY, notified.set)
+            getattr(proxy, fault)()
             await writer.put(KEY, b"v", if_version=None)
             async with asyncio.timeout(PATIENCE_S):
-                await told.wait()
+                await notified.wait()
             await writer.delete(KEY)
 
-    with Proxy(etcd) as link:
-        asyncio.run(main(link))
+    with Proxy(etcd) as proxy:
+        asyncio.run(main(proxy))
 
 
-def test_watches_share_one_stream_and_close_on_the_server(etcd: Etcd) -> None:
+def test_watches_share_one_stream_and_are_removed_from_the_server(etcd: Etcd) -> None:
     async def body(store: EtcdStore) -> None:
         before = watchers(etcd)
         each = [await store.watch(f"k{number}", lambda: None) for number in range(50)]
@@ -516,7 +518,7 @@ async def _require(condition: Callable[[], bool]) -> None:
 
 
 def watchers(server: Etcd) -> tuple[float, float]:
-    """How many watch streams etcd serves, and how many watches on them."""
+    """The number of watch streams at etcd, and of watches on them."""
     streams, watches = (
         metric(server, f"etcd_debugging_mvcc_{name}_total") for name in ("watch_stream", "watcher")
     )
@@ -530,16 +532,16 @@ def metric(server: Etcd, name: str) -> float:
     )
 
 
-# Failover among members, with a silent one
+# Failover from a silent member
 
 
 @pytest.mark.usefixtures("in_order")
-def test_a_member_that_falls_silent_is_left(etcd: Etcd) -> None:
-    async def main(link: Proxy) -> None:
-        async with opened(f"{link.url},{etcd.address}") as store:
+def test_a_silent_member_is_left_for_another(etcd: Etcd) -> None:
+    async def main(proxy: Proxy) -> None:
+        async with opened(f"{proxy.url},{etcd.address}") as store:
             lease = await store.grant(60)
             await store.renew(lease)
-            link.cut()
+            proxy.cut()
             calls: list[Callable[[], Awaitable[Any]]] = [
                 lambda: store.get(KEY),
                 lambda: store.renew(lease),
@@ -549,8 +551,8 @@ def test_a_member_that_falls_silent_is_left(etcd: Etcd) -> None:
                     await bounded(call(), 0.2)
                 await bounded(call(), 2)
 
-    with Proxy(etcd) as link:
-        asyncio.run(main(link))
+    with Proxy(etcd) as proxy:
+        asyncio.run(main(proxy))
 
 
 # Forks

@@ -1,4 +1,4 @@
-"""etcd's adapter against a scripted cluster in virtual time."""
+"""The etcd store against a simulated cluster, in virtual time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from swarm import SafetyViolated
 
 LEADER_WITHIN_S = 20.0
 UNWITNESSED = 6
-"""The seed of a contest in which a deposed leader goes on confirming renewals of the holder."""
+"""The seed of a contest in which a deposed leader confirms renewals."""
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +58,8 @@ def test_contest_long(seed: int) -> None:
     contest(seed)
 
 
-async def believing(self: EtcdStore, key: str, value: bytes, lease: Lease) -> Creation:
-    """A mutant of `create` that takes whatever stands there for its own."""
+async def credulous(self: EtcdStore, key: str, value: bytes, lease: Lease) -> Creation:
+    """A mutant of `create` that takes an existing entry for its own."""
     creation = await CREATE(self, key, value, lease)
     return Creation(True, replace(creation.entry, lease=lease.id))
 
@@ -67,14 +67,14 @@ async def believing(self: EtcdStore, key: str, value: bytes, lease: Lease) -> Cr
 CREATE = EtcdStore.create
 
 
-def test_a_mutant_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EtcdStore, "create", believing)
+def test_a_mutant_of_create_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EtcdStore, "create", credulous)
     with pytest.raises(SafetyViolated):
         contest(7)
 
 
 class Agreeing:
-    """A mutant of the answer to the read that follows a renewal: it agrees with the renewal."""
+    """A mutant of the read after a renewal: its header equals that of the renewal."""
 
     def __getattr__(self, name: str) -> Agreeing:
         return self
@@ -96,7 +96,7 @@ class Unwitnessed(EtcdKeepalive):
         self._client.call = agree  # type: ignore[method-assign]
 
 
-def test_a_renewal_that_no_majority_has_confirmed_is_caught(
+def test_a_mutant_without_confirmed_renewals_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("doyen.stores.etcd.store.EtcdKeepalive", Unwitnessed)
@@ -105,7 +105,7 @@ def test_a_renewal_that_no_majority_has_confirmed_is_caught(
 
 
 def run(main: Callable[[EtcdModel, Store], Awaitable[None]]) -> None:
-    """Run it on a store in a cluster of one."""
+    """Run a test on a store of a cluster with one member."""
     loop = WireLoop(VirtualClock())
     loop.network = network = Network()
 
@@ -125,7 +125,7 @@ def run(main: Callable[[EtcdModel, Store], Awaitable[None]]) -> None:
 
 
 def test_a_renewal_by_a_deposed_leader_does_not_count() -> None:
-    """Its member answers renewals as before, while the lease runs out at the new leader."""
+    """Its member still answers renewals while the lease expires at the new leader."""
 
     async def main(model: EtcdModel, store: Store) -> None:
         lease = await store.grant(3)
@@ -145,7 +145,7 @@ def test_a_renewal_by_a_deposed_leader_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "0", "0-x", "zz/y"])
-def test_what_others_put_into_a_line_is_no_ticket(name: str) -> None:
+def test_keys_of_other_programs_in_a_line_are_not_tickets(name: str) -> None:
     async def main(model: EtcdModel, store: Store) -> None:
         lease = await store.grant(10)
         await store.put(f"{line_key('e')}/{name}", b"", if_version=None)

@@ -1,4 +1,4 @@
-"""etcd keeps the promises that every store makes."""
+"""The conformance suite on etcd."""
 
 from __future__ import annotations
 

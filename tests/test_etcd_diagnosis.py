@@ -1,4 +1,4 @@
-"""What etcd says about itself to `doyen doctor`: versions with known defects, members, alarms."""
+"""Diagnosis of etcd: versions with known defects, members, alarms."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ GOOD = EtcdMemberState(member="h:2379", version="3.6.12")
 THREE = [replace(GOOD, member=f"h{number}:2379") for number in range(3)]
 
 
-def worries(*states: EtcdMemberState) -> list[Finding]:
+def problems(*states: EtcdMemberState) -> list[Finding]:
     return [finding for finding in findings(states) if finding.level != "ok"]
 
 
-def test_a_good_cluster_gives_no_cause_for_worry() -> None:
-    assert worries(*THREE) == []
+def test_a_sound_cluster_has_no_findings() -> None:
+    assert problems(*THREE) == []
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ def test_a_good_cluster_gives_no_cause_for_worry() -> None:
         ("3.7.0-rc.0", []),
     ],
 )
-def test_known_defects_are_told_by_version(version: str, issues: list[str]) -> None:
-    found = worries(*THREE[:2], replace(THREE[2], version=version))
+def test_known_defects_are_reported_by_version(version: str, issues: list[str]) -> None:
+    found = problems(*THREE[:2], replace(THREE[2], version=version))
     assert [issue for finding in found for issue in issues if issue in finding.text] == issues
     assert len(found) == len(issues)
     assert all("h2:2379" in finding.text and finding.remedy for finding in found)
@@ -53,20 +53,20 @@ def test_known_defects_are_told_by_version(version: str, issues: list[str]) -> N
         ({"alarms": ("NOSPACE",)}, "problem", "NOSPACE"),
     ],
 )
-def test_members_in_trouble_are_named(change: dict[str, object], level: str, words: str) -> None:
-    (finding,) = worries(*THREE[:2], replace(THREE[2], **change))  # type: ignore[arg-type]
+def test_members_with_problems_are_named(change: dict[str, object], level: str, words: str) -> None:
+    (finding,) = problems(*THREE[:2], replace(THREE[2], **change))  # type: ignore[arg-type]
     assert finding.level == level
     assert words in finding.text
     assert "h2:2379" in finding.text
     assert finding.remedy
 
 
-def test_a_single_member_is_worth_a_note() -> None:
-    (finding,) = worries(GOOD)
+def test_a_single_member_is_noted() -> None:
+    (finding,) = problems(GOOD)
     assert finding.level == "note"
 
 
-def test_a_real_cluster_is_asked_member_by_member(etcd: Etcd) -> None:
+def test_every_member_of_a_real_cluster_is_inspected(etcd: Etcd) -> None:
     absent = f"127.0.0.1:{free_port()}"
 
     async def body(store: EtcdStore) -> None:
@@ -74,7 +74,7 @@ def test_a_real_cluster_is_asked_member_by_member(etcd: Etcd) -> None:
         assert any(
             etcd.address in finding.text for finding in found if finding.subject == "version"
         )
-        (silent,) = [finding for finding in found if finding.subject == "members"]
-        assert absent in silent.text
+        (missing,) = [finding for finding in found if finding.subject == "members"]
+        assert absent in missing.text
 
     on(f"{etcd.url},{absent}", body)

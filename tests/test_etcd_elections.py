@@ -1,4 +1,4 @@
-"""Elections on etcd: what happened to others there, what they cost, and etcd's own leader lost."""
+"""Elections on etcd: known incidents, cost in requests, and the loss of etcd's own leader."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATIENCE_S = 20.0
 
 
 def revoke(server: Etcd, lease: str) -> None:
-    """As an operator would, or etcd by mistake."""
+    """Revoke a lease as an operator would."""
     http_json(server.port, "POST", "/v3/lease/revoke", {"ID": str(int(lease, 16))})
 
 
@@ -49,8 +49,8 @@ async def sessions(
 # Incidents
 
 
-def test_nobody_leads_by_a_lease_that_ended_while_it_waited(etcd: Etcd) -> None:
-    """etcd#11456: a lock was granted to one whose lease had expired while it stood in line."""
+def test_a_lease_that_ended_while_its_candidate_waited_elects_no_leader(etcd: Etcd) -> None:
+    """etcd#11456: a lock was granted to a client whose lease had expired while it was in line."""
 
     async def main() -> None:
         async with sessions(etcd, 2) as (first, second):
@@ -79,7 +79,7 @@ def test_a_lease_revoked_under_a_leader_ends_its_term_and_its_token(
     etcd: Etcd, tmp_path: Path
 ) -> None:
     """etcd#15247: after a stall of its own leader, etcd revoked leases that were alive. The holder
-    learns of it from its record; what it writes until then is refused by the token."""
+    notices that its record is gone; its writes until then are refused by the token."""
 
     async def main() -> None:
         async with sessions(etcd, 2) as (first, second):
@@ -87,14 +87,14 @@ def test_a_lease_revoked_under_a_leader_ends_its_term_and_its_token(
             stop = asyncio.Event()
             with pytest.raises(doyen.LeadershipLost):
                 async with first.campaign("15247", name="first") as old:
-                    heir = asyncio.create_task(lead_until_told(second, stop, "15247"))
+                    successor = asyncio.create_task(lead_until_told(second, stop, "15247"))
                     await in_line(second, "15247", 2)
                     resource.write(old, b"old")
                     revoke(etcd, heart_of(first).lease.id)
                     await asyncio.sleep(PATIENCE_S)
             await until(lambda: not old.valid)
             stop.set()
-            new = await heir
+            new = await successor
             assert new.token > old.token
             resource.write(new, b"new")
             with pytest.raises(doyen.StaleToken):
@@ -103,16 +103,16 @@ def test_a_lease_revoked_under_a_leader_ends_its_term_and_its_token(
     asyncio.run(main())
 
 
-def test_an_observer_is_shown_nobody_but_leaders(etcd: Etcd) -> None:
-    """etcd#18163: an observer was told of a candidate that waited."""
+def test_an_observer_is_shown_only_leaders(etcd: Etcd) -> None:
+    """etcd#18163: an observer was notified of a candidate that waited."""
     waited: set[str] = set()
 
-    def hear(record: Record) -> None:
+    def note(record: Record) -> None:
         if isinstance(record.event, Waiting):
             waited.add(record.event.name)
 
     async def main() -> None:
-        async with sessions(etcd, 3, on_event=hear) as (first, second, observer):
+        async with sessions(etcd, 3, on_event=note) as (first, second, observer):
             seen: list[str | None] = []
             watching = asyncio.create_task(gather_leaders(observer, seen))
             await until(lambda: seen == [None])
@@ -126,7 +126,7 @@ def test_an_observer_is_shown_nobody_but_leaders(etcd: Etcd) -> None:
                 waiting = asyncio.create_task(
                     lead_until_told(waiter, stopped, "e", name=f"waiter {number}", priority=9)
                 )
-                # Until then it may be about to try: that would land when the place is free.
+                # Until it waits, its attempt to create the record may still be in flight.
                 await until(lambda number=number: f"waiter {number}" in waited)  # type: ignore[misc]
                 waiting.cancel()
                 await asyncio.wait({waiting})
@@ -145,7 +145,7 @@ def heart_is_up(session: doyen.Session) -> bool:
 
 
 async def in_line(session: doyen.Session, election: str, count: int) -> None:
-    while len(await session.line(election)) < count:  # noqa: ASYNC110 - it is others who arrive
+    while len(await session.line(election)) < count:  # noqa: ASYNC110 - no event for it
         await asyncio.sleep(0.02)
 
 
@@ -154,11 +154,11 @@ async def record_of(session: doyen.Session, election: str) -> Any:
     return await presence.runtime.do(presence.store.get(leader_key(election)))
 
 
-# What an election costs
+# Cost in requests
 
 
 def calls(server: Etcd, *methods: str) -> int:
-    """How many calls have been made to etcd; if not told otherwise, of those an election makes."""
+    """The number of calls that etcd has served, by default of the methods that elections use."""
     _, text = http(server.port, "GET", "/metrics")
     names = "|".join(methods or ("Put", "Range", "Txn", "DeleteRange"))
     made = rf'(?m)^grpc_server_started_total{{.*grpc_method="(?:{names})".*}} (\S+)$'
@@ -166,19 +166,19 @@ def calls(server: Etcd, *methods: str) -> int:
 
 
 @pytest.mark.parametrize("crowd", [3, 60])
-def test_a_handover_costs_the_same_however_many_wait(etcd: Etcd, crowd: int) -> None:
+def test_the_cost_of_a_handover_does_not_depend_on_the_line(etcd: Etcd, crowd: int) -> None:
     async def main() -> None:
         async with sessions(etcd, 2, ttl_s=60) as pair:
             election = f"crowd-{crowd}"
             order: list[int] = []
             stops = [asyncio.Event() for _ in range(crowd)]
 
-            async def stand(number: int) -> None:
+            async def campaign(number: int) -> None:
                 async with pair[number % 2].campaign(election, name=str(number)):
                     order.append(number)
                     await stops[number].wait()
 
-            standing = [asyncio.create_task(stand(number)) for number in range(crowd)]
+            candidates = [asyncio.create_task(campaign(number)) for number in range(crowd)]
             await in_line(pair[0], election, crowd)
             spent = [await quiet(etcd)]
             for handovers in (1, 2):
@@ -186,12 +186,12 @@ def test_a_handover_costs_the_same_however_many_wait(etcd: Etcd, crowd: int) -> 
                 stops[order[-1]].set()
                 await until(lambda handovers=handovers: len(order) > handovers)  # type: ignore[misc]
                 spent.append(await quiet(etcd))
-            # The record and the ticket deleted; who is ahead; the record created, then read, and
-            # whether there is an order. The next in line may look once more.
+            # Delete the record and the ticket; read the ticket ahead; create the record, then read
+            # it, and read the order. The next in line may read once more.
             assert all(after - before <= 8 for before, after in pairwise(spent))
-            for task in standing:
+            for task in candidates:
                 task.cancel()
-            await asyncio.wait(standing)
+            await asyncio.wait(candidates)
 
     asyncio.run(main())
 
@@ -204,7 +204,7 @@ async def quiet(server: Etcd) -> int:
     return seen
 
 
-def test_many_elections_are_kept_by_one_stream_of_renewals(etcd: Etcd) -> None:
+def test_many_elections_share_one_renewal_stream(etcd: Etcd) -> None:
     async def main() -> None:
         async with sessions(etcd, 1, ttl_s=2) as (session,):
             before = calls(etcd, "LeaseKeepAlive"), calls(etcd, "Watch"), calls(etcd, "LeaseGrant")
@@ -225,7 +225,7 @@ def test_many_elections_are_kept_by_one_stream_of_renewals(etcd: Etcd) -> None:
     asyncio.run(main())
 
 
-# etcd's own leader is lost while an election runs
+# Loss of etcd's own leader
 
 
 @pytest.fixture
@@ -265,7 +265,7 @@ def test_an_election_outlives_the_loss_of_etcds_own_leader(
 
 
 def is_sound(cluster: EtcdCluster) -> bool:
-    """Whether this version of etcd leaves live leases alone."""
+    """Whether this version of etcd never revokes live leases."""
     version = http_json(cluster.members[0].port, "GET", "/version")["etcdserver"]
     levels = {finding.level for finding in findings([EtcdMemberState(member="m", version=version)])}
     return not levels & {"warning", "problem"}
@@ -275,8 +275,7 @@ def is_sound(cluster: EtcdCluster) -> bool:
 def test_leases_outlive_a_long_stall_of_etcds_own_leader(
     cluster: EtcdCluster, tmp_path: Path
 ) -> None:
-    """etcd#15247, where it happened. A version that revokes live leases leaves the token, which
-    still tells the leaders apart."""
+    """etcd#15247. In versions that revoke live leases, tokens still order the leaders."""
     with Contest(Place(cluster.url), tmp_path, ttl_s=3) as contest:
         for _ in range(3):
             contest.leader()
@@ -316,8 +315,8 @@ def test_chaos_in_the_cluster_and_among_candidates(cluster: EtcdCluster, tmp_pat
 
 @pytest.mark.chaos
 def test_compaction_under_watchers(tmp_path: Path) -> None:
-    """Those who wait are away while the leader goes, and when they are back etcd has forgotten what
-    happened in between: nobody waits for what it will not be told again."""
+    """Candidates are disconnected while the leader resigns, and etcd is compacted before they are
+    back. They must not wait for the event of that change, which etcd no longer has."""
     with Etcd() as server, Contest(server, tmp_path, ttl_s=5, links=True) as contest:
         for _ in range(8):
             leader, term = contest.leader()
@@ -337,7 +336,7 @@ def test_compaction_under_watchers(tmp_path: Path) -> None:
             for link in links:
                 link.heal()
             _, new = contest.leader(after=term["token"])
-            assert new["at"] - back_at < 2.5, "it was waited for the lease"
+            assert new["at"] - back_at < 2.5, "the candidates waited for the lease"
             contest.join()
         report = contest.report()
     assert not report.violations, report.violations[0].story
@@ -345,7 +344,7 @@ def test_compaction_under_watchers(tmp_path: Path) -> None:
 
 
 def compact(server: Etcd) -> None:
-    """Have etcd forget all that has been."""
+    """Discard all history of etcd."""
     status = http_json(server.port, "POST", "/v3/maintenance/status", {})
     revision = status["header"]["revision"]
     http_json(server.port, "POST", "/v3/kv/compaction", {"revision": revision, "physical": True})

@@ -1,4 +1,4 @@
-"""The etcd document's demonstration, on etcd: three servers, a lease of 5 s, one leads."""
+"""The demonstration of the etcd document: three servers, a lease of 5 s, one leader."""
 
 from __future__ import annotations
 

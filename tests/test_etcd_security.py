@@ -1,4 +1,4 @@
-"""etcd with users: who is let in, and what the rest are told."""
+"""etcd with authentication: logins, and the errors of those that are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def b64(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Etcd]:
-    """An etcd with authentication. `user` may do with /doyen/ as it likes."""
+    """An etcd with authentication. `user` has read and write access to /doyen/."""
     with Etcd() as server:
         prefix = {"permType": "READWRITE", "key": b64("/doyen/"), "range_end": b64("/doyen0")}
         for path, body in (
@@ -53,36 +53,38 @@ async def nothing(store: EtcdStore) -> None:
         ("user:p%40ss%2Fword@", "/elsewhere", "does not permit this"),
     ],
 )
-def test_who_is_not_let_in_is_told_why(guarded: Etcd, user: str, prefix: str, message: str) -> None:
+def test_a_refused_login_names_the_reason(
+    guarded: Etcd, user: str, prefix: str, message: str
+) -> None:
     with pytest.raises(StoreUnusable, match=message) as caught:
         on(f"etcd://{user}{guarded.address}{prefix}", nothing)
     assert guarded.address in str(caught.value)
     assert "p@ss" not in str(caught.value)
 
 
-def test_a_token_that_etcd_no_longer_knows_is_replaced(guarded: Etcd) -> None:
-    """In calls, renewals and the watch stream alike."""
+def test_an_expired_token_is_replaced(guarded: Etcd) -> None:
+    """In calls, in renewals and in the watch stream."""
 
     async def body(store: EtcdStore) -> None:
-        def lose_the_token() -> None:
+        def expire_token() -> None:
             assert store._cluster.login.token not in ("", "expired")
             store._cluster.login.token = "expired"
 
-        lose_the_token()
+        expire_token()
         lease = await store.grant(60)
-        lose_the_token()
-        told = asyncio.Event()
-        await store.watch(KEY, told.set)
-        lose_the_token()
+        expire_token()
+        notified = asyncio.Event()
+        await store.watch(KEY, notified.set)
+        expire_token()
         assert (await store.create(KEY, b"v", lease)).won
-        await told.wait()
-        lose_the_token()
+        await notified.wait()
+        expire_token()
         await store.renew(lease)
         assert store._cluster.login.token != "expired"
 
     on(f"etcd://user:p%40ss%2Fword@{guarded.address}", body)
 
 
-def test_a_password_is_no_hindrance_where_there_are_no_users(etcd: Etcd) -> None:
-    """So that clients can be given theirs before authentication is turned on."""
+def test_a_password_is_accepted_without_authentication(etcd: Etcd) -> None:
+    """Clients can then be configured before authentication is turned on."""
     on(f"etcd://user:password@{etcd.address}", nothing)

@@ -1,4 +1,4 @@
-"""ZooKeeper as a store: its tree, its options, who is let in, and what it says when it fails."""
+"""The ZooKeeper store: its tree, its options, authentication, and its errors."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ async def opened(url: str) -> AsyncIterator[ZooKeeperStore]:
 
 
 @contextmanager
-def other_eyes(server: servers.ZooKeeper) -> Iterator[Any]:
-    """A client of kazoo's own, to see what is there."""
+def inspector(server: servers.ZooKeeper) -> Iterator[Any]:
+    """An independent client of kazoo, to inspect znodes."""
     client = KazooClient(server.address)
     client.start()
     try:
@@ -78,7 +78,7 @@ def test_an_operator_finds_the_recipe(zookeeper: servers.ZooKeeper, chroot: str)
                 assert client.get_children(f"{chroot}/elections/race") == ["leader"]
         assert client.get_children(place) == []
 
-    with other_eyes(zookeeper) as client:
+    with inspector(zookeeper) as client:
         asyncio.run(main(client))
 
 
@@ -96,8 +96,8 @@ def test_tokens_begin_above_the_floor(zookeeper: servers.ZooKeeper, chroot: str)
     asyncio.run(main())
 
 
-def test_an_ensemble_that_counts_from_the_beginning_is_refused(chroot: str) -> None:
-    """Emptied under those who are connected, it would give out lower tokens than before."""
+def test_an_emptied_ensemble_is_refused(chroot: str) -> None:
+    """An ensemble that was emptied would give out lower tokens than before."""
 
     async def main(server: servers.ZooKeeper) -> None:
         async with opened(server.url + chroot) as store:
@@ -117,11 +117,11 @@ def test_an_ensemble_that_counts_from_the_beginning_is_refused(chroot: str) -> N
 
 
 @pytest.mark.parametrize("operation", ["delete", "put"])
-def test_a_change_that_comes_late_misses_the_successor(
+def test_a_late_change_does_not_affect_the_next_record(
     zookeeper: servers.ZooKeeper, chroot: str, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record goes and another takes its place between the look and the change. Both have
-    ZooKeeper's version 0, so the version by itself would let the change through."""
+    """The record is replaced between the read and the change. Both have ZooKeeper's version 0, so
+    the version alone would permit the change."""
 
     async def main() -> None:
         url = zookeeper.url + chroot
@@ -129,23 +129,23 @@ def test_a_change_that_comes_late_misses_the_successor(
             key = leader_key("e")
             lease = await theirs.grant(TTL_S)
             old = (await theirs.create(key, b"old", lease)).entry
-            look = ours._unchanged
+            read = ours._unchanged
 
-            async def look_and_linger(*args: Any) -> Any:
-                seen = await look(*args)
-                monkeypatch.setattr(ours, "_unchanged", look)
+            async def read_late(*args: Any) -> Any:
+                seen = await read(*args)
+                monkeypatch.setattr(ours, "_unchanged", read)
                 assert await theirs.delete(key)
                 assert (await theirs.create(key, b"new", lease)).won
                 return seen
 
-            monkeypatch.setattr(ours, "_unchanged", look_and_linger)
+            monkeypatch.setattr(ours, "_unchanged", read_late)
             if operation == "delete":
                 assert not await ours.delete(key, if_version=old.version)
             else:
                 assert await ours.put(key, b"ours", if_version=old.version) is None
-            standing = await ours.get(key)
-            assert standing is not None
-            assert standing.value == b"new"
+            found = await ours.get(key)
+            assert found is not None
+            assert found.value == b"new"
 
     asyncio.run(main())
 
@@ -153,7 +153,7 @@ def test_a_change_that_comes_late_misses_the_successor(
 def test_a_leader_whose_record_was_removed_does_not_remove_the_next(
     zookeeper: servers.ZooKeeper, chroot: str
 ) -> None:
-    """What the holder remembers of its record's making does not let it delete another's."""
+    """What the store remembers of the record that it created must not permit that."""
 
     async def main() -> None:
         url = zookeeper.url + chroot
@@ -163,14 +163,14 @@ def test_a_leader_whose_record_was_removed_does_not_remove_the_next(
             assert await b.delete(key)
             assert (await b.create(key, b"b", await b.grant(TTL_S))).won
             assert not await a.delete(key, if_version=mine.version)
-            standing = await a.get(key)
-            assert standing is not None
-            assert standing.value == b"b"
+            found = await a.get(key)
+            assert found is not None
+            assert found.value == b"b"
 
     asyncio.run(main())
 
 
-def test_what_was_bound_to_a_lease_can_be_made_to_stay(
+def test_an_entry_of_a_lease_can_be_made_persistent(
     zookeeper: servers.ZooKeeper, chroot: str
 ) -> None:
     async def main() -> None:
@@ -188,9 +188,9 @@ def test_what_was_bound_to_a_lease_can_be_made_to_stay(
     asyncio.run(main())
 
 
-def test_watches_that_nobody_waits_for_are_taken_back(chroot: str) -> None:
-    """Each candidate watches for mail that never comes; a server must not remember that for as long
-    as the connection lasts."""
+def test_unused_watches_are_removed_from_the_server(chroot: str) -> None:
+    """Each candidate watches a key that is never written. The server must not keep that watch for
+    as long as the connection lasts."""
 
     async def main(server: servers.ZooKeeper) -> None:
         async with opened(server.url + chroot) as store:
@@ -200,7 +200,7 @@ def test_watches_that_nobody_waits_for_are_taken_back(chroot: str) -> None:
             kept = await store.watch(leader_key("e"), lambda: None)
             assert watches(server) > before
             kept.close()
-            await store.get(leader_key("e"))  # comes after what was taken back
+            await store.get(leader_key("e"))  # follows the removals in order
             assert watches(server) == before
 
     def watches(server: servers.ZooKeeper) -> int:
@@ -211,10 +211,10 @@ def test_watches_that_nobody_waits_for_are_taken_back(chroot: str) -> None:
         asyncio.run(main(server))
 
 
-def test_numbers_for_tickets_run_out_aloud(
+def test_exhausted_ticket_numbers_are_reported(
     zookeeper: servers.ZooKeeper, chroot: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ZooKeeper's counter has 31 bits, and then gives out the same number again."""
+    """ZooKeeper's counter has 31 bits, after which numbers repeat."""
     monkeypatch.setattr(module, "_LAST_TICKET", 2)
 
     async def main() -> None:
@@ -229,26 +229,26 @@ def test_numbers_for_tickets_run_out_aloud(
     asyncio.run(main())
 
 
-def test_znodes_of_others_are_no_hindrance(zookeeper: servers.ZooKeeper, chroot: str) -> None:
-    """Names that doyen would never give, where it keeps its own."""
+def test_znodes_of_other_programs_are_ignored(zookeeper: servers.ZooKeeper, chroot: str) -> None:
+    """Their names are not encoded as doyen's are."""
 
     async def main(client: Any) -> None:
         async with opened(zookeeper.url + chroot) as store:
             lease = await store.grant(TTL_S)
             await store.create(leader_key("e"), b"v", lease)
-            told = asyncio.Event()
-            await store.watch("elections/e", told.set)
+            notified = asyncio.Event()
+            await store.watch("elections/e", notified.set)
             for name in (":=FF", "=FF:", "line:/foreign", "guid_abc"):
                 client.create(f"{chroot}/elections/e/{name}", b"?", makepath=True)
-            await asyncio.wait_for(told.wait(), 10.0)
+            await asyncio.wait_for(notified.wait(), 10.0)
             assert b"v" in [entry.value for entry in await store.list("elections/e")]
             client.create(f"{chroot}/elections/=FF", b"?")
             assert b"v" in [entry.value for entry in await store.list("elections")]
-            told.clear()
+            notified.clear()
             await store.delete(leader_key("e"))
-            await asyncio.wait_for(told.wait(), 10.0)
+            await asyncio.wait_for(notified.wait(), 10.0)
 
-    with other_eyes(zookeeper) as client:
+    with inspector(zookeeper) as client:
         asyncio.run(main(client))
 
 
@@ -264,16 +264,18 @@ def test_an_operator_ends_a_lease_by_deleting_its_znode(
                 await store.renew(lease)
             with pytest.raises(LeaseGone):
                 await store.renew(lease)
-            # What stands on it goes when the holder has stopped, or when its time is over.
+            # Its entries remain until the holder revokes it, or until its time is over.
             assert await store.get(leader_key("e")) is not None
             await store.revoke(lease)
             assert await store.get(leader_key("e")) is None
 
-    with other_eyes(zookeeper) as client:
+    with inspector(zookeeper) as client:
         asyncio.run(main(client))
 
 
-def test_what_zookeeper_cannot_grant_is_refused(zookeeper: servers.ZooKeeper, chroot: str) -> None:
+def test_a_request_beyond_zookeepers_limits_is_refused(
+    zookeeper: servers.ZooKeeper, chroot: str
+) -> None:
     async def main() -> None:
         async with opened(zookeeper.url + chroot) as store:
             with pytest.raises(ConfigError, match=r"grants, 40 s.*maxSessionTimeout"):
@@ -286,7 +288,7 @@ def test_what_zookeeper_cannot_grant_is_refused(zookeeper: servers.ZooKeeper, ch
 
 
 @pytest.mark.parametrize(
-    ("rest", "says"),
+    ("rest", "message"),
     [
         ("?session=5", "has no option 'session'"),
         ("?tls=yes", "tls is true or false"),
@@ -305,13 +307,13 @@ def test_what_zookeeper_cannot_grant_is_refused(zookeeper: servers.ZooKeeper, ch
         ("/zookeeper/x", "ZooKeeper's own use"),
     ],
 )
-def test_what_makes_no_sense_is_refused(rest: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_a_url_that_cannot_work_is_refused(rest: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         asyncio.run(_open(f"zookeeper://127.0.0.1:1{rest}"))
 
 
 @pytest.mark.parametrize("hosts", ["", "h1,,h2", "::1"])
-def test_what_is_not_a_host_is_refused(hosts: str) -> None:
+def test_a_malformed_host_is_refused(hosts: str) -> None:
     with pytest.raises(ConfigError, match="is not a host"):
         asyncio.run(_open(f"zookeeper://{hosts}/x"))
 
@@ -341,7 +343,7 @@ def test_servers_that_cannot_be_reached_are_named_with_their_reasons() -> None:
     assert "refused" in str(failure.value)
 
 
-def test_another_kind_of_server_is_not_taken_for_a_zookeeper() -> None:
+def test_a_server_that_is_not_zookeeper_is_reported() -> None:
     async def main() -> None:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.read(1)
@@ -356,8 +358,8 @@ def test_another_kind_of_server_is_not_taken_for_a_zookeeper() -> None:
     asyncio.run(main())
 
 
-def test_users_are_kept_apart(zookeeper: servers.ZooKeeper, chroot: str) -> None:
-    """By digest: who comes with another password, or none, may not touch what we made."""
+def test_entries_are_private_to_their_user(zookeeper: servers.ZooKeeper, chroot: str) -> None:
+    """With digest authentication, clients with another password or none have no access."""
 
     async def main() -> None:
         ours = zookeeper.url.replace("//", "//doyen:p%40ss%3Aword@") + chroot
@@ -370,14 +372,14 @@ def test_users_are_kept_apart(zookeeper: servers.ZooKeeper, chroot: str) -> None
                 await _open(url)
         async with opened(zookeeper.url.replace("//", "//a:b@") + chroot + "2?acl=open") as store:
             await store.put(order_key("e"), b"", if_version=None)
-        async with opened(zookeeper.url + chroot + "2") as anybody:
-            assert await anybody.get(order_key("e")) is not None
+        async with opened(zookeeper.url + chroot + "2") as anonymous:
+            assert await anonymous.get(order_key("e")) is not None
 
     asyncio.run(main())
 
 
 class SaslZooKeeper(servers.ZooKeeper):
-    """A server that only speaks to those it knows."""
+    """A server that requires SASL authentication."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -397,7 +399,7 @@ class SaslZooKeeper(servers.ZooKeeper):
         return {**super().environment(), "JAVA_TOOL_OPTIONS": option}
 
 
-def test_sasl_lets_in_whom_the_server_knows(chroot: str) -> None:
+def test_sasl_authentication(chroot: str) -> None:
     async def main(server: servers.ZooKeeper) -> None:
         url = server.url.replace("//", "//doyen:secret@") + chroot
         async with opened(f"{url}?sasl=DIGEST-MD5") as store:
@@ -414,7 +416,7 @@ def test_sasl_lets_in_whom_the_server_knows(chroot: str) -> None:
 
 
 class TlsZooKeeper(servers.ZooKeeper):
-    """A server that speaks TLS, with a certificate of its own making, and wants none of ours."""
+    """A server with TLS and a self-signed certificate, which requires no client certificate."""
 
     port_count = 4
 
@@ -449,15 +451,15 @@ class TlsZooKeeper(servers.ZooKeeper):
         return f"zookeeper://127.0.0.1:{self.ports[3]}"
 
 
-def test_tls_with_a_certificate_of_ones_own(chroot: str) -> None:
+def test_tls_with_a_self_signed_certificate(chroot: str) -> None:
     async def main(server: TlsZooKeeper) -> None:
         async with opened(f"{server.tls}{chroot}?ca={server.ca}") as store:
             lease = await store.grant(TTL_S)
-            told = asyncio.Event()
-            await store.watch(leader_key("e"), told.set)
+            notified = asyncio.Event()
+            await store.watch(leader_key("e"), notified.set)
             await asyncio.gather(*(store.get(leader_key(str(each))) for each in range(200)))
             assert (await store.create(leader_key("e"), bytes(50_000), lease)).won
-            await asyncio.wait_for(told.wait(), 10)
+            await asyncio.wait_for(notified.wait(), 10)
             assert (await store.diagnose())[0].level == "ok"
         with pytest.raises(StoreUnavailable, match="certificate verify failed"):
             await _open(f"{server.tls}?tls=true&connect_timeout_s=0.4")
@@ -468,7 +470,7 @@ def test_tls_with_a_certificate_of_ones_own(chroot: str) -> None:
         asyncio.run(main(server))
 
 
-def test_the_store_diagnoses_itself(zookeeper: servers.ZooKeeper, chroot: str) -> None:
+def test_diagnosis_of_a_server(zookeeper: servers.ZooKeeper, chroot: str) -> None:
     async def main() -> None:
         async with opened(zookeeper.url + chroot) as store:
             found = {(each.level, each.subject) for each in await store.diagnose()}
@@ -477,7 +479,7 @@ def test_the_store_diagnoses_itself(zookeeper: servers.ZooKeeper, chroot: str) -
     asyncio.run(main())
 
 
-def test_what_states_of_servers_mean() -> None:
+def test_findings_for_states_of_servers() -> None:
     def levels(*states: ZooKeeperServerState) -> set[tuple[str, str]]:
         return {(each.level, each.subject) for each in findings(states)}
 

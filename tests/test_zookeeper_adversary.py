@@ -1,8 +1,8 @@
-"""The ZooKeeper adapter against a scripted ensemble, in virtual time: whatever links and sessions
-do, there is one leader at a time, tokens grow, and in the end somebody leads.
+"""The ZooKeeper store against a simulated ensemble, in virtual time: whatever connections and
+sessions do, there is one leader at a time, tokens grow, and in the end a candidate leads.
 
-kazoo's threads take turns with the loop (see `strands`); the time that kazoo, its sockets and its
-retries see is virtual.
+kazoo's threads take turns with the loop (see `strands`). kazoo, its sockets and its retries run in
+virtual time.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from swarm import SafetyViolated
 
 
 class Plain(socket.socket):
-    """A socket that is asked for what only TCP has."""
+    """A Unix socket that ignores TCP options."""
 
     def setsockopt(self, *_: Any) -> None:
         return
 
 
 class Kazoo:
-    """kazoo on a world's loop."""
+    """Runs kazoo on a world's loop."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._patch = monkeypatch
         self._sockets: list[socket.socket] = []
 
     def close(self) -> None:
-        """End what is left of kazoo: it is stopped in its own time, which is over."""
+        """End kazoo's threads. It cannot stop by itself, since virtual time has ended."""
         self.strands.close()
         for each in self._sockets:
             each.close()
@@ -55,7 +55,7 @@ class Kazoo:
         return pair
 
     def on(self, world: WireWorld) -> None:
-        """Called on the world's loop, before anything is opened."""
+        """Patch kazoo. Called on the world's loop, before any store is opened."""
         loop = asyncio.get_running_loop()
         self.strands = strands = Strands(loop)
 
@@ -87,7 +87,7 @@ class Kazoo:
 
 
 class _Sockets:
-    """The module `socket`, but for how connections are made."""
+    """The module `socket` with another `create_connection`."""
 
     def __init__(self, connect: Callable[[tuple[str, int], float], socket.socket]) -> None:
         self.create_connection = connect
@@ -139,8 +139,8 @@ def test_one_leads_at_a_time(kazoo: Kazoo, seed: int) -> None:
     assert contest(kazoo, seed).expired
 
 
-def takes_doubt_for_success(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A renewal whose connection broke is taken to have been done."""
+def takes_unknown_for_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant of `renew` that takes an unknown outcome for success."""
     renew = ZooKeeperStore.renew
 
     async def hopeful(self: ZooKeeperStore, lease: Lease) -> None:
@@ -150,12 +150,12 @@ def takes_doubt_for_success(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ZooKeeperStore, "renew", hopeful)
 
 
-def test_a_broken_adapter_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    takes_doubt_for_success(monkeypatch)
-    assert any(is_caught(Kazoo(monkeypatch), seed) for seed in range(6, 18))
+def test_a_mutant_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    takes_unknown_for_success(monkeypatch)
+    assert any(is_detected(Kazoo(monkeypatch), seed) for seed in range(6, 18))
 
 
-def is_caught(kazoo: Kazoo, seed: int) -> bool:
+def is_detected(kazoo: Kazoo, seed: int) -> bool:
     try:
         contest(kazoo, seed)
     except SafetyViolated:

@@ -1,4 +1,4 @@
-"""ZooKeeper keeps the promises that every store makes."""
+"""The conformance suite on ZooKeeper."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from doyen.testing import LinkedStoreConformance, StoreConformance, StoreHarness
 from linked import ServerHarness
 from servers.wire import ZooKeeperLink
 
-FOLDER = "/doyen/tests"
+CHROOT = "/doyen/tests"
 
 
 class Harness(ServerHarness):
@@ -20,16 +20,16 @@ class Harness(ServerHarness):
     server: servers.ZooKeeper
 
     async def open_at(self, url: str) -> Store:
-        return await open_store(f"{url}{FOLDER}", self.context())
+        return await open_store(f"{url}{CHROOT}", self.context())
 
     async def deface(self, name: str) -> None:
-        election = f"{FOLDER}/elections/{name}"
+        election = f"{CHROOT}/elections/{name}"
         with ZooKeeperLink(self.server.port) as link:
             link.create(election, b"\xff stray")
             for child in ("leader", "leader:", "guid_0000000007", "guid_stray", "stray"):
                 link.create(f"{election}/{child}", b"\xff stray")
             link.create(f"{election}/leader:/order", b"\xff stray")
-            link.create(f"{FOLDER}/doyen/leases/stray{name}", b"\xff stray")
+            link.create(f"{CHROOT}/doyen/leases/stray{name}", b"\xff stray")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ class EnsembleHarness(StoreHarness):
         self._ensemble = ensemble
 
     async def open(self) -> Store:
-        return await open_store(f"{self._ensemble.url}{FOLDER}", self.context())
+        return await open_store(f"{self._ensemble.url}{CHROOT}", self.context())
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def ensemble() -> Iterator[servers.ZooKeeperEnsemble]:
 
 @pytest.mark.chaos
 class TestZooKeeperEnsemble(StoreConformance):
-    """The same among three servers: what is written through one is read through another."""
+    """The same on an ensemble: what is written through one server is read through another."""
 
     @pytest.fixture
     def store_harness(self, ensemble: servers.ZooKeeperEnsemble) -> StoreHarness:

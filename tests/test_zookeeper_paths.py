@@ -1,4 +1,4 @@
-"""Where keys lie in ZooKeeper: readable for ordinary names, apart for all."""
+"""The znodes of keys: readable for ordinary names, distinct for all."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def listed(paths: Iterable[str], prefix: str) -> list[str]:
     return [leaf.key for leaf in asyncio.run(LAYOUT.walk(prefix, children))]
 
 
-def test_the_election_of_the_document_lies_where_the_document_has_it() -> None:
+def test_the_znodes_of_the_documented_election() -> None:
     name = "/app/leader_election"
     assert LAYOUT.leaf(leader_key(name)) == "/root/app/leader_election/leader"
     assert LAYOUT.line(line_key(name)) == "/root/app/leader_election"
@@ -79,11 +79,11 @@ def test_the_election_of_the_document_lies_where_the_document_has_it() -> None:
         (leader_key("/elections/a"), "/root/=65lections/a/leader"),
     ],
 )
-def test_where_keys_lie(key: str, path: str) -> None:
+def test_znodes_of_keys(key: str, path: str) -> None:
     assert LAYOUT.leaf(key) == path
 
 
-def test_odd_names_share_nothing() -> None:
+def test_odd_names_have_distinct_znodes() -> None:
     keys = [key for name in ODD for kind in KINDS for key in keys_of(name, kind)]
     paths = [LAYOUT.leaf(key) for key in keys]
     assert len(set(paths)) == len(set(keys)) == len(keys)
@@ -91,7 +91,7 @@ def test_odd_names_share_nothing() -> None:
 
 
 @given(st.sets(st.tuples(names, st.sampled_from(KINDS)), min_size=1, max_size=4))
-def test_what_is_written_is_found_again_and_nothing_else(
+def test_a_walk_finds_exactly_what_was_written(
     elections: set[tuple[str, Kind]],
 ) -> None:
     keys = [key for name, kind in elections if name.isprintable() for key in keys_of(name, kind)]

@@ -1,6 +1,6 @@
-"""ZooKeeper in trouble: links that break, servers that die or fall silent, sessions that are lost.
+"""Failures on ZooKeeper: broken connections, dead or silent servers, lost sessions.
 
-With the incidents of other libraries on ZooKeeper, each as a test of the rule it broke.
+Includes known incidents of other libraries on ZooKeeper.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from doyen.model import Claim, Lease, leader_key, line_key, order_key
 from doyen.stores.zookeeper.session import LeaseSession
 from test_zookeeper import TTL_S, opened
 
-# From 3.12 on Python warns of forks in a process with threads, which is what is on trial here.
+# From 3.12 on, Python warns of forks in a process with threads, which is tested here.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 WITHIN_S = 15.0
@@ -42,9 +42,9 @@ def server() -> Iterator[servers.ZooKeeper]:
 
 
 @pytest.fixture
-def link(server: servers.ZooKeeper) -> Iterator[servers.Proxy]:
-    with servers.Proxy(server) as link:
-        yield link
+def proxy(server: servers.ZooKeeper) -> Iterator[servers.Proxy]:
+    with servers.Proxy(server) as proxy:
+        yield proxy
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def election(request: pytest.FixtureRequest) -> str:
 
 
 async def eventually(reached: Callable[[], Any], what: str) -> Any:
-    """Try until something other than None or False comes of it; a store's errors are waited out."""
+    """Repeat until the result is neither None nor False, also after errors of the store."""
     deadline = time.monotonic() + WITHIN_S
     while True:
         try:
@@ -65,17 +65,15 @@ async def eventually(reached: Callable[[], Any], what: str) -> Any:
         await asyncio.sleep(0.02)
 
 
-def test_an_answer_that_never_came_may_have_been_a_victory(
-    link: servers.Proxy, election: str
-) -> None:
-    """The link breaks after the request and before its answer: nobody claims to know, the record is
-    found under our own lease, and the session goes on."""
+def test_a_creation_whose_answer_was_lost_is_found(proxy: servers.Proxy, election: str) -> None:
+    """The connection breaks between the request and its answer: the outcome is unknown, the record
+    is found under the same lease, and the session continues."""
 
     async def main() -> None:
-        async with opened(link.url) as store:
+        async with opened(proxy.url) as store:
             lease = await store.grant(10.0)
             await store.enqueue(line_key(election), b"", lease)
-            broken = link.break_after(0, "down")
+            broken = proxy.break_after(0, "down")
             with pytest.raises(OutcomeUnknown):
                 await store.create(leader_key(election), b"mine", lease)
             assert broken.is_set()
@@ -92,15 +90,17 @@ async def renewed(store: Any, lease: Lease) -> bool:
     return True
 
 
-def test_a_request_that_was_not_made_is_not_in_doubt(link: servers.Proxy, election: str) -> None:
+def test_a_request_that_was_never_sent_was_not_carried_out(
+    proxy: servers.Proxy, election: str
+) -> None:
     async def main() -> None:
-        async with opened(link.url) as store:
+        async with opened(proxy.url) as store:
             lease = await store.grant(10.0)
-            link.refuse()
+            proxy.refuse()
             await eventually(lambda: unavailable(store, lease), "the connection is seen to be gone")
-            with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{link.port}: .*refused"):
+            with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{proxy.port}: .*refused"):
                 await store.create(leader_key(election), b"", lease)
-            link.heal()
+            proxy.heal()
             await eventually(lambda: renewed(store, lease), "the session goes on")
             assert (await store.create(leader_key(election), b"", lease)).won
 
@@ -115,37 +115,37 @@ def test_a_request_that_was_not_made_is_not_in_doubt(link: servers.Proxy, electi
 
 
 def test_watches_outlive_their_connection(
-    server: servers.ZooKeeper, link: servers.Proxy, election: str
+    server: servers.ZooKeeper, proxy: servers.Proxy, election: str
 ) -> None:
-    """After a reconnect everybody is told, and what happens then is told as before."""
+    """After a reconnect every watch is notified, also of later changes."""
 
     async def main() -> None:
-        async with opened(link.url) as watching, opened(server.url) as writing:
-            told = [asyncio.Event() for _ in range(3)]
+        async with opened(proxy.url) as watching, opened(server.url) as writing:
+            notified = [asyncio.Event() for _ in range(3)]
             keys = [leader_key(election), order_key(election), line_key(election)]
-            for key, event in zip(keys, told, strict=True):
+            for key, event in zip(keys, notified, strict=True):
                 await watching.watch(key, event.set)
-            for trouble in (link.reset, link.half_open):
+            for trouble in (proxy.reset, proxy.half_open):
                 trouble()
-                link.heal()
-                for event in told:
+                proxy.heal()
+                for event in notified:
                     await asyncio.wait_for(event.wait(), WITHIN_S)
                     event.clear()
             lease = await writing.grant(10.0)
             await writing.create(keys[0], b"", lease)
             await writing.put(keys[1], b"", if_version=None)
             await writing.enqueue(keys[2], b"", lease)
-            for event in told:
+            for event in notified:
                 await asyncio.wait_for(event.wait(), WITHIN_S)
 
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("known", ["by our own account", "by ZooKeeper's word"])
+@pytest.mark.parametrize("known", ["by its own clock", "by ZooKeeper"])
 def test_a_lost_session_is_not_replaced(
     server: servers.ZooKeeper, election: str, known: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """kazoo connects anew when a session has expired, with another one: a lease must not."""
+    """kazoo connects with a new session when one has expired. For a lease it must not."""
     sessions: dict[LeaseSession, set[int]] = {}
     connected = LeaseSession.connected
 
@@ -156,8 +156,8 @@ def test_a_lost_session_is_not_replaced(
     monkeypatch.setattr(LeaseSession, "connected", note)
 
     def wait_for_kazoo(leased: LeaseSession) -> None:
-        """Until it is refused a connection, or has made one; with the loop held up, so that it is
-        left to itself."""
+        """Wait until kazoo is refused a connection, or has made one. Blocks the loop, so that
+        nothing else runs."""
         refused: list[str] = []
         create = leased._handler.create_connection
 
@@ -175,12 +175,12 @@ def test_a_lost_session_is_not_replaced(
             time.sleep(0.005)
 
     async def main() -> None:
-        # With a second server to turn to, kazoo does so at once.
+        # With a second server, kazoo reconnects at once.
         async with opened(f"{server.url},{server.address}") as store:
             lease = await store.grant(0.6)
             await store.create(leader_key(election), b"old", lease)
             leased = store._leases[lease.id]
-            if known == "by ZooKeeper's word":
+            if known == "by ZooKeeper":
                 leased.until = math.inf
             wait_for_kazoo(leased)
             with pytest.raises(LeaseGone):
@@ -194,17 +194,17 @@ def test_a_lost_session_is_not_replaced(
     asyncio.run(main())
 
 
-def test_a_session_that_expired_unseen_is_in_doubt_and_then_gone(
-    server: servers.ZooKeeper, link: servers.Proxy, election: str
+def test_the_expiry_of_a_session_is_noticed_at_the_reconnect(
+    server: servers.ZooKeeper, proxy: servers.Proxy, election: str
 ) -> None:
-    """The server closes the connection as it expires a session. A renewal that is sent before the
-    holder has seen that is in doubt, and every call after the reconnect says that it has ended."""
+    """The server closes the connection when it expires a session. A renewal that is sent before the
+    holder notices has an unknown outcome. Every call after the reconnect raises `LeaseGone`."""
 
     async def main() -> None:
-        async with opened(link.url) as holder, opened(server.url) as other:
+        async with opened(proxy.url) as holder, opened(server.url) as other:
             lease = await holder.grant(0.6)
             await holder.create(leader_key(election), b"", lease)
-            link.cut("down")
+            proxy.cut("down")
 
             async def gone() -> bool:
                 return await other.get(leader_key(election)) is None
@@ -212,7 +212,7 @@ def test_a_session_that_expired_unseen_is_in_doubt_and_then_gone(
             await eventually(gone, "the session has expired")
             with pytest.raises(OutcomeUnknown):
                 await holder.renew(lease)
-            link.heal()
+            proxy.heal()
             with pytest.raises(LeaseGone):
                 await eventually(lambda: never(holder.renew(lease)), "the end is known")
             with pytest.raises(LeaseGone):
@@ -228,35 +228,35 @@ async def never(call: Any) -> bool:
     return False
 
 
-def test_a_watch_is_set_again_before_anybody_is_told(
+def test_a_watch_is_set_again_before_the_notification(
     server: servers.ZooKeeper, election: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who is told acts through another connection, and may be quicker than the watch."""
+    """The watcher may act through another connection, faster than the watch is set."""
 
     async def main() -> None:
         async with opened(server.url) as watching, opened(server.url) as writing:
-            told, setting, let = asyncio.Event(), asyncio.Event(), asyncio.Event()
-            await watching.watch(leader_key(election), told.set)
+            notified, setting, proceed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+            await watching.watch(leader_key(election), notified.set)
             exists = watching._watches.exists
 
             async def slowly(path: str) -> None:
                 setting.set()
-                await let.wait()
+                await proceed.wait()
                 await exists(path)
 
             monkeypatch.setattr(watching._watches, "exists", slowly)
             await writing.create(leader_key(election), b"", await writing.grant(10.0))
             await asyncio.wait_for(setting.wait(), WITHIN_S)
-            assert not told.is_set()
-            let.set()
-            await asyncio.wait_for(told.wait(), WITHIN_S)
+            assert not notified.is_set()
+            proceed.set()
+            await asyncio.wait_for(notified.wait(), WITHIN_S)
 
     asyncio.run(main())
 
 
-def test_a_lease_that_is_given_back_in_an_outage_ends_with_it(election: str) -> None:
-    """A server that was away takes every session for alive: the old one is closed as soon as it is
-    back, so that a successor does not wait for its time."""
+def test_a_lease_that_is_revoked_in_an_outage_ends_with_the_outage(election: str) -> None:
+    """A server that restarts gives every session its full time. The revoked one is closed as soon
+    as the server is back, so that a successor need not wait for its expiry."""
 
     async def main(server: servers.ZooKeeper) -> None:
         async with opened(server.url) as store:
@@ -281,24 +281,24 @@ def test_a_lease_that_is_given_back_in_an_outage_ends_with_it(election: str) -> 
         asyncio.run(main(server))
 
 
-def test_one_who_cannot_hear_does_not_keep_its_session(
-    server: servers.ZooKeeper, link: servers.Proxy, election: str
+def test_a_client_that_cannot_receive_does_not_keep_its_session(
+    server: servers.ZooKeeper, proxy: servers.Proxy, election: str
 ) -> None:
-    """What it sends arrives, what it is sent does not. Each attempt of its own to connect is a sign
-    of life to the server: it must leave the session alone."""
+    """Its requests arrive, the answers do not. The server counts each attempt to connect as a sign
+    of life, so the client must stop trying."""
 
     async def main() -> None:
-        async with opened(link.url) as deaf, opened(server.url) as other:
+        async with opened(proxy.url) as deaf, opened(server.url) as other:
             lease = await deaf.grant(1.0)
             await deaf.create(leader_key(election), b"", lease)
-            link.cut("down")
+            proxy.cut("down")
             while True:
                 try:
                     await asyncio.wait_for(renewed(deaf, lease), 0.2)
                 except (TimeoutError, OutcomeUnknown):
                     pass
                 except StoreUnavailable:
-                    break  # the connection has been given up
+                    break  # the client has left the connection
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.1):
                     await deaf.revoke(lease)
@@ -307,44 +307,44 @@ def test_one_who_cannot_hear_does_not_keep_its_session(
                 return await other.get(leader_key(election)) is None
 
             await eventually(gone, "the session has ended")
-            link.heal()
+            proxy.heal()
 
     asyncio.run(main())
 
 
-def test_a_server_that_comes_back_finds_its_sessions(election: str) -> None:
-    """Killed and restarted within the ttl: leases, entries and watches go on."""
+def test_sessions_survive_a_restart_of_the_server(election: str) -> None:
+    """Within the ttl, leases, entries and watches continue."""
 
     async def main(server: servers.ZooKeeper) -> None:
         async with opened(server.url) as store:
             lease = await store.grant(20.0)
             entry = (await store.create(leader_key(election), b"", lease)).entry
-            told = asyncio.Event()
-            await store.watch(leader_key(election), told.set)
+            notified = asyncio.Event()
+            await store.watch(leader_key(election), notified.set)
             await asyncio.to_thread(server.restart)
             await eventually(lambda: renewed(store, lease), "the lease lives on")
-            await asyncio.wait_for(told.wait(), WITHIN_S)
+            await asyncio.wait_for(notified.wait(), WITHIN_S)
             assert await store.get(leader_key(election)) == entry
-            told.clear()
+            notified.clear()
             assert await store.delete(entry.key, if_version=entry.version)
-            await asyncio.wait_for(told.wait(), WITHIN_S)
+            await asyncio.wait_for(notified.wait(), WITHIN_S)
 
     with servers.ZooKeeper() as server:
         asyncio.run(main(server))
 
 
-@pytest.mark.parametrize("trouble", ["the server dies", "the link is silent"])
-def test_a_leader_is_told_without_the_server(trouble: str, election: str) -> None:
-    """kazoo#89: no word of loss when the server dies. helix#691: the leader went on until it was
-    connected again. Here its own clock ends the term, before the session can have expired."""
+@pytest.mark.parametrize("trouble", ["the server dies", "the connection is silent"])
+def test_a_leader_stops_without_the_server(trouble: str, election: str) -> None:
+    """kazoo#89: the loss was not reported when the server died. helix#691: the leader went on until
+    it was reconnected. In doyen its own clock ends the term, before the session can expire."""
 
-    async def main(server: servers.ZooKeeper, link: servers.Proxy) -> None:
+    async def main(server: servers.ZooKeeper, proxy: servers.Proxy) -> None:
         async with (
-            doyen.connect(link.url, ttl_s=1.2) as session,
+            doyen.connect(proxy.url, ttl_s=1.2) as session,
             session.campaign(election) as term,
         ):
             began = now()
-            await asyncio.to_thread(server.kill if trouble == "the server dies" else link.cut)
+            await asyncio.to_thread(server.kill if trouble == "the server dies" else proxy.cut)
             with pytest.raises(asyncio.CancelledError):
                 await asyncio.wait_for(asyncio.Event().wait(), WITHIN_S)
             assert not term.valid
@@ -353,18 +353,18 @@ def test_a_leader_is_told_without_the_server(trouble: str, election: str) -> Non
 
     with (
         servers.ZooKeeper() as server,
-        servers.Proxy(server) as link,
+        servers.Proxy(server) as proxy,
         pytest.raises(doyen.LeadershipLost),
     ):
-        asyncio.run(main(server, link))
+        asyncio.run(main(server, proxy))
 
 
 @pytest.mark.parametrize("recipe", ["line", "race"])
-def test_the_znode_of_another_session_is_not_ours(
+def test_the_record_of_an_earlier_session_is_not_accepted(
     server: servers.ZooKeeper, election: str, recipe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """curator#1211: what the last session had left was taken for one's own. Here a record says in
-    every word that it is ours, and the session that ZooKeeper has it down to is another."""
+    """curator#1211: a client accepted the record of its earlier session. Here the content of the
+    record is that of this candidate, but ZooKeeper has bound it to another session."""
     monkeypatch.setattr(Presence, "next_attempt", lambda self: "the-same-1")
 
     async def main() -> None:
@@ -386,10 +386,10 @@ def test_the_znode_of_another_session_is_not_ours(
     asyncio.run(main())
 
 
-def test_a_word_from_an_old_session_changes_nothing(
+def test_late_callbacks_of_an_old_session_have_no_effect(
     server: servers.ZooKeeper, election: str
 ) -> None:
-    """curator#1018: a callback of an earlier session, late, replaced the state of the live one."""
+    """curator#1018: a late callback of an earlier session replaced the state of the live one."""
 
     async def main() -> None:
         async with opened(server.url) as store:
@@ -411,8 +411,10 @@ def test_a_word_from_an_old_session_changes_nothing(
     asyncio.run(main())
 
 
-def test_a_child_does_not_speak_for_its_parent(server: servers.ZooKeeper, election: str) -> None:
-    """After a fork the child lets go of the connections, and the parent's sessions go on."""
+def test_a_forked_child_does_not_affect_its_parent(
+    server: servers.ZooKeeper, election: str
+) -> None:
+    """After a fork the child closes its descriptors, and the parent's sessions continue."""
 
     async def main() -> None:
         async with opened(server.url) as store:
@@ -429,8 +431,8 @@ def test_a_child_does_not_speak_for_its_parent(server: servers.ZooKeeper, electi
     asyncio.run(main())
 
 
-def test_failover_costs_the_same_however_many_wait(election: str) -> None:
-    """Each candidate watches the one before it: one wakes when the leader goes, others sleep."""
+def test_the_cost_of_a_failover_does_not_depend_on_the_line(election: str) -> None:
+    """Each candidate watches the one before it, so one wakes when the leader resigns."""
 
     async def main(server: servers.ZooKeeper, size: int) -> int:
         name, loop = f"{election}-{size}", asyncio.get_running_loop()
@@ -443,15 +445,15 @@ def test_failover_costs_the_same_however_many_wait(election: str) -> None:
                 if len(waiting) == size:
                     loop.call_soon_threadsafe(all_wait.set)
 
-        async def stand(session: doyen.Session, place: int) -> None:
+        async def campaign(session: doyen.Session, place: int) -> None:
             async with session.campaign(name, name=str(place)):
                 (second if first.is_set() else first).set()
                 await leave.wait()
 
         async with doyen.connect(server.url, ttl_s=30.0, on_event=note) as session:
-            tasks = [asyncio.create_task(stand(session, 0))]
+            tasks = [asyncio.create_task(campaign(session, 0))]
             await asyncio.wait_for(first.wait(), WITHIN_S)
-            tasks += [asyncio.create_task(stand(session, 1 + place)) for place in range(size)]
+            tasks += [asyncio.create_task(campaign(session, 1 + place)) for place in range(size)]
             await asyncio.wait_for(all_wait.wait(), WITHIN_S)
             before = packets(server)
             leave.set()
@@ -464,7 +466,7 @@ def test_failover_costs_the_same_however_many_wait(election: str) -> None:
 
     with servers.ZooKeeper() as server:
         few, many = (asyncio.run(main(server, size)) for size in (3, 60))
-    # A few of either are pings and renewals; were everybody to look, it would be 60 and more.
+    # A few are pings and renewals. If every candidate read, it would be 60 and more.
     assert abs(many - few) <= 20, f"{few} packets with 3 waiting, {many} with 60"
 
 
@@ -476,8 +478,8 @@ def packets(server: servers.ZooKeeper) -> int:
 @pytest.mark.chaos
 @pytest.mark.parametrize("fault", ["kill", "freeze", "freeze a follower", "roll"])
 def test_an_election_outlives_the_ensembles_own(fault: str, tmp_path: Path) -> None:
-    """Three servers, whose own leader is killed or frozen while candidates stand. Then the leader
-    of ours is killed too, and there is another in time."""
+    """The leader of an ensemble of three servers is killed or frozen during an election. Then the
+    election's leader is killed too, and another is elected in time."""
     ttl_s = 2.0
     worst_s = Timing(ttl_s=ttl_s, renewals_lag=True).worst_failover_s(expiry_factor=1.75)
     with (
