@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 import doyen
 from bench.crew import now
 from bench.figures import Figure, spread
-from doyen.election.presence import SessionSettings
+from doyen.election.options import SessionSettings
 from doyen.lease.runtime import ThreadRuntime
 from doyen.stores.port import Context, Store, open_store
 from doyen.testing.faults import Faults, FaultyStore

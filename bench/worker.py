@@ -20,7 +20,7 @@ from typing import Any
 
 import doyen
 from bench import probes
-from doyen.election.presence import SessionSettings
+from doyen.election.options import SessionSettings
 from doyen.events import Record
 from doyen.lease.clock import SystemClock
 from doyen.lease.runtime import ThreadRuntime

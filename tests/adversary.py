@@ -47,7 +47,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from doyen import Session
-from doyen.election.presence import SessionSettings
+from doyen.election.options import SessionSettings
 from doyen.events import Elected, Record
 from doyen.lease.clock import VirtualClock
 from doyen.lease.runtime import InlineRuntime

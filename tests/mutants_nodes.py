@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from doyen.election.candidate import Candidacy
+from doyen.election.attempt import Attempt
+from doyen.election.line import InLine
 from doyen.lab.machines import OwnClock
-from doyen.lease.keepalive import Heart
+from doyen.lease.keepalive import Keepalive
 from doyen.model import Entry
 from doyen.quorum.keyspace import commands, snapshot, state
 from doyen.quorum.keyspace.history import Change, ChangeKind, History
@@ -48,30 +49,36 @@ def on_the_wall_clock(patch: pytest.MonkeyPatch) -> None:
 
 def answer_ignored(patch: pytest.MonkeyPatch) -> None:
     """A renewal that failed is taken for a success (27)."""
-    patch.setattr(Heart, "_doubt", lambda self, _: self._confirm(self._clock.now()))
+    patch.setattr(Keepalive, "_failed", lambda self, _: self._confirm(self._clock.now()))
 
 
 def removed_by_another(patch: pytest.MonkeyPatch) -> None:
     """Who is first in line deletes the record of a live holder (28)."""
-    wait = Candidacy._wait
+    wait_for = InLine.wait_for
 
-    async def shove(self: Candidacy, behind: Entry, *until: float | None) -> None:
-        if behind.key == self._record_key:
-            await self._presence.call(self._presence.store.delete(behind.key))
+    async def shove(self: InLine, entry: Entry, *until: float) -> None:
+        if entry.key == self.attempt.record_key:
+            await self.attempt.core.call(self.attempt.core.store.delete(entry.key))
         else:
-            await wait(self, behind, *until)
+            await wait_for(self, entry, *until)
 
-    patch.setattr(Candidacy, "_wait", shove)
+    patch.setattr(InLine, "wait_for", shove)
 
 
 def announced_unread(patch: pytest.MonkeyPatch) -> None:
     """Who has waited takes whatever record there is for its own (26)."""
-    is_mine = Candidacy._is_mine
+    is_mine, wait_for = Attempt.is_mine, InLine.wait_for
+    waited: set[str] = set()
 
-    def trust(self: Candidacy, entry: Entry) -> bool:
-        return is_mine(self, entry) or bool(self._behind and entry.key == self._record_key)
+    async def wait(self: InLine, entry: Entry, *until: float) -> None:
+        waited.add(self.attempt.id)
+        await wait_for(self, entry, *until)
 
-    patch.setattr(Candidacy, "_is_mine", trust)
+    def trust(self: Attempt, entry: Entry) -> bool:
+        return is_mine(self, entry) or (self.id in waited and entry.key == self.record_key)
+
+    patch.setattr(InLine, "wait_for", wait)
+    patch.setattr(Attempt, "is_mine", trust)
 
 
 # Leases.

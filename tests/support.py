@@ -11,7 +11,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from doyen import Session, Term
-from doyen.election.presence import Presence, SessionSettings
+from doyen.election.core import SessionCore
+from doyen.election.options import SessionSettings
 from doyen.events import Event, Record
 from doyen.lease.clock import Clock, SystemClock, VirtualClock
 from doyen.lease.runtime import InlineRuntime, ThreadRuntime
@@ -81,7 +82,7 @@ class Place:
 
     def end_lease(self, session: Session) -> None:
         """As an operator or the store's own mistake would: the lease is gone, unannounced."""
-        self.server.revoke(heart_of(session).lease.id)
+        self.server.revoke(keepalive_of(session).lease.id)
 
     async def close(self) -> None:
         await self.sessions.aclose()
@@ -121,15 +122,15 @@ def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
     return run
 
 
-def presence_of(session: Any) -> Presence:
-    presence: Presence = session._presence
-    return presence
+def core_of(session: Any) -> SessionCore:
+    core: SessionCore = session._core
+    return core
 
 
-def heart_of(session: Any) -> Any:
-    heart = presence_of(session)._heart
-    assert heart is not None
-    return heart
+def keepalive_of(session: Any) -> Any:
+    keepalive = core_of(session).leases._shared
+    assert keepalive is not None
+    return keepalive
 
 
 def soon(delay_s: float, call: Callable[..., object], *args: object) -> None:

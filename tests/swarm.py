@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from doyen import Session, Term
-from doyen.election.options import Recipe
-from doyen.election.presence import SessionSettings
+from doyen.election.options import Recipe, SessionSettings
 from doyen.events import Elected, Record
 from doyen.lease.clock import Clock, VirtualClock
 from doyen.lease.runtime import InlineRuntime

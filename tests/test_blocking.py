@@ -30,7 +30,7 @@ from doyen import (
 from doyen.errors import StaleToken
 from doyen.lease.runtime import ThreadRuntime
 from doyen.model import Claim, line_key
-from support import heart_of, presence_of, until_blocking
+from support import core_of, keepalive_of, until_blocking
 
 names = (f"memory://blocking-{number}" for number in count())
 
@@ -47,13 +47,13 @@ def no_thread_is_left() -> Any:
 
 
 def line(session: BlockingSession, election: str = "e") -> list[str]:
-    presence = presence_of(session)
-    tickets = session._do(presence.store.list(line_key(election)))
+    core = core_of(session)
+    tickets = session._do(core.store.list(line_key(election)))
     return [Claim.decode(ticket.value).name for ticket in tickets]
 
 
 def lose(session: BlockingSession) -> None:
-    heart_of(session).lose("the test says so")
+    keepalive_of(session).lose("the test says so")
 
 
 def test_the_whole_way(url: str) -> None:
@@ -216,7 +216,7 @@ def test_closing_ends_terms_and_waiting_threads(url: str) -> None:
 
 def lose_term(term: Term) -> None:
     """As the watchdog would: from another thread."""
-    thread = threading.Thread(target=term.lose, args=("the test says so",))
+    thread = threading.Thread(target=term._lose, args=("the test says so",))
     thread.start()
     thread.join()
 
@@ -382,7 +382,7 @@ def test_interrupted_while_leading_resigns(script: str, tmp_path: Path, start: S
     assert errors.rstrip().endswith("KeyboardInterrupt")
 
 
-# What would run when the term is over.
+# What would run after the term.
 
 
 def test_while_leader_refuses_generators(url: str) -> None:
@@ -395,7 +395,7 @@ def test_while_leader_refuses_generators(url: str) -> None:
         yield term.valid
 
     for function in (generator, async_generator):
-        with pytest.raises(ConfigError, match="would run when the term is over"):
+        with pytest.raises(ConfigError, match="would run after the term"):
             decorate(function)
 
 
@@ -432,4 +432,4 @@ def test_a_campaign_of_a_closed_session_leaves_other_sessions_alone(url: str) ->
     with doyen.connect_blocking(url) as session:
         with pytest.raises(SessionClosed, match="connect again"), closed.campaign("e"):
             pass
-        assert ThreadRuntime._shared is presence_of(session).runtime
+        assert ThreadRuntime._shared is core_of(session).runtime

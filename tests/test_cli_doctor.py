@@ -25,7 +25,7 @@ from doyen.doctor import (
     judge_line,
     judge_times,
 )
-from doyen.election.presence import SessionSettings
+from doyen.election.options import SessionSettings
 from doyen.errors import ConfigError, StoreUnavailable
 from doyen.lease.clock import SystemClock
 from doyen.lease.timing import Timing

@@ -161,7 +161,7 @@ def test_leaders_that_trust_their_lease_too_long_are_found_out(tmp_path: Path) -
 def test_a_leader_that_nobody_follows_is_a_failure(tmp_path: Path) -> None:
     deaf = saboteur(
         tmp_path / "deaf",
-        "from doyen.election import candidate\ncandidate.Candidacy._wake = lambda self: None\n",
+        "from doyen.election import attempt\nattempt.Wakeup.wake = lambda self: None\n",
     )
     code, told = drill(tmp_path / "tmp", "--for", "1", "--ttl", "0.4", PYTHONPATH=deaf)
     assert code == 1

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from doyen.election.presence import CALLS_AT_ONCE
 from doyen.errors import OutcomeUnknown, StoreUnavailable
 from doyen.events import Unsure
+from doyen.lease.calls import CALLS_AT_ONCE
 from doyen.testing import Faults
 from doyen.testing.faults import FaultyStore
-from support import TTL_S, Place, now, presence_of, virtual
+from support import TTL_S, Place, core_of, now, virtual
 
 
 class Queue(FaultyStore):
@@ -36,7 +36,7 @@ class Queue(FaultyStore):
 async def test_a_crowd_does_not_make_itself_late(place: Place) -> None:
     """What all of them ask takes longer than any call may; nobody asks twice all the same."""
     session = await place.open(wrap=lambda store: Queue(store, Faults()))
-    store = presence_of(session).store
+    store = core_of(session).store
     assert isinstance(store, Queue)
     leading = asyncio.Semaphore(0)
     stop = asyncio.Event()

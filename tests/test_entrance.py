@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from doyen.election.presence import ENTERING
+from doyen.election.core import ENTERING
 from doyen.errors import NotElected
 from doyen.lease.runtime import ADMITTED, ThreadRuntime
 from doyen.stores.port import Store

@@ -21,7 +21,7 @@ from doyen.model import leader_key
 from doyen.stores.etcd.diagnosis import EtcdMemberState, findings
 from servers import Etcd, EtcdCluster
 from servers.wire import http, http_json
-from support import gather_leaders, heart_of, lead_until_told, until
+from support import gather_leaders, keepalive_of, lead_until_told, until
 
 PATIENCE_S = 20.0
 
@@ -59,7 +59,7 @@ def test_a_lease_that_ended_while_its_candidate_waited_elects_no_leader(etcd: Et
             await until(lambda: heart_is_up(first))
             waiting = asyncio.create_task(lead_until_told(second, stopped, "11456", name="second"))
             await in_line(second, "11456", 2)
-            ended = heart_of(second).lease.id
+            ended = keepalive_of(second).lease.id
             revoke(etcd, ended)
             stop.set()
             await leading
@@ -67,7 +67,7 @@ def test_a_lease_that_ended_while_its_candidate_waited_elects_no_leader(etcd: Et
                 if leader is not None and leader.name == "second":
                     break
             record = await record_of(second, "11456")
-            assert record.lease == heart_of(second).lease.id != ended
+            assert record.lease == keepalive_of(second).lease.id != ended
             stopped.set()
             term = await waiting
             assert term.token == record.revision
@@ -90,7 +90,7 @@ def test_a_lease_revoked_under_a_leader_ends_its_term_and_its_token(
                     successor = asyncio.create_task(lead_until_told(second, stop, "15247"))
                     await in_line(second, "15247", 2)
                     resource.write(old, b"old")
-                    revoke(etcd, heart_of(first).lease.id)
+                    revoke(etcd, keepalive_of(first).lease.id)
                     await asyncio.sleep(PATIENCE_S)
             await until(lambda: not old.valid)
             stop.set()
@@ -140,8 +140,8 @@ def test_an_observer_is_shown_only_leaders(etcd: Etcd) -> None:
 
 
 def heart_is_up(session: doyen.Session) -> bool:
-    presence: Any = session._presence
-    return presence._heart is not None
+    core: Any = session._core
+    return core.leases._shared is not None
 
 
 async def in_line(session: doyen.Session, election: str, count: int) -> None:
@@ -150,8 +150,8 @@ async def in_line(session: doyen.Session, election: str, count: int) -> None:
 
 
 async def record_of(session: doyen.Session, election: str) -> Any:
-    presence: Any = session._presence
-    return await presence.runtime.do(presence.store.get(leader_key(election)))
+    core: Any = session._core
+    return await core.runtime.do(core.store.get(leader_key(election)))
 
 
 # Cost in requests
@@ -215,7 +215,7 @@ def test_many_elections_share_one_renewal_stream(etcd: Etcd) -> None:
             ]
             await until(lambda: heart_is_up(session))
             renewals: list[float] = []
-            heart_of(session).on_renewal(renewals.append)
+            keepalive_of(session).on_renewal(renewals.append)
             await until(lambda: len(renewals) >= 3)
             after = calls(etcd, "LeaseKeepAlive"), calls(etcd, "Watch"), calls(etcd, "LeaseGrant")
             assert [now - then for then, now in zip(before, after, strict=True)] == [1, 1, 1]

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 
 from doyen import Session
 from doyen.audit import verify
-from doyen.election.presence import Presence, SessionSettings
+from doyen.election.core import SessionCore
+from doyen.election.options import SessionSettings
 from doyen.events import (
     Elected,
     Event,
@@ -429,9 +430,9 @@ async def test_sessions_that_share_a_loop_share_the_allowance(place: Place) -> N
     settings = SessionSettings(url="memory://", ttl_s=6.0, audit=os.devnull)
     for _ in range(100):
         store = MemoryStore(place.server, Context(place.clock, lambda event: None))
-        presence = await Presence.open(settings, runtime, store=store)
-        presence.telemetry.emit(ELECTED)
-        await presence.close()
+        core = await SessionCore.open(settings, runtime, store=store)
+        core.telemetry.emit(ELECTED)
+        await core.close()
     assert sum(waits) < 2 * AWAIT_S
 
 

@@ -19,11 +19,11 @@ import pytest
 import doyen
 from doyen import BlockingSession, SessionClosed, Term, TermState
 from doyen import term as term_module
-from doyen.election.presence import SessionSettings
+from doyen.election.options import SessionSettings
 from doyen.events import Hindered, Record
 from doyen.lease.runtime import ThreadRuntime
 from doyen.telemetry import DeliveryQueue
-from support import heart_of, presence_of, until_blocking
+from support import core_of, keepalive_of, until_blocking
 
 # From 3.12 on Python warns of forks in a process with threads, which is what is on trial here.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -60,7 +60,7 @@ def in_child(check: Callable[[], None], timeout_s: int = 20) -> None:
 def renewals(session: Any) -> Callable[[], int]:
     """How often the session has been renewed from now on."""
     seen: list[float] = []
-    heart_of(session).on_renewal(seen.append)
+    keepalive_of(session).on_renewal(seen.append)
     return lambda: len(seen)
 
 
@@ -70,7 +70,7 @@ def refused(session: BlockingSession) -> None:
         lambda: session.campaign("other").__enter__(),
         lambda: next(session.observe("e")),
     ):
-        with pytest.raises(SessionClosed, match=r"opened by process \d+ before a fork.*connect ag"):
+        with pytest.raises(SessionClosed, match=r"belongs to process \d+, which .*connect again"):
             use()
 
 
@@ -158,13 +158,13 @@ def test_what_reports_for_the_parent_holds_up_no_child(tmp_path: Path) -> None:
     logger.addHandler(handler)
     try:
         with BlockingSession(settings) as session, session.campaign("e"):
-            queues = [*presence_of(session).telemetry._outlets, session._runtime._log._lines]
+            queues = [*core_of(session).telemetry._outlets, session._runtime._log._lines]
             locks = [queue._changed for queue in queues if isinstance(queue, DeliveryQueue)]
             assert len(locks) == 3
 
             def check() -> None:
                 logger.warning("the child speaks for itself")
-                presence_of(session).telemetry.emit(Hindered(election="e", name="n", error="x"))
+                core_of(session).telemetry.emit(Hindered(election="e", name="n", error="x"))
                 atexit._run_exitfuncs()
 
             holding, forked = threading.Event(), threading.Event()

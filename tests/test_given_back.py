@@ -7,7 +7,7 @@ from functools import partial
 
 from doyen.session import OBSERVED
 from doyen.stores.port import Store
-from support import TTL_S, Place, heart_of, lead_until_told, soon, until, virtual
+from support import TTL_S, Place, keepalive_of, lead_until_told, soon, until, virtual
 
 
 @virtual
@@ -48,7 +48,7 @@ async def test_listeners_for_renewals_end_with_their_term(place: Place) -> None:
     told = len(deadlines)
     await asyncio.sleep(TTL_S)
     assert len(deadlines) == told
-    assert not heart_of(session)._renewal_listeners
+    assert not keepalive_of(session)._renewal_listeners
 
 
 @virtual

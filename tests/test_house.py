@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import doyen
-from doyen.lease.runtime import LOGGERS
+from doyen.lease.log_relay import LOGGERS
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))

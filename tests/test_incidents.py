@@ -12,6 +12,7 @@ import asyncio
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,16 @@ from doyen import (
     Term,
     TermState,
 )
+from doyen.election.attempt import Attempt
 from doyen.election.candidate import Candidacy
-from doyen.election.presence import Presence
+from doyen.election.core import SessionCore
+from doyen.election.leader import Leading
 from doyen.errors import LeaseGone, StoreUnavailable
 from doyen.events import Elected, Event, Lost, Overrun, Waiting
+from doyen.lease.calls import StoreCalls
 from doyen.lease.clock import VirtualClock
-from doyen.lease.keepalive import Heart
+from doyen.lease.keepalive import Keepalive
+from doyen.lease.keeper import LeaseKeeper
 from doyen.lease.timing import Timing
 from doyen.model import Claim, Entry, Leader, Lease, leader_key
 from doyen.session import Campaign
@@ -49,7 +54,7 @@ from doyen.testing.faults import (
     LostCall as Unheard,
 )
 from mutants_nodes import answer_ignored
-from support import STOP_BUDGET_S, TTL_S, VALID_S, Place, heart_of, now, until, virtual
+from support import STOP_BUDGET_S, TTL_S, VALID_S, Place, keepalive_of, now, until, virtual
 
 Scenario = Callable[..., Coroutine[Any, Any, None]]
 Variant = Callable[[pytest.MonkeyPatch], None]
@@ -104,44 +109,43 @@ def in_background(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 
 
 def owner_known_by_name(patch: pytest.MonkeyPatch) -> None:
-    def same_name(self: Candidacy, entry: Entry) -> bool:
-        return Claim.decode(entry.value).name == Claim.decode(self._claim()).name
-
-    patch.setattr(Candidacy, "_is_mine", same_name)
+    patch.setattr(
+        Attempt, "is_mine", lambda self, got: Claim.decode(got.value).name == self.settings.name
+    )
 
 
 def believing(*errors: type[Exception]) -> Variant:
     """A create that failed in this way is taken for a success."""
 
     def a_failed_create_believed(patch: pytest.MonkeyPatch) -> None:
-        ask = Candidacy._ask
+        write = Attempt.write
 
-        async def believe(self: Candidacy, request: Awaitable[Any]) -> Any:
+        async def believe(self: Attempt, request: Awaitable[Any]) -> Any:
             creating = getattr(request, "__qualname__", "").endswith("create")
             try:
-                return await ask(self, request)
+                return await write(self, request)
             except errors:
-                if not creating or self._heart is None:
+                if not creating:
                     raise
-                return Creation(True, Entry(self._record_key, b"", 10**6, 0, self._heart.lease.id))
+                return Creation(True, Entry(self.record_key, b"", 9**9, 0, self.keepalive.lease.id))
 
-        async def trust(self: Candidacy, term: Term) -> None:
-            """A leader that looks at its record would see through it at once."""
+        async def trust(self: Leading) -> None:
+            """A leader that reads its record would find the mistake at once."""
 
-        patch.setattr(Candidacy, "_ask", believe)
-        patch.setattr(Candidacy, "_look", trust)
+        patch.setattr(Attempt, "write", believe)
+        patch.setattr(Leading, "_look", trust)
 
     return a_failed_create_believed
 
 
 def nobody_told_of_loss(patch: pytest.MonkeyPatch) -> None:
-    lose = Heart.lose
+    lose = Keepalive.lose
 
-    def in_silence(self: Heart, reason: str, **options: Any) -> None:
+    def in_silence(self: Keepalive, reason: str, **options: Any) -> None:
         self._listeners.clear()
         lose(self, reason, **options)
 
-    patch.setattr(Heart, "lose", in_silence)
+    patch.setattr(Keepalive, "lose", in_silence)
 
 
 def body_not_stopped(patch: pytest.MonkeyPatch) -> None:
@@ -153,36 +157,32 @@ def no_stop_budget(patch: pytest.MonkeyPatch) -> None:
 
 
 def failed_renewal_ends_renewing(patch: pytest.MonkeyPatch) -> None:
-    async def stop(self: Heart) -> None:
+    async def stop(self: Keepalive) -> None:
         while self.lost_because is None:
             await asyncio.sleep(self.timing.renew_every_s)
             sent_at = self._clock.now()
             await self._store.renew(self.lease)
             self._confirm(sent_at)
 
-    patch.setattr(Heart, "beat", stop)
+    patch.setattr(Keepalive, "run", stop)
 
 
 def traces_left(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Candidacy, "_let_go_in_background", lambda self: setattr(self, "_left", True))
+    patch.setattr(Candidacy, "_start_leaving", lambda self: setattr(self, "_left", True))
 
 
 def given_back_over_the_bodys_head(patch: pytest.MonkeyPatch) -> None:
-    def at_once(self: Presence, heart: Heart) -> None:
-        self.spawn(self._revoke(heart))
-
-    patch.setattr(Presence, "_give_back", at_once)
+    patch.setattr(
+        LeaseKeeper, "_revoke_lost", lambda self, lost: self._tasks.start(self._revoke(lost))
+    )
 
 
 def record_not_watched(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Candidacy, "_changed", Candidacy._wake)
+    patch.setattr(Leading, "_changed", lambda self: self._attempt.wakeup.wake())
 
 
 def calls_without_a_bound(patch: pytest.MonkeyPatch) -> None:
-    async def unbounded(self: Presence, request: Awaitable[Any]) -> Any:
-        return await request
-
-    patch.setattr(Presence, "call", unbounded)
+    patch.setattr(StoreCalls, "call", lambda self, request: request)
 
 
 # Two leaders.
@@ -206,12 +206,24 @@ async def test_a_record_left_by_a_dead_session_is_not_trusted(place: Place) -> N
 
 
 def late_word_counts(patch: pytest.MonkeyPatch) -> None:
-    def whatever_heart(self: Candidacy, heart: Heart, reason: str) -> None:
-        if self._term is not None:
-            self._term.lose(reason)
-        self._presence.runtime.post(self._wake)
+    """The loss of any lease that a campaign had ends the term that it has now."""
+    terms: dict[str, Term] = {}
+    begin, lead = Attempt.__init__, Leading.__init__
 
-    patch.setattr(Candidacy, "_heart_lost", whatever_heart)
+    def listen(self: Attempt, *given: Any) -> None:
+        begin(self, *given)
+        self.keepalive.on_loss(object(), partial(lose, self.settings.name))
+
+    def lose(name: str, reason: str) -> None:
+        if name in terms:
+            terms[name]._lose(reason)
+
+    def remember(self: Leading, *given: Any) -> None:
+        lead(self, *given)
+        terms[self.term.name] = self.term
+
+    patch.setattr(Attempt, "__init__", listen)
+    patch.setattr(Leading, "__init__", remember)
 
 
 @broken_by(late_word_counts)
@@ -223,11 +235,11 @@ async def test_late_word_of_an_old_session_changes_nothing(place: Place) -> None
     await until(lambda: place.holder() == "a")
     in_background(hold_on(session, terms, name="b"))
     await until(lambda: place.line() == ["a", "b"])
-    old = heart_of(session)
+    old = keepalive_of(session)
     late = list(old._listeners.values())
     old.lose("the test says so")
     await until(lambda: terms)
-    assert heart_of(session) is not old
+    assert keepalive_of(session) is not old
     for tell in late:
         tell("late word")
     old._confirm(place.clock.now())
@@ -399,7 +411,7 @@ async def test_a_renewal_that_lands_after_the_end_revives_nothing(place: Place) 
     faults.next("renew", Stray(after_s=2 * TTL_S), *[Unheard()] * 1000)
     in_background(hold_on(a, [], name="a"))
     await until(lambda: place.holder() == "a")
-    lease = heart_of(a).lease.id
+    lease = keepalive_of(a).lease.id
     in_background(hold_on(b, terms, name="b"))
     await until(lambda: terms, 2 * TTL_S)
     await asyncio.sleep(2 * TTL_S)
@@ -409,10 +421,7 @@ async def test_a_renewal_that_lands_after_the_end_revives_nothing(place: Place) 
 
 
 def any_attempt_of_ours(patch: pytest.MonkeyPatch) -> None:
-    def same_lease(self: Candidacy, entry: Entry) -> bool:
-        return self._heart is not None and entry.lease == self._heart.lease.id
-
-    patch.setattr(Candidacy, "_is_mine", same_lease)
+    patch.setattr(Attempt, "is_mine", lambda self, entry: entry.lease == self.keepalive.lease.id)
 
 
 @broken_by(any_attempt_of_ours)
@@ -524,13 +533,14 @@ async def test_a_campaign_goes_on_after_the_store_was_paused(place: Place) -> No
 
 
 def first_under_the_prefix(patch: pytest.MonkeyPatch) -> None:
-    async def first(self: Presence, election: str, **_: Any) -> Leader | None:
-        for entry in await self.call(self.store.list("elections")):
+    async def first(calls: StoreCalls, election: str, **_: Any) -> Leader | None:
+        for entry in await calls.call(calls.store.list("elections")):
             if entry.key.startswith(f"elections/{election}") and entry.key.endswith("/leader"):
                 return Leader(election, Claim.decode(entry.value).name, entry.revision)
         return None
 
-    patch.setattr(Presence, "leader", first)
+    for module in ("doyen.session", "doyen.election.queries"):
+        patch.setattr(f"{module}.read_leader", first)
 
 
 @broken_by(first_under_the_prefix)
@@ -572,7 +582,7 @@ async def test_a_lease_revoked_by_the_stores_mistake_is_noticed_at_once(place: P
 
 
 def scopes_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("doyen.session.hold", lambda *held: None)
+    patch.setattr("doyen.session.enter_term", lambda *entered: None)
 
 
 @broken_by(scopes_forgotten)
@@ -668,14 +678,14 @@ async def test_the_record_stands_until_the_guarded_work_has_returned(place: Plac
         await until(lambda: place.holder() == "a")
         successor = in_background(succeed())
         await until(lambda: place.line() == ["a", "b"])
-        task.cancel() if how == "cancelled" else heart_of(a).lose("the test says so")
+        task.cancel() if how == "cancelled" else keepalive_of(a).lose("the test says so")
         async with asyncio.timeout(STOP_BUDGET_S):  # handed over, not left to run out
             await successor
         assert story == ["old leader has stopped", "new leader begins"], how
 
 
 def keepalive_is_enough(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Heart, "_deadline", lambda self: self.timing.valid_until(self._sent_at))
+    patch.setattr(Keepalive, "_deadline", lambda self: self.timing.valid_until(self._sent_at))
 
 
 @broken_by(keepalive_is_enough)
@@ -700,10 +710,7 @@ async def test_a_leader_whose_work_hangs_makes_room(place: Place) -> None:
 
 
 def waiting_left_waiting(patch: pytest.MonkeyPatch) -> None:
-    async def errand(self: Presence, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        return await work()
-
-    patch.setattr(Presence, "errand", errand)
+    patch.setattr(SessionCore, "run", lambda self, work: work())
 
 
 @broken_by(waiting_left_waiting)

@@ -13,7 +13,7 @@ from doyen import NotElected, OrderFailed
 from doyen.errors import StoreError
 from doyen.model import Claim, Order, leader_key, line_key, order_key, ready_key
 from doyen.testing.faults import Faults, Late, Stray, Unanswered
-from support import TTL_S, Place, now, presence_of, until, virtual
+from support import TTL_S, Place, core_of, now, until, virtual
 from test_orders import Candidate, holders, lined_up, stop_all
 
 
@@ -179,10 +179,10 @@ async def test_a_giver_that_loses_its_lease_says_so(place: Place) -> None:
     ops = await place.open(faults)
     told = asyncio.create_task(ops.resign("e", wait_s=100))
     await until(lambda: place.server.get(order_key("e")))
-    (heart,) = presence_of(ops)._own_hearts
-    place.server.revoke(heart.lease.id)
+    (keepalive,) = core_of(ops).leases._own
+    place.server.revoke(keepalive.lease.id)
     began = now()
-    with pytest.raises(OrderFailed, match="ended with the lease of whoever gave it"):
+    with pytest.raises(OrderFailed, match="ended with the lease that it was bound to"):
         await told
     assert now() - began < TTL_S
     await a.stop()
@@ -216,7 +216,7 @@ async def test_a_claim_of_priority_waits_for_another_order_to_end(place: Place) 
     deaf.cut()
     favourite = Candidate(await place.open(), "f", priority=1, preempt=True, cooldown_s=1)
     ops = await place.open()
-    with pytest.raises(OrderFailed, match="did not say within 3 s that it is ready"):
+    with pytest.raises(OrderFailed, match="did not confirm within 3 s that it is ready"):
         await ops.transfer("e", to="b", wait_s=3)
     await until(lambda: favourite.leads, within_s=1)
     deaf.heal()
@@ -247,11 +247,11 @@ async def test_readiness_for_an_earlier_order_does_not_count(place: Place) -> No
     await asyncio.sleep(0.1)
     ops = await place.open()
     faults.next("create", Stray(after_s=TTL_S / 3))
-    with pytest.raises(OrderFailed, match="did not say"):
+    with pytest.raises(OrderFailed, match="did not confirm"):
         await ops.transfer("e", to="b", wait_s=0.5)
     await until(lambda: place.server.get(ready_key("e", attempt_of(place, "b"))))
     faults.cut()
-    with pytest.raises(OrderFailed, match="did not say"):
+    with pytest.raises(OrderFailed, match="did not confirm"):
         await ops.transfer("e", to="b", wait_s=0.5)
     assert a.leads
     faults.heal()
@@ -272,7 +272,7 @@ async def test_word_to_be_ready_is_taken_back_although_its_answer_was_lost(place
     ops = await place.open()
     faults.next("create", Unanswered())
     ready = ready_key("e", attempt_of(place, "b"))
-    with pytest.raises(OrderFailed, match="has been told and has not let go"):
+    with pytest.raises(OrderFailed, match="was ordered to let go of 'e' and has not done so"):
         await ops.transfer("e", to="b", wait_s=0.1)
     assert place.server.get(ready)
     deaf.heal()

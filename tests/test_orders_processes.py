@@ -24,7 +24,7 @@ import pytest
 
 import doyen
 from doyen.audit import Report, verify
-from doyen.election.candidate import OVERRUN_EXIT_CODE
+from doyen.election.leader import OVERRUN_EXIT_CODE
 from doyen.events import Record
 from doyen.lease.clock import SystemClock
 from frozen import freeze
@@ -255,7 +255,7 @@ def test_a_leader_goes_on_while_its_heir_is_not_ready(stage: Stage) -> None:
     heir = stage.join("b")
     heir.freeze()
     stage.give("g", to="b", wait_s=1.0)
-    assert "did not say within 1 s that it is ready" in stage.outcome("g")["error"]
+    assert "did not confirm within 1 s that it is ready" in stage.outcome("g")["error"]
     assert not stage.said("a", "lost")
     heir.thaw()
     stage.give("h", to="b")

@@ -12,20 +12,21 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from doyen import Leader, LeadershipLost, OrderFailed, Session, SessionClosed, StoreError, Term
-from doyen.election.candidate import Candidacy
+from doyen.election.attempt import Attempt
+from doyen.election.claim import Claiming
+from doyen.election.leader import Leading
+from doyen.election.line import InLine
 from doyen.election.options import CampaignOptions
-from doyen.election.presence import Presence
 from doyen.events import Lost, Record
-from doyen.lease.keepalive import Heart
+from doyen.lease.keeper import LeaseKeeper
 from doyen.model import Claim, Entry, Order, leader_key, line_key, order_key
-from doyen.stores.port import Creation
 from swarm import TTL_S, Oracle, Process, World, election_of, is_record
 
 ELECTION, LOCK = "swarm", "mutex"
@@ -430,66 +431,68 @@ def test_one_seed_gives_one_run() -> None:
 
 def obeyed_without_waiting_for_the_body(patch: pytest.MonkeyPatch) -> None:
     """The record goes with the order, whatever the body is doing."""
-    lost = Candidacy._term_lost
+    lost = Leading._term_lost
 
-    def at_once(self: Candidacy) -> None:
+    def at_once(self: Leading) -> None:
         lost(self)
-        store, record = self._presence.store, self._record
-        if record is not None and self._term is not None and "ordered it" in self._term.reason:
-            self._presence.spawn(store.delete(record.key, if_version=record.version))
+        core, record = self._attempt.core, self._attempt.record
+        if record is not None and "ordered it" in self.term.reason:
+            core.tasks.start(core.store.delete(record.key, if_version=record.version))
 
-    patch.setattr(Candidacy, "_term_lost", at_once)
+    patch.setattr(Leading, "_term_lost", at_once)
 
 
 def heir_enters_without_the_record(patch: pytest.MonkeyPatch) -> None:
     """To be called is taken for being elected."""
-    ask = Candidacy._ask
+    create = Claiming._create
 
-    async def called(self: Candidacy, request: Any) -> Any:
-        answer = await ask(self, request)
-        if self._called and isinstance(answer, Creation) and is_record(answer.entry.key):
-            token = answer.entry.revision
-            return Creation(True, replace(answer.entry, revision=token + (not answer.won)))
-        return answer
+    async def called(self: Claiming) -> Entry | None:
+        attempt = self.attempt
+        if not self.line.succession.order:
+            return await create(self)
+        claim, lease = attempt.claim(), attempt.keepalive.lease
+        won, entry = await attempt.write(
+            attempt.core.store.create(attempt.record_key, claim, lease)
+        )
+        return replace(entry, revision=entry.revision + (not won))
 
-    patch.setattr(Candidacy, "_ask", called)
+    patch.setattr(Claiming, "_create", called)
 
 
 def any_order_obeyed(patch: pytest.MonkeyPatch) -> None:
     """An order is obeyed whatever term it was meant for."""
 
-    async def any_order(self: Candidacy, term: Term) -> Order | None:
-        key = order_key(self._asked.election, self._asked.kind)
-        entry = await self._presence.call(self._presence.store.get(key))
+    async def any_order(attempt: Attempt, term: Term) -> Order | None:
+        entry = await attempt.get(order_key(attempt.settings.election, attempt.settings.kind))
         return None if entry is None else Order.decode(entry.value)
 
-    patch.setattr(Candidacy, "_order_for", any_order)
+    patch.setattr("doyen.election.leader.order_to_obey", any_order)
 
 
 def ready_without_a_lease(patch: pytest.MonkeyPatch) -> None:
     """The heir's word outlives the heir."""
-    lay = Candidacy._lay
+    write_marker = Attempt.write_marker
 
-    async def for_ever(self: Candidacy, key: str, value: bytes, heart: Heart) -> Entry:
+    async def for_ever(self: Attempt, key: str, value: bytes) -> Entry:
         if "/ready/" in key:
-            await self._presence.call(self._presence.store.put(key, value, if_version=None))
-        return await lay(self, key, value, heart)
+            await self.core.call(self.core.store.put(key, value, if_version=None))
+        return await write_marker(self, key, value)
 
-    patch.setattr(Candidacy, "_lay", for_ever)
+    patch.setattr(Attempt, "write_marker", for_ever)
 
 
 def _claiming(patch: pytest.MonkeyPatch, rank: int, cooldown_s: float | None) -> None:
-    claim = Candidacy._claim_priority
+    preempt = Claiming._preempt
 
-    async def lie(self: Candidacy, heart: Heart, leader: Entry) -> float | None:
+    async def lie(self: Claiming, leader: Entry) -> float:
         if cooldown_s is not None:
-            self._asked = replace(self._asked, cooldown_s=cooldown_s)
+            self.attempt.settings = replace(self.attempt.settings, cooldown_s=cooldown_s)
         if rank:
-            told = replace(Claim.decode(leader.value), rank=rank)
-            leader = replace(leader, value=told.encode())
-        return await claim(self, heart, leader)
+            claim = replace(Claim.decode(leader.value), rank=rank)
+            leader = replace(leader, value=claim.encode())
+        return await preempt(self, leader)
 
-    patch.setattr(Candidacy, "_claim_priority", lie)
+    patch.setattr(Claiming, "_preempt", lie)
 
 
 def preempts_its_equals(patch: pytest.MonkeyPatch) -> None:
@@ -504,20 +507,20 @@ def no_cooldown(patch: pytest.MonkeyPatch) -> None:
 
 def orders_not_taken_back(patch: pytest.MonkeyPatch) -> None:
     """Whoever gives an order leaves it there, as long as its session lives."""
-    patch.setattr(Presence, "retire", lambda self, heart: None)
+    patch.setattr(LeaseKeeper, "release", lambda self, keepalive: None)
 
 
 def record_removed_by_the_heir(patch: pytest.MonkeyPatch) -> None:
     """An heir that has been called does not wait for the leader to let go."""
-    wait = Candidacy._wait
+    wait_for = InLine.wait_for
 
-    async def shove(self: Candidacy, behind: Entry, *until: float | None) -> None:
-        if self._called and behind.key == self._record_key:
-            await self._presence.call(self._presence.store.delete(behind.key))
+    async def shove(self: InLine, entry: Entry, *until: float) -> None:
+        if self.succession.order and entry.key == self.attempt.record_key:
+            await self.attempt.core.call(self.attempt.core.store.delete(entry.key))
         else:
-            await wait(self, behind, *until)
+            await wait_for(self, entry, *until)
 
-    patch.setattr(Candidacy, "_wait", shove)
+    patch.setattr(InLine, "wait_for", shove)
 
 
 SEEDS = 60

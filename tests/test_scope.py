@@ -20,7 +20,7 @@ from doyen.events import Elected, Resigned
 from doyen.model import leader_key
 from doyen.session import Campaign
 from doyen.testing.faults import Faults, Late, Odds, Unanswered
-from support import STOP_BUDGET_S, VALID_S, Place, heart_of, now, soon, until, virtual
+from support import STOP_BUDGET_S, VALID_S, Place, keepalive_of, now, soon, until, virtual
 
 LOST = "'a' no longer leads 'e'"
 
@@ -35,8 +35,8 @@ def stand(session: Session, election: str = "e", name: str = "a") -> Campaign:
     return session.campaign(election, name=name)
 
 
-def lose(term: Term) -> bool:
-    return term.lose("the test says so")
+def lose(term: Term) -> None:
+    term._lose("the test says so")
 
 
 # A loss, and how the body takes it.
@@ -288,7 +288,8 @@ async def test_a_loss_after_the_exit_is_nobodys_affair(place: Place) -> None:
     async with stand(session) as term:
         pass
     assert not term.valid
-    assert not lose(term)
+    lose(term)
+    assert term.state is TermState.ENDED
     place.end_lease(session)
     await asyncio.sleep(10)
     assert term.state is TermState.ENDED
@@ -563,7 +564,7 @@ async def test_a_second_cancellation_at_any_instant_of_the_resignation(place: Pl
         task.cancel()
         await asyncio.wait({task})
         await until(lambda: (place.holder(), place.line()) == (None, []), 1)
-        assert heart_of(session).bodies == 0
+        assert keepalive_of(session).bodies == 0
 
 
 @virtual

@@ -40,11 +40,11 @@ from support import (
     TTL_S,
     VALID_S,
     Place,
+    core_of,
     gather_leaders,
-    heart_of,
+    keepalive_of,
     lead_until_told,
     now,
-    presence_of,
     soon,
     until,
     virtual,
@@ -185,8 +185,8 @@ async def test_after_a_loss_a_new_lease_serves_and_the_old_is_given_back(place: 
     session = await place.open()
     with pytest.raises(LeadershipLost):
         async with session.campaign("e", name="a") as first:
-            lease = heart_of(session).lease.id
-            heart_of(session).lose("the test says so")
+            lease = keepalive_of(session).lease.id
+            keepalive_of(session).lose("the test says so")
             try:
                 await asyncio.sleep(100)
             finally:
@@ -196,7 +196,7 @@ async def test_after_a_loss_a_new_lease_serves_and_the_old_is_given_back(place: 
     assert lease not in place.server._leases
     async with session.campaign("e", name="a") as second:
         assert second.token > first.token
-        assert heart_of(session).lease.id != lease
+        assert keepalive_of(session).lease.id != lease
 
 
 @virtual
@@ -399,7 +399,7 @@ async def test_a_lease_lost_while_taking_a_ticket(place: Place) -> None:
         faults.next("revoke", Late(before_s=0.9))
         waiting = asyncio.create_task(b.campaign("e", name="b").__aenter__())
         await until(lambda: place.line() == ["a", "b"])
-        heart_of(b).lose("the test says so")
+        keepalive_of(b).lose("the test says so")
         await asyncio.sleep(2)
         assert place.line() == ["a", "b"]
         waiting.cancel()
@@ -606,7 +606,7 @@ async def test_a_body_that_ends_in_time_is_not(place: Place) -> None:
     session = await place.open()
     with pytest.raises(LeadershipLost):
         async with session.campaign("e") as term:
-            soon(1, term.lose, "the test says so")
+            soon(1, term._lose, "the test says so")
             try:
                 await asyncio.sleep(100)
             finally:
@@ -620,7 +620,7 @@ def test_a_body_that_overruns_ends_the_process_if_asked() -> None:
 import time, doyen
 with doyen.connect_blocking("memory://", ttl_s=1) as session:
     with session.campaign("e", on_overrun="exit") as term:
-        term.lose("the test says so")
+        term._lose("the test says so")
         time.sleep(60)
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=30)
@@ -636,7 +636,7 @@ with doyen.connect_blocking("memory://", ttl_s=1) as session:
         ("memory://", {"ttl_s": -1}, "ttl_s must be positive, not -1"),
         ("memory://", {"ttl_s": 0}, "ttl_s must be positive, not 0"),
         ("memory://", {"ttl_s": float("nan")}, "ttl_s must be positive"),
-        ("memory://", {"ttl_s": 0.01}, r"ttl_s=0.01 is below what this store can keep: 0\.1 s"),
+        ("memory://", {"ttl_s": 0.01}, r"ttl_s=0.01 is below the minimum of this store: 0\.1 s"),
         ("memory://", {"ttl_s": 6, "stop_budget_s": 3}, r"a safety margin of -\d"),
         ("memory://", {"stop_budget_s": -2}, "stop_budget_s must be between 0 and 5, not -2"),
         ("memory://", {"drift": 0.6}, "drift must be between 0 and 0.5, not 0.6"),
@@ -668,12 +668,12 @@ for _ in range(100_000):
         ({"wait_s": -1}, "wait_s is 0 s or more, not -1"),
         ({"recipe": "lottery"}, "recipe is 'line' or 'race', not 'lottery'"),
         ({"on_overrun": "explode"}, "on_overrun is 'report' or 'exit'"),
-        ({"meta": {"socket": object()}}, "meta must be something JSON can carry"),
-        ({"meta": {"load": math.nan}}, "meta must be something JSON can carry"),
-        ({"meta": {"all": "x" * 70_000}}, "more than 65536: keep what is large elsewhere"),
+        ({"meta": {"socket": object()}}, "meta must be something that JSON can represent"),
+        ({"meta": {"load": math.nan}}, "meta must be something that JSON can represent"),
+        ({"meta": {"all": "x" * 70_000}}, "more than 65536: store large values elsewhere"),
         (
             {"meta": deep},
-            "meta must be something JSON can carry",
+            "meta must be something that JSON can represent",
         ),
     ],
 )
@@ -717,9 +717,9 @@ async def test_doubt_is_told_with_the_time_that_is_left(
     """A renewal may fail when the deadline has passed: that is a loss, not doubt."""
     faults = Faults(seed)
     session = await place.open(faults)
-    presence = presence_of(session)
-    presence.runtime.random.seed(seed)
-    heart = await presence.heart()
+    core = core_of(session)
+    core.runtime.random.seed(seed)
+    keepalive = await core.leases.shared()
     try:
         async with contextlib.AsyncExitStack() as stack:
             if campaigning:
@@ -729,7 +729,7 @@ async def test_doubt_is_told_with_the_time_that_is_left(
             await asyncio.sleep(3 * TTL_S)
     except LeadershipLost:
         assert campaigning
-    assert heart.lost_because == "no renewal was confirmed in time"
+    assert keepalive.lost_because == "no renewal was confirmed in time"
     doubts = [event for event in place.seen(Unsure) if isinstance(event, Unsure)]
     assert doubts
     assert all(0 < doubt.remaining_s < TTL_S for doubt in doubts)
@@ -744,10 +744,10 @@ def test_a_store_that_fails_at_once_is_not_asked_without_end() -> None:
     async def main() -> str | None:
         async with place.sessions:
             session = await place.open(faults, clock=OwnClock(place.clock, -0.995e6, 0.995))
-            heart = await presence_of(session).heart()
+            keepalive = await core_of(session).leases.shared()
             faults.next("renew", *[RefusedCall()] * 10_000)
             await asyncio.sleep(2 * TTL_S)
-            return heart.lost_because
+            return keepalive.lost_because
 
     assert run_virtual(main, clock=place.clock) == "no renewal was confirmed in time"
     assert len([line for line in faults.trace if line.startswith("renew")]) < 100

@@ -24,7 +24,8 @@ import doyen
 import doyen.audit
 from doyen import LeadershipLost
 from doyen.blocking import BlockingSession
-from doyen.election.presence import Presence, SessionSettings
+from doyen.election.core import SessionCore
+from doyen.election.options import SessionSettings
 from doyen.events import Record, Renewed
 from doyen.lease.clock import SystemClock
 from doyen.lease.runtime import InlineRuntime, ThreadRuntime
@@ -32,8 +33,8 @@ from doyen.stores.memory import MemoryStore
 from doyen.stores.port import Context
 from doyen.testing.faults import Faults, Late
 from support import (
+    core_of,
     gather_leaders,
-    presence_of,
     real_server,
     real_session,
     until,
@@ -173,7 +174,7 @@ def test_the_watchdog_trips_although_doyens_own_loop_hangs() -> None:
                 with pytest.raises(LeadershipLost, match="no renewal was confirmed in time"):
                     async with session.campaign("e") as term:
                         deadline = term.valid_until
-                        presence_of(session).runtime.post(hang)
+                        core_of(session).runtime.post(hang)
                         try:
                             await asyncio.sleep(30)
                         finally:
@@ -207,7 +208,7 @@ def test_a_closed_loop_does_not_break_the_watchdog() -> None:
             async with session.campaign("e", wait_s=5):
                 pass
             # That scope can never be left; it would keep doyen's thread for ever.
-            presence_of(session).runtime.release()
+            core_of(session).runtime.release()
 
     asyncio.run(main())
 
@@ -242,25 +243,25 @@ def test_a_session_cancelled_when_it_had_been_opened_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store was opened on doyen's thread, and the caller's loop had not seen it yet."""
-    opened: queue.SimpleQueue[Presence] = queue.SimpleQueue()
-    opening = Presence.open
+    opened: queue.SimpleQueue[SessionCore] = queue.SimpleQueue()
+    opening = SessionCore.open
 
-    async def tell(*args: Any, **options: Any) -> Presence:
-        presence = await opening(*args, **options)
-        opened.put(presence)
-        return presence
+    async def tell(*args: Any, **options: Any) -> SessionCore:
+        core = await opening(*args, **options)
+        opened.put(core)
+        return core
 
-    monkeypatch.setattr(Presence, "open", tell)
+    monkeypatch.setattr(SessionCore, "open", tell)
 
     async def main() -> None:
         entering = asyncio.create_task(doyen.connect(f"sqlite:///{tmp_path}/d.db").__aenter__())
         await asyncio.sleep(0)
-        presence = opened.get(timeout=20.0)
+        core = opened.get(timeout=20.0)
         entering.cancel()
         with pytest.raises(asyncio.CancelledError):
             await entering
         with pytest.raises(doyen.SessionClosed):
-            presence.check_open()
+            core.check_open()
 
     before = set(threading.enumerate())
     asyncio.run(main())
@@ -271,10 +272,10 @@ def test_a_session_cancelled_when_it_had_been_opened_is_closed(
 def test_an_interrupt_when_the_session_had_been_opened_closes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    opened: list[Presence] = []
-    opening, caller = Presence.open, threading.get_ident()
+    opened: list[SessionCore] = []
+    opening, caller = SessionCore.open, threading.get_ident()
 
-    async def interrupted(*args: Any, **options: Any) -> Presence:
+    async def interrupted(*args: Any, **options: Any) -> SessionCore:
         opened.append(await opening(*args, **options))
         await until(lambda: sys._current_frames()[caller].f_code.co_name == "wait", 20)
         os.kill(os.getpid(), signal.SIGINT)
@@ -282,7 +283,7 @@ def test_an_interrupt_when_the_session_had_been_opened_closes_it(
             await asyncio.sleep(20.0)
         return opened[0]
 
-    monkeypatch.setattr(Presence, "open", interrupted)
+    monkeypatch.setattr(SessionCore, "open", interrupted)
     with pytest.raises(KeyboardInterrupt):
         doyen.connect_blocking("memory://interrupted").__enter__()
     with pytest.raises(doyen.SessionClosed):

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from doyen import Term
-from doyen.election.candidate import Candidacy
+from doyen.election.attempt import Attempt
 from doyen.errors import OutcomeUnknown
-from doyen.lease.keepalive import Heart
+from doyen.lease.keepalive import Keepalive
 from doyen.model import Entry
 from doyen.stores.port import Creation
 from doyen.testing.faults import Late
@@ -67,8 +67,8 @@ def test_one_seed_gives_one_run() -> None:
 
 def from_the_reply(patch: pytest.MonkeyPatch) -> None:
     """Validity is counted from the answer, not from the sending."""
-    confirm = Heart._confirm
-    patch.setattr(Heart, "_confirm", lambda self, _: confirm(self, self._clock.now()))
+    confirm = Keepalive._confirm
+    patch.setattr(Keepalive, "_confirm", lambda self, _: confirm(self, self._clock.now()))
 
 
 def on_the_wall_clock(patch: pytest.MonkeyPatch) -> None:
@@ -78,24 +78,24 @@ def on_the_wall_clock(patch: pytest.MonkeyPatch) -> None:
 
 def unknown_is_victory(patch: pytest.MonkeyPatch) -> None:
     """A create that was never answered is believed."""
-    ask = Candidacy._ask
+    write = Attempt.write
 
-    async def believe(self: Candidacy, request: Awaitable[object]) -> object:
+    async def believe(self: Attempt, request: Awaitable[object]) -> object:
         creating = getattr(request, "__qualname__", "").endswith("create")
         try:
-            return await ask(self, request)
+            return await write(self, request)
         except OutcomeUnknown:
-            if not creating or self._heart is None:
+            if not creating:
                 raise
-            revision = self._presence.store._store._server._counter + 1  # type: ignore[attr-defined]
-            return Creation(True, Entry(self._record_key, b"", revision, revision))
+            revision = self.core.store._store._server._counter + 1  # type: ignore[attr-defined]
+            return Creation(True, Entry(self.record_key, b"", revision, revision))
 
-    patch.setattr(Candidacy, "_ask", believe)
+    patch.setattr(Attempt, "write", believe)
 
 
 def let_go_too_early(patch: pytest.MonkeyPatch) -> None:
     """The record is deleted while the term still counts as valid."""
-    patch.setattr(Term, "conclude", lambda self: True)
+    patch.setattr(Term, "_conclude", lambda self: True)
 
 
 def clocks_too_far_apart(patch: pytest.MonkeyPatch) -> None:

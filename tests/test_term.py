@@ -13,7 +13,7 @@ import pytest
 from doyen import LeadershipLost, Term, TermState
 from doyen import term as term_module
 from doyen.lease.clock import VirtualClock
-from doyen.lease.keepalive import NEVER, Heart
+from doyen.lease.keepalive import NEVER, Keepalive
 from doyen.lease.timing import Timing
 from doyen.model import Lease
 from doyen.telemetry import Telemetry
@@ -21,8 +21,8 @@ from doyen.testing import run_virtual
 from support import STOP_BUDGET_S, TTL_S, VALID_S
 
 
-def heart_and_term(clock: VirtualClock) -> tuple[Heart, Term]:
-    heart = Heart(
+def keepalive_and_term(clock: VirtualClock) -> tuple[Keepalive, Term]:
+    keepalive = Keepalive(
         cast(Any, None),
         Lease("lease-1", TTL_S),
         Timing(ttl_s=TTL_S, stop_budget_s=STOP_BUDGET_S),
@@ -37,20 +37,20 @@ def heart_and_term(clock: VirtualClock) -> tuple[Heart, Term]:
         name="a",
         meta={},
         token=7,
-        heart=heart,
+        keepalive=keepalive,
         clock=clock,
     )
-    return heart, term
+    return keepalive, term
 
 
-def beat(heart: Heart, clock: VirtualClock) -> None:
+def beat(keepalive: Keepalive, clock: VirtualClock) -> None:
     """A renewal, sent and confirmed at once."""
-    heart._confirm(clock.now())
+    keepalive._confirm(clock.now())
 
 
 def test_valid_is_two_numbers_compared() -> None:
     clock = VirtualClock()
-    _, term = heart_and_term(clock)
+    _, term = keepalive_and_term(clock)
     assert term.valid
     assert term.state is TermState.LEADER
     assert term.valid_until == term.remaining_s == VALID_S
@@ -65,14 +65,14 @@ def test_valid_is_two_numbers_compared() -> None:
 def test_reading_takes_no_lock() -> None:
     """Whoever holds the locks, stuck or dead: `valid` still answers."""
     clock = VirtualClock()
-    heart, term = heart_and_term(clock)
+    keepalive, term = keepalive_and_term(clock)
     answers: list[object] = []
 
     def read() -> None:
         answers.extend([term.valid, term.state, term.remaining_s, repr(term)])
         term.check()
 
-    with heart._lock, term_module._latch:
+    with keepalive._lock, term_module._latch:
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
         reader.join(10)
@@ -81,10 +81,10 @@ def test_reading_takes_no_lock() -> None:
 
 def test_renewals_move_the_deadline_and_suspension_counts() -> None:
     clock = VirtualClock()
-    heart, term = heart_and_term(clock)
+    keepalive, term = keepalive_and_term(clock)
     for _ in range(5):
         clock.advance(2)
-        beat(heart, clock)
+        beat(keepalive, clock)
         assert term.remaining_s == pytest.approx(VALID_S)
     clock.step_wall(-3600)
     assert term.valid
@@ -96,53 +96,53 @@ def test_what_was_seen_invalid_is_never_valid_again() -> None:
     """The machine sleeps past the deadline with a renewal under way, and wakes. The answer comes
     before the watchdog: nobody may see the term revive, though the store would have it."""
     clock = VirtualClock()
-    heart, term = heart_and_term(clock)
+    keepalive, term = keepalive_and_term(clock)
     clock.advance(2)
     sent_at = clock.now()
     clock.suspend(VALID_S - 1)
     assert not term.valid
-    heart._confirm(sent_at)
+    keepalive._confirm(sent_at)
     assert not term.valid
-    assert heart.lost_because is not None
-    assert not term.conclude()
+    assert keepalive.lost_because is not None
+    assert not term._conclude()
 
 
 def test_unsure_is_valid() -> None:
     clock = VirtualClock()
-    heart, term = heart_and_term(clock)
+    keepalive, term = keepalive_and_term(clock)
     states = [term.state]
-    heart._doubt(TimeoutError())
+    keepalive._failed(TimeoutError())
     states.append(term.state)
     assert term.valid
-    beat(heart, clock)
+    beat(keepalive, clock)
     states.append(term.state)
     assert states == [TermState.LEADER, TermState.UNSURE, TermState.LEADER]
 
 
 def test_check() -> None:
     clock = VirtualClock()
-    _, term = heart_and_term(clock)
+    _, term = keepalive_and_term(clock)
     term.check()
     term.check(for_s=VALID_S)
-    with pytest.raises(LeadershipLost, match=r"for 4\.970 s more for certain, less than the 5 s"):
+    with pytest.raises(LeadershipLost, match=r"for certain for 4\.970 s more, less than the 5 s"):
         term.check(for_s=5)
     clock.advance(TTL_S)
     with pytest.raises(LeadershipLost, match=r"\(token 7\): its deadline has passed"):
         term.check()
-    term.lose("of a reason")
+    term._lose("of a reason")
     with pytest.raises(LeadershipLost, match="of a reason"):
         term.check()
 
 
-Step = Callable[[Heart, Term], object]
+Step = Callable[[Keepalive, Term], object]
 STEPS: dict[str, Step] = {
-    "term lost": lambda heart, term: term.lose("lost"),
-    "body ended": lambda heart, term: term.conclude(),
-    "heart lost": lambda heart, term: heart.lose("heart"),
-    "heart stopped": lambda heart, term: heart.stop(),
-    "forked": lambda heart, term: heart.forked(),
-    "renewed": lambda heart, term: beat(heart, heart._clock),  # type: ignore[arg-type]
-    "renewal failed": lambda heart, term: heart._doubt(TimeoutError()),
+    "term lost": lambda keepalive, term: term._lose("lost"),
+    "body ended": lambda keepalive, term: term._conclude(),
+    "lease lost": lambda keepalive, term: keepalive.lose("lease"),
+    "keepalive stopped": lambda keepalive, term: keepalive.stop(),
+    "forked": lambda keepalive, term: keepalive.forked(),
+    "renewed": lambda keepalive, term: beat(keepalive, keepalive._clock),  # type: ignore[arg-type]
+    "renewal failed": lambda keepalive, term: keepalive._failed(TimeoutError()),
 }
 
 
@@ -152,20 +152,20 @@ def test_every_end_is_final(first: str, second: str) -> None:
     """Whatever ended it, whatever comes after: it stays invalid, its end is told once, and only a
     body that ended first counts as kept."""
     clock = VirtualClock()
-    heart, term = heart_and_term(clock)
+    keepalive, term = keepalive_and_term(clock)
 
-    def heart_lost(reason: str) -> None:
-        term.lose(reason)
+    def lease_lost(reason: str) -> None:
+        term._lose(reason)
 
-    heart.on_loss("candidacy", heart_lost)
+    keepalive.on_loss("candidacy", lease_lost)
     told: list[TermState] = []
     term.on_end(lambda: told.append(term.state))
     for step in (first, second):
-        STEPS[step](heart, term)
+        STEPS[step](keepalive, term)
         assert not term.valid
         assert term.valid_until == NEVER
         assert term.remaining_s == 0
-    kept = term.conclude()
+    kept = term._conclude()
     assert kept is (first == "body ended")
     assert term.state is (TermState.ENDED if kept else TermState.LOST)
     assert told == [term.state]
@@ -173,21 +173,21 @@ def test_every_end_is_final(first: str, second: str) -> None:
     assert term.reason
 
 
-def test_a_body_that_ends_while_the_heart_is_being_lost() -> None:
-    """The watchdog has marked the heart and not yet reached the term."""
+def test_a_body_that_ends_while_the_lease_is_being_lost() -> None:
+    """The watchdog has marked the lease and not yet reached the term."""
     clock = VirtualClock()
-    heart, term = heart_and_term(clock)
+    keepalive, term = keepalive_and_term(clock)
     clock.advance(1)
-    heart.lose("gone")
-    assert not term.conclude()
+    keepalive.lose("gone")
+    assert not term._conclude()
     assert (term.ended_at, term.reason) == (1.0, "gone")
 
 
 def test_a_body_that_ends_after_the_deadline_unnoticed() -> None:
     clock = VirtualClock()
-    _, term = heart_and_term(clock)
+    _, term = keepalive_and_term(clock)
     clock.advance(TTL_S)
-    assert not term.conclude()
+    assert not term._conclude()
     assert term.ended_at == pytest.approx(VALID_S)
 
 
@@ -195,11 +195,11 @@ def test_lost_can_be_awaited() -> None:
     clock = VirtualClock()
 
     async def main() -> None:
-        _, term = heart_and_term(clock)
+        _, term = keepalive_and_term(clock)
         waiting = [asyncio.create_task(term.lost()) for _ in range(3)]
         await asyncio.sleep(1)
         waiting[0].cancel()
-        term.lose("why not")
+        term._lose("why not")
         assert await waiting[1] == await waiting[2] == await term.lost() == "why not"
         assert term._listeners == []
 
@@ -207,7 +207,7 @@ def test_lost_can_be_awaited() -> None:
 
 
 def test_lost_can_be_waited_for_by_threads() -> None:
-    _, term = heart_and_term(VirtualClock())
+    _, term = keepalive_and_term(VirtualClock())
     assert not term.wait_lost(0)
     assert term._listeners == []
     answers: list[bool] = []
@@ -216,7 +216,7 @@ def test_lost_can_be_waited_for_by_threads() -> None:
     ]
     for thread in threads:
         thread.start()
-    term.lose("over")
+    term._lose("over")
     for thread in threads:
         thread.join(10)
     assert answers == [True] * 3
@@ -224,5 +224,5 @@ def test_lost_can_be_waited_for_by_threads() -> None:
 
 
 def test_repr_tells_who_leads_what() -> None:
-    _, term = heart_and_term(VirtualClock())
+    _, term = keepalive_and_term(VirtualClock())
     assert repr(term) == "<Term of 'a' in 'e', token 7, leader>"

@@ -20,7 +20,7 @@ import doyen
 import servers
 from doyen.errors import ConfigError, LeaseGone, StoreError, StoreUnavailable, StoreUnusable
 from doyen.lease.clock import SystemClock
-from doyen.model import leader_key, line_key, mail_key, order_key
+from doyen.model import leader_key, line_key, notice_key, order_key
 from doyen.stores.port import Context, open_store
 from doyen.stores.zookeeper import store as module
 from doyen.stores.zookeeper.diagnosis import ZooKeeperServerState, findings
@@ -196,7 +196,7 @@ def test_unused_watches_are_removed_from_the_server(chroot: str) -> None:
         async with opened(server.url + chroot) as store:
             before = watches(server)
             for number in range(20):
-                (await store.watch(mail_key("e", str(number)), lambda: None)).close()
+                (await store.watch(notice_key("e", str(number)), lambda: None)).close()
             kept = await store.watch(leader_key("e"), lambda: None)
             assert watches(server) > before
             kept.close()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from doyen.errors import ConfigError
-from doyen.model import Kind, leader_key, line_key, mail_key, order_key, ready_key
+from doyen.model import Kind, leader_key, line_key, notice_key, order_key, ready_key
 from doyen.stores.zookeeper.paths import Layout, in_line, is_ticket, ticket_stem
 
 LAYOUT = Layout("/root")
@@ -35,12 +35,12 @@ def keys_of(name: str, kind: Kind) -> list[str]:
         leader_key(name, kind),
         order_key(name, kind),
         ready_key(name, "x-1", kind),
-        mail_key(name, "x-1", kind),
+        notice_key(name, "x-1", kind),
         f"{line_key(name, kind)}/{TICKET}",
         f"{line_key(name, kind)}/guid_-7_0000000002",
         leader_key(name, kind).removesuffix("/leader"),
         f"{leader_key(name, kind)}s",
-        f"{mail_key(name, 'x-1', kind)}/deeper",
+        f"{notice_key(name, 'x-1', kind)}/deeper",
     ]
 
 
@@ -72,7 +72,7 @@ def test_the_znodes_of_the_documented_election() -> None:
         (leader_key("billing"), "/root/elections/billing/leader"),
         (order_key("billing"), "/root/elections/billing/leader:/order"),
         (ready_key("billing", "1-2"), "/root/elections/billing/leader:/ready:/1-2"),
-        (mail_key("billing", "1-2"), "/root/elections/billing/mail:/1-2"),
+        (notice_key("billing", "1-2"), "/root/elections/billing/mail:/1-2"),
         (leader_key("migration", "locks"), "/root/doyen/locks/migration/leader"),
         (leader_key("a/b"), "/root/elections/a%2Fb/leader"),
         (leader_key("/a/leader"), "/root/a/=6Ceader/leader"),

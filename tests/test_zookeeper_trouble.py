@@ -19,7 +19,7 @@ from kazoo.protocol.states import KazooState
 import doyen
 import servers
 from contest import Candidate, Contest, Place
-from doyen.election.presence import Presence
+from doyen.election.core import SessionCore
 from doyen.errors import LeaseGone, OutcomeUnknown, StoreUnavailable
 from doyen.events import Record, Waiting
 from doyen.lease.clock import SystemClock
@@ -365,7 +365,7 @@ def test_the_record_of_an_earlier_session_is_not_accepted(
 ) -> None:
     """curator#1211: a client accepted the record of its earlier session. Here the content of the
     record is that of this candidate, but ZooKeeper has bound it to another session."""
-    monkeypatch.setattr(Presence, "next_attempt", lambda self: "the-same-1")
+    monkeypatch.setattr(SessionCore, "next_attempt", lambda self: "the-same-1")
 
     async def main() -> None:
         async with (

@@ -1,4 +1,4 @@
-"""Waiting for something that must go on when the one who waits is cancelled.
+"""Tasks that outlive their callers: shared waiting, and groups of background tasks.
 
 Imports the standard library only.
 """
@@ -6,19 +6,23 @@ Imports the standard library only.
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-__all__ = ["retrieve", "shared"]
+__all__ = ["BackgroundTasks", "log_failure", "outlast", "retrieve", "shared"]
 
 T = TypeVar("T")
+log = logging.getLogger("doyen")
 
 
 async def shared(future: asyncio.Future[T]) -> T:
-    """The result of a future that others may wait for too: cancelling this does not cancel it.
+    """Wait for a future that others may wait for too. Cancelling the waiter does not cancel it.
 
     `asyncio.shield` does the same, but from Python 3.14 on it reports to the loop's exception
-    handler every failure that comes after the waiter was cancelled. Here a caller that gave up, say
-    for its timeout, has no interest in the outcome, and nothing is reported.
+    handler every failure that comes after the waiter was cancelled. A caller that has given up,
+    for example because its timeout expired, has no use for the outcome, so nothing is reported
+    here.
     """
     if not future.done():
         try:
@@ -27,6 +31,46 @@ async def shared(future: asyncio.Future[T]) -> T:
             future.add_done_callback(retrieve)
             raise
     return future.result()
+
+
+async def outlast(future: asyncio.Future[Any]) -> None:
+    """Wait until the future is done, even if the waiter is cancelled meanwhile."""
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError:
+            continue
+
+
+class BackgroundTasks:
+    """Tasks without a caller. A failure is logged; `cancel` ends all that still run."""
+
+    __slots__ = ("_tasks",)
+
+    def __init__(self) -> None:
+        # A dict keeps the order of creation, a set would not: one seed must give one run.
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.pop(task, None)
+        log_failure(task)
+
+    async def cancel(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def log_failure(task: asyncio.Task[Any]) -> None:
+    """Log the exception of a task that has no caller to raise it to."""
+    if not task.cancelled() and task.exception() is not None:
+        log.error("a background task of doyen failed", exc_info=task.exception())
 
 
 def retrieve(future: asyncio.Future[Any]) -> None:

@@ -1,8 +1,10 @@
-"""The same API for ordinary code, and `while_leader` for both.
+"""The API for code without asyncio, and `while_leader` for both kinds.
 
-Nothing can interrupt a thread that is busy, so here loss is something to ask for: `term.valid`
-costs nothing and turns false at the deadline by itself. Leaving the scope raises `LeadershipLost`
-if leadership was lost on the way, so that no result of a lost term passes unnoticed.
+A busy thread cannot be interrupted, so its code has to check for a loss: `term.valid` is cheap and
+turns false at the deadline by itself. Leaving the scope raises `LeadershipLost` if the term was
+lost, so that no result of a lost term goes unnoticed.
+
+Imports the asynchronous API and what it imports.
 """
 
 from __future__ import annotations
@@ -16,14 +18,24 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Gene
 from types import FunctionType, TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, cast
 
-from doyen.election.handover import order_resign, order_transfer
-from doyen.election.options import CampaignOptions, CampaignSettings, default_name
-from doyen.election.presence import Presence, SessionSettings
+from doyen.election.core import SessionCore
+from doyen.election.options import CampaignOptions, CampaignSettings, SessionSettings, default_name
+from doyen.election.orders import order_resign, order_transfer
+from doyen.election.queries import observe_leader, observe_line, read_leader, read_line
 from doyen.errors import AlreadyCampaigning, ConfigError, SessionClosed
 from doyen.events import Sink
 from doyen.lease.runtime import ThreadRuntime
 from doyen.model import Candidate, Leader, Line
-from doyen.session import OBSERVED, candidacy, connect, drop, hold, settings_for, settle_loss, track
+from doyen.session import (
+    OBSERVED,
+    connect,
+    enter_term,
+    exit_term,
+    new_candidacy,
+    settings_for,
+    settle_loss,
+    track,
+)
 from doyen.term import Term, TermState
 
 __all__ = ["BlockingCampaign", "BlockingSession", "connect_blocking", "while_leader"]
@@ -33,49 +45,49 @@ T = TypeVar("T")
 
 
 class BlockingSession:
-    """A process's presence in a store, for ordinary code. Made by `connect_blocking`.
+    """A session on a store, for code without asyncio. Made by `connect_blocking`.
 
-    May be shared by threads.
+    Threads may share it.
     """
 
     def __init__(self, settings: SessionSettings) -> None:
         self._settings = settings
-        self._presence: Presence | None = None
+        self._core: SessionCore | None = None
 
     def __enter__(self) -> BlockingSession:
-        if self._presence is not None:
+        if self._core is not None:
             raise SessionClosed("a session is entered once; connect again")
         self._runtime = ThreadRuntime.acquire()
         try:
-            self._presence = self._runtime.obtain_blocking(
-                Presence.open(self._settings, self._runtime), Presence.close
+            self._core = self._runtime.obtain_blocking(
+                SessionCore.open(self._settings, self._runtime), SessionCore.close
             )
         except BaseException:
             self._runtime.release()
             raise
-        track(self._presence)
+        track(self._core)
         return self
 
     def __exit__(self, *_: object) -> None:
-        presence = self._opened
+        core = self._opened
         if self._runtime.pid != os.getpid():
             return
         try:
-            self._runtime.finish_blocking(presence.close())
+            self._runtime.finish_blocking(core.close())
         finally:
             self._runtime.release()
 
     @property
-    def _opened(self) -> Presence:
-        if self._presence is None:
+    def _opened(self) -> SessionCore:
+        if self._core is None:
             raise SessionClosed("the session is not open: enter it with `with`")
-        return self._presence
+        return self._core
 
     def _do(self, work: Coroutine[Any, Any, T]) -> T:
         return self._runtime.do_blocking(work)
 
     def campaign(self, election: str, **options: Unpack[CampaignOptions]) -> BlockingCampaign:
-        """Stand for `election`; the scope is entered when elected. Options as for
+        """Campaign for `election`. The scope is entered when elected. Options as for
         `Session.campaign`.
 
             with session.campaign("billing", name="server1") as term:
@@ -91,129 +103,125 @@ class BlockingSession:
     ) -> Iterator[RepeatedBlockingCampaign]:
         """Campaign again after each loss, until the loop is left."""
         while True:
-            stand = CampaignSettings(election=election, **options)
-            yield RepeatedBlockingCampaign(self._opened, self._runtime, stand)
+            settings = CampaignSettings(election=election, **options)
+            yield RepeatedBlockingCampaign(self._opened, self._runtime, settings)
 
     def lock(self, lock: str, /, **options: Unpack[CampaignOptions]) -> BlockingCampaign:
         """Mutual exclusion without a leader: a scope with a token, as for a campaign."""
-        stand = CampaignSettings(election=lock, kind="locks", **options)
-        return BlockingCampaign(self._opened, self._runtime, stand)
+        settings = CampaignSettings(election=lock, kind="locks", **options)
+        return BlockingCampaign(self._opened, self._runtime, settings)
 
     def leader(self, election: str) -> Leader | None:
-        """Who leads now, by a read of the store; None while vacant."""
-        return self._errand(lambda presence: presence.leader(election))
+        """The current leader, read from the store; None if there is none."""
+        return self._run(lambda core: read_leader(core.calls, election))
 
     def line(self, election: str) -> list[Candidate]:
-        """Everyone who stands in line, in order, the leader marked."""
-        return [*self._errand(lambda presence: presence.line(election)).candidates]
+        """The candidates in line, in order, the leader marked."""
+        return [*self._run(lambda core: read_line(core.calls, election)).candidates]
 
     def resign(self, election: str, *, wait_s: float = 10.0, force: bool = False) -> Leader:
-        """Have whoever leads let go; see `Session.resign`."""
-        return self._errand(
-            lambda presence: order_resign(
-                presence, election, by=default_name(), wait_s=wait_s, force=force
-            )
+        """Have the leader resign; see `Session.resign`."""
+        return self._run(
+            lambda core: order_resign(core, election, by=default_name(), wait_s=wait_s, force=force)
         )
 
     def transfer(self, election: str, *, to: str, wait_s: float = 10.0) -> Leader:
-        """Have the leader hand over to the candidate named `to`; see `Session.transfer`."""
-        return self._errand(
-            lambda presence: order_transfer(
-                presence, election, to=to, by=default_name(), wait_s=wait_s
-            )
+        """Have the leader transfer to the candidate named `to`; see `Session.transfer`."""
+        return self._run(
+            lambda core: order_transfer(core, election, to=to, by=default_name(), wait_s=wait_s)
         )
 
-    def _errand(self, work: Callable[[Presence], Coroutine[Any, Any, T]]) -> T:
-        presence = self._opened
-        presence.check_open()
-        return self._do(presence.errand(lambda: work(presence)))
+    def _run(self, work: Callable[[SessionCore], Coroutine[Any, Any, T]]) -> T:
+        core = self._opened
+        core.check_open()
+        return self._do(core.run(lambda: work(core)))
 
     def observe(self, election: str) -> Generator[Leader | None, None, None]:
-        """Who leads now, then every change; None while vacant."""
-        return self._follow(lambda presence, deliver: presence.observe(election, deliver))
+        """The current leader, then every change; None while there is none."""
+        return self._observe(lambda core, deliver: observe_leader(core.calls, election, deliver))
 
     def observe_line(self, election: str) -> Generator[Line, None, None]:
-        """Who leads and who stands in line now, then every change."""
-        return self._follow(lambda presence, deliver: presence.observe_line(election, deliver))
+        """The current leader and line, then every change."""
+        return self._observe(lambda core, deliver: observe_line(core.calls, election, deliver))
 
-    def _follow(
-        self, observe: Callable[[Presence, Callable[[T], None]], Coroutine[Any, Any, None]]
+    def _observe(
+        self, observe: Callable[[SessionCore, Callable[[T], None]], Coroutine[Any, Any, None]]
     ) -> Generator[T, None, None]:
-        presence = self._opened
-        presence.check_open()
+        core = self._opened
+        core.check_open()
         seen: queue.SimpleQueue[T | BaseException] = queue.SimpleQueue()
 
-        def deliver(what: T) -> None:
+        def deliver(change: T) -> None:
             if seen.qsize() >= OBSERVED:
                 with contextlib.suppress(queue.Empty):
                     seen.get_nowait()
-            seen.put(what)
+            seen.put(change)
 
-        async def watch() -> None:
+        async def work() -> None:
             try:
-                await presence.errand(lambda: observe(presence, deliver))
+                await core.run(lambda: observe(core, deliver))
             except BaseException as error:
                 seen.put(error)
                 raise
 
-        watching = self._runtime.submit(watch())
+        observing = self._runtime.submit(work())
         try:
             while True:
-                what = seen.get()
-                if isinstance(what, Exception):
-                    raise what
-                if isinstance(what, BaseException):
+                change = seen.get()
+                if isinstance(change, Exception):
+                    raise change
+                if isinstance(change, BaseException):
                     raise SessionClosed("the session is closed; connect again")
-                yield what
+                yield change
         finally:
-            watching.cancel()
+            observing.cancel()
 
 
-class _Scope:
+class BlockingCampaignScope:
     """Leadership as a scope."""
 
-    def __init__(self, presence: Presence, runtime: ThreadRuntime, stand: CampaignSettings) -> None:
-        self._presence = presence
+    def __init__(
+        self, core: SessionCore, runtime: ThreadRuntime, settings: CampaignSettings
+    ) -> None:
+        self._core = core
         self._runtime = runtime
-        self._stand = stand
+        self._settings = settings
         self._entered = False
 
     def __enter__(self) -> Term:
         if self._entered:
             raise AlreadyCampaigning("a campaign is entered once; make another")
-        self._presence.check_open()
+        core, runtime = self._core, self._runtime
+        candidacy = new_candidacy(core, self._settings)
         self._entered = True
-        self._runtime.retain()
+        runtime.retain()
         try:
-            term = self._win()
+            while True:
+                self._candidacy = candidacy
+                try:
+                    term = runtime.do_blocking(core.run(candidacy.win))
+                except BaseException:
+                    runtime.start(candidacy.leave())
+                    raise
+                if term.valid:
+                    break
+                runtime.finish_blocking(candidacy.leave())
+                candidacy = new_candidacy(core, self._settings)
         except BaseException:
-            self._runtime.release()
+            runtime.release()
             raise
         self._term = term
-        hold(term, self._presence, self._stand.kind)
+        enter_term(term, core, self._settings.kind)
         return term
-
-    def _win(self) -> Term:
-        presence, runtime = self._presence, self._runtime
-        while True:
-            self._candidacy = standing = candidacy(presence, self._stand)
-            try:
-                term = runtime.do_blocking(presence.errand(standing.win))
-            except BaseException:
-                runtime.start(standing.leave())
-                raise
-            if term.valid:
-                return term
-            runtime.finish_blocking(standing.leave())
 
     def _leave(self, error: BaseException | None, *, again: bool) -> bool:
         term = self._term
-        drop(term)
+        exit_term(term)
         if self._runtime.pid != os.getpid():
             raise SessionClosed(
-                "this term belongs to the parent process; a forked child connects for itself"
+                "this term belongs to the parent process; connect again in the child of a fork"
             )
-        kept = term.conclude()
+        kept = term._conclude()
         try:
             self._runtime.finish_blocking(self._candidacy.leave())
         finally:
@@ -223,7 +231,7 @@ class _Scope:
         return settle_loss(term, error, again=again)
 
 
-class BlockingCampaign(_Scope):
+class BlockingCampaign(BlockingCampaignScope):
     """A scope entered when elected. Made by `BlockingSession.campaign`; leaving it raises
     `LeadershipLost` if the term was lost."""
 
@@ -236,7 +244,7 @@ class BlockingCampaign(_Scope):
         self._leave(error, again=False)
 
 
-class RepeatedBlockingCampaign(_Scope):
+class RepeatedBlockingCampaign(BlockingCampaignScope):
     """One round of `BlockingSession.campaigns`; a loss ends the body and nothing else."""
 
     def __exit__(
@@ -257,7 +265,7 @@ def connect_blocking(
     audit: str | os.PathLike[str] | None = None,
     on_event: Sink | None = None,
 ) -> BlockingSession:
-    """A session on the store that `url` names, for ordinary code. Options as for `connect`.
+    """A session on the store that `url` names, for code without asyncio. Options as for `connect`.
 
     with doyen.connect_blocking("sqlite:///var/lib/app/doyen.db") as session:
         with session.campaign("billing", name="server1") as term:
@@ -279,7 +287,7 @@ def connect_blocking(
 def while_leader(
     election: str, *, store: str, ttl_s: float | None = None, **options: Unpack[CampaignOptions]
 ) -> Callable[[Callable[Concatenate[Term, P], T]], Callable[P, T]]:
-    """Run a function, ordinary or async, only as leader; again after each loss.
+    """Run a function, with or without asyncio, only as leader; again after each loss.
 
         @doyen.while_leader("billing", store="sqlite:///var/lib/app/doyen.db")
         def main(term):
@@ -288,12 +296,11 @@ def while_leader(
 
         main()
 
-    The function's first argument is its term, so a method is wrapped once it is bound; a generator,
-    whose body would run when the term is over, is refused. Calling it waits for election. If the
-    term is lost
-    the function is run again in the next one; once it returns with its term still valid, the
-    leader resigns and the result is returned. An error of its own is raised. Further options are
-    those of `campaign`.
+    The function's first argument is its term, so wrap a method once it is bound. A generator is
+    refused, because its body would run after the term. Calling the function waits for election. If
+    the term is lost, the function is run again in the next one; once it returns with its term still
+    valid, the leader resigns and the result is returned. An error of its own is raised. Further
+    options are those of `campaign`.
     """
 
     def decorate(function: Callable[Concatenate[Term, P], T]) -> Callable[P, T]:
@@ -322,16 +329,16 @@ def while_leader(
 def _refuse_unfit(function: Callable[..., Any]) -> None:
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigError(
-            f"while_leader cannot run {function.__name__!r}, a generator: its body would run when"
-            " the term is over; use session.campaign inside it"
+            f"while_leader cannot run {function.__name__!r}, a generator: its body would run"
+            " after the term; use session.campaign inside it"
         )
     if isinstance(function, FunctionType) and function.__code__.co_varnames[:1] in (
         ("self",),
         ("cls",),
     ):
         raise ConfigError(
-            f"while_leader hands the term to the first argument, which of {function.__name__!r} is"
-            f" {function.__code__.co_varnames[0]!r}: wrap the bound method instead,"
+            f"while_leader passes the term as the first argument, which in {function.__name__!r}"
+            f" is {function.__code__.co_varnames[0]!r}: wrap the bound method instead,"
             f" while_leader(…)(self.{function.__name__})"
         )
 
@@ -341,8 +348,8 @@ def _refuse_unfinished(result: object) -> None:
         if isinstance(result, Coroutine):
             result.close()
         raise ConfigError(
-            f"what while_leader ran returned a {type(result).__name__} whose work would be done"
-            " when the term is over: decorate the `async def` itself"
+            f"the function that while_leader ran returned a {type(result).__name__}, whose work"
+            " would be done after the term: decorate the `async def` itself"
         )
 
 

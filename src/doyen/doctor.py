@@ -19,7 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
-from doyen.election.presence import SessionSettings, line_of
+from doyen.election.options import SessionSettings
+from doyen.election.queries import line_of
 from doyen.errors import ConfigError, LeaseGone, StoreError, StoreUnavailable
 from doyen.lease.clock import Clock, SystemClock
 from doyen.lease.timing import Timing

@@ -1,18 +1,18 @@
-"""The values that pass between layers: what a store holds, who leads, and the keys they live at.
-
-Nothing here does anything; everything is frozen.
+"""The values that layers exchange, all of them frozen, and the keys under which they are stored.
 
 Keys are paths of `/`-separated segments. A segment that comes from a user is percent-encoded, so
-no name, however odd, can reach into another's keys. Adapters may lay keys out in their engine as
-they like (ZooKeeper tickets stand directly under the election's path, as its recipe has it), as
-long as the port's promises hold.
+no name can reach into the keys of another. Adapters may map keys to their engine in their own way
+(ZooKeeper tickets are directly under the election's path, as in its recipe), as long as the port's
+promises hold.
 
     elections/<name>/leader                  the leader record
-    elections/<name>/leader/order            what somebody asks of the holder
-    elections/<name>/leader/ready/<attempt>  an heir's word that it is ready
+    elections/<name>/leader/order            an order to the leader
+    elections/<name>/leader/ready/<attempt>  a successor's ready marker
     elections/<name>/line/<ticket>           the line of candidates
-    elections/<name>/mail/<attempt>          an order's word to its heir
+    elections/<name>/mail/<attempt>          the notice to a successor
     locks/<name>/…                           the same for a lock
+
+Imports the errors only.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
     "Version",
     "leader_key",
     "line_key",
-    "mail_key",
+    "notice_key",
     "order_key",
     "ready_key",
 ]
@@ -50,15 +50,15 @@ Version = Hashable
 Kind = Literal["elections", "locks"]
 
 CLAIM_BYTES = 64 * 1024
-"""What a candidate may say of itself at most: everybody in its line reads it, on any engine."""
+"""Limit for the name and meta of a candidate. Other candidates read them, on any engine."""
 
 Meta = Mapping[str, Any]
-"""What a candidate tells others about itself; anything JSON can carry."""
+"""Information about a candidate for others to read; anything that JSON can represent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A time-limited claim in a store. `ttl_s` is what was *granted*, not what was asked."""
+    """A time-limited claim in a store. `ttl_s` is what was *granted*, not what was requested."""
 
     id: str
     ttl_s: float
@@ -66,7 +66,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What stands at a key."""
+    """A key with its value."""
 
     key: str
     value: bytes
@@ -77,7 +77,7 @@ class Entry:
     lease: str | None = None
     """The id of the lease it is bound to."""
     remaining_s: float | None = None
-    """What is left of that lease as the store sees it, where the store can tell."""
+    """What is left of that lease according to the store, if the store reports it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Leader:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One who stands in the line of an election."""
+    """A candidate in the line of an election."""
 
     name: str
     priority: int
@@ -102,8 +102,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The line of an election, in order, and who leads it. A leader by the recipe `race` has no
-    place in the line."""
+    """The line of an election, in order, and its leader. A leader with the recipe `race` is not in
+    the line."""
 
     leader: Leader | None
     candidates: tuple[Candidate, ...] = ()
@@ -114,7 +114,7 @@ Level = Literal["ok", "note", "warning", "problem"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something worth knowing about a store or a configuration, and what to do about it."""
+    """A property of a store or a configuration that users should know, and what to do about it."""
 
     level: Level
     subject: str
@@ -124,10 +124,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The value of tickets and leader records: who, and in which attempt.
+    """The value of tickets and leader records: the candidate and its attempt.
 
-    The attempt id is unique to one candidacy on one lease. It is how a candidate recognises its
-    own write after an answer was lost.
+    The attempt id is unique to one campaign on one lease. By it a candidate recognises its own
+    write after a response was lost.
     """
 
     name: str
@@ -141,17 +141,17 @@ class Claim:
                 {"name": self.name, "attempt": self.attempt, "meta": self.meta, "rank": self.rank}
             )
         except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"meta must be something JSON can carry: {error}") from error
+            raise ConfigError(f"meta must be something that JSON can represent: {error}") from error
         if len(encoded) > CLAIM_BYTES:
             raise ConfigError(
-                f"name and meta take {len(encoded)} bytes, more than {CLAIM_BYTES}: keep what is"
-                " large elsewhere, and put where it is into meta"
+                f"name and meta take {len(encoded)} bytes, more than {CLAIM_BYTES}: store large"
+                " values elsewhere, and put a reference to them into meta"
             )
         return encoded
 
     @classmethod
     def decode(cls, value: bytes) -> Claim:
-        """Read a claim; one written by something else yields its text as the name."""
+        """Read a claim. A value that is none becomes the name of the result."""
         try:
             raw = json.loads(value)
             return cls(
@@ -166,26 +166,29 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What somebody asks of a leader: to let go, perhaps in favour of an heir.
+    """A request that a leader resign, or transfer its leadership to a successor.
 
-    Orders, and the mail that tells an heir of one, are bound to the lease of whoever gives them:
-    nobody obeys the dead.
+    An order, and the notice to its successor, are bound to a lease of whoever gives it. They
+    disappear if that process dies.
     """
 
     token: int
-    """The term it is meant for. In any other it means nothing."""
+    """The term that the order is for. It has no effect on any other."""
     by: str
-    heir: str = ""
-    """The attempt that is to follow, once it has said that it is ready; empty: who is next."""
+    successor: str = ""
+    """The attempt that is to lead next, once it is ready. Empty: the next in line."""
     rank: int | None = None
-    """Set by an heir that claims its priority. A leader of the same or a higher one ignores it."""
+    """Set if the order is given by its successor, which claims its priority. A leader of the same
+    or a higher priority ignores it."""
 
     def encode(self) -> bytes:
-        return _encode({"token": self.token, "by": self.by, "heir": self.heir, "rank": self.rank})
+        return _encode(
+            {"token": self.token, "by": self.by, "heir": self.successor, "rank": self.rank}
+        )
 
     @classmethod
     def decode(cls, value: bytes) -> Order | None:
-        """Read an order; None if it is not one."""
+        """Read an order; None if the value is not one."""
         try:
             raw = json.loads(value)
             rank = raw.get("rank")
@@ -212,13 +215,13 @@ def _mapping(value: object) -> object:
 def _path(name: object, kind: Kind) -> str:
     if not isinstance(name, str) or not name:
         raise ConfigError(f"the name of an election is a string of 1 to 200 bytes, not {name!r}")
-    if not name.isprintable():  # which also keeps out what UTF-8 cannot carry
+    if not name.isprintable():  # also refuses what UTF-8 cannot encode
         raise ConfigError(f"the name of an election has only printable characters, not {name!r}")
     if (size := len(name.encode())) > 200:
         raise ConfigError(
             f"the name of an election is a string of 1 to 200 bytes, not of {size}: {name[:20]!r}…"
         )
-    from urllib.parse import quote  # a tenth of what importing doyen would cost
+    from urllib.parse import quote  # would take a tenth of the time to import doyen
 
     return f"{kind}/{quote(name, safe='')}"
 
@@ -243,5 +246,5 @@ def line_key(name: str, kind: Kind = "elections") -> str:
     return f"{_path(name, kind)}/line"
 
 
-def mail_key(name: str, attempt: str, kind: Kind = "elections") -> str:
+def notice_key(name: str, attempt: str, kind: Kind = "elections") -> str:
     return f"{_path(name, kind)}/mail/{attempt}"

@@ -1,9 +1,11 @@
 """The asynchronous API: a session, its campaigns, and leadership as a cancel scope.
 
-Thin: everything that talks to the store runs on doyen's loop (`presence`, `election`); here it is
-bridged to the caller's loop, and loss is turned into cancellation of the body, the way
-`asyncio.timeout` does it: the user's own cancellation is never eaten, and a body that swallows
-ours still ends in `LeadershipLost`.
+All code that talks to the store runs on doyen's loop (`doyen.election`). This module connects it
+to the caller's loop, and turns a loss into cancellation of the body in the way of
+`asyncio.timeout`: a cancellation by the user is never swallowed, and a body that swallows ours
+still ends in `LeadershipLost`.
+
+Imports `doyen.election`, the runtime and the term.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
 from doyen.election.candidate import Candidacy
-from doyen.election.handover import order_resign, order_transfer
-from doyen.election.options import CampaignOptions, CampaignSettings, default_name
-from doyen.election.presence import Presence, SessionSettings
+from doyen.election.core import SessionCore
+from doyen.election.options import CampaignOptions, CampaignSettings, SessionSettings, default_name
+from doyen.election.orders import order_resign, order_transfer
+from doyen.election.queries import observe_leader, observe_line, read_leader, read_line
 from doyen.errors import AlreadyCampaigning, LeadershipLost, SessionClosed, StaleToken
 from doyen.events import Sink
 from doyen.lease.runtime import Runtime, ThreadRuntime
@@ -34,59 +37,60 @@ __all__ = ["Campaign", "Session", "connect"]
 
 T = TypeVar("T")
 OBSERVED = 64
-"""How many changes wait for an observer. One that is slower misses the oldest."""
+"""How many changes wait for an observer. A slower observer misses the oldest."""
 
 
-def candidacy(presence: Presence, stand: CampaignSettings) -> Candidacy:
-    """A candidacy, unless the calling scope would then wait for itself."""
-    presence.check_open()
-    for term, where, kind in _held.get():
+def new_candidacy(core: SessionCore, settings: CampaignSettings) -> Candidacy:
+    """A candidacy, unless the session is closed or the calling scope would wait for itself."""
+    core.check_open()
+    for term, where, kind in _entered.get():
         if (
-            where is presence
-            and (term.election, kind) == (stand.election, stand.kind)
+            where is core
+            and (term.election, kind) == (settings.election, settings.kind)
             and term.state in (TermState.LEADER, TermState.UNSURE)
         ):
             raise AlreadyCampaigning(
-                f"{term.name!r} already leads {stand.election!r} in this scope, on this very"
-                " session: a second campaign would wait for the first for ever"
+                f"{term.name!r} already leads {settings.election!r} in this scope and session:"
+                " a second campaign would wait for the first without end"
             )
-    return Candidacy(presence, stand)
+    return Candidacy(core, settings)
 
 
-_held: ContextVar[tuple[tuple[Term, Presence, Kind], ...]] = ContextVar("doyen_held", default=())
-"""Terms entered by the calling scope: what a nested campaign would wait for."""
+_entered: ContextVar[tuple[tuple[Term, SessionCore, Kind], ...]] = ContextVar(
+    "doyen_entered", default=()
+)
+"""The terms that the calling scope is in. A nested campaign for one of them would never end."""
 
 
-def hold(term: Term, presence: Presence, kind: Kind) -> None:
-    _held.set((*_held.get(), (term, presence, kind)))
+def enter_term(term: Term, core: SessionCore, kind: Kind) -> None:
+    _entered.set((*_entered.get(), (term, core, kind)))
 
 
-def drop(term: Term) -> None:
-    _held.set(tuple(held for held in _held.get() if held[0] is not term))
+def exit_term(term: Term) -> None:
+    _entered.set(tuple(entered for entered in _entered.get() if entered[0] is not term))
 
 
-_sessions: weakref.WeakSet[Presence] = weakref.WeakSet()
+_sessions: weakref.WeakSet[SessionCore] = weakref.WeakSet()
 _fork_hook_installed = False
 _kept_after_fork: list[object] = []
 
 
-def track(presence: Presence) -> None:
-    """Have a presence told of forks. The hook is installed with the first session, not on
-    import."""
+def track(core: SessionCore) -> None:
+    """Notify a session of forks. The hook is installed with the first session, not on import."""
     global _fork_hook_installed
     if not _fork_hook_installed:
         _fork_hook_installed = True
         os.register_at_fork(after_in_child=_after_fork_in_child)
-    _sessions.add(presence)
+    _sessions.add(core)
 
 
 def _after_fork_in_child() -> None:
     ThreadRuntime.forked()
     term_forked()
-    presences = list(_sessions)
-    _kept_after_fork.extend(presences)
-    for presence in presences:
-        presence.forked()
+    cores = list(_sessions)
+    _kept_after_fork.extend(cores)
+    for core in cores:
+        core.forked()
     _sessions.clear()
 
 
@@ -110,9 +114,9 @@ def settings_for(
 
 
 class Session:
-    """A process's presence in a store, for asyncio. Made by `connect`.
+    """A session on a store, for asyncio. Made by `connect`.
 
-    Tests and the lab hand in a runtime and an open store.
+    Tests and the lab pass a runtime and an open store.
     """
 
     def __init__(
@@ -121,54 +125,55 @@ class Session:
         self._settings = settings
         self._given_runtime = runtime
         self._given_store = store
-        self._presence: Presence | None = None
+        self._core: SessionCore | None = None
 
     async def __aenter__(self) -> Session:
-        if self._presence is not None:
+        if self._core is not None:
             raise SessionClosed("a session is entered once; connect again")
         runtime = self._given_runtime or ThreadRuntime.acquire()
         try:
-            self._presence = await runtime.obtain(
-                Presence.open(self._settings, runtime, store=self._given_store), Presence.close
+            self._core = await runtime.obtain(
+                SessionCore.open(self._settings, runtime, store=self._given_store),
+                SessionCore.close,
             )
         except BaseException:
             runtime.release()
             raise
-        track(self._presence)
+        track(self._core)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        presence = self._opened
-        if presence.runtime.pid != os.getpid():
+        core = self._opened
+        if core.runtime.pid != os.getpid():
             return
-        closing = asyncio.ensure_future(presence.runtime.finish(presence.close()))
+        closing = asyncio.ensure_future(core.runtime.finish(core.close()))
         cancelled = None
         while not closing.done():
             try:
                 await asyncio.wait({closing})
             except asyncio.CancelledError as error:
-                # doyen's thread may stop only when the lease has been given back, which is soon.
+                # doyen's thread must not stop before the lease is revoked, which takes little time.
                 cancelled = error
-        presence.runtime.release()
+        core.runtime.release()
         closing.result()
         if cancelled is not None:
             raise cancelled
 
     @property
-    def _opened(self) -> Presence:
-        if self._presence is None:
+    def _opened(self) -> SessionCore:
+        if self._core is None:
             raise SessionClosed("the session is not open: enter it with `async with`")
-        return self._presence
+        return self._core
 
     def campaign(self, election: str, **options: Unpack[CampaignOptions]) -> Campaign:
-        """Stand for `election`; the scope is entered when elected.
+        """Campaign for `election`. The scope is entered when elected.
 
             async with session.campaign("billing", name="server1") as term:
                 await work(term.token)
 
         On loss the body is cancelled and `LeadershipLost` raised. Options: `name`, `meta`,
         `wait_s`, `priority`, `preempt`, `cooldown_s`, `recipe`, `stall_after_s`, `on_overrun`;
-        each is explained at `doyen.election.options.Options`.
+        each is explained at `doyen.election.options.CampaignOptions`.
         """
         return Campaign(self._opened, CampaignSettings(election=election, **options))
 
@@ -181,8 +186,9 @@ class Session:
                 async with campaign as term:
                     await work(term.token)
 
-        A loss ends the body and goes round again instead of raising; an error of the body's own
-        is raised. `break` and `return` leave the loop, lost or not: look at `term.valid` first.
+        A loss ends the body and starts the next campaign instead of raising. An error of the body
+        itself is raised. `break` and `return` leave the loop even if the term was lost, so check
+        `term.valid` first.
         """
         while True:
             yield RepeatedCampaign(self._opened, CampaignSettings(election=election, **options))
@@ -193,85 +199,81 @@ class Session:
             async with session.lock("migration") as term:
                 await migrate(fencing_token=term.token)
 
-        Locks and elections of one name have nothing to do with each other.
+        A lock and an election of the same name are independent of each other.
         """
         return Campaign(self._opened, CampaignSettings(election=lock, kind="locks", **options))
 
     async def resign(self, election: str, *, wait_s: float = 10.0, force: bool = False) -> Leader:
-        """Have whoever leads `election` let go, and return who it was, once it has.
+        """Have the leader of `election` resign, and return it once it has.
 
-        Its body is cancelled and the record goes when the body has ended; `OrderFailed` if that
-        took longer than `wait_s`. `force` removes the record of a holder that may still be at
-        work: from then on only tokens protect what it writes.
+        Its body is cancelled, and its record is deleted when the body has ended; `OrderFailed` if
+        that takes longer than `wait_s`. `force` deletes the record of a leader that may still be
+        at work: from then on only tokens protect what it writes.
         """
-        return await self._errand(
-            lambda presence: order_resign(
-                presence, election, by=default_name(), wait_s=wait_s, force=force
-            )
+        return await self._run(
+            lambda core: order_resign(core, election, by=default_name(), wait_s=wait_s, force=force)
         )
 
     async def transfer(self, election: str, *, to: str, wait_s: float = 10.0) -> Leader:
-        """Have the leader hand over to the candidate named `to`, and return it once it leads.
+        """Have the leader transfer to the candidate named `to`, and return it once it leads.
 
             await session.transfer("billing", to="server2")
 
-        The heir is ready before the leader lets go. `OrderFailed` if `to` is not exactly one
-        candidate in line, or leadership did not pass to it within `wait_s`.
+        The successor is ready before the leader lets go. `OrderFailed` if `to` is not exactly one
+        candidate in line, or does not lead within `wait_s`.
         """
-        return await self._errand(
-            lambda presence: order_transfer(
-                presence, election, to=to, by=default_name(), wait_s=wait_s
-            )
+        return await self._run(
+            lambda core: order_transfer(core, election, to=to, by=default_name(), wait_s=wait_s)
         )
 
     async def line(self, election: str) -> list[Candidate]:
-        """Everyone who stands in line, in order, the leader marked."""
-        return [*(await self._errand(lambda presence: presence.line(election))).candidates]
+        """The candidates in line, in order, the leader marked."""
+        return [*(await self._run(lambda core: read_line(core.calls, election))).candidates]
 
-    async def _errand(self, work: Callable[[Presence], Coroutine[Any, Any, T]]) -> T:
-        presence = self._opened
-        presence.check_open()
-        return await presence.runtime.do(presence.errand(lambda: work(presence)))
+    async def _run(self, work: Callable[[SessionCore], Coroutine[Any, Any, T]]) -> T:
+        core = self._opened
+        core.check_open()
+        return await core.runtime.do(core.run(lambda: work(core)))
 
     async def leader(self, election: str) -> Leader | None:
-        """Who leads now, by a read of the store; None while vacant."""
-        return await self._errand(lambda presence: presence.leader(election))
+        """The current leader, read from the store; None if there is none."""
+        return await self._run(lambda core: read_leader(core.calls, election))
 
     def observe(self, election: str) -> AsyncGenerator[Leader | None, None]:
-        """Who leads now, then every change; None while vacant. An observer that is more than 64
-        changes behind misses the oldest.
+        """The current leader, then every change; None while there is none. An observer that is more
+        than 64 changes behind misses the oldest.
 
         async for leader in session.observe("billing"):
-            print(leader.name if leader else "nobody")
+            print(leader.name if leader else "no leader")
         """
-        return self._follow(lambda presence, deliver: presence.observe(election, deliver))
+        return self._observe(lambda core, deliver: observe_leader(core.calls, election, deliver))
 
     def observe_line(self, election: str) -> AsyncGenerator[Line, None]:
-        """Who leads and who stands in line now, then every change.
+        """The current leader and line, then every change.
 
         async for line in session.observe_line("billing"):
             print([candidate.name for candidate in line.candidates])
         """
-        return self._follow(lambda presence, deliver: presence.observe_line(election, deliver))
+        return self._observe(lambda core, deliver: observe_line(core.calls, election, deliver))
 
-    async def _follow(
-        self, observe: Callable[[Presence, Callable[[T], None]], Coroutine[Any, Any, None]]
+    async def _observe(
+        self, observe: Callable[[SessionCore, Callable[[T], None]], Coroutine[Any, Any, None]]
     ) -> AsyncGenerator[T, None]:
-        presence = self._opened
-        presence.check_open()
+        core = self._opened
+        core.check_open()
         loop = asyncio.get_running_loop()
         seen: deque[T] = deque(maxlen=OBSERVED)
         changed = asyncio.Event()
 
-        def deliver(what: T) -> None:
-            # A loop that is stuck is woken once, not once for each change that it misses.
-            seen.append(what)
+        def deliver(change: T) -> None:
+            # A loop that does not run is woken once, not once for each change.
+            seen.append(change)
             if len(seen) == 1:
                 with contextlib.suppress(RuntimeError):  # the observer's loop has been closed
                     loop.call_soon_threadsafe(changed.set)
 
-        watching = asyncio.ensure_future(
-            presence.runtime.do(presence.errand(lambda: observe(presence, deliver))),
+        observing = asyncio.ensure_future(
+            core.runtime.do(core.run(lambda: observe(core, deliver))),
         )
         try:
             while True:
@@ -279,18 +281,18 @@ class Session:
                     yield seen.popleft()
                 waking = asyncio.ensure_future(changed.wait())
                 try:
-                    await asyncio.wait({waking, watching}, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait({waking, observing}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     waking.cancel()
                 changed.clear()
-                if not seen and watching.done():
-                    watching.result()
+                if not seen and observing.done():
+                    observing.result()
                     raise SessionClosed("the session is closed; connect again")
         finally:
-            watching.cancel()
+            observing.cancel()
 
 
-class _Scope:
+class CampaignScope:
     """Leadership as a cancel scope."""
 
     __slots__ = (
@@ -298,17 +300,17 @@ class _Scope:
         "_cancelled",
         "_cancelling_before",
         "_candidacy",
+        "_core",
         "_entered",
         "_loop",
-        "_presence",
-        "_stand",
+        "_settings",
         "_task",
         "_term",
     )
 
-    def __init__(self, presence: Presence, stand: CampaignSettings) -> None:
-        self._presence = presence
-        self._stand = stand
+    def __init__(self, core: SessionCore, settings: CampaignSettings) -> None:
+        self._core = core
+        self._settings = settings
         self._entered = False
         self._armed = False
         self._cancelled = False
@@ -316,38 +318,35 @@ class _Scope:
     async def __aenter__(self) -> Term:
         if self._entered:
             raise AlreadyCampaigning("a campaign is entered once; make another")
-        self._presence.check_open()
+        core, runtime = self._core, self._core.runtime
+        candidacy = new_candidacy(core, self._settings)
         if asyncio.current_task() is None:
             raise RuntimeError(
-                "a campaign is entered from a task, which is what a loss cancels; nothing has been"
-                " asked of the store. Use asyncio.create_task, or asyncio.run"
+                "a campaign is entered from a task, which is what a loss cancels; nothing was"
+                " sent to the store. Use asyncio.create_task, or asyncio.run"
             )
         self._entered = True
-        runtime = self._presence.runtime
         runtime.retain()
         try:
-            term = await self._win()
+            while True:
+                self._candidacy = candidacy
+                try:
+                    term = await runtime.do(core.run(candidacy.win))
+                except BaseException:
+                    runtime.start(candidacy.leave())
+                    raise
+                if term.valid:
+                    break
+                # The term was won, and lost before this loop could enter it: campaign again.
+                await runtime.finish(candidacy.leave())
+                candidacy = new_candidacy(core, self._settings)
         except BaseException:
             runtime.release()
             raise
         self._term = term
         self._arm(term)
-        hold(term, self._presence, self._stand.kind)
+        enter_term(term, core, self._settings.kind)
         return term
-
-    async def _win(self) -> Term:
-        presence, runtime = self._presence, self._presence.runtime
-        while True:
-            self._candidacy = standing = candidacy(presence, self._stand)
-            try:
-                term = await runtime.do(presence.errand(standing.win))
-            except BaseException:
-                runtime.start(standing.leave())
-                raise
-            if term.valid:
-                return term
-            # Won, and lost again before this loop got round to it: stand anew.
-            await runtime.finish(standing.leave())
 
     def _arm(self, term: Term) -> None:
         task = asyncio.current_task()
@@ -359,8 +358,8 @@ class _Scope:
         term.on_end(self._over)
 
     def _over(self) -> None:
-        """Any thread. Never cancels from inside the task itself, which would leave a stray
-        CancelledError behind the scope."""
+        """The term is over. Any thread. Never cancels from inside the task itself: that would
+        leave a CancelledError pending after the scope."""
         if self._armed:
             with contextlib.suppress(RuntimeError):  # the body's loop has been closed
                 self._loop.call_soon_threadsafe(self._cancel_body)
@@ -373,17 +372,17 @@ class _Scope:
     async def _leave(self, error: BaseException | None, *, again: bool) -> bool:
         self._armed = False
         term = self._term
-        drop(term)
-        if self._presence.runtime.pid != os.getpid():
+        exit_term(term)
+        if self._core.runtime.pid != os.getpid():
             raise SessionClosed(
-                "this term belongs to the parent process; a forked child connects for itself"
+                "this term belongs to the parent process; connect again in the child of a fork"
             )
-        kept = term.conclude()
+        kept = term._conclude()
         pending = self._task.uncancel() if self._cancelled else self._task.cancelling()
         try:
-            await self._presence.runtime.finish(self._candidacy.leave())
+            await self._core.runtime.finish(self._candidacy.leave())
         finally:
-            self._presence.runtime.release()
+            self._core.runtime.release()
         if isinstance(error, asyncio.CancelledError):
             passes = pending > self._cancelling_before
         else:
@@ -393,7 +392,7 @@ class _Scope:
         return settle_loss(term, error, again=again)
 
 
-class Campaign(_Scope):
+class Campaign(CampaignScope):
     """A scope entered when elected. Made by `Session.campaign`; a loss ends in `LeadershipLost`."""
 
     __slots__ = ()
@@ -407,7 +406,7 @@ class Campaign(_Scope):
         await self._leave(error, again=False)
 
 
-class RepeatedCampaign(_Scope):
+class RepeatedCampaign(CampaignScope):
     """One round of `Session.campaigns`; a loss ends the body and nothing else."""
 
     __slots__ = ()
@@ -422,9 +421,9 @@ class RepeatedCampaign(_Scope):
 
 
 def settle_loss(term: Term, error: BaseException | None, *, again: bool) -> bool:
-    """How a body whose term was lost ends: in `LeadershipLost`, with its own error as context.
+    """End a body whose term was lost: in `LeadershipLost`, with its own error as context.
 
-    With `again`, a loss is what the caller's loop is for; an error of the body's own is not.
+    With `again`, the caller campaigns again after a loss, so only the body's own errors are raised.
     """
     if again and isinstance(error, asyncio.CancelledError | LeadershipLost | StaleToken | None):
         return True

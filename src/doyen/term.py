@@ -1,8 +1,10 @@
 """A term: the scope of one leadership.
 
 `valid` compares two numbers: no I/O, no lock, any thread. It turns false at the deadline by
-itself, whatever else in the process is stuck. A term that has ended, one way or the other, never
+itself, whatever else in the process is stuck. A term that has ended, for whatever reason, never
 becomes valid again.
+
+`_lose` and `_conclude` end a term. They are for `doyen.election` and the sessions.
 """
 
 from __future__ import annotations
@@ -16,26 +18,26 @@ from typing import Final
 
 from doyen.errors import LeadershipLost
 from doyen.lease.clock import Clock
-from doyen.lease.keepalive import NEVER, Heart
+from doyen.lease.keepalive import NEVER, Keepalive
 from doyen.model import Kind, Meta
 
 __all__ = ["Term", "TermState"]
 
 
 class TermState(enum.Enum):
-    """Where a term stands."""
+    """The state of a term."""
 
     LEADER = "leader"
     UNSURE = "unsure"
     """Renewals are failing and the deadline has not come: still valid."""
     LOST = "lost"
-    """It ended before its body did."""
+    """The term ended before its body did."""
     ENDED = "ended"
-    """Its body ended first."""
+    """The body ended first."""
 
 
 class _Ended:
-    """Stands in for the heart of a term that is over."""
+    """Replaces the keepalive of a term that is over."""
 
     valid_until: Final = NEVER
 
@@ -52,9 +54,9 @@ def forked() -> None:
 
 
 class Term:
-    """One leadership: its token, its deadline, and word of its end.
+    """One period of leadership: its token, its deadline, and notification of its end.
 
-    Handed out by `campaign`; not made by users.
+    Made by `campaign`, not by users.
 
         async with session.campaign("billing") as term:
             while term.valid:
@@ -62,8 +64,8 @@ class Term:
     """
 
     __slots__ = (
-        "_heart",
-        "_hold",
+        "_deadline",
+        "_keepalive",
         "_listeners",
         "_now",
         "_state",
@@ -84,7 +86,7 @@ class Term:
         name: str,
         meta: Meta,
         token: int,
-        heart: Heart,
+        keepalive: Keepalive,
         clock: Clock,
     ) -> None:
         self.election = election
@@ -92,14 +94,14 @@ class Term:
         self.name = name
         self.meta = meta
         self.token = token
-        self._heart = heart
-        self._hold: Heart | _Ended = heart
+        self._keepalive = keepalive
+        self._deadline: Keepalive | _Ended = keepalive
         self._now = clock.now
         self._state: TermState | None = None
         self.reason = ""
-        """Why it is over; empty until then."""
+        """Why the term is over; empty until then."""
         self.ended_at = NEVER
-        """When it stopped being valid, on the boot-time clock."""
+        """When the term stopped being valid, on the boot-time clock."""
         self._listeners: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
@@ -109,23 +111,23 @@ class Term:
 
     @property
     def valid(self) -> bool:
-        """Whether this process leads, as far as it may rely on it. Any thread, never blocks."""
-        return self._now() < self._hold.valid_until
+        """Whether this process may rely on being the leader. Any thread, never blocks."""
+        return self._now() < self._deadline.valid_until
 
     @property
     def valid_until(self) -> float:
         """The deadline on the boot-time clock. It moves with each renewal; −∞ once over."""
-        return self._hold.valid_until
+        return self._deadline.valid_until
 
     @property
     def remaining_s(self) -> float:
-        """Seconds to the deadline if nothing is renewed any more; 0 once over."""
-        return max(0.0, self._hold.valid_until - self._now())
+        """Seconds to the deadline if no further renewal is confirmed; 0 once over."""
+        return max(0.0, self._deadline.valid_until - self._now())
 
     @property
     def stop_budget_s(self) -> float:
-        """How long the body has to end after a loss, before the store may name another."""
-        return self._heart.timing.stop_budget_s
+        """How long the body has to end after a loss, before another may be elected."""
+        return self._keepalive.timing.stop_budget_s
 
     @property
     def state(self) -> TermState:
@@ -134,17 +136,17 @@ class Term:
             return self._state
         if not self.valid:
             return TermState.LOST
-        return TermState.UNSURE if self._heart.unsure else TermState.LEADER
+        return TermState.UNSURE if self._keepalive.unsure else TermState.LEADER
 
     def check(self, for_s: float = 0.0) -> None:
         """Raise `LeadershipLost` unless the term is valid, and stays so for `for_s` at least."""
-        remaining = self._hold.valid_until - self._now()
+        remaining = self._deadline.valid_until - self._now()
         if remaining <= 0:
             raise self.loss()
         if remaining < for_s:
             raise LeadershipLost(
-                f"{self.name!r} {self._what} for {remaining:.3f} s more for certain,"
-                f" less than the {for_s:g} s asked for"
+                f"{self.name!r} {self._what} for certain for {remaining:.3f} s more,"
+                f" less than the {for_s:g} s required"
             )
 
     async def lost(self) -> str:
@@ -160,7 +162,7 @@ class Term:
             try:
                 loop.call_soon_threadsafe(resolve)
             except RuntimeError:
-                pass  # the loop has been closed, and nobody waits there
+                pass  # the loop has been closed
 
         self.on_end(wake)
         try:
@@ -179,27 +181,27 @@ class Term:
             self._forget(over.set)
 
     def beat(self) -> None:
-        """Say that the work makes progress. Any thread, cheap.
+        """Report that the work makes progress. Any thread, cheap.
 
-        With `stall_after_s`, a term whose work does not say so in time is lost, although the
-        process lives and its renewals go through. Without, this does nothing.
+        With `stall_after_s`, a term whose work does not report in time is lost, although the
+        process lives and its renewals are confirmed. Without, this does nothing.
         """
-        self._heart.work_goes_on()
+        self._keepalive.progress()
 
     def on_renewal(self, listener: Callable[[float], None]) -> None:
         """Have `listener` called with each new deadline, on doyen's thread, until the term is over.
         It must not block."""
-        self.on_end(self._heart.on_renewal(listener))
+        self.on_end(self._keepalive.on_renewal(listener))
 
     def proof(self) -> tuple[int, ...]:
         """Descriptors that prove this process alive while any copy of them is open.
 
         Empty on stores without proof of death. For supervisors; see `doyen.supervise`.
         """
-        return self._heart.proof()
+        return self._keepalive.proof()
 
     def loss(self) -> LeadershipLost:
-        """The exception that tells of this term's end."""
+        """The exception for the end of this term."""
         reason = self.reason or "its deadline has passed"
         return LeadershipLost(
             f"{self.name!r} no longer {self._what} (token {self.token}): {reason}"
@@ -218,42 +220,40 @@ class Term:
             if listener in self._listeners:
                 self._listeners.remove(listener)
 
-    def lose(self, reason: str) -> bool:
-        """End the term before its body. Any thread; false if it was over already."""
-        return self._over(TermState.LOST, reason, self._no_later_than(self._now()))
+    def _lose(self, reason: str) -> None:
+        """End the term before its body. Any thread; does nothing if it is over already."""
+        self._end(TermState.LOST, reason, self._validity_end(self._now()))
 
-    def conclude(self) -> bool:
-        """End the term because its body has ended. True if it was valid to that very instant.
+    def _conclude(self) -> bool:
+        """End the term because its body has ended. True if it was valid at that instant.
 
-        This is the one place where "the body ended" and "leadership was lost" are put in order.
+        This is the one place that decides whether the body or the validity ended first.
         """
-        deadline = self._hold.valid_until
         now = self._now()
-        if now < deadline:
-            self._over(TermState.ENDED, "its body has ended", now)
+        if now < self._deadline.valid_until:
+            self._end(TermState.ENDED, "its body has ended", now)
         else:
-            reason = self._heart.lost_because or "its deadline has passed"
-            self._over(TermState.LOST, reason, self._no_later_than(now))
+            reason = self._keepalive.lost_because or "its deadline has passed"
+            self._end(TermState.LOST, reason, self._validity_end(now))
         return self._state is TermState.ENDED
 
-    def _no_later_than(self, now: float) -> float:
-        """When the term ended, if it is found over `now`: a process that was paused finds out
-        later than it was."""
-        deadline = self._heart.valid_until
-        return min(now, self._heart.ended_at if deadline == NEVER else deadline)
+    def _validity_end(self, now: float) -> float:
+        """When the validity ended, if the end is noticed `now`. A process that was paused notices
+        it late."""
+        deadline = self._keepalive.valid_until
+        return min(now, self._keepalive.ended_at if deadline == NEVER else deadline)
 
-    def _over(self, state: TermState, reason: str, ended_at: float) -> bool:
+    def _end(self, state: TermState, reason: str, ended_at: float) -> None:
         with _latch:
             if self._state is not None:
-                return False
+                return
             self._state = state
             self.reason = reason
             self.ended_at = ended_at
-            self._hold = _ENDED
+            self._deadline = _ENDED
             listeners, self._listeners = self._listeners, []
         for listener in listeners:
             try:
                 listener()
             except Exception:
-                log.exception("a listener failed on the end of %r; the others are told", self)
-        return True
+                log.exception("a listener for the end of %r raised an exception", self)

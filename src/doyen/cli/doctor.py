@@ -22,7 +22,7 @@ from doyen.cli._output import (
     without_password,
 )
 from doyen.doctor import Examination, duration, examine
-from doyen.election.presence import SessionSettings
+from doyen.election.options import SessionSettings
 from doyen.errors import StoreUnavailable
 from doyen.lease.clock import SystemClock
 from doyen.lease.timing import Timing

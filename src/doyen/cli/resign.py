@@ -121,7 +121,7 @@ def _confirmed(url: str, election: str, *, asked: bool) -> bool:
     with connect_blocking(url) as session:
         leader = session.leader(election)
         if leader is None:
-            raise OrderFailed(f"nobody leads {election!r}")
+            raise OrderFailed(f"{election!r} has no leader")
         if not asked:
             return True
         if not (sys.stdin.isatty() and sys.stderr.isatty()):

@@ -1,238 +1,127 @@
-"""Orders: how somebody else has a leader let go.
+"""Orders and transfers as candidates and leaders see them. `doyen.election.orders` gives them.
 
-Nothing takes a record from a live holder. An order is laid beside the record; the leader it names,
-by token, ends its own term, and its record goes when its body has ended. A transfer has two
-phases, so that leadership never hangs between two:
+Nothing takes the record from a live leader. An order is an entry below the record; the leader whose
+token it names ends its own term, and deletes its record once its body has ended. A transfer has two
+phases, so that the election is not left without a leader if the successor is gone:
 
-    giver    lays the order, and mail for the heir
-    heir     says that it is ready for this very order: it watches the record, its turn is next
-    leader   seeing both, stops its body and deletes the record
-    line     leaves the record to the heir as long as a request may take, and then goes on in its
-             order
+    giver       writes the order, and a notice for the successor
+    successor   watches the record, and writes its ready marker for this order
+    leader      having seen both, ends its term and deletes the record
+    line        leaves the record to the successor for one request timeout, then goes on in order
 
-Whoever gives an order binds it to a lease that serves nothing else and ends with the order, so that
-nothing of it stays behind: not if the giver dies, and not if a request of its arrives late.
-`force` is the exception to all this: it deletes the record of a holder that may be at work, and
-from then on only tokens protect what it writes.
+A candidate with `preempt` gives such an order for itself.
+
+Imports the attempt and the model.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
-from doyen.election.presence import Presence
-from doyen.errors import OrderFailed
-from doyen.lease.keepalive import Heart
-from doyen.model import (
-    Claim,
-    Entry,
-    Leader,
-    Order,
-    leader_key,
-    line_key,
-    mail_key,
-    order_key,
-    ready_key,
-)
+from doyen.election.attempt import Attempt
+from doyen.model import Entry, Order, notice_key, order_key, ready_key
 from doyen.stores.port import Watch
+from doyen.term import Term
 
-__all__ = ["order_resign", "order_transfer"]
-
-
-async def order_resign(
-    presence: Presence, election: str, *, by: str, wait_s: float, force: bool
-) -> Leader:
-    """Have the leader let go, and return who it was, once it has."""
-    record = await _record(presence, election)
-    leader = _leader(election, record)
-    if force:
-        await _remove(presence, election, record)
-        return leader
-    order = Order(leader.token, by)
-    async with _given(presence, election, order, wait_s) as look_again:
-        while True:
-            standing = await presence.call(presence.store.get(record.key))
-            if standing is None or standing.revision != leader.token:
-                return leader
-            if not await look_again():
-                raise OrderFailed(_ignored(leader, wait_s))
+__all__ = ["Succession", "is_ready", "is_void", "order_to_obey", "ready_marker_key"]
 
 
-async def _remove(presence: Presence, election: str, record: Entry) -> None:
-    """Remove what a holder has, as it would itself: the record, then its place in the line, which
-    the next one waits behind."""
-    store = presence.store
-    await presence.call(store.delete(record.key, if_version=record.version))
-    attempt = Claim.decode(record.value).attempt
-    for ticket in await _tickets(presence, election):
-        if Claim.decode(ticket.value).attempt == attempt:
-            await presence.call(store.delete(ticket.key, if_version=ticket.version))
+class Succession:
+    """Whether an order names this attempt as the successor, as its candidate knows from notices."""
 
+    __slots__ = ("_attempt", "_unread", "_watch", "order")
 
-async def order_transfer(
-    presence: Presence, election: str, *, to: str, by: str, wait_s: float
-) -> Leader:
-    """Have the leader hand over to the candidate named `to`, and return it, once it leads."""
-    record, tickets = await asyncio.gather(
-        _record(presence, election), _tickets(presence, election)
-    )
-    old = _leader(election, record)
-    heir = _heir(election, to, record, tickets)
-    async with _given(presence, election, Order(old.token, by, heir), wait_s) as look_again:
-        while True:
-            standing = await presence.call(presence.store.get(record.key))
-            if standing is not None and standing.revision != old.token:
-                new = _leader(election, standing)
-                if Claim.decode(standing.value).attempt == heir:
-                    return new
-                raise OrderFailed(
-                    f"{old.name!r} let go of {election!r}, {to!r} did not take over in time,"
-                    f" and the line went on: {new.name!r} leads"
-                )
-            if await look_again():
-                continue
-            if standing is None:
-                raise OrderFailed(
-                    f"{old.name!r} let go of {election!r} and nobody has taken over yet"
-                )
-            ready = await presence.call(presence.store.get(ready_key(election, heir)))
-            if ready is None or ready.value != look_again.lease.encode():
-                raise OrderFailed(
-                    f"{to!r} did not say within {wait_s:g} s that it is ready;"
-                    f" {old.name!r} goes on leading {election!r}"
-                )
-            raise OrderFailed(_ignored(old, wait_s))
+    def __init__(self, attempt: Attempt) -> None:
+        self.order = ""
+        """The lease of the order that names this attempt; empty if there is none."""
+        self._attempt = attempt
+        self._watch: Watch | None = None
+        self._unread = False
 
+    @property
+    def watched(self) -> bool:
+        return self._watch is not None
 
-class _Patience:
-    """Woken by changes at the record, for so long and no longer."""
+    async def watch(self) -> None:
+        """Watch for a notice, until closed."""
+        core = self._attempt.core
+        self._watch = await core.call(core.store.watch(self._key(), self._notified))
+        self._unread = True
 
-    def __init__(self, presence: Presence, heart: Heart, wait_s: float) -> None:
-        self.changed = asyncio.Event()
-        self.lease = heart.lease.id
-        self._heart = heart
-        self._until = asyncio.get_running_loop().time() + wait_s
-        heart.on_loss(self, lambda *_: presence.runtime.post(self.changed.set))
+    def _key(self) -> str:
+        settings = self._attempt.settings
+        return notice_key(settings.election, self._attempt.id, settings.kind)
 
-    async def __call__(self) -> bool:
-        """Wait for a change; False if time has run out."""
-        try:
-            async with asyncio.timeout_at(self._until):
-                await self.changed.wait()
-        except TimeoutError:
-            return False
-        if self._heart.lost_because is not None:
-            raise OrderFailed(
-                f"the order ended with the lease of whoever gave it: {self._heart.lost_because};"
-                " see who leads, and give it again"
-            )
-        self.changed.clear()
-        return True
+    def _notified(self) -> None:
+        self._unread = True
+        self._attempt.wakeup.wake()
 
-
-@asynccontextmanager
-async def _given(
-    presence: Presence, election: str, order: Order, wait_s: float
-) -> AsyncIterator[_Patience]:
-    """Lay an order, and mail for its heir; both go in the end, with the lease they are bound to.
-
-    The watch need only be there before the first look, and mail means nothing without its order:
-    all is asked for at once.
-    """
-    store, heart = presence.store, await presence.own_heart()
-    patience = _Patience(presence, heart, wait_s)
-    watch: Watch | None = None
-
-    async def watch_record() -> None:
-        nonlocal watch
-        watch = await presence.call(store.watch(leader_key(election), patience.changed.set))
-
-    async def call_heir() -> bool:
-        if not order.heir:
-            return True
-        mail = mail_key(election, order.heir)
-        return (await presence.call(store.create(mail, order.encode(), heart.lease))).won
-
-    try:
-        # All are waited for, even if one fails: a watch that opens later would never be closed.
-        laid, called, watching = await asyncio.gather(
-            _lay(presence, order_key(election), order, heart),
-            call_heir(),
-            watch_record(),
-            return_exceptions=True,
-        )
-        for outcome in (laid, called, watching):
-            if isinstance(outcome, BaseException):
-                raise outcome
-        if not called:
-            # Mail that stands there is of a giver whose order no longer does: ours is there.
-            await _lay(presence, mail_key(election, order.heir), order, heart, over_any=True)
-        yield patience
-    finally:
-        if watch is not None:
-            watch.close()
-        ending = presence.retire(heart)
-        if ending is not None:
-            await asyncio.wait({ending})
-
-
-async def _lay(
-    presence: Presence, key: str, order: Order, heart: Heart, *, over_any: bool = False
-) -> None:
-    store = presence.store
-    while True:
-        creation = await presence.call(store.create(key, order.encode(), heart.lease))
-        if creation.won or creation.entry.lease == heart.lease.id:
+    async def read(self) -> None:
+        """Read the notice if it may have changed, and write the ready marker if there is one."""
+        if not self._unread:
             return
-        other = Order.decode(creation.entry.value)
-        if not over_any and other is not None and other.token >= order.token:
-            raise OrderFailed(f"an order of {other.by!r} is under way: wait for it to end")
-        # Meant for a term that is over: nobody will obey it any more.
-        await presence.call(store.delete(key, if_version=creation.entry.version))
+        self._unread = False
+        try:
+            notice = await self._attempt.get(self._key())
+            order = "" if notice is None else notice.lease or ""
+            if not order or order != self.order:
+                self.order = ""
+                await self._attempt.remove_markers()
+            if order:
+                await asyncio.gather(self._attempt.watch_record(), self._write_ready(order))
+        except BaseException:
+            self._unread = True
+            raise
+        self.order = order
+
+    async def _write_ready(self, order: str) -> None:
+        attempt, value = self._attempt, order.encode()
+        key = ready_marker_key(attempt, attempt.id)
+        while (await attempt.write_marker(key, value)).value != value:
+            await attempt.remove_markers()  # one for an earlier order, which was written late
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
 
-async def _record(presence: Presence, election: str) -> Entry:
-    presence.check_open()
-    record = await presence.call(presence.store.get(leader_key(election)))
-    if record is None:
-        raise OrderFailed(f"nobody leads {election!r}")
-    return record
+def ready_marker_key(attempt: Attempt, successor: str) -> str:
+    """The key of a successor's ready marker in the election of `attempt`."""
+    return ready_key(attempt.settings.election, successor, attempt.settings.kind)
 
 
-async def _tickets(presence: Presence, election: str) -> list[Entry]:
-    return await presence.call(presence.store.list(line_key(election)))
+async def order_to_obey(attempt: Attempt, term: Term) -> Order | None:
+    """The order that the leader has to obey now, if any.
+
+    An order for an earlier term is void. It is deleted, because it would keep others from giving
+    theirs.
+    """
+    core, settings = attempt.core, attempt.settings
+    entry = await attempt.get(order_key(settings.election, settings.kind))
+    if entry is None:
+        return None
+    if is_void(entry, term.token):
+        await core.call(core.store.delete(entry.key, if_version=entry.version))
+        return None
+    order = Order.decode(entry.value)
+    if order is None or order.token != term.token:
+        return None
+    if order.rank is not None:  # given by the successor itself, which is ready
+        return order if order.rank > settings.priority else None
+    if order.successor:
+        ready = await attempt.get(ready_marker_key(attempt, order.successor))
+        if not is_ready(ready, entry):
+            return None
+    return order
 
 
-def _leader(election: str, record: Entry) -> Leader:
-    claim = Claim.decode(record.value)
-    return Leader(election, claim.name, record.revision, claim.meta)
+def is_void(order: Entry, token: int) -> bool:
+    """Whether the entry at the key of orders is for a term before the one with this token."""
+    decoded = Order.decode(order.value)
+    return decoded is None or decoded.token < token
 
 
-def _heir(election: str, to: str, record: Entry, tickets: list[Entry]) -> str:
-    """The attempt of the one candidate in line who is named `to`."""
-    leading = Claim.decode(record.value)
-    claims = [Claim.decode(ticket.value) for ticket in tickets]
-    # By attempt: a request that arrived late may have left a candidate with two tickets.
-    waiting = {claim.attempt: claim for claim in claims if claim.attempt != leading.attempt}
-    named = [attempt for attempt, claim in waiting.items() if claim.name == to]
-    if len(named) == 1:
-        return named[0]
-    if named:
-        raise OrderFailed(
-            f"{len(named)} candidates in the line of {election!r} are named {to!r}:"
-            " give each its own name"
-        )
-    if leading.name == to:
-        raise OrderFailed(f"{to!r} leads {election!r} already")
-    others = ", ".join(repr(claim.name) for claim in waiting.values()) or "nobody"
-    raise OrderFailed(f"{to!r} does not stand in the line of {election!r}; there: {others}")
-
-
-def _ignored(leader: Leader, wait_s: float) -> str:
-    return (
-        f"{leader.name!r} has been told and has not let go of {leader.election!r} within"
-        f" {wait_s:g} s: its work has not ended, or it cannot reach the store. Wait, or stop that"
-        " process; by force its record can be removed, and then only tokens protect"
-    )
+def is_ready(marker: Entry | None, order: Entry) -> bool:
+    """Whether a ready marker is for this order."""
+    return marker is not None and marker.value == (order.lease or "").encode()

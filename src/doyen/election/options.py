@@ -1,4 +1,7 @@
-"""What a campaign asks for: the options, checked and completed before anything is sent."""
+"""The options of sessions and campaigns, checked and completed before anything is sent.
+
+Imports the events (for the type of sinks), the timing of leases and the model.
+"""
 
 from __future__ import annotations
 
@@ -8,46 +11,73 @@ from dataclasses import dataclass, field
 from typing import Literal, TypedDict
 
 from doyen.errors import ConfigError
+from doyen.events import Sink
+from doyen.lease.timing import Timing
 from doyen.model import Claim, Kind, Meta, leader_key
 
-__all__ = ["CampaignOptions", "CampaignSettings", "OnOverrun", "Recipe", "default_name"]
+__all__ = [
+    "CampaignOptions",
+    "CampaignSettings",
+    "OnOverrun",
+    "Recipe",
+    "SessionSettings",
+    "default_name",
+]
 
 Recipe = Literal["line", "race"]
 OnOverrun = Literal["report", "exit"]
 
 
 def default_name() -> str:
-    """Who this process is, if nobody says."""
+    """The name of a candidate for which none was given."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSettings:
+    """The options of a session. None stands for the default of the store or of the timing."""
+
+    url: str
+    ttl_s: float | None = None
+    stop_budget_s: float | None = None
+    drift: float | None = None
+    audit: str | os.PathLike[str] | None = None
+    sinks: tuple[Sink, ...] = ()
+
+    def timing(self, ttl_s: float, *, renewals_lag: bool = False) -> Timing:
+        """The timing of a lease of `ttl_s`; raises `ConfigError` if it leaves no margin."""
+        options = {"stop_budget_s": self.stop_budget_s, "drift": self.drift}
+        given = {name: value for name, value in options.items() if value is not None}
+        return Timing(ttl_s=ttl_s, renewals_lag=renewals_lag, **given)
+
+
 class CampaignOptions(TypedDict, total=False):
-    """What a campaign may ask for."""
+    """The options of a campaign."""
 
     name: str
-    """Who stands; shown to others. Default: host name and process id."""
+    """Name of the candidate, shown to others. Default: host name and process id."""
     meta: Meta
-    """What others are told about the candidate, and about the leader."""
+    """Information about the candidate for others to read, in the line and as leader."""
     wait_s: float | None
-    """Bounds the waiting only, and raises `NotElected`. None waits for ever."""
+    """How long to wait to be elected before `NotElected` is raised. None waits without limit."""
     priority: int
-    """Candidates of higher priority stand further ahead."""
+    """Candidates of higher priority are further ahead in the line."""
     preempt: bool
-    """Do not wait for a leader of lower priority to end: order it to hand over."""
+    """Order a leader of lower priority to hand over, instead of waiting for its term to end."""
     cooldown_s: float
-    """With `preempt`: leave a leader alone until this candidate has known it for so long."""
+    """With `preempt`: how long this candidate must have known a leader before it preempts it."""
     recipe: Recipe
-    """"line" (fair, one candidate wakes per change) or "race" (everyone tries)."""
+    """"line" (fair, one candidate wakes per change) or "race" (every candidate tries)."""
     stall_after_s: float | None
-    """Lose the term if its work does not call `term.beat()` at least so often."""
+    """Lose the term if its work does not call `term.beat()` at least this often."""
     on_overrun: OnOverrun
-    """What follows if a body has not ended within its stop budget after a loss: "report" emits
+    """What to do if a body has not ended within its stop budget after a loss: "report" emits
     an event, "exit" ends the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CampaignSettings:
-    """What a campaign asks for, checked and completed; see `CampaignOptions`."""
+    """The options of a campaign, checked and completed; see `CampaignOptions`."""
 
     election: str
     kind: Kind = "elections"
@@ -75,7 +105,7 @@ class CampaignSettings:
             raise ConfigError(f"on_overrun is 'report' or 'exit', not {self.on_overrun!r}")
         priority: object = self.priority
         if not isinstance(priority, int) or not -(2**31) < priority < 2**31:
-            raise ConfigError(f"priority is a whole number of 32 bits, not {self.priority!r}")
+            raise ConfigError(f"priority is a 32-bit integer, not {self.priority!r}")
         for option, least in (("wait_s", 0.0), ("stall_after_s", 0.001), ("cooldown_s", 0.0)):
             seconds = getattr(self, option)
             if seconds is None and option != "cooldown_s":
@@ -83,4 +113,6 @@ class CampaignSettings:
             if not isinstance(seconds, int | float) or not least <= seconds:
                 raise ConfigError(f"{option} is {least:g} s or more, not {seconds!r}")
         if self.preempt and self.recipe == "race":
-            raise ConfigError("preempt=True goes with recipe='line': a race knows no priority")
+            raise ConfigError(
+                "preempt=True requires recipe='line': the recipe 'race' ignores priorities"
+            )

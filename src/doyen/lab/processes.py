@@ -19,7 +19,7 @@ import msgspec
 from msgspec.msgpack import Decoder
 
 from doyen.election.options import Recipe
-from doyen.election.presence import SessionSettings as SessionSettings
+from doyen.election.options import SessionSettings as SessionSettings
 from doyen.errors import DoyenError, OutcomeUnknown, StoreError, StoreUnusable
 from doyen.lab.files import FOLDER, Files, LabJournal
 from doyen.lab.machines import Killed, OwnClock, Process

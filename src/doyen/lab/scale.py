@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from doyen.election.presence import SessionSettings
+from doyen.election.options import SessionSettings
 from doyen.events import Elected, Record, Waiting
 from doyen.lab.plot import Panel
 from doyen.lease.clock import VirtualClock
-from doyen.lease.keepalive import Heart
+from doyen.lease.keepalive import Keepalive
 from doyen.lease.runtime import InlineRuntime
 from doyen.model import Entry, Lease, Version
 from doyen.session import Session
@@ -134,14 +134,14 @@ class _Far(Store):
 
 
 class _Patient(InlineRuntime):
-    """Looks at a heart when it is due, and not every tenth of a second: there are many."""
+    """Checks a lease at its deadline, and not every tenth of a second, because there are many."""
 
-    def watch(self, heart: Heart) -> None:
-        if heart.lose_if_expired() or heart.lost_because is not None:
-            self.unwatch(heart)
+    def watch(self, keepalive: Keepalive) -> None:
+        if keepalive.lose_if_expired() or keepalive.lost_because is not None:
+            self.unwatch(keepalive)
             return
-        wait_s = max(0.001, heart.valid_until - self.clock.now())
-        self._timers[heart] = self._loop.call_later(wait_s, self.watch, heart)
+        wait_s = max(0.001, keepalive.valid_until - self.clock.now())
+        self._timers[keepalive] = self._loop.call_later(wait_s, self.watch, keepalive)
 
 
 class _Place:

@@ -1,18 +1,18 @@
-"""The heart: one lease kept alive, and the deadline that follows from it.
+"""The keepalive of one lease: renews it, and derives the deadline from the confirmations.
 
 Invariants:
 
 - `valid_until` is derived from the *send* instant of a grant or renewal that the store has
-  confirmed. An answer that never came moves nothing.
-- A heart that is lost stays lost: `valid_until` is −∞ from then on, and a confirmation that comes
-  later is ignored. A session that goes on gets a new heart on a new lease.
-- Renewals are tried until the deadline and never stop silently.
-- With `stall_after_s`, the deadline is also never later than that after the work's last sign of
-  progress. Such a heart serves one campaign, so that its stall takes nothing else down.
+  confirmed. A request without a response moves nothing.
+- A keepalive that is lost stays lost: `valid_until` is −∞ from then on, and a confirmation that
+  comes later is ignored. A session that goes on gets a new keepalive on a new lease.
+- Renewals are retried until the deadline. They never stop without a report.
+- With `stall_after_s`, the deadline is also never later than that after the last progress that
+  the work reported. Such a keepalive serves one campaign, so that its stall ends nothing else.
 
-`valid_until` is read without a lock, from any thread: it is what `term.valid` compares with the
-clock. It is written under the lock, so that a late confirmation cannot revive what the watchdog
-has just declared lost.
+`valid_until` is read without a lock, from any thread: `term.valid` compares it with the clock. It
+is written under the lock, so that a late confirmation cannot revive a lease that the watchdog has
+just declared lost.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from doyen.model import Lease
 from doyen.stores.port import Store
 from doyen.telemetry import Telemetry
 
-__all__ = ["NEVER", "Heart"]
+__all__ = ["NEVER", "Keepalive"]
 
 NEVER = float("-inf")
-_GRAIN_S = 0.001
+_SHORTEST_RETRY_S = 0.001
 log = logging.getLogger("doyen")
 
 LossListener = Callable[[str], None]
 """Called with the reason, on any thread, once."""
 
 
-class Heart:
-    """Keeps one lease alive and knows until when it is good."""
+class Keepalive:
+    """Keeps one lease alive and knows until when it is valid."""
 
     __slots__ = (
         "__weakref__",
-        "_beaten_at",
         "_clock",
-        "_counts_from",
+        "_confirmed_from",
         "_listeners",
         "_lock",
         "_post",
+        "_progress_at",
         "_random",
         "_renewal_listeners",
         "_sent_at",
@@ -85,21 +85,22 @@ class Heart:
         self.lease = lease
         self.timing = timing
         self._stall_after_s = math.inf if stall_after_s is None else stall_after_s
-        self._beaten_at = math.inf
+        self._progress_at = math.inf
         self.valid_until = timing.valid_until(sent_at)
         self.lost_because: str | None = None
         self.ended_at = math.inf
         """When validity ended, once it has."""
         self.unsure = False
+        """The last renewal failed, and the deadline has not come."""
         self.bodies = 0
-        """Bodies that still run on this lease; it is not given back before they have ended."""
+        """Bodies that still run on this lease. It is not revoked before they have ended."""
         self.attempts: set[str] = set()
-        """Candidates' attempts on this lease that have not finished letting go. A record or ticket
-        under this lease that belongs to none of them is left over."""
+        """Attempts on this lease that have not ended. A record or ticket under this lease that
+        belongs to none of them is left over."""
         self._store = store
         self._clock = clock
         self._telemetry = telemetry
-        self._sent_at = self._counts_from = sent_at
+        self._sent_at = self._confirmed_from = sent_at
         self._random = spread
         self._post = post
         self._lock = threading.Lock()
@@ -109,25 +110,26 @@ class Heart:
             Granted(lease=lease.id, ttl_s=lease.ttl_s, valid_until=self.valid_until),
         )
 
-    def on_loss(self, who: object, listener: LossListener) -> None:
-        """Have `listener` called on loss; at once if that has happened already."""
+    def on_loss(self, owner: object, listener: LossListener) -> None:
+        """Have `listener` called on loss; at once if the lease is lost already."""
         with self._lock:
             if self.lost_because is None:
-                self._listeners[who] = listener
+                self._listeners[owner] = listener
                 return
         listener(self.lost_because)
 
-    def forget(self, who: object) -> None:
+    def forget(self, owner: object) -> None:
+        """Remove the listener that `owner` registered with `on_loss`."""
         with self._lock:
-            self._listeners.pop(who, None)
+            self._listeners.pop(owner, None)
 
     @property
     def depended_on(self) -> bool:
         return bool(self._listeners)
 
     def on_renewal(self, listener: Callable[[float], None]) -> Callable[[], None]:
-        """Have `listener` called with the new deadline after each renewal, on doyen's loop, until
-        what is returned is called."""
+        """Have `listener` called with the new deadline after each renewal, on doyen's loop.
+        Returns a function that removes the listener."""
         mine = object()
         with self._lock:
             self._renewal_listeners[mine] = listener
@@ -142,7 +144,7 @@ class Heart:
         """Descriptors that prove the lease's holder alive; see `Store.proof`."""
         return self._store.proof(self.lease)
 
-    async def beat(self) -> None:
+    async def run(self) -> None:
         """Renew until the lease is lost. Runs as a task of its own on doyen's loop."""
         due = self._next_renewal()
         while self.lost_because is None:
@@ -157,11 +159,12 @@ class Heart:
                 self.lose(str(error) or "the store has ended the lease")
                 return
             except Exception as error:  # noqa: BLE001 - whatever failed, the renewal is retried
-                self._doubt(error)
+                self._failed(error)
                 now = self._clock.now()
-                # Not sooner than a timer can tell apart from now: a store that fails at once just
-                # before the deadline would otherwise be asked again without end.
-                due = max(now + _GRAIN_S, min(now + self.timing.retry_every_s, self.valid_until))
+                # A store that fails at once just before the deadline would otherwise be retried
+                # without any pause, because timers cannot resolve what is left of the time.
+                retry_at = min(now + self.timing.retry_every_s, self.valid_until)
+                due = max(now + _SHORTEST_RETRY_S, retry_at)
             else:
                 self._confirm(sent_at)
                 due = self._next_renewal()
@@ -170,12 +173,13 @@ class Heart:
         return self.timing.renew_at(self._sent_at, self._random.uniform(-1, 1))
 
     def _confirm(self, sent_at: float) -> None:
+        """The store has confirmed the renewal that was sent at `sent_at`."""
         if self.lose_if_expired():
-            return  # somebody may have seen it expired, and what was seen is not taken back
+            return  # `term.valid` may have been read as false, and it never turns true again
         with self._lock:
             if self.lost_because is not None:
                 return
-            self._counts_from = self._sent_at if self.timing.renewals_lag else sent_at
+            self._confirmed_from = self._sent_at if self.timing.renewals_lag else sent_at
             self._sent_at = sent_at
             self.valid_until = self._deadline()
             self.unsure = False
@@ -185,27 +189,27 @@ class Heart:
             try:
                 listener(self.valid_until)
             except Exception:
-                log.exception("a listener failed on a renewal and was passed over")
+                log.exception("a listener for renewals raised an exception, which is ignored")
 
     def _deadline(self) -> float:
         return min(
-            self.timing.valid_until(self._counts_from), self._beaten_at + self._stall_after_s
+            self.timing.valid_until(self._confirmed_from), self._progress_at + self._stall_after_s
         )
 
-    def work_goes_on(self) -> None:
-        """The work has made progress: from now on it has `stall_after_s` until the next time.
-        Any thread."""
+    def progress(self) -> None:
+        """The work has made progress: its next report is due within `stall_after_s`. Any thread."""
         if self._stall_after_s == math.inf or self.lose_if_expired():
             return
         with self._lock:
             if self.lost_because is None:
-                self._beaten_at = self._clock.now()
+                self._progress_at = self._clock.now()
                 self.valid_until = self._deadline()
 
-    def _doubt(self, error: Exception) -> None:
+    def _failed(self, error: Exception) -> None:
+        """A renewal has failed."""
         remaining_s = self.valid_until - self._clock.now()
         if remaining_s <= 0:
-            return  # lost, or about to be found so
+            return  # lost, or about to be declared so
         self.unsure = True
         self._telemetry.emit(
             Unsure(
@@ -216,10 +220,10 @@ class Heart:
         )
 
     def lose_if_expired(self) -> bool:
-        """Declare the heart lost if its deadline has passed. Any thread."""
+        """Declare the lease lost if its deadline has passed. Any thread."""
         if self._clock.now() < self.valid_until:
             return False
-        if self._clock.now() >= self._beaten_at + self._stall_after_s:
+        if self._clock.now() >= self._progress_at + self._stall_after_s:
             reason = f"the work has not called term.beat() for {self._stall_after_s:g} s"
         else:
             reason = "no renewal was confirmed in time"
@@ -227,7 +231,7 @@ class Heart:
         return self.lost_because is not None
 
     def lose(self, reason: str, *, only_if_expired: bool = False) -> None:
-        """Declare the heart lost, once, and tell everyone who depends on it. Any thread."""
+        """Declare the lease lost, once, and call the listeners. Any thread."""
         with self._lock:
             now = self._clock.now()
             if self.lost_because is not None or (only_if_expired and now < self.valid_until):
@@ -244,7 +248,7 @@ class Heart:
         self._post(lambda: self._telemetry.emit(event))
 
     def stop(self) -> None:
-        """End quietly, with nobody depending on it any more."""
+        """Stop renewing, without events or listeners: nothing depends on the lease any more."""
         with self._lock:
             self.lost_because = self.lost_because or "the session was closed"
             self.ended_at = min(self.ended_at, self._clock.now())
@@ -252,8 +256,8 @@ class Heart:
             self._listeners.clear()
 
     def forked(self) -> None:
-        """In the child of a fork: what the parent holds is not ours. Takes no lock, since a
-        thread that no longer exists may have held it."""
+        """In the child of a fork: the lease belongs to the parent. Takes no lock, because a
+        thread that does not exist in the child may have held it."""
         self.ended_at = min(self.ended_at, self._clock.now())
         self.valid_until = NEVER
         self.lost_because = "the lease belongs to the parent process"

@@ -30,9 +30,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-from doyen._waiting import shared
+from doyen._waiting import outlast, shared
 from doyen.errors import LeadershipLost
-from doyen.lease.runtime import outlast
 from doyen.supervise import guard as wire
 
 __all__ = ["Supervisor", "Tenure"]

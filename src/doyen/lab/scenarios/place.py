@@ -16,7 +16,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
 
-from doyen.election.presence import SessionSettings
+from doyen.election.options import SessionSettings
 from doyen.lab.machines import LabLoop, Process, undisturbed
 from doyen.lab.scenarios.play import Script
 from doyen.lease.clock import VirtualClock

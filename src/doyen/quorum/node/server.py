@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from doyen.errors import ConfigError, StoreUnusable
 from doyen.lease.clock import SystemClock
-from doyen.lease.runtime import LogRelay
+from doyen.lease.log_relay import LogRelay
 from doyen.quorum.consensus.core import ChangeAsked, Making, Membership, ProtocolSettings, Role
 from doyen.quorum.keyspace.state import QUOTA, Keyspace
 from doyen.quorum.keyspace.versions import FIRST

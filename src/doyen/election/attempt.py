@@ -1,0 +1,171 @@
+"""One attempt of a candidate: its lease, its id, and what it has written to the store.
+
+All states of a campaign share the attempt. It is what makes them safe together:
+
+- An unknown outcome is not leadership. After one, only a read that shows this attempt's own id
+  under this attempt's own lease proves that the write was carried out (`is_mine`). Until the
+  attempt ends it counts as `in_doubt`: a write may still be carried out late, so what it would
+  leave is looked for and removed.
+- Every entry that the attempt writes is bound to its lease. When the lease ends, the store removes
+  them, and the campaign goes on with a new attempt.
+
+Imports the session's core, the port and the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from doyen.election.core import SessionCore
+from doyen.election.options import CampaignSettings
+from doyen.errors import LeaseGone, StoreUnavailable
+from doyen.lease.keepalive import Keepalive
+from doyen.model import Claim, Entry, Order, leader_key
+from doyen.stores.port import Watch
+
+__all__ = ["Attempt", "Wakeup"]
+
+T = TypeVar("T")
+
+
+class Wakeup:
+    """Ends a sleep early, or the next one if none is under way."""
+
+    __slots__ = ("_sleeper", "woken")
+
+    def __init__(self) -> None:
+        self.woken = False
+        """Something has changed since this was last set to False."""
+        self._sleeper: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        self.woken = True
+        if self._sleeper is not None and not self._sleeper.done():
+            self._sleeper.set_result(None)
+
+    async def sleep(self, until: float) -> bool:
+        """Sleep until woken; False if the time came first."""
+        if self.woken:
+            return True
+        self._sleeper = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout_at(None if until == math.inf else until):
+                await self._sleeper
+            return True
+        except TimeoutError:
+            return False
+        finally:
+            self._sleeper = None
+
+
+class Attempt:
+    """One attempt on one lease. Used on doyen's loop."""
+
+    __slots__ = (
+        "_ended",
+        "_watch",
+        "core",
+        "id",
+        "in_doubt",
+        "keepalive",
+        "markers",
+        "on_change",
+        "record",
+        "record_key",
+        "settings",
+        "ticket",
+        "wakeup",
+    )
+
+    def __init__(self, core: SessionCore, settings: CampaignSettings, keepalive: Keepalive) -> None:
+        self.core = core
+        self.settings = settings
+        self.keepalive = keepalive
+        self.id = core.next_attempt()
+        self.record_key = leader_key(settings.election, settings.kind)
+        self.ticket: Entry | None = None
+        self.record: Entry | None = None
+        self.markers: dict[str, None] = {}
+        """Keys at which this attempt may have written an order or a ready marker."""
+        self.in_doubt = False
+        """The outcome of a write is unknown."""
+        self.wakeup = Wakeup()
+        self.on_change: Callable[[], None] = self.wakeup.wake
+        """Called when the record, or an entry below it, has changed."""
+        self._watch: Watch | None = None
+        self._ended = False
+        keepalive.attempts.add(self.id)
+        keepalive.on_loss(self, lambda _: core.runtime.post(self.wakeup.wake))
+
+    def claim(self) -> bytes:
+        """The value of this attempt's ticket and record."""
+        settings = self.settings
+        return Claim(settings.name, self.id, settings.meta, settings.priority).encode()
+
+    def is_mine(self, entry: Entry) -> bool:
+        """Whether this attempt wrote the entry, under its own lease."""
+        return (
+            entry.lease == self.keepalive.lease.id and Claim.decode(entry.value).attempt == self.id
+        )
+
+    async def get(self, key: str) -> Entry | None:
+        return await self.core.call(self.core.store.get(key))
+
+    async def write(self, request: Awaitable[T]) -> T:
+        """Make a call that may leave an entry of this attempt, even if its response is lost."""
+        before, self.in_doubt = self.in_doubt, True
+        try:
+            answer = await self.core.call(request)
+        except (StoreUnavailable, LeaseGone):
+            self.in_doubt = before
+            raise
+        self.in_doubt = before
+        return answer
+
+    async def write_marker(self, key: str, value: bytes) -> Entry:
+        """Create an order or a ready marker, and return the entry that is at its key then."""
+        self.markers[key] = None
+        store = self.core.store
+        return (await self.write(store.create(key, value, self.keepalive.lease))).entry
+
+    async def remove_markers(self) -> None:
+        """Delete this attempt's orders and ready markers. While a write may still be carried out,
+        their keys are kept, to be looked at again the next time."""
+        for key in list(self.markers):
+            entry = await self.get(key)
+            if entry is not None and entry.lease == self.keepalive.lease.id:
+                order = Order.decode(entry.value)
+                if order is None or order.successor == self.id:
+                    store = self.core.store
+                    await self.core.call(store.delete(key, if_version=entry.version))
+            if not self.in_doubt:
+                self.markers.pop(key, None)
+
+    @property
+    def watches_record(self) -> bool:
+        return self._watch is not None
+
+    async def watch_record(self) -> None:
+        """Watch the record and what is below it, until the attempt ends."""
+        if self._watch is None:
+            watch = await self.core.call(self.core.store.watch(self.record_key, self._changed))
+            if self._ended or self._watch is not None:
+                watch.close()  # not needed any more, or opened by a concurrent call meanwhile
+            else:
+                self._watch = watch
+
+    def _changed(self) -> None:
+        self.on_change()
+
+    def end(self) -> None:
+        """Stop watching, and end the lease if this attempt has it to itself."""
+        self._ended = True
+        self.keepalive.forget(self)
+        self.keepalive.attempts.discard(self.id)
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        self.core.leases.release(self.keepalive)

@@ -1,0 +1,164 @@
+"""The part of a session that lives on doyen's loop: it composes the parts that campaigns share.
+
+    calls       store calls with a deadline (`doyen.lease.calls`)
+    leases      the session's leases (`doyen.lease.keeper`)
+    deletions   deleting records and tickets so that they stay deleted
+    tasks       background tasks, cancelled when the session is closed
+    admission   how many candidates join or leave a line at a time
+
+Imports these parts, the runtime and the telemetry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
+
+from doyen._waiting import BackgroundTasks
+from doyen.election.deletions import Deletions
+from doyen.election.options import SessionSettings
+from doyen.errors import ConfigError, SessionClosed
+from doyen.lease.calls import StoreCalls
+from doyen.lease.keeper import LeaseKeeper
+from doyen.lease.runtime import Runtime
+from doyen.lease.timing import Timing
+from doyen.stores.port import Context, Store, open_store
+from doyen.telemetry import Telemetry
+
+__all__ = ["ENTERING", "SessionCore"]
+
+T = TypeVar("T")
+
+ENTERING = 64
+"""How many candidates of a session join or leave their lines at a time. Thousands that come at
+once would only delay one another."""
+
+
+class SessionCore:
+    """The inside of a session."""
+
+    def __init__(
+        self,
+        store: Store,
+        timing: Timing,
+        timing_of: Callable[[float], Timing],
+        telemetry: Telemetry,
+        runtime: Runtime,
+        *,
+        session_id: str,
+    ) -> None:
+        self.id = session_id
+        self.store = store
+        self.telemetry = telemetry
+        self.runtime = runtime
+        self.tasks = BackgroundTasks()
+        self.calls = StoreCalls(store, timing, runtime.random)
+        self.call = self.calls.call
+        self.leases = LeaseKeeper(self.calls, timing_of, runtime, telemetry, self.tasks)
+        self.deletions = Deletions(self.calls, self.leases, self.tasks)
+        self.admission = asyncio.Semaphore(ENTERING)
+        self._attempts = itertools.count(1)
+        # A dict keeps the order of creation, a set would not: one seed must give one run.
+        self._callers: dict[asyncio.Task[Any], None] = {}
+        self._closed = False
+        self._forked = False
+
+    @classmethod
+    async def open(
+        cls,
+        settings: SessionSettings,
+        runtime: Runtime,
+        *,
+        store: Store | None = None,
+    ) -> SessionCore:
+        """Check the settings and open the store. No lease is granted yet."""
+        session_id = f"{runtime.random.getrandbits(64):016x}"
+        if settings.ttl_s is not None:
+            settings.timing(settings.ttl_s)
+        audit = None
+        if settings.audit is not None:
+            from doyen.audit import AuditLog
+
+            to_file = await runtime.aside(partial(AuditLog, settings.audit), AuditLog.close)
+            audit = runtime.outlet(to_file, "doyen-audit", to_file.close)
+        telemetry = Telemetry(
+            runtime.clock,
+            session_id,
+            settings.sinks,
+            audit=audit,
+            outlet=runtime.outlet,
+            allowance=runtime.audit_wait,
+        )
+        try:
+            if store is None:
+                store = await open_store(settings.url, Context(runtime.clock, telemetry.emit))
+            limits = store.capabilities
+            ttl_s = settings.ttl_s or limits.ttl_default_s
+            if ttl_s < limits.ttl_min_s:
+                raise ConfigError(
+                    f"ttl_s={ttl_s:g} is below the minimum of this store: {limits.ttl_min_s:g} s"
+                )
+            timing_of = partial(settings.timing, renewals_lag=limits.renewals_lag)
+            timing = timing_of(ttl_s)
+        except BaseException:
+            if store is not None:
+                await store.close()
+            await telemetry.close()
+            raise
+        return cls(store, timing, timing_of, telemetry, runtime, session_id=session_id)
+
+    @property
+    def timing(self) -> Timing:
+        return self.calls.timing
+
+    async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run work that a caller waits for. Closing the session ends it with `SessionClosed`."""
+        task = asyncio.current_task()
+        assert task is not None
+        if self._closed:
+            self.check_open()
+        self._callers[task] = None
+        try:
+            return await work()
+        except asyncio.CancelledError:
+            if task.cancelling() == 1:  # by `close` only, and not by the caller too
+                self.check_open()
+            raise
+        finally:
+            self._callers.pop(task, None)
+
+    def next_attempt(self) -> str:
+        """The id of a new attempt."""
+        return f"{self.id}-{next(self._attempts)}"
+
+    def check_open(self) -> None:
+        if self._forked:
+            raise SessionClosed(
+                f"this session belongs to process {self.runtime.pid}, which opened it before a"
+                " fork; connect again in the child"
+            )
+        if self._closed:
+            raise SessionClosed("the session is closed; connect again")
+
+    async def close(self) -> None:
+        """Cancel what callers wait for, end every term and lease, and close the store."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._callers:
+            for caller in self._callers:
+                caller.cancel()
+            await asyncio.wait(list(self._callers))
+        await self.leases.close()
+        await self.tasks.cancel()
+        await self.store.close()
+        await self.telemetry.close()
+
+    def forked(self) -> None:
+        """In the child of a fork: the session belongs to the parent."""
+        self._forked = True
+        self.leases.forked()
+        self.store.forked()

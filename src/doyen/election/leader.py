@@ -1,0 +1,168 @@
+"""Leading: one term, from the creation of the record to the end of the body.
+
+- The leader watches its record. If the record is gone, or is another's, the term is lost.
+- The loss of the lease ends the term at once, on whatever thread declared it lost.
+- An order is obeyed, never enforced: the leader ends its own term, and its record is deleted when
+  its body has ended, not before.
+- A body that has not ended within its stop budget after a loss is an overrun.
+
+Imports the attempt, handover and the term.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+
+from doyen.election.attempt import Attempt
+from doyen.election.handover import order_to_obey, ready_marker_key
+from doyen.errors import LeaseGone, StoreError
+from doyen.events import Elected, Lost, Overrun, Resigned
+from doyen.model import Entry
+from doyen.term import Term, TermState
+
+__all__ = ["Leading"]
+
+log = logging.getLogger("doyen")
+
+OVERRUN_EXIT_CODE = 70
+EXIT_FLUSH_S = 0.05
+"""How long a process that exits for an overrun waits for each of its sinks, and for its log."""
+LOOK_AFTER_S = 0.005
+"""When a leader first reads its record, counted from its election."""
+
+
+class Leading:
+    """The state of an attempt that leads."""
+
+    __slots__ = ("_attempt", "_body_ended", "_looking", "successor", "term")
+
+    def __init__(self, attempt: Attempt, record: Entry) -> None:
+        """Begin the term. Raises `LeaseGone` if the lease has expired meanwhile."""
+        core, settings, keepalive = attempt.core, attempt.settings, attempt.keepalive
+        if keepalive.lose_if_expired():
+            raise LeaseGone("the lease expired while the record was being created")
+        self._attempt = attempt
+        self._looking = False
+        self._body_ended = False
+        self.successor = ""
+        """After an order to transfer: the key of the successor's ready marker, which is bound to
+        the successor's lease."""
+        self.term = Term(
+            election=settings.election,
+            kind=settings.kind,
+            name=settings.name,
+            meta=settings.meta,
+            token=record.revision,
+            keepalive=keepalive,
+            clock=core.runtime.clock,
+        )
+        keepalive.progress()
+        core.leases.body_begins(keepalive)
+        core.telemetry.emit(
+            Elected(
+                election=settings.election,
+                name=settings.name,
+                token=self.term.token,
+                lease=keepalive.lease.id,
+                valid_until=keepalive.valid_until,
+            )
+        )
+        self.term.on_end(self._term_ended)
+        keepalive.on_loss(self, self.term._lose)
+        # Changes of the record between its creation and this line were not noticed, so the record
+        # is read once, and watched from then on. The body begins before that.
+        attempt.on_change = self._changed
+        asyncio.get_running_loop().call_later(LOOK_AFTER_S, self._changed)
+
+    def _changed(self) -> None:
+        """The record, or an order below it, has changed."""
+        self._attempt.wakeup.wake()
+        if not self._body_ended and not self._looking:
+            self._looking = True
+            self._attempt.core.tasks.start(self._look())
+
+    async def _look(self) -> None:
+        """End the term if the record is gone or an order demands it."""
+        attempt, term = self._attempt, self.term
+        try:
+            while term.valid:
+                attempt.wakeup.woken = False
+                try:
+                    await attempt.watch_record()
+                    record, order = await asyncio.gather(
+                        attempt.get(attempt.record_key), order_to_obey(attempt, term)
+                    )
+                    if attempt.markers:
+                        await attempt.remove_markers()
+                except Exception as error:
+                    if not isinstance(error, StoreError):
+                        log.exception("reading the record of %r failed and is retried", term)
+                    await asyncio.sleep(attempt.core.calls.retry_pause())
+                    continue
+                if record is None or record.revision != term.token:
+                    term._lose("its record was removed from the store by another process")
+                elif order is not None:
+                    if order.successor and order.rank is None:
+                        self.successor = ready_marker_key(attempt, order.successor)
+                    term._lose(f"{order.by!r} ordered it to let go")
+                elif not attempt.wakeup.woken:
+                    break
+        finally:
+            self._looking = False
+
+    def _term_ended(self) -> None:
+        """Any thread. A term whose body ended first is the business of `body_ended`."""
+        if self.term.state is TermState.LOST:
+            self._attempt.core.runtime.post(self._term_lost)
+
+    def _term_lost(self) -> None:
+        core, settings, term = self._attempt.core, self._attempt.settings, self.term
+        core.telemetry.emit(
+            Lost(
+                election=settings.election,
+                name=settings.name,
+                token=term.token,
+                lease=self._attempt.keepalive.lease.id,
+                reason=term.reason,
+                ended_at=term.ended_at,
+            )
+        )
+        if not self._body_ended:
+            left_s = term.ended_at + term.stop_budget_s - core.runtime.clock.now()
+            asyncio.get_running_loop().call_later(max(0.0, left_s), self._overrun)
+
+    def _overrun(self) -> None:
+        if self._body_ended:
+            return
+        core, settings = self._attempt.core, self._attempt.settings
+        core.telemetry.emit(
+            Overrun(
+                election=settings.election,
+                name=settings.name,
+                token=self.term.token,
+                lease=self._attempt.keepalive.lease.id,
+            )
+        )
+        if settings.on_overrun == "exit":
+            core.telemetry.flush(EXIT_FLUSH_S)
+            core.runtime.flush_log(EXIT_FLUSH_S)
+            os._exit(OVERRUN_EXIT_CODE)
+
+    def body_ended(self) -> None:
+        """The passage to leaving: the body has ended, so the record may be deleted."""
+        attempt, settings = self._attempt, self._attempt.settings
+        self._body_ended = True
+        if self.term._conclude():
+            attempt.core.telemetry.emit(
+                Resigned(
+                    election=settings.election,
+                    name=settings.name,
+                    token=self.term.token,
+                    lease=attempt.keepalive.lease.id,
+                )
+            )
+        attempt.keepalive.forget(self)
+        attempt.on_change = attempt.wakeup.wake
+        attempt.core.leases.body_ended(attempt.keepalive)

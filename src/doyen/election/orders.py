@@ -1,0 +1,225 @@
+"""Giving orders: have the leader of an election resign, or transfer to a named candidate.
+
+How candidates and leaders act on an order is in `doyen.election.handover`. The giver binds its
+order, and the notice for the successor, to a lease that serves nothing else and ends with the
+order. So nothing of it remains if the giver dies, or if one of its requests is carried out late.
+
+`force` is an exception: it deletes the record of a leader that may still be at work, and from then
+on only tokens protect what that leader writes.
+
+Imports the session's core, queries and the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from doyen.election.core import SessionCore
+from doyen.election.queries import leader_of
+from doyen.errors import OrderFailed
+from doyen.lease.keepalive import Keepalive
+from doyen.model import (
+    Claim,
+    Entry,
+    Leader,
+    Order,
+    leader_key,
+    line_key,
+    notice_key,
+    order_key,
+    ready_key,
+)
+from doyen.stores.port import Watch
+
+__all__ = ["order_resign", "order_transfer"]
+
+
+async def order_resign(
+    core: SessionCore, election: str, *, by: str, wait_s: float, force: bool
+) -> Leader:
+    """Have the leader resign, and return it once it has."""
+    record = await _record(core, election)
+    leader = leader_of(election, record)
+    if force:
+        await _remove(core, election, record)
+        return leader
+    async with _given(core, election, Order(leader.token, by), wait_s) as given:
+        while True:
+            current = await core.call(core.store.get(record.key))
+            if current is None or current.revision != leader.token:
+                return leader
+            if not await given.change():
+                raise OrderFailed(_not_obeyed(leader, wait_s))
+
+
+async def _remove(core: SessionCore, election: str, record: Entry) -> None:
+    """Delete what a leader has in the store, in its order: the record, then the ticket, behind
+    which the next candidate waits."""
+    await core.call(core.store.delete(record.key, if_version=record.version))
+    attempt = Claim.decode(record.value).attempt
+    for ticket in await _tickets(core, election):
+        if Claim.decode(ticket.value).attempt == attempt:
+            await core.call(core.store.delete(ticket.key, if_version=ticket.version))
+
+
+async def order_transfer(
+    core: SessionCore, election: str, *, to: str, by: str, wait_s: float
+) -> Leader:
+    """Have the leader transfer to the candidate named `to`, and return that one once it leads."""
+    record, tickets = await asyncio.gather(_record(core, election), _tickets(core, election))
+    old = leader_of(election, record)
+    successor = _successor(election, to, record, tickets)
+    async with _given(core, election, Order(old.token, by, successor), wait_s) as given:
+        while True:
+            current = await core.call(core.store.get(record.key))
+            if current is not None and current.revision != old.token:
+                new = leader_of(election, current)
+                if Claim.decode(current.value).attempt == successor:
+                    return new
+                raise OrderFailed(
+                    f"{old.name!r} let go of {election!r}, {to!r} did not take over in time,"
+                    f" and the line went on: {new.name!r} leads"
+                )
+            if await given.change():
+                continue
+            if current is None:
+                raise OrderFailed(
+                    f"{old.name!r} let go of {election!r} and no candidate has taken over yet"
+                )
+            ready = await core.call(core.store.get(ready_key(election, successor)))
+            if ready is None or ready.value != given.lease.encode():
+                raise OrderFailed(
+                    f"{to!r} did not confirm within {wait_s:g} s that it is ready;"
+                    f" {old.name!r} goes on leading {election!r}"
+                )
+            raise OrderFailed(_not_obeyed(old, wait_s))
+
+
+class _GivenOrder:
+    """An order that has been given: waits for changes at the record, for a limited time."""
+
+    def __init__(self, core: SessionCore, keepalive: Keepalive, wait_s: float) -> None:
+        self.changed = asyncio.Event()
+        self.lease = keepalive.lease.id
+        self._keepalive = keepalive
+        self._until = asyncio.get_running_loop().time() + wait_s
+        keepalive.on_loss(self, lambda *_: core.runtime.post(self.changed.set))
+
+    async def change(self) -> bool:
+        """Wait for a change; False if the time has passed."""
+        try:
+            async with asyncio.timeout_at(self._until):
+                await self.changed.wait()
+        except TimeoutError:
+            return False
+        if self._keepalive.lost_because is not None:
+            raise OrderFailed(
+                f"the order ended with the lease that it was bound to:"
+                f" {self._keepalive.lost_because}; see who leads, and give it again"
+            )
+        self.changed.clear()
+        return True
+
+
+@asynccontextmanager
+async def _given(
+    core: SessionCore, election: str, order: Order, wait_s: float
+) -> AsyncIterator[_GivenOrder]:
+    """Write an order, and the notice for its successor. Both end with the lease they are bound to.
+
+    The requests are sent at once: the watch has to be there only before the first read, and a
+    notice has no effect without its order.
+    """
+    store, keepalive = core.store, await core.leases.own()
+    given = _GivenOrder(core, keepalive, wait_s)
+    watch: Watch | None = None
+
+    async def watch_record() -> None:
+        nonlocal watch
+        watch = await core.call(store.watch(leader_key(election), given.changed.set))
+
+    async def notify_successor() -> bool:
+        if not order.successor:
+            return True
+        notice = notice_key(election, order.successor)
+        return (await core.call(store.create(notice, order.encode(), keepalive.lease))).won
+
+    try:
+        # All are waited for, even if one fails: a watch that opens later would never be closed.
+        written, notified, watching = await asyncio.gather(
+            _write(core, order_key(election), order, keepalive),
+            notify_successor(),
+            watch_record(),
+            return_exceptions=True,
+        )
+        for outcome in (written, notified, watching):
+            if isinstance(outcome, BaseException):
+                raise outcome
+        if not notified:
+            # The notice that is there belongs to an earlier order, which ours has replaced.
+            await _write(
+                core, notice_key(election, order.successor), order, keepalive, replace=True
+            )
+        yield given
+    finally:
+        if watch is not None:
+            watch.close()
+        ending = core.leases.release(keepalive)
+        if ending is not None:
+            await asyncio.wait({ending})
+
+
+async def _write(
+    core: SessionCore, key: str, order: Order, keepalive: Keepalive, *, replace: bool = False
+) -> None:
+    """Create an entry with the order. One that is void, or any with `replace`, is deleted first."""
+    store = core.store
+    while True:
+        creation = await core.call(store.create(key, order.encode(), keepalive.lease))
+        if creation.won or creation.entry.lease == keepalive.lease.id:
+            return
+        other = Order.decode(creation.entry.value)
+        if not replace and other is not None and other.token >= order.token:
+            raise OrderFailed(f"an order of {other.by!r} is under way: wait for it to end")
+        await core.call(store.delete(key, if_version=creation.entry.version))
+
+
+async def _record(core: SessionCore, election: str) -> Entry:
+    record = await core.call(core.store.get(leader_key(election)))
+    if record is None:
+        raise OrderFailed(f"{election!r} has no leader")
+    return record
+
+
+async def _tickets(core: SessionCore, election: str) -> list[Entry]:
+    return await core.call(core.store.list(line_key(election)))
+
+
+def _successor(election: str, to: str, record: Entry, tickets: list[Entry]) -> str:
+    """The attempt of the one candidate in line whose name is `to`."""
+    leading = Claim.decode(record.value)
+    claims = [Claim.decode(ticket.value) for ticket in tickets]
+    # By attempt: a request that was carried out late may have left a candidate with two tickets.
+    waiting = {claim.attempt: claim for claim in claims if claim.attempt != leading.attempt}
+    named = [attempt for attempt, claim in waiting.items() if claim.name == to]
+    if len(named) == 1:
+        return named[0]
+    if named:
+        raise OrderFailed(
+            f"{len(named)} candidates in the line of {election!r} are named {to!r}:"
+            " give each its own name"
+        )
+    if leading.name == to:
+        raise OrderFailed(f"{to!r} leads {election!r} already")
+    others = ", ".join(repr(claim.name) for claim in waiting.values()) or "none"
+    raise OrderFailed(f"{to!r} is not in the line of {election!r}; candidates there: {others}")
+
+
+def _not_obeyed(leader: Leader, wait_s: float) -> str:
+    return (
+        f"{leader.name!r} was ordered to let go of {leader.election!r} and has not done so within"
+        f" {wait_s:g} s: its work has not ended, or it cannot reach the store. Wait, or stop that"
+        " process; force removes its record, and then only tokens protect"
+    )

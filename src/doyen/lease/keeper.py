@@ -1,0 +1,183 @@
+"""The leases of one session: granting, renewing and revoking them.
+
+A session has one lease that its campaigns share, granted when it is first needed and again after
+each loss. A campaign with `stall_after_s`, or an order, has a lease of its own.
+
+A lost lease is revoked, so that a successor need not wait for it to expire, but only once the last
+body that ran on it has ended: until then it is what keeps a successor away.
+
+Imports keepalives, the bounded calls and the runtime.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from doyen._waiting import BackgroundTasks
+from doyen.errors import OutcomeUnknown, StoreError, StoreUnavailable
+from doyen.lease.calls import StoreCalls
+from doyen.lease.keepalive import Keepalive
+from doyen.lease.runtime import Runtime
+from doyen.lease.timing import Timing
+from doyen.telemetry import Telemetry
+
+__all__ = ["LeaseKeeper"]
+
+log = logging.getLogger("doyen")
+
+
+class LeaseKeeper:
+    """Keeps the leases of one session. Used on doyen's loop."""
+
+    __slots__ = (
+        "_bodies",
+        "_calls",
+        "_closed",
+        "_granting",
+        "_idle",
+        "_own",
+        "_runtime",
+        "_shared",
+        "_tasks",
+        "_telemetry",
+        "_timing_of",
+    )
+
+    def __init__(
+        self,
+        calls: StoreCalls,
+        timing_of: Callable[[float], Timing],
+        runtime: Runtime,
+        telemetry: Telemetry,
+        tasks: BackgroundTasks,
+    ) -> None:
+        """`timing_of` computes the timing of a lease from its ttl."""
+        self._calls = calls
+        self._timing_of = timing_of
+        self._runtime = runtime
+        self._telemetry = telemetry
+        self._tasks = tasks
+        self._shared: Keepalive | None = None
+        self._own: dict[Keepalive, None] = {}
+        self._granting = asyncio.Lock()
+        self._bodies = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closed = False
+
+    async def shared(self) -> Keepalive:
+        """The keepalive that campaigns share; a new one on a new lease if the last was lost."""
+        if self._shared is not None and not self._shared.lose_if_expired():
+            return self._shared
+        async with self._granting:
+            if self._shared is None or self._shared.lost_because is not None:
+                self._shared = await self._grant()
+            return self._shared
+
+    async def own(self, stall_after_s: float | None = None) -> Keepalive:
+        """A keepalive on a lease of its own, for one campaign or one order. Pair with `release`."""
+        keepalive = await self._grant(stall_after_s)
+        self._own[keepalive] = None
+        return keepalive
+
+    def release(self, keepalive: Keepalive) -> asyncio.Task[None] | None:
+        """End a lease that `own` returned, in the background. A shared lease is left alone."""
+        if keepalive not in self._own:
+            return None
+        del self._own[keepalive]
+        if keepalive.lost_because is not None:
+            return None
+        keepalive.stop()
+        return self._tasks.start(self._revoke(keepalive))
+
+    def find(self, lease_id: str | None) -> Keepalive | None:
+        """The keepalive of a lease of this session."""
+        return next((each for each in self._all() if each.lease.id == lease_id), None)
+
+    def _all(self) -> list[Keepalive]:
+        return [*self._own, *([self._shared] if self._shared else [])]
+
+    async def _grant(self, stall_after_s: float | None = None) -> Keepalive:
+        calls, runtime = self._calls, self._runtime
+        sent_at = runtime.clock.now()
+        lease = await calls.call(calls.store.grant(calls.timing.ttl_s))
+        if lease.ttl_s != calls.timing.ttl_s:
+            calls.timing = self._timing_of(lease.ttl_s)
+        keepalive = Keepalive(
+            calls.store,
+            lease,
+            calls.timing,
+            runtime.clock,
+            self._telemetry,
+            sent_at=sent_at,
+            spread=runtime.random,
+            post=runtime.post,
+            stall_after_s=stall_after_s,
+        )
+        keepalive.on_loss(self, lambda _: runtime.post(lambda: self._revoke_lost(keepalive)))
+        self._tasks.start(keepalive.run())
+        return keepalive
+
+    def body_begins(self, keepalive: Keepalive) -> None:
+        """A body runs on this lease from now on: the watchdog watches its deadline."""
+        self._bodies += 1
+        self._idle.clear()
+        keepalive.bodies += 1
+        if keepalive.bodies == 1:
+            self._runtime.watch(keepalive)
+
+    def body_ended(self, keepalive: Keepalive) -> None:
+        self._bodies -= 1
+        if not self._bodies:
+            self._idle.set()
+        keepalive.bodies -= 1
+        if not keepalive.bodies:
+            self._runtime.unwatch(keepalive)
+            self._revoke_lost(keepalive)
+
+    def _revoke_lost(self, keepalive: Keepalive) -> None:
+        """Revoke a lost lease, unless a body still runs on it."""
+        if keepalive.lost_because is not None and not keepalive.bodies and not self._closed:
+            self._tasks.start(self._revoke(keepalive, until_done=True))
+
+    async def _revoke(self, keepalive: Keepalive, *, until_done: bool = False) -> None:
+        """End a lease. With `until_done`, retry for as long as the store is unavailable: a store
+        that has been restarted may give all leases their full ttl again, and candidates would
+        wait for this one to expire."""
+        while True:
+            try:
+                await self._calls.call(self._calls.store.revoke(keepalive.lease))
+                return
+            except StoreError as error:
+                passing = isinstance(error, StoreUnavailable | OutcomeUnknown)
+                if not passing or not until_done:
+                    log.debug("lease %s was left to expire: %s", keepalive.lease.id, error)
+                    return
+            await asyncio.sleep(self._calls.retry_pause())
+
+    async def close(self) -> None:
+        """End every term, wait for the bodies for as long as the stop budget allows, and revoke
+        the leases on which no body runs any more. The others expire."""
+        self._closed = True
+        keepalives = self._all()
+        for keepalive in keepalives:
+            keepalive.forget(self)
+            if keepalive.depended_on:
+                keepalive.lose("the session was closed")
+            else:
+                keepalive.stop()
+        if self._bodies:
+            ended = asyncio.ensure_future(self._idle.wait())
+            await asyncio.wait({ended}, timeout=self._calls.timing.stop_budget_s)
+            ended.cancel()
+        idle = [keepalive for keepalive in keepalives if not keepalive.bodies]
+        for keepalive in idle:
+            self._runtime.unwatch(keepalive)
+        await asyncio.gather(*map(self._revoke, idle))
+
+    def forked(self) -> None:
+        """In the child of a fork: the leases belong to the parent."""
+        for keepalive in self._all():
+            keepalive.forked()
