@@ -27,9 +27,9 @@ from doyen.quorum.consensus.zab import (
     Notification,
     Phase,
     Sync,
-    Vote,
     Zab,
     ZabState,
+    ZabVote,
 )
 from room import SETTINGS, Room, kill
 
@@ -126,28 +126,28 @@ def test_an_older_round_is_ignored_and_answered() -> None:
 
 def test_a_newer_round_replaces_ones_own() -> None:
     core = one(epochs=(1, 1), state=ZabState(1, 1))
-    core._votes = {"2": Vote(9, 9, 9, 1)}
+    core._votes = {"2": ZabVote(9, 9, 9, 1)}
     hear(core, "3", looking(7, "3", 1, 1))
     # Our own vote is better than theirs; what was heard in the old round counts no more.
-    assert (core.clock, core.proposal) == (7, Vote(1, 1, 2, 0))
+    assert (core.clock, core.proposal) == (7, ZabVote(1, 1, 2, 0))
     assert list(core._votes) == ["3"]
 
 
 def test_epoch_then_zxid_then_id() -> None:
     ordered = [
-        Vote(1, 9, 9, 9),
-        Vote(2, 1, 5, 0),
-        Vote(2, 1, 6, 0),
-        Vote(2, 2, 1, 0),
-        Vote(2, 2, 1, 1),
+        ZabVote(1, 9, 9, 9),
+        ZabVote(2, 1, 5, 0),
+        ZabVote(2, 1, 6, 0),
+        ZabVote(2, 2, 1, 0),
+        ZabVote(2, 2, 1, 1),
     ]
     assert sorted(ordered) == ordered
 
 
 def test_a_zxid_does_not_roll_over() -> None:
     """ZOOKEEPER-1277: the counter has no 32 bits to run out of, and never touches the epoch."""
-    assert Vote(1, 1, 2**32 + 1, 0) > Vote(1, 1, 2**32 - 1, 0)
-    assert Vote(1, 1, 2**40, 0) < Vote(1, 2, 1, 0)
+    assert ZabVote(1, 1, 2**32 + 1, 0) > ZabVote(1, 1, 2**32 - 1, 0)
+    assert ZabVote(1, 1, 2**40, 0) < ZabVote(1, 2, 1, 0)
 
 
 def test_the_round_waits_for_something_better() -> None:
