@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, Protocol
 
 from doyen.errors import StoreError
 from doyen.stores.kit.expiry import AT_ONCE, GRAIN_S, LeaseObservations, LeaseRow, LeaseVerdict
+from doyen.stores.kit.lifecycle import WatchHandle
 
 __all__ = ["Changes", "LeaseObserver", "LeaseSource", "Survey"]
 
@@ -72,7 +73,7 @@ class LeaseSource(Protocol):
 @dataclass(slots=True, eq=False)
 class _ObservedScope:
     name: str
-    watches: dict[_ScopeWatch, None] = field(default_factory=dict)
+    watches: dict[WatchHandle, None] = field(default_factory=dict)
     survey: Survey | None = None
     """The contents when they were last read."""
 
@@ -82,32 +83,6 @@ class _Monitor:
     lease: str
     look_at: float
     scopes: set[str] = field(default_factory=set)
-
-
-class _ScopeWatch:
-    """One watch, as its user holds it."""
-
-    __slots__ = ("_notify", "_observer", "_scope", "open")
-
-    def __init__(
-        self, observer: LeaseObserver, scope: _ObservedScope, notify: Callable[[], None]
-    ) -> None:
-        self._observer = observer
-        self._scope = scope
-        self._notify = notify
-        self.open = True
-        scope.watches[self] = None
-
-    def fire(self) -> None:
-        if self.open:
-            self._notify()
-
-    def close(self) -> None:
-        if self.open:
-            self.open = False
-            del self._scope.watches[self]
-            if not self._scope.watches:
-                self._observer.leave(self._scope)
 
 
 class LeaseObserver(LeaseObservations):
@@ -149,11 +124,12 @@ class LeaseObserver(LeaseObservations):
             monitor.look_at = self._now() + verdict.look_after_s
         return verdict
 
-    async def watch(self, name: str, notify: Callable[[], None]) -> _ScopeWatch:
+    async def watch(self, name: str, notify: Callable[[], None]) -> WatchHandle:
         scope = self._scopes.get(name)
         if scope is None:
             scope = self._scopes[name] = _ObservedScope(name)
-        watch = _ScopeWatch(self, scope, notify)
+        watch = WatchHandle(name, notify, self._leave)
+        scope.watches[watch] = None
         if self._poll_s is None:
             self._mark_unread({name})
             return watch
@@ -175,11 +151,13 @@ class LeaseObserver(LeaseObservations):
             if self._position is None:  # otherwise another watch has begun at an earlier position
                 self._position = position
 
-    def leave(self, scope: _ObservedScope) -> None:
-        """Called when the last watch of a scope was closed."""
-        del self._scopes[scope.name]
-        self._unread.discard(scope.name)
-        self._monitor_owners(scope, _NOTHING)
+    def _leave(self, watch: WatchHandle) -> None:
+        scope = self._scopes[watch.scope]
+        del scope.watches[watch]
+        if not scope.watches:
+            del self._scopes[scope.name]
+            self._unread.discard(scope.name)
+            self._monitor_owners(scope, _NOTHING)
 
     def follow(self, leases: Iterable[str]) -> None:
         """Monitor leases that may be over until they are ended, even if unwatched."""
@@ -216,7 +194,7 @@ class LeaseObserver(LeaseObservations):
     def _notify(self, names: Iterable[str]) -> None:
         for name in names:
             for watch in self._scopes[name].watches:
-                self._loop.call_soon(watch.fire)
+                watch.notify_soon()
 
     def _mark_unread(self, names: Iterable[str]) -> None:
         """Read the owners of these scopes soon."""

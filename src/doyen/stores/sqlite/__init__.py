@@ -26,11 +26,13 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from doyen.errors import ConfigError, LeaseGone, StoreError, StoreUnusable
+from doyen.errors import LeaseGone, StoreError
 from doyen.events import LeaseEnded
 from doyen.lease.clock import boot_id
 from doyen.model import Entry, Finding, Lease, Version
-from doyen.stores.port import Capabilities, Context, Creation, Store, StoreURL, Watch
+from doyen.stores.kit.lifecycle import GuardedStore, opened
+from doyen.stores.kit.url import whole_number
+from doyen.stores.port import Capabilities, Context, Creation, StoreURL, Watch
 from doyen.stores.sqlite.database import Database
 from doyen.stores.sqlite.diagnosis import LocalStoreState, findings
 from doyen.stores.sqlite.inbox import Inbox
@@ -50,17 +52,14 @@ async def open_store(url: StoreURL, context: Context) -> SQLiteStore:
     """Open the store at `url`, and create it if it does not exist."""
     url.refuse_unknown("token_floor")
     path = path_of(url)
-    floor = url.options.get("token_floor", "0")
-    if not (floor.isascii() and floor.isdigit() and int(floor) < 1 << 62):
-        raise ConfigError(f"token_floor is a whole number below 2**62, not {floor!r}")
+    floor = whole_number(url, "token_floor")
     refuse_shared(path)
     make_folders(path)
     store = SQLiteStore(path, context)
-    await store.open(int(floor))
-    return store
+    return await opened(store, store.open(floor))
 
 
-class SQLiteStore(Store):
+class SQLiteStore(GuardedStore):
     """One handle on the store. Handles in any number of processes share one file."""
 
     capabilities = Capabilities(proof_of_death=True)
@@ -77,21 +76,16 @@ class SQLiteStore(Store):
             path, loop=self._loop, folder=self._folder, leases=self._leases, inbox=self._inbox
         )
         self._watches = LocalWatches(self._loop, self._database, self._leases, self._inbox)
-        self._unusable: str | None = None
 
     async def open(self, token_floor: int) -> None:
         """Start the database, remove leftovers of dead processes, and begin to listen."""
         undecided: set[str] = set()
-        try:
-            await self._database.open()
-            if token_floor:
-                await self._database.submit(
-                    lambda tables: tables.raise_revision(token_floor), durable=True
-                )
-            await self._database.submit(lambda tables: self._sweep(tables, undecided), writes=False)
-        except BaseException:
-            await self.close()
-            raise
+        await self._database.open()
+        if token_floor:
+            await self._database.submit(
+                lambda tables: tables.raise_revision(token_floor), durable=True
+            )
+        await self._database.submit(lambda tables: self._sweep(tables, undecided), writes=False)
         self._database.deliver = self._watches.apply
         self._watches.open(undecided)
 
@@ -178,21 +172,13 @@ class SQLiteStore(Store):
     def proof(self, lease: Lease) -> tuple[int, ...]:
         return self._leases.proof(lease.id)
 
-    def forked(self) -> None:
-        if self._unusable is None:
-            self._unusable = (
-                "this store was opened before a fork and belongs to the parent process:"
-                " connect again in the child"
-            )
-            self._watches.forked()
-            self._inbox.close()
-            self._leases.release_all()
-            self._database.forked()
+    def _abandon(self) -> None:
+        self._watches.forked()
+        self._inbox.close()
+        self._leases.release_all()
+        self._database.forked()
 
-    async def close(self) -> None:
-        if self._unusable is not None:
-            return
-        self._unusable = "the store has been closed"
+    async def _release(self) -> None:
         self._watches.close()
         self._inbox.close()
         self._leases.release_all()
@@ -204,10 +190,6 @@ class SQLiteStore(Store):
             pass  # the next open removes an inbox without a reader
         finally:
             await self._database.close()
-
-    def _require_usable(self) -> None:
-        if self._unusable is not None:
-            raise StoreUnusable(self._unusable)
 
     def _on_ended(self, lease: str, cause: Literal["died", "expired"]) -> None:
         self._emit(LeaseEnded(lease=lease, cause=cause))

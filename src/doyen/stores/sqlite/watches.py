@@ -20,6 +20,7 @@ import os
 from collections.abc import Callable, Iterable
 
 from doyen.errors import StoreUnusable
+from doyen.stores.kit.lifecycle import WatchHandle
 from doyen.stores.sqlite.database import CommitOutcome, Database
 from doyen.stores.sqlite.inbox import Inbox
 from doyen.stores.sqlite.leases import LocalLeases
@@ -44,34 +45,8 @@ class _LocalScope:
         self.name = name
         self.tag = tag
         self.registered = False
-        self.watches: dict[_LocalWatch, None] = {}
+        self.watches: dict[WatchHandle, None] = {}
         self.owners: frozenset[str] = frozenset()
-
-
-class _LocalWatch:
-    """One watch, as its user holds it."""
-
-    __slots__ = ("_notify", "_scope", "_watches", "open")
-
-    def __init__(
-        self, watches: LocalWatches, scope: _LocalScope, notify: Callable[[], None]
-    ) -> None:
-        self._watches = watches
-        self._scope = scope
-        self._notify = notify
-        self.open = True
-        scope.watches[self] = None
-
-    def fire(self) -> None:
-        if self.open:
-            self._notify()
-
-    def close(self) -> None:
-        if self.open:
-            self.open = False
-            del self._scope.watches[self]
-            if not self._scope.watches:
-                self._watches.leave(self._scope)
 
 
 class _LeaseMonitor:
@@ -115,12 +90,13 @@ class LocalWatches:
         for lease in undecided:
             self._follow(lease)
 
-    async def watch(self, scope: str, notify: Callable[[], None]) -> _LocalWatch:
+    async def watch(self, scope: str, notify: Callable[[], None]) -> WatchHandle:
         place = self._scopes.get(scope)
         if place is None:
             place = self._scopes[scope] = _LocalScope(scope, next(self._tags))
             self._by_tag[place.tag] = place
-        watch = _LocalWatch(self, place, notify)
+        watch = WatchHandle(scope, notify, self._leave)
+        place.watches[watch] = None
         if not place.registered:
             tag = place.tag
             self.ever_watched = True
@@ -131,12 +107,14 @@ class LocalWatches:
                 raise
         return watch
 
-    def leave(self, scope: _LocalScope) -> None:
-        """Called when the last watch of a scope was closed. Its row is deleted with the next
-        write."""
-        del self._scopes[scope.name], self._by_tag[scope.tag]
-        self._database.stale.append(scope.tag)
-        self._monitor_owners(scope, frozenset())
+    def _leave(self, watch: WatchHandle) -> None:
+        """Remove a watch. The row of a scope without watches is deleted with the next write."""
+        scope = self._scopes[watch.scope]
+        del scope.watches[watch]
+        if not scope.watches:
+            del self._scopes[scope.name], self._by_tag[scope.tag]
+            self._database.stale.append(scope.tag)
+            self._monitor_owners(scope, frozenset())
 
     def apply(self, outcome: CommitOutcome) -> None:
         """Apply the outcome of a committed transaction."""
@@ -154,7 +132,7 @@ class LocalWatches:
             scope = self._by_tag.get(tag)
             if scope is not None:
                 for watch in scope.watches:
-                    self._loop.call_soon(watch.fire)
+                    watch.notify_soon()
 
     def _on_message(self) -> None:
         tags = self._inbox.drain()
