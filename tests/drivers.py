@@ -257,8 +257,8 @@ class World:
 
             return do
 
-        for kind, carry_out in driver._carry_out.items():
-            driver._carry_out[kind] = armed(carry_out)
+        for kind, carry_out in driver.pump.carry_out.items():
+            driver.pump.carry_out[kind] = armed(carry_out)
 
     def _watch(self, core: Raft) -> None:
         """Look at everything after every step."""
@@ -433,7 +433,7 @@ async def misfortune(world: World, until: float) -> None:
                 world.crash(each)
         elif what == 6:
             with suppress(DoyenError):
-                await world.nodes[node].transfer(chance.choice(world.voters))
+                await world.nodes[node].admin.transfer(chance.choice(world.voters))
         elif what == 7:
             await world.stop(node)
         elif what == 1:

@@ -68,7 +68,7 @@ async def full(folder: Path) -> None:
     )
     ballast = folder.parent / "ballast"
     ballast.write_bytes(bytes(500_000))
-    while not writer.journal.full():
+    while not writer.journal.full:
         writer.put(2_000)
         await writer.room_for(0)
     print("full at", writer.end, flush=True)
@@ -82,7 +82,7 @@ async def full(folder: Path) -> None:
     print("stuck at", writer.acknowledged, flush=True)
     ballast.unlink()
     await writer.room_for(0)
-    while writer.journal.full():  # noqa: ASYNC110 - the journal's thread tells nobody
+    while writer.journal.full:  # noqa: ASYNC110 - the journal's thread tells nobody
         await asyncio.sleep(0.01)
     await writer.journal.close()
     print("end", writer.end, flush=True)

@@ -25,12 +25,14 @@ from doyen.quorum.node import framed_files as frames
 from doyen.quorum.node import lease_keeper as keeper
 from doyen.quorum.node import membership as members
 from doyen.quorum.node import replicated as machine
-from doyen.quorum.node import roles, service
-from doyen.quorum.node.driver import Driver
+from doyen.quorum.node import roles
+from doyen.quorum.node.applier import Applier
 from doyen.quorum.node.lease_clock import LeaseClock
 from doyen.quorum.node.membership import Members
 from doyen.quorum.node.proposals import Proposals
+from doyen.quorum.node.reads import LinearizableReads
 from doyen.quorum.node.replicated import Command, ReplicatedMachines
+from doyen.quorum.node.watches import Watches
 from doyen.quorum.protocol import security
 from doyen.quorum.protocol.requests import WatchRequest
 from doyen.stores.quorum.connection import QuorumConnection
@@ -89,7 +91,7 @@ def not_extended(patch: pytest.MonkeyPatch) -> None:
     take_in = LeaseClock.take_in
 
     def hasty(self: LeaseClock, now: float) -> bool:
-        found = self._taken_in == 0
+        found = self.taken_in == 0
         more = take_in(self, now)
         if found:
             self._until = dict.fromkeys(self._until, now)
@@ -102,7 +104,7 @@ def not_extended(patch: pytest.MonkeyPatch) -> None:
 def renewed_by_a_read(patch: pytest.MonkeyPatch) -> None:
     """A renewal is confirmed, and a read answered, by a leader that nobody may hear any more
     (30)."""
-    patch.setattr(Driver, "when_current", lambda self, call: call())
+    patch.setattr(LinearizableReads, "when_current", lambda self, call: call())
 
 
 def era_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -110,8 +112,8 @@ def era_ignored(patch: pytest.MonkeyPatch) -> None:
     forwarded to its successor; otherwise only an entry already in the log would show the defect."""
 
     def forward_internal(self: Proposals, reason: str) -> None:
-        self._queue.extend(self._internal)
-        self._internal.clear()
+        self.queue.extend(self.internal)
+        self.internal.clear()
 
     patch.setattr(Proposals, "refuse_internal", forward_internal)
 
@@ -125,18 +127,18 @@ def era_ignored(patch: pytest.MonkeyPatch) -> None:
 def confirmed_without_an_era(patch: pytest.MonkeyPatch) -> None:
     """A leader confirms renewals before it has begun an era, and ends count in any."""
 
-    def begin(self: keeper.Keeper) -> None:
+    def begin(self: keeper.LeaseKeeper) -> None:
         self._era = self._keyspace.era
         self._clock = LeaseClock(self._keyspace)
         self._take_in()
 
-    patch.setattr(keeper.Keeper, "_begin", begin)
+    patch.setattr(keeper.LeaseKeeper, "_begin", begin)
     era_ignored(patch)
 
 
 def never_ended(patch: pytest.MonkeyPatch) -> None:
     """A lease whose time is over is left to whoever leads next."""
-    patch.setattr(keeper.Keeper, "_end_those_due", lambda self: None)
+    patch.setattr(keeper.LeaseKeeper, "_end_due", lambda self: None)
 
 
 def ended_late(patch: pytest.MonkeyPatch) -> None:
@@ -242,7 +244,7 @@ def unknown_skipped(patch: pytest.MonkeyPatch) -> None:
 
 def read_while_behind(patch: pytest.MonkeyPatch) -> None:
     """A node answers reads before it has applied what the leader had committed."""
-    patch.setattr(Driver, "when_applied", lambda self, index, call: call())
+    patch.setattr(Applier, "when", lambda self, index, call: call())
 
 
 # Watches.
@@ -250,12 +252,12 @@ def read_while_behind(patch: pytest.MonkeyPatch) -> None:
 
 def deaf_when_resumed(patch: pytest.MonkeyPatch) -> None:
     """A watch that is resumed is told nothing of what it has missed."""
-    watch = service.Service._watch
+    watch = Watches.add
 
-    def deaf(self: service.Service, client: Any, request: WatchRequest) -> None:
+    def deaf(self: Watches, client: Any, request: WatchRequest) -> None:
         watch(self, client, replace(request, since=-1))
 
-    patch.setattr(service.Service, "_watch", deaf)
+    patch.setattr(Watches, "add", deaf)
 
 
 def never_too_old(patch: pytest.MonkeyPatch) -> None:
@@ -291,21 +293,21 @@ def history_left_out(patch: pytest.MonkeyPatch) -> None:
 
 def installed_untold(patch: pytest.MonkeyPatch) -> None:
     """Who watches is not told of what a snapshot from the leader has brought."""
-    restore, notify = Keyspace.restore, service.Service._notify
+    restore, notify = Keyspace.restore, Watches.notify
     fresh: dict[Keyspace, None] = {}
 
     def note(self: Keyspace, pieces: Any) -> None:
         restore(self, pieces)
         fresh[self] = None
 
-    def skip(self: service.Service) -> None:
+    def skip(self: Watches, index: int = 0) -> None:
         if self._keyspace in fresh:
             del fresh[self._keyspace]
-            self._told = self._keyspace.revision
-        notify(self)
+            self._notified = self._keyspace.revision
+        notify(self, index)
 
     patch.setattr(Keyspace, "restore", note)
-    patch.setattr(service.Service, "_notify", skip)
+    patch.setattr(Watches, "notify", skip)
 
 
 def one_position(patch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,10 @@ class Neighbour:
     def die(self) -> None:
         """As a process does: every connection ends, nobody is told why."""
         self.door.stop_listening()
-        for link in [*self.peers._links.values(), *(c.link for c in self.peers._callers.values())]:
+        for link in [
+            *self.peers.connections.values(),
+            *(c.connection for c in self.peers.incoming.values()),
+        ]:
             link.abort()
         for link in self.clients:
             link.abort()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from msgspec.msgpack import encode
 
 from doyen.errors import StoreUnavailable
-from doyen.quorum.node.peers import ANSWER, CHUNK, MESSAGE, QUESTION, STORED, STREAM
+from doyen.quorum.node.peer_frames import ANSWER, CHUNK, MESSAGE, QUESTION, STORED, STREAM
 from doyen.quorum.node.snapshot_transfer import CREDIT, WINDOW
 from doyen.quorum.protocol.connection import FrameConnection
 from doyen.quorum.protocol.frames import (
@@ -59,7 +59,7 @@ async def still_serves(node: Neighbour, security: Security | None = None) -> Non
     friend.link.send(QUESTION, bytes(8), b"?")
     await until(lambda: friend.frames == [(ANSWER, bytes(8) + b"re: ?")])
     friend.link.abort()
-    await until(lambda: not node.door.strangers and not node.peers._callers)
+    await until(lambda: not node.door.strangers and not node.peers.incoming)
 
 
 def hello() -> bytes:
@@ -191,7 +191,7 @@ def test_answers_to_what_was_never_asked_are_passed_over() -> None:
             odd.door._peers = admit
             node.know(odd)
             await until(node.links)
-            assert await node.peers._links["n2"].alive(10)
+            assert await node.peers.connections["n2"].alive(10)
             assert not node.counts
 
     run(body())
@@ -260,9 +260,9 @@ def test_those_who_do_not_know_the_secret(theirs: Security, told: str) -> None:
                 await call(node.address, FRIEND, "peer", security=theirs)
             stray = await street.add("n2", security=theirs)
             stray.know(node)
-            await until(lambda: "secret" in stray.peers.troubles["n1"])
+            await until(lambda: "secret" in stray.peers.errors["n1"])
             node.know(stray)
-            await until(lambda: "secret" in node.peers.troubles["n2"])
+            await until(lambda: "secret" in node.peers.errors["n2"])
             assert not node.links()
             node.peers.reach({})
             stray.peers.reach({})
@@ -294,7 +294,7 @@ def test_a_recorded_conversation_is_worth_nothing() -> None:
                 friend.link.send(QUESTION, bytes(8), b"?")
                 await until(lambda: len(recorded) == 3)
                 friend.link.abort()
-                await until(lambda: not node.peers._callers)
+                await until(lambda: not node.peers.incoming)
             assert b"not the one" in await said_to(node, *recorded[:2])
             assert node.counts == {"secret": 1}
             await still_serves(node, security)

@@ -21,7 +21,7 @@ from doyen.errors import (
     StoreUnavailable,
 )
 from doyen.quorum.consensus.core import Accepted, Membership, Message, Propose, Role, Send
-from doyen.quorum.node.admin import AdminOrder
+from doyen.quorum.node.admin import AdminRequest
 from doyen.quorum.node.driver import Driver, ProposalLimits
 from doyen.quorum.node.proposals import Batch, decode_results, encode_results
 from doyen.quorum.node.replicated import USER, Command, Failure, ReplicatedMachines
@@ -91,15 +91,19 @@ def test_nothing_is_lost_or_done_twice_in_a_storm(seed: int) -> None:
 class Hasty(Driver):
     """Does not wait for the disk."""
 
-    def _send(self, effect: Send) -> None:
-        self._transport.send(effect.peer, effect.message)
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        transport = self._transport
+        self.pump.carry_out[Send] = lambda send: transport.send(send.peer, send.message)
 
 
 class Stale(Driver):
-    """Reads without asking anybody."""
+    """Reads without a round of the quorum."""
 
-    def when_current(self, call: Callable[[], None]) -> None:
-        self.when_applied(self.applied, call)
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        applier = self.applier
+        vars(self.reads)["when_current"] = lambda call: applier.when(applier.index, call)
 
 
 class Forgetful(ReplicatedMachines):
@@ -112,11 +116,11 @@ class Forgetful(ReplicatedMachines):
 class Credulous(Driver):
     """Takes what stands at the place of its own entry for its own."""
 
-    def take_own(self, index: int, generation: int) -> Batch | None:
-        return self._waiting.pop(index, None)
-
-    def entered(self, generation: int, index: int) -> None:
-        pass
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        entries = self.own_entries
+        vars(entries)["take"] = lambda index, generation: entries.waiting.pop(index, None)
+        vars(entries)["entered"] = lambda generation, index: None
 
 
 @pytest.mark.parametrize(
@@ -252,12 +256,12 @@ def test_what_stood_where_something_of_ours_stands_again_goes_round_again(
         world.cut(leader.id)
         lost = asyncio.ensure_future(leader.propose(USER, b"cut off"))
         await asyncio.sleep(0.01)
-        [index] = leader._waiting
+        [index] = leader.own_entries.waiting
         accepted = Accepted(index, leader.generation + 2)
         with monkeypatch.context() as patch:
             patch.setattr(leader.core, "handle", lambda event, now: [accepted])
-            assert leader.offer(Propose(b""), Batch([], [])) is None
-        del leader._waiting[index]
+            assert leader.own_entries.append(Propose(b""), Batch([], [])) is None
+        del leader.own_entries.waiting[index]
         world.heal()
         assert await asyncio.wait_for(lost, 5.0) == 1
 
@@ -384,11 +388,11 @@ def test_transfer_from_anywhere() -> None:
     async def main(world: World) -> None:
         (leader,) = world.leaders()
         follower = follower_of(world)
-        await follower.transfer(follower.id)
+        await follower.admin.transfer(follower.id)
         assert (await world.leader()) is follower
         with pytest.raises(OrderFailed, match="n9 is not a voter"):
-            await leader.transfer("n9")
-        await follower.transfer()
+            await leader.admin.transfer("n9")
+        await follower.admin.transfer()
         assert (await world.leader()) is not follower
 
     run(main)
@@ -446,10 +450,10 @@ def test_when_every_disk_is_full_one_leader_stays(caplog: pytest.LogCaptureFixtu
         assert len(told) == len({*told}) == 3, "each node says so once, followers too"
         assert all(node.status().full for node in world.nodes.values())
         with pytest.raises(OrderFailed, match="no other voter is there that could lead"):
-            await leader.transfer()
+            await leader.admin.transfer()
         other = follower_of(world).id
         with pytest.raises(OrderFailed, match=f"the disk of {other} is full"):
-            await leader.transfer(other)
+            await leader.admin.transfer(other)
         for disk in world.disks.values():
             disk.fill(False)
         await asyncio.sleep(0.5)
@@ -464,7 +468,7 @@ def test_a_full_leader_hands_over_to_a_node_with_room() -> None:
         full, *roomy = [node for node in world.voters if node != leader.id]
         world.disks[leader.id].fill(True)
         world.disks[full].fill(True)
-        await world.until(lambda: full in leader.without_room())
+        await world.until(lambda: full in leader.disk_space.without_space())
         for _ in range(10):
             with contextlib.suppress(StoreUnavailable):
                 await leader.propose(USER, b"a")
@@ -511,9 +515,9 @@ def test_what_waits_for_the_leaders_disk_has_a_bound() -> None:
         with pytest.raises(StoreUnavailable, match=f"bytes wait for the disk of node {leader.id}"):
             for n in range(30):
                 await leader.propose(USER, b"%d" % n + b"x" * 1000)
-        assert 10_000 < disk.queued() < 12_500
+        assert 10_000 < disk.queued < 12_500
         await asyncio.sleep(6.0)
-        assert disk.queued() == 0
+        assert disk.queued == 0
         disk.sync_s = 0.001
         await leader.propose(USER, b"again")
 
@@ -525,7 +529,7 @@ def test_a_journal_that_fails_ends_the_process() -> None:
         world = World()
         await world.boot()
         leader = await world.leader()
-        leader.fail(OSError("fsync"))
+        leader.pump.fail(OSError("fsync"))
         assert [name for name, _ in world.aborted] == [leader.id]
         with pytest.raises(SessionClosed):
             await leader.propose(USER, b"a")
@@ -578,25 +582,25 @@ def test_nodes_come_and_go() -> None:
         await leader.propose(USER, b"a")
         await world.boot_one("n4", Membership(VOTERS, ("n4",)))
         with pytest.raises(OrderFailed, match="add it first"):
-            await leader.promote("n4")
-        await follower_of(world).add("n4", "n4:1")
-        await leader.add("n4", "n4:1")
+            await leader.admin.promote("n4")
+        await follower_of(world).admin.add("n4", "n4:1")
+        await leader.admin.add("n4", "n4:1")
         await world.until(lambda: world.nodes["n4"].applied == leader.applied)
         assert world.tallies["n4"].done == [b"a"]
         assert world.links[leader.id].addresses["n4"] == "n4:1"
         while "n4" not in leader.membership.voters:
             await asyncio.sleep(0.01)
             with contextlib.suppress(OrderFailed):  # it may be a little behind
-                await leader.promote("n4")
+                await leader.admin.promote("n4")
         assert leader.membership.voters == ("n1", "n2", "n3", "n4")
-        await leader.remove(leader.id)
+        await leader.admin.remove(leader.id)
         world.crash(leader.id)
         other = await world.leader()
         assert leader.id not in other.membership.everyone
         assert await world.nodes["n4"].propose(USER, b"b") == 2
-        with pytest.raises(OrderFailed, match="no order"):
-            await world.nodes["n4"]._questions.ask_leader(
-                b"O" + AdminOrder("dance", "n4").encoded()
+        with pytest.raises(OrderFailed, match="unknown request"):
+            await world.nodes["n4"].leader_calls.call_leader(
+                b"O" + AdminRequest("dance", "n4").encoded()
             )
 
     run(main)
@@ -609,7 +613,7 @@ def test_a_snapshot_has_the_members_of_its_own_place_in_the_log() -> None:
     async def main(world: World) -> None:
         (leader,) = world.leaders()
         await leader.propose(USER, b"a")
-        await leader.add("n4", "n4:1")
+        await leader.admin.add("n4", "n4:1")
         follower = follower_of(world)
         await world.until(lambda: follower.applied == leader.applied)
         world.crash(follower.id)
@@ -618,10 +622,10 @@ def test_a_snapshot_has_the_members_of_its_own_place_in_the_log() -> None:
         again = world.nodes[follower.id]
         assert again.membership.learners == ("n4",)
         assert again.applied == 0
-        assert again.copy()[0].membership == Membership(VOTERS)
+        assert again.applier.copy()[0].membership == Membership(VOTERS)
         world.heal()
         await again.barrier()
-        assert again.copy()[0].membership == leader.membership
+        assert again.applier.copy()[0].membership == leader.membership
 
     run(main)
 
@@ -645,7 +649,7 @@ def test_garbage_from_a_peer_is_refused() -> None:
         (leader,) = world.leaders()
         answers: list[bytes] = []
         for question in (b"", b"P", b"P\xc1garbage", b"O\xc1", b"X", b"Q"):
-            leader.asked("n9", question, answers.append)
+            leader.leader_calls.called("n9", question, answers.append)
         await asyncio.sleep(0.1)
         assert len(answers) == 6
         assert all(answer[0] == 3 for answer in answers)
@@ -766,10 +770,11 @@ def test_removing_the_leader_stops_writes_no_longer_than_two_transfers(
 ) -> None:
     async def main(world: World) -> None:
         follower = follower_of(world)
-        transfer = await longest_write(world, follower, lambda: follower.transfer(follower.id))
+        admin = follower.admin
+        transfer = await longest_write(world, follower, lambda: admin.transfer(follower.id))
         (leader,) = world.leaders()
         client = next(node for node in world.nodes.values() if node is not leader)
-        removal = await longest_write(world, client, lambda: client.remove(leader.id))
+        removal = await longest_write(world, client, lambda: client.admin.remove(leader.id))
         assert removal < 2 * transfer
         assert leader.id not in client.membership.everyone
         assert leader.membership == client.membership, "it has heard of it"
@@ -784,7 +789,7 @@ def test_members_that_leave_are_reached_until_the_change_is_committed() -> None:
         leaves = follower_of(world)
         stays = next(n for n in world.nodes if n not in (leader.id, leaves.id))
         world.disks[leader.id].sync_s = world.disks[stays].sync_s = 0.5
-        removal = asyncio.ensure_future(leader.remove(leaves.id))
+        removal = asyncio.ensure_future(leader.admin.remove(leaves.id))
         await asyncio.sleep(0.1)
         assert leaves.id not in leader.membership.everyone
         assert leaves.id in world.links[leader.id].addresses

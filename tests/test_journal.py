@@ -104,7 +104,7 @@ def test_what_was_written_is_found_again(tmp_path: Path) -> None:
         journal.persist(Persist(2, None, 3, [LogEntry(3, 1, b"x")]))
         journal.persist(Persist(3))
         await acks.upto(3)
-        assert not journal.full()
+        assert not journal.full
         await journal.close()
         assert not acks.failures
 
@@ -362,7 +362,7 @@ class TestFull:
             acks = Acks(journal)
             disk.room = 9000
             token = 0
-            while not journal.full():
+            while not journal.full:
                 token += 1
                 journal.persist(Persist(token, None, token, entries(1, 300)))
                 await acks.upto(token)
@@ -376,7 +376,7 @@ class TestFull:
             assert acks.tokens[-1] == token + 1
             disk.room = 40_000
             await acks.upto(token + 3)
-            await until(lambda: not journal.full())
+            await until(lambda: not journal.full)
             await journal.close()
             again = FileJournal(Path("data"), WHOSE, Voted, disk=disk.after_crash("none"))
             assert len(again.recovered.entries) == token + 50
@@ -393,11 +393,11 @@ class TestFull:
             disk.room = 0
             journal.persist(Persist(1, None, 1, entries(50, 300)))
             journal.persist(Persist(2, Voted(1, "n1")))
-            await until(journal.full)
+            await until(lambda: journal.full)
             await journal.close()
             assert acks.tokens == []
             again = FileJournal(Path("data"), WHOSE, Voted, disk=disk, reserve_bytes=100)
-            assert again.full()
+            assert again.full
             assert again.recovered == Recovered(entries=[])
             await again.close()
 

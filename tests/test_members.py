@@ -9,7 +9,7 @@ import pytest
 
 from doyen.errors import OrderFailed, StoreUnusable
 from doyen.quorum.consensus.core import Membership, Position
-from doyen.quorum.node.admin import MAX_MEMBERS, AdminOrder, changed
+from doyen.quorum.node.admin import MAX_MEMBERS, AdminRequest, changed
 from doyen.quorum.node.membership import FOUNDING, JOINING, Members, NodeMember, opening
 from doyen.quorum.protocol.frames import ConnectionRefused
 from doyen.quorum.protocol.handshake import ConnectionIdentity, MemberInfo
@@ -344,7 +344,7 @@ def test_a_cluster_has_a_bounded_number_of_nodes() -> None:
     names = [f"n{number:02}" for number in range(1, MAX_MEMBERS + 1)]
     full = Membership(("n01",), tuple(names[1:]))
     with pytest.raises(OrderFailed, match=f"at most {MAX_MEMBERS} nodes"):
-        changed(full, AdminOrder("add", "one more", "h:1"))
-    assert changed(full, AdminOrder("add", names[-1], "h:1")).everyone == full.everyone
-    fewer = changed(full, AdminOrder("remove", names[-1]))
-    assert len(changed(fewer, AdminOrder("add", "another", "h:1")).everyone) == MAX_MEMBERS
+        changed(full, AdminRequest("add", "one more", "h:1"))
+    assert changed(full, AdminRequest("add", names[-1], "h:1")).everyone == full.everyone
+    fewer = changed(full, AdminRequest("remove", names[-1]))
+    assert len(changed(fewer, AdminRequest("add", "another", "h:1")).everyone) == MAX_MEMBERS

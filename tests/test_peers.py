@@ -12,7 +12,7 @@ import uvloop
 
 from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.quorum.keyspace.versions import NEWEST
-from doyen.quorum.node.peers import FOUNDED
+from doyen.quorum.node.peer_frames import FOUNDED
 from doyen.quorum.node.snapshot_transfer import CHUNK_SIZE, MAX_PIECE, WINDOW
 from doyen.quorum.protocol.connection import FrameConnection
 from doyen.quorum.protocol.frames import MAX_FRAME
@@ -144,10 +144,10 @@ def test_a_peer_is_sent_nothing_on_its_own_connection_while_it_is_dialled() -> N
         async with Street() as street:
             one, other = await street.add("n1"), await street.add("n2")
             one.know(other)
-            await until(lambda: other.peers._callers)
+            await until(lambda: other.peers.incoming)
             with socket.create_server((HOST, 0)) as silent:
                 other.peers.reach({"n1": f"{HOST}:{silent.getsockname()[1]}"})
-                await until(lambda: other.peers._peers["n1"].dialling)
+                await until(lambda: other.peers.outgoing["n1"].dialling)
                 other.peers.send("n1", Word(1, "too early"))
                 assert other.peers.dropped["n1"] == 1
                 other.peers.reach({})
@@ -188,7 +188,7 @@ def test_a_question_that_was_not_heard_and_one_that_may_have_been() -> None:
             await until(lambda: heard)
             unsent = asyncio.create_task(one.peers.ask("n2", b"not heard"))
             await asyncio.sleep(0)  # queued, and what is queued goes out in the next turn
-            one.peers._links["n2"].abort()
+            one.peers.connections["n2"].abort()
             assert [type(await failure(task)) for task in (sent, unsent)] == [
                 OutcomeUnknown,
                 StoreUnavailable,
@@ -231,7 +231,7 @@ def test_a_peer_that_dies_is_noticed_and_found_again_when_it_is_back() -> None:
             other.die()
             await until(lambda: ("disconnected", "n2") in one.events)
             assert loop.time() - died < 1
-            await until(lambda: "refused" in one.peers.troubles.get("n2", ""))
+            await until(lambda: "refused" in one.peers.errors.get("n2", ""))
             again = await street.add("n2", port=other.port, incarnation=99)
             again.know(one)
             await until(lambda: one.links()[-1] == ("connected", "n2"))
@@ -250,7 +250,7 @@ def test_a_peer_that_is_back_is_dialled_at_once_when_it_calls() -> None:
             other = Neighbour("n2")
             other.port = await free()
             one.know(other)
-            await until(lambda: "refused" in one.peers.troubles["n2"])
+            await until(lambda: "refused" in one.peers.errors["n2"])
             other = await street.add("n2", port=other.port)
             other.know(one)
             await until(lambda: one.links() == [("connected", "n2")])
@@ -279,7 +279,7 @@ def test_silence_is_not_told_as_an_end() -> None:
                 proxy.half_open()
                 assert isinstance(await failure(asked), OutcomeUnknown)
                 assert one.links() == [("connected", "n2")]
-                assert "nothing was heard" in one.peers.troubles["n2"]
+                assert "nothing was heard" in one.peers.errors["n2"]
                 proxy.heal()
                 await until(lambda: len(one.links()) == 2)
                 assert one.links() == [("connected", "n2")] * 2
@@ -294,7 +294,7 @@ def test_a_second_process_with_the_id_of_a_peer_is_refused() -> None:
             one, other = await two(street)
             double = await street.add("n2", incarnation=99)
             double.know(one)
-            await until(lambda: "another process" in double.peers.troubles["n1"])
+            await until(lambda: "another process" in double.peers.errors["n1"])
             assert double.counts["duplicate"] >= 1
             assert await one.peers.ask("n2", b"?") == b"re: ?"
             assert one.links() == [("connected", "n2")]
@@ -313,9 +313,9 @@ def test_a_second_process_at_the_address_of_a_peer_is_not_taken_for_it() -> None
             one, other = await two(street)
             double = await street.add("n2", incarnation=99)
             one.know(double)
-            await until(lambda: "every node needs an id" in one.peers.troubles["n2"])
+            await until(lambda: "every node needs an id" in one.peers.errors["n2"])
             assert [event[0] for event in one.links()] == ["connected"]
-            assert other.peers._links["n1"].open
+            assert other.peers.connections["n1"].open
 
     run(body())
 
@@ -346,10 +346,10 @@ def test_a_node_is_not_its_own_peer() -> None:
         async with Street() as street:
             one = await street.add("n1")
             one.peers.reach({"n2": one.address})
-            await until(lambda: "this is node 'n1', not 'n2'" in one.peers.troubles["n2"])
+            await until(lambda: "this is node 'n1', not 'n2'" in one.peers.errors["n2"])
             double = await street.add("n1", incarnation=99)
             double.peers.reach({"n2": one.address})
-            await until(lambda: "this is node 'n1'" in double.peers.troubles["n2"])
+            await until(lambda: "this is node 'n1'" in double.peers.errors["n2"])
             assert not one.links()
 
     run(body())
@@ -361,9 +361,9 @@ def test_a_node_of_another_cluster_is_refused() -> None:
             one = await street.add("n1")
             stray = await street.add("n2", cluster="d")
             stray.know(one)
-            await until(lambda: "belongs to cluster 'c'" in stray.peers.troubles["n1"])
+            await until(lambda: "belongs to cluster 'c'" in stray.peers.errors["n1"])
             assert one.counts["cluster"] >= 1
-            assert not one.peers._callers
+            assert not one.peers.incoming
 
     run(body())
 
@@ -375,11 +375,11 @@ def test_a_peer_below_the_clusters_version_is_refused_with_the_remedy() -> None:
             assert one.peers.supports("n2") == NEWEST
             assert one.peers.supports("n3") == 0
             one.peers.require(NEWEST + 1)
-            await until(lambda: "install the release" in other.peers.troubles.get("n1", ""))
-            await until(lambda: "install the release" in one.peers.troubles.get("n2", ""))
+            await until(lambda: "install the release" in other.peers.errors.get("n1", ""))
+            await until(lambda: "install the release" in one.peers.errors.get("n2", ""))
             assert one.peers.supports("n2") == 0
             assert one.counts["version"] >= 1
-            assert not one.peers._callers
+            assert not one.peers.incoming
 
     run(body())
 
@@ -391,9 +391,9 @@ def test_a_founding_record_that_comes_late_is_no_fault() -> None:
     async def body() -> None:
         async with Street() as street:
             one, other = await two(street)
-            link = one.peers._links["n2"]
+            link = one.peers.connections["n2"]
             link.send(FOUNDED, b"the record")
-            await until(lambda: link.closed and one.peers._links.get("n2") not in (None, link))
+            await until(lambda: link.closed and one.peers.connections.get("n2") not in (None, link))
             assert await one.peers.ask("n2", b"?") == b"re: ?"
             assert not other.counts
 
@@ -410,7 +410,7 @@ def test_a_peer_that_moves_and_one_that_leaves() -> None:
             one.peers.reach({})
             assert isinstance(await failure(asked), OutcomeUnknown | StoreUnavailable)
             other.die()
-            await until(lambda: not one.peers._callers)
+            await until(lambda: not one.peers.incoming)
             one.peers.send("n2", Word(1, "anyone?"))
             assert one.peers.dropped == {"n2": 1}
             moved = await street.add("n2", incarnation=99)
@@ -432,20 +432,20 @@ def test_a_peer_that_does_not_read_costs_its_messages_and_no_memory() -> None:
             third = await street.add("n3")
             one.know(other, third)
             await until(lambda: len(one.links()) == 2)
-            await until(lambda: other.peers._callers)
-            other.peers._callers["n1"].link.pause()
+            await until(lambda: other.peers.incoming)
+            other.peers.incoming["n1"].connection.pause()
             data = bytes(10_000)
             for count in range(2000):
                 one.peers.send("n2", Beat(1, count, data))
                 if count % 50 == 0:
                     await asyncio.sleep(0)
-            link = one.peers._links["n2"]
+            link = one.peers.connections["n2"]
             assert one.peers.dropped["n2"] > 500
             assert link.queued < (1 << 20) + 20_000
             with pytest.raises(StoreUnavailable, match="is full"):
                 await one.peers.ask("n2", b"?")
             assert await one.peers.ask("n3", b"?") == b"re: ?"
-            other.peers._callers["n1"].link.resume()
+            other.peers.incoming["n1"].connection.resume()
             arrived = 2000 - one.peers.dropped["n2"]
             await until(lambda: len(other.heard()) == arrived)
             counts = [message.count for message in other.heard() if isinstance(message, Beat)]
@@ -546,7 +546,7 @@ def test_a_snapshot_that_fails_is_told_once(how: str) -> None:
             one.peers.send_snapshot("n2", 5, SNAPSHOT, pieces(), done.append)
             await until(lambda: other.streams)
             if how == "link ends":
-                one.peers._links["n2"].abort()
+                one.peers.connections["n2"].abort()
             await until(lambda: done)
             await closed.wait()
             assert done == [False]
@@ -577,7 +577,7 @@ def test_whoever_stores_a_snapshot_learns_that_the_link_has_ended() -> None:
             one.peers.send_snapshot("n2", 5, SNAPSHOT, pieces(), lambda ok: None)
             await until(lambda: other.streams and other.streams[0][3])
             one.die()
-            await until(lambda: not other.peers._callers)
+            await until(lambda: not other.peers.incoming)
             await until(lambda: len(other.peers._tasks) == 1)  # the one that dials
 
     run(body())

@@ -150,7 +150,7 @@ def test_a_removed_node_sends_its_clients_away_at_once() -> None:
 
         writing = asyncio.create_task(write())
         other = quorum.world.nodes[await quorum.follower()]
-        await other.remove(leader)
+        await other.admin.remove(leader)
         await quorum.world.until(lambda: leader not in driver.membership.everyone)
         outside_at = loop.time()
         quorum.world.cut(leader)  # the others hang up
@@ -182,6 +182,6 @@ def test_a_snapshot_that_found_no_room_is_taken_when_there_is_some(
         assert leader.status().snapshot > 0
         world.disks[node.id].fill(False)
         await world.until(lambda: node.status().snapshot > 0, within_s=5.0)
-        assert caplog.text.count("no snapshot was taken") == 1
+        assert caplog.text.count("snapshot not taken") == 1
 
     run(main, limits=SMALL)

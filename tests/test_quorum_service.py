@@ -782,7 +782,7 @@ def test_writes_beyond_the_quota_are_refused_with_the_remedy() -> None:
             service._keeper._quota_bytes = 1000
         client = Client(quorum.services["n1"])
         lease = await granted(client)
-        quorum.services[await quorum.leader()]._keeper._tend()
+        quorum.services[await quorum.leader()]._keeper._start_upkeep()
         await quorum.world.until(lambda: quorum.keyspace("n1").quota == 1000)
         refused = await client.do(2, Create("k", b"x" * 1000, lease))
         assert isinstance(refused, Failed)

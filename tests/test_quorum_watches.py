@@ -43,6 +43,7 @@ class Follower:
     def __init__(self, cluster: str) -> None:
         self.cluster = cluster
         self.current: list[Callable[[], None]] = []
+        self._on_applied: list[Callable[[int], None]] = []
 
     def status(self) -> Status:
         members = Membership(("n1",), cluster=self.cluster)
@@ -51,7 +52,11 @@ class Follower:
     def on_role(self, callback: Any) -> None: ...
 
     def on_applied(self, callback: Callable[[int], None]) -> None:
-        self.applied = callback
+        self._on_applied.append(callback)
+
+    def applied(self, index: int) -> None:
+        for callback in self._on_applied:
+            callback(index)
 
     def on_question(self, handler: Any) -> None: ...
 

@@ -250,13 +250,13 @@ class LabJournal(FileJournal):
             left = self._write_what_fits(writes)
             if not left and self._chance.random() < SEALED:
                 self._seal()
-            if self._full and not left:
-                self._full = not self._set_aside()
+            if self.full and not left:
+                self.full = not self._set_aside()
         except Exception as error:  # noqa: BLE001 - as on the thread: nothing is certain now
             self._failed(error)
             return
         self._writes[:0] = left
-        if left or self._full:
+        if left or self.full:
             self._busy = True
             self._loop.call_later(RETRY_S, self._work)
         elif self._writes and not self._busy:
@@ -265,15 +265,15 @@ class LabJournal(FileJournal):
 
     def _write_what_fits(self, writes: list[Any]) -> list[Any]:
         while writes:
-            some = writes[:1] if self._full else writes
+            some = writes[:1] if self.full else writes
             try:
                 self._append(some)
             except OSError as error:
                 if error.errno not in NO_ROOM:
                     raise
-                if self._full:
+                if self.full:
                     return writes
-                self._full = True
+                self.full = True
                 self._disk.remove(self._folder / "reserve")
             else:
                 writes = writes[len(some) :]

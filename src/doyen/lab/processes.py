@@ -324,7 +324,7 @@ class NodeHost(SimulatedMachine):
         )
         if world.protocol.membership:
             driver.on_role(lambda *_: members.news.set())
-            driver.start_task(record_members(driver, members))
+            driver.pump.start_task(record_members(driver, members))
         await self._propose(driver)
 
     def _abort(self, error: BaseException) -> None:

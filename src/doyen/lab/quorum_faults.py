@@ -292,7 +292,7 @@ async def _give(world: QuorumWorld, giver: NodeHost, what: str, node: str, times
     world.tell(giver.name, f"is asked to {asked}")
     for _ in range(times):
         try:
-            await driver.arrange(what, node, f"{node}:1")
+            await driver.admin.perform(what, node, f"{node}:1")
         except DoyenError:
             await asyncio.sleep(0.2)
         else:

@@ -130,6 +130,8 @@ class Keyspace:
         """The latest era that a leader has begun."""
         self.version = version
         """The version of the cluster; see `versions`."""
+        self.newest_lease = 0
+        """The last lease that was granted, or a later number after a restore."""
         self.history = History(most=history)
         """The latest changes. From version 2 on they are the same on every node."""
         self.bytes = 0
@@ -299,6 +301,7 @@ class Keyspace:
         self._leases, self._entries = leases, entries
         self._ended = {lease: iter([key for _, key in bound.get(lease, ())]) for lease in ended}
         self.revision, self.era, self.version = head.revision, head.era, head.version
+        self.newest_lease = self.revision
         self.bytes = size + OVERHEAD * len(leases)
         self.quota, self.alarm = head.quota, head.alarm
         if head.format == FORMATS[0]:
@@ -312,6 +315,7 @@ class Keyspace:
         self.revision += 1
         self.bytes += OVERHEAD
         self._leases.put(self.revision, _Lease(command.ttl_s, {}))
+        self.newest_lease = self.revision
         return encode(LeaseGranted(self.revision))
 
     def _revoke(self, command: Revoke) -> bytes:

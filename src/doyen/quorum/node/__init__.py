@@ -265,19 +265,19 @@ class Node:
 
     async def transfer(self, to: str = "") -> None:
         """Have `to` lead, or whichever node is furthest along; return when it does."""
-        await self._do(self._running.driver.transfer(to))
+        await self._do(self._running.driver.admin.transfer(to))
 
     async def add(self, node: str, address: str) -> None:
         """Add a node, which gets everything and counts for nothing until it is promoted."""
-        await self._do(self._running.driver.add(node, address))
+        await self._do(self._running.driver.admin.add(node, address))
 
     async def promote(self, node: str) -> None:
         """Let a node that was added count."""
-        await self._do(self._running.driver.promote(node))
+        await self._do(self._running.driver.admin.promote(node))
 
     async def remove(self, node: str) -> None:
         """Take a node out of the quorum."""
-        await self._do(self._running.driver.remove(node))
+        await self._do(self._running.driver.admin.remove(node))
 
 
 class _NodeThread:

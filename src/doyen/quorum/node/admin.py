@@ -1,43 +1,45 @@
-"""Orders that change who leads a quorum and who belongs to it.
+"""Administrative requests: transfer leadership; add, promote and remove members.
 
-They may be given on any node, and are carried out by whichever leads. An order that is in force
-already needs nothing, so giving one again is harmless.
+A request may be made on any node and is carried out by the one that leads. A request whose result
+is in force already has no effect, so repeating one is harmless.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from msgspec import Meta, MsgspecError, Struct
 from msgspec.msgpack import Decoder, Encoder
 
 from doyen.errors import ConfigError, OrderFailed, OutcomeUnknown
-from doyen.quorum.consensus.core import (
-    ChangeAsked,
-    Core,
-    CoreEvent,
-    Membership,
-    Role,
-    TransferAsked,
+from doyen.quorum.consensus.core import ChangeAsked, Membership, Role, TransferAsked
+from doyen.quorum.node.disk_space import DiskSpace
+from doyen.quorum.node.leader_calls import (
+    ADMIN,
+    DONE,
+    NOT_LEADING,
+    REFUSED,
+    LeaderCalls,
+    Respond,
 )
-from doyen.quorum.node.leader_calls import NOT_LEADING
+from doyen.quorum.node.own_entries import OwnEntries
 from doyen.quorum.node.proposals import Batch
+from doyen.quorum.node.pump import Pump
 from doyen.quorum.protocol.security import parse_address
 
-__all__ = ["AdminOrder", "Orders", "changed"]
+__all__ = ["AdminRequest", "Administration", "changed"]
 
 PAUSES = 100
-"""How long to wait for the news of who leads now."""
+"""How long to wait until a new leader is known, in pauses of the pump."""
 
 RETRIES = 10
-"""How often a change that was refused is tried again: a leader that was just elected refuses
-changes until its first entry is committed and it has heard from the voters."""
+"""How often a refused change is tried: a newly elected leader refuses changes until its first entry
+is committed and it has heard from the voters."""
 
-AGAIN = 10
-"""How often an order is given again whose outcome is not known."""
+UNKNOWN_RETRIES = 10
+"""How often a request whose outcome is unknown is repeated."""
 
 MAX_MEMBERS = 64
 """How many nodes a cluster may have, learners included."""
@@ -45,11 +47,11 @@ MAX_MEMBERS = 64
 _encode = Encoder().encode
 
 Name = Annotated[str, Meta(max_length=300)]
-"""Refusals quote it, and have to fit into a frame."""
+"""Bounded, since refusals quote it and have to fit into a frame."""
 
 
-class AdminOrder(Struct, frozen=True, array_like=True):
-    """`transfer`, `add`, `promote` or `remove`, and which node it is about."""
+class AdminRequest(Struct, frozen=True, array_like=True):
+    """`transfer`, `add`, `promote` or `remove`, and the node that it is about."""
 
     what: Name
     node: Name
@@ -59,23 +61,23 @@ class AdminOrder(Struct, frozen=True, array_like=True):
         return _encode(self)
 
     @classmethod
-    def decoded(cls, data: bytes) -> AdminOrder:
+    def decoded(cls, data: bytes) -> AdminRequest:
         return _decode(data)
 
 
-_decode = Decoder(AdminOrder).decode
+_decode = Decoder(AdminRequest).decode
 
 
-def changed(members: Membership, order: AdminOrder) -> Membership:
-    """The membership that an order leads to; the same, if there is nothing to do."""
-    node = order.node
+def changed(members: Membership, request: AdminRequest) -> Membership:
+    """The membership that a request leads to; the same, if there is nothing to do."""
+    node = request.node
     voters, learners = list(members.voters), list(members.learners)
     addresses, ids = dict(members.addresses), dict(members.members)
-    match order.what:
+    match request.what:
         case "add":
             if node not in members.everyone:
                 learners.append(node)
-            addresses[node] = _reachable(order.address)
+            addresses[node] = _reachable(request.address)
             if len(voters) + len(learners) > MAX_MEMBERS:
                 raise OrderFailed(f"a cluster has at most {MAX_MEMBERS} nodes: remove one first")
         case "promote" if node in learners:
@@ -91,8 +93,10 @@ def changed(members: Membership, order: AdminOrder) -> Membership:
             (voters if node in voters else learners).remove(node)
             addresses.pop(node, None)
             ids.pop(node, None)
-    if order.what not in ("add", "promote", "remove"):
-        raise OrderFailed(f"there is no order {order.what!r}")
+    if request.what not in ("add", "promote", "remove"):
+        raise OrderFailed(
+            f"unknown request {request.what!r}: there are transfer, add, promote and remove"
+        )
     if not voters:
         raise OrderFailed(f"{node} is the last voter: without it there is no quorum")
     return Membership(tuple(voters), tuple(learners), addresses, ids, members.cluster)
@@ -111,139 +115,131 @@ def _reachable(address: str) -> str:
     return address
 
 
-class AdminOwner(Protocol):
-    """What the driver does for this."""
+class Administration:
+    """The requests made on one node, and those that it carries out while it leads."""
 
-    core: Core
-
-    def tell_core(self, event: CoreEvent) -> None: ...
-
-    async def pause(self) -> None:
-        """Until the role changes, or a moment."""
-
-    def without_room(self) -> tuple[str, ...]:
-        """The nodes whose disk is full, as far as this one knows."""
-        ...
-
-    def offer(self, event: CoreEvent, batch: Batch) -> str | None:
-        """Have the core add something to the log; `batch` is told when it is applied. Returns
-        why it was refused."""
-        ...
-
-
-class Orders:
-    """Those of one node: given by it, and, while it leads, carried out."""
-
-    def __init__(self, owner: AdminOwner, ask: Callable[[bytes], Awaitable[bytes]]) -> None:
-        """`ask` puts an order to whichever node leads."""
-        self._owner = owner
-        self._ask = ask
+    def __init__(
+        self,
+        pump: Pump,
+        entries: OwnEntries,
+        disk_space: DiskSpace,
+        leader_calls: LeaderCalls,
+    ) -> None:
+        self._pump = pump
+        self._entries = entries
+        self._disk_space = disk_space
+        self._leader_calls = leader_calls
         self._transfers: list[asyncio.Future[None]] = []
+        leader_calls.handlers[ADMIN] = self._called
 
     async def transfer(self, to: str = "") -> None:
-        """Have `to` lead, or whichever voter is furthest along; return when another leads.
-        Raises `OrderFailed` if leadership stays."""
-        core = self._owner.core
+        """Transfer leadership to `to`, or to the voter with the longest log; return when another
+        node leads. Raises `OrderFailed` if leadership stays."""
+        core = self._pump.core
         before = core.leader
         try:
-            await self._ask(AdminOrder("transfer", to).encoded())
+            await self._call_leader(AdminRequest("transfer", to))
         except OutcomeUnknown:
-            # The one that was asked leads no longer: that may be the answer.
+            # The node that was called no longer leads: that may be the effect of the request.
             for _ in range(PAUSES):
                 if core.leader is not None:
                     break
-                await self._owner.pause()
+                await self._pump.pause()
             if core.leader in (None, before) or core.leader != (to or core.leader):
                 raise
 
     async def add(self, node: str, address: str) -> None:
-        """Have `node` get everything and count for nothing, until it is promoted."""
-        await self._insist(AdminOrder("add", node, address))
+        """Add a learner: it receives the log and does not vote until it is promoted."""
+        await self._request(AdminRequest("add", node, address))
 
     async def promote(self, node: str) -> None:
-        """Let a learner count."""
-        await self._insist(AdminOrder("promote", node))
+        """Make a learner a voter."""
+        await self._request(AdminRequest("promote", node))
 
     async def remove(self, node: str) -> None:
-        """Let `node` go."""
-        await self._insist(AdminOrder("remove", node))
+        """Remove a member."""
+        await self._request(AdminRequest("remove", node))
 
-    async def arrange(self, what: str, node: str, address: str = "") -> None:
-        """Give an order by its name."""
+    async def perform(self, what: str, node: str, address: str = "") -> None:
+        """Make a request by its name."""
         if what == "transfer":
             await self.transfer(node)
         elif what == "add":
             await self.add(node, address)
         else:
-            await self._insist(AdminOrder(what, node))
+            await self._request(AdminRequest(what, node))
 
-    async def _insist(self, order: AdminOrder) -> None:
-        """Give it again if the leader is lost before it answers: one that is told to go, say."""
-        for _ in range(AGAIN):
+    async def _request(self, request: AdminRequest) -> None:
+        """Repeat it if the leader is lost before it answers; a leader that is to be removed is."""
+        for _ in range(UNKNOWN_RETRIES):
             try:
-                await self._ask(order.encoded())
+                await self._call_leader(request)
             except OutcomeUnknown:
-                await self._owner.pause()
+                await self._pump.pause()
             else:
                 return
-        await self._ask(order.encoded())
+        await self._call_leader(request)
 
-    async def obey(
-        self, body: bytes, done: Callable[[], None], refuse: Callable[[str], None], batch: Batch
-    ) -> None:
-        """Carry out an order that was put to this node, which leads. One that has to be agreed on
-        is answered through `batch`."""
+    async def _call_leader(self, request: AdminRequest) -> None:
+        await self._leader_calls.call_leader(ADMIN + request.encoded())
+
+    # On the node that leads.
+
+    def _called(self, peer: str, body: bytes, respond: Respond) -> None:
+        self._pump.start_task(self._carry_out(body, respond))
+
+    async def _carry_out(self, body: bytes, respond: Respond) -> None:
         try:
-            order = AdminOrder.decoded(body)
-            if order.what == "transfer":
-                await self._transfer(order.node)
-            elif not await self._change(order, batch):
+            request = AdminRequest.decoded(body)
+            if request.what == "transfer":
+                await self._transfer(request.node)
+            elif not await self._change(request, respond):
                 return
         except (MsgspecError, OrderFailed) as error:
-            refuse(str(error))
+            respond(REFUSED, str(error).encode())
         else:
-            done()
+            respond(DONE)
 
-    async def _change(self, order: AdminOrder, batch: Batch) -> bool:
-        """Propose another membership. False if it is answered through `batch`, or by the next
-        leader; True if there is nothing to do."""
-        owner, core = self._owner, self._owner.core
-        if order.what == "remove" and order.node == core.id and len(core.membership.voters) > 1:
-            # It would stop leading when the change is committed, and nobody would lead until the
-            # others had noticed; so another leads first, and carries this out.
+    async def _change(self, request: AdminRequest, respond: Respond) -> bool:
+        """Propose another membership. True if there is nothing to do; otherwise the response
+        follows when the change is applied."""
+        core = self._pump.core
+        if request.what == "remove" and request.node == core.id and len(core.membership.voters) > 1:
+            # This node would stop leading when the change is committed, and there would be no
+            # leader until the others had noticed. So another node leads first, and carries this
+            # out.
             with suppress(OrderFailed):
                 await self._transfer("")
         reason: str | None = ""
         for _ in range(RETRIES):
             if core.role is not Role.LEADING:
-                for answer, _count in batch.answers:
-                    answer(NOT_LEADING, b"")
+                respond(NOT_LEADING)
                 return False
-            wanted = changed(core.membership, order)
+            wanted = changed(core.membership, request)
             if wanted == core.membership:
                 return True
-            reason = owner.offer(ChangeAsked(wanted), batch)
+            reason = self._entries.append(ChangeAsked(wanted), Batch.forwarded([], respond))
             if reason is None:
                 return False
-            await owner.pause()
+            await self._pump.pause()
         raise OrderFailed(reason or "")
 
     async def _transfer(self, to: str) -> None:
-        core = self._owner.core
+        core = self._pump.core
         if to == core.id:
             return
-        full = self._owner.without_room()
+        full = self._disk_space.without_space()
         if to in full:
             raise OrderFailed(f"the disk of {to} is full: make room there, or name another node")
-        settled = asyncio.get_running_loop().create_future()
+        settled = self._pump.loop.create_future()
         self._transfers.append(settled)
-        self._owner.tell_core(TransferAsked(to, full))
+        self._pump.step(TransferAsked(to, full))
         await settled
         if to and core.leader != to:
             raise OrderFailed(f"{core.leader} leads now, not {to}")
 
     def transferred(self, failure: str | None = None) -> None:
-        """Leadership has gone to another, or stays."""
+        """Another node leads, or, with the reason, the transfer failed."""
         transfers, self._transfers = self._transfers, []
         for settled in transfers:
             if settled.done():

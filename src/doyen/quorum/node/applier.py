@@ -1,9 +1,8 @@
-"""What is committed is applied, in order and a little at a time; now and then a snapshot of it is
-taken, and sometimes one of a leader's is put in its place.
+"""Applies committed log entries to the state machine, in order, and keeps its snapshots.
 
-`Applied` owns the state machine and knows how far it has come. A backlog is applied in slices, one
-in each turn of the loop, so that nothing else waits for it. One snapshot is taken at a time, of the
-machine as it stands between two entries.
+A backlog is applied in slices, one per turn of the event loop, so that nothing else waits for it,
+heartbeats in particular. One snapshot is taken at a time, of the state between two entries. A
+snapshot of the leader replaces the state and everything that waits to be applied.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import MsgspecError
 from msgspec.msgpack import Decoder
@@ -22,7 +21,6 @@ from doyen.errors import StoreUnavailable
 from doyen.quorum.consensus.core import (
     Committed,
     Compacted,
-    CoreEvent,
     EntryKind,
     Install,
     LogEntry,
@@ -32,92 +30,73 @@ from doyen.quorum.consensus.core import (
 from doyen.quorum.keyspace.state import UnknownCommand
 from doyen.quorum.keyspace.versions import FIRST
 from doyen.quorum.node.interfaces import Journal
-from doyen.quorum.node.proposals import Batch, ProposalLimits
+from doyen.quorum.node.own_entries import OwnEntries
+from doyen.quorum.node.proposals import ProposalLimits
+from doyen.quorum.node.pump import Pump
 from doyen.quorum.node.replicated import Command, ReplicatedMachines, decode_batch
 
-__all__ = ["Applied", "ApplierOwner"]
+__all__ = ["Applier"]
 
 log = logging.getLogger("doyen.quorum.node")
 
-AGAIN_S = 2.0
-"""Pause before a snapshot is tried again that could not be written."""
+RETRY_S = 2.0
+"""Pause before the next attempt to write a snapshot that could not be written."""
 
 _decode_membership = Decoder(Membership).decode
 
 
-class ApplierOwner(Protocol):
-    """What the driver does for this."""
-
-    def tell_core(self, event: CoreEvent) -> None: ...
-
-    def start_task(self, work: Coroutine[Any, Any, Any]) -> None: ...
-
-    def fail(self, error: BaseException) -> None: ...
-
-    def take_own(self, index: int, generation: int) -> Batch | None:
-        """The batch of ours that stands at `index`, if it is of that generation."""
-        ...
-
-    def settle(self, batch: Batch, results: list[Any]) -> None: ...
-
-    def entered(self, generation: int, index: int) -> None:
-        """An entry of a later generation than before is applied at `index`: nothing of an
-        earlier one follows."""
-        ...
-
-    def replaced(self, index: int) -> None:
-        """A snapshot stands for everything up to `index`; what was there went by unseen."""
-        ...
-
-    def moved_on(self, index: int) -> None:
-        """The machine has come to `index`."""
-        ...
-
-
-class Applied:
-    """A node's state machine, and how far it has come."""
+class Applier:
+    """A node's state machine, and the index that it has reached."""
 
     def __init__(
         self,
+        pump: Pump,
         machine: ReplicatedMachines,
         journal: Journal,
-        founders: Membership,
+        entries: OwnEntries,
         limits: ProposalLimits,
-        owner: ApplierOwner,
     ) -> None:
         self.machine = machine
+        self.after_slice: Callable[[], None] = lambda: None
+        """Called after entries were applied, before `on_applied`."""
+        self.on_applied: list[Callable[[int], None]] = []
+        """Called with the index after entries were applied. Exceptions are logged."""
+        self._pump = pump
         self._journal = journal
+        self._entries = entries
         self._limits = limits
-        self._owner = owner
-        self._loop = asyncio.get_running_loop()
-        self._stand_at(journal.recovered.snapshot or Snapshot(0, 0, founders))
+        self._start_from(journal.recovered.snapshot or Snapshot(0, 0, pump.core.founders))
         self._queue: deque[LogEntry | Install] = deque()
         self._queued = self.index
+        """The last index in the queue."""
         self._paused = False
-        """While a snapshot is put in place."""
+        """Whether a snapshot of the leader is being restored."""
         self._scheduled = False
         self._waiting: list[tuple[int, int, Callable[[], None]]] = []
         self._waits = 0
         self._snapshotting = False
-        self._weight = 0
-        """What the last snapshot of ours came to: a large one is not taken as often."""
+        self._snapshot_bytes = 0
+        """The size of the last snapshot that was taken: large ones are taken less often."""
+        pump.carry_out[Committed] = self._commit
+        pump.carry_out[Install] = self._install
 
-    def _stand_at(self, snapshot: Snapshot) -> None:
+    def _start_from(self, snapshot: Snapshot) -> None:
         self.index = self.snapshot = snapshot.index
         self.generation = snapshot.generation
         self.membership = snapshot.membership
         """The latest that is committed."""
-        self._entries = self._bytes = 0
+        self._applied_entries = self._applied_bytes = 0
+        """Since the last snapshot."""
 
     async def restore(self) -> Snapshot:
-        """Put the journal's snapshot in the place of everything."""
+        """Replace the state by the journal's snapshot."""
         snapshot, stream = await self._journal.read_snapshot()
         self.machine.restore([piece async for piece in stream])
         return snapshot
 
     async def start(self) -> None:
-        """Restore what a snapshot holds. Raises if this node cannot carry out what its log
-        holds."""
+        """Restore the snapshot on disk. Raises if the log needs a state machine that this node does
+        not have."""
         recovered = self._journal.recovered
         if recovered.snapshot is not None:
             await self.restore()
@@ -126,33 +105,34 @@ class Applied:
         )
 
     def when(self, index: int, call: Callable[[], None]) -> None:
-        """Call as soon as the machine has come to `index`, at once if it has."""
+        """Call this as soon as the machine has reached `index`; at once if it has."""
         if self.index >= index:
             call()
         else:
             self._waits += 1
             heappush(self._waiting, (index, self._waits, call))
 
-    def commit(self, effect: Committed) -> None:
-        """These are next."""
+    def _commit(self, effect: Committed) -> None:
         if effect.first != self._queued + 1:
             raise RuntimeError(f"entry {effect.first} is committed after {self._queued}")
         self._queue.extend(effect.entries)
         self._queued += len(effect.entries)
+        self._schedule()
 
-    def install(self, effect: Install) -> None:
-        """A leader's snapshot is next, and stands for all that is queued."""
+    def _install(self, effect: Install) -> None:
         self._journal.install(effect)
         self._queue.clear()
         self._queue.append(effect)
         self._queued = effect.snapshot.index
+        self._schedule()
 
-    def go_on(self) -> None:
-        """Apply what is queued: some of it now, the rest in the next turns."""
-        if self._queue and not self._paused and not self._scheduled:
-            self._slice()
+    def _schedule(self) -> None:
+        """Apply what is queued: a slice after this step, the rest in the next turns."""
+        if not self._paused and not self._scheduled:
+            self._scheduled = True
+            self._pump.after_step(self._apply_slice)
 
-    def _slice(self) -> None:
+    def _apply_slice(self) -> None:
         self._scheduled = False
         queue, budget = self._queue, self._limits.apply_commands
         try:
@@ -160,24 +140,25 @@ class Applied:
                 item = queue.popleft()
                 if isinstance(item, Install):
                     self._paused = True
-                    self._owner.start_task(self._put_in_place())
+                    self._pump.start_task(self._restore_installed())
                     return
                 budget -= self._apply(item)
             self._moved_on()
-        except Exception as error:  # noqa: BLE001 - a defect: the machine's state is not known
-            self._owner.fail(error)
+        except Exception as error:  # noqa: BLE001 - a defect: the machine's state is unknown
+            self._pump.fail(error)
             return
         if queue:
             self._scheduled = True
-            self._loop.call_soon(self._slice)
+            self._pump.loop.call_soon(self._apply_slice)
 
     def _apply(self, entry: LogEntry) -> int:
-        owner = self._owner
+        """Returns what it takes of the budget of a slice."""
+        entries = self._entries
         self.index = index = self.index + 1
         if entry.generation > self.generation:
             self.generation = entry.generation
-            owner.entered(entry.generation, index)
-        batch = owner.take_own(index, entry.generation)
+            entries.entered(entry.generation, index)
+        batch = entries.take(index, entry.generation)
         results: list[Any] = []
         if entry.kind == EntryKind.COMMANDS:
             commands = self._commands(entry.data) if batch is None else batch.commands
@@ -187,9 +168,9 @@ class Applied:
         elif entry.kind != EntryKind.NOTHING:
             raise UnknownCommand(_UNREADABLE.format(index=index))
         if batch is not None:
-            owner.settle(batch, results)
-        self._entries += 1
-        self._bytes += len(entry.data)
+            entries.settle(batch, results)
+        self._applied_entries += 1
+        self._applied_bytes += len(entry.data)
         return len(results) + 1
 
     def _commands(self, data: bytes) -> list[Command]:
@@ -197,79 +178,79 @@ class Applied:
         try:
             return decode_batch(data)
         except MsgspecError:
-            if self.machine.version == FIRST:  # what cannot be read was nothing, on every node
+            if self.machine.version == FIRST:  # every node takes it as empty
                 return []
             raise UnknownCommand(_UNREADABLE.format(index=self.index)) from None
 
     def _moved_on(self) -> None:
-        waiting = self._waiting
-        while waiting and waiting[0][0] <= self.index:
+        waiting, index = self._waiting, self.index
+        while waiting and waiting[0][0] <= index:
             heappop(waiting)[2]()
-        self._owner.moved_on(self.index)
+        self.after_slice()
+        for callback in self.on_applied:
+            try:
+                callback(index)
+            except Exception:
+                log.exception("a callback of the node failed")
         limits = self._limits
         if not self._snapshotting and (
-            self._entries >= limits.snapshot_entries
-            or self._bytes >= max(limits.snapshot_bytes, self._weight)
+            self._applied_entries >= limits.snapshot_entries
+            or self._applied_bytes >= max(limits.snapshot_bytes, self._snapshot_bytes)
         ):
-            self._take_snapshot()
+            self._snapshotting = True
+            self._pump.start_task(self._take_snapshot())
 
     def copy(self) -> tuple[Snapshot, Iterator[bytes]]:
-        """What has been applied so far."""
+        """The state as it is now."""
         snapshot = Snapshot(self.index, self.generation, self.membership)
         return snapshot, self.machine.snapshot()
 
-    def _take_snapshot(self) -> None:
-        self._snapshotting = True
-        self._owner.start_task(self._write())
-
-    async def _write(self) -> None:
-        """Write one, and try again until it is on disk. Nothing else frees what the log takes, and
-        on a full disk the log may never grow enough for the next one to be due."""
+    async def _take_snapshot(self) -> None:
+        """Write a snapshot, retrying until it is on disk. Nothing else frees the space that the log
+        takes, and on a full disk the log may never grow enough for another snapshot to be due."""
         failed = False
         try:
             while True:
-                self._entries = self._bytes = 0
+                self._applied_entries = self._applied_bytes = 0
                 snapshot, pieces = self.copy()
                 try:
-                    await self._journal.take_snapshot(snapshot, self._weighed(pieces))
+                    await self._journal.take_snapshot(snapshot, self._measured(pieces))
                     break
                 except StoreUnavailable as error:
                     if not failed:
                         failed = True
-                        log.warning(
-                            "no snapshot was taken: %s; trying again every %g s", error, AGAIN_S
-                        )
-                await asyncio.sleep(AGAIN_S)
-                if self.snapshot >= snapshot.index:  # a leader's has been put in place
+                        log.warning("snapshot not taken: %s; retrying every %g s", error, RETRY_S)
+                await asyncio.sleep(RETRY_S)
+                if self.snapshot >= snapshot.index:  # one of the leader was installed meanwhile
                     return
         finally:
             self._snapshotting = False
         if failed:
-            log.warning("a snapshot was taken: there is room again")
+            log.warning("snapshot taken: the disk has room again")
         if snapshot.index > self.snapshot:
             self.snapshot = snapshot.index
-            self._owner.tell_core(Compacted(snapshot))
+            self._pump.step(Compacted(snapshot))
 
-    def _weighed(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
-        weight = 0
+    def _measured(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        size = 0
         for piece in pieces:
-            weight += len(piece)
+            size += len(piece)
             yield piece
-        self._weight = weight
+        self._snapshot_bytes = size
 
-    async def _put_in_place(self) -> None:
+    async def _restore_installed(self) -> None:
         snapshot = await self.restore()
-        self._stand_at(snapshot)
-        self._owner.replaced(snapshot.index)
-        self._owner.entered(snapshot.generation, snapshot.index)
+        self._start_from(snapshot)
+        self._entries.replaced(snapshot.index)
+        self._entries.entered(snapshot.generation, snapshot.index)
         self._paused = False
         if self._queue:
-            self._slice()
+            self._apply_slice()
         else:
             self._moved_on()
 
 
 _UNREADABLE = (
-    "entry {index} of the quorum's log is none that this release of doyen can read: install the"
-    " release that the other nodes run"
+    "this release of doyen cannot read entry {index} of the quorum's log: install the release that"
+    " the other nodes run"
 )

@@ -468,7 +468,8 @@ class LogWriter:
         self._ahead_bytes = ahead_bytes
         self._older: list[tuple[str, int]] = []
         """Filled segments, oldest first: name and the index of the last entry at their end."""
-        self._litter: list[str] = []
+        self.unused: list[str] = []
+        """Files that nothing refers to any more."""
         if findings is None:
             self._mark = Mark()
             self._batch = 1
@@ -537,21 +538,21 @@ class LogWriter:
         self._mark = after
         self._batch += 1
         self._offset = end
-        self._litter += replaced
+        self.unused += replaced
         if following:
             self._older.append((self._path.name, after.end))
             self._enter(self._number + 1, *following)
+        while self._older and self._older[0][1] <= after.base:
+            self.unused.append(self._older.pop(0)[0])
 
     def seal(self) -> None:
         """Show that the last batch was synced. Nothing depends on its getting to disk."""
         self._disk.write(self._fd, frames.frame(b"", SEAL, self._batch, self._salt), self._offset)
 
-    def litter(self) -> list[Path]:
-        """What nothing refers to any more, for whoever removes it."""
-        while self._older and self._older[0][1] <= self._mark.base:
-            self._litter.append(self._older.pop(0)[0])
-        found = [self._folder / name for name in self._litter]
-        self._litter.clear()
+    def take_unused(self) -> list[Path]:
+        """The files that nothing refers to any more; the caller removes them."""
+        found = [self._folder / name for name in self.unused]
+        self.unused.clear()
         return found
 
     def close(self) -> None:

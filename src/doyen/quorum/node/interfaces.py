@@ -28,7 +28,17 @@ class Journal(Protocol):
     """A node's memory: what was persisted is there again after a crash at any instant."""
 
     recovered: Recovered
-    """What was found at opening; its entries may be let go of by `start`."""
+    """What was found at opening; `start` may drop its entries."""
+
+    @property
+    def full(self) -> bool:
+        """Whether the disk has no room for more proposals. What is on it stays."""
+        ...
+
+    @property
+    def queued(self) -> int:
+        """About how many bytes wait to be on disk."""
+        ...
 
     def start(
         self, persisted: Callable[[int], None], failed: Callable[[BaseException], None]
@@ -39,13 +49,6 @@ class Journal(Protocol):
 
     def persist(self, effect: Persist) -> None:
         """Queue a write. All that is queued while the disk is busy goes down in one piece."""
-
-    def full(self) -> bool:
-        """Whether the disk has no room for more proposals; what it has keeps standing."""
-
-    def queued(self) -> int:
-        """About how many bytes wait to be on disk."""
-        ...
 
     async def take_snapshot(self, snapshot: Snapshot, pieces: Iterator[bytes]) -> None:
         """Write a snapshot of our own, durably, in small steps; then forget what it stands for in

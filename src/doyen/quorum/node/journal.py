@@ -10,7 +10,7 @@ What the disk may do to us:
 - **A sync fails.** Nothing is certain any more. It is not tried again: `failed` is called, and the
   process must end. Opening the folder afterwards shows what is really there.
 - **It is full.** The journal keeps room in reserve. It frees that room, so that votes and what is
-  on its way still find some, and says `full()` until the reserve could be put back; what does not
+  on its way still find some, and is `full` until the reserve could be put back; what does not
   fit even so waits, unacknowledged, until there is room.
 - **It was damaged.** See `folder`.
 
@@ -109,7 +109,7 @@ class FileJournal:
         self._mark = Mark(ledger.end, b"", ledger.kept)
         """What the log will amount to when all that is queued is written."""
         self._received: Kept | None = None
-        self._queued = 0
+        self.queued = 0
         self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._writer: threading.Thread | None = None
@@ -129,7 +129,7 @@ class FileJournal:
             )
             if not known:
                 write_identity(disk, folder, identity)
-            self._full = not self._set_aside()
+            self.full = not self._set_aside()
         except BaseException:
             disk.close(self._lock)
             raise
@@ -178,24 +178,17 @@ class FileJournal:
             for at, entry in enumerate(entries):
                 size += len(entry.data) + 16
                 if size > BATCH_BYTES and at > start:
-                    records.append(self._put(first + start, keep, entries[start:at]))
-                    self._queued += size
+                    put = PutEntries(first + start, keep, entries[start:at])
+                    self._mark.advance(put)
+                    records.append(put)
+                    self.queued += size
                     self._queue.put(_Write(records, size, 0))
                     records, start, size = [], at, len(entry.data) + 16
-            records.append(self._put(first + start, keep, entries[start:] if start else entries))
-        self._queued += size
+            put = PutEntries(first + start, keep, entries[start:] if start else entries)
+            self._mark.advance(put)
+            records.append(put)
+        self.queued += size
         self._queue.put(_Write(records, size, effect.token))
-
-    def _put(self, first: int, keep: bool, entries: Any) -> PutEntries:
-        put = PutEntries(first, keep, entries)
-        self._mark.advance(put)
-        return put
-
-    def full(self) -> bool:
-        return self._full
-
-    def queued(self) -> int:
-        return self._queued
 
     async def take_snapshot(self, snapshot: Snapshot, pieces: Iterator[bytes]) -> None:
         kept = await self._store(snapshot, lambda step: self._on_aside(step, pieces))
@@ -315,17 +308,17 @@ class FileJournal:
         with suppress(queue.Empty):
             return self._queue.get(timeout=IDLE_S)
         self._seal()
-        while self._full:
+        while self.full:
             with suppress(queue.Empty):
                 return self._queue.get(timeout=RETRY_S)
-            self._full = not self._set_aside()
+            self.full = not self._set_aside()
         return self._queue.get()
 
     def _write(self, writes: list[_Write]) -> bool:
         """Have this on disk, however long it takes. False if the journal was closed before there
         was room: then nothing may follow."""
         while True:
-            if self._full and len(writes) > 1:  # What fits goes down, instead of nothing.
+            if self.full and len(writes) > 1:  # What fits goes down, instead of nothing.
                 return all(self._write([write]) for write in writes)
             try:
                 self._append(writes)
@@ -333,20 +326,27 @@ class FileJournal:
             except OSError as error:
                 if error.errno not in NO_ROOM:
                     raise
-            if not self._full:
-                self._full = True
+            if not self.full:
+                self.full = True
                 self._disk.remove(self._folder / "reserve")
             elif self._closing.wait(RETRY_S):
                 return False
 
     def _append(self, writes: list[_Write]) -> None:
-        if records := [record for write in writes for record in write.records]:
+        records: list[Record] = []
+        done: list[asyncio.Future[None]] = []
+        token = size = 0
+        for write in writes:
+            records += write.records
+            size += write.size
+            token = max(token, write.token)
+            if write.done:
+                done.append(write.done)
+        if records:
             self._log.append(records)
-        token = max(write.token for write in writes)
-        size = sum(write.size for write in writes)
-        self._tell(self._report, token, size, [write.done for write in writes if write.done])
-        if litter := self._log.litter():
-            self._remove(litter)
+        self._tell(self._report, token, size, done)
+        if self._log.unused:
+            self._remove(self._log.take_unused())
 
     def _set_aside(self) -> bool:
         """Put the reserve in place, if there is room for it."""
@@ -395,7 +395,7 @@ class FileJournal:
             self._loop.call_soon_threadsafe(what, *arguments)
 
     def _report(self, token: int, size: int, done: list[asyncio.Future[None]]) -> None:
-        self._queued -= size
+        self.queued -= size
         if token:
             self._persisted(token)
         for future in done:
@@ -491,7 +491,7 @@ class MemoryJournal:
         self._queue: list[tuple[list[Record], int]] = []
         self._received: Kept | None = None
         self._latest = self._ledger.kept
-        self._full = False
+        self.full = False
         self._closed = False
 
     def reopen(self) -> MemoryJournal:
@@ -516,9 +516,7 @@ class MemoryJournal:
             records.append(PutEntries(effect.first, effect.keep, effect.entries))
         self._enqueue(records, effect.token)
 
-    def full(self) -> bool:
-        return self._full
-
+    @property
     def queued(self) -> int:
         return sum(
             len(entry.data)
@@ -530,10 +528,10 @@ class MemoryJournal:
 
     def fill(self, full: bool) -> None:
         """Have the disk be full, or no longer."""
-        self._full = full
+        self.full = full
 
     async def take_snapshot(self, snapshot: Snapshot, pieces: Iterator[bytes]) -> None:
-        if self._full:
+        if self.full:
             raise StoreUnavailable("there is no room for a snapshot")
         kept = self._keep(snapshot, list(pieces))
         if self._latest is None or snapshot.index > self._latest.snapshot.index:

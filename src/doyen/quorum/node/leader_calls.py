@@ -1,111 +1,141 @@
-"""Questions that a node puts to whichever node leads, itself included.
+"""Calls that a node makes to the node that leads, which may be itself.
 
-Whatever goes wrong is an answer too: not leading (it was certainly not heard) or unknown. A
-question to a node that is no longer taken for the leader is given up as unknown.
+A call is a tag byte and a body; the response is a status byte and a body. The class that serves a
+kind of call registers its handler by tag (`handlers`). Only a node that leads runs handlers; any
+other responds `NOT_LEADING`, which means that nothing was done.
+
+A connection that breaks before the response arrives gives `UNKNOWN`. A call to a node that is no
+longer known as the leader is given up in the same way, since a deposed leader may stay silent.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
 
 from doyen.errors import OrderFailed, OutcomeUnknown, SessionClosed, StoreUnavailable
-from doyen.quorum.consensus.core import Core
+from doyen.quorum.consensus.core import Role
 from doyen.quorum.node.interfaces import Transport
+from doyen.quorum.node.pump import Pump
 
-__all__ = ["DONE", "NOT_LEADING", "REFUSED", "UNKNOWN", "Answer", "LeaderCallsOwner", "Questions"]
+__all__ = [
+    "ADMIN",
+    "DISK_SPACE",
+    "DONE",
+    "NOT_LEADING",
+    "PROPOSE",
+    "PROPOSE_AS_ADMIN",
+    "READ",
+    "REFUSED",
+    "SERVICE",
+    "UNKNOWN",
+    "Answer",
+    "Handler",
+    "LeaderCalls",
+    "Respond",
+]
 
 Answer = Callable[[bytes], None]
+"""Sends the encoded response."""
+Respond = Callable[..., None]
+"""`respond(status, payload=b"")`."""
+Handler = Callable[[str, bytes, Respond], None]
+"""`handler(peer, body, respond)`."""
 
 DONE, NOT_LEADING, UNKNOWN, REFUSED = 0, 1, 2, 3
-"""What an answer begins with."""
+"""The status of a response."""
+
+PROPOSE, READ, SERVICE, ADMIN, PROPOSE_AS_ADMIN, DISK_SPACE = b"P", b"R", b"Q", b"O", b"A", b"F"
+"""The tags of calls."""
 
 
-class LeaderCallsOwner(Protocol):
-    """What the driver does for this."""
+class LeaderCalls:
+    """The calls of one node to the leader, and those of its peers to it while it leads."""
 
-    core: Core
-
-    async def pause(self) -> None:
-        """Until the role changes, or a moment."""
-
-    def asked(self, peer: str, question: bytes, answer: Answer) -> None:
-        """A question to this node."""
-        ...
-
-    def too_late(self) -> str:
-        """What to say of something that has taken too long."""
-        ...
-
-
-class Questions:
-    """Those of one node."""
-
-    def __init__(self, owner: LeaderCallsOwner, transport: Transport, patience_s: float) -> None:
-        self._owner = owner
+    def __init__(self, pump: Pump, transport: Transport, patience_s: float) -> None:
+        self.handlers: dict[bytes, Handler] = {}
+        self._pump = pump
         self._transport = transport
         self._patience_s = patience_s
         self._open: dict[asyncio.Task[bytes], str] = {}
-        """What peers have been asked, and have not answered yet."""
-        self._ended = False
+        """Calls without a response, and the peer that each went to."""
 
-    def end(self) -> None:
-        self._ended = True
-
-    def lead_by(self, leader: str | None) -> None:
-        """Another leads: one that was asked before may be silent for ever."""
-        for asking, peer in self._open.items():
+    def leader_changed(self, leader: str | None) -> None:
+        """Give up the calls to any other node."""
+        for call, peer in self._open.items():
             if peer != leader:
-                asking.cancel()
+                call.cancel()
 
-    async def ask_leader(self, question: bytes) -> bytes:
-        """Ask until a leader has answered. Raises `OrderFailed` if it refused, `OutcomeUnknown` if
-        it was lost before it answered, `StoreUnavailable` if nobody has heard the question."""
-        owner, heard = self._owner, False
+    def timed_out(self) -> str:
+        """The text for an operation that took longer than `patience_s`."""
+        core = self._pump.core
+        leader = f"leader: {core.leader}" if core.leader else "no leader is known"
+        return f"not confirmed after {self._patience_s:g} s on node {core.id} ({leader})"
+
+    async def call_leader(self, call: bytes) -> bytes:
+        """Call whichever node leads, until one has handled the call. Raises `StoreUnavailable` if
+        none has within `patience_s`, `OutcomeUnknown` if one may have, and `OrderFailed` if the
+        leader refused."""
+        pump, sent = self._pump, False
         try:
             async with asyncio.timeout(self._patience_s):
-                while not self._ended:
-                    leader = owner.core.leader
+                while not pump.ended:
+                    leader = pump.core.leader
                     if leader is not None:
-                        heard = True
-                        answer = await self.put(leader, question)
-                        if answer[0] == DONE:
-                            return answer[1:]
-                        if answer[0] == REFUSED:
-                            raise OrderFailed(answer[1:].decode())
-                        if answer[0] == UNKNOWN:
+                        sent = True
+                        response = await self.call(leader, call)
+                        if response[0] == DONE:
+                            return response[1:]
+                        if response[0] == REFUSED:
+                            raise OrderFailed(response[1:].decode())
+                        if response[0] == UNKNOWN:
                             raise OutcomeUnknown(f"{leader} was lost before it could answer")
-                        heard = False
-                    await owner.pause()
+                        sent = False
+                    await pump.pause()
         except TimeoutError:
-            raise (OutcomeUnknown if heard else StoreUnavailable)(owner.too_late()) from None
-        raise SessionClosed(f"node {owner.core.id} has stopped")
+            raise (OutcomeUnknown if sent else StoreUnavailable)(self.timed_out()) from None
+        raise SessionClosed(f"node {pump.id} has stopped")
 
-    async def put(self, leader: str, question: bytes) -> bytes:
-        """One question to one node, and its answer."""
-        if leader != self._owner.core.id:
-            asking = asyncio.get_running_loop().create_task(self._transport.ask(leader, question))
-            self._open[asking] = leader
-            try:
-                return await asking or bytes([UNKNOWN])
-            except StoreUnavailable:
-                return bytes([NOT_LEADING])
-            except OutcomeUnknown:
-                return bytes([UNKNOWN])
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if not asking.cancelled() or (task is not None and task.cancelling()):
-                    raise
-                return bytes([UNKNOWN])
-            finally:
-                del self._open[asking]
-                asking.cancel()
-        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    async def call(self, node: str, call: bytes) -> bytes:
+        """Call one node and return the response; every failure is a status."""
+        if node == self._pump.id:
+            future: asyncio.Future[bytes] = self._pump.loop.create_future()
 
-        def answer(given: bytes) -> None:
-            if not future.done():
-                future.set_result(given)
+            def answer(response: bytes) -> None:
+                if not future.done():
+                    future.set_result(response)
 
-        self._owner.asked(leader, question, answer)
-        return await future
+            self.called(node, call, answer)
+            return await future
+        asking = self._pump.loop.create_task(self._transport.ask(node, call))
+        self._open[asking] = node
+        try:
+            return await asking or bytes([UNKNOWN])
+        except StoreUnavailable:
+            return bytes([NOT_LEADING])
+        except OutcomeUnknown:
+            return bytes([UNKNOWN])
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not asking.cancelled() or (task is not None and task.cancelling()):
+                raise
+            return bytes([UNKNOWN])
+        finally:
+            del self._open[asking]
+            asking.cancel()
+
+    def called(self, peer: str, call: bytes, answer: Answer) -> None:
+        """A call of a peer, or of this node, has arrived."""
+        if self._pump.ended:
+            return
+
+        def respond(status: int, payload: bytes = b"") -> None:
+            answer(bytes([status]) + payload)
+
+        handler = self.handlers.get(call[:1])
+        if self._pump.core.role is not Role.LEADING:
+            respond(NOT_LEADING)
+        elif handler is None:
+            respond(REFUSED, b"the leader does not know this kind of call")
+        else:
+            handler(peer, call[1:], respond)

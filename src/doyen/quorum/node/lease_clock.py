@@ -49,12 +49,12 @@ class LeaseClock:
 
     def __init__(self, keyspace: Keyspace) -> None:
         self._keyspace = keyspace
-        self._taken_in = 0
+        self.taken_in = 0
         """Leases up to this number have been seen."""
         self._until: dict[int, float] = {}
         # One item a lease. A renewal leaves it where it is; it is moved on when it comes up.
         self._heap: list[tuple[float, int]] = []
-        self._ending: dict[int, None] = {}
+        self.ending: dict[int, None] = {}
         self._spared: set[int] = set()
         """Those kept once because we overslept, and not renewed since."""
         self._looked_at = -inf
@@ -70,15 +70,18 @@ class LeaseClock:
     def take_in(self, now: float) -> bool:
         """Begin the time of leases not seen before. True if there are more of them."""
         taken = 0
-        for lease, ttl_s in islice(self._keyspace.leases(after=self._taken_in), SLICE):
+        for lease, ttl_s in islice(self._keyspace.leases(after=self.taken_in), SLICE):
             taken += 1
-            self._taken_in = lease
+            self.taken_in = lease
             until = self._begin(ttl_s, now)
             self._until[lease] = until
             heappush(self._heap, (until, lease))
         if len(self._heap) > 2 * self._keyspace.lease_count + SLICE:
             self._tidy()
-        return taken == SLICE
+        if taken == SLICE:
+            return True
+        self.taken_in = max(self.taken_in, self._keyspace.newest_lease)
+        return False
 
     def _begin(self, ttl_s: float, now: float) -> float:
         return now + ttl_s
@@ -86,16 +89,16 @@ class LeaseClock:
     def renew(self, lease: int, now: float) -> bool:
         """A renewal arrives. False if it comes too late."""
         ttl_s = self._keyspace.lease(lease)
-        if ttl_s is None or lease in self._ending:
+        if ttl_s is None or lease in self.ending:
             return False
-        if lease <= self._taken_in:  # or its time has not begun
+        if lease <= self.taken_in:  # or its time has not begun
             self._until[lease] = max(self._until[lease], now + ttl_s)
             self._spared.discard(lease)
         return True
 
     def confirmed(self, lease: int) -> bool:
         """Whether a renewal that arrived stands, now that a majority has spoken."""
-        return lease not in self._ending and self._keyspace.lease(lease) is not None
+        return lease not in self.ending and self._keyspace.lease(lease) is not None
 
     def due(self, now: float) -> tuple[int, ...]:
         """Leases whose time is over, some of them if they are many: ask until there are none. They
@@ -119,19 +122,19 @@ class LeaseClock:
                 heapreplace(heap, (until, lease))
             else:
                 heappop(heap)
-                self._ending[lease] = None
+                self.ending[lease] = None
                 found.append(lease)
         self._unfinished = len(found) == AT_ONCE
         return tuple(found)
 
     def settle(self) -> None:
         """Forget those whose end has come about."""
-        for lease in [lease for lease in self._ending if self._keyspace.lease(lease) is None]:
+        for lease in [lease for lease in self.ending if self._keyspace.lease(lease) is None]:
             self._forget(lease)
 
     def _forget(self, lease: int) -> None:
         self._until.pop(lease, None)
-        self._ending.pop(lease, None)
+        self.ending.pop(lease, None)
         self._spared.discard(lease)
 
     def _tidy(self) -> None:
@@ -141,6 +144,6 @@ class LeaseClock:
             lease: until for lease, until in self._until.items() if alive(lease) is not None
         }
         self._heap = [
-            (until, lease) for lease, until in self._until.items() if lease not in self._ending
+            (until, lease) for lease, until in self._until.items() if lease not in self.ending
         ]
         heapify(self._heap)

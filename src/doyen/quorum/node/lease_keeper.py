@@ -1,15 +1,15 @@
-"""What the node that leads does for the keyspace: its era, renewals that others pass on, ends of
-leases, and the upkeep that takes commands of its own.
+"""What the leader does for the keyspace: its era, renewals of leases, ends of leases, and upkeep.
 
-It begins an era of the keyspace first. It confirms no renewal before that, and each one only after
-a majority has shown, since its arrival, that this node still led. What is over by its clock (see
-`leases`) it has ended by a command that is void in any other era.
+A new leader first begins an era of the keyspace. It confirms no renewal before that, and each one
+only after a majority has shown, since the renewal arrived, that this node still leads. A lease
+whose time is over on the leader's clock (see `lease_clock`) is ended by a command that has no
+effect in any other era.
 
-Upkeep is one command at a time: it raises the cluster's version once all members support a newer
-one, sets the quota that this node was given, and has the keys of ended leases removed, a slice at a
+Upkeep is one command at a time. It raises the cluster's version once all members support a newer
+one, sets the quota that this node was given, and removes the keys of ended leases, a slice at a
 time.
 
-Lives on the driver's loop.
+Lives on the driver's event loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 from math import isfinite
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 from msgspec import MsgspecError
@@ -39,53 +39,30 @@ from doyen.quorum.keyspace.commands import (
 )
 from doyen.quorum.keyspace.state import Keyspace
 from doyen.quorum.keyspace.versions import FIRST, NEWEST
-from doyen.quorum.node.driver import Answer
+from doyen.quorum.node.driver import Answer, Driver
 from doyen.quorum.node.lease_clock import LeaseClock
-from doyen.quorum.node.proposals import Request, Settle
+from doyen.quorum.node.proposals import Settle
 from doyen.quorum.node.replicated import KEYSPACE
 
-__all__ = ["AGAIN", "AGAIN_S", "CONFIRMED", "GONE", "Keeper", "LeaseProposer", "decode_leases"]
+__all__ = ["CONFIRMED", "GONE", "NOT_NOW", "RETRY_S", "LeaseKeeper", "decode_leases"]
 
-GRAIN_S: Final = 1e-3
-AGAIN_S: Final = 0.01
-"""Pause before something is put to the quorum again."""
+TIMER_S: Final = 1e-3
+"""The shortest wait for the end of a lease."""
+RETRY_S: Final = 0.01
+"""Pause before a command is proposed again."""
+CHECK_S: Final = 1.0
+"""How often a leader checks whether all members support a newer version."""
 
-LOOK_S: Final = 1.0
-"""How often a leader looks whether all members support a newer version."""
-
-CONFIRMED, GONE, AGAIN = 0, 1, 2
-"""What may become of a renewal: it counts; its lease has ended; not now."""
+CONFIRMED, GONE, NOT_NOW = 0, 1, 2
+"""The verdict on a renewal: it counts; its lease has ended; ask again."""
 
 decode_leases: Callable[[bytes], list[int]] = msgspec.msgpack.Decoder(list[int]).decode
 
 
-class LeaseProposer(Protocol):
-    """What is needed of a node's driver here."""
+class LeaseKeeper:
+    """Keeps the leases while this node leads."""
 
-    @property
-    def role(self) -> Role: ...
-
-    def submit(
-        self,
-        target: int,
-        body: bytes,
-        settle: Settle,
-        *,
-        request: Request | None = None,
-        internal: bool = False,
-    ) -> None: ...
-
-    def when_current(self, call: Callable[[], None]) -> None: ...
-
-    def supported(self) -> int: ...
-
-
-class Keeper:
-    """The leases' keeper, while this node leads: an era, a clock, renewals, ends, upkeep."""
-
-    def __init__(
-        self, driver: LeaseProposer, keyspace: Keyspace, clock: Clock, quota_bytes: int
-    ) -> None:
+    def __init__(self, driver: Driver, keyspace: Keyspace, clock: Clock, quota_bytes: int) -> None:
         self._driver = driver
         self._keyspace = keyspace
         self._quota_bytes = quota_bytes
@@ -94,16 +71,16 @@ class Keeper:
         self._leading = False
         self._generation = 0
         self._beginning = 0
-        """The era that we have proposed to begin."""
+        """The era that was proposed and has not begun."""
         self._era = 0
         self._clock: LeaseClock | None = None
-        """Set while we lead and the keyspace is in our era."""
+        """Set while this node leads and the keyspace is in its era."""
         self._early: list[tuple[list[int], float, Answer]] = []
-        """Renewals that arrived before our era has begun."""
+        """Renewals that arrived before the era has begun."""
         self._timer: asyncio.TimerHandle | None = None
-        self._chore: KeyspaceCommand | None = None
-        """The command of our upkeep that is under way."""
-        self._looking: asyncio.TimerHandle | None = None
+        self._upkeep: KeyspaceCommand | None = None
+        """The command of the upkeep that is under way."""
+        self._checking: asyncio.TimerHandle | None = None
         self._stopped = False
 
     def stop(self) -> None:
@@ -122,16 +99,16 @@ class Keeper:
         self._leading = False
         self._clock = None
         self._beginning = 0
-        self._chore = None
-        if self._looking is not None:
-            self._looking.cancel()
+        self._upkeep = None
+        if self._checking is not None:
+            self._checking.cancel()
         self._set_timer()
         early, self._early = self._early, []
         for leases, _, answer in early:
-            answer(encode([AGAIN] * len(leases)))
+            answer(encode([NOT_NOW] * len(leases)))
 
     def _begin(self) -> None:
-        """Begin an era of our own."""
+        """Propose an era of this node."""
         self._clock = None
         self._beginning = era = self._keyspace.era + 1
         self._submit(BeginEra(era), partial(self._begun, era))
@@ -140,33 +117,39 @@ class Keeper:
         if not self._leading or era != self._beginning:
             return
         if error is not None or isinstance(decode_result(result), ConditionFailed):
-            # Somebody who led before us has begun one meanwhile, or nobody knows, or the disk is
-            # full and would refuse us again at once.
-            self._loop.call_later(AGAIN_S, self._begin_again, era)
+            # An earlier leader has begun one meanwhile, or the outcome is unknown, or the disk is
+            # full and would refuse the command again at once.
+            self._loop.call_later(RETRY_S, self._retry_begin, era)
             return
         self._beginning = 0
         self._era = era
         self._clock = LeaseClock(self._keyspace)
         self._take_in()
-        self._look()
+        self._check()
         early, self._early = self._early, []
         for leases, arrived_at, answer in early:
             self._renew(leases, arrived_at, answer)
 
-    def _begin_again(self, era: int) -> None:
+    def _retry_begin(self, era: int) -> None:
         if self._leading and era == self._beginning:
             self._begin()
 
-    def applied(self) -> None:
-        """The keyspace has moved on."""
-        if self._clock is None:
+    def applied(self, index: int) -> None:
+        """Commands have been applied to the keyspace."""
+        clock, keyspace = self._clock, self._keyspace
+        if clock is None:
             return
-        if self._keyspace.era != self._era:
+        if keyspace.era != self._era:
             self._begin()
             return
-        self._clock.settle()
-        self._take_in()
-        self._tend()
+        if clock.ending:
+            clock.settle()
+        if keyspace.newest_lease > clock.taken_in:
+            self._take_in()
+        if self._upkeep is None and (
+            keyspace.ended or keyspace.version < NEWEST or keyspace.quota != self._quota_bytes
+        ):
+            self._start_upkeep()
 
     def _take_in(self) -> None:
         clock = self._clock
@@ -178,7 +161,7 @@ class Keeper:
     # Renewals.
 
     def asked(self, question: bytes, answer: Answer) -> None:
-        """A node passes renewals on to us, who lead."""
+        """A node forwards renewals to this one, which leads."""
         arrived_at = self._now()
         try:
             leases = decode_leases(question)
@@ -189,20 +172,20 @@ class Keeper:
             if self._leading:
                 self._early.append((leases, arrived_at, answer))
             else:
-                answer(encode([AGAIN] * len(leases)))
+                answer(encode([NOT_NOW] * len(leases)))
             return
         self._renew(leases, arrived_at, answer)
 
     def _renew(self, leases: list[int], arrived_at: float, answer: Answer) -> None:
         clock = self._clock
         if clock is None:
-            answer(encode([AGAIN] * len(leases)))
+            answer(encode([NOT_NOW] * len(leases)))
             return
         in_time = [clock.renew(lease, arrived_at) for lease in leases]
 
         def confirm() -> None:
             if self._clock is not clock or self._keyspace.era != self._era:
-                answer(encode([AGAIN] * len(leases)))
+                answer(encode([NOT_NOW] * len(leases)))
                 return
             answer(
                 encode(
@@ -211,7 +194,7 @@ class Keeper:
                         if timely and clock.confirmed(lease)
                         else GONE
                         if self._keyspace.lease(lease) is None
-                        else AGAIN
+                        else NOT_NOW
                         for lease, timely in zip(leases, in_time, strict=True)
                     ]
                 )
@@ -220,7 +203,7 @@ class Keeper:
         try:
             self._driver.when_current(confirm)
         except DoyenError:
-            answer(encode([AGAIN] * len(leases)))
+            answer(encode([NOT_NOW] * len(leases)))
 
     # Ends.
 
@@ -229,17 +212,18 @@ class Keeper:
             self._timer.cancel()
             self._timer = None
         if self._clock is not None and isfinite(at := self._clock.next_deadline):
-            wait_s = max(at - self._now(), GRAIN_S)
-            self._timer = self._loop.call_later(wait_s, self._ring)
+            wait_s = max(at - self._now(), TIMER_S)
+            self._timer = self._loop.call_later(wait_s, self._timer_fired)
 
-    def _ring(self) -> None:
-        # What has arrived is read, and handed in, before anything is found to be over.
-        self._timer = self._loop.call_later(0, self._ring_again)
+    def _timer_fired(self) -> None:
+        # Two turns of the loop, so that renewals which have arrived are handled before any lease
+        # is found to be over.
+        self._timer = self._loop.call_later(0, self._timer_last_turn)
 
-    def _ring_again(self) -> None:
-        self._timer = self._loop.call_later(0, self._end_those_due)
+    def _timer_last_turn(self) -> None:
+        self._timer = self._loop.call_later(0, self._end_due)
 
-    def _end_those_due(self) -> None:
+    def _end_due(self) -> None:
         clock = self._clock
         if clock is None:
             return
@@ -259,13 +243,13 @@ class Keeper:
         result: Any,
         error: BaseException | None,
     ) -> None:
-        """The end of some leases was agreed on, or not. If it failed, it is proposed again: those
-        leases are not renewed any more, ending one twice is harmless, and the time of the others
-        goes on. If it was refused, the keyspace is in another era, and all get their time anew."""
+        """The outcome of the end of some leases. If it failed, it is proposed again: these leases
+        are not renewed any more, and ending one twice is harmless. If it was refused, the keyspace
+        is in another era, and the time of all leases starts anew."""
         if self._clock is not clock:
             return
         if error is not None:
-            self._loop.call_later(AGAIN_S, self._end, clock, leases)
+            self._loop.call_later(RETRY_S, self._end, clock, leases)
         elif isinstance(decode_result(result), ConditionFailed):
             self._begin()
         else:
@@ -273,24 +257,24 @@ class Keeper:
 
     # Upkeep.
 
-    def _look(self) -> None:
-        """Tend now and, while the version may rise, again and again: who is connected changes
-        without anything being applied."""
-        self._tend()
-        if self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
+    def _check(self) -> None:
+        """Start upkeep now and, while the version may rise, at intervals: which members are
+        connected changes without anything being applied."""
+        self._start_upkeep()
+        if self._checking is not None:
+            self._checking.cancel()
+            self._checking = None
         if self._clock is not None and self._keyspace.version < NEWEST:
-            self._looking = self._loop.call_later(LOOK_S, self._look)
+            self._checking = self._loop.call_later(CHECK_S, self._check)
 
-    def _tend(self) -> None:
-        """Put the next command to the quorum, if there is one to put."""
-        if self._clock is not None and self._chore is None:
-            self._chore = chore = self._due_chore()
-            if chore is not None:
-                self._submit(chore, partial(self._tended, chore))
+    def _start_upkeep(self) -> None:
+        """Propose the next command of the upkeep, if there is one."""
+        if self._clock is not None and self._upkeep is None:
+            self._upkeep = command = self._next_upkeep()
+            if command is not None:
+                self._submit(command, partial(self._upkeep_done, command))
 
-    def _due_chore(self) -> KeyspaceCommand | None:
+    def _next_upkeep(self) -> KeyspaceCommand | None:
         keyspace = self._keyspace
         if keyspace.ended:
             return RemoveEndedKeys()
@@ -302,18 +286,18 @@ class Keeper:
             return SetQuota(self._quota_bytes)
         return None
 
-    def _tended(
-        self, chore: KeyspaceCommand, _: int, result: Any, error: BaseException | None
+    def _upkeep_done(
+        self, command: KeyspaceCommand, _: int, result: Any, error: BaseException | None
     ) -> None:
-        if self._chore is chore:
-            self._chore = None
+        if self._upkeep is command:
+            self._upkeep = None
             if error is None:
-                self._tend()
+                self._start_upkeep()
             else:
-                self._loop.call_later(AGAIN_S, self._tend)
+                self._loop.call_later(RETRY_S, self._start_upkeep)
 
     def _submit(self, command: KeyspaceCommand, settle: Settle) -> None:
         try:
             self._driver.submit(KEYSPACE, encode(command), settle, internal=True)
         except DoyenError as error:
-            self._loop.call_later(AGAIN_S, settle, 0, None, error)
+            self._loop.call_later(RETRY_S, settle, 0, None, error)

@@ -1,17 +1,19 @@
 """A node's proposals, from the moment they are made until their outcome is known.
 
-Each has a request id (see `machine`), which it keeps however often it is proposed, so a lost leader
-or a broken link is answered by proposing it again. `Proposals` numbers them, gathers what waits
-into batches within bounds, tells proposers the outcome, and lets those go whose time is over.
+Each proposal has a request id (see `replicated`), which it keeps however often it is proposed, so
+after a lost leader or a broken connection it is proposed again. `Proposals` numbers them, bounds
+them, gathers waiting ones into batches, reports outcomes, and gives up those that take longer than
+`patience_s`.
 
 Commands of the node itself (ends of leases, upkeep) have a queue and a bound of their own and are
-gathered first, so that no load of clients' delays or refuses them.
+gathered first, so that no load of clients delays or refuses them.
 
-Nothing here waits or sends; the driver says when.
+`proposer` decides when a batch goes to the core or to the leader.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -20,38 +22,49 @@ from typing import Any
 from msgspec import Struct
 from msgspec.msgpack import Decoder, Encoder
 
-from doyen.errors import CommandFailed, ConfigError, OutcomeUnknown, StoreUnavailable
-from doyen.quorum.node.replicated import FORGOTTEN_AFTER, Command, Failure
+from doyen.errors import (
+    CommandFailed,
+    ConfigError,
+    OutcomeUnknown,
+    SessionClosed,
+    StoreUnavailable,
+)
+from doyen.quorum.node.leader_calls import LeaderCalls, Respond
+from doyen.quorum.node.pump import Pump, call_safely
+from doyen.quorum.node.replicated import (
+    FORGOTTEN_AFTER,
+    NO_MACHINE,
+    Command,
+    Failure,
+    ReplicatedMachines,
+)
 
 __all__ = [
     "Batch",
     "Forgotten",
-    "Offers",
+    "ForwardedBatches",
     "ProposalLimits",
     "Proposals",
     "Request",
     "Settle",
     "decode_results",
     "encode_results",
-    "inform",
 ]
 
 log = logging.getLogger("doyen.quorum.node")
 
 Settle = Callable[[int, Any, BaseException | None], None]
-"""Told the number of a proposal in its proposer's count, and its result or what became of it.
-Called once, on the driver's loop."""
+"""`settle(seq, result, error)`: called once, on the event loop, with the outcome of a proposal."""
 Request = tuple[str, int, int]
-"""Who proposes, the how manieth time, and up to where it has its answers: client, seq, floor."""
-
+"""The request id of a client that numbers its own requests: client, seq, floor."""
 
 RESULTS_BYTES = 4 << 20
-"""How much a leader sends back for a batch of a follower's."""
+"""How much a leader sends back for a batch of a follower."""
 
 
 class Forgotten(OutcomeUnknown):
-    """Proposed once by this node, and not carried out: its client's count is not known any more.
-    A client that has asked no other node may ask again under another name."""
+    """Proposed once by this node and not carried out, because the state machine no longer knows
+    the client. A client that has asked no other node may ask again under another name."""
 
 
 class ProposalLimits(Struct, frozen=True, kw_only=True):
@@ -82,15 +95,15 @@ class ProposalLimits(Struct, frozen=True, kw_only=True):
 
 
 class _Identity:
-    """Under which name, and which numbers, proposals of this driver go."""
+    """The name and the numbers under which this node proposes commands of its own."""
 
     __slots__ = ("name", "open", "seq")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.seq = 0
-        # Numbers whose outcome is not known yet, the least first.
         self.open: dict[int, None] = {}
+        """Numbers whose outcome is not known yet, in order."""
 
     @property
     def floor(self) -> int:
@@ -98,54 +111,51 @@ class _Identity:
 
 
 class _Proposal(Struct, eq=False, gc=False):
-    """Something to be agreed on, until its outcome is known. Nothing that it refers to refers to
-    it, so the collector need not look at it."""
+    """A command whose outcome is not known yet. Nothing that it refers to refers back to it, so
+    the garbage collector need not track it."""
 
     target: int
     body: bytes
     settle: Settle
     deadline: float
     origin: Command | _Identity
-    """The command, with the id of a client that keeps its own count; or an identity of ours."""
+    """The command, for a client that numbers its own requests; otherwise an identity of ours."""
     seq: int
-    """Its number in that count."""
     born: int = 0
-    """Where in the log we were when it was first proposed."""
-    tried: int = 0
+    """How far the log was applied when it was first proposed."""
+    attempts: int = 0
+    """How often it was proposed, not counting attempts that certainly had no effect."""
     internal: bool = False
     """A command of the node itself."""
 
 
-class Batch:
-    """An entry of our own on its way: what it holds, and who is told when it is applied.
+class Batch(Struct, eq=False):
+    """The commands of one log entry, and what to call when it is applied.
 
-    The commands of peers come first, in the order of `answers`; those of `proposals` follow."""
+    The commands of peers come first, in the order of `responses`; those of `proposals` follow."""
 
-    __slots__ = ("answers", "commands", "generation", "proposals")
-
-    def __init__(
-        self,
-        commands: list[Command],
-        proposals: list[_Proposal],
-        answer: Callable[[int, bytes], None] | None = None,
-    ) -> None:
-        self.commands = commands
-        self.proposals = proposals
-        self.answers = [] if answer is None else [(answer, len(commands))]
-        """How to tell each peer that sent a part of it, and how many commands are that peer's."""
-        self.generation = 0
+    commands: list[Command]
+    proposals: list[_Proposal]
+    responses: list[tuple[Respond, int]] = []
+    """How to respond to each peer that sent a part, and how many commands are in that part."""
+    generation: int = 0
 
     @classmethod
-    def merged(cls, offers: list[Batch], own: Batch | None) -> Batch:
-        """One entry of what peers have sent and what this node proposes."""
-        parts = offers if own is None else [*offers, own]
+    def forwarded(cls, commands: list[Command], respond: Respond) -> Batch:
+        """A batch that a peer has sent."""
+        return cls(commands, [], [(respond, len(commands))])
+
+    @classmethod
+    def merged(cls, forwarded: list[Batch], own: Batch | None) -> Batch:
+        """One batch of what peers have sent and of this node's own proposals."""
+        parts = forwarded if own is None else [*forwarded, own]
         if len(parts) == 1:
             return parts[0]
-        merged = cls(
-            [each for part in parts for each in part.commands], own.proposals if own else []
+        return cls(
+            [each for part in parts for each in part.commands],
+            own.proposals if own else [],
+            [response for part in forwarded for response in part.responses],
         )
-        merged.answers = [answer for offer in offers for answer in offer.answers]
-        return merged
 
     def parted(self, first: Callable[[Command], bool]) -> tuple[Batch, Batch]:
         """A batch of this node's own as two: the commands for which `first` holds, and the rest."""
@@ -156,18 +166,20 @@ class Batch:
             part.proposals.append(proposal)
         return parts
 
-    def tried(self, times: int = 1) -> None:
-        """Its commands may be carried out; or (-1) they were not, for certain."""
+    def attempted(self) -> None:
+        """Its commands are proposed again."""
         for proposal in self.proposals:
-            proposal.tried += times
+            proposal.attempts += 1
 
+    def not_carried_out(self) -> None:
+        """The latest attempt certainly had no effect."""
+        for proposal in self.proposals:
+            proposal.attempts -= 1
 
-def inform(callback: Callable[..., None], *given: Any) -> None:
-    """Tell somebody whose defects are not ours."""
-    try:
-        callback(*given)
-    except Exception:
-        log.exception("a node could not tell what it had to")
+    def respond(self, status: int, reason: str = "") -> None:
+        """Respond to the peers that sent parts of it."""
+        for respond, _ in self.responses:
+            respond(status, reason.encode())
 
 
 class _Results(Struct, array_like=True):
@@ -206,54 +218,73 @@ def decode_results(data: bytes) -> list[Any]:
 
 
 class Proposals:
-    """Those of one node."""
+    """The proposals of one node."""
 
-    def __init__(self, node: str, incarnation: str, limits: ProposalLimits) -> None:
-        self._node = node
-        self._name = f"{node}/{incarnation}"
+    def __init__(
+        self,
+        pump: Pump,
+        machine: ReplicatedMachines,
+        leader_calls: LeaderCalls,
+        incarnation: str,
+        limits: ProposalLimits,
+    ) -> None:
+        """`incarnation` tells this run of this node from every other."""
+        self._pump = pump
+        self._machine = machine
+        self._timed_out = leader_calls.timed_out
+        self._name = f"{pump.id}/{incarnation}"
         self._identities = 0
         self._limits = limits
         self._identity = self._new_identity()
-        # All whose outcome is not known, the oldest first.
         self._live: dict[_Proposal, None] = {}
+        """All whose outcome is not known, the oldest first."""
         self._live_bytes = 0
-        self._queue: deque[_Proposal] = deque()
-        self._internal: deque[_Proposal] = deque()
+        self.queue: deque[_Proposal] = deque()
+        """Commands of clients that wait to be gathered."""
+        self.internal: deque[_Proposal] = deque()
+        """Commands of the node itself that wait to be gathered."""
         self._internal_live = 0
+        self._sweeper: asyncio.TimerHandle | None = None
+        pump.on_end.append(self._end)
 
     def __len__(self) -> int:
         return len(self._live)
 
-    @property
-    def waiting(self) -> bool:
-        """Whether something is there to be gathered."""
-        return bool(self._queue or self._internal)
+    async def propose(self, target: int, body: bytes, *, request: Request | None = None) -> Any:
+        """Have the state machine `target` carry out `body` on every node; return its result.
+        Raises `CommandFailed` with the machine's own error; `StoreUnavailable` if it was certainly
+        not carried out; `OutcomeUnknown` if that is not known after `patience_s`.
+        """
+        future: asyncio.Future[Any] = self._pump.loop.create_future()
 
-    @property
-    def clients_waiting(self) -> bool:
-        """Whether something of clients is there to be gathered."""
-        return bool(self._queue)
+        def settle(_: int, value: Any, error: BaseException | None) -> None:
+            if future.done():
+                return
+            if error is None:
+                future.set_result(value)
+            else:
+                future.set_exception(error)
 
-    @property
-    def internal_waiting(self) -> bool:
-        """Whether a command of the node itself is there to be gathered."""
-        return bool(self._internal)
+        self.submit(target, body, settle, request)
+        return await future
 
-    def add(
+    def submit(
         self,
         target: int,
         body: bytes,
         settle: Settle,
-        request: Request | None,
-        deadline: float,
+        request: Request | None = None,
         *,
         internal: bool = False,
     ) -> None:
-        """Take in one; refuse what is beyond the bounds."""
-        limits = self._limits
+        """`propose` with a callback. `internal` commands are those of the node itself."""
+        pump, limits = self._pump, self._limits
+        if pump.stopping or pump.ended:
+            raise SessionClosed(f"node {pump.id} is stopping; ask another")
+        if target not in self._machine.targets:
+            raise ConfigError(NO_MACHINE)
         if type(body) is not bytes:
-            # Anything else would be one thing to this node and, out of the log, another to the
-            # others.
+            # Anything else would differ on this node from what the others read out of the log.
             raise ConfigError(f"a command is bytes, not {type(body).__name__}: encode it first")
         size = len(body)
         if size > limits.command_bytes:
@@ -265,15 +296,14 @@ class Proposals:
         if internal:
             if self._internal_live >= limits.internal_commands:
                 raise StoreUnavailable(
-                    f"{self._internal_live} commands of node {self._node} itself are under way"
-                    " already"
+                    f"{self._internal_live} commands of node {pump.id} itself are under way already"
                 )
             self._internal_live += 1
         elif live >= limits.pending_commands or self._live_bytes + size > limits.pending_bytes:
             raise StoreUnavailable(
-                f"{live} proposals are under way on node {self._node} already; wait for"
-                " some of them"
+                f"{live} proposals are under way on node {pump.id} already; wait for some of them"
             )
+        deadline = pump.now() + limits.patience_s
         if request is not None:
             client, seq, floor = request
             command = Command(client, seq, floor, target, body)
@@ -285,13 +315,17 @@ class Proposals:
             self._identify(proposal)
         self._live[proposal] = None
         if internal:
-            self._internal.append(proposal)
+            self.internal.append(proposal)
         else:
             self._live_bytes += size
-            self._queue.append(proposal)
+            self.queue.append(proposal)
+        if self._sweeper is None:
+            self._sweeper = pump.loop.call_later(limits.patience_s, self._sweep)
+        if not pump.flushing:
+            pump.flush_soon()
 
     def _queue_of(self, proposal: _Proposal) -> deque[_Proposal]:
-        return self._internal if proposal.internal else self._queue
+        return self.internal if proposal.internal else self.queue
 
     def _new_identity(self) -> _Identity:
         self._identities += 1
@@ -305,10 +339,11 @@ class Proposals:
     def gather(
         self, applied: int, taken: int = 0, taken_bytes: int = 0, *, internal: bool = False
     ) -> Batch | None:
-        """A batch of what waits, of clients or of the node itself, within its bounds. `applied` is
-        where in the log we are; so much of the batch is taken already."""
+        """A batch of waiting proposals, of clients or of the node itself, within the bounds of an
+        entry, of which so much is taken already; counts as an attempt. `applied` is the index that
+        this node has applied."""
         limits = self._limits
-        live, queue = self._live, self._internal if internal else self._queue
+        live, queue = self._live, self.internal if internal else self.queue
         most, room = limits.batch_commands - taken, limits.batch_bytes - taken_bytes
         commands: list[Command] = []
         proposals: list[_Proposal] = []
@@ -318,15 +353,18 @@ class Proposals:
             proposal = queue.popleft()
             if proposal not in live:
                 continue
-            if not proposal.tried:
+            if not proposal.attempts:
                 proposal.born = applied
             elif applied - proposal.born > FORGOTTEN_AFTER // 2:
-                self._finish(proposal, None, OutcomeUnknown("it went round for too long"))
+                text = "proposed again and again for too long; it may have been carried out"
+                self._finish(proposal, None, OutcomeUnknown(text))
                 continue
+            proposal.attempts += 1
             body = proposal.body
             origin = proposal.origin
-            if not isinstance(origin, Command):
+            if type(origin) is not Command:
                 if origin is not known:
+                    assert isinstance(origin, _Identity)
                     known, name, floor = origin, origin.name, origin.floor
                 origin = Command(name, proposal.seq, floor, proposal.target, body)
             commands.append(origin)
@@ -334,34 +372,44 @@ class Proposals:
             room -= len(body)
         return Batch(commands, proposals) if proposals else None
 
-    def again(self, batch: Batch) -> None:
+    def retry(self, batch: Batch) -> None:
         """Have its proposals gathered again, before the others."""
         for proposal in reversed(batch.proposals):
             self._queue_of(proposal).appendleft(proposal)
 
     def settle(self, batch: Batch, results: list[Any]) -> None:
         """A batch has been carried out."""
-        finish = self._finish
+        live = self._live
         for proposal, result in zip(batch.proposals, results, strict=True):
-            if type(result) is not Failure:
-                finish(proposal, result, None)
-            elif not result.forgotten:
-                finish(proposal, None, CommandFailed(result.reason))
-            else:
-                self._forgotten(proposal, result)
+            if type(result) is Failure:
+                self._failed(proposal, result)
+            elif proposal in live:
+                if type(proposal.origin) is not Command:
+                    self._finish(proposal, result, None)
+                    continue
+                # `_finish`, for a client's command, without a call for each.
+                del live[proposal]
+                self._live_bytes -= len(proposal.body)
+                try:
+                    proposal.settle(proposal.seq, result, None)
+                except Exception:
+                    log.exception("the outcome of a proposal could not be reported")
 
-    def _forgotten(self, proposal: _Proposal, failure: Failure) -> None:
-        """It was not carried out this time. If this was the only time, it may have a new id."""
+    def _failed(self, proposal: _Proposal, failure: Failure) -> None:
+        if not failure.forgotten:
+            self._finish(proposal, None, CommandFailed(failure.reason))
+            return
+        # It was not carried out this time. If this was the only attempt, it may have a new id.
         identity = proposal.origin
-        if isinstance(identity, Command) or proposal.tried > 1 or proposal not in self._live:
-            once = isinstance(identity, Command) and proposal.tried <= 1
+        if isinstance(identity, Command) or proposal.attempts > 1 or proposal not in self._live:
+            once = isinstance(identity, Command) and proposal.attempts <= 1
             error = (Forgotten if once else OutcomeUnknown)(failure.reason)
             self._finish(proposal, None, error)
             return
         identity.open.pop(proposal.seq, None)
         if identity is self._identity:
             self._identity = self._new_identity()
-        proposal.tried = 0
+        proposal.attempts = 0
         self._identify(proposal)
         self._queue_of(proposal).append(proposal)
 
@@ -374,29 +422,29 @@ class Proposals:
             self._internal_live -= 1
         else:
             self._live_bytes -= len(proposal.body)
-        if not isinstance(proposal.origin, Command):
+        if isinstance(proposal.origin, _Identity):
             proposal.origin.open.pop(proposal.seq, None)
-        inform(proposal.settle, proposal.seq, value, error)
+        call_safely(proposal.settle, proposal.seq, value, error)
 
     def refuse(self, batch: Batch, reason: str) -> None:
-        """The leader would not have it."""
+        """The leader refused a batch."""
         for proposal in batch.proposals:
             self._fail(proposal, reason)
 
     def refuse_waiting(self, reason: str, unless: Callable[[list[Command]], bool]) -> None:
-        """Nothing of what clients wait for can be proposed, with exceptions."""
-        queued = [*self._queue]
-        self._queue.clear()
+        """Refuse the waiting commands of clients, except some."""
+        queued = [*self.queue]
+        self.queue.clear()
         for proposal in queued:
             if unless([self._command(proposal)]):
-                self._queue.append(proposal)
+                self.queue.append(proposal)
             else:
                 self._fail(proposal, reason)
 
     def refuse_internal(self, reason: str) -> None:
-        """Nothing that this node itself has to say can be proposed."""
-        while self._internal:
-            self._fail(self._internal.popleft(), reason)
+        """Refuse the waiting commands of the node itself."""
+        while self.internal:
+            self._fail(self.internal.popleft(), reason)
 
     def _command(self, proposal: _Proposal) -> Command:
         origin = proposal.origin
@@ -404,58 +452,59 @@ class Proposals:
             return origin
         return Command(origin.name, proposal.seq, origin.floor, proposal.target, proposal.body)
 
-    def refuse_all(self, reason: str) -> None:
-        """Nobody is left to see any of them through."""
+    def _end(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
         for proposal in [*self._live]:
-            self._fail(proposal, reason)
+            self._fail(proposal, f"node {self._pump.id} has stopped")
 
-    def sweep(self, now: float, reason: str) -> float | None:
-        """Let go of those whose time is over; tell when that of the next is. All have the same
-        patience, so the oldest come first."""
+    def _sweep(self) -> None:
+        """Give up the proposals whose time is over. All have the same patience, so the oldest come
+        first."""
+        self._sweeper = None
+        now, reason = self._pump.now(), self._timed_out()
         for proposal in [*self._live]:
             if proposal.deadline > now:
-                return proposal.deadline
+                wait_s = max(proposal.deadline - now, 1e-3)
+                self._sweeper = self._pump.loop.call_later(wait_s, self._sweep)
+                return
             self._fail(proposal, reason)
-        return None
 
     def _fail(self, proposal: _Proposal, reason: str) -> None:
-        if proposal.tried:
+        if proposal.attempts:
             error: Exception = OutcomeUnknown(f"{reason}; it may have been carried out")
         else:
             error = StoreUnavailable(f"{reason}; it was not carried out")
         self._finish(proposal, None, error)
 
 
-class Offers:
-    """Batches that peers have sent to this node, which leads: what waits to become entries."""
+class ForwardedBatches:
+    """Batches that peers have sent to this node, which leads, and that are not in the log yet."""
 
     def __init__(self, limits: ProposalLimits) -> None:
         self._limits = limits
-        self._queue: deque[tuple[bytes, Batch]] = deque()
-        """Each with the bytes as they came."""
+        self.queue: deque[tuple[bytes, Batch]] = deque()
+        """Each with its bytes as they were received."""
         self._bytes = 0
         self._first = False
-
-    def __bool__(self) -> bool:
-        return bool(self._queue)
 
     def add(self, data: bytes, batch: Batch) -> bool:
         """False if there is no room for it."""
         if self._bytes + len(data) > self._limits.pending_bytes:
             return False
-        self._queue.append((data, batch))
+        self.queue.append((data, batch))
         self._bytes += len(data)
         return True
 
     def take(self) -> Batch:
-        data, batch = self._queue.popleft()
+        data, batch = self.queue.popleft()
         self._bytes -= len(data)
         return batch
 
     def take_out(self, unless: Callable[[list[Command]], bool]) -> list[Batch]:
-        """Those that are no exception."""
-        batches, out = [*self._queue], []
-        self._queue.clear()
+        """Remove and return all batches, except some."""
+        batches, out = [*self.queue], []
+        self.queue.clear()
         self._bytes = 0
         for data, batch in batches:
             if unless(batch.commands):
@@ -465,10 +514,10 @@ class Offers:
         return out
 
     def next_entry(self, proposals: Proposals, applied: int) -> tuple[Batch | None, bytes]:
-        """What peers have sent, and what clients here propose, as one entry within its bounds; and
-        its bytes, if they are as they came. Peers and clients begin in turn, so that neither keeps
-        the other waiting."""
-        limits, queue = self._limits, self._queue
+        """One batch, within the bounds of an entry, of what peers have sent and of this node's own
+        proposals; and its bytes, if it is exactly one that was received. Peers and this node's
+        clients come first in turn, so that neither delays the other."""
+        limits, queue = self._limits, self.queue
         self._first = not self._first
         own = None if self._first else proposals.gather(applied)
         taken: list[Batch] = []

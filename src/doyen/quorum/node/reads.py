@@ -1,91 +1,106 @@
-"""Reads that are current on any node.
+"""Linearizable reads on any node.
 
-A read asks up to where the log has to be applied: the core, on the node that leads, or that node,
-on any other. All reads of one turn of the loop share one question. Each is told when the machine
-of this very node has come to that index.
-
-Nothing here sends; the driver does.
+A read needs the index up to which the log has to be applied. On the leader the core establishes
+it; every other node calls the leader for it. All reads of one turn of the event loop share one
+index. A read is ready when the state machine of this node has reached that index.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Protocol
+import asyncio
+from collections.abc import Callable
 
-from doyen.quorum.consensus.core import Core, CoreEvent, ReadAsked, ReadReady, ReadRefused, Role
+from doyen.errors import StoreUnavailable
+from doyen.quorum.consensus.core import ReadAsked, ReadReady, ReadRefused, Role
+from doyen.quorum.node.applier import Applier
+from doyen.quorum.node.leader_calls import DONE, READ, LeaderCalls, Respond
+from doyen.quorum.node.pump import Pump
 
-__all__ = ["LinearizableReads", "ReadsOwner"]
+__all__ = ["LinearizableReads"]
 
 Reader = Callable[[int], None]
-"""Told the index that has to be applied."""
-
-
-class ReadsOwner(Protocol):
-    """What the driver does for this."""
-
-    core: Core
-
-    def tell_core(self, event: CoreEvent) -> None: ...
-
-    def start_task(self, work: Coroutine[Any, Any, Any]) -> None: ...
-
-    def flush_soon(self) -> None: ...
-
-    def flush_after_pause(self) -> None: ...
+"""Called with the index that has to be applied."""
 
 
 class LinearizableReads:
-    """Those of one node, and those that peers ask it about while it leads."""
+    """The reads of one node, and those for which peers need an index while it leads."""
 
-    def __init__(self, owner: ReadsOwner, ask: Callable[[str], Awaitable[int | None]]) -> None:
-        """`ask` has a peer, which leads, say the index; None if it did not."""
-        self._owner = owner
-        self._ask = ask
+    def __init__(
+        self, pump: Pump, applier: Applier, leader_calls: LeaderCalls, patience_s: float
+    ) -> None:
+        self._pump = pump
+        self._applier = applier
+        self._leader_calls = leader_calls
+        self._patience_s = patience_s
         self._waiting: list[Reader] = []
         self._rounds: dict[int, list[Reader]] = {}
         self._round = 0
-        self._asking = False
+        self._calling = False
+        pump.flushes.append(self._flush)
+        pump.on_end.append(self._clear)
+        pump.carry_out[ReadReady] = self._ready
+        pump.carry_out[ReadRefused] = self._refused
+        leader_calls.handlers[READ] = self._called
 
-    def add(self, reader: Reader) -> None:
+    async def barrier(self) -> None:
+        """When this returns, the state machine of this node shows every write that was
+        acknowledged before the call. Raises `StoreUnavailable` if no leader answered within
+        `patience_s`."""
+        done: asyncio.Future[None] = self._pump.loop.create_future()
+        self.when_current(lambda: None if done.done() else done.set_result(None))
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await done
+        except TimeoutError:
+            raise StoreUnavailable(f"the read was {self._leader_calls.timed_out()}") from None
+
+    def when_current(self, call: Callable[[], None]) -> None:
+        """`barrier` with a callback, which is not called if no leader answers."""
+        self._pump.check_open()
+        self._add(lambda index: self._applier.when(index, call))
+
+    def _called(self, peer: str, body: bytes, respond: Respond) -> None:
+        self._add(lambda index: respond(DONE, index.to_bytes(8)))
+
+    def _add(self, reader: Reader) -> None:
         self._waiting.append(reader)
-        self._owner.flush_soon()
+        self._pump.flush_soon()
 
-    def clear(self) -> None:
+    def _clear(self) -> None:
         self._waiting.clear()
         self._rounds.clear()
 
-    def flush(self) -> None:
-        """One question for everyone who reads in this turn."""
-        core = self._owner.core
+    def _flush(self) -> None:
         if not self._waiting:
             return
+        core = self._pump.core
         if core.role is Role.LEADING:
             self._round += 1
             self._rounds[self._round], self._waiting = self._waiting, []
-            self._owner.tell_core(ReadAsked(self._round))
-        elif core.leader is not None and not self._asking:
-            self._asking = True
+            self._pump.step(ReadAsked(self._round))
+        elif core.leader is not None and not self._calling:
+            self._calling = True
             readers, self._waiting = self._waiting, []
-            self._owner.start_task(self._ask_leader(core.leader, readers))
+            self._pump.start_task(self._call_leader(core.leader, readers))
 
-    def ready(self, effect: ReadReady) -> None:
+    def _ready(self, effect: ReadReady) -> None:
         for ready in self._rounds.pop(effect.token, ()):
             ready(effect.index)
 
-    def refused(self, effect: ReadRefused) -> None:
-        self._again(self._rounds.pop(effect.token, []))
+    def _refused(self, effect: ReadRefused) -> None:
+        self._retry(self._rounds.pop(effect.token, []))
 
-    def _again(self, readers: list[Reader]) -> None:
+    def _retry(self, readers: list[Reader]) -> None:
         self._waiting = readers + self._waiting
-        self._owner.flush_after_pause()
+        self._pump.flush_after_pause()
 
-    async def _ask_leader(self, leader: str, readers: list[Reader]) -> None:
-        index = await self._ask(leader)
-        self._asking = False
-        if index is None:
-            self._again(readers)
+    async def _call_leader(self, leader: str, readers: list[Reader]) -> None:
+        response = await self._leader_calls.call(leader, READ)
+        self._calling = False
+        if response[0] != DONE:
+            self._retry(readers)
             return
         for ready in readers:
-            ready(index)
+            ready(int.from_bytes(response[1:]))
         if self._waiting:
-            self._owner.flush_soon()
+            self._pump.flush_soon()

@@ -35,7 +35,7 @@ from typing import Any, Protocol
 from msgspec import MsgspecError, Struct
 from msgspec.msgpack import Decoder, Encoder
 
-from doyen.errors import ConfigError, StoreUnusable
+from doyen.errors import StoreUnusable
 from doyen.quorum.keyspace.state import Keyspace, UnknownCommand
 from doyen.quorum.keyspace.versions import FIRST, NEWEST
 
@@ -107,11 +107,8 @@ _encode = Encoder().encode
 _decode_any: Decoder[Any] = Decoder()
 
 decode_batch: Callable[[bytes], list[Command]] = Decoder(list[Command]).decode
-
-
-def encode_batch(commands: Sequence[Command]) -> bytes:
-    """An entry's data."""
-    return _encode(commands)
+encode_batch: Callable[[Sequence[Command]], bytes] = _encode
+"""The data of an entry."""
 
 
 class _Client:
@@ -162,7 +159,7 @@ class ReplicatedMachines:
     """The state machines of a node, behind a memory of what has been done already."""
 
     def __init__(self, targets: Mapping[int, Target]) -> None:
-        self._targets = dict(targets)
+        self.targets = dict(targets)
         keyspace = targets.get(KEYSPACE)
         self._keyspace = keyspace if isinstance(keyspace, Keyspace) else None
         self._applies = {number: target.apply for number, target in targets.items()}
@@ -179,13 +176,6 @@ class ReplicatedMachines:
     def version(self) -> int:
         """The cluster's; see `versions`."""
         return NEWEST if self._keyspace is None else self._keyspace.version
-
-    def check(self, target: int) -> None:
-        """Raise if something is to be proposed for a state machine that this node has not."""
-        if target not in self._targets:
-            raise ConfigError(
-                "this node has no state machine for it; give every node one, with machine="
-            )
 
     def apply(self, index: int, commands: Sequence[Command]) -> list[Any]:
         """Carry out the batch at `index` of the log: a result, or a `Failure`, for each."""
@@ -230,7 +220,13 @@ class ReplicatedMachines:
                         self._bytes -= client.settle_below(next(iter(kept)) + 1)
             results.append(result)
         self._bytes += grown
-        self._forget(index)
+        clients = self._clients
+        if (
+            self._bytes > TABLE_BYTES
+            or len(clients) > CLIENTS
+            or (clients and index - next(iter(clients.values())).last >= FORGOTTEN_AFTER)
+        ):
+            self._forget(index)
         return results
 
     def require(self, entries: Iterable[bytes]) -> None:
@@ -238,7 +234,7 @@ class ReplicatedMachines:
         for data in entries:
             with suppress(MsgspecError):
                 for command in decode_batch(data):
-                    if command.target not in self._targets:
+                    if command.target not in self.targets:
                         raise StoreUnusable(_nobody(command.target))
 
     def _keep_large(self, client: _Client, command: Command, result: Any, size: int) -> None:
@@ -294,7 +290,7 @@ class ReplicatedMachines:
         """Everything as it is now, in pieces; see `StateMachine.snapshot`."""
         table = _pieces_of(self._clients.copy())
         self._epoch += 1
-        parts = [(number, self._targets[number].snapshot()) for number in sorted(self._targets)]
+        parts = [(number, self.targets[number].snapshot()) for number in sorted(self.targets)]
         return _framed([(_TABLE, table), *parts])
 
     def restore(self, pieces: Iterable[bytes]) -> None:
@@ -311,12 +307,14 @@ class ReplicatedMachines:
                 self._bytes += client.bytes
                 self._clients[each.name] = client
                 self._keeping[each.name] = None
-        for number in sorted(self._targets):
-            self._targets[number].restore(frames.of(number))
+        for number in sorted(self.targets):
+            self.targets[number].restore(frames.of(number))
             frames.skip(number)
         if frames.next is not None:
             raise StoreUnusable(_nobody(frames.next[0]))
 
+
+NO_MACHINE = "this node has no state machine for it; give every node one, with machine="
 
 _decode_remembered: Callable[[bytes], list[_Remembered]] = Decoder(list[_Remembered]).decode
 

@@ -223,7 +223,7 @@ async def record_members(driver: Driver, members: Members) -> None:
         members.news.clear()
         wanted = members.to_record() if driver.role is Role.LEADING else None
         if wanted is not None:
-            driver.offer(ChangeAsked(wanted), Batch([], []))
+            driver.own_entries.append(ChangeAsked(wanted), Batch([], []))
         with suppress(TimeoutError):
             async with asyncio.timeout(RECORD_AGAIN_S if wanted is not None else None):
                 await members.news.wait()
@@ -379,7 +379,7 @@ class NodeServer:
             port = await door.listen(host, port)
             if options.protocol == "raft":  # the others' membership is fixed
                 driver.on_role(lambda *_: members.news.set())
-                driver.start_task(record_members(driver, members))
+                driver.pump.start_task(record_members(driver, members))
             if http is not None:
                 await door.listen(*parse_address(http), http_only=True)
         except BaseException:

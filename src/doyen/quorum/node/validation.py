@@ -1,4 +1,4 @@
-"""What clients may have carried out by the keyspace, and within which bounds."""
+"""Which commands of the keyspace clients may propose, and within which bounds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def frees(command: Command) -> bool:
 
 
 def flaw(body: bytes, role: Power) -> str | None:
-    """Why a client may not have this carried out."""
+    """Why a client may not have this carried out; None if it may."""
     try:
         command = decode_command(body)
     except (MsgspecError, UnicodeDecodeError) as error:
@@ -45,29 +45,20 @@ def flaw(body: bytes, role: Power) -> str | None:
     kind = type(command)
     if kind in roles.ADMIN_COMMANDS and not allows(role, "admin"):
         return roles.refusal(role, "admin")
+    if isinstance(command, Create | Put | Enqueue):
+        key = command.line if isinstance(command, Enqueue) else command.key
+        if not 0 < len(key) <= MAX_KEY:
+            return f"a key has 1 to {MAX_KEY} characters, not {len(key)}"
+        if key.count("/") >= MAX_LEVELS:
+            return f"a key has at most {MAX_LEVELS} parts between slashes, not {key.count('/') + 1}"
+        if len(command.value) > MAX_VALUE:
+            return (
+                f"a value has at most {MAX_VALUE} bytes, not {len(command.value)}: keep large data"
+                " elsewhere, and store here where it is"
+            )
+        return None
     check = _CHECKS.get(kind)
-    return "that is for the quorum's leader to say" if check is None else check(command)
-
-
-def _flaw_of_entry(command: Create | Put) -> str | None:
-    return _flaw_of(command.key, command.value)
-
-
-def _flaw_of_ticket(command: Enqueue) -> str | None:
-    return _flaw_of(command.line, command.value)
-
-
-def _flaw_of(key: str, value: bytes) -> str | None:
-    if not 0 < len(key) <= MAX_KEY:
-        return f"a key has 1 to {MAX_KEY} characters, not {len(key)}"
-    if key.count("/") >= MAX_LEVELS:
-        return f"a key has at most {MAX_LEVELS} parts between slashes, not {key.count('/') + 1}"
-    if len(value) > MAX_VALUE:
-        return (
-            f"a value has at most {MAX_VALUE} bytes, not {len(value)}: keep large data elsewhere,"
-            " and say here where it is"
-        )
-    return None
+    return "only the quorum's leader may propose this" if check is None else check(command)
 
 
 def _flaw_of_lease(command: Grant) -> str | None:
@@ -87,12 +78,9 @@ def _flawless(command: Revoke | Delete) -> None:
 
 
 _CHECKS: dict[type, Callable[[Any], str | None]] = {
-    Create: _flaw_of_entry,
-    Put: _flaw_of_entry,
-    Enqueue: _flaw_of_ticket,
     Grant: _flaw_of_lease,
     AdvanceRevision: _flaw_of_floor,
     Revoke: _flawless,
     Delete: _flawless,
 }
-"""What clients may have carried out. The rest is for the quorum's leader."""
+"""What else clients may propose."""

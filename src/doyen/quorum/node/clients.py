@@ -1,0 +1,175 @@
+"""One client's connection, as a node that serves it sees it.
+
+`ServedClient` holds what has arrived and is not handled yet, what the client may do, and the
+results of its writes, which are sent together once per turn of the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any, Final, Protocol
+
+from msgspec import Struct
+
+from doyen.errors import (
+    CommandFailed,
+    OutcomeUnknown,
+    StoreError,
+)
+from doyen.quorum.keyspace.commands import QuotaExceeded, decode_result, encode
+from doyen.quorum.node import roles
+from doyen.quorum.node.proposals import Forgotten
+from doyen.quorum.protocol.frames import CloseReason
+from doyen.quorum.protocol.requests import ANSWER, MAX_KEY, ErrorCode, Failed, Response, WriteResults
+from doyen.quorum.protocol.security import Role
+
+__all__ = ["PIECE", "ClientConnection", "ClientLimits", "ServedClient"]
+
+PIECE: Final = 1 << 20
+"""About how many bytes of results or of a list go into one frame."""
+TEXT: Final = 4 * MAX_KEY
+"""The longest explanation of an error that is sent, in characters."""
+
+
+class ClientLimits(Struct, frozen=True, kw_only=True):
+    """Bounds on what one client may have."""
+
+    watches: int = 100_000
+    name: int = 64
+
+
+class ClientConnection(Protocol):
+    """What is needed of a client's connection."""
+
+    @property
+    def closed(self) -> bool: ...
+
+    @property
+    def congested(self) -> bool: ...
+
+    @property
+    def role(self) -> str: ...
+
+    @property
+    def granted(self) -> Role: ...
+
+    def welcome(self, on_frames: Any, on_end: Any) -> None: ...
+
+    def refuse(self, reason: CloseReason, text: str) -> None: ...
+
+    def send(self, kind: int, *parts: bytes) -> bool: ...
+
+    async def drain(self) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def fail(self, reason: CloseReason, text: str) -> None: ...
+
+
+class ServedClient:
+    """One connection of a client."""
+
+    __slots__ = (
+        *("_loop", "_results", "_results_bytes", "_results_ids", "allowed", "backlog"),
+        *("backlog_bytes", "connection", "draining", "lists", "name", "paused", "reads"),
+        *("role", "watches"),
+    )
+
+    def __init__(self, connection: ClientConnection, loop: asyncio.AbstractEventLoop) -> None:
+        self.connection = connection
+        self.role = connection.granted
+        self.allowed = roles.allowed(self.role)
+        self.name = ""
+        """The name under which it numbers its writes."""
+        self.backlog: deque[tuple[int, bytes]] = deque()
+        """Frames that have arrived and are not handled yet."""
+        self.backlog_bytes = 0
+        self.paused = False
+        """Whether nothing is read from the connection, because the backlog is long."""
+        self.reads: deque[Any] = deque()
+        """Reads that can be answered as soon as the client has taken earlier answers."""
+        self.draining = False
+        """Whether the client has to take earlier answers first."""
+        self.lists = 0
+        """Long lists that are being sent."""
+        self.watches: dict[int, str] = {}
+        """Scopes of its watches, by id."""
+        self._loop = loop
+        self._results_ids: list[int] = []
+        self._results: list[bytes] = []
+        self._results_bytes = 0
+
+    def send(self, answer: Response) -> None:
+        """Send an answer, after the results that wait."""
+        if self._results_ids:
+            self._send_results()
+        self._send(answer)
+
+    def settle(self, request: int, result: Any, error: BaseException | None) -> None:
+        """Send the outcome of a write, together with others of this turn of the loop."""
+        if error is not None:
+            self.fail(request, error_code(error), str(error))
+            return
+        if result.startswith(_FULL):
+            self.fail(request, ErrorCode.UNAVAILABLE, _beyond_quota(result))
+            return
+        ids = self._results_ids
+        if not ids:
+            self._loop.call_soon(self._send_results)
+        ids.append(request)
+        self._results.append(result)
+        self._results_bytes += len(result)
+        if self._results_bytes > PIECE:
+            self._send_results()
+
+    def _send_results(self) -> None:
+        if self._results_ids:
+            data = encode(WriteResults(self._results_ids, self._results))
+            self._results_ids, self._results, self._results_bytes = [], [], 0
+            connection = self.connection
+            if not connection.send(ANSWER, data) and not connection.closed:
+                self._overflow()
+
+    def _send(self, answer: Response) -> None:
+        connection = self.connection
+        if not connection.send(ANSWER, encode(answer)) and not connection.closed:
+            self._overflow()
+
+    def _overflow(self) -> None:
+        self.connection.fail(CloseReason.OVERFLOW, "does not read its answers")
+
+    def fail(self, request: int, code: ErrorCode, text: str) -> None:
+        """The text is cut, since it may quote what the client sent."""
+        self.send(Failed(request, code, text[:TEXT]))
+
+
+def error_code(error: BaseException) -> ErrorCode:
+    """How an error of a proposal or of the node is reported to a client."""
+    if isinstance(error, Forgotten):
+        return ErrorCode.FORGOTTEN
+    if isinstance(error, OutcomeUnknown):
+        return ErrorCode.UNKNOWN
+    if isinstance(error, StoreError):
+        return ErrorCode.UNAVAILABLE
+    return ErrorCode.UNUSABLE if isinstance(error, CommandFailed) else ErrorCode.UNKNOWN
+
+
+_FULL = encode(QuotaExceeded(0, 0))[:2]
+"""How the encoded result begins."""
+
+
+def _beyond_quota(result: bytes) -> str:
+    full = decode_result(result)
+    assert isinstance(full, QuotaExceeded)
+    return (
+        f"the keyspace is full: {full.bytes} of {full.quota} bytes are in use, and this needs more"
+        " than is left of that quota. Delete entries or end leases, or restart every node with a"
+        " larger --quota-bytes"
+    )

@@ -1,0 +1,282 @@
+"""The connection that this node keeps to one peer: dialled, and dialled again when it ends.
+
+This node sends its messages, questions and snapshots on it. A peer that connects itself is dialled
+at once; otherwise the pause between attempts grows from 10 ms to half a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import TYPE_CHECKING
+
+from doyen.errors import DoyenError, OutcomeUnknown, StoreUnavailable, StoreUnusable
+from doyen.quorum.consensus.core import Snapshot
+from doyen.quorum.node.membership import Members
+from doyen.quorum.node.peer_frames import (
+    ANSWER,
+    CHUNK,
+    CHUNK_LAYOUT,
+    FOUNDED,
+    LOST,
+    MESSAGE,
+    NUMBER_LAYOUT,
+    QUESTION,
+    STORED,
+    STREAM,
+    UNDECODABLE,
+    SnapshotHead,
+    encode,
+    not_a_message,
+)
+from doyen.quorum.node.snapshot_transfer import (
+    CREDIT,
+    CREDIT_LAYOUT,
+    LAST,
+    MORE,
+    WHOLE,
+    OutgoingSnapshot,
+    cut_into_chunks,
+)
+from doyen.quorum.protocol.connection import End, FrameConnection, dial
+from doyen.quorum.protocol.frames import MAX_FRAME, CloseReason, ConnectionRefused, FrameError
+from doyen.quorum.protocol.handshake import MemberInfo
+
+if TYPE_CHECKING:
+    from doyen.quorum.node.peers import Peers
+
+__all__ = ["OutgoingPeer"]
+
+SOONEST_S, LATEST_S = 0.01, 0.5
+HELD_S = 1.0
+"""After a connection that ended sooner, the pause is that of a failed attempt. Otherwise two nodes
+that refuse one another would do nothing but connect."""
+MAX_QUESTIONS = 1 << 16
+
+
+class OutgoingPeer:
+    """The connection that this node dials to one peer."""
+
+    def __init__(self, peers: Peers, node: str, address: str) -> None:
+        self.node = node
+        self.address = address
+        self.connection: FrameConnection | None = None
+        self.error = "not tried yet"
+        self.dialling = False
+        self._peers = peers
+        self._numbers = count(1)
+        self._questions: dict[int, tuple[asyncio.Future[bytes], int]] = {}
+        self._streams: dict[int, OutgoingSnapshot] = {}
+        self._dial_now = asyncio.Event()
+        self._waiting: FrameConnection | None = None
+        """The connection while the cluster waits to be founded."""
+        self._task = peers.start_task(self._keep())
+
+    def dial_now(self) -> None:
+        """Do not wait for the next attempt: the peer is there."""
+        self._dial_now.set()
+
+    def founded(self) -> None:
+        """The cluster has been founded: send the record to the peer if it waits, and reconnect."""
+        connection, members = self._waiting, self._peers.members
+        if connection is not None and members is not None:
+            connection.send(FOUNDED, members.record())
+            connection.close()
+        self.dial_now()
+
+    def close(self) -> None:
+        self._task.cancel()
+        if self._waiting is not None:
+            self._waiting.close()
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            if self._peers.members is not None:
+                self._peers.members.disconnected(self.node)
+            connection.close()  # first, since this still sends what is queued
+            self._drop(connection)
+
+    async def _keep(self) -> None:
+        """Dial until cancelled; at once after a connection that has held for a while."""
+        loop, jitter, pause = asyncio.get_running_loop(), self._peers.jitter, SOONEST_S
+        while True:
+            self._dial_now.clear()
+            self.dialling = True
+            try:
+                connection = await self._dial()
+            except DoyenError as error:
+                self.dialling = False
+                self.error = str(error)
+                if isinstance(error, ConnectionRefused):
+                    self._peers.tally.record(
+                        error.reason, f"node {self.node!r} not reached: {error}"
+                    )
+            else:
+                self.dialling = False
+                began = loop.time()
+                await connection.wait()
+                if self._waiting is not None and self._peers.members is not None:
+                    self._waiting = None
+                    self._peers.members.parted(self.node)
+                if loop.time() - began > HELD_S:
+                    pause = SOONEST_S
+                    continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause * (0.5 + jitter() / 2)):
+                    await self._dial_now.wait()
+                    pause = SOONEST_S
+            pause = min(2 * pause, LATEST_S)
+
+    async def _dial(self) -> FrameConnection:
+        peers, members = self._peers, self._peers.members
+        info = members.info() if members is not None else MemberInfo()
+        connection = await dial(
+            self.address,
+            peers.me,
+            role="peer",
+            wanted=self.node,
+            info=info,
+            check=members.judging(self.node) if members is not None else None,
+            security=peers.security,
+            on_frames=self._take,
+            on_end=self._ended,
+            errors=peers.tally,
+            handshake_s=peers.handshake_s,
+            keepalive_s=peers.keepalive_s,
+            bound=peers.bound,
+        )
+        try:
+            if (reason := peers.unsupported(connection)) is not None:
+                raise ConnectionRefused(CloseReason.VERSION, reason)
+            if not await peers.is_unique(connection.remote):
+                raise ConnectionRefused(
+                    CloseReason.DUPLICATE,
+                    f"another process is connected as node {self.node!r} than the one at "
+                    f"{self.address}: every node needs an id of its own",
+                )
+            if connection.closed:
+                raise StoreUnavailable(f"{self.address} ended the connection")
+        except BaseException:
+            connection.abort()
+            raise
+        if members is not None:
+            if info.founding or connection.info.founding:
+                self._wait_to_found(connection, members)
+                return connection
+            members.connected(self.node, connection.info)
+        self.connection = peers.connections[self.node] = connection
+        peers.connected(self.node)
+        return connection
+
+    def _wait_to_found(self, connection: FrameConnection, members: Members) -> None:
+        self.error = "the cluster has not been founded"
+        if not members.waiting:  # any more: send the record, and reconnect as a member
+            if record := members.record():
+                connection.send(FOUNDED, record)
+            connection.close()
+            return
+        self._waiting = connection
+        members.met(self.node, connection.info)
+        self._peers.start_task(self._peers.found())
+
+    def _ended(self, connection: FrameConnection, end: End) -> None:
+        if connection is not self.connection:
+            return
+        self.connection = None
+        self.error = f"{self.address}: {end.value}"
+        if self._peers.members is not None:
+            self._peers.members.disconnected(self.node)
+        self._drop(connection)
+        if end is End.LEFT:
+            self._peers.disconnected(self.node)
+
+    def _drop(self, connection: FrameConnection) -> None:
+        if self._peers.connections.get(self.node) is connection:
+            del self._peers.connections[self.node]
+        for future, place in self._questions.values():
+            if not future.done():
+                future.set_exception(
+                    OutcomeUnknown(
+                        f"the connection to node {self.node!r} ended before its answer came"
+                    )
+                    if place <= connection.written
+                    else StoreUnavailable(f"the connection to node {self.node!r} ended")
+                )
+        self._questions.clear()
+        for stream in self._streams.values():
+            stream.end(False)
+        self._streams.clear()
+
+    async def ask(self, connection: FrameConnection, question: bytes) -> bytes:
+        if len(question) > MAX_FRAME - 64:
+            raise StoreUnusable(f"a question of {len(question)} bytes is too large to be put")
+        if len(self._questions) >= MAX_QUESTIONS:
+            raise StoreUnavailable(f"too many questions to node {self.node!r} are open")
+        number = next(self._numbers)
+        if not connection.send(QUESTION, NUMBER_LAYOUT.pack(number), question):
+            raise StoreUnavailable(f"the connection to node {self.node!r} is full")
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._questions[number] = (future, connection.accepted)
+        try:
+            return await future
+        finally:
+            self._questions.pop(number, None)
+
+    async def stream(
+        self,
+        connection: FrameConnection,
+        generation: int,
+        snapshot: Snapshot,
+        pieces: AsyncIterator[bytes],
+    ) -> bool:
+        """Send a snapshot. Returns whether the peer has all of it on disk."""
+        number = next(self._numbers)
+        sending = self._streams[number] = OutgoingSnapshot()
+        try:
+            head = encode(SnapshotHead(number, generation, snapshot))
+            if not connection.send(STREAM, head):
+                return False
+            async for piece in pieces:
+                for chunk in cut_into_chunks(piece):
+                    await sending.room(len(chunk))
+                    await connection.drain()
+                    whole = WHOLE if chunk.end else MORE
+                    if not connection.send(CHUNK, CHUNK_LAYOUT.pack(number, whole), chunk.data):
+                        return False
+            connection.send(CHUNK, CHUNK_LAYOUT.pack(number, LAST))
+            return await sending.outcome
+        finally:
+            self._streams.pop(number, None)
+
+    def _take(self, connection: FrameConnection, frames: Sequence[tuple[int, bytes]]) -> None:
+        questions = self._questions
+        try:
+            for kind, payload in frames:
+                if kind == ANSWER:
+                    (number,) = NUMBER_LAYOUT.unpack_from(payload)
+                    asked = questions.pop(number, None)
+                    if asked is not None and not asked[0].done():
+                        asked[0].set_result(payload[8:])
+                elif kind == MESSAGE:
+                    try:
+                        message = self._peers.decode(payload)
+                    except UNDECODABLE as error:
+                        raise not_a_message(error) from None
+                    if connection is self.connection:
+                        self._peers.received(self.node, message)
+                elif kind == LOST:
+                    self._peers.stop_taking_part(payload.decode(errors="replace"))
+                elif kind == CREDIT:
+                    number, size = CREDIT_LAYOUT.unpack(payload)
+                    if number in self._streams:
+                        self._streams[number].credit(size)
+                elif kind == STORED:
+                    number, ok = CHUNK_LAYOUT.unpack(payload)
+                    if number in self._streams:
+                        self._streams[number].end(bool(ok))
+                else:
+                    raise FrameError(CloseReason.OUT_OF_TURN, f"a frame of kind {kind} in answer")
+        except struct.error as error:
+            connection.fail(CloseReason.MALFORMED, str(error))

@@ -1,0 +1,231 @@
+"""The pump: hands events to a consensus core and carries out the effects that it returns.
+
+    peers, disk, timer, proposals ──▶ step ──▶ core ──▶ effects, in order
+
+`step` is the only place where events reach the core. Every kind of effect has one function that
+carries it out (`carry_out`); the classes that own the functions register them.
+
+- **Order.** Effects are carried out in the order in which the core returned them. A `Send` that
+  has to wait for the disk is held until the journal reports its token; the core receives
+  `Persisted` only after the held messages have left.
+- **Turns.** `flush_soon` runs all `flushes` once per turn of the event loop, so everything that
+  was proposed or asked in one turn is handled together.
+- **Failure.** An exception in the core or in an effect leaves an unknown state, so it ends the
+  node (`fail`).
+
+Knows no threads, files or sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine
+from math import inf
+from typing import Any
+
+from doyen.errors import DoyenError, SessionClosed
+from doyen.lease.clock import Clock
+from doyen.quorum.consensus.core import Core, CoreEvent, Elapsed, Persist, Persisted, Send
+from doyen.quorum.node.interfaces import Journal, Transport
+
+__all__ = ["RETRY_S", "Pump", "call_safely"]
+
+log = logging.getLogger("doyen.quorum.node")
+
+RETRY_S = 0.02
+"""Pause before a retry, unless the leader changes sooner."""
+
+
+def call_safely(callback: Callable[..., None], *arguments: Any) -> None:
+    """Call a callback of other code; an exception in it is logged and does not end the node."""
+    try:
+        callback(*arguments)
+    except Exception:
+        log.exception("a callback of the node failed")
+
+
+class Pump:
+    """Moves one node's consensus core. Lives on one event loop and is called only from there."""
+
+    def __init__(
+        self,
+        core: Core,
+        journal: Journal,
+        transport: Transport,
+        clock: Clock,
+        abort: Callable[[BaseException], None],
+    ) -> None:
+        """`abort` ends the process."""
+        self.core = core
+        self.id = core.id
+        self.now = clock.now
+        self.loop = asyncio.get_running_loop()
+        self.carry_out: dict[type, Callable[[Any], None]] = {
+            Persist: journal.persist,
+            Send: self._send,
+        }
+        self.flushes: list[Callable[[], None]] = []
+        self.flushing = False
+        """Whether a flush is scheduled for this turn of the loop."""
+        self.on_membership: Callable[[], None] = lambda: None
+        """Called after a step in which the core's membership has changed."""
+        self.on_end: list[Callable[[], None]] = []
+        self.stopping = False
+        self.ended = False
+        self._membership = core.membership
+        self._transport = transport
+        self._abort = abort
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._events: deque[CoreEvent] = deque()
+        self._stepping = False
+        self._after_step: list[Callable[[], None]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = inf
+        self._durable = 0
+        """The last token that the journal has reported."""
+        self._held: deque[Send] = deque()
+        self._retry: asyncio.TimerHandle | None = None
+        self._role_changed: asyncio.Future[None] = self.loop.create_future()
+
+    # Events and effects.
+
+    def step(self, event: CoreEvent) -> None:
+        """Hand an event to the core and carry out the effects."""
+        if self.ended:
+            return
+        self._events.append(event)
+        if self._stepping:
+            return
+        self._stepping = True
+        core, carry_out, events = self.core, self.carry_out, self._events
+        try:
+            while events:
+                for effect in core.handle(events.popleft(), self.now()):
+                    carry_out[type(effect)](effect)
+        except Exception as error:  # noqa: BLE001 - a defect: the state is unknown
+            self.fail(error)
+            return
+        finally:
+            self._stepping = False
+        if core.next_deadline < self._timer_at:
+            self.set_timer()
+        if core.membership is not self._membership:
+            self._membership = core.membership
+            self.on_membership()
+        if self._after_step:
+            calls, self._after_step = self._after_step, []
+            for call in calls:
+                call()
+
+    def after_step(self, call: Callable[[], None]) -> None:
+        """Call this when the effects of the current step have been carried out."""
+        self._after_step.append(call)
+
+    def _send(self, effect: Send) -> None:
+        if effect.after > self._durable:
+            self._held.append(effect)
+        else:
+            self._transport.send(effect.peer, effect.message)
+
+    def persisted(self, token: int) -> None:
+        """Everything up to this token is on disk: send what waited for it, then tell the core."""
+        if self.ended:
+            return
+        self._durable = token
+        held = self._held
+        while held and held[0].after <= token:
+            send = held.popleft()
+            self._transport.send(send.peer, send.message)
+        self.step(Persisted(token))
+
+    def set_timer(self) -> None:
+        """Set the timer to the core's deadline. A timer that fires too early does no harm."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = self.core.next_deadline
+        if self._timer_at == inf:
+            self._timer = None
+            return
+        wait_s = max(self._timer_at - self.now(), 1e-6)
+        self._timer = self.loop.call_later(wait_s, self._elapsed)
+
+    def _elapsed(self) -> None:
+        self._timer = None
+        self._timer_at = inf
+        if self.now() >= self.core.next_deadline:
+            self.step(Elapsed())
+        if self._timer_at == inf and not self.ended:
+            self.set_timer()
+
+    # Flushes.
+
+    def flush_soon(self) -> None:
+        """Run the flushes, once in this turn of the loop."""
+        if not self.flushing and not self.ended:
+            self.flushing = True
+            self.loop.call_soon(self._flush)
+
+    def flush_after_pause(self) -> None:
+        if self._retry is None and not self.ended:
+            self._retry = self.loop.call_later(RETRY_S, self._flush_retry)
+
+    def _flush_retry(self) -> None:
+        self._retry = None
+        self.flush_soon()
+
+    def _flush(self) -> None:
+        self.flushing = False
+        if not self.ended:
+            for flush in self.flushes:
+                flush()
+
+    # Waiting for a change of role.
+
+    def role_changed(self) -> None:
+        """Wake everything that waits in `pause`."""
+        changed, self._role_changed = self._role_changed, self.loop.create_future()
+        changed.set_result(None)
+
+    async def pause(self, within_s: float = RETRY_S) -> None:
+        """Wait for a change of role, or for this time."""
+        await asyncio.wait({self._role_changed}, timeout=within_s)
+
+    # Tasks, failure and end.
+
+    def check_open(self) -> None:
+        if self.stopping or self.ended:
+            raise SessionClosed(f"node {self.id} is stopping; ask another")
+
+    def start_task(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run this until the node ends. An exception in it ends the node."""
+        task = self.loop.create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.pop(task, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """End the node and the process: its state, or what is on its disk, is unknown."""
+        if not self.ended:
+            trace = None if isinstance(error, OSError | DoyenError) else error
+            log.critical("node %s cannot go on: %s", self.id, error, exc_info=trace)
+            self.end()
+            self._abort(error)
+
+    def end(self) -> None:
+        """Stop at once, as a process that is killed."""
+        self.ended = True
+        for timer in (self._timer, self._retry):
+            if timer is not None:
+                timer.cancel()
+        for task in [*self._tasks]:
+            task.cancel()
+        for call in self.on_end:
+            call()
+        if not self._role_changed.done():
+            self._role_changed.set_result(None)

@@ -1,0 +1,133 @@
+"""The watches of a node's clients, served from what this node has applied.
+
+A watch that is resumed names the revision up to which it was notified. It is notified of anything
+later before it is confirmed: if the connection broke in between, the client would otherwise take a
+confirmed watch for one that has missed nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+from doyen.errors import DoyenError
+from doyen.quorum.keyspace.state import Keyspace
+from doyen.quorum.node.clients import ClientLimits, ServedClient
+from doyen.quorum.node.driver import Driver
+from doyen.quorum.protocol.requests import (
+    MAX_KEY,
+    WatchNotification,
+    ErrorCode,
+    CancelWatch,
+    WatchConfirmed,
+    WatchRequest,
+)
+
+__all__ = ["Watches"]
+
+Watchers = dict[tuple[ServedClient, int], None]
+
+
+class Watches:
+    """All watches on one node."""
+
+    def __init__(self, driver: Driver, keyspace: Keyspace, limits: ClientLimits) -> None:
+        self._driver = driver
+        self._keyspace = keyspace
+        self._limits = limits
+        self._watchers: dict[str, Watchers] = {}
+        """Client and id of each watch, by scope."""
+        self._notified = keyspace.revision
+        """The revision up to which all confirmed watches have been notified."""
+        driver.on_applied(self.notify)
+
+    def __len__(self) -> int:
+        return sum(len(each) for each in self._watchers.values())
+
+    def add(self, client: ServedClient, request: WatchRequest) -> None:
+        if request.id in client.watches:
+            return
+        if len(client.watches) >= self._limits.watches:
+            text = f"one connection may have {self._limits.watches} watches; open another store"
+            client.fail(request.id, ErrorCode.UNUSABLE, text)
+            return
+        if len(request.scope) > MAX_KEY:
+            text = f"a scope has at most {MAX_KEY} characters, not {len(request.scope)}"
+            client.fail(request.id, ErrorCode.UNUSABLE, text)
+            return
+        self.notify()
+        client.watches[request.id] = request.scope
+        self._watchers.setdefault(request.scope, {})[client, request.id] = None
+        if request.since <= self._keyspace.revision:
+            self._confirm(client, request)
+            return
+        try:
+            self._driver.when_current(partial(self._confirm, client, request))
+        except DoyenError:
+            client.connection.close()  # this node is stopping: the client goes to another
+
+    def _confirm(self, client: ServedClient, request: WatchRequest) -> None:
+        if client.connection.closed or request.id not in client.watches:
+            return
+        self.notify()
+        if request.since >= 0 and self._missed(request):
+            client.send(WatchNotification([request.id], self._notified))
+        client.send(WatchConfirmed(request.id, self._notified))
+
+    def _missed(self, request: WatchRequest) -> bool:
+        """Whether anything in a watch's scope changed, or may have changed, after its position. A
+        position that this cluster has not reached, or of another cluster, says nothing about the
+        history here."""
+        keyspace, ours = self._keyspace, self._driver.status().membership.cluster
+        return (
+            (bool(ours and request.cluster) and request.cluster != ours)
+            or request.since > keyspace.revision
+            or keyspace.history.changed(request.scope, request.since)
+        )
+
+    def remove(self, client: ServedClient, request: CancelWatch) -> None:
+        self._remove(client, request.id)
+
+    def remove_all(self, client: ServedClient) -> None:
+        """The client's connection has ended."""
+        for watch in [*client.watches]:
+            self._remove(client, watch)
+
+    def _remove(self, client: ServedClient, watch: int) -> None:
+        scope = client.watches.pop(watch, None)
+        if scope is not None:
+            watchers = self._watchers[scope]
+            del watchers[client, watch]
+            if not watchers:
+                del self._watchers[scope]
+
+    def notify(self, index: int = 0) -> None:
+        """Notify watches of what has changed since this was last called."""
+        since, self._notified = self._notified, self._keyspace.revision
+        if since == self._notified or not self._watchers:
+            return
+        keys = self._keyspace.history.latest(since)
+        if keys is None or since > self._notified:
+            scopes = [*self._watchers]
+        else:
+            scopes = [*_scopes(keys, self._watchers)]
+        changed: dict[ServedClient, list[int]] = {}
+        for scope in scopes:
+            for client, watch in self._watchers[scope]:
+                changed.setdefault(client, []).append(watch)
+        for client, watches in changed.items():
+            client.send(WatchNotification(watches, self._notified))
+
+
+def _scopes(keys: Iterable[str], watched: dict[str, Watchers]) -> dict[str, None]:
+    """The watched scopes that these keys are at or below."""
+    seen: set[str] = set()
+    found: dict[str, None] = {}
+    for key in keys:
+        scope = key
+        while scope and scope not in seen:
+            seen.add(scope)
+            if scope in watched:
+                found[scope] = None
+            scope = scope.rpartition("/")[0]
+    return found
