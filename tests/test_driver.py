@@ -93,8 +93,7 @@ class Hasty(Driver):
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
-        transport = self._transport
-        self.pump.carry_out[Send] = lambda send: transport.send(send.peer, send.message)
+        self.pump.carry_out[Send] = lambda send: self._transport.send(send.peer, send.message)
 
 
 class Stale(Driver):

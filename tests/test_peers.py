@@ -279,7 +279,7 @@ def test_silence_is_not_told_as_an_end() -> None:
                 proxy.half_open()
                 assert isinstance(await failure(asked), OutcomeUnknown)
                 assert one.links() == [("connected", "n2")]
-                assert "nothing was heard" in one.peers.errors["n2"]
+                assert "nothing was received" in one.peers.errors["n2"]
                 proxy.heal()
                 await until(lambda: len(one.links()) == 2)
                 assert one.links() == [("connected", "n2")] * 2

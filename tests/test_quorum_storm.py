@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from doyen.quorum.consensus.core import Membership
-from doyen.quorum.keyspace.commands import Create, Expire, Grant, LeaseGranted, Written
+from doyen.quorum.keyspace.commands import Create, Grant, LeaseGranted, Written
 from doyen.quorum.keyspace.state import Keyspace
 from doyen.quorum.node.interfaces import StateMachine
 from doyen.quorum.node.replicated import KEYSPACE, ReplicatedMachines
@@ -19,6 +19,7 @@ from doyen.quorum.node.service import Service
 from doyen.quorum.protocol.requests import ErrorCode, Failed, LeaseRenewed, RenewLease
 from doyen.testing.virtual import run_virtual
 from drivers import World, misfortune, revive
+from mutants_nodes import era_ignored
 from test_quorum_service import Client
 
 TTL_S = 1.5
@@ -167,17 +168,6 @@ def test_nobody_believes_in_a_lease_that_has_ended(seed: int) -> None:
     assert weather.won
 
 
-class Timeless(Watched):
-    """An end that a former leader decided on counts whenever it comes."""
-
-    def _expire(self, command: Expire) -> bytes:
-        return super()._expire(Expire(self.era, command.leases))
-
-
-class TimelessMachine(WithKeyspace):
-    keyspaces = Timeless
-
-
-def test_ends_without_an_era_are_caught() -> None:
-    seeds = range(15, 115)
-    assert any("believed" in each for seed in seeds for each in storm(seed, TimelessMachine).wrong)
+def test_ends_without_an_era_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    era_ignored(monkeypatch)
+    assert any("believed" in each for seed in range(15, 115) for each in storm(seed).wrong)

@@ -21,7 +21,14 @@ from doyen.quorum.keyspace.commands import QuotaExceeded, decode_result, encode
 from doyen.quorum.node import roles
 from doyen.quorum.node.proposals import Forgotten
 from doyen.quorum.protocol.frames import CloseReason
-from doyen.quorum.protocol.requests import ANSWER, MAX_KEY, ErrorCode, Failed, Response, WriteResults
+from doyen.quorum.protocol.requests import (
+    ANSWER,
+    MAX_KEY,
+    ErrorCode,
+    Failed,
+    Response,
+    WriteResults,
+)
 from doyen.quorum.protocol.security import Role
 
 __all__ = ["PIECE", "ClientConnection", "ClientLimits", "ServedClient"]

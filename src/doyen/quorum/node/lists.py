@@ -18,7 +18,13 @@ from doyen.quorum.keyspace.state import Keyspace
 from doyen.quorum.node.clients import PIECE, ServedClient
 from doyen.quorum.node.driver import Driver
 from doyen.quorum.protocol import requests
-from doyen.quorum.protocol.requests import BackupChunk, ErrorCode, FoundEntry, ListChunk, BackupOrigin
+from doyen.quorum.protocol.requests import (
+    BackupChunk,
+    BackupOrigin,
+    ErrorCode,
+    FoundEntry,
+    ListChunk,
+)
 
 __all__ = ["Lists"]
 
@@ -48,17 +54,17 @@ class Lists:
             requests.Scan: self._scan,
         }
 
-    def read(self, client: ServedClient, requests: list[Any]) -> None:
+    def read(self, client: ServedClient, reads: list[Any]) -> None:
         """Answer these as soon as this node is current. They share one round of the quorum, which
         begins after the last of them has arrived."""
         try:
-            self._driver.when_current(partial(self._current, client, requests))
+            self._driver.when_current(partial(self._current, client, reads))
         except DoyenError as error:
-            for request in requests:
+            for request in reads:
                 client.fail(request.id, ErrorCode.UNAVAILABLE, str(error))
 
-    def _current(self, client: ServedClient, requests: list[Any]) -> None:
-        client.reads.extend(requests)
+    def _current(self, client: ServedClient, reads: list[Any]) -> None:
+        client.reads.extend(reads)
         if not client.draining:
             self._answer(client)
 
@@ -124,7 +130,9 @@ class Lists:
         finally:
             client.lists -= 1
 
-    def copy(self, client: ServedClient, request: requests.BackupRequest, cluster: str, protocol: str) -> None:
+    def copy(
+        self, client: ServedClient, request: requests.BackupRequest, cluster: str, protocol: str
+    ) -> None:
         """Send a copy of the whole state."""
         send = partial(self._send_copy, client, request.id, cluster, protocol)
         try:

@@ -41,8 +41,8 @@ from doyen.quorum.protocol.frames import CloseReason
 from doyen.quorum.protocol.requests import (
     REQUEST,
     Administered,
-    NodeStatus,
     ErrorCode,
+    NodeStatus,
     Write,
     decode_request,
 )
@@ -97,7 +97,9 @@ class Service:
             requests.CancelWatch: self._watches.remove,
             requests.StatusRequest: self._inquire,
             requests.Administer: self._administer,
-            requests.BackupRequest: lambda client, request: lists.copy(client, request, cluster, protocol),
+            requests.BackupRequest: lambda client, request: lists.copy(
+                client, request, cluster, protocol
+            ),
         }
         """Those of requests other than reads."""
         driver.on_role(self._role_changed)

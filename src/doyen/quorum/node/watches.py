@@ -16,10 +16,10 @@ from doyen.quorum.node.clients import ClientLimits, ServedClient
 from doyen.quorum.node.driver import Driver
 from doyen.quorum.protocol.requests import (
     MAX_KEY,
-    WatchNotification,
-    ErrorCode,
     CancelWatch,
+    ErrorCode,
     WatchConfirmed,
+    WatchNotification,
     WatchRequest,
 )
 

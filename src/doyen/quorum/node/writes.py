@@ -27,7 +27,13 @@ from doyen.quorum.node.lease_keeper import (
 from doyen.quorum.node.replicated import KEYSPACE
 from doyen.quorum.node.validation import flaw
 from doyen.quorum.protocol.frames import CloseReason
-from doyen.quorum.protocol.requests import ErrorCode, IdentifyClient, LeaseRenewed, RenewLease, Write
+from doyen.quorum.protocol.requests import (
+    ErrorCode,
+    IdentifyClient,
+    LeaseRenewed,
+    RenewLease,
+    Write,
+)
 
 __all__ = ["Renewals", "Writes"]
 
