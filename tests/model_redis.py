@@ -1,4 +1,4 @@
-"""A Redis server in plain Python, as far as doyen uses one: for `adversary`.
+"""A model of a Redis server with the features that doyen uses, for `adversary`.
 
 Scripts are carried out by Lua itself (lupa), so that those of the adapter are what is tested. A
 script may touch only the keys that it declares. Beyond the faults of each connection the server
@@ -37,12 +37,12 @@ WRITES = {b"HSET", b"HDEL", b"HINCRBY", b"ZADD", b"ZREM"}
 
 
 class Refusal(Exception):
-    """An error, as the client is told it."""
+    """An error response."""
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """What a server does by itself, beside the faults of each connection: chances of each event."""
+class Disturbance:
+    """The probabilities of what a server does wrong, beside the faults of each connection."""
 
     refused: float = 0.01
     redirected: float = 0.01
@@ -50,19 +50,19 @@ class Trouble:
     unheard: float = 0.02
     """A publication is lost."""
     late: float = 0.05
-    """It arrives late, and so does everything behind it."""
+    """It arrives late, and so does everything after it."""
     delay_s: float = 1.0
     apart: float = 0.02
     """The replica does not confirm a write in time."""
 
 
-FAIR = Trouble(0, 0, 0, 0, 0, 0, 0)
-ROUGH = Trouble()
+FAIR = Disturbance(0, 0, 0, 0, 0, 0, 0)
+ROUGH = Disturbance()
 
 
 @dataclass(eq=False)
 class Server:
-    """One of them. `data` is shared by those that are in step."""
+    """One server. `data` is shared by servers that have the same writes."""
 
     run: str
     behind_s: float = 0.0
@@ -72,12 +72,12 @@ class Server:
 
 
 class RedisModel:
-    """The servers; connections are made to the one that is the master at the time."""
+    """The servers. New connections lead to the one that is the master."""
 
     def __init__(
-        self, clock: VirtualClock, chance: random.Random, trouble: Trouble = ROUGH
+        self, clock: VirtualClock, chance: random.Random, disturbance: Disturbance = ROUGH
     ) -> None:
-        self.trouble = trouble
+        self.disturbance = disturbance
         self._clock = clock
         self._random = chance
         self.master = Server(self._new_run())
@@ -93,11 +93,11 @@ class RedisModel:
         return f"{self._random.getrandbits(160):040x}"
 
     def step_clock(self, seconds: float) -> None:
-        """The master's clock is set to another time."""
+        """Step the master's clock."""
         self.master.behind_s -= seconds
 
     def failover(self) -> None:
-        """The replica is the master from now on, without what it lacks."""
+        """Promote the replica, without the writes that it lacks."""
         self.failovers += 1
         behind_s = self._random.uniform(-BEHIND_S, BEHIND_S)
         counted_last = self._replicated.get(b"{doyen}:meta", {}).get(b"run", b"")
@@ -117,7 +117,7 @@ class RedisModel:
             while True:
                 words = await _command(connection.reader)
                 name = words[0].upper()
-                if name == b"WAIT" and self._random.random() < self.trouble.apart:
+                if name == b"WAIT" and self._random.random() < self.disturbance.apart:
                     await asyncio.sleep(int(words[2]) / 1000)
                     await connection.answer("WAIT", lambda: b":0\r\n")
                     continue
@@ -199,14 +199,14 @@ class RedisModel:
         table = self._lua.table_from
         answer = _from_lua(script(table(keys), table(values), table({b"call": call})))
         if not self._replicated:
-            self._replicate()  # a replica that has never been in step knows nothing of tokens
+            self._replicate()  # a replica needs one sync to know the tokens
         return answer
 
     def _interfere(self) -> None:
-        trouble, draw = self.trouble, self._random.random
-        if draw() < trouble.forgotten:
+        disturbance, draw = self.disturbance, self._random.random
+        if draw() < disturbance.forgotten:
             self._scripts.clear()
-        if draw() < trouble.refused:
+        if draw() < disturbance.refused:
             raise Refusal(
                 self._random.choice(
                     [
@@ -217,8 +217,8 @@ class RedisModel:
                     ]
                 )
             )
-        if draw() < trouble.redirected:
-            # Without a host it is the one that was asked.
+        if draw() < disturbance.redirected:
+            # Without a host, the server itself is meant.
             self.redirections += 1
             raise Refusal(f"{self._random.choice(['MOVED', 'ASK'])} 1 :1000")
 
@@ -246,20 +246,20 @@ class RedisModel:
 
     def _publish(self, channel: bytes, message: bytes) -> int:
         for connection in self._subscribers[channel]:
-            if self._random.random() >= self.trouble.unheard:
-                late = self._random.random() < self.trouble.late
-                delay_s = self._random.uniform(0, self.trouble.delay_s) if late else 0.0
+            if self._random.random() >= self.disturbance.unheard:
+                late = self._random.random() < self.disturbance.late
+                delay_s = self._random.uniform(0, self.disturbance.delay_s) if late else 0.0
                 connection.send(_encoded([b"message", channel, message]), delay_s)
         return 0
 
 
 @dataclass(eq=False)
 class _Client:
-    """What a server knows of one connection."""
+    """The state of one connection at the server."""
 
     server: Server
     was_sent: bool = False
-    """By another server: `ASKING`."""
+    """The client has sent `ASKING`."""
     subscribed: bool = False
 
 

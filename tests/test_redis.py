@@ -1,4 +1,4 @@
-"""What is Redis's own: its failover, its clock, hints that are lost, and what its errors mean."""
+"""What only Redis does: failover, its clock, lost notifications, the meaning of its errors."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ async def opened(url: str) -> AsyncIterator[RedisStore]:
         await store.close()
 
 
-def test_a_lease_is_ended_only_on_the_server_on_which_it_was_seen(redis: servers.Redis) -> None:
-    """After a failover the numbers of renewals that were lost are given again. What was seen on
-    the server before says nothing of a lease with the same number on this one."""
+def test_a_lease_is_ended_only_on_the_server_on_which_it_was_observed(redis: servers.Redis) -> None:
+    """After a failover, counters of lost renewals are used again. An observation on the previous
+    server proves nothing about a lease with the same counter on this one."""
 
     async def main() -> None:
         async with opened(redis.url) as store, opened(redis.url) as other:
             lease = await store.grant(60)
             (seen,) = await other.look([lease.id])
-            other._lookout.judge(seen._replace(incarnation="a server before"))
+            other._observer.judge(seen._replace(incarnation="an earlier server"))
             await other.expire(lease.id, seen.counter)
             await store.renew(lease)
             (seen,) = await other.look([lease.id])
-            other._lookout.judge(seen)
+            other._observer.judge(seen)
             await other.expire(lease.id, seen.counter)
             with pytest.raises(LeaseGone):
                 await store.renew(lease)
@@ -68,19 +68,19 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
 async def until(what: str, reached: Callable[[], Awaitable[bool]]) -> None:
     try:
         async with asyncio.timeout(PATIENCE_S):
-            while not await reached():  # noqa: ASYNC110 - a server does not tell
+            while not await reached():  # noqa: ASYNC110 - nothing signals it
                 await asyncio.sleep(0.02)
     except TimeoutError:
-        pytest.fail(f"it did not come to pass that {what}")
+        pytest.fail(f"not reached: {what}")
 
 
-async def told(event: asyncio.Event, within_s: float = PATIENCE_S) -> None:
+async def notified(event: asyncio.Event, within_s: float = PATIENCE_S) -> None:
     async with asyncio.timeout(within_s):
         await event.wait()
 
 
 async def token(store: Store) -> int:
-    """Lead once, and let go."""
+    """Lead once and resign; the token."""
     lease = await store.grant(60)
     won, entry = await store.create(KEY, b"v", lease)
     assert won
@@ -88,19 +88,19 @@ async def token(store: Store) -> int:
     return entry.revision
 
 
-class Heart:
-    """Keeps a lease alive, as a session would."""
+class Keepalive:
+    """Renews a lease, as a session does."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self.renewals = 0
 
-    async def __aenter__(self) -> Heart:
+    async def __aenter__(self) -> Keepalive:
         self.lease = await self._store.grant(TTL_S)
-        self._task = asyncio.create_task(self._beat())
+        self._task = asyncio.create_task(self._renew())
         return self
 
-    async def _beat(self) -> None:
+    async def _renew(self) -> None:
         while True:
             await asyncio.sleep(TTL_S / 4)
             await self._store.renew(self.lease)
@@ -118,20 +118,20 @@ class Heart:
 
 
 class TestClock:
-    """Expiry is by the server's clock and by one's own."""
+    """A lease expires only if the server's clock and the observer's own clock agree."""
 
     @pytest.mark.parametrize("step_s", [3600.0, -3600.0])
-    def test_a_stepped_clock_deposes_nobody(self, step_s: float) -> None:
+    def test_a_stepped_clock_ends_no_lease(self, step_s: float) -> None:
         async def main() -> None:
             async with opened(server.url) as holder, opened(server.url) as other:
-                async with Heart(holder) as heart:
-                    await holder.create(KEY, b"alive", heart.lease)
+                async with Keepalive(holder) as keepalive:
+                    await holder.create(KEY, b"alive", keepalive.lease)
                     await other.watch(KEY, lambda: None)
                     rival = await other.grant(60)
-                    await heart.live(0.5)
+                    await keepalive.live(0.5)
                     server.step_clock(step_s)
                     assert not (await other.create(KEY, b"rival", rival)).won
-                    await heart.live(3)
+                    await keepalive.live(3)
                     assert not (await other.create(KEY, b"rival", rival)).won
                     entry = await other.get(KEY)
                     assert entry is not None
@@ -141,15 +141,15 @@ class TestClock:
                     return (await other.create(KEY, b"rival", rival)).won
 
                 server.step_clock(-2 * step_s)
-                await until("a lease that nobody renews ends, whatever the clock shows", won)
+                await until("a lease without renewals ends, whatever the clock shows", won)
                 with pytest.raises(LeaseGone):
-                    await holder.renew(heart.lease)
+                    await holder.renew(keepalive.lease)
 
         with servers.Redis(own_clock=True) as server:
             run(main)
 
-    def test_one_who_has_just_come_waits_a_whole_ttl(self) -> None:
-        """The server's clock says that the lease is long over: that is hearsay."""
+    def test_a_new_observer_waits_a_whole_ttl(self) -> None:
+        """Although the lease has expired long ago according to the server's clock."""
 
         async def main() -> None:
             async with opened(server.url) as holder, opened(server.url) as other:
@@ -162,15 +162,15 @@ class TestClock:
                 async def won() -> bool:
                     return (await other.create(KEY, b"mine", mine)).won
 
-                await until("it is over", won)
+                await until("the lease has ended", won)
                 assert SystemClock().now() - began >= TTL_S
 
         with servers.Redis(own_clock=True) as server:
             run(main)
 
 
-class TestSeal:
-    """The end of a lease is decided in the script that compares its counter."""
+class TestExpiry:
+    """One script compares the counter of a lease and ends it."""
 
     def test_a_renewal_in_between_prevails(self, redis: servers.Redis) -> None:
         async def main() -> None:
@@ -179,7 +179,7 @@ class TestSeal:
                 key = leader_key("expire")
                 await holder.create(key, b"v", lease)
                 (seen,) = await other.look([lease.id])
-                other._lookout.judge(seen)
+                other._observer.judge(seen)
                 await holder.renew(lease)
                 await other.expire(lease.id, seen.counter)
                 assert await other.get(key) is not None
@@ -191,8 +191,8 @@ class TestSeal:
 
         run(main)
 
-    def test_a_renewal_asks_whose_lease_it_is(self, redis: servers.Redis) -> None:
-        """redbeat#127: the lock was extended by one who no longer had it."""
+    def test_an_ended_lease_cannot_be_renewed(self, redis: servers.Redis) -> None:
+        """redbeat#127: a client extended a lock that it no longer held."""
 
         async def main() -> None:
             async with opened(redis.url) as old, opened(redis.url) as new:
@@ -200,7 +200,7 @@ class TestSeal:
                 lease = await old.grant(60)
                 await old.create(key, b"old", lease)
                 (seen,) = await new.look([lease.id])
-                new._lookout.judge(seen)
+                new._observer.judge(seen)
                 await new.expire(lease.id, seen.counter)
                 mine = await new.grant(60)
                 assert (await new.create(key, b"new", mine)).won
@@ -216,9 +216,9 @@ class TestSeal:
 
 
 class TestSweep:
-    """Leases that nobody waits for are ended by those who open a store."""
+    """A store that is opened ends expired leases that no candidate waits for."""
 
-    def test_what_is_no_lease_does_not_stand_before_those_that_are(self) -> None:
+    def test_stray_elements_do_not_block_the_sweep(self) -> None:
         async def main() -> None:
             async with opened(server.url) as store:
                 lease = await store.grant(TTL_S)
@@ -236,9 +236,9 @@ class TestSweep:
                 return row.ttl_us is None
 
             async with opened(server.url) as store:
-                await until("the lease of the dead is due", due)
-            async with opened(server.url) as store:  # which follows up what looks over
-                await until("the lease of the dead is ended", ended)
+                await until("the lease has expired by the server's clock", due)
+            async with opened(server.url) as store:  # which begins to observe expired leases
+                await until("the lease has been ended", ended)
             assert command("ZCARD", "due") == b"1"  # the element that keeps the key
 
         def command(name: str, key: str, *words: str) -> object:
@@ -252,7 +252,7 @@ class TestFailover:
     """A replica that lacks the last writes becomes the master."""
 
     def promoted(self, behind_s: float) -> tuple[list[int], int]:
-        """Tokens of a master, the last of which its replica never saw; and one of the replica."""
+        """Tokens of a master, the last of which its replica lacks, and one of the replica."""
         tokens: list[int] = []
 
         async def before() -> None:
@@ -286,14 +286,14 @@ class TestFailover:
         return reached
 
     @pytest.mark.parametrize("behind_s", [0.0, 600.0])
-    def test_tokens_grow_though_the_last_are_lost(self, behind_s: float) -> None:
-        """Also if the new master's clock is behind the old one's."""
+    def test_tokens_grow_although_the_last_are_lost(self, behind_s: float) -> None:
+        """Even if the new master's clock is behind the old one's."""
         given, new = self.promoted(behind_s)
         assert given == sorted(set(given))
         assert new > given[-1]
 
     def test_a_sentinel_names_the_new_master(self) -> None:
-        """The old one does not even say that it is gone."""
+        """The old one is frozen, so its connections do not end."""
 
         async def main() -> None:
             async with opened(f"{sentinel.url}?connect_timeout_s=1") as store:
@@ -306,7 +306,7 @@ class TestFailover:
                 await asyncio.to_thread(master.freeze)
                 changed.clear()
 
-                async def lives_on() -> bool:
+                async def renewed() -> bool:
                     try:
                         async with asyncio.timeout(0.5):
                             await store.renew(lease)
@@ -314,11 +314,11 @@ class TestFailover:
                         return False
                     return True
 
-                await until("the lease is renewed with the new master", lives_on)
+                await until("the lease is renewed at the new master", renewed)
                 async with asyncio.timeout(PATIENCE_S):
                     second = await token(store)
                 assert second > first
-                await told(changed)
+                await notified(changed)
 
         with (
             Master() as master,
@@ -332,7 +332,7 @@ class TestFailover:
             async with opened(f"{master.url}?replicas=1") as store:
                 await token(store)
                 replica.freeze()
-                with pytest.raises(OutcomeUnknown, match="of 1 replicas, 0"):
+                with pytest.raises(OutcomeUnknown, match="0 of 1 replicas"):
                     await store.grant(60)
                 replica.thaw()
 
@@ -355,9 +355,9 @@ class TestFailover:
 
 
 class TestHints:
-    """Publication is a hint: what it misses is told all the same."""
+    """A notification may be lost: the watch is notified all the same."""
 
-    def test_what_happened_while_nobody_listened_is_told(self, redis: servers.Redis) -> None:
+    def test_changes_without_a_connection_are_notified(self, redis: servers.Redis) -> None:
         async def main() -> None:
             async with opened(redis.url) as store:
                 changed = asyncio.Event()
@@ -365,11 +365,11 @@ class TestHints:
                 await asyncio.sleep(0.05)
                 changed.clear()
                 wire.redis_command(redis.port, "CLIENT", "KILL", "TYPE", "pubsub")
-                await told(changed)
+                await notified(changed)
 
         run(main)
 
-    def test_a_hint_that_never_came_is_made_up_for(
+    def test_a_lost_notification_is_made_up_for(
         self, redis: servers.Redis, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         async def main() -> None:
@@ -377,14 +377,14 @@ class TestHints:
             async with opened(url) as store, opened(redis.url) as other:
                 changed = asyncio.Event()
                 await store.watch(order_key("deaf"), changed.set)
-                monkeypatch.setattr(store._listener, "_changed", lambda scope: None)
+                monkeypatch.setattr(store._subscriber, "_changed", lambda scope: None)
                 await other.put(order_key("deaf"), b"v", if_version=None)
-                await told(changed)
+                await notified(changed)
                 assert await other.delete(order_key("deaf"))
 
         run(main)
 
-    def test_a_restart_is_survived_by_leases_and_watches(self) -> None:
+    def test_leases_and_watches_survive_a_restart(self) -> None:
         async def main() -> None:
             async with opened(server.url) as store, opened(server.url) as other:
                 lease = await store.grant(60)
@@ -392,12 +392,12 @@ class TestHints:
                 changed = asyncio.Event()
                 await other.watch(KEY, changed.set)
                 await asyncio.to_thread(server.restart)
-                await told(changed)
+                await notified(changed)
                 await store.renew(lease)
                 await asyncio.sleep(0.05)
                 changed.clear()
                 assert await store.delete(KEY)
-                await told(changed)
+                await notified(changed)
                 wire.redis_command(server.port, "SCRIPT", "FLUSH")
                 assert (await store.create(KEY, b"v", lease)).won
 
@@ -429,9 +429,9 @@ class TestHints:
 
 
 class TestDamage:
-    """What somebody else has written in our place."""
+    """Data that another program has written to doyen's keys."""
 
-    def test_a_damaged_entry_hides_nothing_else(self, redis: servers.Redis) -> None:
+    def test_a_damaged_entry_does_not_hide_others(self, redis: servers.Redis) -> None:
         async def main() -> None:
             bad, good = leader_key("damaged"), leader_key("sound")
             async with opened(redis.url) as store:
@@ -452,9 +452,9 @@ class TestDamage:
 
 
 class TestElections:
-    """Incidents of others, through the public API."""
+    """Defects of other libraries, tested through the public API."""
 
-    def test_who_was_not_elected_does_not_enter(self, redis: servers.Redis) -> None:
+    def test_a_candidate_that_was_not_elected_does_not_enter(self, redis: servers.Redis) -> None:
         """redis-py#621: `with lock:` was entered without the lock."""
 
         async def main() -> None:
@@ -469,41 +469,41 @@ class TestElections:
 
         run(main)
 
-    def test_a_failure_to_acquire_is_no_success(self, redis: servers.Redis) -> None:
+    def test_a_failure_to_acquire_is_not_success(self, redis: servers.Redis) -> None:
         """redbeat#208: an exception in acquire was taken for success."""
 
         async def main() -> None:
-            with servers.Proxy(redis) as link:
-                async with opened(link.url) as store, opened(redis.url) as other:
+            with servers.Proxy(redis) as proxy:
+                async with opened(proxy.url) as store, opened(redis.url) as other:
                     lease = await store.grant(60)
-                    link.break_after(0, "down")
+                    proxy.break_after(0, "down")
                     with pytest.raises(OutcomeUnknown):
                         await store.create(leader_key("208"), b"mine", lease)
                     found = await other.get(leader_key("208"))
                     assert found is not None
                     assert found.lease == lease.id
-                    link.refuse()
+                    proxy.refuse()
                     with pytest.raises((StoreUnavailable, OutcomeUnknown)):
                         await store.create(leader_key("208b"), b"mine", lease)
-                    with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{link.port}"):
+                    with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{proxy.port}"):
                         await store.create(leader_key("208b"), b"mine", lease)
                     assert await other.get(leader_key("208b")) is None
-                    link.heal()
+                    proxy.heal()
                     await store.revoke(lease)
 
         run(main)
 
-    def test_a_failed_renewal_is_tried_again(self, redis: servers.Redis) -> None:
-        """redisson#775: one failed renewal, and none was ever scheduled again."""
+    def test_a_failed_renewal_is_retried(self, redis: servers.Redis) -> None:
+        """redisson#775: after one failed renewal no other was scheduled."""
 
         async def main() -> None:
-            with servers.Proxy(redis) as link:
+            with servers.Proxy(redis) as proxy:
                 async with (
-                    doyen.connect(link.url, ttl_s=1.5) as session,
+                    doyen.connect(proxy.url, ttl_s=1.5) as session,
                     session.campaign("775", name="one") as term,
                 ):
                     for _ in range(3):
-                        await asyncio.to_thread(link.reset)
+                        await asyncio.to_thread(proxy.reset)
                         left_s = [term.remaining_s]
 
                         async def renewed(left_s: list[float] = left_s) -> bool:
@@ -515,23 +515,23 @@ class TestElections:
 
         run(main)
 
-    def test_a_leader_is_told_that_renewal_fails(self, redis: servers.Redis) -> None:
-        """redisson#4698: the work went on, and nobody told it."""
+    def test_a_leader_is_ended_when_renewals_fail(self, redis: servers.Redis) -> None:
+        """redisson#4698: the work went on without the lock."""
 
         async def main() -> None:
-            with servers.Proxy(redis) as link:
-                async with doyen.connect(link.url, ttl_s=1) as session:
+            with servers.Proxy(redis) as proxy:
+                async with doyen.connect(proxy.url, ttl_s=1) as session:
                     with pytest.raises(LeadershipLost):
                         async with session.campaign("4698", name="one"):
-                            await asyncio.to_thread(link.cut)
-                            await told(asyncio.Event())
-                    await asyncio.to_thread(link.heal)
+                            await asyncio.to_thread(proxy.cut)
+                            await notified(asyncio.Event())
+                    await asyncio.to_thread(proxy.heal)
 
         run(main)
 
 
 class TestOpening:
-    """What cannot work is refused, and the error says why."""
+    """A configuration that cannot work is refused with the reason."""
 
     @pytest.mark.parametrize(
         ("rest", "words"),
@@ -540,15 +540,15 @@ class TestOpening:
             ("/zero", "a number, not 'zero'"),
             ("?prefix={a}", "without braces"),
             ("?poll_s=never", "poll_s is a number"),
-            ("?token_floor=-1", "token_floor is a number"),
+            ("?token_floor=-1", "token_floor is a whole number"),
             ("?tls=perhaps", "tls is true or false"),
-            (f"?ca={__file__}", "go with rediss://"),
+            (f"?ca={__file__}", "go with tls=true"),
             ("?tls=true&ca=/nowhere", "/nowhere cannot be read"),
             ("?sentinel_user=me", "go with redis.sentinel://"),
             (f"?tls=true&cert={__file__}", "cert and key go together"),
         ],
     )
-    def test_of_a_url_that_makes_no_sense(self, rest: str, words: str) -> None:
+    def test_a_wrong_url(self, rest: str, words: str) -> None:
         async def main() -> None:
             with pytest.raises(ConfigError, match=words):
                 await open_store(f"redis://localhost{rest}", Context(SystemClock(), print))
@@ -557,7 +557,7 @@ class TestOpening:
 
         run(main)
 
-    def test_of_a_server_that_is_not_there(self) -> None:
+    def test_a_server_that_does_not_exist(self) -> None:
         async def main() -> None:
             port = servers.free_port()
             with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{port}.*refused|Connect call"):
@@ -566,17 +566,17 @@ class TestOpening:
 
         run(main)
 
-    def test_of_a_server_that_does_not_answer(self, redis: servers.Redis) -> None:
+    def test_a_server_that_does_not_respond(self, redis: servers.Redis) -> None:
         async def main() -> None:
-            with servers.Proxy(redis) as link:
-                link.cut()
+            with servers.Proxy(redis) as proxy:
+                proxy.cut()
                 with pytest.raises(StoreUnavailable, match=r"does not answer within 0\.3 s"):
-                    async with opened(f"{link.url}?connect_timeout_s=0.3"):
+                    async with opened(f"{proxy.url}?connect_timeout_s=0.3"):
                         pass
 
         run(main)
 
-    def test_of_a_database_that_is_not_there(self, redis: servers.Redis) -> None:
+    def test_a_database_that_does_not_exist(self, redis: servers.Redis) -> None:
         async def main() -> None:
             with pytest.raises(StoreUnusable, match="database 999"):
                 async with opened(f"{redis.url}/999"):
@@ -584,15 +584,15 @@ class TestOpening:
 
         run(main)
 
-    def test_of_one_who_may_not(self) -> None:
+    def test_a_user_without_permission(self) -> None:
         async def main() -> None:
             where = f"127.0.0.1:{server.port}"
             for who in ("", ":wrong@", "nobody:secret@"):
-                with pytest.raises(StoreUnusable, match="refuses us"):
+                with pytest.raises(StoreUnusable, match="refuses the login"):
                     async with opened(f"redis://{who}{where}"):
                         pass
             async with opened(f"redis://:secret@{where}") as store:
-                await store._work.ask(
+                await store._scripts.command(
                     "ACL",
                     "SETUSER",
                     "reader",
@@ -605,7 +605,7 @@ class TestOpening:
                     "+evalsha",
                 )
                 enough = "~{doyen}:* &{doyen}:* +@all -@dangerous +info"
-                await store._work.ask("ACL", "SETUSER", "doyen", "on", ">d", *enough.split())
+                await store._scripts.command("ACL", "SETUSER", "doyen", "on", ">d", *enough.split())
             with pytest.raises(StoreUnusable, match="doyen's user needs"):
                 async with opened(f"redis://reader:r@{where}"):
                     pass
@@ -617,7 +617,7 @@ class TestOpening:
         with Guarded(requirepass="secret") as server:
             run(main)
 
-    def test_of_a_place_made_by_a_newer_doyen(self, redis: servers.Redis) -> None:
+    def test_data_of_a_newer_doyen(self, redis: servers.Redis) -> None:
         async def main() -> None:
             wire.redis_command(redis.port, "HSET", "{newer}:meta", "layout", "3")
             with pytest.raises(StoreUnusable, match="newer doyen"):
@@ -626,8 +626,8 @@ class TestOpening:
 
         run(main)
 
-    def test_of_a_place_made_by_an_older_doyen(self, redis: servers.Redis) -> None:
-        """What an older version keeps, this one would not see: there would be two leaders."""
+    def test_data_of_an_older_doyen(self, redis: servers.Redis) -> None:
+        """This version would not see the records of an older one, so there would be two leaders."""
 
         async def main() -> None:
             wire.redis_command(redis.port, "HSET", "{older}:meta", "layout", "1")
@@ -653,14 +653,14 @@ class TestOpening:
 
 
 class Master(servers.Redis):
-    """A server that does not wait for more replicas than the one that asks."""
+    """A server that begins replication at once."""
 
     def __init__(self) -> None:
         super().__init__(repl_diskless_sync_delay="0")
 
 
 class Guarded(servers.Redis):
-    """A server that wants to know who asks."""
+    """A server with a password."""
 
     def ping(self) -> None:
         try:
@@ -670,7 +670,7 @@ class Guarded(servers.Redis):
                 raise
 
 
-def test_the_doctor_tells_what_is_unsafe() -> None:
+def test_the_doctor_reports_what_is_unsafe() -> None:
     async def main() -> None:
         async with opened(server.url) as store:
             found = {each.subject: each for each in await store.diagnose()}

@@ -1,5 +1,5 @@
-"""The Redis adapter against a scripted server, in virtual time: whatever links and servers do,
-there is one leader at a time, tokens grow, and in the end somebody leads."""
+"""The Redis adapter against a scripted server, in virtual time. Whatever connections and servers
+do, there is one leader at a time, tokens grow, and in the end a candidate leads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from doyen.model import leader_key, order_key
 from doyen.stores.kit.expiry import LeaseRow, LeaseVerdict
 from doyen.stores.kit.observer import LeaseObserver
 from doyen.stores.port import Context, Store, open_store
-from doyen.stores.redis import connection as link
+from doyen.stores.redis import master
 from doyen.stores.redis.scripts import SCRIPTS
 from doyen.testing.faults import Faults, Late
 from model_redis import FAIR, LAG_S, RedisModel
@@ -43,7 +43,7 @@ def sockets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Tokens(WireOracle):
-    """Asks of terms only that their tokens grow: all that is promised if writes can be lost."""
+    """Checks only that tokens grow: all that is guaranteed if confirmed writes can be lost."""
 
     def look(self) -> None:
         return
@@ -64,7 +64,7 @@ def contest(
         calm = world.calm
 
         def calmed() -> None:
-            model.trouble = FAIR
+            model.disturbance = FAIR
             calm()
 
         world.calm = calmed  # type: ignore[method-assign]
@@ -82,18 +82,18 @@ def test_one_leads_at_a_time(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_one_leads_at_a_time_though_servers_are_replaced(seed: int) -> None:
-    """With every write confirmed by the replica that takes over."""
+def test_one_leads_at_a_time_although_servers_are_replaced(seed: int) -> None:
+    """The replica that takes over has confirmed every write."""
     assert contest(seed, failover=True, replicas=1).failovers
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_tokens_grow_though_writes_are_lost(seed: int) -> None:
+def test_tokens_grow_although_writes_are_lost(seed: int) -> None:
     assert contest(seed, failover=True, oracle=Tokens).failovers
 
 
 MUTANTS: dict[str, tuple[str, str, str, dict[str, object]]] = {
-    "creates over what stands there": ("create", "if standing then", "if false then", {}),
+    "creates over an existing entry": ("create", "if present then", "if false then", {}),
     "begins where the old server was": (
         "create",
         "ahead = ahead + GAP",
@@ -115,10 +115,10 @@ def break_script(monkeypatch: pytest.MonkeyPatch, script: str, right: str, wrong
     assert right in text
     broken = text.replace(right, wrong)
     monkeypatch.setitem(SCRIPTS, script, broken)
-    monkeypatch.setitem(link._DIGESTS, script, hashlib.sha1(broken.encode()).hexdigest())
+    monkeypatch.setitem(master._DIGESTS, script, hashlib.sha1(broken.encode()).hexdigest())
 
 
-def test_one_who_ends_leases_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_ends_leases_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     judge = LeaseObserver.judge
 
     def hasty(self: LeaseObserver, row: LeaseRow) -> LeaseVerdict:
@@ -129,9 +129,9 @@ def test_one_who_ends_leases_early_is_caught(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def renewed_while_an_answer_was_late(room: Room) -> bool:
-    """The other's second look leaves the server before the renewal and arrives after it, when the
-    lease has been standing for a ttl as far as the other knows; and the server's clock, by which it
-    is younger, has been set forward. Whether the lease survives."""
+    """The other client's second read leaves the server before a renewal and arrives after it. By
+    then the client has observed the lease unchanged for a ttl, and the server's clock, by which the
+    lease is younger, has been stepped forward. Returns whether the lease survives."""
     lease = await room.holder.grant(TTL_S)
     await room.holder.create(KEY, b"", lease)
     assert await room.other.get(KEY) is not None
@@ -149,13 +149,13 @@ async def clock_was_set_forward(room: Room) -> bool:
     await room.holder.create(KEY, b"", lease)
     await asyncio.sleep(TTL_S / 3)
     room.model.step_clock(600)
-    standing = await room.other.get(KEY)
+    entry = await room.other.get(KEY)
     await asyncio.sleep(TTL_S / 3)
-    return standing is not None and await room.other.get(KEY) is not None
+    return entry is not None and await room.other.get(KEY) is not None
 
 
 class Room:
-    """Two stores on a server, each with faults of its own."""
+    """Two stores on one server, each with its own faults."""
 
     def __init__(self, scenario: Callable[[Room], Awaitable[bool]]) -> None:
         self.faults = {name: Faults() for name in ("holder", "other")}
@@ -179,7 +179,7 @@ class Room:
             await self.other.close()
 
     async def token(self) -> int:
-        """A number as tokens are, from whichever server is the master."""
+        """A token from the server that is the master now."""
         async with asyncio.timeout(LAG_S):
             while True:
                 with contextlib.suppress(StoreUnavailable, OutcomeUnknown):
@@ -195,11 +195,11 @@ class Room:
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_renewal_prevails_over_a_look_that_came_late(
+def test_a_renewal_prevails_over_a_delayed_read(
     broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Contests hardly ever see this: the holder's renewals have to fail for most of a ttl, and one
-    of them to succeed just then, while the age of the lease by the server's clock is wrong."""
+    """Contests rarely reach this: renewals have to fail for most of a ttl, one has to succeed just
+    then, and the age of the lease by the server's clock has to be wrong."""
     if broken:
         check = "if redis.call('HGET', LEASES, 'counter:' .. ARGV[3]) ~= ARGV[4] then return 0 end"
         break_script(monkeypatch, "expire", check, "")
@@ -207,8 +207,8 @@ def test_a_renewal_prevails_over_a_look_that_came_late(
 
 
 async def two_failovers(room: Room) -> bool:
-    """The second promotes a server that knows nothing of what the first has promoted. Whether the
-    tokens grow."""
+    """Two failovers. The second promotes a server that has none of the first one's writes. Returns
+    whether tokens grow."""
     tokens = [await room.token()]
     await asyncio.sleep(LAG_S + 0.1)
     tokens.append(await room.token())
@@ -218,7 +218,7 @@ async def two_failovers(room: Room) -> bool:
     return tokens == sorted(set(tokens))
 
 
-def test_tokens_grow_over_servers_that_know_nothing_of_each_other() -> None:
+def test_tokens_grow_across_servers_without_common_writes() -> None:
     assert Room(two_failovers).survived
 
 

@@ -1,4 +1,4 @@
-"""A Redis Cluster: all of doyen lies in one slot, which may move from server to server."""
+"""A Redis Cluster: doyen's keys are in one slot, which may move from server to server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from doyen.errors import OutcomeUnknown, StoreUnavailable
 from doyen.model import leader_key, line_key
 from doyen.stores.port import Store
 from doyen.stores.redis.store import RedisStore
-from test_redis import KEY, Heart, opened, run, token, told, until
+from test_redis import KEY, Keepalive, notified, opened, run, token, until
 
 
 class Node(servers.Redis):
@@ -31,7 +31,7 @@ class Node(servers.Redis):
 
 
 class Slot:
-    """The slot of one prefix, on its way from one server to another."""
+    """The slot of one prefix, being moved from one server to another."""
 
     def __init__(self, prefix: str, source: Node, target: Node) -> None:
         self.prefix, self.source, self.target = prefix, source, target
@@ -52,7 +52,7 @@ class Slot:
             self.source.ask("MIGRATE", *there, "", 0, 5000, "KEYS", *keys)
 
     def finish(self) -> None:
-        """The rest is moved, and the target owns the slot."""
+        """Move the remaining keys and make the target the owner of the slot."""
         self.move(self.remaining())
         owner = self.target.ask("CLUSTER", "MYID")
         for node in reversed(self._nodes):
@@ -87,7 +87,7 @@ def test_a_redirection_is_followed(nodes: tuple[Node, Node]) -> None:
             changed = asyncio.Event()
             await store.watch(KEY, changed.set)
             first = await token(direct)
-            await told(changed)
+            await notified(changed)
             assert await token(store) > first
             levels = {each.subject: each.level for each in await store.diagnose()}
             assert levels["cluster"] == "warning"
@@ -100,11 +100,11 @@ ENTRIES = 3
 
 @pytest.mark.parametrize("moved", range(7))
 @pytest.mark.parametrize("end", ["revoke", "expire"])
-def test_a_lease_ends_whole_while_its_slot_moves(
+def test_a_lease_ends_atomically_while_its_slot_moves(
     nodes: tuple[Node, Node], moved: int, end: str
 ) -> None:
-    """Wherever the keys are: a script is carried out whole, or not begun. A lease that has lost
-    its record and can still be renewed would leave its holder believing that it leads."""
+    """Wherever the keys are, a script runs as a whole or not at all. If a lease lost its record
+    and could still be renewed, its holder would believe that it leads."""
     prefix = f"whole-{end}-{moved}"
     slot = Slot(prefix, *nodes)
 
@@ -118,8 +118,8 @@ def test_a_lease_ends_whole_while_its_slot_moves(
             slot.move(slot.remaining()[:moved])
             ended = True
             try:
-                if end == "expire":  # on whichever node it is seen
-                    store._lookout.judge(*await store.look([lease.id]))
+                if end == "expire":  # on the node on which it is observed
+                    store._observer.judge(*await store.look([lease.id]))
                 await (store.revoke(lease) if end == "revoke" else store.expire(lease.id, 0))
             except (StoreUnavailable, OutcomeUnknown):
                 ended = False
@@ -140,11 +140,11 @@ async def standing(store: Store) -> list[bytes]:
     return tickets if record is None else [record.value, *tickets]
 
 
-def test_a_slot_that_has_moved_but_not_changed_hands_is_asked_for(
+def test_an_ask_redirection_is_followed_for_one_command(
     nodes: tuple[Node, Node],
 ) -> None:
-    """The source says ASK: what it has no longer is at the target, which answers to those who say
-    that they were sent."""
+    """The source responds ASK for keys that it no longer has. The target serves them after
+    ASKING."""
     slot = Slot("ask", *nodes)
 
     async def main() -> None:
@@ -167,8 +167,8 @@ def test_a_slot_that_has_moved_but_not_changed_hands_is_asked_for(
 
 
 async def is_asked_of(store: RedisStore, node: Node) -> None:
-    """An ASK is for one command; only MOVED is for good."""
-    assert (await store._work.wire()).where == f"127.0.0.1:{node.port}"
+    """ASK redirects one command; only MOVED is permanent."""
+    assert str((await store._scripts.connected()).host) == f"127.0.0.1:{node.port}"
 
 
 def test_a_leader_stays_while_its_slot_moves(nodes: tuple[Node, Node]) -> None:
@@ -198,23 +198,23 @@ def test_a_leader_stays_while_its_slot_moves(nodes: tuple[Node, Node]) -> None:
     run(main)
 
 
-def test_a_heart_beats_through_a_migration(nodes: tuple[Node, Node]) -> None:
-    """Key by key, with renewals between any two: none is lost, and none is counted twice."""
+def test_renewals_go_on_during_a_migration(nodes: tuple[Node, Node]) -> None:
+    """Keys move one by one with renewals in between: none is lost or counted twice."""
     slot = Slot("beats", *nodes)
 
     async def main() -> None:
-        async with opened(f"{nodes[0].url}?prefix=beats") as store, Heart(store) as heart:
-            await heart.live(0.5)
+        async with opened(f"{nodes[0].url}?prefix=beats") as store, Keepalive(store) as keepalive:
+            await keepalive.live(0.5)
             slot.begin()
             refused = 0
             for key in slot.remaining():
                 slot.move([key])
                 try:
-                    await store.renew(heart.lease)
+                    await store.renew(keepalive.lease)
                 except StoreUnavailable:
                     refused += 1
             slot.finish()
-            await store.renew(heart.lease)
+            await store.renew(keepalive.lease)
             assert refused
 
     run(main)

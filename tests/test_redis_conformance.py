@@ -1,4 +1,4 @@
-"""Redis and Valkey keep the promises that every store makes."""
+"""Redis and Valkey pass the conformance suite of all stores."""
 
 from __future__ import annotations
 

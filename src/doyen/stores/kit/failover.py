@@ -13,10 +13,15 @@ from typing import TypeVar
 
 from doyen.errors import OutcomeUnknown, StoreError, StoreUnavailable
 
-__all__ = ["answer_within", "failover"]
+__all__ = ["ConnectionLost", "answer_within", "failover"]
 
 M = TypeVar("M")
 T = TypeVar("T")
+
+
+class ConnectionLost(Exception):
+    """The connection ended with a request in flight. A read was not carried out, as far as the
+    caller is concerned; the outcome of a write is unknown."""
 
 
 @asynccontextmanager

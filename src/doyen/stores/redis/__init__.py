@@ -3,44 +3,48 @@
     redis://h1,h2,h3/0                     the one that is the master, of those named
     redis+sentinel://h1,h2,h3/mymaster/0   the master that the sentinels name
     rediss://… rediss+sentinel://…         the same over TLS
-    ?prefix=doyen            everything lies under {doyen}:
+    ?prefix=doyen            all keys begin with {doyen}:
     ?token_floor=N           raise the revision counter to N, after a move or a restore
-    ?replicas=N              a write counts only if N replicas have it; otherwise it is in doubt
-    ?poll_s=5                how often what is watched is asked for as well, in case a hint is lost
-    ?connect_timeout_s=3     when a host that does not answer is passed over
-    ?tls=true&ca=…&cert=…&key=…   files of the authority, and of our certificate and its key
-    ?sentinel_user=…&sentinel_password=…   who asks the sentinels, if they want to know
+    ?replicas=N              a write is confirmed only if N replicas have it; otherwise its outcome
+                             is unknown
+    ?poll_s=5                how often to look for changes as well, in case a notification is lost
+    ?connect_timeout_s=3     how long a host may take to answer before the next one is tried
+    ?tls=true&ca=…&cert=…&key=…   files of the authority, of the client's certificate and its key
+    ?sentinel_user=…&sentinel_password=…   the login at the sentinels, if they need one
 
-    scripts     the data, and all that is done with them at the server
-    link        connections to the master, and what errors mean
-    listener    the connection on which changes are heard
+    scripts     the data, and the scripts that read and change it
+    connection  one connection to a server
+    master      the server that is the master, and running scripts there
+    subscriber  the connection on which notifications of changes arrive
     store       the Store port
     diagnosis   what a server's settings mean
 
 Invariants:
 
-- *One script, one step.* The server carries out each call whole and one after another; a client
-  that dies or is cancelled leaves no half, and nothing rests on the state of a connection.
-- *A lease has ended when its hash is gone*, and not before; its entries go in the same script. It
-  is removed by its holder, or by somebody who has seen its renewal counter unchanged for a whole
-  ttl on a clock of their own, when the server's clock agrees, and only if the counter is still that
-  one. A stepped server clock thus ends nothing early, and what has ended cannot be renewed.
-- *Tokens survive the server.* See `scripts`. What a failover of Redis may lose, in spite of all,
-  are the last writes; two may lead at a time then, and the token tells them apart.
+- *Each call is one script.* The server runs scripts one after another, each as a whole. A client
+  that dies or is cancelled leaves nothing half done, and no call depends on the state of a
+  connection.
+- *A lease has ended when its fields are gone*, and not before. Its entries go in the same script.
+  It is removed by its holder, or by a client that has seen its renewal counter unchanged for a
+  whole ttl on its own clock, when the server's clock agrees, and only if the counter is still the
+  same. A stepped server clock therefore ends no lease early, and a lease that has ended cannot be
+  renewed.
+- *Tokens grow across restarts and failovers*, see `scripts`. A failover of Redis may still lose the
+  last writes. Two candidates may then lead at a time, and the token tells them apart.
 
-Only the address is handled here, so that the client library is imported when it is needed.
+Only the URL is handled here, so that the client library is imported when it is needed.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from doyen.errors import ConfigError
+from doyen.stores.kit import url as options
+from doyen.stores.kit.lifecycle import opened
 from doyen.stores.port import Context, StoreURL
 
 if TYPE_CHECKING:
@@ -48,16 +52,15 @@ if TYPE_CHECKING:
 
 __all__ = ["open_store"]
 
+PORT = 6379
+SENTINEL_PORT = 26379
 _OPTIONS = (
+    *options.TLS_OPTIONS,
     "prefix",
     "token_floor",
     "replicas",
     "poll_s",
     "connect_timeout_s",
-    "tls",
-    "ca",
-    "cert",
-    "key",
     "sentinel_user",
     "sentinel_password",
 )
@@ -65,14 +68,10 @@ _OPTIONS = (
 
 async def open_store(url: StoreURL, context: Context) -> RedisStore:
     """Open the store at `url`."""
-    try:
-        from doyen.stores.redis.connection import PORT, SENTINEL_PORT, RedisAddress
+    with options.requires("redis", "redis-py"):
+        from doyen.stores.redis.connection import RedisAddress
         from doyen.stores.redis.scripts import LARGEST
         from doyen.stores.redis.store import RedisStore
-    except ImportError as missing:
-        raise ConfigError(
-            f'redis:// needs redis-py ({missing}): pip install "doyen[redis]"'
-        ) from missing
     sentinel = url.parts.scheme.endswith("+sentinel")
     url.refuse_unknown(*_OPTIONS)
     if not sentinel and any(name.startswith("sentinel_") for name in url.options):
@@ -80,33 +79,28 @@ async def open_store(url: StoreURL, context: Context) -> RedisStore:
     prefix = url.options.get("prefix", "doyen")
     if not re.fullmatch(r"[^{}\s]+", prefix):
         raise ConfigError(f"prefix is a name without braces and spaces, not {prefix!r}")
-    who, _, where = url.parts.netloc.rpartition("@")
-    user, _, password = who.partition(":")
+    user, password = options.login(url)
     service, database = _path(url, sentinel)
     address = RedisAddress(
-        hosts=tuple(_hosts(where, SENTINEL_PORT if sentinel else PORT)),
-        user=unquote(user) or None,
-        password=unquote(password) or None,
+        hosts=options.hosts(url, SENTINEL_PORT if sentinel else PORT, empty="localhost"),
+        user=user or None,
+        password=password or None,
         database=database,
         service=service,
         sentinel_user=url.options.get("sentinel_user"),
         sentinel_password=url.options.get("sentinel_password"),
         tls=_tls(url),
-        connect_timeout_s=_number(url, "connect_timeout_s", 3, 0.1, 60),
+        connect_timeout_s=options.number(url, "connect_timeout_s", 3, 0.1, 60),
     )
+    floor = options.whole_number(url, "token_floor", 0, LARGEST)
     store = RedisStore(
         address,
         context,
         prefix=f"{{{prefix}}}:",
-        replicas=int(_number(url, "replicas", 0, 0, 100)),
-        poll_s=_number(url, "poll_s", 5, 0.05, 60),
+        replicas=options.whole_number(url, "replicas", 0, 100),
+        poll_s=options.number(url, "poll_s", 5, 0.05, 60),
     )
-    try:
-        await store.open(int(_number(url, "token_floor", 0, 0, LARGEST)))
-    except BaseException:
-        await store.close()
-        raise
-    return store
+    return await opened(store, store.open(floor))
 
 
 def _path(url: StoreURL, sentinel: bool) -> tuple[str | None, int]:
@@ -123,44 +117,17 @@ def _path(url: StoreURL, sentinel: bool) -> tuple[str | None, int]:
     return service, int(database or 0)
 
 
-def _hosts(where: str, default_port: int) -> Iterator[tuple[str, int]]:
-    """`h1,h2:p,[::1]` with each host's port."""
-    for part in where.split(","):
-        name, separator, port = part.rpartition(":")
-        if not separator or port.endswith("]"):
-            name, port = part, str(default_port)
-        if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-            raise ConfigError(f"a port is a number from 1 to 65535, not {port!r}")
-        yield unquote(name.strip("[]")) or "localhost", int(port)
-
-
 def _tls(url: StoreURL) -> dict[str, str | bool] | None:
-    """What redis-py is to encrypt with; None: nothing."""
-    value = url.options.get("tls", "true" if url.parts.scheme.startswith("rediss") else "")
-    names = {"ssl_ca_certs": "ca", "ssl_certfile": "cert", "ssl_keyfile": "key"}
-    files = {name: url.options[option] for name, option in names.items() if option in url.options}
-    for file in files.values():
-        if not os.access(file, os.R_OK):
-            raise ConfigError(f"{file} cannot be read: ca, cert and key are files")
-    if value not in ("", "true", "false"):
-        raise ConfigError(f"tls is true or false, not {value!r}")
-    if value == "false" and url.parts.scheme.startswith("rediss"):
-        raise ConfigError("rediss:// is over TLS: say redis:// for tls=false")
-    if value != "true":
-        if files:
-            raise ConfigError("ca, cert and key go with rediss:// or tls=true")
+    """The options of redis-py for TLS; None if the connection is not encrypted."""
+    secure = url.parts.scheme.startswith("rediss")
+    if secure and url.options.get("tls") == "false":
+        raise ConfigError("rediss:// uses TLS: write redis:// for tls=false")
+    files = options.tls_files(url, default="true" if secure else "", implied=False)
+    if files is None:
         return None
-    if ("cert" in url.options) != ("key" in url.options):
-        raise ConfigError("cert and key go together: a certificate and its key")
-    return {"ssl_check_hostname": True, **files}
-
-
-def _number(url: StoreURL, name: str, default: float, low: float, high: float) -> float:
-    text = url.options.get(name, "")
-    try:
-        value = float(text) if text else default
-    except ValueError:
-        value = math.nan
-    if not low <= value <= high:
-        raise ConfigError(f"{name} is a number from {low:g} to {high:g}, not {text!r}")
-    return value
+    given = {"ssl_ca_certs": files.ca, "ssl_certfile": files.cert, "ssl_keyfile": files.key}
+    paths = {name: path for name, path in given.items() if path}
+    for path in paths.values():
+        if not os.access(path, os.R_OK):
+            raise ConfigError(f"{path} cannot be read: ca, cert and key are files")
+    return {"ssl_check_hostname": True, **paths}

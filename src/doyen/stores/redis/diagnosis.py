@@ -15,7 +15,7 @@ __all__ = ["RedisServerFacts", "findings"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisServerFacts:
-    """How a server was found."""
+    """The state of a server."""
 
     name: str
     version: str
@@ -24,9 +24,9 @@ class RedisServerFacts:
     """How many replicas a write waits for."""
     cluster: bool
     log: bool
-    """Whether commands are logged to disk before, or soon after, they are answered."""
+    """Whether the server has an append-only file."""
     fsync: str
-    """When that log is forced to disk; empty if the server does not tell."""
+    """When that file is synced to disk; empty if the server does not report it."""
     eviction: str
     poll_s: float
 
@@ -54,63 +54,63 @@ def findings(facts: RedisServerFacts) -> Iterator[Finding]:
     yield Finding(
         level="ok",
         subject="changes",
-        text="changes are heard by subscription; while something is watched, it is also asked for"
-        f" them every {facts.poll_s:g} s",
+        text="changes are notified by subscription; while something is watched, the server is also"
+        f" asked for changes every {facts.poll_s:g} s",
     )
     if facts.eviction.startswith("allkeys"):
         yield Finding(
             level="problem",
             subject="memory",
-            text=f"maxmemory-policy is {facts.eviction}: short of memory, the server throws away"
-            " leases and leaders' records, and then there are two leaders",
-            remedy="set maxmemory-policy noeviction (or volatile-*: what is doyen's never expires)",
+            text=f"maxmemory-policy is {facts.eviction}: short of memory, the server evicts leases"
+            " and leader records, and two candidates may lead at a time",
+            remedy="set maxmemory-policy noeviction (or volatile-*: doyen's keys have no expiry)",
         )
     yield from _durability(facts)
     yield from _replication(facts)
 
 
 def _durability(facts: RedisServerFacts) -> Iterator[Finding]:
-    lost = "what was confirmed may be gone, a leader's record or a renewal among it"
+    lost = "confirmed writes may be lost, among them a leader record or a renewal"
     if not facts.log:
         yield Finding(
             level="warning",
             subject="durability",
-            text=f"the server keeps no log (appendonly no): after its restart {lost}",
+            text=f"the server has no append-only file (appendonly no): after a restart {lost}",
             remedy="set appendonly yes",
         )
     elif facts.fsync in ("everysec", "no"):
         yield Finding(
             level="note",
             subject="durability",
-            text=f"appendfsync is {facts.fsync}: after a crash of the machine {lost}; tokens keep"
-            " growing all the same",
+            text=f"appendfsync is {facts.fsync}: after a crash of the machine {lost}; tokens still"
+            " grow",
             remedy="set appendfsync always",
         )
 
 
 def _replication(facts: RedisServerFacts) -> Iterator[Finding]:
-    tokens = "only the token protects then (doyen.fencing); it keeps growing"
+    tokens = "only fencing by tokens protects against that (doyen.fencing); tokens still grow"
     if facts.replicas and facts.awaited < facts.replicas:
         counted = "a replica" if facts.replicas == 1 else f"{facts.replicas} replicas"
         yield Finding(
             level="warning",
             subject="replication",
-            text=f"{counted} may lack the last writes: after a failover a leader's record can be"
-            f" gone while the leader still counts on it, so two may lead at a time; {tokens}",
+            text=f"{counted} may lack the last writes: after a failover a leader record can be"
+            f" lost while its leader is still valid, so two may lead at a time; {tokens}",
             remedy=f"add replicas={facts.replicas} to the URL: writes then wait for them, and fail"
-            " if one is away",
+            " if one is down",
         )
     elif facts.replicas:
         yield Finding(
             level="note",
             subject="replication",
-            text=f"writes wait for {facts.awaited} replicas. Redis still decides on a failover"
-            f" without asking who has confirmed what; {tokens}",
+            text=f"writes wait for {facts.awaited} replicas. A failover of Redis does not take into"
+            f" account which replica has confirmed which write; {tokens}",
         )
     if facts.cluster:
         yield Finding(
             level="warning",
             subject="cluster",
-            text="this is a Redis cluster: all of doyen lies in one slot and so on one master,"
-            f" and what that one confirmed can be lost when a replica takes over; {tokens}",
+            text="this is a Redis cluster: all keys of doyen are in one slot and so on one master,"
+            f" and writes that it confirmed can be lost when a replica takes over; {tokens}",
         )

@@ -1,30 +1,32 @@
-"""What is done at the server, each as one script and so in one step.
+"""The data in Redis, and the scripts that read and change it. Each runs as one atomic step.
 
-    {prefix}:meta     hash: revision (the counter of all changes), run (of the server that last
-                      counted), ahead (how far it counts ahead of its clock), layout
+    {prefix}:meta     hash: revision (the counter of all changes), run (the run id of the server
+                      that last advanced it), ahead (how far it is ahead of that server's clock),
+                      layout
     {prefix}:leases   hash: ttl_us:<id>, counter:<id>, renewed_us:<id>; a lease has ended when its
                       fields are gone
-    {prefix}:due      sorted set: all leases, by when they would end if nobody renewed them
+    {prefix}:due      sorted set: all leases, by the time at which they expire without a renewal
     {prefix}:entries  hash: value:<path>, revision:<path>, version:<path>, lease:<path>
-    {prefix}:index    sorted set: all paths, in the order of their bytes; tickets sort as their line
+    {prefix}:index    sorted set: all paths, in byte order, which is the order of tickets in a line
     {prefix}:bound    sorted set: "<id> <path>" of every entry that is bound to a lease
-    {prefix}:at:<path>  the channel that tells of changes at a path or under it
+    {prefix}:at:<path>  the channel for changes at a path or under it
 
-Every script declares these six keys and touches no other. The prefix is a hash tag, so in a
-cluster they lie in one slot. While that slot is being moved, a server refuses a command if it lacks
-one of its keys. It refuses such a command in the middle of a script too, and what the script has
+Every script declares these six keys and touches no other. The prefix is a hash tag, so in a cluster
+they are in one slot. While that slot is being moved, a server refuses a command that needs a key
+which it lacks. It also refuses such a command in the middle of a script, and what the script has
 written by then stays. Six keys that are declared and always exist rule that out: a server that has
-all of them carries out the whole script, and one that lacks any refuses it before it begins. So
-that no key vanishes with its last lease or entry, each holds an element named by the empty string.
+all of them runs the whole script, and one that lacks any refuses it before it begins. Each key
+holds an element named by the empty string, so that it does not vanish with its last lease or entry.
 
-Nothing has a time to live of its own: a server's clock alone never ends anything.
+No key has an expiry: a server's clock alone never ends anything.
 
-Revisions are what tokens are made of. Each is above the one before, and follows the server's clock
-in microseconds. A server that was not the last to count begins to count more than an hour further
-ahead of its clock. So one that was promoted, or started again, without the last writes of the one
-before stays above the tokens which that one has given. If that one in turn had just been promoted,
-and nothing that it wrote is known, both count equally far ahead of their clocks: then the later one
-stays above as long as its clock is behind by less than the time between the two promotions.
+Tokens are revisions. Each revision is greater than the one before, and follows the server's clock
+in microseconds. A server that was not the last to advance the counter begins more than an hour
+further ahead of its clock. A server that was promoted or restarted without the last writes of its
+predecessor therefore stays above the tokens which that one has given out. There is one exception.
+If the predecessor had itself just been promoted, and nothing that it wrote survives, both count
+equally far ahead of their clocks. The later one then stays above as long as its clock is behind by
+less than the time between the two promotions.
 
 Numbers in Lua are exact up to 2**53, which microseconds reach in the year 2255. Imports nothing.
 """
@@ -37,9 +39,9 @@ KEYS = ("meta", "leases", "due", "entries", "index", "bound")
 LAYOUT = 2
 LARGEST = 1 << 53
 _SWEPT = 64
-"""How many leases that look over are followed up when a store is opened."""
+"""How many leases that may have expired are observed when a store is opened."""
 _LOOKED_AT = 16
-"""How many times as many are looked at to find them."""
+"""How many batches of that size are searched for them."""
 
 _PRELUDE = f"""
 local META, LEASES, DUE, ENTRIES, INDEX, BOUND = unpack(KEYS)
@@ -67,8 +69,8 @@ local function number()
   return n
 end
 
--- The counter begins with the place itself: another server that has this much and lacks the first
--- token leaves its gap above it.
+-- The counter is advanced when the data is created. Another server that has this much, but not the
+-- first token, then leaves its gap above the counter.
 if redis.call('EXISTS', META) == 0 then
   redis.call('HSET', LEASES, '', ''); redis.call('HSET', ENTRIES, '', '')
   redis.call('ZADD', DUE, '+inf', ''); redis.call('ZADD', INDEX, 0, '')
@@ -77,15 +79,15 @@ if redis.call('EXISTS', META) == 0 then
   number()
 end
 
-local function tell(path)
+local function notify(path)
   while path do
     redis.call('PUBLISH', P .. 'at:' .. path, '')
     path = string.match(path, '^(.+)/[^/]*$')
   end
 end
 
--- The second result is true if the lease is damaged, by somebody else: it is then passed over where
--- many are looked at, and an error where an entry that is bound to it is asked for.
+-- The second result is true if another program has damaged the lease. A damaged lease is skipped in
+-- queries for many leases, and an error in queries for an entry that is bound to it.
 local function lease_row(id)
   local l = redis.call('HMGET', LEASES, 'ttl_us:' .. id, 'counter:' .. id, 'renewed_us:' .. id)
   if not (tonumber(l[1]) and tonumber(l[2]) and tonumber(l[3])) then
@@ -94,7 +96,7 @@ local function lease_row(id)
   return {{id, l[1], l[2], int(now() - l[3])}}
 end
 
-local function lives(id) return redis.call('HEXISTS', LEASES, 'ttl_us:' .. id) == 1 end
+local function exists(id) return redis.call('HEXISTS', LEASES, 'ttl_us:' .. id) == 1 end
 
 local function entry(path)
   local e = redis.call(
@@ -139,14 +141,14 @@ local function write(path, value, revision, version, id)
     redis.call('ZADD', BOUND, 0, id .. ' ' .. path)
   end
   redis.call('ZADD', INDEX, 0, path)
-  tell(path)
+  notify(path)
 end
 
 local function remove(path)
   unbind(path)
   redis.call('HDEL', ENTRIES, 'value:' .. path, 'revision:' .. path, 'version:' .. path)
   redis.call('ZREM', INDEX, path)
-  tell(path)
+  notify(path)
 end
 
 local function finish(id)
@@ -167,9 +169,8 @@ end
 """
 
 _BODIES = {
-    # Does a little of everything, where it leaves nothing, so that what is not permitted is known
-    # before it could interrupt a script that has done half of its work. What was made by another
-    # version is not touched.
+    # Uses every command that the scripts use, without leaving a trace. A missing permission thus
+    # shows here, and cannot interrupt a script halfway. Data of another layout is not touched.
     "try": """
 local layout = redis.call('HGET', META, 'layout')
 if layout ~= ARGV[3] then return layout end
@@ -201,7 +202,7 @@ renewed(ARGV[3], ttl_us)
 return lease_row(ARGV[3])
 """,
     "revoke": "finish(ARGV[3])",
-    # RUN is who carries it out: the counter says nothing of what another server has confirmed.
+    # RUN is the server that runs this. Its counter proves nothing about another server's renewals.
     "expire": """
 if RUN ~= ARGV[5] then return 0 end
 if redis.call('HGET', LEASES, 'counter:' .. ARGV[3]) ~= ARGV[4] then return 0 end
@@ -209,30 +210,30 @@ finish(ARGV[3])
 return 1
 """,
     "create": """
-if not lives(ARGV[5]) then return {0, 0} end
-local standing = entry(ARGV[3])
-if standing then return {1, 0, standing} end
+if not exists(ARGV[5]) then return {0, 0} end
+local present = entry(ARGV[3])
+if present then return {1, 0, present} end
 local n = number()
 write(ARGV[3], ARGV[4], n, n, ARGV[5])
 return {1, 1, entry(ARGV[3])}
 """,
     "put": """
-local standing = entry(ARGV[3])
-local version = standing and standing[4] or ''
-if version ~= ARGV[5] then return {0, standing} end
+local present = entry(ARGV[3])
+local version = present and present[4] or ''
+if version ~= ARGV[5] then return {0, present} end
 local n = number()
-write(ARGV[3], ARGV[4], standing and standing[3] or n, n)
+write(ARGV[3], ARGV[4], present and present[3] or n, n)
 return {1, entry(ARGV[3])}
 """,
     "delete": """
-local standing = entry(ARGV[3])
-if not standing or (ARGV[4] ~= '' and ARGV[4] ~= standing[4]) then return 0 end
+local present = entry(ARGV[3])
+if not present or (ARGV[4] ~= '' and ARGV[4] ~= present[4]) then return 0 end
 number()
 remove(ARGV[3])
 return 1
 """,
     "enqueue": """
-if not lives(ARGV[5]) then return {} end
+if not exists(ARGV[5]) then return {} end
 local n = number()
 local path = ARGV[3] .. string.rep('0', 20 - #n) .. n
 write(path, ARGV[4], n, n, ARGV[5])
@@ -253,8 +254,8 @@ local rows = {}
 for i = 3, #ARGV do rows[#rows + 1] = lease_row(ARGV[i]) end
 return rows
 """,
-    # What is no lease, or a damaged one, is taken out, so that it does not stand before the others.
-    # Whoever still renews such a lease puts it in again.
+    # Elements without a lease, or with a damaged one, are removed, so that they do not block the
+    # others. A renewal of such a lease adds it again.
     "stale": f"""
 local due, at = {{}}, int(now())
 for _ = 1, {_LOOKED_AT} do
@@ -267,7 +268,7 @@ end
 return due
 """,
     "position": "return redis.call('HGET', META, 'revision') or '0'",
-    # By scope and owner: how much stands there, and the latest version of it.
+    # For each scope and owner: the number of entries and their highest version.
     "survey": """
 local surveys = {}
 for i = 3, #ARGV do
@@ -285,7 +286,7 @@ for i = 3, #ARGV do
     local row = e[1] and at[id]
     if row then
       row[2] = row[2] + 1
-      -- What somebody else has damaged must not hide all the rest.
+      -- A damaged version must not hide the other entries.
       if (tonumber(e[1]) or 0) > tonumber(row[3]) then row[3] = e[1] end
     end
   end

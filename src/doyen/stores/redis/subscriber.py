@@ -1,10 +1,9 @@
-"""The one connection on which changes are heard.
+"""The connection on which notifications of changes arrive.
 
-Every scope that somebody watches is a channel, subscribed to before the watch begins. What is heard
-is a hint: it names a scope and nothing else. Whatever was subscribed to anew, on another
-connection, may have changed meanwhile, and so it is told. A connection that is silent although it
-was asked for a sign is given up, and so is one to a server that is no longer the one that
-everything else is asked of.
+Every watched scope is a channel, subscribed to before the watch begins. A message names the scope
+and nothing else. After a new connection was made, all scopes are subscribed to again and notified,
+because changes in between may have been missed. A connection is replaced if it does not respond to
+a PING, or if another server has become the master.
 
 Imports its own package and the standard library.
 """
@@ -19,9 +18,11 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from doyen._waiting import shared
+from doyen._waiting import retrieve, shared
 from doyen.errors import StoreError, StoreUnusable
-from doyen.stores.redis.connection import RedisAddress, RedisConnection
+from doyen.stores.kit.lifecycle import CLOSED
+from doyen.stores.redis.connection import RedisConnection
+from doyen.stores.redis.master import RedisMaster
 
 __all__ = ["RedisSubscriber"]
 
@@ -31,28 +32,31 @@ _PING_S = 2.0
 _SILENT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _AT_ONCE = 500
+"""How many channels are subscribed to in one command."""
 
-_Said = Sequence[str]
+_SubscriberCommand = Sequence[str]
 
 
 class RedisSubscriber:
-    """Hears what changes in the scopes that are wanted."""
+    """Subscriptions to scopes. `changed` is called with each scope that has changed."""
 
-    def __init__(self, address: RedisAddress, prefix: str, changed: Callable[[str], None]) -> None:
-        self._address = address
+    def __init__(self, master: RedisMaster, prefix: str, changed: Callable[[str], None]) -> None:
+        self._master = master
         self._channels = f"{prefix}at:"
         self._changed = changed
         self._wanted: Counter[str] = Counter()
+        """How many watches each scope has."""
         self._subscribed: set[str] = set()
-        self._again: set[str] = set()
-        """Scopes that were subscribed to before, on a connection that has ended."""
-        self._awaited: dict[str, asyncio.Future[None]] = {}
-        self._outbox: asyncio.Queue[_Said | None] = asyncio.Queue()
-        """What is to be said, in order; None: the connection has ended."""
+        """Scopes that the server has confirmed on the present connection."""
+        self._resubscribed: set[str] = set()
+        """Scopes that were subscribed to on an earlier connection, and not yet on this one."""
+        self._confirmations: dict[str, asyncio.Future[None]] = {}
+        self._outbox: asyncio.Queue[_SubscriberCommand | None] = asyncio.Queue()
+        """Commands to send, in order; None after the connection has ended."""
         self._running: asyncio.Task[None] | None = None
 
-    async def want(self, scope: str) -> None:
-        """Returns when changes of the scope are heard from now on."""
+    async def subscribe(self, scope: str) -> None:
+        """Wait until changes of the scope are notified."""
         loop = asyncio.get_running_loop()
         self._wanted[scope] += 1
         try:
@@ -60,116 +64,116 @@ class RedisSubscriber:
                 self._running = loop.create_task(self._run())
             if scope in self._subscribed:
                 return
-            if scope not in self._awaited:
-                self._awaited[scope] = loop.create_future()
-                self._say("SUBSCRIBE", scope)
-            await shared(self._awaited[scope])
+            if scope not in self._confirmations:
+                self._confirmations[scope] = loop.create_future()
+                self._post("SUBSCRIBE", scope)
+            await shared(self._confirmations[scope])
         except BaseException:
-            self.leave(scope)
+            self.unsubscribe(scope)
             raise
 
-    def leave(self, scope: str) -> None:
-        """One of those who wanted the scope does so no more."""
+    def unsubscribe(self, scope: str) -> None:
+        """Undo one `subscribe`. The channel is left with the last of them."""
         self._wanted[scope] -= 1
         if not self._wanted[scope]:
             del self._wanted[scope]
-            self._again.discard(scope)
+            self._resubscribed.discard(scope)
             if scope in self._subscribed:
                 self._subscribed.discard(scope)
-                self._say("UNSUBSCRIBE", scope)
+                self._post("UNSUBSCRIBE", scope)
 
     async def close(self) -> None:
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait({self._running})
-        self._fail(StoreUnusable("this store has been closed; open another"))
+        self._fail(StoreUnusable(CLOSED))
 
-    def _say(self, verb: str, scope: str) -> None:
+    def _post(self, verb: str, scope: str) -> None:
         self._outbox.put_nowait((verb, self._channels + scope))
 
     async def _run(self) -> None:
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
-                wire = await self._address.reach()
+                connection = await self._master.connect()
             except StoreError as error:
-                log.debug("changes cannot be heard: %s", error)
+                log.debug("no connection for notifications: %s", error)
                 self._fail(error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
             pause_s = _FIRST_PAUSE_S
-            wire.hear = self._hear
-            self._begin(wire)
+            connection.on_push = self._receive
+            self._resubscribe(connection)
             try:
-                await self._speak(wire)
+                await self._send_until_ended(connection)
             except RedisError as error:
-                log.debug("changes are no longer heard: %s", error)
+                log.debug("the connection for notifications has ended: %s", error)
             finally:
-                self._again |= self._subscribed
+                self._resubscribed |= self._subscribed
                 self._subscribed.clear()
-                await wire.close()
+                await connection.close()
 
-    def _begin(self, wire: RedisConnection) -> None:
-        """Subscribe to everything that is wanted, and forget what was not said."""
+    def _resubscribe(self, connection: RedisConnection) -> None:
+        """Replace the outbox by subscriptions to all wanted scopes."""
         loop = asyncio.get_running_loop()
-        outbox: asyncio.Queue[_Said | None] = asyncio.Queue()
+        outbox: asyncio.Queue[_SubscriberCommand | None] = asyncio.Queue()
         self._outbox = outbox
-        wire.ended.add_done_callback(lambda _: outbox.put_nowait(None))
+        connection.ended.add_done_callback(lambda _: outbox.put_nowait(None))
         scopes = list(self._wanted)
-        for scope in [scope for scope in self._awaited if scope not in self._wanted]:
-            self._awaited.pop(scope).cancel()
+        for scope in [scope for scope in self._confirmations if scope not in self._wanted]:
+            self._confirmations.pop(scope).cancel()
         for scope in scopes:
-            self._awaited.setdefault(scope, loop.create_future())
+            self._confirmations.setdefault(scope, loop.create_future())
         for start in range(0, len(scopes), _AT_ONCE):
             some = scopes[start : start + _AT_ONCE]
             outbox.put_nowait(("SUBSCRIBE", *(self._channels + scope for scope in some)))
 
-    async def _speak(self, wire: RedisConnection) -> None:
-        """Say what is to be said, and ask for a sign now and then, until the connection ends."""
+    async def _send_until_ended(self, connection: RedisConnection) -> None:
+        """Send commands, and a PING when there are none, until the connection ends."""
         loop = asyncio.get_running_loop()
-        wire.heard_at = loop.time()
+        connection.received_at = loop.time()
         while True:
-            said: _Said | None = ("PING",)
+            command: _SubscriberCommand | None = ("PING",)
             try:
                 async with asyncio.timeout(_PING_S):
-                    said = await self._outbox.get()
+                    command = await self._outbox.get()
             except TimeoutError:
-                if wire.run != self._address.run:
+                if connection.run != self._master.run:
                     return
-                if loop.time() - wire.heard_at > _SILENT_S:
-                    log.debug("%s was silent for too long to be listened to", wire.where)
+                if loop.time() - connection.received_at > _SILENT_S:
+                    log.debug("%s sent nothing for %g s", connection.host, _SILENT_S)
                     return
-            if said is None:
+            if command is None:
                 return
-            await wire.say(said)
+            await connection.post(command)
 
-    def _hear(self, answer: Any) -> None:
-        if isinstance(answer, Exception):
-            self._fail(StoreUnusable(f"doyen may not subscribe to {self._channels}*: {answer}"))
-        elif isinstance(answer, list) and answer[0] in (b"message", b"subscribe"):
-            scope = answer[1].decode().removeprefix(self._channels)
-            if answer[0] == b"message":
+    def _receive(self, message: Any) -> None:
+        if isinstance(message, Exception):
+            self._fail(StoreUnusable(f"doyen may not subscribe to {self._channels}*: {message}"))
+        elif isinstance(message, list) and message[0] in (b"message", b"subscribe"):
+            scope = message[1].decode().removeprefix(self._channels)
+            if message[0] == b"message":
                 self._changed(scope)
             else:
-                self._heard_from_now(scope)
+                self._confirm(scope)
 
-    def _heard_from_now(self, scope: str) -> None:
-        awaited = self._awaited.pop(scope, None)
-        if awaited is not None and not awaited.done():
-            awaited.set_result(None)
+    def _confirm(self, scope: str) -> None:
+        confirmation = self._confirmations.pop(scope, None)
+        if confirmation is not None and not confirmation.done():
+            confirmation.set_result(None)
         if scope not in self._wanted:
-            self._say("UNSUBSCRIBE", scope)
+            self._post("UNSUBSCRIBE", scope)
             return
         self._subscribed.add(scope)
-        if scope in self._again:
-            self._again.discard(scope)
+        if scope in self._resubscribed:
+            self._resubscribed.discard(scope)
             self._changed(scope)
 
     def _fail(self, error: StoreError) -> None:
-        """Tell those who wait to hear something that they will not, for now."""
-        awaited, self._awaited = self._awaited, {}
-        for each in awaited.values():
-            if not each.done():
-                each.set_exception(error)
-                each.exception()  # nobody may be left to look at it
+        """Fail all calls of `subscribe` that are waiting."""
+        confirmations, self._confirmations = self._confirmations, {}
+        for confirmation in confirmations.values():
+            if not confirmation.done():
+                confirmation.set_exception(error)
+                retrieve(confirmation)
