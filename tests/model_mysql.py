@@ -1,4 +1,4 @@
-"""MySQL in plain Python: what doyen's adapter uses of the client/server protocol.
+"""A model of MySQL: the part of the client/server protocol that doyen's adapter uses.
 
 Messages are text queries of several statements, each message a transaction; answers are result sets
 in the text protocol. The server introduces itself as MariaDB and lets everybody in.

@@ -1,4 +1,4 @@
-"""PostgreSQL in plain Python: what doyen's adapter uses of the wire protocol, version 3.
+"""A model of PostgreSQL: the part of protocol version 3 that doyen's adapter uses.
 
 The adapter sends messages in the simple protocol only, and each is a transaction. Notifications go
 to those who listen on the server on which something was changed.
@@ -12,16 +12,16 @@ from functools import partial
 from typing import Any
 
 from adversary import Connection
-from doyen.stores.sql import postgresql
+from doyen.stores.sql import postgresql, psycopg_engine
 from model_sql import Answer, Cluster, DatabaseServer
 
 __all__ = ["PostgreSQLModel"]
 
 _NAMES = {name: f'"doyen".{name}' for name in ("meta", "leases", "entries", "changes")}
 _DIALECT = {
-    postgresql._FLUSH: "",
-    postgresql._BEGIN: "",
-    postgresql._BEGIN_EARLY: "",
+    psycopg_engine.FLUSH: "",
+    psycopg_engine._BEGIN: "",
+    psycopg_engine._BEGIN_EARLY: "",
     postgresql.CLOCK: "clock_us()",
     postgresql._TIMELINE: "server_number()",
     postgresql._STARTED: "server_name()",
@@ -55,10 +55,10 @@ class PostgreSQLModel(Cluster):
     def __init__(self, **options: Any) -> None:
         super().__init__({name: name for name in _NAMES}, _DIALECT, **options)
         self.ends_listeners = False
-        """A connection on which somebody has begun to listen is ended at once."""
+        """End a connection as soon as it listens."""
         self.garbles = False
-        """Answers are not of the protocol."""
-        self._ears: dict[Connection, DatabaseServer] = {}
+        """Send malformed responses."""
+        self._listening: dict[Connection, DatabaseServer] = {}
 
     async def speak(self, connection: Connection, server: DatabaseServer) -> None:
         try:
@@ -75,7 +75,7 @@ class PostgreSQLModel(Cluster):
                 name = "write" if "COMMIT" in text else "read"
                 await connection.answer(name, partial(self._answer, connection, server, text))
         finally:
-            self._ears.pop(connection, None)
+            self._listening.pop(connection, None)
 
     async def _body(self, connection: Connection) -> bytes:
         (size,) = struct.unpack("!I", await connection.reader.readexactly(4))
@@ -102,18 +102,18 @@ class PostgreSQLModel(Cluster):
     def _answer(self, connection: Connection, server: DatabaseServer, text: str) -> bytes:
         listens = text.startswith(_LISTEN)
         if listens:
-            self._ears[connection] = server
+            self._listening[connection] = server
             text = text.partition(";")[2]
         answers = self.carry_out(connection, server, text)
         if answers is None:
             return b""
         if self.garbles:
             return b"Z" + struct.pack("!I", 1)
-        told = [_notification(path) for path in dict.fromkeys(server.told)]
-        for other, at in self._ears.items():
+        notifications = [_notification(path) for path in dict.fromkeys(server.changed)]
+        for other, at in self._listening.items():
             if at is server and other is not connection:
-                other.send(b"".join(told))
-        own = told if connection in self._ears else []
+                other.send(b"".join(notifications))
+        own = notifications if connection in self._listening else []
         done = [_message("C", b"LISTEN\0")] if listens else []
         if listens and self.ends_listeners:
             asyncio.get_running_loop().call_soon(connection.close)

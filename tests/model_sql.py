@@ -1,12 +1,12 @@
-"""Database servers in plain Python, for the models of both wire protocols: tables in SQLite.
+"""Models of database servers, for the models of both client protocols: tables in SQLite.
 
-What the adapters send is put into SQLite's dialect by replacing the few expressions that it lacks;
-the texts are the adapters' own constants, so a changed statement is met here as it is. A message is
-carried out at once and whole, so transactions follow one another as on a serialisable server.
+The adapters' statements are turned into SQLite's dialect by replacing the few expressions that it
+lacks. The replaced texts are the adapters' own constants, so a changed statement needs no change
+here. A message is carried out at once and as a whole, so transactions are serialisable.
 
-*Failover.* A promoted server begins with a copy of the primary's tables. Connections that are
-there stay with the server that they were made to; new ones lead to the primary. With `synchronous`
-replication a deposed server still answers queries, but no longer confirms anything that writes.
+*Failover.* A promoted server begins with a copy of the primary's tables. Existing connections stay
+with their server; new ones lead to the primary. With `synchronous` replication a deposed server
+still answers queries, but no longer confirms writes.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ CREATE TRIGGER removed AFTER DELETE ON {entries} BEGIN SELECT tell(OLD.path); EN
 
 
 class DatabaseServer:
-    """One server: its tables, and who it says it is."""
+    """One server: its tables and its identity."""
 
     def __init__(self, number: int, names: dict[str, str], skew_s: float) -> None:
         self.number = number
         self.deposed = False
-        self.told: list[str] = []
-        """The paths that the message being carried out has changed."""
+        self.changed: list[str] = []
+        """The paths that the present message has changed."""
         self.skew_s = skew_s
         self._loop = asyncio.get_running_loop()
         self.tables = sqlite3.connect(":memory:", isolation_level=None)
-        self._define("tell", self.told.append)
+        self._define("tell", self.changed.append)
         self._define("clock_us", lambda: round((1e6 + self._loop.time() + self.skew_s) * 1e6))
         self._define("server_number", lambda: self.number)
         self._define("server_name", lambda: f"server {self.number}")
@@ -68,8 +68,8 @@ class DatabaseServer:
         self.tables.create_function(name, -1, function)
 
     def carry_out(self, statements: Iterable[str], values: dict[str, Any]) -> list[Answer]:
-        """All of it, or nothing if that fails."""
-        self.told.clear()
+        """Carry out all statements, or none if one fails."""
+        self.changed.clear()
         answers: list[Answer] = []
         self.tables.execute("BEGIN")
         try:
@@ -101,7 +101,7 @@ class Cluster:
         self.names = names
         self.synchronous = synchronous
         self.failed: list[str] = []
-        """Messages that could not be carried out, which is a mistake in a model or an adapter."""
+        """Messages that could not be carried out, because of a mistake in a model or an adapter."""
         self.renewing: dict[Connection, bool] = {}
         """The connections, and whether leases are renewed on them."""
         self._dialect = dialect
@@ -133,18 +133,18 @@ class Cluster:
             del self.renewing[connection]
 
     async def speak(self, connection: Connection, server: DatabaseServer) -> None:
-        """The same, to one server."""
+        """Speak it for one server."""
         raise NotImplementedError
 
     def fail_over(self) -> None:
-        """Promote a server that has all that the primary has. The primary is not told."""
+        """Promote a server with all that the primary has. The old primary does not notice."""
         old = self.primary
         new = self._add()
         old.tables.backup(new.tables)
         old.deposed = True
 
     def close_all_but_renewals(self, host: str) -> None:
-        """Leave only the connections on which leases are renewed from this host."""
+        """End all connections except those of this host on which leases are renewed."""
         for connection, renews in list(self.renewing.items()):
             if not renews or connection.host != host:
                 connection.close()
@@ -176,7 +176,7 @@ class Cluster:
     def carry_out(
         self, connection: Connection, server: DatabaseServer, text: str
     ) -> list[Answer] | None:
-        """A message; None if it is never answered."""
+        """Carry out a message; None if it is never answered."""
         self.renewing[connection] |= "counter = counter + 1" in text
         statements, values = self.understand(text)
         plain = [one for one in statements if not one.startswith(("COMMIT", "SET ", "ROLLBACK"))]

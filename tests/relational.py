@@ -1,5 +1,5 @@
-"""What the tests of the relational store share: a server of either engine, with tables of one
-test's own."""
+"""What the tests of the relational store share: a server of either engine, with separate tables for
+each test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ now = SystemClock().now
 
 
 class Place:
-    """Tables of their own on a server of either engine."""
+    """Separate tables on a server of either engine."""
 
     def __init__(self, engine: str, server: servers.Postgres | servers.MariaDB) -> None:
         self.engine = engine
@@ -63,8 +63,7 @@ class Place:
                 await store.close()
 
     def own_clock(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Have stores that are opened from now on take the database's clock for one that can be
-        stepped."""
+        """Make stores that are opened from now on use a database clock that can be stepped."""
         self.server.query(f"CREATE TABLE {self._step} (us bigint)")
         self.server.query(f"INSERT INTO {self._step} VALUES (0)")
         clock = f"({self._module.CLOCK} + (SELECT us FROM {self._step}))"
@@ -96,7 +95,7 @@ def run(main: Callable[[], Coroutine[Any, Any, None]], within_s: float = 30.0) -
 
 
 async def until(reached: Callable[[], Awaitable[object]], within_s: float = 15.0) -> float:
-    """Look until it is so; how long it took."""
+    """Poll until the condition holds; how long it took."""
     began = now()
     async with asyncio.timeout(within_s):
         while not await reached():  # noqa: ASYNC110 - what is waited for is not ours to signal

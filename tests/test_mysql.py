@@ -1,4 +1,4 @@
-"""What is particular to MySQL and MariaDB: whom they let in, and what their settings mean."""
+"""What only MySQL and MariaDB have: revisions by the clock, polling, logins, settings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def place(mysql: servers.MariaDB) -> Place:
 
 
 def test_tokens_are_never_below_the_servers_microseconds(place: Place) -> None:
-    """So they grow even if a replica takes over that lacks the last ones."""
+    """They grow even if a replica takes over that lacks the last ones."""
 
     async def main() -> None:
         async with place.stores() as (store,):
@@ -42,8 +42,7 @@ def test_tokens_are_never_below_the_servers_microseconds(place: Place) -> None:
 
 
 def test_servers_that_certify_each_others_writes_count_as_one(place: Place) -> None:
-    """On each of them somebody may write at any time: to leave out revisions each time would use
-    them up."""
+    """Clients write to any of them at any time: skipping revisions each time would use them up."""
 
     async def main() -> None:
         async with place.stores() as (store,):
@@ -59,10 +58,10 @@ def test_servers_that_certify_each_others_writes_count_as_one(place: Place) -> N
 
 
 @pytest.mark.parametrize("behind_s", [0, 3600])
-def test_tokens_grow_though_a_replica_takes_over_whose_clock_is_behind(
+def test_tokens_grow_when_a_replica_with_a_slow_clock_takes_over(
     mysql: servers.MariaDB, monkeypatch: pytest.MonkeyPatch, behind_s: int
 ) -> None:
-    """It lacks the last commits as well, with the tokens that were given in them."""
+    """It also lacks the last commits, and with them the last tokens."""
 
     async def main() -> None:
         with servers.MariaDB(server_id="2") as replica:
@@ -72,7 +71,7 @@ def test_tokens_grow_though_a_replica_takes_over_whose_clock_is_behind(
                 lease = await store.grant(60)
                 await store.create(KEY, b"v", lease)
                 async with promoted.stores():
-                    pass  # makes the tables
+                    pass  # creates the tables
                 copied = mysql.query(f"SELECT revision, position, server FROM {meta(primary)}")
                 await store.delete(KEY)
                 before = (await store.create(KEY, b"v", lease)).entry.revision
@@ -99,7 +98,7 @@ FORMER_META = (
     "CREATE TABLE {meta} (one TINYINT PRIMARY KEY, layout INT NOT NULL,"
     " revision BIGINT NOT NULL, position BIGINT NOT NULL) ENGINE = InnoDB"
 )
-"""As doyen made it before it kept the server that gave the last revision."""
+"""The table of a version that did not store the server of the last revision."""
 
 
 async def make_as_before(place: Place) -> None:
@@ -110,8 +109,8 @@ async def make_as_before(place: Place) -> None:
     place.server.query(f"INSERT INTO {meta(place)} VALUES (1, 1, 6000000000000000, 7)")
 
 
-def test_tables_of_an_earlier_version_are_adapted_while_that_goes_on(place: Place) -> None:
-    """Several open them at once, while clients of the earlier version go on writing."""
+def test_tables_of_an_earlier_version_are_adapted_while_in_use(place: Place) -> None:
+    """Several clients open them at once, while clients of the earlier version go on writing."""
 
     async def main() -> None:
         await make_as_before(place)
@@ -150,7 +149,7 @@ def test_tables_of_an_earlier_version_are_adapted_while_that_goes_on(place: Plac
 
 
 def test_tables_of_an_earlier_version_that_may_not_be_altered(place: Place) -> None:
-    """The error says what an administrator has to do."""
+    """The error names the statement for an administrator."""
 
     async def main() -> None:
         await make_as_before(place)
@@ -168,10 +167,10 @@ def meta(place: Place) -> str:
     return place.tables["meta"]
 
 
-def test_to_open_it_a_second_time_says_nothing(
+def test_opening_a_store_again_logs_nothing(
     place: Place, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The client library logs the server's notes, such as that a table is there already."""
+    """The client library logs the server's notes, such as that a table already exists."""
 
     async def main() -> None:
         async with place.stores(2):
@@ -183,7 +182,7 @@ def test_to_open_it_a_second_time_says_nothing(
     assert not caplog.records
 
 
-def test_changes_are_told_as_often_as_they_are_asked_for(place: Place) -> None:
+def test_changes_are_notified_at_the_polling_interval(place: Place) -> None:
     async def main() -> None:
         async with place.stores(2, "poll_s=0.5") as (writer, watching):
             assert watching.capabilities.notice_s == 0.5
@@ -197,7 +196,7 @@ def test_changes_are_told_as_often_as_they_are_asked_for(place: Place) -> None:
     run(main)
 
 
-def test_who_has_not_asked_for_long_takes_everything_for_changed(place: Place) -> None:
+def test_after_a_long_pause_all_watches_are_notified(place: Place) -> None:
     async def main() -> None:
         async with place.stores() as (store,):
             position, paths = await store.changes(None)
@@ -218,13 +217,13 @@ def test_who_has_not_asked_for_long_takes_everything_for_changed(place: Place) -
 @pytest.mark.parametrize(
     ("address", "says"),
     [
-        ("doyen:wrong@HOST/doyen", "does not let us in: .*check the URL's user, password"),
-        ("stranger:x@HOST/doyen", "does not let us in: "),
-        ("doyen:doyen@HOST/nowhere", "does not let us in: .*nowhere"),
+        ("doyen:wrong@HOST/doyen", "refuses the login: .*check the URL's user, password"),
+        ("stranger:x@HOST/doyen", "refuses the login: "),
+        ("doyen:doyen@HOST/nowhere", "refuses the login: .*nowhere"),
         ("poor:doyen@HOST/doyen", "needs SELECT, INSERT, UPDATE and DELETE"),
     ],
 )
-def test_whoever_is_not_let_in_is_told_why(mysql: servers.MariaDB, address: str, says: str) -> None:
+def test_a_refused_login_has_a_reason(mysql: servers.MariaDB, address: str, says: str) -> None:
     mysql.query("CREATE USER IF NOT EXISTS poor@'%' IDENTIFIED BY 'doyen'")
     mysql.query("CREATE TABLE IF NOT EXISTS doyen.rich (x int)")
     mysql.query("GRANT SELECT ON doyen.rich TO poor@'%'")
@@ -243,7 +242,7 @@ def test_whoever_is_not_let_in_is_told_why(mysql: servers.MariaDB, address: str,
         ("mysql://u@h", "needs a database"),
         ("mysql://u@h/d?prefix=a-b", "prefix is a name"),
         ("mysql://u@h/d?schema=x", "has no option 'schema'"),
-        ("mysql://u@h/d?tls=true&ca=/nowhere.pem", "certificates could not be loaded"),
+        ("mysql://u@h/d?tls=true&ca=/nowhere.pem", "cannot be used"),
     ],
 )
 def test_options_are_checked(url: str, says: str) -> None:
@@ -254,7 +253,7 @@ def test_options_are_checked(url: str, says: str) -> None:
     run(main)
 
 
-def test_a_server_that_is_or_becomes_read_only_is_left_alone() -> None:
+def test_a_read_only_server_is_not_used() -> None:
     async def main() -> None:
         with servers.MariaDB() as server:
             place = Place("mysql", server)

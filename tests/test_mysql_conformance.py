@@ -1,4 +1,4 @@
-"""MariaDB keeps the promises that every store makes."""
+"""MariaDB passes the conformance suite of all stores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Harness(ServerHarness):
     server: servers.MariaDB
 
     async def restart(self) -> None:
-        """The server is shared: restarting it is left to the tests that start one."""
+        """The server is shared; tests that restart one start their own."""
 
     async def deface(self, name: str) -> None:
         paths = (leader_key(name), order_key(name), f"{line_key(name)}/stray")

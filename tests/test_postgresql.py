@@ -1,4 +1,4 @@
-"""What is particular to PostgreSQL: poolers, timelines, durability, and whom it lets in."""
+"""What only PostgreSQL has: poolers, timelines, durability, logins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from doyen.errors import ConfigError, StoreUnavailable, StoreUnusable
 from doyen.lease.clock import SystemClock
 from doyen.model import leader_key
 from doyen.stores.port import Context, Store, open_store
-from doyen.stores.sql import connection as link
+from doyen.stores.sql import connection as connection_module
 from doyen.stores.sql.diagnosis import PostgreSQLFacts, findings_of_postgresql
 from relational import Place, run, until
 
@@ -32,7 +32,7 @@ def pooler(postgresql: servers.Postgres) -> Iterator[servers.PgBouncer]:
 
 
 async def lead_and_hand_over(stores: list[Store]) -> None:
-    """Everybody leads once, each told by its watch that it can."""
+    """Each candidate leads once, notified by its watch."""
     leases = [await store.grant(60) for store in stores]
     for _ in range(3):
         led: list[int] = []
@@ -54,11 +54,11 @@ async def lead_and_hand_over(stores: list[Store]) -> None:
 
 
 @pytest.mark.parametrize("listens", [False, True])
-def test_a_transaction_pooler_may_stand_in_between(
+def test_a_transaction_pooler_may_be_used(
     place: Place, pooler: servers.PgBouncer, listens: bool
 ) -> None:
-    """A lease row with an epoch is safe behind one, as advisory locks are not (skypilot#10347).
-    What cannot be had through it, notification, is had directly or by asking."""
+    """Leases are safe behind a pooler, as advisory locks are not (skypilot#10347). Notifications do
+    not pass it: doyen listens at the server itself, or polls."""
     url = f"{pooler.url}?{place.option}"
     if listens:
         url += f"&listen={place.server.url}"
@@ -77,14 +77,14 @@ def test_a_transaction_pooler_may_stand_in_between(
 
 def test_listening_through_a_pooler_is_refused(place: Place, pooler: servers.PgBouncer) -> None:
     async def main() -> None:
-        with pytest.raises(ConfigError, match=r"a pooler stands before .* notify=poll"):
+        with pytest.raises(ConfigError, match=r"is a transaction pooler.* notify=poll"):
             await open_store(f"{pooler.url}?{place.option}&notify=listen", CONTEXT)
 
     run(main)
 
 
 def test_a_standby_is_refused_and_tokens_grow_across_timelines() -> None:
-    """What takes over, or is restored to an instant, may lack the last tokens that were given."""
+    """A server that was promoted, or restored to an instant, may lack the last tokens."""
 
     async def main() -> None:
         with servers.Postgres() as server:
@@ -105,8 +105,8 @@ def test_a_standby_is_refused_and_tokens_grow_across_timelines() -> None:
 
 
 @pytest.mark.parametrize("last", ["create", "delete"])
-def test_what_was_confirmed_outlives_a_crash_whatever_the_role_prefers(last: str) -> None:
-    """With synchronous_commit off, a server forgets what it has confirmed in its last moments."""
+def test_confirmed_writes_survive_a_crash_whatever_the_role_has_set(last: str) -> None:
+    """With synchronous_commit off, a server loses its last confirmed commits in a crash."""
 
     async def main() -> None:
         with servers.Postgres(synchronous_commit="off", wal_writer_delay="10s") as server:
@@ -127,7 +127,7 @@ def test_what_was_confirmed_outlives_a_crash_whatever_the_role_prefers(last: str
 
 
 def test_a_stricter_isolation_by_default_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "_TRIES", 1)
+    monkeypatch.setattr(connection_module, "_ATTEMPTS", 1)
 
     async def main() -> None:
         with servers.Postgres(default_transaction_isolation="serializable") as server:
@@ -140,7 +140,7 @@ def test_a_stricter_isolation_by_default_changes_nothing(monkeypatch: pytest.Mon
     run(main, 60)
 
 
-def test_what_somebody_deletes_by_hand_is_told(place: Place) -> None:
+def test_deletions_by_hand_are_notified(place: Place) -> None:
     async def main() -> None:
         async with place.stores() as (store,):
             await store.create(KEY, b"v", await store.grant(60))
@@ -174,7 +174,7 @@ def test_entries_without_their_lease_are_void(place: Place) -> None:
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[servers.Postgres]:
-    """A server that wants passwords of everybody but its administrator."""
+    """A server that needs a password for every role but the administrator."""
     with servers.Postgres() as server:
         rules = "host all postgres all trust\nhost all all all scram-sha-256\n"
         (server.folder / "data/pg_hba.conf").write_text(rules)
@@ -186,16 +186,14 @@ def guarded() -> Iterator[servers.Postgres]:
 @pytest.mark.parametrize(
     ("address", "says"),
     [
-        ("app:wrong@HOST/postgres", "does not let us in: .*password.*check the URL's user"),
-        ("app@HOST/postgres", "does not let us in: .*no password supplied"),
-        ("stranger:x@HOST/postgres", "does not let us in: "),
+        ("app:wrong@HOST/postgres", "refuses the login: .*password.*check the URL's user"),
+        ("app@HOST/postgres", "refuses the login: .*no password supplied"),
+        ("stranger:x@HOST/postgres", "refuses the login: "),
         ("postgres@HOST/nowhere", 'database "nowhere" does not exist; create it, or correct'),
         ("app:right@HOST/postgres", "CREATE SCHEMA doyen AUTHORIZATION"),
     ],
 )
-def test_whoever_is_not_let_in_is_told_why(
-    guarded: servers.Postgres, address: str, says: str
-) -> None:
+def test_a_refused_login_has_a_reason(guarded: servers.Postgres, address: str, says: str) -> None:
     async def main() -> None:
         host = f"127.0.0.1:{guarded.port}"
         with pytest.raises(StoreUnusable, match=says):
@@ -245,7 +243,7 @@ def test_options_are_checked(postgresql: servers.Postgres, options: str, says: s
     run(main)
 
 
-def test_encryption_that_was_asked_for_is_not_done_without(place: Place) -> None:
+def test_encryption_is_required_if_asked_for(place: Place) -> None:
     async def main() -> None:
         for options in ("tls=true", "sslmode=require"):
             with pytest.raises(StoreUnavailable, match="does not support SSL"):
@@ -272,7 +270,7 @@ FINE = PostgreSQLFacts(
         ({"fsync": False}, "fsync is off"),
         ({"full_page_writes": False}, "full_page_writes is off"),
         ({"lagging_standbys": 1}, "a standby may lack the last commits"),
-        ({"lagging_standbys": 2, "timelines": False}, "tokens may be given twice"),
+        ({"lagging_standbys": 2, "timelines": False}, "tokens may be given out twice"),
     ],
 )
 def test_unsafe_settings_are_found(change: dict[str, int], says: str) -> None:
@@ -291,6 +289,6 @@ def test_the_server_is_diagnosed(place: Place) -> None:
         async with place.stores() as (store,):
             found = {finding.text for finding in await store.diagnose()}
         assert any("fsync is off" in text for text in found)
-        assert "changes are heard by LISTEN" in found
+        assert "changes are notified by LISTEN" in found
 
     run(main)

@@ -1,4 +1,4 @@
-"""Two primaries of PostgreSQL at once: a standby was promoted, and the old primary was not told."""
+"""Two primaries of PostgreSQL at once: a standby was promoted while the old primary goes on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEY = leader_key("e")
 
 @dataclass
 class Pair:
-    """A store's way to both: the first of them was the primary, the second has been promoted."""
+    """The old primary and the promoted one, with a URL that names both."""
 
     old: servers.Postgres
     new: servers.PostgresStandby
@@ -41,12 +41,12 @@ class Pair:
             try:
                 return bool(self.new.query(query))
             except ValueError:
-                return False  # the tables are not there yet
+                return False  # the tables do not exist yet
 
         await until(there)
 
     def end_other_connections(self, server: servers.Postgres) -> None:
-        """All of doyen's but the one that listens, on which leases are renewed."""
+        """End all connections of doyen except the one that listens and renews."""
         server.query(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
             " WHERE application_name = 'doyen' AND query NOT LIKE '%counter = counter + 1%'"
@@ -65,8 +65,8 @@ def pair() -> Iterator[Pair]:
 
 
 def test_all_connections_of_a_store_leave_a_deposed_primary_together(pair: Pair) -> None:
-    """The connection for renewals has not ended: a renewal that the old primary alone knows of
-    must not be confirmed, once anything was heard of the new one."""
+    """The connection for renewals still leads to the old primary. A renewal there must not count
+    once another connection has met the new primary."""
 
     async def main() -> None:
         pair.place.url = lambda *_, **__: pair.url()  # type: ignore[method-assign]
@@ -110,7 +110,7 @@ async def renewed(store: RelationalStore, lease: Lease) -> bool:
 
 
 async def stays_with_the_new_one(pair: Pair, store: RelationalStore) -> None:
-    """Even if only the old primary can be reached, which is the first in the URL."""
+    """Even if only the old primary, the first in the URL, can be reached."""
     pair.to_new.refuse()
 
     async def refused() -> bool:

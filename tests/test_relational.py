@@ -1,5 +1,4 @@
-"""The relational store on both engines: what its clocks, its transactions and its connections may
-do to an election, and may not."""
+"""The relational store on both engines: clocks, transactions, connections, errors."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from doyen.errors import (
 from doyen.events import Event, LeaseEnded
 from doyen.model import leader_key, line_key
 from doyen.stores.kit import observer
-from doyen.stores.sql import postgresql
+from doyen.stores.sql import postgresql, psycopg_engine
 from doyen.stores.sql.store import RelationalStore
 from relational import Place, now, run, until
 
@@ -44,8 +43,8 @@ def place(request: pytest.FixtureRequest) -> Place:
 async def keeps(
     holder: RelationalStore, other: RelationalStore, place: Place, step_s: float
 ) -> bool:
-    """Whether a holder that renews was left alone while the clock was stepped. None of it counts
-    if this machine was too slow to renew in time."""
+    """Whether a holder that renews kept its lease while the clock was stepped. The result does not
+    count if this machine was too slow to renew in time."""
     lease = await holder.grant(TTL_S)
     other_lease = await other.grant(60)
     assert (await holder.create(KEY, b"holder", lease)).won
@@ -72,7 +71,7 @@ async def keeps(
 
 
 @pytest.mark.parametrize("step_s", [3600.0, -3600.0])
-def test_a_stepped_database_clock_deposes_no_living_leader(
+def test_a_stepped_database_clock_ends_no_live_lease(
     place: Place, step_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place.own_clock(monkeypatch)
@@ -88,7 +87,7 @@ def test_a_stepped_database_clock_deposes_no_living_leader(
 
 
 @pytest.mark.parametrize("step_s", [3600.0, -3600.0])
-def test_a_stepped_database_clock_keeps_no_dead_leader(
+def test_a_stepped_database_clock_keeps_no_expired_lease(
     place: Place, step_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place.own_clock(monkeypatch)
@@ -114,8 +113,8 @@ def test_a_stepped_database_clock_keeps_no_dead_leader(
     run(main)
 
 
-def test_who_has_just_come_observes_for_a_whole_ttl(place: Place) -> None:
-    """The database says that the lease ended an hour ago; that alone is not believed."""
+def test_a_new_client_observes_for_a_whole_ttl(place: Place) -> None:
+    """Although the lease expired an hour ago according to the database's clock."""
 
     async def main() -> None:
         async with place.stores(2) as (old, new):
@@ -135,7 +134,7 @@ def test_who_has_just_come_observes_for_a_whole_ttl(place: Place) -> None:
 
 
 async def dead_record(store: RelationalStore, place: Place) -> str:
-    """A record whose holder has been silent for an hour."""
+    """A record whose holder has not renewed for an hour."""
     lease = await store.grant(TTL_S)
     assert (await store.create(KEY, b"old", lease)).won
     place.server.query(
@@ -187,8 +186,8 @@ def test_a_lease_is_renewed_or_ended_and_never_both(place: Place) -> None:
     assert all(isinstance(event, LeaseEnded) for event in events)
 
 
-def test_what_the_dead_leave_behind_is_swept_up(place: Place) -> None:
-    """A lease that owns nothing is watched by nobody; whoever opens the store ends it."""
+def test_opening_a_store_ends_expired_leases(place: Place) -> None:
+    """No client watches a lease that owns nothing; a client that opens the store ends it."""
 
     async def main() -> None:
         async with place.stores() as (old,):
@@ -207,9 +206,9 @@ def test_what_the_dead_leave_behind_is_swept_up(place: Place) -> None:
     run(main)
 
 
-def test_what_an_outage_left_behind_is_ended_together(place: Place) -> None:
-    """Whoever comes to a line of dead tickets observes all of them at once, and not one after the
-    other."""
+def test_leases_that_expired_in_an_outage_are_ended_together(place: Place) -> None:
+    """A client that finds a line of expired tickets observes all of them at once, and not one after
+    the other."""
     events: list[Event] = []
 
     async def main() -> None:
@@ -237,7 +236,7 @@ def test_what_an_outage_left_behind_is_ended_together(place: Place) -> None:
 
 
 def test_tokens_grow_in_the_order_of_the_commits(place: Place) -> None:
-    """Many clients take and free one key; whoever wins has a higher number than was ever seen
+    """Many clients create and delete one key. Each creation has a higher revision than any seen
     before it began."""
 
     async def main() -> None:
@@ -299,7 +298,7 @@ def test_tables_of_a_newer_doyen_are_refused(place: Place) -> None:
     run(main)
 
 
-def test_tables_that_are_dropped_in_use_are_missed(place: Place) -> None:
+def test_tables_that_are_dropped_while_in_use_are_reported(place: Place) -> None:
     async def main() -> None:
         async with place.stores() as (store,):
             for table in place.tables.values():
@@ -310,21 +309,21 @@ def test_tables_that_are_dropped_in_use_are_missed(place: Place) -> None:
     run(main)
 
 
-def test_an_answer_that_is_lost_with_the_commit_is_an_unknown_outcome(place: Place) -> None:
+def test_a_lost_response_to_a_commit_is_an_unknown_outcome(place: Place) -> None:
     async def main() -> None:
-        with servers.Proxy(place.server) as link:
-            store = await place.open(through=link)
+        with servers.Proxy(place.server) as proxy:
+            store = await place.open(through=proxy)
             lease = await store.grant(60)
-            broken = link.break_after(0, "down")
-            with pytest.raises(OutcomeUnknown, match="transaction under way"):
+            broken = proxy.break_after(0, "down")
+            with pytest.raises(OutcomeUnknown, match="during a transaction"):
                 await store.enqueue(LINE, b"t", lease)
             assert broken.is_set()
             assert [ticket.value for ticket in await store.list(LINE)] == [b"t"]
-            link.break_after(0, "down")
+            proxy.break_after(0, "down")
             with pytest.raises(StoreUnavailable):
                 await store.get(KEY)
             assert await store.get(KEY) is None
-            link.break_after(20, "up")
+            proxy.break_after(20, "up")
             with pytest.raises(OutcomeUnknown):
                 await store.put(KEY, b"v", if_version=10**17)
             assert await store.get(KEY) is None
@@ -333,25 +332,27 @@ def test_an_answer_that_is_lost_with_the_commit_is_an_unknown_outcome(place: Pla
     run(main)
 
 
-def test_a_server_that_is_not_there_is_named(place: Place) -> None:
+def test_a_server_that_cannot_be_reached_is_named(place: Place) -> None:
     async def main() -> None:
-        with servers.Proxy(place.server) as link:
-            link.refuse()
-            with pytest.raises(StoreUnavailable, match=f"no connection to .*127.0.0.1:{link.port}"):
-                await place.open(through=link)
-            link.heal()
-            store = await place.open(through=link)
-            link.refuse()
-            with pytest.raises(StoreUnavailable, match=str(link.port)):
+        with servers.Proxy(place.server) as proxy:
+            proxy.refuse()
+            with pytest.raises(
+                StoreUnavailable, match=f"no connection to .*127.0.0.1:{proxy.port}"
+            ):
+                await place.open(through=proxy)
+            proxy.heal()
+            store = await place.open(through=proxy)
+            proxy.refuse()
+            with pytest.raises(StoreUnavailable, match=str(proxy.port)):
                 await until(lambda: store.get(KEY))
-            link.heal()
+            proxy.heal()
             assert await store.get(KEY) is None
-            link.cut()
+            proxy.cut()
             began = now()
-            with pytest.raises(StoreUnavailable, match=str(link.port)):
-                await place.open("connect_timeout_s=2", through=link)
+            with pytest.raises(StoreUnavailable, match=str(proxy.port)):
+                await place.open("connect_timeout_s=2", through=proxy)
             assert now() - began < 5
-            link.heal()
+            proxy.heal()
             await store.close()
 
     run(main)
@@ -359,11 +360,11 @@ def test_a_server_that_is_not_there_is_named(place: Place) -> None:
 
 def test_the_first_host_that_answers_is_used(place: Place) -> None:
     async def main() -> None:
-        with servers.Proxy(place.server) as link:
-            link.refuse()
+        with servers.Proxy(place.server) as proxy:
+            proxy.refuse()
             url = place.url().replace(
                 f"127.0.0.1:{place.server.port}",
-                f"127.0.0.1:{link.port},127.0.0.1:{place.server.port}",
+                f"127.0.0.1:{proxy.port},127.0.0.1:{place.server.port}",
             )
             place.url = lambda *_, **__: url  # type: ignore[method-assign]
             async with place.stores() as (store,):
@@ -372,9 +373,9 @@ def test_the_first_host_that_answers_is_used(place: Place) -> None:
     run(main)
 
 
-def test_a_call_that_is_given_up_leaves_no_lock(place: Place) -> None:
-    """As a client's timeout once did (greptimedb#7670): whenever a call is cancelled, the next
-    writer finds nothing in its way."""
+def test_a_cancelled_call_leaves_no_lock(place: Place) -> None:
+    """A client's timeout once left one (greptimedb#7670). At whatever point a call is cancelled,
+    the next write is not blocked."""
 
     async def main() -> None:
         chance = random.Random(2)
@@ -394,7 +395,7 @@ def test_a_call_that_is_given_up_leaves_no_lock(place: Place) -> None:
                 await asyncio.sleep(chance.uniform(0, 0.003))
                 call.cancel()
                 await asyncio.wait({call})
-                # Behind a lock it would fail sooner, by the server's timeout for locks.
+                # Blocked by a lock, it would fail sooner: the server has a lock timeout.
                 async with asyncio.timeout(20):
                     await other.put(key, b"v", if_version=None)
                     await other.delete(key)
@@ -407,7 +408,7 @@ def test_a_call_that_is_given_up_leaves_no_lock(place: Place) -> None:
     run(main)
 
 
-def test_holding_a_record_twice_is_not_holding_it_more(place: Place) -> None:
+def test_a_record_is_not_held_twice(place: Place) -> None:
     """Advisory locks stack: taken twice and released once, they stay taken (wolverine#2691)."""
 
     async def main() -> None:
@@ -439,8 +440,8 @@ asyncio.run(main())
 """
 
 
-def test_a_client_that_freezes_while_it_writes_holds_nobody_up(place: Place) -> None:
-    """Whenever it is stopped, it is not inside a transaction: others go on, and renew."""
+def test_a_client_that_freezes_while_it_writes_blocks_no_other(place: Place) -> None:
+    """At whatever point it is stopped, no transaction is open: others go on, and renew."""
 
     async def main() -> None:
         chance = random.Random(3)
@@ -455,7 +456,7 @@ def test_a_client_that_freezes_while_it_writes_holds_nobody_up(place: Place) -> 
                 for number in range(40):
                     await asyncio.sleep(chance.uniform(0.001, 0.01))
                     os.kill(writer.pid, signal.SIGSTOP)
-                    # Behind a lock it would fail sooner, by the server's timeout for locks.
+                    # Blocked by a lock, it would fail sooner: the server has a lock timeout.
                     async with asyncio.timeout(20):
                         await store.renew(lease)
                         assert (await store.create(leader_key(f"e{number}"), b"v", lease)).won
@@ -467,8 +468,8 @@ def test_a_client_that_freezes_while_it_writes_holds_nobody_up(place: Place) -> 
     run(main)
 
 
-def test_a_transaction_that_stays_open_is_told_of(place: Place) -> None:
-    """Somebody else's, in doyen's tables: writers hear what is the matter, renewals go on."""
+def test_a_transaction_that_stays_open_is_reported(place: Place) -> None:
+    """Another program locks doyen's tables: writers get an error with the cause, renewals go on."""
     meta = place.tables["meta"]
     lock = f"BEGIN; UPDATE {meta} SET layout = layout; SELECT {{}}(4); COMMIT"
     sleep = lock.format("pg_sleep" if place.engine == "postgresql" else "SLEEP")
@@ -476,7 +477,7 @@ def test_a_transaction_that_stays_open_is_told_of(place: Place) -> None:
     async def main() -> None:
         async with place.stores(2) as (store, blocker):
             lease = await store.grant(60)
-            blocking = asyncio.create_task(blocker._work.read(sleep, {}))
+            blocking = asyncio.create_task(blocker._connection.read(sleep, {}))
 
             async def blocked() -> bool:
                 try:
@@ -495,7 +496,7 @@ def test_a_transaction_that_stays_open_is_told_of(place: Place) -> None:
     run(main)
 
 
-def test_after_a_restart_of_the_server_all_goes_on(place: Place) -> None:
+def test_leases_and_watches_survive_a_restart_of_the_server(place: Place) -> None:
     server = type(place.server)()
 
     async def main() -> None:
@@ -524,27 +525,27 @@ def test_after_a_restart_of_the_server_all_goes_on(place: Place) -> None:
         run(main)
 
 
-def test_a_link_that_goes_dead_without_a_word_is_noticed(
+def test_a_connection_that_goes_silent_is_noticed(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(observer, "_PATIENCE_S", 0.3)
-    monkeypatch.setattr(postgresql, "_PATIENCE_S", 0.3)
-    monkeypatch.setattr(postgresql, "_PING_PULSE_AFTER_S", 0.2)
+    monkeypatch.setattr(psycopg_engine, "_PING_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(postgresql, "_PING_RENEWALS_AFTER_S", 0.2)
 
     async def main() -> None:
-        with servers.Proxy(place.server) as link:
-            watching, writer = await place.open(through=link), await place.open()
+        with servers.Proxy(place.server) as proxy:
+            watching, writer = await place.open(through=proxy), await place.open()
             told = asyncio.Event()
             await watching.watch(KEY, told.set)
             await asyncio.sleep(0.1)
             told.clear()
-            link.cut()
+            proxy.cut()
             lease = await writer.grant(60)
             assert (await writer.create(KEY, b"v", lease)).won
             await asyncio.sleep(0.1)
             assert not told.is_set()
-            link.reset()
-            link.heal()
+            proxy.reset()
+            proxy.heal()
             await told.wait()
             assert await watching.get(KEY) is not None
             await watching.close()
@@ -554,7 +555,7 @@ def test_a_link_that_goes_dead_without_a_word_is_noticed(
 
 
 def test_waiting_costs_two_queries_per_renewal(place: Place) -> None:
-    """A candidate that waits renews, and looks once whether the one ahead has."""
+    """A waiting candidate renews, and looks once per renewal of the candidate ahead."""
 
     async def main() -> None:
         async with place.stores(2) as (leader, waiting):
@@ -562,13 +563,13 @@ def test_waiting_costs_two_queries_per_renewal(place: Place) -> None:
             await leader.create(KEY, b"v", lease)
             await waiting.watch(KEY, lambda: None)
             queries: list[str] = []
-            read = waiting._work.read
+            read = waiting._connection.read
 
             async def counted(query: str, given: object) -> list[object]:
                 queries.append(query)
                 return await read(query, given)  # type: ignore[arg-type,return-value]
 
-            waiting._work.read = counted  # type: ignore[method-assign,assignment]
+            waiting._connection.read = counted  # type: ignore[method-assign,assignment]
             for _ in range(12):
                 await asyncio.sleep(TTL_S / 3)
                 await asyncio.gather(leader.renew(lease), waiting.renew(own))
@@ -626,7 +627,7 @@ asyncio.run(main())
     assert f'pip install "doyen[{place.engine}]"' in result.stderr
 
 
-def test_long_keys_are_refused_whole(place: Place) -> None:
+def test_long_keys_are_refused(place: Place) -> None:
     async def main() -> None:
         async with place.stores() as (store,):
             lease = await store.grant(60)

@@ -77,7 +77,7 @@ def test_many_contests(engine: str, seed: int) -> None:
 
 
 async def two_primaries(world: WireWorld, model: Cluster) -> None:
-    """Another server takes over; the old one goes on, and the leader's renewals still reach it."""
+    """Another server takes over; the old one goes on, and the leader still reaches it to renew."""
     await asyncio.sleep(2 * TTL_S)
     model.synchronous = False
     model.fail_over()
@@ -89,7 +89,7 @@ async def two_primaries(world: WireWorld, model: Cluster) -> None:
 def quiet(
     engine: str, also: Callable[[WireWorld, Cluster], Awaitable[None]], candidates: int = 3
 ) -> None:
-    """A contest in which nothing happens but what `also` does."""
+    """A contest without faults except those of `also`."""
 
     async def act(world: WireWorld) -> None:
         assert isinstance(world.model, Cluster)
@@ -108,7 +108,7 @@ def quiet(
 
 
 async def cut_each_off(world: WireWorld, model: Cluster) -> None:
-    """One candidate after the other, the leader among them, while the server's clock is stepped."""
+    """Cut off one candidate after another, the leader included, and step the server's clock."""
     for process in list(world.processes):
         await asyncio.sleep(2 * TTL_S)
         process.faults.cut()
@@ -117,14 +117,14 @@ async def cut_each_off(world: WireWorld, model: Cluster) -> None:
         world.heal(process)
 
 
-def test_a_leader_that_is_cut_off_is_given_its_time(engine: str) -> None:
+def test_a_leader_that_is_cut_off_keeps_its_ttl(engine: str) -> None:
     quiet(engine, cut_each_off)
 
 
 def test_a_lease_that_is_ended_early_makes_two_leaders(
     engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The oracle is not blind: an observer that counts from before it has seen anything is caught,
+    """The oracle detects it: an observer that counts from before its first observation is caught
     where the server's clock does not stop it."""
     true = expiry.Observation
 
@@ -151,7 +151,7 @@ def test_without_the_check_a_deposed_primary_makes_two_leaders(
 
 @pytest.mark.parametrize("candidates", [3, 8])
 def test_after_an_outage_there_is_a_leader_within_a_ttl(engine: str, candidates: int) -> None:
-    """Every lease was lost in it: the successors do not wait for one after the other."""
+    """Every lease has expired in it: they are ended together, not one after the other."""
 
     async def outage(world: WireWorld, _: Cluster) -> None:
         world.network.stop()
@@ -167,11 +167,9 @@ def test_after_an_outage_there_is_a_leader_within_a_ttl(engine: str, candidates:
 
 
 @pytest.mark.parametrize("fault", ["ends_listeners", "garbles"])
-def test_a_listener_that_meets_trouble_begins_again(
-    fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A connection is ended as it begins to listen, as by a server that is shut down, or carries
-    what is not of the protocol: nothing fails unheard, and what changes later is told."""
+def test_listening_begins_again_after_an_error(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server ends a connection as it begins to listen, as in a shutdown, or sends malformed
+    messages. Nothing fails unnoticed, and later changes are notified."""
     keep_virtual_time(monkeypatch)
     network, clock = Network(), VirtualClock()
     loop = WireLoop(clock)

@@ -1,4 +1,4 @@
-"""The whole suite of the relational store through a pooler."""
+"""The conformance suite of the relational store through a pooler."""
 
 from __future__ import annotations
 

@@ -1,17 +1,18 @@
-"""One connection to a database: made when it is needed, dropped when it is in doubt.
+"""One connection to a database at a time: made when it is needed, dropped when it is in doubt.
 
-Calls on a link take turns. A call that is cancelled before its turn is never sent. One that is
-cancelled later takes the connection with it: the server carries it out whole or not at all, and
-the next call gets a new connection instead of waiting for an answer that may never come. Making a
-connection outlasts the patience of whoever needs it first, so that a host that does not answer
-is passed over in the end.
+Calls on an `SqlConnection` take turns. A call that is cancelled before its turn is never sent. A
+call that is cancelled later drops the connection: the server carries it out as a whole or not at
+all, and the next call gets a new connection instead of waiting for a response that may never come.
+Connecting goes on if the caller that needed it first gives up, so that hosts which do not respond
+are passed over in the end.
 
-The links of one store use one server, their `Primary`. Every message ends with a query of who
-answers it. If that is another server than before, there was a failover: all links drop their
-connections to the old one, and an answer that comes on a dropped connection does not count. A
-leader thus never renews its lease on one server while its record is taken over on another.
+All connections of one store use one server, their `Primary`. Every message ends with a query for
+the identity of the server. If it differs from before, there was a failover: all connections leave
+the old server, and a response that arrives on a dropped connection does not count. A leader thus
+never renews its lease on one server while its record is taken over on another.
 
-What an error means is the engine's knowledge. Imports the error tree and the standard library.
+What is particular to an engine is in its `SqlEngine`. Imports the kit of the stores, the error tree
+and the standard library.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 from urllib.parse import unquote
 
-from doyen.errors import ConfigError, OutcomeUnknown, StoreUnavailable, StoreUnusable
+from doyen._waiting import retrieve
+from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable
+from doyen.stores.kit import url as options
+from doyen.stores.kit.failover import ConnectionLost
+from doyen.stores.kit.lifecycle import CLOSED
+from doyen.stores.kit.url import Host
 from doyen.stores.port import StoreURL
 
 __all__ = [
@@ -33,37 +39,33 @@ __all__ = [
     "Row",
     "SqlAddress",
     "SqlConnection",
-    "SqlConnectionLost",
-    "TryAgain",
+    "SqlEngine",
+    "TransactionUndone",
     "WrongServer",
+    "text_of",
 ]
 
 C = TypeVar("C")
 
 Row = Sequence[Any]
 Given = Mapping[str, object]
-Host = tuple[str, int | None]
 
-_TRIES = 20
+_ATTEMPTS = 20
 _PAUSE_S = 0.005
-_PATIENCE_S = 1.0
+_CLOSE_S = 1.0
 
 
-class TryAgain(StoreUnavailable):
-    """The database has undone the transaction in favour of another: it is to be sent again."""
+class TransactionUndone(StoreUnavailable):
+    """The database has rolled back the transaction because of another one. It can be retried."""
 
 
 class WrongServer(StoreUnavailable):
-    """Nothing was done, because this server is not the one that can; another connection is due."""
-
-
-class SqlConnectionLost(Exception):
-    """The connection has ended, or is of no more use, with a call under way."""
+    """Nothing was written, because this server is not the primary. Connect again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SqlAddress:
-    """Where the servers are, and who asks."""
+    """The servers, the login and the database."""
 
     hosts: tuple[Host, ...]
     user: str | None
@@ -71,56 +73,103 @@ class SqlAddress:
     database: str
 
     @classmethod
-    def of(cls, url: StoreURL) -> SqlAddress:
-        """Take apart `scheme://user:password@h1:p1,h2:p2/database`."""
-        who, _, where = url.parts.netloc.rpartition("@")
-        user, _, password = who.partition(":")
-        hosts = []
-        for part in where.split(","):
-            name, separator, port = part.rpartition(":")
-            if not separator or port.endswith("]"):
-                name, port = part, ""
-            if port and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-                raise ConfigError(f"a port is a number from 1 to 65535, not {port!r}")
-            hosts.append((unquote(name.strip("[]")), int(port) if port else None))
+    def of(cls, url: StoreURL, default_port: int) -> SqlAddress:
+        """Parse `scheme://user:password@h1:p1,h2:p2/database`."""
+        user, password = options.login(url)
         return cls(
-            hosts=tuple(hosts),
-            user=unquote(user) or None,
-            password=unquote(password) or None,
+            hosts=options.hosts(url, default_port, empty=""),
+            user=user or None,
+            password=password or None,
             database=unquote(url.parts.path.strip("/")),
         )
 
-    def text(self, default_port: int) -> str:
-        """For people, without the password."""
-        return ", ".join(
-            f"{host or 'localhost'}:{port or default_port}" for host, port in self.hosts
-        )
+    def __str__(self) -> str:
+        return ", ".join(map(_shown, self.hosts))
+
+
+def _shown(host: Host) -> str:
+    return str(host if host.name else host._replace(name="localhost"))
+
+
+class SqlEngine(ABC, Generic[C]):
+    """What is particular to an engine and its client library. `C` is the library's connection."""
+
+    name: ClassVar[str]
+
+    def __init__(self, address: SqlAddress, timeout_s: float) -> None:
+        self.address = address
+        self.where = str(address)
+        self.timeout_s = timeout_s
+
+    @abstractmethod
+    async def connect(self, host: Host) -> C:
+        """A new connection. Raises a `StoreError`, or an error that `translate` knows."""
+
+    @abstractmethod
+    async def execute(self, connection: C, text: str, given: Given) -> list[list[Row]]:
+        """Send one message, and return the rows of each query in it."""
+
+    @abstractmethod
+    def transaction(self, script: str, *, early: bool) -> str:
+        """A message that runs these statements in one transaction, which is durable when the
+        response arrives.
+
+        With `early`, others may see it before it is durable, if the engine commits in order:
+        whatever builds on it is then durable only if it is. Other transactions then do not wait for
+        the disk. This must not be used for records: a client that finds its own record must be able
+        to rely on it.
+        """
+
+    @abstractmethod
+    def translate(self, error: Exception) -> Exception:
+        """Map an error: a `StoreError` if nothing was done, or `ConnectionLost`."""
+
+    @abstractmethod
+    def hang_up(self, connection: C) -> None:
+        """End a connection at once. A call in flight on it fails, unless its response has arrived;
+        this is called again when that call has ended."""
+
+    async def close(self, connection: C) -> None:
+        """End a connection in an orderly way, if that can be done at once."""
+        self.hang_up(connection)
+
+    def usable(self, connection: C) -> bool:
+        """Whether an idle connection is still open, as far as is known."""
+        return True
+
+    def greeting(self) -> str:
+        """What is sent first on a new connection."""
+        return ""
+
+    def connected(self, connection: C) -> None:
+        """Called when a new connection is in use. Raises errors that `translate` knows."""
 
 
 class Primary:
-    """The server that all links of one store use, and how to ask a server who it is."""
+    """The server that all connections of one store use."""
 
-    def __init__(self, who: str) -> None:
-        self.who = who
-        """A query of four columns: the incarnation of the server; what it has in common with the
-        primaries before and after it; which of these it is; whether it can be written to."""
+    def __init__(self, identity_query: str) -> None:
+        self.identity_query = identity_query
+        """A query of four columns: the incarnation of the server; an id that it has in common with
+        the primaries before and after it; its number among these; whether it can be written to."""
         self.incarnation = ""
         self._lineage, self._order = "", 0
-        self._host: tuple[str, int | None] | None = None
-        self._links: list[SqlConnection[Any]] = []
+        self._host: Host | None = None
+        self._connections: list[SqlConnection[Any]] = []
 
-    def join(self, link: SqlConnection[Any]) -> None:
-        """Have a link leave its server when another has become the primary."""
-        self._links.append(link)
+    def add(self, connection: SqlConnection[Any]) -> None:
+        """Have a connection leave its server when another one has become the primary."""
+        self._connections.append(connection)
 
-    def first(self, hosts: Sequence[Host]) -> Sequence[Host]:
-        """The hosts in the order in which to try them: first where the primary was last."""
+    def last_first(self, hosts: Sequence[Host]) -> Sequence[Host]:
+        """The hosts in the order in which to try them: the last primary first."""
         return sorted(hosts, key=lambda host: host != self._host)
 
-    def met(self, answer: Row, host: Host | None = None) -> str:
-        """A server has said who it is; its incarnation. Raises `WrongServer` if it was deposed."""
-        incarnation, lineage = _text(answer[0]), _text(answer[1])
-        order, writable = int(answer[2]), bool(answer[3])
+    def accept(self, identity: Row, host: Host | None = None) -> str:
+        """Take the server with this identity for the primary, and return its incarnation. Raises
+        `WrongServer` if it is a replica, or was the primary before a failover."""
+        incarnation, lineage = text_of(identity[0]), text_of(identity[1])
+        order, writable = int(identity[2]), bool(identity[3])
         if not writable:
             raise WrongServer("it is read-only: a replica?")
         if lineage == self._lineage and order < self._order:
@@ -129,93 +178,59 @@ class Primary:
         self._lineage, self._order = lineage, order
         if incarnation != self.incarnation:
             self.incarnation = incarnation
-            for link in self._links:
-                link.leave_others(incarnation)
+            for connection in self._connections:
+                connection.leave_others(incarnation)
         return incarnation
 
 
-class SqlConnection(ABC, Generic[C]):
-    """A connection, its turns, and its end."""
+class SqlConnection(Generic[C]):
+    """A connection to the primary, replaced when it ends."""
 
-    def __init__(
-        self, engine: str, address: SqlAddress, timeout_s: float, primary: Primary
-    ) -> None:
-        self.where = address.text(self.port)
-        self._engine = engine
-        self._hosts = address.hosts
-        self._timeout_s = timeout_s
+    def __init__(self, engine: SqlEngine[C], primary: Primary) -> None:
+        self.engine = engine
         self._primary = primary
-        primary.join(self)
+        primary.add(self)
         self._loop = asyncio.get_running_loop()
         self._turn = asyncio.Lock()
-        self._connection: C | None = None
-        self._at = ""
-        """The incarnation of the server at the other end."""
+        self._present: tuple[C, str] | None = None
+        """The connection, and the incarnation of its server."""
         self._connecting: asyncio.Task[tuple[C, str]] | None = None
         self._executions: set[asyncio.Task[list[list[Row]]]] = set()
         self._closed = False
 
-    port: ClassVar[int]
-    """Where servers listen if the URL does not say."""
+    @property
+    def where(self) -> str:
+        """The servers, for messages."""
+        return self.engine.where
 
-    @abstractmethod
-    async def reach(self, host: str, port: int) -> C:
-        """A new connection. Raises a `StoreError`, or what `translate` understands."""
-
-    @abstractmethod
-    async def execute(self, connection: C, text: str, given: Given) -> list[list[Row]]:
-        """Send one message; the rows of each query in it."""
-
-    @abstractmethod
-    def transaction(self, script: str, *, early: bool) -> str:
-        """A message that carries out these statements in one transaction, durably when answered.
-
-        With `early`, others may see it before it is durable, if the engine can do that in order:
-        whatever builds on it is then durable only if it is. Nobody waits for the disk in the turn
-        of another then. Not for records: who finds its own there must be able to count on it.
-        """
-
-    @abstractmethod
-    def translate(self, error: Exception) -> Exception:
-        """What an error means: a `StoreError` if nothing was done, or `SqlConnectionLost`."""
-
-    @abstractmethod
-    def hang_up(self, connection: C) -> None:
-        """End a connection at once. A call under way on it fails, or has its answer already; this
-        is then called again when it has ended."""
-
-    def usable(self, connection: C) -> bool:
-        """Whether nothing is known to be wrong with a connection that has been idle."""
-        return True
-
-    def greeting(self) -> str:
-        """What is sent first on a new connection."""
-        return ""
-
-    def arrived(self, connection: C) -> None:
-        """A new connection is in use from now on. Raises what `translate` understands."""
+    @property
+    def present(self) -> C | None:
+        """The connection, if there is one that is not known to have ended."""
+        if self._present is None or not self.engine.usable(self._present[0]):
+            return None
+        return self._present[0]
 
     async def read(self, query: str, given: Given) -> list[Row]:
-        """Ask something."""
+        """Run a query that changes nothing."""
         try:
             return await self._send(query, given)
-        except SqlConnectionLost as error:
+        except ConnectionLost as error:
             raise StoreUnavailable(f"{self.where}: {error}") from error
 
     async def write(self, script: str, given: Given, *, early: bool = False) -> list[Row]:
-        """Have statements carried out in one transaction."""
-        message = self.transaction(script, early=early)
-        for _ in range(_TRIES):
+        """Run statements in one transaction."""
+        message = self.engine.transaction(script, early=early)
+        for _ in range(_ATTEMPTS):
             try:
                 return await self._send(message, given)
-            except TryAgain:
+            except TransactionUndone:
                 await asyncio.sleep(random.uniform(0, _PAUSE_S))
-            except SqlConnectionLost as error:
+            except ConnectionLost as error:
                 raise OutcomeUnknown(
-                    f"{self.where}: the connection ended with a transaction under way ({error})"
+                    f"{self.where}: the connection ended during a transaction ({error})"
                 ) from error
         raise StoreUnavailable(
-            f"{self.where} undid a transaction {_TRIES} times in favour of others"
+            f"{self.where} rolled back a transaction {_ATTEMPTS} times because of others"
         )
 
     async def close(self) -> None:
@@ -224,144 +239,136 @@ class SqlConnection(ABC, Generic[C]):
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.wait({self._connecting})
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            await self.farewell(connection)
-        if self._executions:  # their connections were hung up, and are released as they end
-            await asyncio.wait(self._executions, timeout=_PATIENCE_S)
-
-    async def farewell(self, connection: C) -> None:
-        """End a connection in good order, if that can be done at once."""
-        self.hang_up(connection)
-
-    def drop(self, connection: C) -> None:
-        """Have nothing more to do with a connection."""
-        if self._connection is connection:
-            self._connection = None
-        self.hang_up(connection)
+        present, self._present = self._present, None
+        if present is not None:
+            await self.engine.close(present[0])
+        if self._executions:  # on connections that were hung up
+            await asyncio.wait(self._executions, timeout=_CLOSE_S)
 
     def leave_others(self, incarnation: str) -> None:
         """Drop the connection if it leads to another server than this."""
-        if self._connection is not None and self._at != incarnation:
-            self.drop(self._connection)
+        if self._present is not None and self._present[1] != incarnation:
+            self._drop(self._present[0])
 
     async def connected(self) -> C:
         """The connection; a new one if there is none."""
         while True:
             self._require_open()
-            if self._connection is not None:
-                if self.usable(self._connection):
-                    return self._connection
-                self.drop(self._connection)
-            connecting = self._begin_to_connect()
+            if (present := self.present) is not None:
+                return present
+            connecting = self._connect_in_background()
             await asyncio.wait({connecting})
             if not connecting.cancelled():
                 connecting.result()
 
     def reconnect(self) -> None:
-        """Have a connection made if there is none, without waiting for it: a link that is not used
-        would not notice that another server has become the primary."""
-        if not self._closed and (self._connection is None or not self.usable(self._connection)):
-            self._begin_to_connect()
+        """Begin to connect if there is no connection. One that is not used would not notice that
+        another server has become the primary."""
+        if not self._closed and self.present is None:
+            self._connect_in_background()
 
-    def _begin_to_connect(self) -> asyncio.Task[tuple[C, str]]:
+    def _drop(self, connection: C) -> None:
+        if self._present is not None and self._present[0] is connection:
+            self._present = None
+        self.engine.hang_up(connection)
+
+    def _connect_in_background(self) -> asyncio.Task[tuple[C, str]]:
+        if self._present is not None:
+            self._drop(self._present[0])
         if self._connecting is None:
             self._connecting = self._loop.create_task(self._connect())
-            self._connecting.add_done_callback(self._arrived)
+            self._connecting.add_done_callback(self._on_connected)
         return self._connecting
 
     async def _connect(self) -> tuple[C, str]:
         """A connection to the first host that is the primary, and its incarnation."""
+        engine, timeout_s = self.engine, self.engine.timeout_s
         causes = []
-        for host, port in self._primary.first(self._hosts):
-            where = f"{host or 'localhost'}:{port or self.port}"
+        for host in self._primary.last_first(engine.address.hosts):
             try:
-                connection = await self.reach(host, port or self.port)
+                connection = await engine.connect(host)
                 try:
-                    async with asyncio.timeout(self._timeout_s):
-                        *_, (who,) = await self._carry_out(
-                            connection, f"{self.greeting()}{self._primary.who}", {}
+                    async with asyncio.timeout(timeout_s):
+                        *_, (identity,) = await self._execute(
+                            connection, f"{engine.greeting()}{self._primary.identity_query}", {}
                         )
-                    return connection, self._primary.met(who, (host, port))
+                    return connection, self._primary.accept(identity, host)
                 except BaseException:
-                    self.hang_up(connection)
+                    engine.hang_up(connection)
                     raise
             except TimeoutError:
-                causes.append(f"{where} did not answer within {self._timeout_s:g} s")
+                causes.append(f"{_shown(host)} did not answer within {timeout_s:g} s")
             except Exception as error:
-                meaning = self.translate(error)
-                if not isinstance(meaning, SqlConnectionLost | StoreUnavailable):
+                meaning = engine.translate(error)
+                if not isinstance(meaning, ConnectionLost | StoreUnavailable):
                     raise meaning from error
-                causes.append(f"{where}: {meaning}")
-        raise StoreUnavailable(f"no connection to {self._engine}: {'; '.join(causes)}")
+                causes.append(f"{_shown(host)}: {meaning}")
+        raise StoreUnavailable(f"no connection to {engine.name}: {'; '.join(causes)}")
 
     def _require_open(self) -> None:
         if self._closed:
-            raise StoreUnusable("this store has been closed; open another")
+            raise StoreUnusable(CLOSED)
 
-    def _arrived(self, connecting: asyncio.Task[tuple[C, str]]) -> None:
+    def _on_connected(self, connecting: asyncio.Task[tuple[C, str]]) -> None:
         self._connecting = None
         if connecting.cancelled() or connecting.exception() is not None:
             return
-        connection, at = connecting.result()
-        if self._closed or at != self._primary.incarnation:
-            self.hang_up(connection)
+        connection, incarnation = connecting.result()
+        if self._closed or incarnation != self._primary.incarnation:
+            self.engine.hang_up(connection)
             return
-        self._connection, self._at = connection, at
+        self._present = connection, incarnation
         try:
-            self.arrived(connection)
+            self.engine.connected(connection)
         except Exception as error:
-            if not isinstance(self.translate(error), SqlConnectionLost):
+            if not isinstance(self.engine.translate(error), ConnectionLost):
                 raise
-            self.drop(connection)
+            self._drop(connection)
 
     async def _send(self, text: str, given: Given) -> list[Row]:
         async with self._turn:
             connection = await self.connected()
             try:
-                *answers, (who,) = await self._carry_out(
-                    connection, f"{text}; {self._primary.who}", given
+                *results, (identity,) = await self._execute(
+                    connection, f"{text}; {self._primary.identity_query}", given
                 )
             except Exception as error:
-                meaning = self.translate(error)
-                if isinstance(meaning, SqlConnectionLost | WrongServer):
-                    self.drop(connection)
+                meaning = self.engine.translate(error)
+                if isinstance(meaning, ConnectionLost | WrongServer):
+                    self._drop(connection)
                 raise meaning from error
-            self._require_primary(connection, who)
-            return answers[-1] if answers else []
+            self._require_primary(connection, identity)
+            return results[-1] if results else []
 
-    async def _carry_out(self, connection: C, text: str, given: Given) -> list[list[Row]]:
-        """Send a message; if the caller is cancelled meanwhile, drop the connection."""
-        execution = self._loop.create_task(self.execute(connection, text, given))
+    async def _execute(self, connection: C, text: str, given: Given) -> list[list[Row]]:
+        """Send a message. If the caller is cancelled before the response, drop the connection."""
+        execution = self._loop.create_task(self.engine.execute(connection, text, given))
         self._executions.add(execution)
         execution.add_done_callback(self._executions.discard)
         try:
-            await asyncio.wait({execution})  # a shield reports later failures, from 3.14 on
+            await asyncio.wait({execution})  # asyncio.shield logs later failures, from 3.14 on
         except asyncio.CancelledError:
-            self.drop(connection)
-            execution.add_done_callback(lambda done: self._left_alone(done, connection))
+            self._drop(connection)
+            execution.add_done_callback(lambda _: self.engine.hang_up(connection))
+            execution.add_done_callback(retrieve)
             raise
         return execution.result()
 
-    def _require_primary(self, connection: C, who: Row) -> None:
-        """An answer counts if it comes from the server that all links use now."""
-        if connection is not self._connection:
-            raise SqlConnectionLost("the answer came when another server had become the primary")
+    def _require_primary(self, connection: C, identity: Row) -> None:
+        """Accept a response only if it comes from the server that all connections use now."""
+        if self._present is None or self._present[0] is not connection:
+            raise ConnectionLost("the response came after another server had become the primary")
+        incarnation = self._present[1]
         try:
-            incarnation = self._primary.met(who)
+            if self._primary.accept(identity) == incarnation:
+                return
         except WrongServer as error:
-            self.drop(connection)
-            raise SqlConnectionLost(str(error)) from error
-        if incarnation != self._at:
-            self.drop(connection)
-            raise SqlConnectionLost("another server than before has answered")
-
-    def _left_alone(self, execution: asyncio.Task[list[list[Row]]], connection: C) -> None:
-        """A call that nobody waits for has ended, perhaps well."""
-        self.hang_up(connection)
-        if not execution.cancelled():
-            execution.exception()
+            self._drop(connection)
+            raise ConnectionLost(str(error)) from error
+        self._drop(connection)
+        raise ConnectionLost("another server than before has responded")
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """A text column: some drivers return bytes."""
     return value.decode() if isinstance(value, bytes | bytearray) else str(value)

@@ -15,7 +15,7 @@ __all__ = ["MySQLFacts", "PostgreSQLFacts", "findings_of_mysql", "findings_of_po
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PostgreSQLFacts:
-    """How a PostgreSQL server was found."""
+    """The state of a PostgreSQL server."""
 
     version: str
     pooled: bool
@@ -24,13 +24,13 @@ class PostgreSQLFacts:
     full_page_writes: bool
     timelines: bool
     lagging_standbys: int
-    """Standbys that may lack what was confirmed."""
+    """Standbys that may lack confirmed commits."""
     connections: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MySQLFacts:
-    """How a server of MySQL or MariaDB was found."""
+    """The state of a server of MySQL or MariaDB."""
 
     version: str
     poll_s: float
@@ -41,17 +41,17 @@ class MySQLFacts:
 
 
 def findings_of_postgresql(facts: PostgreSQLFacts) -> Iterator[Finding]:
-    """What the state of a PostgreSQL server means."""
+    """What the state of a PostgreSQL server means for elections."""
     subject = "postgresql"
     yield Finding(
         level="ok",
         subject=subject,
-        text=f"PostgreSQL {facts.version}, {facts.connections} connections of doyen in all",
+        text=f"PostgreSQL {facts.version}, {facts.connections} connections of doyen",
     )
     if facts.poll_s is None:
-        yield Finding(level="ok", subject="changes", text="changes are heard by LISTEN")
+        yield Finding(level="ok", subject="changes", text="changes are notified by LISTEN")
     else:
-        why = "a pooler stands before the server, so " if facts.pooled else ""
+        why = "the connection goes through a pooler, so " if facts.pooled else ""
         yield Finding(
             level="note",
             subject="changes",
@@ -67,22 +67,22 @@ def findings_of_postgresql(facts: PostgreSQLFacts) -> Iterator[Finding]:
             "a standby" if facts.lagging_standbys == 1 else f"{facts.lagging_standbys} standbys"
         )
         tokens = (
-            "tokens keep growing all the same, so fenced resources are safe"
+            "tokens still grow, so fenced resources are safe"
             if facts.timelines
-            else "tokens may be given twice"
+            else "tokens may be given out twice"
         )
         yield Finding(
             level="warning",
             subject="replication",
-            text=f"{counted} may lack the last commits: after a failover a leader's record can be"
-            f" gone while the leader still counts on it; {tokens}",
+            text=f"{counted} may lack the last commits: after a failover a leader record can be"
+            f" lost while its leader is still valid; {tokens}",
             remedy="replicate synchronously (synchronous_standby_names)"
             + ("" if facts.timelines else ", or set token_floor after a failover"),
         )
 
 
 def findings_of_mysql(facts: MySQLFacts) -> Iterator[Finding]:
-    """What the state of a server of MySQL or MariaDB means."""
+    """What the state of a server of MySQL or MariaDB means for elections."""
     subject = "mysql"
     yield Finding(level="ok", subject=subject, text=facts.version)
     yield Finding(
@@ -105,8 +105,8 @@ def findings_of_mysql(facts: MySQLFacts) -> Iterator[Finding]:
         yield Finding(
             level="note",
             subject="replication",
-            text="this is a Galera cluster: records are kept apart by certification, but a read at"
-            " one member may lag behind a write at another",
+            text="this is a Galera cluster: certification prevents conflicting records, but a read"
+            " at one member may lag behind a write at another",
             remedy="let all candidates use one node first (list the others after it in the URL)",
         )
 
@@ -115,7 +115,7 @@ def _not_durable(subject: str, what: str, remedy: str) -> Finding:
     return Finding(
         level="warning",
         subject=subject,
-        text=f"{what}: after a crash of the machine, what was confirmed may be gone, a leader's"
-        " record or a renewal among it",
+        text=f"{what}: after a crash of the machine, confirmed writes may be lost, among them a"
+        " leader record or a renewal",
         remedy=remedy,
     )

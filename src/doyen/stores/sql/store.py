@@ -1,21 +1,19 @@
-"""The tables, and what may be done with them: the Store port in SQL that both engines understand.
+"""The tables, and the statements on them: the Store port in SQL that both engines understand.
 
     meta     one row: the layout of the tables, and the counter that numbers all changes
     leases   id, ttl, renewal counter, and when that last changed by the database's clock
     entries  path (the primary key), value, revision, version, lease; tickets sort as their line
-    changes  which paths have changed of late, for those who cannot be notified
+    changes  the paths that have changed recently, for clients without notifications
 
-A read that comes upon a lease that is over ends it and reads again, so no method returns what is
-void, and each end is one transaction of its own. A write is done in two steps only where the first
-can spare the second: `create` looks before it takes a number, because a candidate that is refused
-should not make anybody wait.
+A read that finds an expired lease ends it and reads again, so no method returns an entry whose
+lease has ended. Each end is a transaction of its own. `create` reads before it advances the
+counter, so that a candidate that is refused does not make other transactions wait.
 
-Imports the port, the model and its own package.
+Imports the port, the model, the kit of the stores and its own package.
 """
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,9 +23,10 @@ from doyen.errors import ConfigError, LeaseGone, StoreUnusable, TicketGone
 from doyen.events import LeaseEnded
 from doyen.model import Entry, Lease, Version
 from doyen.stores.kit.expiry import LeaseRow
+from doyen.stores.kit.lifecycle import GuardedStore
 from doyen.stores.kit.observer import LeaseObserver, Survey
-from doyen.stores.port import Capabilities, Context, Creation, Store, StoreURL, Watch
-from doyen.stores.sql.connection import Given, Row, SqlConnection
+from doyen.stores.port import Capabilities, Context, Creation, Watch
+from doyen.stores.sql.connection import Given, Row, SqlConnection, text_of
 
 __all__ = [
     "KEPT",
@@ -35,26 +34,24 @@ __all__ = [
     "Dialect",
     "RelationalStore",
     "check_layout",
-    "number_of",
-    "token_floor",
 ]
 
 LAYOUT = 1
 _RANKS = 1 << 31
 _PATH_BYTES = 1024
 _SWEPT = 64
-"""How many leases that look over are followed up when a store is opened."""
+"""How many leases that may have expired are observed when a store is opened."""
 _GONE = -1
-"""The counter of a lease whose row is not there: what is bound to it is void."""
+"""The counter of a lease whose row does not exist. Entries that are bound to it are void."""
 KEPT = 1000
-"""For how many positions it is known what has changed."""
+"""For how many positions the changed paths are kept."""
 _AT_ONCE = 50
 """How many scopes are surveyed in one query."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """What differs from engine to engine in the statements."""
+    """The parts of the statements that differ between engines."""
 
     meta: str
     leases: str
@@ -67,7 +64,7 @@ class Dialect:
     incarnation: str
     """Differs if a server may have lost what an earlier one confirmed."""
     logs: bool
-    """Whether changes are to be logged by the statements; else the tables do it by themselves."""
+    """Whether the statements log changes. Otherwise a trigger does."""
 
 
 _LEASE = "l.ttl_us, l.counter, {clock} - l.renewed_us, {incarnation}"
@@ -77,7 +74,7 @@ _NUMBER = "UPDATE {meta} SET {numbering}, position = position + 1; "
 _IS_FREE = "NOT EXISTS (SELECT 1 FROM {entries} WHERE path = %(path)s)"
 _IS_OVER = "([pairs]) AND {incarnation} = %(incarnation)s"
 _REMAINING = "SELECT id FROM {leases} WHERE id IN ([leases])"
-_STANDING = (
+_PRESENT = (
     f"SELECT {_ENTRY}, m.revision, o.id FROM {{meta}} m"
     " LEFT JOIN {entries} e ON e.path = %(path)s LEFT JOIN {leases} l ON l.id = e.lease"
     " LEFT JOIN {leases} o ON o.id = %(lease)s"
@@ -94,7 +91,7 @@ _SURVEY = (
 
 
 def _statements(*, logs: bool) -> dict[str, str]:
-    """What is sent; with `logs`, together with the log of what it changes."""
+    """The statements; with `logs`, they also log the paths that they change."""
 
     def log(which: str) -> str:
         if not logs:
@@ -114,19 +111,19 @@ def _statements(*, logs: bool) -> dict[str, str]:
         f" SELECT l.id, {_LEASE} FROM {{leases}} l WHERE l.id = %(lease)s",
         "revoke": f"{_NUMBER}{log('e.lease = %(lease)s')}"
         "DELETE FROM {entries} WHERE lease = %(lease)s; DELETE FROM {leases} WHERE id = %(lease)s",
-        # The leases go first: a renewal that comes in between then waits, and finds nothing.
+        # The leases are locked and deleted first: a concurrent renewal waits, and finds none.
         "expire": f"{_NUMBER}SELECT id FROM {{leases}} WHERE {_IS_OVER} FOR UPDATE;"
         f" DELETE FROM {{leases}} WHERE {_IS_OVER};"
         f" {log(f'e.lease IN ([leases]) AND e.lease NOT IN ({_REMAINING})')}"
         f"DELETE FROM {{entries}} WHERE lease IN ([leases]) AND lease NOT IN ({_REMAINING})",
-        "standing": _STANDING,
+        "present": _PRESENT,
         "create": f"{_NUMBER}{_INTO}%(path)s, %(value)s, m.revision, m.revision, o.id"
-        f" FROM {{meta}} m, {{leases}} o WHERE o.id = %(lease)s AND {_IS_FREE}; {made}{_STANDING}",
+        f" FROM {{meta}} m, {{leases}} o WHERE o.id = %(lease)s AND {_IS_FREE}; {made}{_PRESENT}",
         "put": f"{_NUMBER}{_INTO}%(path)s, %(value)s, m.revision, m.revision, NULL"
-        f" FROM {{meta}} m WHERE {_IS_FREE}; {made}{_STANDING}",
+        f" FROM {{meta}} m WHERE {_IS_FREE}; {made}{_PRESENT}",
         "replace": f"{_NUMBER}UPDATE {{entries}} SET value = %(value)s, lease = NULL,"
         " version = (SELECT revision FROM {meta}) WHERE path = %(path)s AND version = %(version)s;"
-        f" {made}{_STANDING}",
+        f" {made}{_PRESENT}",
         "delete": f"{_NUMBER}SELECT path FROM {{entries}} WHERE path = %(path)s;"
         f" {log('e.path = %(path)s')}"
         "DELETE FROM {entries} WHERE path = %(path)s",
@@ -153,38 +150,37 @@ def _statements(*, logs: bool) -> dict[str, str]:
     }
 
 
-class RelationalStore(Store):
-    """One handle on the tables. Engines say how to connect, and what to diagnose."""
+class RelationalStore(GuardedStore):
+    """One handle on the tables. Subclasses connect, and diagnose the server."""
 
     def __init__(
         self,
         dialect: Dialect,
         context: Context,
         *,
-        work: SqlConnection[Any],
-        pulse: SqlConnection[Any],
+        connection: SqlConnection[Any],
+        renewals: SqlConnection[Any],
         poll_s: float | None,
     ) -> None:
         self._emit = context.emit
         self._names = asdict(dialect)
         texts = _statements(logs=dialect.logs)
         self._sql = {name: text.format_map(self._names) for name, text in texts.items()}
-        self._work = work
-        self._pulse = pulse
+        self._connection = connection
+        self._renewals = renewals
         self._own: set[str] = set()
-        self._lookout = LeaseObserver(self, context.clock.now, poll_s, self.changes)
-        self._unusable: str | None = None
-        # Found dead by an observer whose sighting is a ttl old when it has just begun to look; a
-        # candidate that has been waiting needs little more than the ttl.
+        self._observer = LeaseObserver(self, context.clock.now, poll_s, self.changes)
+        # A client that has just begun to observe needs a whole ttl from then on to find a lease
+        # expired. A candidate that has been waiting needs little more than the ttl in all.
         self.capabilities = Capabilities(expiry_factor=2.0, notice_s=poll_s or 0.0, durable=False)
 
     async def open(self, floor: int) -> None:
-        """Raise the counter, and follow up what the dead have left behind."""
+        """Raise the counter to `floor`, and begin to observe leases that may have expired."""
         try:
             if floor:
-                await self._work.write(self._sql["raise"], {"floor": floor})
-            stale = await self._work.read(self._sql["stale"], {})
-            self._lookout.follow(_text(row[0]) for row in stale)
+                await self._connection.write(self._sql["raise"], {"floor": floor})
+            stale = await self._connection.read(self._sql["stale"], {})
+            self._observer.follow(text_of(row[0]) for row in stale)
         except BaseException:
             await self.close()
             raise
@@ -194,57 +190,57 @@ class RelationalStore(Store):
         granted_s = max(ttl_s, self.capabilities.ttl_min_s)
         lease = Lease(uuid.uuid4().hex, granted_s)
         ttl_us = round(granted_s * 1e6)
-        await self._work.write(self._sql["grant"], {"lease": lease.id, "ttl_us": ttl_us})
+        await self._connection.write(self._sql["grant"], {"lease": lease.id, "ttl_us": ttl_us})
         self._own.add(lease.id)
         return lease
 
     async def renew(self, lease: Lease) -> None:
         self._require_usable()
-        self._work.reconnect()
-        rows = await self._pulse.write(self._sql["renew"], {"lease": lease.id})
+        self._connection.reconnect()
+        rows = await self._renewals.write(self._sql["renew"], {"lease": lease.id})
         if not rows:
             raise _gone(lease.id)
-        self._lookout.judge(_lease_row(rows[0]))
+        self._observer.judge(_lease_row(rows[0]))
 
     async def revoke(self, lease: Lease) -> None:
         self._require_usable()
-        await self._work.write(self._sql["revoke"], {"lease": lease.id}, early=True)
+        await self._connection.write(self._sql["revoke"], {"lease": lease.id}, early=True)
         self._own.discard(lease.id)
 
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
         given: dict[str, object] = {"path": _checked(key), "value": value, "lease": lease.id}
-        standing, own, _ = await self._standing("standing", given)
-        if own and standing is None:
-            standing, own, number = await self._standing("create", given)
-            if standing is not None and standing.version == number:
-                return Creation(True, standing)
+        present, own, _ = await self._present("present", given)
+        if own and present is None:
+            present, own, number = await self._present("create", given)
+            if present is not None and present.version == number:
+                return Creation(True, present)
         if not own:
             raise _gone(lease.id)
-        if standing is None:
+        if present is None:
             return await self.create(key, value, lease)
-        return Creation(False, standing)
+        return Creation(False, present)
 
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
         given: dict[str, object] = {"path": _checked(key), "value": value, "lease": ""}
         if if_version is None:
-            standing, _, _ = await self._standing("standing", given)
-            if standing is not None:
+            present, _, _ = await self._present("present", given)
+            if present is not None:
                 return None
-            standing, _, number = await self._standing("put", given)
+            present, _, number = await self._present("put", given)
         else:
             if type(if_version) is not int:
                 return None
             given["version"] = if_version
-            standing, _, number = await self._standing("replace", given)
-        return standing if standing is not None and standing.version == number else None
+            present, _, number = await self._present("replace", given)
+        return present if present is not None and present.version == number else None
 
-    async def _standing(
+    async def _present(
         self, statement: str, given: dict[str, object]
     ) -> tuple[Entry | None, bool, int]:
-        """What stands at a path, whether the lease in question is there, and the counter."""
+        """The entry at a path, whether the given lease exists, and the counter."""
         self._require_usable()
         while True:
-            call = self._work.read if statement == "standing" else self._work.write
+            call = self._connection.read if statement == "present" else self._connection.write
             (row,) = await call(self._sql[statement], given)
             over, entries = self._judged([row] if row[0] is not None else [])
             if not over:
@@ -257,7 +253,7 @@ class RelationalStore(Store):
             return False
         statement = self._sql["delete" if if_version is None else "delete version"]
         given = {"path": _checked(key), "version": if_version}
-        return bool(await self._work.write(statement, given, early=True))
+        return bool(await self._connection.write(statement, given, early=True))
 
     async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
         self._require_usable()
@@ -265,7 +261,7 @@ class RelationalStore(Store):
             raise ConfigError(f"a rank is between {-_RANKS + 1} and {_RANKS - 1}, not {rank}")
         prefix = _checked(f"{line}/{_RANKS - rank:08x}-", spare=20)
         given = {"line": prefix, "value": value, "lease": lease.id}
-        rows = await self._work.write(self._sql["enqueue"], given, early=True)
+        rows = await self._connection.write(self._sql["enqueue"], given, early=True)
         if not rows:
             raise _gone(lease.id)
         return self._judged(rows)[1][0]
@@ -289,50 +285,50 @@ class RelationalStore(Store):
     async def _entries(self, statement: str, given: Given) -> Sequence[Entry]:
         self._require_usable()
         while True:
-            over, entries = self._judged(await self._work.read(self._sql[statement], given))
+            over, entries = self._judged(await self._connection.read(self._sql[statement], given))
             if not over:
                 return entries
             await self._end(over)
 
     def _judged(self, rows: Sequence[Row]) -> tuple[dict[str, int], Sequence[Entry]]:
-        """The entries in rows, and the leases among theirs that are over."""
+        """The leases in the rows that have expired, and the entries."""
         over: dict[str, int] = {}
         entries = []
         for path, value, revision, version, lease, *rest in rows:
             left_s, bound = None, None
             if lease is not None:
-                bound = _text(lease)
+                bound = text_of(lease)
                 seen = _lease_row([bound, *rest])
-                verdict = self._lookout.judge(seen)
+                verdict = self._observer.judge(seen)
                 left_s = verdict.remaining_s
                 if verdict.over:
                     over[bound] = seen.counter
             entries.append(
-                Entry(_text(path), bytes(value), int(revision), int(version), bound, left_s)
+                Entry(text_of(path), bytes(value), int(revision), int(version), bound, left_s)
             )
         return over, entries
 
     async def _end(self, over: dict[str, int]) -> None:
-        """End leases that are over, with all others that have become so at the same time."""
-        for row in await self.look(self._lookout.ripe()):
-            if row.ttl_us is not None and self._lookout.judge(row).over:
+        """End these expired leases, and all others that have expired at the same time."""
+        for row in await self.look(self._observer.ripe()):
+            if row.ttl_us is not None and self._observer.judge(row).over:
                 over[row.lease] = row.counter
         proven = {
             lease: counter
             for lease, counter in over.items()
-            if counter == _GONE or self._lookout.proven(lease, counter)
+            if counter == _GONE or self._observer.proven(lease, counter)
         }
         if proven:
-            await self.end(proven, self._lookout.incarnation)
-            self._lookout.forget(proven)
+            await self.end(proven, self._observer.incarnation)
+            self._observer.forget(proven)
 
     async def expire(self, lease: str, counter: int) -> None:
-        """End a lease that is over, unless its counter has moved."""
+        """For the observer: end a lease that has expired, unless its counter has changed."""
         await self._end({lease: counter})
 
     async def end(self, leases: Mapping[str, int], incarnation: str) -> None:
-        """End those of these leases whose counters are still the given ones, if the server is the
-        one on which they were seen: another may lack renewals that were confirmed."""
+        """End those of the leases whose counters have not changed, if the server is still the one
+        on which they were observed: another may lack renewals that were confirmed."""
         given: dict[str, object] = {"incarnation": incarnation}
         pairs, places = [], []
         for number, (lease, counter) in enumerate(leases.items()):
@@ -340,13 +336,13 @@ class RelationalStore(Store):
             places.append(f"%(lease{number})s")
             pairs.append(f"id = {places[-1]} AND counter = %(counter{number})s")
         script = self._sql["expire"].replace("[pairs]", " OR ".join(pairs))
-        ended = await self._work.write(script.replace("[leases]", ", ".join(places)), given)
+        ended = await self._connection.write(script.replace("[leases]", ", ".join(places)), given)
         for (lease,) in ended:
-            if _text(lease) not in self._own:
-                self._emit(LeaseEnded(lease=_text(lease), cause="expired"))
+            if text_of(lease) not in self._own:
+                self._emit(LeaseEnded(lease=text_of(lease), cause="expired"))
 
     async def survey(self, scopes: Sequence[str]) -> dict[str, Survey]:
-        """Who owns something in each scope."""
+        """For the observer: the leases that own entries in each scope."""
         owners: dict[str, set[str]] = {scope: set() for scope in scopes}
         for start in range(0, len(scopes), _AT_ONCE):
             some = scopes[start : start + _AT_ONCE]
@@ -356,112 +352,76 @@ class RelationalStore(Store):
                 parts.append(_SURVEY.format(number=number, **self._names))
                 given[f"scope{number}"] = scope
                 given |= {f"{name}{number}": bound for name, bound in _under(scope).items()}
-            for number, lease in await self._work.read(" UNION ALL ".join(parts), given):
-                owners[some[int(number)]].add(_text(lease))
+            for number, lease in await self._connection.read(" UNION ALL ".join(parts), given):
+                owners[some[int(number)]].add(text_of(lease))
         return {scope: Survey(frozenset(), frozenset(found)) for scope, found in owners.items()}
 
     async def look(self, leases: Sequence[str]) -> Sequence[LeaseRow]:
-        """These leases as they are now, the gone ones too."""
+        """For the observer: the present rows of leases, also of those that have ended."""
         if not leases:
             return []
         given = {f"lease{number}": lease for number, lease in enumerate(leases)}
         places = ", ".join(f"%({name})s" for name in given)
         query = f"{_LOOK.format_map(self._names)}({places})"
-        rows = [_lease_row(row) for row in await self._work.read(query, given)]
+        rows = [_lease_row(row) for row in await self._connection.read(query, given)]
         missing = {*leases} - {row.lease for row in rows}
         return [*rows, *(LeaseRow(lease, None, _GONE, 0, "") for lease in missing)]
 
     async def position(self) -> int:
-        """The number of the last change."""
-        ((position,),) = await self._work.read(self._sql["position"], {})
+        """For the observer: the number of the last change."""
+        ((position,),) = await self._connection.read(self._sql["position"], {})
         return int(position)
 
     async def changes(self, since: int | None) -> tuple[int, Sequence[str] | None]:
-        """The position, and what has changed since an earlier one if that is not too long ago."""
+        """For the observer: the position, and the paths that have changed since an earlier one, or
+        None if that is too long ago."""
         if since is None:
             return await self.position(), None
-        rows = await self._work.read(self._sql["changes"], {"since": since})
+        rows = await self._connection.read(self._sql["changes"], {"since": since})
         position = int(rows[0][0])
         if not 0 <= position - since <= KEPT:
             return position, None
-        return position, [_text(path) for _, path in rows if path is not None]
+        return position, [text_of(path) for _, path in rows if path is not None]
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
         self._require_usable()
-        return await self._lookout.watch(scope, notify)
+        return await self._observer.watch(scope, notify)
 
-    def forked(self) -> None:
-        # The connections stay open: to close one would end the parent's as well.
-        self._unusable = (
-            "this store was opened before a fork and belongs to the parent process:"
-            " connect again in the child"
-        )
+    async def _release(self) -> None:
+        self._observer.close()
+        for connection in self._connections():
+            await connection.close()
 
-    async def close(self) -> None:
-        if self._unusable is None:
-            self._unusable = "this store has been closed; open another"
-            self._lookout.close()
-            for link in self._links():
-                await link.close()
-
-    def _links(self) -> Iterable[SqlConnection[Any]]:
-        return (self._work, self._pulse)
-
-    def _require_usable(self) -> None:
-        if self._unusable is not None:
-            raise StoreUnusable(self._unusable)
+    def _connections(self) -> Iterable[SqlConnection[Any]]:
+        return (self._connection, self._renewals)
 
 
 def check_layout(layout: int, where: str) -> None:
-    """Refuse tables that a newer doyen has made."""
+    """Refuse tables that a newer doyen has created."""
     if layout > LAYOUT:
         raise StoreUnusable(
-            f"{where} was made by a newer doyen (layout {layout}, this one knows {LAYOUT}):"
+            f"{where} was created by a newer doyen (layout {layout}, this one knows {LAYOUT}):"
             " upgrade doyen here, or name another in the URL"
         )
-
-
-def number_of(url: StoreURL, name: str, default: float, low: float, high: float) -> float:
-    """An option that is a number."""
-    text = url.options.get(name, "")
-    try:
-        value = float(text) if text else default
-    except ValueError:
-        value = math.nan
-    if not low <= value <= high:
-        raise ConfigError(f"{name} is a number from {low:g} to {high:g}, not {text!r}")
-    return value
-
-
-def token_floor(url: StoreURL) -> int:
-    """The option that raises the counter after a move or a restore."""
-    floor = url.options.get("token_floor", "0")
-    if not (floor.isascii() and floor.isdigit() and int(floor) < 1 << 62):
-        raise ConfigError(f"token_floor is a whole number below 2**62, not {floor!r}")
-    return int(floor)
 
 
 def _lease_row(row: Row) -> LeaseRow:
     lease, ttl_us, counter, age_us, incarnation, *_ = row
     if ttl_us is None:
-        return LeaseRow(_text(lease), None, _GONE, 0, "")
-    return LeaseRow(_text(lease), int(ttl_us), int(counter), int(age_us), _text(incarnation))
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes | bytearray) else str(value)
+        return LeaseRow(text_of(lease), None, _GONE, 0, "")
+    return LeaseRow(text_of(lease), int(ttl_us), int(counter), int(age_us), text_of(incarnation))
 
 
 def _checked(path: str, spare: int = 0) -> str:
     if len(path.encode()) + spare > _PATH_BYTES:
-        raise ConfigError(f"a key has at most {_PATH_BYTES} bytes here, not as many as {path!r}")
+        raise ConfigError(f"a key has at most {_PATH_BYTES} bytes in this store; {path!r} has more")
     return path
 
 
 def _under(prefix: str) -> dict[str, str]:
-    """The bounds of the paths that begin with `prefix` and a `/`; "0" is what follows "/"."""
+    """The bounds of the paths that begin with `prefix` and a `/`; "0" follows "/" in ASCII."""
     return {"first": prefix + "/", "last": prefix + "0"}
 
 
 def _gone(lease: str) -> LeaseGone:
-    return LeaseGone(f"lease {lease} has ended: what was bound to it is void")
+    return LeaseGone(f"lease {lease} has ended, and with it all entries bound to it")
