@@ -189,7 +189,7 @@ class Agents:
                 )
             self._datacentre = datacentre
             shortest = found.get("DebugConfig", {}).get("SessionTTLMin")
-            # 0 stands for the default. The setting of a client agent does not apply to servers.
+            # 0 means the default. The setting of a client agent does not apply to servers.
             if found["Config"].get("Server") and shortest:
                 self.ttl_min_s = seconds(shortest) or TTL_MIN_S
         self._checked.add(host)

@@ -344,30 +344,27 @@ class EtcdClient:
 
     async def call(self, method: Method, request: Any, *, reads: bool = False) -> Any:
         """Call at one member after another, as long as nothing can be carried out twice."""
+        cluster = self._cluster
 
         async def attempt(_: str) -> Any:
-            return await self._ask(method, request, reads=reads)
+            channel = await self.channel()
+            began, known = self._now(), cluster.revision
+            try:
+                answer = await channel.ask(method, request)
+            except asyncio.CancelledError:
+                self.call_cancelled(began)
+                raise
+            except (StoreUnavailable, OutcomeUnknown):
+                self.move_on(channel)
+                raise
+            cluster.require_same(channel.member, answer.header)
+            if 0 < answer.header.revision < known:
+                self.move_on(channel)
+                raise _went_back(channel.member, known, answer.header.revision, reads=reads)
+            cluster.revision = max(cluster.revision, answer.header.revision)
+            return answer
 
-        return await failover(self._cluster.members, attempt, repeatable=reads)
-
-    async def _ask(self, method: Method, request: Any, *, reads: bool) -> Any:
-        channel = await self.channel()
-        cluster, began = self._cluster, self._now()
-        known = cluster.revision
-        try:
-            answer = await channel.ask(method, request)
-        except asyncio.CancelledError:
-            self.call_cancelled(began)
-            raise
-        except (StoreUnavailable, OutcomeUnknown):
-            self.move_on(channel)
-            raise
-        cluster.require_same(channel.member, answer.header)
-        if 0 < answer.header.revision < known:
-            self.move_on(channel)
-            raise _went_back(channel.member, known, answer.header.revision, reads=reads)
-        cluster.revision = max(cluster.revision, answer.header.revision)
-        return answer
+        return await failover(cluster.members, attempt, repeatable=reads)
 
     async def close(self) -> None:
         """Close every channel; calls in flight end in `OutcomeUnknown`. Idempotent."""

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from doyen.model import Finding, Level
+from doyen.model import Finding
+from doyen.stores.kit.diagnosis import Defect, version_findings
 
 __all__ = ["EtcdMemberState", "findings"]
-
-_Release = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,29 +31,29 @@ _STALE_READS = (
     " cannot elect a second leader, but observers may see a change of leader late"
 )
 
-_DEFECTS: tuple[tuple[_Release, _Release, Level, str], ...] = (
-    (
+_DEFECTS = (
+    Defect(
         (3, 5, 0),
         (3, 5, 3),
         "problem",
         "a member that crashes under load may come back with other data than the rest"
         " (etcd#13766): two candidates can both win an election",
     ),
-    (
+    Defect(
         (0,),
         (3, 5, 5),
         "warning",
         "a cluster of one member may lose a confirmed write if it crashes (etcd#14370)",
     ),
-    (
+    Defect(
         (0,),
         (3, 5, 13),
         "warning",
         "after a stall of its own leader it can revoke leases that are alive (etcd#15247): a second"
         " leader may be elected while the first still runs, and only tokens protect",
     ),
-    ((0,), (3, 5, 28), "note", _STALE_READS),
-    ((3, 6, 0), (3, 6, 9), "note", _STALE_READS),
+    Defect((0,), (3, 5, 28), "note", _STALE_READS),
+    Defect((3, 6, 0), (3, 6, 9), "note", _STALE_READS),
 )
 
 
@@ -65,21 +64,8 @@ def findings(states: Sequence[EtcdMemberState]) -> list[Finding]:
 
 def _versions(states: Sequence[EtcdMemberState]) -> Iterator[Finding]:
     for version in sorted({state.version for state in states if state.version}):
-        members = ", ".join(state.member for state in states if state.version == version)
-        release = tuple(int(part) for part in version.partition("-")[0].split("."))
-        found = False
-        for first, mended, level, text in _DEFECTS:
-            if first <= release < mended:
-                found = True
-                since = ".".join(map(str, mended))
-                yield Finding(
-                    level=level,
-                    subject="version",
-                    text=f"etcd {version} at {members}: {text}",
-                    remedy=f"update etcd to {since} or later",
-                )
-        if not found:
-            yield Finding(level="ok", subject="version", text=f"etcd {version} at {members}")
+        members = (state.member for state in states if state.version == version)
+        yield from version_findings("etcd", version, members, _DEFECTS)
 
 
 def _members(states: Sequence[EtcdMemberState]) -> Iterator[Finding]:

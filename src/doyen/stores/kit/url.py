@@ -56,8 +56,7 @@ class Host(NamedTuple):
 
 
 def hosts(url: StoreURL, default_port: int, *, empty: str | None = None) -> tuple[Host, ...]:
-    """The servers of the URL. `empty` is the name that an empty host stands for, if it may be
-    empty.
+    """The servers of the URL. With `empty`, a host may be empty and has that name.
 
     >>> [str(host) for host in hosts(StoreURL.parse("etcd://me:secret@h1,h2:9,[::1]/app"), 2379)]
     ['h1:2379', 'h2:9', '[::1]:2379']
@@ -163,8 +162,8 @@ def tls_files(
 ) -> TLSFiles | None:
     """The files for TLS; None if the connection is not encrypted.
 
-    `default` stands for a missing `tls`. With `implied`, ca, cert or key turn TLS on; without, they
-    need `tls=true`. With `combined`, the key may be in the certificate's file.
+    `default` is the value of a missing `tls`. With `implied`, ca, cert or key turn TLS on; without,
+    they need `tls=true`. With `combined`, the key may be in the certificate's file.
     """
     wanted = choice(url, "tls", default, "", "true", "false")
     files = TLSFiles(*(url.options.get(name) for name in ("ca", "cert", "key")))

@@ -12,14 +12,14 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from doyen.model import Finding, Level
+from doyen.model import Finding
+from doyen.stores.kit.diagnosis import Defect, version_findings
 from doyen.stores.kit.url import Host
 from doyen.stores.zookeeper.connection import ZooKeeperAddress
 
 __all__ = ["ZooKeeperServerState", "findings", "states"]
 
 _WITHIN_S = 2.0
-_Release = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,22 +33,22 @@ class ZooKeeperServerState:
     settings: tuple[tuple[str, str], ...] = ()
 
 
-_DEFECTS: tuple[tuple[_Release, _Release, Level, str], ...] = (
-    (
+_DEFECTS = (
+    Defect(
         (0,),
         (3, 8, 4),
         "warning",
         "a server that crashes while it joins may lose confirmed writes (ZOOKEEPER-4785): two"
         " candidates can both win an election, and only tokens protect",
     ),
-    (
+    Defect(
         (3, 9, 0),
         (3, 9, 2),
         "warning",
         "a server that crashes while it joins may lose confirmed writes (ZOOKEEPER-4785): two"
         " candidates can both win an election, and only tokens protect",
     ),
-    (
+    Defect(
         (3, 9, 3),
         (3, 9, 4),
         "problem",
@@ -99,22 +99,9 @@ def findings(states: Sequence[ZooKeeperServerState]) -> list[Finding]:
 def _versions(states: Sequence[ZooKeeperServerState]) -> Iterator[Finding]:
     for version in sorted({state.version for state in states if state.version}):
         same = [state for state in states if state.version == version]
-        servers = ", ".join(state.server for state in same)
-        release = tuple(map(int, version.split(".")))
-        found = False
-        for first, mended, level, text in _DEFECTS:
-            # A standalone server joins no ensemble.
-            if first <= release < mended and any(each.mode != "standalone" for each in same):
-                found = True
-                since = ".".join(map(str, mended))
-                yield Finding(
-                    level=level,
-                    subject="version",
-                    text=f"ZooKeeper {version} at {servers}: {text}",
-                    remedy=f"update ZooKeeper to {since} or later",
-                )
-        if not found:
-            yield Finding(level="ok", subject="version", text=f"ZooKeeper {version} at {servers}")
+        # The defects are of ensembles. A standalone server joins none.
+        defects = _DEFECTS if any(state.mode != "standalone" for state in same) else ()
+        yield from version_findings("ZooKeeper", version, (state.server for state in same), defects)
 
 
 def _servers(states: Sequence[ZooKeeperServerState]) -> Iterator[Finding]:

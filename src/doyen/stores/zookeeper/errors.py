@@ -33,8 +33,8 @@ _NOT_DONE = (ConnectionClosedError, NotReadOnlyCallError, SessionMovedError, Thr
 
 
 def translate(error: Exception, *, writes: bool, lease: str | None) -> Exception:
-    """The error of a failed request. `writes` tells whether it could change anything, `lease` is
-    the id of the session if that is a lease."""
+    """The error of a failed request. With `writes` it could have changed something. `lease`
+    is the id of the session if that is a lease."""
     if isinstance(error, _ANSWERS):
         answer: Exception = error
         return answer

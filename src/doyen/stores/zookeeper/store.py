@@ -11,8 +11,8 @@ empty transaction on the same session, one for all reads that are made at the sa
 was acknowledged before it was sent is carried out before it.
 
 The version of a znode begins at 0 again when the znode is created anew, so by itself it does not
-distinguish an entry from its successor. Hence the rule that makes `if_version` atomic: *whoever
-creates an entry writes to its parent znode in the same transaction*. A change of an entry checks
+distinguish an entry from its successor. Hence the rule that makes `if_version` atomic: *a
+transaction that creates an entry also writes to the parent znode*. A change of an entry checks
 that the parent has not been written since the entry was read, and so that the entry is still the
 same. Tickets do not need this, because their names are never used again.
 
