@@ -1,10 +1,10 @@
-"""Adapters against a scripted server: connections in virtual time, with faults by seed.
+"""Tests of adapters against a model server: connections in virtual time, with faults by seed.
 
 A test of an adapter provides a *model server*: a coroutine `serve(connection)` that speaks the
 engine's wire protocol on one connection and keeps the engine's state in plain Python. Everything
 runs on one `WireLoop`: the adapter, its client library and the model. Connections are Unix sockets
-inside the process, where a write is readable as soon as it returns, so the loop can tell when
-nothing is under way and move its clock. A minute of faults takes a fraction of a second.
+inside the process, where written data is readable at once, so the loop knows when nothing is in
+flight and can advance its clock. A minute of faults takes a fraction of a second.
 
     class Model:
         async def serve(self, connection: Connection) -> None:
@@ -17,19 +17,19 @@ nothing is under way and move its clock. A minute of faults takes a fraction of 
 
 `Connection.answer` draws a fault for each request (see `doyen.testing.faults`):
 
-- `Late`: carried out late, or answered late; what follows on the connection waits, as in TCP
+- `Late`: carried out or answered late; later data on the connection waits, as in TCP
 - `LostCall`: not carried out; the connection is silent from then on, or closed
 - `Unanswered`: carried out; the connection sends nothing more, or is closed
 - `RefusedCall`: not carried out, and the connection is closed
 - `Stray`: the connection is closed, and the request is carried out some time later
 
-A cut (`Faults.cut`) swallows what is sent on existing connections, and new ones do not come about.
-When it is healed, connections on which something was swallowed are closed.
+A cut (`Faults.cut`) drops what is sent on existing connections, and new connections hang. When it
+is healed, connections that lost data are closed.
 
-What reaches the model: the loop answers `create_connection(host=…)`, hence
-`asyncio.open_connection` and all that is built on it. A library that opens its own socket can be
-given `network.path(host, port)`; for libpq the folder is the host (`?host=FOLDER&port=PORT`).
-A library that needs threads is given those of `strands`, which take turns with the loop.
+Clients reach the model by `create_connection(host=…)` of the loop, which includes
+`asyncio.open_connection` and everything built on it. A library that opens its own socket can use
+`network.path(host, port)`; for libpq the directory is the host (`?host=DIRECTORY&port=PORT`). A
+library that needs threads uses those of `strands`, which alternate with the loop.
 """
 
 from __future__ import annotations
@@ -86,13 +86,13 @@ class WireLoop(VirtualLoop):
         return transport, protocol
 
     async def getaddrinfo(self, host: Any, port: Any, **_: Any) -> Any:
-        """Every name is an address; the usual way would need a thread."""
+        """Return the name as the address. The default implementation would need a thread."""
         name = host.decode() if isinstance(host, bytes) else str(host)
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (name, int(port or 0)))]
 
 
 class _WithoutOptions:
-    """A socket on which clients set TCP's options, which a Unix socket does not have."""
+    """A socket that ignores TCP options, which a Unix socket does not have."""
 
     def __init__(self, found: Any) -> None:
         self._found = found
@@ -105,7 +105,7 @@ class _WithoutOptions:
 
 
 class _Polling(selectors.PollSelector):
-    """Look at the sockets; move the clock only when none of them has anything."""
+    """Poll the sockets, and advance the clock only if none of them is ready."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__()
@@ -116,14 +116,16 @@ class _Polling(selectors.PollSelector):
         if ready:
             return sorted(ready, key=lambda one: one[0].fd)
         if timeout is None:
-            raise VirtualDeadlock("every task waits, and no connection has anything to read")
+            raise VirtualDeadlock(
+                "every task waits, no timer is set, and no connection has data to read"
+            )
         if timeout > 0:
             self._clock.advance(timeout)
         return []
 
 
 class Model(Protocol):
-    """An engine in plain Python."""
+    """A model of an engine in plain Python."""
 
     async def serve(self, connection: Connection) -> None:
         """Speak the engine's protocol until the connection ends."""
@@ -131,7 +133,7 @@ class Model(Protocol):
 
 
 class Connection:
-    """One connection, seen from the server, with the faults of the client's link."""
+    """The server side of one connection, with the faults of the client's network."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, faults: Faults, host: str
@@ -145,17 +147,17 @@ class Connection:
         self._outgoing: deque[tuple[float, bytes]] = deque()
         self._silent_in = False
         self._silent_out = False
-        self._swallowed = False
+        self._lost_data = False
         self.closed = False
 
     @property
-    def deaf(self) -> bool:
-        """Nothing that arrives is carried out."""
-        return self.closed or self._silent_in or self._note(self._faults.requests_cut)
+    def ignores_requests(self) -> bool:
+        """Whether requests that arrive are not carried out."""
+        return self.closed or self._silent_in or self._check_cut(self._faults.requests_cut)
 
     async def answer(self, operation: str, do: Callable[[], bytes], about: str = "") -> None:
         """Carry out one request and send what `do` returns, unless a fault prevents it."""
-        if self.deaf:
+        if self.ignores_requests:
             return
         fault = self._faults.choose(operation, about, leased=False)
         match fault:
@@ -164,7 +166,7 @@ class Connection:
             case Late(before_s=before_s, after_s=after_s):
                 if before_s:
                     await asyncio.sleep(before_s)
-                if not self.deaf:
+                if not self.ignores_requests:
                     self.send(do(), after_s)
             case LostCall(told=told):
                 self._silent_in = self._silent_out = True
@@ -184,8 +186,8 @@ class Connection:
                 raise NotImplementedError(fault)
 
     def send(self, data: bytes, delay_s: float = 0.0) -> None:
-        """Send an answer or a notification; what was sent before it arrives before it."""
-        if not data or self.closed or self._silent_out or self._note(self._faults.answers_cut):
+        """Send an answer or a notification. Data sent earlier arrives first."""
+        if not data or self.closed or self._silent_out or self._check_cut(self._faults.answers_cut):
             return
         due = self._loop.time() + delay_s
         if self._outgoing:
@@ -199,20 +201,20 @@ class Connection:
     def _pump(self) -> None:
         while self._outgoing and self._outgoing[0][0] <= self._loop.time() + 1e-6:
             _, data = self._outgoing.popleft()
-            if not self._silent_out and not self._note(self._faults.answers_cut):
+            if not self._silent_out and not self._check_cut(self._faults.answers_cut):
                 self._write(data)
 
     def _write(self, data: bytes) -> None:
         if not self.closed and not self._writer.is_closing():
             self._writer.write(data)
 
-    def _note(self, cut: bool) -> bool:
-        self._swallowed |= cut
+    def _check_cut(self, cut: bool) -> bool:
+        self._lost_data |= cut
         return cut
 
     def healed(self) -> None:
-        """The link works again: a connection that lost something is reset."""
-        if self._swallowed:
+        """Called at the end of a cut: a connection that lost data is closed."""
+        if self._lost_data:
             self.close()
 
     def close(self) -> None:
@@ -223,22 +225,22 @@ class Connection:
 
 
 class Network:
-    """Where the servers of a test are reached."""
+    """The simulated network of a test: the servers by host and port."""
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="doyen-wire-"))
+        self.directory = Path(tempfile.mkdtemp(prefix="doyen-wire-"))
         self.is_down = False
-        """Nothing listens: connections are refused."""
+        """Connections are refused."""
         self._connections: dict[Connection, None] = {}
         self._servers: dict[str, tuple[asyncio.Server, Faults]] = {}
 
     def path(self, host: str, port: int) -> str:
-        """The Unix socket of this server, named as libpq expects it within its folder."""
-        (self.folder / host).mkdir(exist_ok=True)
-        return str(self.folder / host / f".s.PGSQL.{port}")
+        """The Unix socket of this server, named as libpq expects it in its directory."""
+        (self.directory / host).mkdir(exist_ok=True)
+        return str(self.directory / host / f".s.PGSQL.{port}")
 
     async def listen(self, host: str, port: int, model: Model, faults: Faults) -> None:
-        """Serve `model` under this name; `faults` are those of whoever uses the name."""
+        """Serve `model` under this name. `faults` apply to connections by this name."""
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             connection = Connection(reader, writer, faults, host)
@@ -251,7 +253,7 @@ class Network:
             except (ConnectionError, asyncio.IncompleteReadError):
                 pass
             except asyncio.CancelledError:
-                pass  # at the end of a test; asyncio before Python 3.12 would log it as an error
+                pass  # at the end of a test; asyncio before Python 3.12 logs it as an error
             finally:
                 del self._connections[connection]
                 connection.close()
@@ -260,7 +262,7 @@ class Network:
         self._servers[path] = await asyncio.start_unix_server(accept, path), faults
 
     async def reach(self, host: str, port: int) -> str:
-        """Where to connect to; waits for ever while the link is cut."""
+        """The socket to connect to. During a cut this hangs, as a connection attempt does."""
         path = self.path(host, port)
         if self.is_down or path not in self._servers:
             raise ConnectionRefusedError(f"nothing listens at {host}:{port}")
@@ -276,7 +278,7 @@ class Network:
                 connection.healed()
 
     def stop(self) -> None:
-        """Every connection is closed and new ones are refused, until `start`."""
+        """Close every connection and refuse new ones until `start`."""
         self.is_down = True
         for connection in list(self._connections):
             connection.close()
@@ -288,11 +290,11 @@ class Network:
         self.stop()
         for server, _ in self._servers.values():
             server.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
 
 class WireOracle(Oracle):
-    """Sees terms only: what the engine keeps is the model's business."""
+    """Checks terms and tokens only, not the state of the store."""
 
     def hear(self, record: Record) -> None:
         event = record.event
@@ -303,7 +305,7 @@ class WireOracle(Oracle):
 
 
 class WireProcess(Process):
-    """A candidate that reaches the model under a name of its own."""
+    """A candidate that reaches the model by a host name of its own."""
 
     world: WireWorld
 
@@ -319,9 +321,9 @@ class WireProcess(Process):
             sinks=(world.oracle.hear,),
         )
         runtime = InlineRuntime(self.clock, world.rng.getrandbits(32))
-        # Cancelled while it closes, a session may raise something else than CancelledError.
+        # A session that is cancelled while it closes may raise another error than CancelledError.
         while not self.crashed and not self.task.cancelling():
-            # A store that cannot be reached when the session opens is an error; try again.
+            # Opening a session fails if the store cannot be reached, so retry.
             with contextlib.suppress(Exception):
                 async with Session(asked, runtime) as session:
                     await self.act(session)
@@ -333,7 +335,7 @@ class WireProcess(Process):
 
 
 class WireWorld(World):
-    """A model server, its candidates, and what happens to them."""
+    """A model server, its candidates and their faults."""
 
     happenings: ClassVar = {**World.happenings, "outage": 1, "back": 2}
 
@@ -365,8 +367,8 @@ class WireWorld(World):
         self._lives.append(process.task)
 
     async def end(self) -> None:
-        """Those that have left or crashed before may still be closing their sessions: if that is
-        cancelled, connections stay open."""
+        """Also wait for candidates that left or crashed: they may still be closing their sessions,
+        and cancelling that would leave connections open."""
         await super().end()
         await asyncio.gather(*self._lives, return_exceptions=True)
 
@@ -388,7 +390,7 @@ class WireWorld(World):
     def watch_over(self, life: Coroutine[Any, Any, None]) -> None:
         loop = WireLoop(self.clock, self.oracle.look)
         loop.network = self.network
-        random.seed(self.rng.getrandbits(32))  # client libraries draw from it
+        random.seed(self.rng.getrandbits(32))  # used by client libraries
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
             try:
                 runner.run(self._stoppable(life))
@@ -413,11 +415,11 @@ def run_contest(
     ports: tuple[int, ...] = (PORT,),
     also: Callable[[WireWorld], Awaitable[None]] | None = None,
 ) -> WireWorld:
-    """Candidates in trouble, then calm, in which one must be elected within `leader_within_s`.
+    """Run candidates under faults, then without, when one must be elected in `leader_within_s`.
 
-    `url` gives the store's URL from the name under which a candidate reaches the model. At most
-    one term may be valid at any instant, and tokens must increase. `also` runs at the end, in the
-    calm, for what a test wants to know beyond that.
+    `url` returns the URL of the store for the host name of a candidate. At most one term may be
+    valid at any time, and tokens must increase. `also` runs at the end, without faults, for further
+    checks of a test.
     """
     world = WireWorld(seed, build, url, ttl_s=ttl_s, odds=odds, ports=ports)
 

@@ -1,4 +1,4 @@
-"""The engines that elections are put on trial on: how each is started, and what it promises."""
+"""The engines on which elections are tested: how each is started, and its worst-case failover."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SLACK_S = 0.2
 
 @dataclass(frozen=True)
 class Engine:
-    """How an engine is put on trial."""
+    """How an engine is started, and the ttl of its trials."""
 
     start: Callable[[], servers.Server]
     ttl_s: float
     slack_s: float = SLACK_S
-    """How much later than the worst case a successor may be, on a machine that does other work."""
+    """By how much a failover may exceed the worst case, on a machine with other load."""
 
 
 ENGINES = {
@@ -42,7 +42,7 @@ ENGINES = {
 
 @dataclass(frozen=True)
 class ClusterEngine:
-    """Members of an engine, and a ttl that outlasts their own election."""
+    """A cluster of an engine, and a ttl that is longer than its own elections."""
 
     start: Callable[[], Cluster[Any]]
     ttl_s: float
@@ -64,7 +64,7 @@ class Trial:
     engine: Engine
     server: servers.Server
     worst_s: float
-    """How long after the end of a leader there is another, at the latest, by the store's word."""
+    """The worst-case failover, computed from the capabilities of the store."""
 
     @property
     def url(self) -> str:
@@ -85,14 +85,14 @@ class Trial:
 
 @contextmanager
 def on_trial(name: str) -> Iterator[Trial]:
-    """The engine of this name, with a server of its own."""
+    """Start a server of the engine of this name."""
     engine = ENGINES[name]
     with engine.start() as server:
         yield Trial(engine, server, worst_s(server.url, engine.ttl_s))
 
 
 def worst_s(url: str, ttl_s: float) -> float:
-    """The worst case of a failover, from what the store grants and declares."""
+    """The worst-case failover, from the granted ttl and the capabilities of the store."""
 
     async def ask() -> float:
         store = await open_store(url, Context(SystemClock(), lambda event: None))

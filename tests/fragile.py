@@ -1,8 +1,9 @@
-"""A disk that forgets: files in memory that keep apart what was written and what was synced.
+"""A simulated disk that loses unsynced writes in a crash.
 
-`crash_at` stops everything before the n-th operation that changes something. `after_crash` gives
-the disk that the next process finds: what was synced is there, of the rest as much as `luck` says.
-Files, names and sectors fare independently of one another, as badly as a disk may treat them.
+Files are kept in memory, and written data is kept apart from synced data. `crash_at` stops every
+operation from the n-th modifying one on. `after_crash` returns the disk that the next process
+finds: everything that was synced, and of the rest as much as `luck` says. Files, directory entries
+and sectors survive independently of one another, which is the worst that a disk may do.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ LUCK = ("none", "all", "torn 1", "torn 2", "torn 3")
 
 
 class Crashed(Exception):
-    """The process has ended here."""
+    """The simulated process has crashed."""
 
 
 class Inode:
     def __init__(self, data: bytes = b"") -> None:
         self.data = bytearray(data)
         self.synced = bytes(data)
-        self.deaf = False
-        """Whether a sync has failed: later ones then succeed, and do nothing."""
+        self.sync_lost = False
+        """Whether a sync has failed. Later syncs then succeed without effect."""
 
     def surviving(self, random: Random | None, everything: bool) -> bytes:
         if everything:
@@ -48,7 +49,7 @@ class Inode:
 
 
 class FragileDisk(FileSystem):
-    """One folder in memory."""
+    """One directory in memory."""
 
     def __init__(self, files: dict[str, bytes] | None = None) -> None:
         self.inodes = {name: Inode(data) for name, data in (files or {}).items()}
@@ -59,7 +60,7 @@ class FragileDisk(FileSystem):
         self.crashed = False
         self.room: int | None = None
         self.sync_errors = 0
-        """How many of the next syncs fail. What they would have written is dropped."""
+        """How many of the next syncs fail. The data that they should have synced is lost."""
         self._mutex = threading.Lock()
         self._fds = 100
 
@@ -90,7 +91,7 @@ class FragileDisk(FileSystem):
             yield
 
     def squeeze(self, room: int | None) -> None:
-        """Leave only so much room, or as much as anybody needs."""
+        """Limit the free space to `room` bytes, or remove the limit."""
         with self._mutex:
             used = sum(len(inode.data) for inode in self.inodes.values())
             self.room = None if room is None else used + room
@@ -141,7 +142,7 @@ class FragileDisk(FileSystem):
                 try:
                     self._need(more)
                 except OSError:
-                    # A full disk takes what it can.
+                    # A full disk writes as much as fits.
                     inode.data[offset:] = data[: max(0, len(inode.data) - offset)]
                     raise
                 inode.data += bytes(more)
@@ -155,11 +156,11 @@ class FragileDisk(FileSystem):
         with self._change():
             inode = self.open_files[fd]
             if self.sync_errors:
-                # The kernel says so once, and then calls the lost pages clean.
+                # The kernel reports the error once and then marks the lost pages as clean.
                 self.sync_errors -= 1
-                inode.deaf = True
+                inode.sync_lost = True
                 raise OSError(errno.EIO, "input/output error")
-            if not inode.deaf:
+            if not inode.sync_lost:
                 inode.synced = bytes(inode.data)
 
     def sync_folder(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The conformance suite over links: through proxies to real servers, and in virtual time."""
+"""Harnesses of the conformance suite: real servers behind proxies, and stores in virtual time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from doyen.testing import Faults, FaultyStore, LinkedHarness, Odds, run_virtual
 
 
 class ProxyLink:
-    """A client's own way to the server."""
+    """The network path of one client to the server, through a proxy of its own."""
 
     def __init__(self, harness: ServerHarness, server: servers.Server) -> None:
         self._harness = harness
@@ -42,7 +42,7 @@ class ProxyLink:
 
 
 class ServerHarness(LinkedHarness):
-    """How the suite reaches a server of its own. Subclasses say how to write foreign values."""
+    """How the suite reaches a server of its own. Subclasses implement writing foreign values."""
 
     def __init__(self, server: servers.Server) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class ServerHarness(LinkedHarness):
         self._links: list[ProxyLink] = []
 
     async def open_at(self, url: str) -> Store:
-        """Open a client at the server's URL, or at that of a proxy before it."""
+        """Open a client at the URL of the server or of a proxy in front of it."""
         return await open_store(url, self.context())
 
     async def open(self) -> Store:
@@ -73,7 +73,7 @@ class ServerHarness(LinkedHarness):
 
 
 class VirtualLink:
-    """A client's way to a store of this process, in virtual time."""
+    """The simulated network path of one client to a store in this process, in virtual time."""
 
     def __init__(self, harness: VirtualHarness) -> None:
         self._harness = harness
@@ -102,7 +102,7 @@ class VirtualLink:
 
 
 class VirtualHarness(LinkedHarness):
-    """How the suite reaches a memory store, or one made like it, in virtual time."""
+    """How the suite reaches a memory store, or a variant of it, in virtual time."""
 
     ttl_s = 5.0
     server_type: type[MemoryServer] = MemoryServer
@@ -122,7 +122,7 @@ class VirtualHarness(LinkedHarness):
         return VirtualLink(self)
 
     def was_reset(self, store: FaultyStore) -> None:
-        """The connection of this client has been broken."""
+        """Called when the connection of this client was reset."""
 
     async def deface(self, name: str) -> None:
         for key in (leader_key(name), order_key(name), f"{line_key(name)}/stray"):

@@ -289,7 +289,7 @@ class EtcdModel:
                     pass
                 return
             if head["kind"] == "ping":
-                if not connection.deaf:
+                if not connection.ignores_requests:
                     connection.send(frame(id=0))
                 continue
 

@@ -113,7 +113,7 @@ class NatsModel:
             while line := await connection.reader.readline():
                 verb, *args = line.decode().split()
                 if verb == "PING":
-                    if not connection.deaf:
+                    if not connection.ignores_requests:
                         connection.send(b"PONG\r\n")
                 elif verb == "SUB":
                     subscriptions[args[-1]] = args[0]

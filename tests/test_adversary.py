@@ -1,4 +1,4 @@
-"""The network of `adversary`: virtual time with connections, and the faults it can make."""
+"""The simulated network of `adversary`: connections in virtual time, and its faults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from doyen.testing.faults import Fault, Faults, Late, LostCall, RefusedCall, Str
 
 
 class Counter:
-    """Adds up what it is asked to add; answers with the sum."""
+    """Adds the numbers that it receives and answers with the sum."""
 
     def __init__(self) -> None:
         self.sum = 0
@@ -98,7 +98,7 @@ def test_each_fault(fault: Fault, answer: bytes | None, sum_at_once: int, sum_la
     run(client)
 
 
-def test_what_is_sent_late_keeps_its_order() -> None:
+def test_delayed_answers_keep_their_order() -> None:
     async def client(counter: Counter, network: Network, faults: Faults) -> None:
         faults.next("add", Late(after_s=2.0))
         reader, writer = await asyncio.open_connection("here", 1000)
@@ -109,13 +109,13 @@ def test_what_is_sent_late_keeps_its_order() -> None:
     assert run(client) == pytest.approx(2.0, abs=1e-3)
 
 
-def test_a_cut_swallows_and_its_end_closes_what_lost_something() -> None:
+def test_a_cut_drops_data_and_healing_closes_the_affected_connections() -> None:
     async def client(counter: Counter, network: Network, faults: Faults) -> None:
         reader, writer = await asyncio.open_connection("here", 1000)
         faults.cut()
         writer.write(b"1\n")
         with pytest.raises(TimeoutError):
-            await ask(2)  # a new connection does not come about
+            await ask(2)  # a new connection hangs
         faults.heal()
         network.healed(faults)
         assert await reader.readline() == b""

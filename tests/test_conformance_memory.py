@@ -1,4 +1,4 @@
-"""The memory store keeps the port's promises, in virtual time, and so it does behind faults."""
+"""The conformance suite on the memory store in virtual time, directly and with late calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TestMemory(LinkedStoreConformance):
 
 
 class FaultyHarness(VirtualHarness):
-    """Memory behind fault injection: every call and notification is late, by up to ttl/100."""
+    """A memory store with fault injection: each call and notification is up to ttl/100 late."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class FaultyHarness(VirtualHarness):
 
 @pytest.mark.parametrize("seed", range(3))
 class TestFaulty(LinkedStoreConformance):
-    """Fault injection does only what the port allows."""
+    """A store with injected delays still conforms to the port."""
 
     @pytest.fixture
     def store_harness(self, seed: int) -> FaultyHarness:

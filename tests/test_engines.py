@@ -1,8 +1,8 @@
-"""Elections on every engine, among real processes that are killed, frozen and cut off.
+"""Elections on every engine, with real processes that are killed, frozen and cut off.
 
-What is asserted is read from the candidates' audit logs: never two leaders at a time, tokens that
-increase, and a successor within the worst case that the store's own figures give. The rest of the
-trials, which take longer, are in test_engines_chaos.
+The assertions use the audit logs of the candidates: never two leaders at a time, increasing tokens,
+and a successor within the worst case computed from the capabilities of the store. Longer trials are
+in test_engines_chaos.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ FAULTS: dict[str, tuple[Callable[[Candidate], None], Callable[[Candidate], None]
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_another_leads_when_the_leader_is(trial: Trial, fault: str, tmp_path: Path) -> None:
-    hurt, mend = FAULTS[fault]
+    inject, undo = FAULTS[fault]
     with Contest(trial, tmp_path, ttl_s=trial.ttl_s, links=fault == "cut off") as contest:
         old, _ = contest.leader()
-        took_s = contest.failover_s(hurt)
-        if mend is not None:
-            mend(old)
-            contest.wait("the old leader never noticed", lambda: contest.said(old, "lost"))
+        took_s = contest.failover_s(inject)
+        if undo is not None:
+            undo(old)
+            contest.wait(
+                "the old leader has not noticed that it lost", lambda: contest.said(old, "lost")
+            )
         report = contest.report()
     assert took_s <= trial.bound_s
     assert not report.violations, report.violations[0].story

@@ -1,9 +1,9 @@
-"""The long trials of elections on every engine: links that are slow, one-sided, half-open or break
-in the middle of a write; servers that restart or fall silent; clocks that are stepped.
+"""The long trials of elections on every engine.
 
-What is asserted is read from the candidates' audit logs: never two leaders at a time, tokens that
-increase, and a successor within the worst case that the store's own figures give. What only one
-engine has (members of its own, compaction) is in the tests of that engine.
+Connections are slow, one-sided, half-open or break in the middle of a write; servers restart or
+hang; clocks are stepped. The assertions use the audit logs of the candidates: never two leaders at
+a time, increasing tokens, and a successor within the worst case computed from the capabilities of
+the store. Trials that only one engine has (clusters, compaction) are in the tests of that engine.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def sound(report: Report, terms: int) -> None:
 DEADLY: dict[str, Callable[[Proxy, float], object]] = {
     "slow": lambda link, ttl_s: link.delay(ttl_s),
     "slow to answer": lambda link, ttl_s: link.delay(ttl_s, "down"),
-    "deaf": lambda link, ttl_s: link.cut("down"),
-    "dumb": lambda link, ttl_s: link.cut("up"),
+    "answers cut": lambda link, ttl_s: link.cut("down"),
+    "requests cut": lambda link, ttl_s: link.cut("up"),
     "half-open": lambda link, ttl_s: link.half_open(),
     "refused": lambda link, ttl_s: link.refuse(),
 }
@@ -57,10 +57,13 @@ def test_another_leads_in_time_when_the_leaders_link_is(
         old, _ = contest.leader()
         took_s = contest.failover_s(lambda old: DEADLY[fault](link_of(old), trial.ttl_s))
         link_of(old).heal()
-        contest.wait("the old leader never noticed", lambda: contest.said(old, "lost"))
+        contest.wait(
+            "the old leader has not noticed that it lost", lambda: contest.said(old, "lost")
+        )
         report = contest.report()
-    # What the server hears late it counts from then; one that is deaf is heard until it gives up.
-    late_s = trial.ttl_s if "slow" in fault or fault == "deaf" else 0.0
+    # The server counts a late renewal from its arrival, and receives renewals until the candidate
+    # gives up if only the answers are cut.
+    late_s = trial.ttl_s if "slow" in fault or fault == "answers cut" else 0.0
     assert took_s <= trial.bound_s + late_s
     sound(report, 2)
 
@@ -87,7 +90,8 @@ def test_a_leader_outlives_a_link_that_is(trial: Trial, fault: str, tmp_path: Pa
 
 
 def test_a_write_that_is_cut_in_the_middle(trial: Trial, tmp_path: Path) -> None:
-    """The links of all who wait break somewhere in what the leader's end has them send or hear."""
+    """The connections of all waiting candidates break at a random byte of what they send or receive
+    when the leader leaves."""
     chance = random.Random(4)
     with Contest(trial, tmp_path, ttl_s=trial.ttl_s, size=4, links=True) as contest:
         hit = 0
@@ -108,18 +112,18 @@ def test_a_write_that_is_cut_in_the_middle(trial: Trial, tmp_path: Path) -> None
 
 
 def test_the_server_restarts_or_falls_silent(trial: Trial, tmp_path: Path) -> None:
-    """Killed and started on its data, stopped in good order, frozen for more than a ttl. Then the
-    leader is killed, and there is another in time.
+    """The server is killed and restarted on its data, stopped regularly, or frozen for more than a
+    ttl. Then the leader is killed, and there is another in time.
 
-    PySyncObj#84, #202: what had been promised was forgotten in a restart. Here tokens grow on.
+    PySyncObj#84, #202: a restart lost acknowledged state. Here tokens keep increasing.
     """
     server = trial.server
     with Contest(trial, tmp_path, ttl_s=trial.ttl_s) as contest:
-        for trouble in ("killed", "stopped", "frozen", "killed"):
+        for fault in ("killed", "stopped", "frozen", "killed"):
             contest.leader()
-            if trouble == "killed":
+            if fault == "killed":
                 server.restart()
-            elif trouble == "stopped":
+            elif fault == "stopped":
                 server.stop()
                 contest.listen(trial.ttl_s / 2)
                 server.start()
@@ -135,11 +139,11 @@ def test_the_server_restarts_or_falls_silent(trial: Trial, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", [servers.Postgres, servers.MariaDB, servers.Redis])
-def test_stepping_the_servers_clock_deposes_nobody(
+def test_stepping_the_servers_clock_deposes_no_leader(
     kind: type[servers.Postgres | servers.MariaDB | servers.Redis], tmp_path: Path
 ) -> None:
-    """The server's own clock, an hour forward and two back, again and again. A leader that dies
-    with the clock stepped is followed in time all the same."""
+    """The clock of the server is stepped an hour forward, two back, and so on. A leader that dies
+    just after a step has a successor in time."""
     ttl_s = 2.0
     with kind(own_clock=True) as server, Contest(server, tmp_path, ttl_s=ttl_s) as contest:
         bound_s = worst_s(server.url, ttl_s) + 0.2

@@ -1,4 +1,4 @@
-"""Fault injection does each fault as it says, and the same run for the same seed."""
+"""Each fault has its documented effect, and the same seed gives the same run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def gave_up(call: Awaitable[object], after_s: float = 2.0) -> bool:
         (Late(after_s=3.0), True),
     ],
 )
-def test_what_is_not_answered_hangs_until_the_caller_gives_up(fault: Fault, done: bool) -> None:
+def test_an_unanswered_call_waits_until_it_is_cancelled(fault: Fault, done: bool) -> None:
     faults = Faults()
 
     async def body(store: FaultyStore, server: MemoryServer, clock: VirtualClock) -> None:
@@ -78,7 +78,9 @@ def test_what_is_not_answered_hangs_until_the_caller_gives_up(fault: Fault, done
         (Unanswered(told=True), OutcomeUnknown, True),
     ],
 )
-def test_what_is_told_is_told_at_once(fault: Fault, error: type[DoyenError], done: bool) -> None:
+def test_an_answered_failure_is_raised_at_once(
+    fault: Fault, error: type[DoyenError], done: bool
+) -> None:
     faults = Faults()
 
     async def body(store: FaultyStore, server: MemoryServer, clock: VirtualClock) -> None:
@@ -92,7 +94,7 @@ def test_what_is_told_is_told_at_once(fault: Fault, error: type[DoyenError], don
     with_faults(faults, body)
 
 
-def test_a_late_request_stops_with_its_caller() -> None:
+def test_cancelling_a_late_request_stops_it() -> None:
     faults = Faults()
 
     async def body(store: FaultyStore, server: MemoryServer, clock: VirtualClock) -> None:
@@ -108,7 +110,7 @@ def test_a_late_request_stops_with_its_caller() -> None:
     with_faults(faults, body)
 
 
-def test_a_stray_lands_after_its_caller_has_gone_and_after_later_calls() -> None:
+def test_a_stray_call_is_carried_out_after_cancellation_and_later_calls() -> None:
     faults = Faults()
 
     async def body(store: FaultyStore, server: MemoryServer, clock: VirtualClock) -> None:
@@ -123,7 +125,7 @@ def test_a_stray_lands_after_its_caller_has_gone_and_after_later_calls() -> None
     with_faults(faults, body)
 
 
-def test_a_strays_answer_reaches_a_caller_who_waits_and_its_error_too() -> None:
+def test_a_stray_call_returns_its_answer_or_error_to_a_waiting_caller() -> None:
     faults = Faults()
 
     async def body(store: FaultyStore, server: MemoryServer, clock: VirtualClock) -> None:
@@ -138,7 +140,7 @@ def test_a_strays_answer_reaches_a_caller_who_waits_and_its_error_too() -> None:
     with_faults(faults, body)
 
 
-def test_a_lease_can_end_behind_its_holders_back() -> None:
+def test_a_lease_can_end_without_its_holders_knowledge() -> None:
     faults = Faults()
 
     async def body(store: FaultyStore, server: MemoryServer, clock: VirtualClock) -> None:
@@ -152,28 +154,28 @@ def test_a_lease_can_end_behind_its_holders_back() -> None:
     with_faults(faults, body)
 
 
-def test_a_cut_stops_everything_and_healing_tells_every_watch() -> None:
+def test_a_cut_stops_all_traffic_and_healing_notifies_every_watch() -> None:
     faults = Faults()
 
     async def body(store: FaultyStore, server: MemoryServer, clock: VirtualClock) -> None:
-        told: list[float] = []
-        watch = await store.watch("k", lambda: told.append(clock.now()))
-        closed = await store.watch("k", lambda: told.append(-1.0))
+        notified: list[float] = []
+        watch = await store.watch("k", lambda: notified.append(clock.now()))
+        closed = await store.watch("k", lambda: notified.append(-1.0))
         closed.close()
         faults.cut()
         server.put("k", b"v", None)
         assert await gave_up(store.get("k"))
         assert await gave_up(store.delete("k"))
-        assert await gave_up(store.watch("k", lambda: told.append(-1.0)))
-        assert told == []
+        assert await gave_up(store.watch("k", lambda: notified.append(-1.0)))
+        assert notified == []
         assert server.get("k") is not None
         faults.heal()
         await asyncio.sleep(1.0)
-        assert told == [6.0]
+        assert notified == [6.0]
         assert await store.get("k") is not None
         server.delete("k")
         await asyncio.sleep(1.0)
-        assert told == [6.0, 7.0]
+        assert notified == [6.0, 7.0]
         watch.close()
 
     with_faults(faults, body)
@@ -190,7 +192,7 @@ def test_a_cut_of_answers_lets_requests_through() -> None:
     with_faults(faults, body)
 
 
-def test_what_is_on_its_way_when_the_cut_begins_is_lost() -> None:
+def test_calls_in_flight_when_a_cut_begins_are_lost() -> None:
     faults = Faults()
 
     async def body(store: FaultyStore, server: MemoryServer, clock: VirtualClock) -> None:
@@ -210,25 +212,25 @@ def test_what_is_on_its_way_when_the_cut_begins_is_lost() -> None:
     with_faults(faults, body)
 
 
-def test_a_watch_whose_answer_was_lost_is_not_left_behind() -> None:
+def test_a_watch_whose_answer_was_lost_is_removed() -> None:
     faults = Faults()
 
     async def body(store: FaultyStore, server: MemoryServer, clock: VirtualClock) -> None:
-        told: list[int] = []
+        notified: list[int] = []
         faults.next("watch", Unanswered(), Stray(after_s=3.0))
-        assert await gave_up(store.watch("k", lambda: told.append(1)))
-        assert await gave_up(store.watch("k", lambda: told.append(2)))
+        assert await gave_up(store.watch("k", lambda: notified.append(1)))
+        assert await gave_up(store.watch("k", lambda: notified.append(2)))
         await asyncio.sleep(10.0)
         server.put("k", b"v", None)
         await asyncio.sleep(1.0)
-        assert told == []
+        assert notified == []
         assert server._watchers == {}
 
     with_faults(faults, body)
 
 
 def scramble(seed: int) -> tuple[list[str], list[tuple[float, str]]]:
-    """Several clients do what they like under every fault; the trace, and what was seen when."""
+    """Run several clients under all faults. Return the trace, and the results with their times."""
     clock = VirtualClock()
     odds = Odds(
         late=0.2, lost=0.1, unanswered=0.1, refused=0.1, stray=0.1, expired=0.05, delay_s=3.0
@@ -242,7 +244,7 @@ def scramble(seed: int) -> tuple[list[str], list[tuple[float, str]]]:
         lease = server.grant(20.0)
         try:
             async with asyncio.timeout(2.0):
-                await store.watch("k", lambda: seen.append((clock.now(), f"{name} told")))
+                await store.watch("k", lambda: seen.append((clock.now(), f"{name} notified")))
         except (DoyenError, TimeoutError):
             pass
         for _ in range(20):
@@ -265,7 +267,7 @@ def scramble(seed: int) -> tuple[list[str], list[tuple[float, str]]]:
     return faults.trace, seen
 
 
-def test_one_seed_is_one_run() -> None:
+def test_the_same_seed_gives_the_same_run() -> None:
     runs = [scramble(seed) for seed in range(8)]
     assert [scramble(seed) for seed in range(8)] == runs
     assert len({repr(run) for run in runs}) == 8

@@ -1,4 +1,4 @@
-"""What is particular to the memory store; what it shares with all is in the conformance suite."""
+"""Behaviour specific to the memory store. The rest is tested by the conformance suite."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def context(clock: VirtualClock | SystemClock, events: list[Event] | None = None
     return Context(clock, (lambda _: None) if events is None else events.append)
 
 
-def test_the_same_name_is_the_same_place_and_another_is_not() -> None:
+def test_the_same_name_is_the_same_store_and_another_is_not() -> None:
     clock = VirtualClock()
 
     async def main() -> None:
@@ -39,7 +39,7 @@ def test_the_same_name_is_the_same_place_and_another_is_not() -> None:
     run_virtual(main, clock=clock)
 
 
-def test_a_virtual_clock_is_a_world_of_its_own() -> None:
+def test_each_virtual_clock_has_its_own_stores() -> None:
     async def write(clock: VirtualClock) -> bool:
         store = await open_store("memory://world", context(clock))
         return (await store.create("k", b"v", await store.grant(5))).won
@@ -56,7 +56,7 @@ def test_an_unknown_option_is_refused() -> None:
     run_virtual(main)
 
 
-def test_a_forked_child_finds_nothing() -> None:
+def test_a_forked_child_has_an_empty_store() -> None:
     async def first() -> None:
         store = await open_store("memory://forked", context(SystemClock()))
         await store.put("k", b"v", if_version=None)
@@ -73,25 +73,25 @@ def test_a_forked_child_finds_nothing() -> None:
     assert asyncio.run(found())
 
 
-def test_a_closed_store_says_so_and_closing_again_is_nothing() -> None:
+def test_a_closed_store_raises_and_close_is_idempotent() -> None:
     clock = VirtualClock()
 
     async def main() -> None:
         store = MemoryStore(MemoryServer(clock), context(clock))
-        told: list[int] = []
-        await store.watch("k", lambda: told.append(1))
+        notified: list[int] = []
+        await store.watch("k", lambda: notified.append(1))
         await store.put("k", b"v", if_version=None)
         await store.close()
         await store.close()
         await asyncio.sleep(1)
-        assert told == []
+        assert notified == []
         with pytest.raises(StoreUnusable, match="closed"):
             await store.get("k")
 
     run_virtual(main, clock=clock)
 
 
-def test_expiry_is_told_at_its_instant_through_renewals() -> None:
+def test_expiry_after_renewals_notifies_at_the_exact_time() -> None:
     clock = VirtualClock()
 
     async def main() -> list[float]:
@@ -99,48 +99,48 @@ def test_expiry_is_told_at_its_instant_through_renewals() -> None:
         holder, watcher = (MemoryStore(server, context(clock)) for _ in range(2))
         lease = await holder.grant(5.0)
         await holder.create("k", b"v", lease)
-        told: list[float] = []
-        watch = await watcher.watch("k", lambda: told.append(clock.now()))
+        notified: list[float] = []
+        watch = await watcher.watch("k", lambda: notified.append(clock.now()))
         for _ in range(3):
             await asyncio.sleep(2.0)
             await holder.renew(lease)
         await asyncio.sleep(100.0)
         watch.close()
-        return told
+        return notified
 
     assert run_virtual(main, clock=clock) == [11.0]
 
 
-def test_a_shorter_lease_granted_later_is_told_in_time() -> None:
+def test_expiry_of_a_shorter_lease_granted_later_notifies_in_time() -> None:
     clock = VirtualClock()
 
     async def main() -> list[float]:
         server = MemoryServer(clock)
         holder, watcher = (MemoryStore(server, context(clock)) for _ in range(2))
         await holder.grant(50.0)
-        told: list[float] = []
-        await watcher.watch("k", lambda: told.append(clock.now()))
+        notified: list[float] = []
+        await watcher.watch("k", lambda: notified.append(clock.now()))
         await holder.create("k", b"v", await holder.grant(1.0))
         await asyncio.sleep(100.0)
-        return told
+        return notified
 
     assert run_virtual(main, clock=clock) == [0.0, 1.0]
 
 
-def test_after_a_suspend_the_clock_decides_at_once_and_the_timer_follows() -> None:
+def test_after_a_suspend_the_clock_decides_and_the_timer_follows() -> None:
     clock = VirtualClock()
 
     async def main() -> list[float]:
         server = MemoryServer(clock)
         store = MemoryStore(server, context(clock))
         await store.create("k", b"v", await store.grant(5.0))
-        told: list[float] = []
-        await store.watch("k", lambda: told.append(clock.monotonic()))
+        notified: list[float] = []
+        await store.watch("k", lambda: notified.append(clock.monotonic()))
         await asyncio.sleep(1.0)
         clock.suspend(60.0)
         assert await store.get("k") is None
         await asyncio.sleep(0)
-        return told
+        return notified
 
     assert run_virtual(main, clock=clock) == [1.0]
 
@@ -161,16 +161,16 @@ def test_a_clock_slower_than_the_loops_is_waited_for() -> None:
     async def main() -> float:
         store = MemoryStore(MemoryServer(Slow(clock)), context(clock))
         await store.create("k", b"v", await store.grant(9.0))
-        told = asyncio.Event()
-        await store.watch("k", told.set)
-        await told.wait()
+        notified = asyncio.Event()
+        await store.watch("k", notified.set)
+        await notified.wait()
         assert await store.get("k") is None
         return clock.now()
 
     assert run_virtual(main, clock=clock) == pytest.approx(10.0)
 
 
-def test_the_end_of_anothers_lease_is_emitted_once_and_of_ones_own_not() -> None:
+def test_lease_ended_is_emitted_once_and_only_for_leases_of_others() -> None:
     clock = VirtualClock()
 
     async def main() -> None:
@@ -190,8 +190,8 @@ def test_the_end_of_anothers_lease_is_emitted_once_and_of_ones_own_not() -> None
     run_virtual(main, clock=clock)
 
 
-def test_threads_meet_at_one_server_and_wake_each_other() -> None:
-    """Two loops in two threads pass a counter to and fro by watching each other's key."""
+def test_threads_share_one_server_and_notify_each_other() -> None:
+    """Two loops in two threads pass a counter back and forth by watching each other's key."""
     server = MemoryServer(SystemClock())
     rounds = 200
 
@@ -227,7 +227,7 @@ def test_threads_meet_at_one_server_and_wake_each_other() -> None:
     assert {key: int(server.get(key).value) for key in "ab"} == {"a": 199, "b": 199}  # type: ignore[union-attr]
 
 
-def test_a_closed_loop_does_not_break_those_who_write() -> None:
+def test_a_watch_of_a_closed_loop_does_not_break_writers() -> None:
     clock = VirtualClock()
     server = MemoryServer(clock)
 

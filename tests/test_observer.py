@@ -1,5 +1,7 @@
-"""When a lease that a server's clock keeps may be taken for over, and how soon that is noticed: in
-virtual time, on tables that are a dictionary and a clock that is stepped at will."""
+"""`LeaseObserver`: when a lease counts as expired, and how soon watches are notified of it.
+
+Runs in virtual time, on simulated tables whose server clock can be stepped.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,19 @@ LEASE = "lease"
 
 @dataclass
 class Tables:
-    """One scope `e`, in which one lease owns something as long as it is there."""
+    """One scope `e`, in which one lease owns an entry while it is alive."""
 
     clock: VirtualClock
     counter: int = 0
     renewed_at: float = 0.0
     step_s: float = 0.0
-    """How far the database's clock is off."""
+    """By how much the clock of the database is off."""
     incarnation: str = "first"
     alive: bool = True
     failing: bool = False
     looks: list[float] = field(default_factory=list)
     expired_at: float | None = None
-    lookout: LeaseObserver | None = None
+    observer: LeaseObserver | None = None
     polled: bool = False
 
     def now(self) -> float:
@@ -53,9 +55,9 @@ class Tables:
 
     async def survey(self, scopes: Sequence[str]) -> dict[str, Survey]:
         self._work()
-        standing = [(LEASE, 1, 1)] if self.alive else []
+        entries = [(LEASE, 1, 1)] if self.alive else []
         owners = [LEASE] if self.alive else []
-        return {scope: Survey(frozenset(standing), frozenset(owners)) for scope in scopes}
+        return {scope: Survey(frozenset(entries), frozenset(owners)) for scope in scopes}
 
     async def look(self, leases: Sequence[str]) -> Sequence[LeaseRow]:
         self._work()
@@ -67,8 +69,8 @@ class Tables:
         if self.alive and counter == self.counter:
             self.alive = False
             self.expired_at = self.clock.now()
-            if self.lookout is not None and not self.polled:
-                self.lookout.changed("e/leader")
+            if self.observer is not None and not self.polled:
+                self.observer.changed("e/leader")
 
     async def position(self) -> int:
         self._work()
@@ -88,31 +90,31 @@ def virtually(test: Callable[[Tables], Coroutine[Any, Any, None]]) -> None:
     run_virtual(test(Tables(clock)), clock=clock)
 
 
-def judged(tables: Tables, lookout: LeaseObserver) -> bool:
-    return lookout.judge(tables.row()).over
+def judged(tables: Tables, observer: LeaseObserver) -> bool:
+    return observer.judge(tables.row()).over
 
 
-def test_a_lease_is_over_after_a_whole_ttl_of_being_seen_unchanged() -> None:
+def test_a_lease_expires_after_being_observed_unchanged_for_a_ttl() -> None:
     async def test(tables: Tables) -> None:
-        lookout = LeaseObserver(tables, tables.clock.now, None)
+        observer = LeaseObserver(tables, tables.clock.now, None)
         tables.clock.advance(1000)
-        assert not judged(tables, lookout), "it was only just seen"
+        assert not judged(tables, observer), "the lease was observed for the first time"
         tables.clock.advance(TTL_S - 0.01)
-        assert not judged(tables, lookout)
+        assert not judged(tables, observer)
         tables.clock.advance(0.01)
-        assert judged(tables, lookout)
+        assert judged(tables, observer)
 
     virtually(test)
 
 
 @pytest.mark.parametrize("change", ["renewed", "server replaced", "counter went back"])
-def test_what_was_seen_before_a_change_does_not_count(change: str) -> None:
-    """A server that took over may lack renewals which the one before had confirmed."""
+def test_observations_before_a_change_do_not_count(change: str) -> None:
+    """After a failover, a server may lack renewals that its predecessor had confirmed."""
 
     async def test(tables: Tables) -> None:
-        lookout = LeaseObserver(tables, tables.clock.now, None)
+        observer = LeaseObserver(tables, tables.clock.now, None)
         tables.counter = 7
-        judged(tables, lookout)
+        judged(tables, observer)
         tables.clock.advance(TTL_S - 1)
         match change:
             case "renewed":
@@ -121,11 +123,11 @@ def test_what_was_seen_before_a_change_does_not_count(change: str) -> None:
                 tables.incarnation = "second"
             case "counter went back":
                 tables.counter = 6
-        assert not judged(tables, lookout)
+        assert not judged(tables, observer)
         tables.clock.advance(TTL_S - 0.01)
-        assert not judged(tables, lookout)
+        assert not judged(tables, observer)
         tables.clock.advance(0.01)
-        assert judged(tables, lookout)
+        assert judged(tables, observer)
 
     virtually(test)
 
@@ -133,12 +135,12 @@ def test_what_was_seen_before_a_change_does_not_count(change: str) -> None:
 @pytest.mark.parametrize("step_s", [-3600.0, -TTL_S / 2, TTL_S / 2, 3600.0])
 def test_a_stepped_clock_ends_nothing_early_and_delays_little(step_s: float) -> None:
     async def test(tables: Tables) -> None:
-        lookout = LeaseObserver(tables, tables.clock.now, None)
+        observer = LeaseObserver(tables, tables.clock.now, None)
         tables.renew()
-        judged(tables, lookout)
+        judged(tables, observer)
         tables.step_s = step_s
         seen_at = tables.clock.now()
-        while not judged(tables, lookout):
+        while not judged(tables, observer):
             tables.clock.advance(0.1)
         assert TTL_S <= tables.clock.now() - seen_at <= 2 * TTL_S
 
@@ -155,13 +157,13 @@ def test_a_stepped_clock_ends_nothing_early_and_delays_little(step_s: float) -> 
         max_size=40,
     )
 )
-def test_nothing_is_over_within_a_ttl_of_its_renewal(
+def test_no_lease_expires_within_a_ttl_of_its_renewal(
     script: list[tuple[str, float, float]],
 ) -> None:
-    """Whatever the database's clock does, and whenever one looks."""
+    """Whatever steps the clock of the database makes, and at any times of observation."""
 
     async def test(tables: Tables) -> None:
-        lookout = LeaseObserver(tables, tables.clock.now, None)
+        observer = LeaseObserver(tables, tables.clock.now, None)
         renewed = tables.clock.now()
         tables.renew()
         for what, wait_s, step_s in script:
@@ -174,7 +176,7 @@ def test_nothing_is_over_within_a_ttl_of_its_renewal(
                     tables.step_s += step_s
                 case "replace":
                     tables.incarnation += "'"
-            if judged(tables, lookout):
+            if judged(tables, observer):
                 assert tables.clock.now() - renewed >= TTL_S
 
     virtually(test)
@@ -182,53 +184,53 @@ def test_nothing_is_over_within_a_ttl_of_its_renewal(
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("poll_s", [None, 0.05])
-def test_who_waits_notices_an_end_at_once(seed: int, poll_s: float | None) -> None:
-    """A holder that renews as hearts do and then falls silent is found out within the ttl and the
-    spread of two renewals; it costs one look per renewal."""
+def test_a_watch_notices_an_expiry_in_time(seed: int, poll_s: float | None) -> None:
+    """When a holder stops renewing, the watch is notified within the ttl plus the jitter of two
+    renewals. Until then there is about one read per renewal."""
 
     async def test(tables: Tables) -> None:
-        lookout = tables.lookout = LeaseObserver(tables, tables.clock.now, poll_s, tables.changes)
+        observer = tables.observer = LeaseObserver(tables, tables.clock.now, poll_s, tables.changes)
         tables.polled = poll_s is not None
-        told: list[float] = []
-        await lookout.watch("e/leader", lambda: told.append(tables.clock.now()))
+        notified: list[float] = []
+        await observer.watch("e/leader", lambda: notified.append(tables.clock.now()))
         chance = random.Random(seed)
         renewals, last = 60, 0.0
         for _ in range(renewals):
             tables.renew()
             last = tables.clock.now()
             await asyncio.sleep(TTL_S / 3 * (1 + chance.uniform(-0.2, 0.2)))
-        assert not told, "a living lease was told of"
+        assert not notified, "a notification for a live lease"
         assert len(tables.looks) <= renewals * 1.1 + 2
         await asyncio.sleep(TTL_S)
         assert tables.expired_at is not None
-        assert told
-        took_s = told[0] - last
+        assert notified
+        took_s = notified[0] - last
         assert TTL_S <= took_s <= TTL_S * 1.14 + 0.01 + (poll_s or 0)
-        lookout.close()
+        observer.close()
 
     virtually(test)
 
 
-def test_a_database_that_fails_for_a_while_is_asked_again() -> None:
+def test_a_failing_database_is_retried() -> None:
     async def test(tables: Tables) -> None:
-        lookout = tables.lookout = LeaseObserver(tables, tables.clock.now, None)
-        told = asyncio.Event()
-        await lookout.watch("e/leader", told.set)
+        observer = tables.observer = LeaseObserver(tables, tables.clock.now, None)
+        notified = asyncio.Event()
+        await observer.watch("e/leader", notified.set)
         await asyncio.sleep(1)
         tables.failing = True
         await asyncio.sleep(3 * TTL_S)
         assert tables.expired_at is None
         tables.failing = False
-        await told.wait()
-        lookout.close()
+        await notified.wait()
+        observer.close()
 
     virtually(test)
 
 
-def test_without_watches_nothing_is_looked_at() -> None:
+def test_without_watches_no_lease_is_read() -> None:
     async def test(tables: Tables) -> None:
-        lookout = tables.lookout = LeaseObserver(tables, tables.clock.now, 0.05)
-        watch = await lookout.watch("e/leader", lambda: None)
+        observer = tables.observer = LeaseObserver(tables, tables.clock.now, 0.05)
+        watch = await observer.watch("e/leader", lambda: None)
         await asyncio.sleep(TTL_S / 2)
         watch.close()
         await asyncio.sleep(1)
@@ -241,22 +243,22 @@ def test_without_watches_nothing_is_looked_at() -> None:
     virtually(test)
 
 
-def test_leases_that_are_met_no_more_are_forgotten() -> None:
+def test_leases_no_longer_observed_are_forgotten() -> None:
     async def test(tables: Tables) -> None:
-        lookout = LeaseObserver(tables, tables.clock.now, None)
+        observer = LeaseObserver(tables, tables.clock.now, None)
         for number in range(100):
-            lookout.judge(tables.row()._replace(lease=str(number)))
+            observer.judge(tables.row()._replace(lease=str(number)))
         tables.clock.advance(100 * TTL_S)
-        judged(tables, lookout)
-        assert list(lookout._observed) == [LEASE]
+        judged(tables, observer)
+        assert list(observer._observed) == [LEASE]
 
     virtually(test)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_server_that_was_slow_once_is_soon_asked_again(fails: bool) -> None:
-    """A server that stood still has kept us waiting, which says nothing of its load. A change that
-    comes after it is told within the longest pause."""
+def test_a_server_that_was_slow_once_is_soon_polled_again(fails: bool) -> None:
+    """One slow answer does not mean that the server is overloaded. A change after it is noticed
+    within the longest polling interval."""
 
     async def test(tables: Tables) -> None:
         slow = False
@@ -268,40 +270,40 @@ def test_a_server_that_was_slow_once_is_soon_asked_again(fails: bool) -> None:
                     raise StoreUnavailable("no")
             return await tables.changes(since)
 
-        lookout = LeaseObserver(tables, tables.clock.now, 0.05, changes)
-        told = asyncio.Event()
-        watch = await lookout.watch("e", told.set)
+        observer = LeaseObserver(tables, tables.clock.now, 0.05, changes)
+        notified = asyncio.Event()
+        watch = await observer.watch("e", notified.set)
         slow = True
         await asyncio.sleep(1.0)
         slow = False
         await asyncio.sleep(1.1)
-        told.clear()
+        notified.clear()
         tables.alive = False
         changed_at = tables.clock.now()
-        await told.wait()
+        await notified.wait()
         assert tables.clock.now() - changed_at <= 0.6
         watch.close()
-        lookout.close()
+        observer.close()
 
     virtually(test)
 
 
 @pytest.mark.parametrize("poll_s", [None, 0.1])
-def test_owners_that_could_not_be_found_out_are_asked_for_again(poll_s: float | None) -> None:
-    """The store fails just when somebody has begun to watch: there is nothing else to look at."""
+def test_a_failed_survey_of_owners_is_retried(poll_s: float | None) -> None:
+    """The store fails just after a watch began, so that no lease is known to observe yet."""
 
     async def test(tables: Tables) -> None:
         changes = None if poll_s is None else tables.changes
-        lookout = tables.lookout = LeaseObserver(tables, tables.clock.now, poll_s, changes)
-        told = asyncio.Event()
-        await lookout.watch("e", told.set)
+        observer = tables.observer = LeaseObserver(tables, tables.clock.now, poll_s, changes)
+        notified = asyncio.Event()
+        await observer.watch("e", notified.set)
         tables.failing = True
         await asyncio.sleep(1.0)
         tables.failing = False
         async with asyncio.timeout(3 * TTL_S):
-            await told.wait()
+            await notified.wait()
         assert tables.expired_at is not None
-        lookout.close()
+        observer.close()
 
     virtually(test)
 
@@ -312,9 +314,9 @@ class Line:
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
         self.renewed: dict[str, tuple[int, float]] = {}
-        """By lease, its counter and when that last moved."""
+        """The counter of each lease and the time of its last change."""
         self.tickets: list[tuple[str, str]] = []
-        self.lookouts: list[LeaseObserver] = []
+        self.observers: list[LeaseObserver] = []
         self.incarnation = "first"
         self.failing = False
 
@@ -367,8 +369,8 @@ class Line:
             del self.renewed[lease]
             for path, owner in self.tickets:
                 if owner == lease:
-                    for lookout in self.lookouts:
-                        lookout.changed(path)
+                    for observer in self.observers:
+                        observer.changed(path)
 
     async def position(self) -> int:
         raise NotImplementedError
@@ -381,40 +383,40 @@ class Line:
         noticed: bool = False,
         stale: Sequence[str] = (),
     ) -> None:
-        """Take a ticket, keep its lease alive, and return when nobody is ahead of it. The `stale`
-        leases are followed from the beginning, as a store does when it is opened."""
-        lookout = LeaseObserver(self, self.clock.now, None)
-        self.lookouts.append(lookout)
+        """Take a ticket, keep its lease alive, and return when it is at the head of the line. The
+        `stale` leases are observed from the beginning, as a store does when it is opened."""
+        observer = LeaseObserver(self, self.clock.now, None)
+        self.observers.append(observer)
         if stale:
-            lookout.follow(stale)
+            observer.follow(stale)
             await asyncio.sleep(0.01)
         for row in seen_before:
-            lookout.judge(row)
+            observer.judge(row)
         if noticed:
             self.failing = True
-            watch = await lookout.watch("elections/e/line/0000", lambda: None)
+            watch = await observer.watch("elections/e/line/0000", lambda: None)
             await asyncio.sleep(0.1)
             watch.close()
             self.failing = False
         path = self.grant(lease)
-        heart = asyncio.create_task(self._beat(lease))
+        keepalive = asyncio.create_task(self._renew_regularly(lease))
         try:
             while (ahead := self.ahead(path)) is not None:
                 row = self.row(ahead[1])
-                if lookout.judge(row).over:
+                if observer.judge(row).over:
                     await self.expire(row.lease, row.counter)
                     continue
-                told = asyncio.Event()
-                watch = await lookout.watch(ahead[0], told.set)
+                notified = asyncio.Event()
+                watch = await observer.watch(ahead[0], notified.set)
                 if self.ahead(path) == ahead:
-                    await told.wait()
+                    await notified.wait()
                 watch.close()
         finally:
-            heart.cancel()
-            lookout.close()
-            self.lookouts.remove(lookout)
+            keepalive.cancel()
+            observer.close()
+            self.observers.remove(observer)
 
-    async def _beat(self, lease: str) -> None:
+    async def _renew_regularly(self, lease: str) -> None:
         while True:
             await asyncio.sleep(TTL_S / 3)
             self.renew(lease)
@@ -431,13 +433,12 @@ class Line:
         (0.0, False, False, 1.5),
     ],
 )
-def test_leases_that_were_silent_together_are_judged_together(
+def test_leases_that_stopped_together_expire_together(
     candidates: int, silent_s: float, replaced: bool, noticed: bool, within: float
 ) -> None:
-    """An outage has cost every candidate its lease, and each has taken a new ticket behind the old
-    ones: there is a leader a ttl later, however many there are. If the last of the old leases was
-    renewed just now, and the store did not fail as far as its observers know, it is found to be
-    late first."""
+    """After an outage every candidate has lost its lease and has a new ticket behind the old ones.
+    There is a leader a ttl later, whatever the number of candidates. If the old leases were
+    renewed recently and the observers saw no failure of the store, it takes up to 1.5 ttl."""
 
     async def test() -> None:
         line = Line(clock)
@@ -451,26 +452,26 @@ def test_leases_that_were_silent_together_are_judged_together(
         if replaced:
             line.incarnation = "second"
         began = clock.now()
-        standing = [
+        candidacies = [
             asyncio.create_task(line.lead(f"new {number}", seen_before, noticed=noticed))
             for number in range(candidates)
         ]
-        done, _ = await asyncio.wait(standing, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(candidacies, return_when=asyncio.FIRST_COMPLETED)
         (first,) = done
         first.result()
         assert clock.now() - began <= TTL_S * within + 0.01 * candidates
-        for task in standing:
+        for task in candidacies:
             task.cancel()
-        await asyncio.gather(*standing, return_exceptions=True)
+        await asyncio.gather(*candidacies, return_exceptions=True)
 
     clock = VirtualClock()
     run_virtual(test(), clock=clock)
 
 
-def test_a_lease_that_was_followed_before_it_stood_in_the_way_is_not_judged_alone() -> None:
-    """Two candidates have died. When a third comes, the lease of the one in line is past its ttl
-    and that of the leader is not. The third leads a ttl later: it observes both from the beginning,
-    and does not begin with the leader's when the other has ended."""
+def test_a_lease_followed_since_opening_does_not_delay_the_others() -> None:
+    """Two candidates have died. When a third arrives, the lease of the one in line is past its ttl
+    and the lease of the leader is not. The third leads a ttl later, because it observes both
+    leases from the beginning instead of one after the other."""
 
     async def test() -> None:
         line = Line(clock)

@@ -40,7 +40,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 def address(engine: str, network: Network, host: str) -> str:
     if engine == "mysql":
         return f"mysql://u:p@{host}:1000/d"
-    return f"postgresql://u@{quote(str(network.folder / host), safe='')}:1000/d"
+    return f"postgresql://u@{quote(str(network.directory / host), safe='')}:1000/d"
 
 
 def contest(

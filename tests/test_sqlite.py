@@ -61,10 +61,10 @@ async def stores(
 
 
 async def until(condition: Callable[[], bool], what: str, within_s: float = 10.0) -> None:
-    """Wait for something that must come by itself."""
+    """Wait for a condition that must become true without further calls."""
     try:
         async with asyncio.timeout(within_s):
-            while not condition():  # noqa: ASYNC110 (what is waited for has no event)
+            while not condition():  # noqa: ASYNC110 (the condition has no event)
                 await asyncio.sleep(0.001)
     except TimeoutError:
         pytest.fail(f"{what}: not within {within_s} s")
@@ -100,7 +100,7 @@ def test_tokens_grow_across_restarts_and_from_the_floor(tmp_path: Path) -> None:
     run(test)
 
 
-def test_ranks_order_the_line_and_those_out_of_bounds_are_refused(tmp_path: Path) -> None:
+def test_ranks_order_the_line_and_are_checked(tmp_path: Path) -> None:
     async def test() -> None:
         async with stores(tmp_path / "x.db") as (store,):
             lease = await store.grant(TTL_S)
@@ -116,7 +116,7 @@ def test_ranks_order_the_line_and_those_out_of_bounds_are_refused(tmp_path: Path
     run(test)
 
 
-# Dead leases
+# Leases of dead processes
 
 
 def test_the_entries_of_a_dead_lease_are_gone_for_every_method(tmp_path: Path) -> None:
@@ -129,8 +129,8 @@ def test_the_entries_of_a_dead_lease_are_gone_for_every_method(tmp_path: Path) -
             mine = await survivor.enqueue("line", b"2", own)
             for key in ("a/1", "a/2", "b"):
                 assert (await first.create(key, b"v", lease)).won
-            told: list[None] = []
-            watch = await survivor.watch("b", lambda: told.append(None))
+            notified: list[None] = []
+            watch = await survivor.watch("b", lambda: notified.append(None))
             before = await survivor.ahead(mine)
             assert before is not None
             assert before.key == ahead.key
@@ -147,14 +147,14 @@ def test_the_entries_of_a_dead_lease_are_gone_for_every_method(tmp_path: Path) -
                 await first.create("c", b"v", lease)
             with pytest.raises(LeaseGone):
                 await first.enqueue("line", b"v", lease)
-            await until(lambda: bool(told), "the watcher is told")
+            await until(lambda: bool(notified), "the watch is notified")
             assert ended == [LeaseEnded(lease=lease.id, cause="died")]
             watch.close()
 
     run(test)
 
 
-def test_opening_sweeps_up_what_the_dead_left(tmp_path: Path) -> None:
+def test_opening_removes_leftovers_of_dead_processes(tmp_path: Path) -> None:
     path = tmp_path / "x.db"
 
     async def leave() -> None:
@@ -185,7 +185,7 @@ def test_opening_sweeps_up_what_the_dead_left(tmp_path: Path) -> None:
     connection.close()
 
 
-def test_leases_of_another_boot_are_followed_up_after_opening(
+def test_leases_of_another_boot_are_observed_after_opening(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "x.db"
@@ -214,51 +214,53 @@ def test_leases_of_another_boot_are_followed_up_after_opening(
 # Watches
 
 
-def test_a_change_is_told_to_those_who_watch_it_or_what_lies_above(tmp_path: Path) -> None:
+def test_a_change_notifies_watches_of_the_key_and_its_prefixes(tmp_path: Path) -> None:
     async def test() -> None:
         async with stores(tmp_path / "x.db", 2) as (writer, reader):
-            told: list[str] = []
+            notified: list[str] = []
             for store, name in ((reader, "reader"), (writer, "writer")):
                 for scope in ("a", "a/b", "a/b/c", "a/b/cc", "ab"):
-                    await store.watch(scope, partial(told.append, f"{name} {scope}"))
+                    await store.watch(scope, partial(notified.append, f"{name} {scope}"))
             entry = await writer.put("a/b/c", b"1", if_version=None)
             assert entry is not None
-            assert told == []  # never from within the call
+            assert notified == []  # never called from within put
             expected = {
                 f"{name} {s}" for name in ("reader", "writer") for s in ("a", "a/b", "a/b/c")
             }
-            await until(lambda: set(told) >= expected, "all who watch are told")
-            assert set(told) == expected
-            told.clear()
+            await until(lambda: set(notified) >= expected, "all watches are notified")
+            assert set(notified) == expected
+            notified.clear()
             assert await writer.delete("a/b/c")
-            await until(lambda: set(told) >= expected, "all who watch are told of the end")
+            await until(
+                lambda: set(notified) >= expected, "all watches are notified of the deletion"
+            )
 
     run(test)
 
 
-def test_a_closed_watch_is_silent_and_costs_no_transaction(tmp_path: Path) -> None:
+def test_a_closed_watch_does_not_notify_and_needs_no_transaction(tmp_path: Path) -> None:
     async def test() -> None:
         async with stores(tmp_path / "x.db", 2) as (writer, reader):
-            told: list[str] = []
-            first = await reader.watch("k", lambda: told.append("first"))
-            second = await reader.watch("k", lambda: told.append("second"))
+            notified: list[str] = []
+            first = await reader.watch("k", lambda: notified.append("first"))
+            second = await reader.watch("k", lambda: notified.append("second"))
             await writer.put("k", b"1", if_version=None)
-            await until(lambda: set(told) == {"first", "second"}, "both are told")
-            told.clear()
+            await until(lambda: set(notified) == {"first", "second"}, "both watches are notified")
+            notified.clear()
             first.close()
             first.close()
             await writer.delete("k")
-            await until(lambda: told == ["second"], "the other is told")
+            await until(lambda: notified == ["second"], "the open watch is notified")
             second.close()
             assert await _rows(reader, "watches") == 1
-            await writer.put("k", b"2", if_version=None)  # reaches an inbox that knows it no more
-            await until(lambda: len(reader._database.stale) > 0, "the stray tag is noted")
+            await writer.put("k", b"2", if_version=None)  # its tag is no longer known to the reader
+            await until(lambda: len(reader._database.stale) > 0, "the unknown tag is recorded")
             await reader.put("other", b"", if_version=None)
             assert await _rows(reader, "watches") == 0
-            assert told == ["second"]
-            again = await reader.watch("k", lambda: told.append("again"))
+            assert notified == ["second"]
+            again = await reader.watch("k", lambda: notified.append("again"))
             await writer.delete("k")
-            await until(lambda: told == ["second", "again"], "a new watch works")
+            await until(lambda: notified == ["second", "again"], "a new watch works")
             again.close()
 
     run(test)
@@ -271,32 +273,32 @@ async def _rows(store: SQLiteStore, table: str) -> int:
     return await store._database.submit(count, writes=False)
 
 
-def test_a_full_inbox_counts_as_news_of_everything(tmp_path: Path) -> None:
+def test_a_full_inbox_notifies_every_watch(tmp_path: Path) -> None:
     async def test() -> None:
         async with stores(tmp_path / "x.db", 2) as (writer, reader):
-            told: list[str] = []
-            await reader.watch("quiet", lambda: told.append("quiet"))
-            await reader.watch("noisy", lambda: told.append("noisy"))
+            notified: list[str] = []
+            await reader.watch("quiet", lambda: notified.append("quiet"))
+            await reader.watch("noisy", lambda: notified.append("noisy"))
             noisy, quiet = (
                 reader._watches._scopes["noisy"].tag,
                 reader._watches._scopes["quiet"].tag,
             )
             capacity = reader._inbox._capacity
             assert capacity % 8 == 0
-            # All before the loop runs again, so that nothing is read in between.
+            # All sent before the loop runs again, so that nothing is read in between.
             assert writer._inbox.send(reader._inbox.name, [noisy] * (capacity // 8))
             assert writer._inbox.send(reader._inbox.name, [quiet])
-            await until(lambda: {"noisy", "quiet"} <= set(told), "both are told")
-            told.clear()
+            await until(lambda: {"noisy", "quiet"} <= set(notified), "both watches are notified")
+            notified.clear()
             assert writer._inbox.send(reader._inbox.name, [noisy] * (capacity // 8 - 1))
-            await until(lambda: bool(told), "the one is told")
+            await until(lambda: bool(notified), "one watch is notified")
             await asyncio.sleep(0)
-            assert set(told) == {"noisy"}
+            assert set(notified) == {"noisy"}
 
     run(test)
 
 
-def test_the_dead_inbox_of_another_is_removed_with_its_rows(tmp_path: Path) -> None:
+def test_the_inbox_of_a_dead_process_is_removed_with_its_rows(tmp_path: Path) -> None:
     async def test() -> None:
         async with stores(tmp_path / "x.db", 2) as (writer, reader):
             await reader.watch("k", lambda: None)
@@ -310,22 +312,22 @@ def test_the_dead_inbox_of_another_is_removed_with_its_rows(tmp_path: Path) -> N
     run(test)
 
 
-def test_expiry_is_told_by_a_timer_that_follows_renewals(tmp_path: Path) -> None:
+def test_expiry_notifies_by_a_timer_that_follows_renewals(tmp_path: Path) -> None:
     async def test() -> None:
         clock = VirtualClock()
         async with stores(tmp_path / "x.db", 2, clock) as (owner, watcher):
             lease = await owner.grant(0.2)
             assert (await owner.create("k", b"v", lease)).won
-            told = asyncio.Event()
-            watch = await watcher.watch("k", told.set)
+            notified = asyncio.Event()
+            watch = await watcher.watch("k", notified.set)
             for _ in range(6):
                 clock.advance(0.1)
                 await owner.renew(lease)
                 await asyncio.sleep(0.1)
-                assert not told.is_set()
+                assert not notified.is_set()
             clock.advance(0.2)
             async with asyncio.timeout(10):
-                await told.wait()
+                await notified.wait()
             assert await watcher.get("k") is None
             with pytest.raises(LeaseGone):
                 await owner.renew(lease)
@@ -334,7 +336,7 @@ def test_expiry_is_told_by_a_timer_that_follows_renewals(tmp_path: Path) -> None
     run(test)
 
 
-def test_one_monitor_a_lease_and_none_without_a_watch(tmp_path: Path) -> None:
+def test_a_watched_lease_has_one_monitor_and_others_none(tmp_path: Path) -> None:
     async def test() -> None:
         async with stores(tmp_path / "x.db", 2) as (owner, watcher):
             lease = await owner.grant(TTL_S)
@@ -354,13 +356,13 @@ def test_one_monitor_a_lease_and_none_without_a_watch(tmp_path: Path) -> None:
     run(test)
 
 
-def test_a_refresh_that_cannot_be_had_is_tried_until_it_can(
+def test_a_failed_refresh_of_a_watch_is_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test() -> None:
         async with stores(tmp_path / "x.db", 2) as (writer, reader):
-            told = asyncio.Event()
-            await reader.watch("k", told.set)
+            notified = asyncio.Event()
+            await reader.watch("k", notified.set)
             blocked = 3
             real = database_module.Database._begin
 
@@ -368,13 +370,13 @@ def test_a_refresh_that_cannot_be_had_is_tried_until_it_can(
                 nonlocal blocked
                 if self is reader._database and blocked:
                     blocked -= 1
-                    raise StoreUnavailable("somebody is in the way")
+                    raise StoreUnavailable("locked")
                 real(self, *args)
 
             monkeypatch.setattr(database_module.Database, "_begin", begin)
             await writer.put("k", b"v", if_version=None)
             async with asyncio.timeout(10):
-                await told.wait()
+                await notified.wait()
             assert blocked == 0
 
     run(test)
@@ -413,7 +415,7 @@ def test_ten_thousand_candidates_share_a_few_commits(
     run(test)
 
 
-def test_a_cancelled_call_takes_effect_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_cancelled_call_has_its_full_effect_or_none(tmp_path: Path) -> None:
     async def test() -> None:
         async with stores(tmp_path / "x.db") as (store,):
             lease = await store.grant(TTL_S)
@@ -437,7 +439,7 @@ def test_a_cancelled_call_takes_effect_whole_or_not_at_all(tmp_path: Path) -> No
     run(test)
 
 
-def test_an_operation_that_fails_takes_nobody_with_it(tmp_path: Path) -> None:
+def test_a_failed_operation_does_not_affect_others_in_its_transaction(tmp_path: Path) -> None:
     async def test() -> None:
         async with stores(tmp_path / "x.db") as (store,):
             lease = await store.grant(TTL_S)
@@ -461,7 +463,7 @@ def test_an_operation_that_fails_takes_nobody_with_it(tmp_path: Path) -> None:
 
 
 class Failing:
-    """Stands before a connection's `execute` and fails one statement."""
+    """Wraps `execute` of a connection and fails one statement."""
 
     def __init__(self, execute: Callable[..., Any], statement: str, code: int) -> None:
         self._execute = execute
@@ -491,7 +493,7 @@ class Failing:
         ("BEGIN", sqlite3.SQLITE_CORRUPT, StoreUnusable, "restore it"),
     ],
 )
-def test_failures_are_told_for_what_they_are_and_nothing_is_half_done(
+def test_database_errors_are_mapped_and_leave_no_partial_writes(
     tmp_path: Path, statement: str, code: int, kind: type[Exception], message: str
 ) -> None:
     async def test() -> None:
@@ -518,7 +520,7 @@ def test_failures_are_told_for_what_they_are_and_nothing_is_half_done(
     run(test)
 
 
-def test_patience_ends_only_if_nobody_commits(tmp_path: Path) -> None:
+def test_a_lock_timeout_needs_a_time_without_commits(tmp_path: Path) -> None:
     path = tmp_path / "x.db"
 
     async def test() -> None:
@@ -543,7 +545,7 @@ def test_patience_ends_only_if_nobody_commits(tmp_path: Path) -> None:
     run(test)
 
 
-def test_reads_go_on_while_another_writes(tmp_path: Path) -> None:
+def test_reads_work_while_another_connection_writes(tmp_path: Path) -> None:
     path = tmp_path / "x.db"
 
     async def test() -> None:
@@ -572,10 +574,10 @@ def test_reads_go_on_while_another_writes(tmp_path: Path) -> None:
     run(test)
 
 
-# The end
+# Closing
 
 
-def test_a_closed_store_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_closed_store_raises_and_leaves_nothing_open(tmp_path: Path) -> None:
     async def test() -> None:
         before = os.listdir("/proc/self/fd")
         async with stores(tmp_path / "x.db") as (store,):
@@ -585,7 +587,7 @@ def test_a_closed_store_says_so_and_leaves_nothing(tmp_path: Path) -> None:
             late = asyncio.create_task(store.get("k"))
             await asyncio.sleep(0)
             await store.close()
-        await late  # what was asked for before is answered
+        await late  # calls made before close are answered
         for call in (
             store.grant(1),
             store.renew(lease),
@@ -609,8 +611,8 @@ def test_revoking_ends_the_lease_even_if_the_database_is_stuck(
         async with stores(tmp_path / "x.db", 2) as (owner, watcher):
             lease = await owner.grant(TTL_S)
             assert (await owner.create("k", b"v", lease)).won
-            told = asyncio.Event()
-            await watcher.watch("k", told.set)
+            notified = asyncio.Event()
+            await watcher.watch("k", notified.set)
 
             def begin(batch: object, how: str) -> None:
                 raise StoreUnavailable("stuck")
@@ -618,14 +620,14 @@ def test_revoking_ends_the_lease_even_if_the_database_is_stuck(
             monkeypatch.setattr(owner._database, "_begin", begin)
             await owner.revoke(lease)
             async with asyncio.timeout(10):
-                await told.wait()
+                await notified.wait()
             assert await watcher.get("k") is None
             await owner.revoke(lease)
 
     run(test)
 
 
-def test_a_loop_closed_without_closing_the_store_hurts_nobody(tmp_path: Path) -> None:
+def test_a_loop_may_end_without_closing_the_store(tmp_path: Path) -> None:
     kept: list[SQLiteStore] = []
 
     async def test() -> None:

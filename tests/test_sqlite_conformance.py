@@ -1,4 +1,4 @@
-"""The local store keeps the promises that every store makes."""
+"""The conformance suite on the local store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the local store says about itself: the version it runs on, its disk, who is there."""
+"""The diagnosis of the local store: SQLite version, file system, live leases."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ GOOD = LocalStoreState(
 )
 
 
-def worries(state: LocalStoreState) -> list[Finding]:
+def problems(state: LocalStoreState) -> list[Finding]:
     return [finding for finding in findings(state) if finding.level != "ok"]
 
 
-def test_a_good_store_is_described_and_nothing_more() -> None:
+def test_a_healthy_store_has_no_warnings() -> None:
     assert [(finding.subject, finding.text) for finding in findings(GOOD)] == [
         ("sqlite", "SQLite 3.53.1, journal mode WAL"),
         ("disk", "/var/lib/doyen.db is on ext4"),
         ("sessions", "3 live leases in /var/lib/doyen.db.sessions, including this session's"),
     ]
-    assert not worries(GOOD)
+    assert not problems(GOOD)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_good_store_is_described_and_nothing_more() -> None:
     ],
 )
 def test_versions_that_may_damage_the_database(version: tuple[int, ...], safe: bool) -> None:
-    found = worries(replace(GOOD, sqlite=version))
+    found = problems(replace(GOOD, sqlite=version))
     assert [finding.level for finding in found] == ([] if safe else ["warning"])
     assert all("3.51.3" in finding.remedy for finding in found)
 
@@ -66,20 +66,20 @@ def test_versions_that_may_damage_the_database(version: tuple[int, ...], safe: b
         (None, "warning", "unknown kind"),
     ],
 )
-def test_disks_that_do_not_keep_or_do_not_reach(kind: str | None, level: str, text: str) -> None:
-    (found,) = worries(replace(GOOD, file_system=kind))
+def test_unsuitable_file_systems_are_reported(kind: str | None, level: str, text: str) -> None:
+    (found,) = problems(replace(GOOD, file_system=kind))
     assert (found.level, found.subject) == (level, "disk")
     assert text in found.text
     assert found.remedy
 
 
-def test_a_full_disk_is_told_before_it_is_full() -> None:
-    (found,) = worries(replace(GOOD, free_bytes=3 << 20))
+def test_a_disk_that_is_nearly_full_is_reported() -> None:
+    (found,) = problems(replace(GOOD, free_bytes=3 << 20))
     assert found.level == "warning"
     assert "3 MiB" in found.text
 
 
-def test_a_real_store_is_looked_at(tmp_path: Path) -> None:
+def test_diagnosis_of_a_real_store(tmp_path: Path) -> None:
     path = tmp_path / "doyen.db"
 
     async def main() -> None:
@@ -89,15 +89,15 @@ def test_a_real_store_is_looked_at(tmp_path: Path) -> None:
         try:
             lease = await store.grant(60)
             await other.grant(60)
-            told = {finding.subject: finding.text for finding in await store.diagnose()}
+            found = {finding.subject: finding.text for finding in await store.diagnose()}
             await store.revoke(lease)
             after = {finding.subject: finding.text for finding in await store.diagnose()}
         finally:
             await other.close()
             await store.close()
-        assert told["sqlite"].startswith(f"SQLite {sqlite3.sqlite_version}, journal mode WAL")
-        assert told["disk"].startswith(f"{path} is on ")
-        assert told["sessions"].startswith(f"2 live leases in {path}.sessions")
+        assert found["sqlite"].startswith(f"SQLite {sqlite3.sqlite_version}, journal mode WAL")
+        assert found["disk"].startswith(f"{path} is on ")
+        assert found["sessions"].startswith(f"2 live leases in {path}.sessions")
         assert after["sessions"].startswith("1 live lease in ")
 
     asyncio.run(main())

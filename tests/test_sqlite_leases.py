@@ -1,4 +1,4 @@
-"""Leases as files: the end is irrevocable, and no interleaving lets a renewal outlive it."""
+"""Leases as files: an ended lease stays ended, and no interleaving confirms a renewal of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TTL_S = 10.0
 
 
 class Bench:
-    """A folder of leases, and handles on it with clocks and boots of their own."""
+    """A directory of leases, and handles to it with their own clocks and boot ids."""
 
     def __init__(self, path: Path) -> None:
         database = path / "x.db"
@@ -67,10 +67,10 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.close()
 
 
-def test_two_threads_that_find_a_lease_over_at_once_tell_it_once(
+def test_two_threads_that_find_a_lease_ended_emit_it_once(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A store's loop and its database thread judge the same leases."""
+    """The loop of a store and its database thread judge the same leases."""
     owner, judge = bench.handle(), bench.handle()
     lease = owner.grant(TTL_S)
     owner.release(lease)
@@ -93,7 +93,7 @@ def test_two_threads_that_find_a_lease_over_at_once_tell_it_once(
     assert bench.files() == set()
 
 
-def test_a_renewed_lease_lives_and_one_left_alone_expires(bench: Bench) -> None:
+def test_a_renewed_lease_lives_until_its_ttl_has_passed(bench: Bench) -> None:
     owner, judge = bench.handle(), bench.handle()
     lease = owner.grant(TTL_S)
     bench.clock.advance(9)
@@ -120,7 +120,7 @@ def test_suspend_counts_and_the_wall_clock_does_not(bench: Bench) -> None:
     assert judge.judge(lease).ended
 
 
-def test_letting_go_of_the_lock_proves_death_at_once(bench: Bench) -> None:
+def test_a_released_lock_proves_death_at_once(bench: Bench) -> None:
     owner, judge = bench.handle(), bench.handle()
     lease = owner.grant(TTL_S)
     copies = [os.dup(fd) for fd in owner.proof(lease)]
@@ -135,13 +135,13 @@ def test_letting_go_of_the_lock_proves_death_at_once(bench: Bench) -> None:
         owner.renew(lease)
 
 
-def test_a_handle_judges_its_own_leases_without_taking_itself_for_dead(bench: Bench) -> None:
+def test_a_handle_does_not_judge_its_own_leases_as_dead(bench: Bench) -> None:
     owner = bench.handle()
     lease = owner.grant(TTL_S)
     assert not owner.judge(lease).ended
     bench.clock.advance(TTL_S)
     assert owner.judge(lease).ended
-    assert bench.ended == []  # not another's
+    assert bench.ended == []  # emitted only for leases of others
 
 
 def test_revoked_by_another(bench: Bench) -> None:
@@ -153,8 +153,8 @@ def test_revoked_by_another(bench: Bench) -> None:
         owner.renew(lease)
 
 
-def _judged_beside_a_prober(bench: Bench) -> bool:
-    """Judge a dead lease while another judge is frozen in the middle of its own attempt."""
+def _judged_beside_another_judge(bench: Bench) -> bool:
+    """Judge a dead lease while another judge is frozen during its own probe of the lock."""
     owner, judge = bench.handle(), bench.handle()
     lease = owner.grant(TTL_S)
     owner.release(lease)
@@ -166,10 +166,10 @@ def _judged_beside_a_prober(bench: Bench) -> bool:
         os.close(other)
 
 
-def test_judges_do_not_take_one_another_for_the_owner(
+def test_concurrent_judges_do_not_hide_an_owners_death(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _judged_beside_a_prober(bench)
+    assert _judged_beside_another_judge(bench)
 
     def exclusively(fd: int) -> bool:
         try:
@@ -179,11 +179,11 @@ def test_judges_do_not_take_one_another_for_the_owner(
         return True
 
     monkeypatch.setattr(module, "_owner_is_dead", exclusively)
-    assert not _judged_beside_a_prober(bench), "the test cannot fail"
+    assert not _judged_beside_another_judge(bench), "the test cannot fail"
 
 
 class TrustsTheLock(LocalLeases):
-    """Broken: takes locks and clocks of another boot for its own."""
+    """Broken: trusts locks and clocks of another boot."""
 
     def _by_change(
         self, lease: str, fd: int, raw: bytes, record: LeaseFile | None
@@ -192,16 +192,16 @@ class TrustsTheLock(LocalLeases):
         return self._by_lock_or_clock(lease, fd, record)
 
 
-def test_under_another_boot_a_full_ttl_of_ours_must_pass(bench: Bench) -> None:
+def test_a_lease_of_another_boot_expires_after_a_full_ttl_here(bench: Bench) -> None:
     def foreign() -> str:
         owner = bench.handle(boot="another boot", now=lambda: 1e6)
         lease = owner.grant(TTL_S)
-        owner.release(lease)  # free on this kernel, which says nothing of another
+        owner.release(lease)  # unlocked on this kernel, which proves nothing about another
         return lease
 
     lease = foreign()
     judge = bench.handle()
-    bench.clock.advance(1e9)  # nor does our clock, of when theirs began
+    bench.clock.advance(1e9)  # the clocks of two boots are not comparable
     assert judge.judge(lease) == LeaseFileVerdict(False, TTL_S)
     bench.clock.advance(TTL_S - 1)
     assert judge.judge(lease) == LeaseFileVerdict(False, 1.0)
@@ -211,7 +211,7 @@ def test_under_another_boot_a_full_ttl_of_ours_must_pass(bench: Bench) -> None:
     assert bench.handle(TrustsTheLock).judge(foreign()).ended, "the test cannot fail"
 
 
-def test_under_another_boot_a_renewal_starts_the_wait_anew(bench: Bench) -> None:
+def test_a_renewal_under_another_boot_restarts_the_wait(bench: Bench) -> None:
     owner = bench.handle(boot="another boot", now=lambda: 0.0)
     lease = owner.grant(TTL_S)
     judge = bench.handle()
@@ -235,12 +235,12 @@ def test_a_torn_record_is_read_again(bench: Bench, monkeypatch: pytest.MonkeyPat
     assert next(reads, None) is None
 
 
-def test_an_unreadable_record_is_never_guessed_at(bench: Bench) -> None:
+def test_an_unreadable_lease_file_ends_only_by_death_or_timeout(bench: Bench) -> None:
     owner, judge = bench.handle(), bench.handle()
     lease = owner.grant(TTL_S)
     os.pwrite(owner.proof(lease)[0], b"\xff" * 20, 0)
     for _ in range(3):
-        assert not judge.judge(lease).ended  # its owner is alive: it will write it again
+        assert not judge.judge(lease).ended  # its owner is alive and will write it again
         bench.clock.advance(module.UNREADABLE_S)
     owner.release(lease)
     assert judge.judge(lease).ended
@@ -253,7 +253,7 @@ def test_an_unreadable_record_is_never_guessed_at(bench: Bench) -> None:
     assert judge.judge(lease).ended
 
 
-def test_an_unreadable_record_heals_with_the_next_renewal(bench: Bench) -> None:
+def test_a_renewal_repairs_an_unreadable_lease_file(bench: Bench) -> None:
     owner, judge = bench.handle(), bench.handle()
     lease = owner.grant(TTL_S)
     os.pwrite(owner.proof(lease)[0], b"\xff" * 20, 0)
@@ -278,7 +278,7 @@ def test_only_a_missing_file_ends_a_lease_not_a_failure_to_open_it(
     assert not judge.judge(lease).ended
 
 
-def test_a_descriptor_closed_under_us_is_noticed_and_nothing_else_is_overwritten(
+def test_a_closed_or_reused_descriptor_is_detected_before_a_write(
     bench: Bench, tmp_path: Path
 ) -> None:
     owner = bench.handle()
@@ -296,7 +296,7 @@ def test_a_descriptor_closed_under_us_is_noticed_and_nothing_else_is_overwritten
     assert (tmp_path / "precious").read_text() == "precious"
 
 
-def test_a_sweep_between_making_the_file_and_locking_it_only_costs_another_try(
+def test_a_sweep_between_creating_and_locking_the_file_causes_a_retry(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = bench.handle()
@@ -320,7 +320,7 @@ def test_a_sweep_between_making_the_file_and_locking_it_only_costs_another_try(
     assert not owner.judge(lease).ended
 
 
-def test_companions_take_over_the_permissions_of_the_database(tmp_path: Path) -> None:
+def test_session_files_have_the_permissions_of_the_database(tmp_path: Path) -> None:
     database = tmp_path / "x.db"
     database.touch()
     database.chmod(0o660)
@@ -351,11 +351,11 @@ def test_nothing_is_left_open_or_inherited(bench: Bench) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-# Every interleaving of a renewal with a judgement, one system call at a time.
+# Every interleaving of the system calls of a renewal and a judgement.
 
 
 class _Shim:
-    """`os`, with some of it replaced."""
+    """`os` with some functions replaced."""
 
     def __init__(self, **replaced: Any) -> None:
         self.__dict__.update(replaced)
@@ -365,7 +365,7 @@ class _Shim:
 
 
 class _Stage:
-    """Lets one of several threads take one step at a time."""
+    """Runs one system call of one thread at a time, in a given order."""
 
     def __init__(self) -> None:
         self._actor = threading.local()
@@ -411,14 +411,14 @@ class _Stage:
 
 
 class WithoutSeal(LocalLeases):
-    """Broken: says that a lease has expired without sealing it first."""
+    """Broken: reports a lease as expired without sealing it first."""
 
     def _seal(self, lease: str) -> None:
         return
 
 
 class WithoutUnlink(LocalLeases):
-    """Broken: the verdict leaves no trace that an owner's late write could not undo."""
+    """Broken: does not remove the lease file, so that a late write of the owner revives it."""
 
     def _unlink(self, lease: str) -> None:
         return
@@ -443,8 +443,8 @@ def _interleavings(calls: int, among: int) -> Iterator[tuple[str, ...]]:
 def _violations(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, kind: type[LocalLeases]
 ) -> list[str]:
-    """Play a renewal begun just before expiry against a judgement begun just after, in every
-    order of their system calls, and report each that lets both stand."""
+    """Run a renewal begun just before expiry and a judgement begun just after it in every order of
+    their system calls. Return the orders in which both succeed."""
     found = []
     intercepted = ("open", "pread", "pwrite", "stat", "fstat", "unlink")
     for schedule in _interleavings(5, 13):
@@ -478,7 +478,7 @@ def _violations(
     return found
 
 
-def test_no_interleaving_lets_a_renewal_outlive_the_verdict(
+def test_no_interleaving_confirms_a_renewal_of_an_ended_lease(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert _violations(bench, monkeypatch, LocalLeases) == []
@@ -492,7 +492,7 @@ def test_no_interleaving_lets_a_renewal_outlive_the_verdict(
         (SealGoesFirst, "renewed and ended"),
     ],
 )
-def test_the_search_finds_what_is_broken(
+def test_the_search_detects_broken_variants(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, broken: type[LocalLeases], how: str
 ) -> None:
     found = _violations(bench, monkeypatch, broken)
@@ -500,7 +500,7 @@ def test_the_search_finds_what_is_broken(
     assert found[0].startswith(how)
 
 
-def test_a_record_survives_its_encoding_and_nothing_else_is_one() -> None:
+def test_lease_files_round_trip_and_damage_is_detected() -> None:
     record = LeaseFile(7, b"b" * 16, 1.5, 2.5, 42)
     raw = record.encode()
     assert LeaseFile.decode(raw) == record

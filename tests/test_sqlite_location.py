@@ -1,4 +1,4 @@
-"""Where the local store lives: addresses, file systems, files that are not its own."""
+"""The location of the local store: URLs, file systems, foreign files."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_three_slashes_are_an_absolute_path(tmp_path: Path) -> None:
         os.chdir(here)
 
 
-def test_links_to_one_file_lead_to_one_place(tmp_path: Path) -> None:
+def test_symbolic_links_to_one_file_are_one_store(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
     assert path_of(StoreURL.parse(f"sqlite://{tmp_path}/link/x.db")) == path_of(
         StoreURL.parse(f"sqlite://{tmp_path}/real/x.db")
@@ -123,7 +123,7 @@ def test_shared_file_systems_are_refused_by_name(tmp_path: Path) -> None:
     refuse_shared("/home/me/x.db", str(tmp_path / "no such table"))
 
 
-def test_missing_folders_are_created_and_the_permissions_kept(tmp_path: Path) -> None:
+def test_missing_directories_are_created_and_permissions_kept(tmp_path: Path) -> None:
     async def test() -> None:
         async with stores(tmp_path / "a" / "b" / "x.db"):
             assert (tmp_path / "a" / "b" / "x.db.sessions").is_dir()
@@ -131,7 +131,7 @@ def test_missing_folders_are_created_and_the_permissions_kept(tmp_path: Path) ->
     run(test)
 
 
-# Files that are not ours
+# Foreign files
 
 
 def _foreign(path: Path) -> None:
@@ -148,10 +148,10 @@ def _newer(path: Path) -> None:
 
 
 @pytest.mark.parametrize("after", range(4))
-def test_two_who_create_the_store_at_once_meet_in_it(
+def test_two_processes_may_create_the_store_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    """The other is done while this one is still looking at what stands there."""
+    """The other process creates it while this one is still checking the file."""
     path, other = tmp_path / "new.db", tmp_path / "other.db"
     looked = 0
     patiently = Database._patiently
@@ -195,7 +195,7 @@ def test_two_who_create_the_store_at_once_meet_in_it(
         ),
     ],
 )
-def test_what_is_not_ours_is_left_alone(
+def test_foreign_files_are_refused_and_not_changed(
     tmp_path: Path, make: Callable[[Path], None], message: str
 ) -> None:
     path = tmp_path / "x.db"
@@ -211,7 +211,7 @@ def test_what_is_not_ours_is_left_alone(
     assert not [thread for thread in threading.enumerate() if thread.name == "doyen-sqlite"]
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
     async def test() -> None:
@@ -221,7 +221,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     run(test)
 
 
-def test_an_empty_file_is_as_good_as_none(tmp_path: Path) -> None:
+def test_an_empty_file_is_treated_as_absent(tmp_path: Path) -> None:
     (tmp_path / "x.db").touch()
 
     async def test() -> None:

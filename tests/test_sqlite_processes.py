@@ -1,7 +1,7 @@
-"""The local store among real processes: killed, stopped, starved of disk, forked.
+"""The local store with real processes that are killed, stopped, out of disk space, or forked.
 
-Run as a program, this file is one such process: it opens the store and does what it is told, a
-JSON object a line.
+Run as a program, this file is one such process: it opens the store and executes commands, one JSON
+object per line.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ TTL_S = 60.0
 BOUND_S = 20.0
 
 
-class Actor:
-    """Another process, which does what it is told."""
+class OtherProcess:
+    """Another process that executes commands on the store."""
 
     def __init__(self, path: Path, *arguments: str) -> None:
         self.process = subprocess.Popen(
@@ -66,7 +66,7 @@ class Actor:
             self._answers.put(json.loads(line))
         self._answers.put({"ended": True})
 
-    def tell(self, command: str, **arguments: Any) -> None:
+    def send_command(self, command: str, **arguments: Any) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
         self.process.stdin.flush()
@@ -75,17 +75,17 @@ class Actor:
         return self._answers.get(timeout=BOUND_S)
 
     def ask(self, command: str, **arguments: Any) -> Any:
-        self.tell(command, **arguments)
+        self.send_command(command, **arguments)
         answer = self.answer()
         assert "error" not in answer, answer
         return answer["result"]
 
     def error(self, command: str, **arguments: Any) -> tuple[str, str]:
-        self.tell(command, **arguments)
+        self.send_command(command, **arguments)
         answer = self.answer()
         return answer["error"], answer["message"]
 
-    def send(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
@@ -104,15 +104,15 @@ class Actor:
 
 
 @contextmanager
-def actors(path: Path, count: int = 1, *arguments: str) -> Iterator[list[Actor]]:
-    cast = [Actor(path, *arguments) for _ in range(count)]
+def other_processes(path: Path, count: int = 1, *arguments: str) -> Iterator[list[OtherProcess]]:
+    processes = [OtherProcess(path, *arguments) for _ in range(count)]
     try:
-        for actor in cast:
-            assert actor.answer() == {"result": "ready"}
-        yield cast
+        for other in processes:
+            assert other.answer() == {"result": "ready"}
+        yield processes
     finally:
-        for actor in cast:
-            actor.close()
+        for other in processes:
+            other.close()
 
 
 @asynccontextmanager
@@ -134,7 +134,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 
 def verify(path: Path) -> None:
-    """No process uses the database any more, and it is whole."""
+    """Check the integrity of the database after all processes have ended."""
     connection = sqlite3.connect(path)
     assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
     connection.close()
@@ -146,17 +146,17 @@ def verify(path: Path) -> None:
 def test_a_killed_owner_is_succeeded_at_once(tmp_path: Path) -> None:
     path = tmp_path / "x.db"
 
-    async def main(owner: Actor) -> None:
+    async def main(owner: OtherProcess) -> None:
         events: list[Event] = []
         async with opened(path, events) as store:
             token = owner.ask("create", key="k")
             lease = await store.grant(TTL_S)
-            told = asyncio.Event()
-            await store.watch("k", told.set)
+            notified = asyncio.Event()
+            await store.watch("k", notified.set)
             assert not (await store.create("k", b"mine", lease)).won
             owner.kill()
             async with asyncio.timeout(BOUND_S):  # a third of the ttl
-                await told.wait()
+                await notified.wait()
             won, entry = await store.create("k", b"mine", lease)
             assert won
             assert entry.revision > token
@@ -164,48 +164,48 @@ def test_a_killed_owner_is_succeeded_at_once(tmp_path: Path) -> None:
             assert isinstance(events[0], LeaseEnded)
             assert events[0].cause == "died"
 
-    with actors(path) as (owner,):
+    with other_processes(path) as (owner,):
         asyncio.run(main(owner))
     verify(path)
 
 
-def test_one_who_died_before_the_watch_is_told_of_too(tmp_path: Path) -> None:
+def test_a_watch_notices_an_owner_that_died_before_it(tmp_path: Path) -> None:
     path = tmp_path / "x.db"
 
-    async def main(owner: Actor) -> None:
+    async def main(owner: OtherProcess) -> None:
         async with opened(path) as store:
             owner.ask("create", key="k")
             await store.get("k")
             owner.kill()
-            told = asyncio.Event()
-            await store.watch("k", told.set)
+            notified = asyncio.Event()
+            await store.watch("k", notified.set)
             async with asyncio.timeout(BOUND_S):
-                await told.wait()
+                await notified.wait()
             assert await store.get("k") is None
 
-    with actors(path) as (owner,):
+    with other_processes(path) as (owner,):
         asyncio.run(main(owner))
 
 
 def test_a_stopped_owner_is_succeeded_after_its_ttl_and_stays_deposed(tmp_path: Path) -> None:
     path = tmp_path / "x.db"
 
-    async def main(owner: Actor) -> None:
+    async def main(owner: OtherProcess) -> None:
         events: list[Event] = []
         async with opened(path, events) as store:
             token = owner.ask("create", key="k")
             lease = await store.grant(TTL_S)
-            told = asyncio.Event()
-            await store.watch("k", told.set)
+            notified = asyncio.Event()
+            await store.watch("k", notified.set)
             owner.ask("renew")
-            owner.send(signal.SIGSTOP)
+            owner.send_signal(signal.SIGSTOP)
             async with asyncio.timeout(BOUND_S):
                 while not (creation := await store.create("k", b"mine", lease)).won:
-                    await told.wait()
-                    told.clear()
+                    await notified.wait()
+                    notified.clear()
             assert creation.entry.revision > token
             assert [getattr(event, "cause", None) for event in events] == ["expired"]
-            owner.send(signal.SIGCONT)
+            owner.send_signal(signal.SIGCONT)
             assert owner.error("renew")[0] == "LeaseGone"
             assert owner.error("renew")[0] == "LeaseGone"
             assert owner.error("create", key="other")[0] == "LeaseGone"
@@ -213,21 +213,21 @@ def test_a_stopped_owner_is_succeeded_after_its_ttl_and_stays_deposed(tmp_path: 
             assert entry is not None
             assert entry.value == b"mine"
 
-    with actors(path, 1, "--ttl=2") as (owner,):
+    with other_processes(path, 1, "--ttl=2") as (owner,):
         asyncio.run(main(owner))
 
 
-def test_one_stopped_inside_a_transaction_is_named_and_stops_no_heart(tmp_path: Path) -> None:
+def test_a_process_stopped_in_a_transaction_is_named_and_blocks_no_renewal(tmp_path: Path) -> None:
     path = tmp_path / "x.db"
 
-    async def main(frozen: Actor) -> None:
+    async def main(frozen: OtherProcess) -> None:
         async with opened(path) as store:
             lease = await store.grant(5.0)
             assert (await store.create("mine", b"v", lease)).won
-            told = asyncio.Event()
-            await store.watch("theirs", told.set)
-            frozen.tell("stop_in_transaction", key="theirs")
-            await asyncio.to_thread(wait_for, lambda: stands_still(frozen.pid), "the actor stops")
+            notified = asyncio.Event()
+            await store.watch("theirs", notified.set)
+            frozen.send_command("stop_in_transaction", key="theirs")
+            await asyncio.to_thread(wait_for, lambda: stands_still(frozen.pid), "the other stops")
             write = asyncio.create_task(store.create("other", b"v", lease))
             while not write.done():
                 await store.renew(lease)
@@ -238,15 +238,15 @@ def test_one_stopped_inside_a_transaction_is_named_and_stops_no_heart(tmp_path: 
             assert f"which is stopped: continue it (kill -CONT {frozen.pid})" in str(caught.value)
             assert await store.get("mine") is not None  # reads go on
             assert await store.get("theirs") is None
-            assert not told.is_set()
-            frozen.send(signal.SIGCONT)
+            assert not notified.is_set()
+            frozen.send_signal(signal.SIGCONT)
             assert frozen.answer()["result"]
             await store.renew(lease)
             async with asyncio.timeout(BOUND_S):
-                await told.wait()  # the wake-up came before the commit and was kept for after
+                await notified.wait()  # sent before the commit; the reader retries until after it
             assert (await store.create("other", b"v", lease)).won
 
-    with actors(path) as (frozen,):
+    with other_processes(path) as (frozen,):
         asyncio.run(main(frozen))
     verify(path)
 
@@ -254,37 +254,37 @@ def test_one_stopped_inside_a_transaction_is_named_and_stops_no_heart(tmp_path: 
 # Wake-ups
 
 
-@pytest.mark.parametrize("how", ["told before the commit", "told after it"])
-def test_a_writer_killed_right_after_its_commit_has_told_the_watchers(
+@pytest.mark.parametrize("how", ["notified before the commit", "notified after the commit"])
+def test_a_writer_killed_right_after_its_commit_has_notified_watches(
     tmp_path: Path, how: str
 ) -> None:
-    """The second way is the obvious one; it is here to show that the test can fail."""
+    """The second order is the broken one. It shows that the test can fail."""
     path = tmp_path / "x.db"
-    after = how == "told after it"
+    after = how == "notified after the commit"
 
-    async def main(writer: Actor) -> None:
+    async def main(writer: OtherProcess) -> None:
         async with opened(path) as store:
-            told = asyncio.Event()
-            await store.watch("k", told.set)
-            writer.tell("put_and_die", key="k", wake_after_commit=after)
+            notified = asyncio.Event()
+            await store.watch("k", notified.set)
+            writer.send_command("put_and_die", key="k", wake_after_commit=after)
             assert await asyncio.to_thread(writer.answer) == {"ended": True}
             assert await store.get("k") is not None
             if after:
-                # The writer is dead: what it has not sent by now it will never send.
+                # The writer is dead and sends nothing more.
                 await store.put("flush", b"", if_version=None)
-                assert not told.is_set()
+                assert not notified.is_set()
             else:
                 async with asyncio.timeout(BOUND_S):
-                    await told.wait()
+                    await notified.wait()
 
-    with actors(path) as (writer,):
+    with other_processes(path) as (writer,):
         asyncio.run(main(writer))
     verify(path)
 
 
-def test_killed_writers_lose_no_wake_up_and_no_number(tmp_path: Path) -> None:
-    """Writers are killed at random instants; a watcher that only ever waits to be told, reads and
-    waits again keeps up with every final state, and acknowledged revisions only grow."""
+def test_killed_writers_lose_no_notification_and_no_revision(tmp_path: Path) -> None:
+    """Writers are killed at random times. A watcher that waits for notifications and then reads
+    reaches every final state, and acknowledged revisions only grow."""
     path = tmp_path / "x.db"
     chance = random.Random(7)
     keys = [f"k/{number}" for number in range(3)]
@@ -308,10 +308,10 @@ def test_killed_writers_lose_no_wake_up_and_no_number(tmp_path: Path) -> None:
             followers = [asyncio.create_task(follow(key)) for key in keys]
             acknowledged = 0
             for _ in range(25):
-                writer = Actor(path)
+                writer = OtherProcess(path)
                 try:
                     assert (await asyncio.to_thread(writer.answer)) == {"result": "ready"}
-                    writer.tell("churn", keys=keys, seed=chance.randrange(1000))
+                    writer.send_command("churn", keys=keys, seed=chance.randrange(1000))
                     first = await asyncio.to_thread(writer.answer)
                     assert first["revision"] > acknowledged
                     await asyncio.sleep(chance.uniform(0, 0.03))
@@ -343,51 +343,51 @@ def test_killed_writers_lose_no_wake_up_and_no_number(tmp_path: Path) -> None:
     verify(path)
 
 
-# Many
+# Many processes
 
 
-def tried(actor: Actor, key: str) -> dict[str, Any]:
-    """What came of a try. It is repeated if, on a busy machine, the others kept the database locked
-    for too long, in which case nothing was done."""
-    while (answer := actor.answer()).get("error") == "StoreUnavailable":
-        actor.tell("try", key=key)
+def create_result(other: OtherProcess, key: str) -> dict[str, Any]:
+    """The result of a `create`. It is repeated if the others kept the database locked for too long,
+    as may happen on a busy machine: then nothing was written."""
+    while (answer := other.answer()).get("error") == "StoreUnavailable":
+        other.send_command("try", key=key)
     result: dict[str, Any] = answer["result"]
     return result
 
 
 def test_of_many_processes_that_open_a_new_store_and_race_one_wins(tmp_path: Path) -> None:
     path = tmp_path / "new" / "x.db"
-    with actors(path, 6) as cast:
+    with other_processes(path, 6) as processes:
         for round_ in range(20):
-            for actor in cast:
-                actor.tell("try", key=f"k/{round_}")
-            answers = [tried(actor, f"k/{round_}") for actor in cast]
+            for other in processes:
+                other.send_command("try", key=f"k/{round_}")
+            answers = [create_result(other, f"k/{round_}") for other in processes]
             assert sum(answer["won"] for answer in answers) == 1
             assert len({answer["revision"] for answer in answers}) == 1
-        tokens = cast[0].ask("revisions", prefix="k")
+        tokens = processes[0].ask("revisions", prefix="k")
         assert len(set(tokens)) == 20
     verify(path)
 
 
-def test_a_line_of_processes_hands_over_one_by_one_though_each_is_killed(tmp_path: Path) -> None:
+def test_a_line_of_processes_advances_as_each_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "x.db"
-    with actors(path, 6) as cast:
-        for actor in cast:
-            actor.ask("enqueue", line="line")
-        for actor in cast:
-            actor.tell("stand")
-        for actor in cast:
-            assert actor.answer() == {"result": "head"}
-            actor.kill()
+    with other_processes(path, 6) as processes:
+        for other in processes:
+            other.ask("enqueue", line="line")
+        for other in processes:
+            other.send_command("wait_for_head")
+        for other in processes:
+            assert other.answer() == {"result": "head"}
+            other.kill()
 
 
 # Fork
 
 
-def test_a_forked_child_lets_go_without_unlocking(tmp_path: Path) -> None:
+def test_a_forked_child_closes_the_lock_without_releasing_it(tmp_path: Path) -> None:
     path = tmp_path / "x.db"
 
-    async def main(parent: Actor) -> None:
+    async def main(parent: OtherProcess) -> None:
         async with opened(path) as store:
             token = parent.ask("create", key="k")
             code, message = parent.ask("fork")
@@ -406,7 +406,7 @@ def test_a_forked_child_lets_go_without_unlocking(tmp_path: Path) -> None:
                     await asyncio.sleep(0.001)
             os.kill(child, signal.SIGKILL)
 
-    with actors(path) as (parent,):
+    with other_processes(path) as (parent,):
         asyncio.run(main(parent))
     verify(path)
 
@@ -429,7 +429,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(point)], check=True)
 
 
-def test_a_full_disk_refuses_writes_and_heals_when_there_is_room(small_disk: Path) -> None:
+def test_a_full_disk_refuses_writes_until_space_is_freed(small_disk: Path) -> None:
     async def main() -> None:
         async with opened(small_disk / "x.db") as store:
             lease = await store.grant(TTL_S)
@@ -440,7 +440,7 @@ def test_a_full_disk_refuses_writes_and_heals_when_there_is_room(small_disk: Pat
                     pass
             with pytest.raises(StoreUnavailable, match="free space on the file system"):
                 await _fill(store)
-            await store.renew(lease)  # the heart does not need the disk
+            await store.renew(lease)  # renewals need no space
             assert await store.get("k") is not None
             with pytest.raises(StoreUnavailable, match="free space"):
                 await store.grant(TTL_S)
@@ -458,18 +458,18 @@ async def _fill(store: Store) -> None:
         await store.put(f"big/{number}", b"x" * 4000, if_version=None)
 
 
-def test_a_file_that_may_not_grow_refuses_writes_and_nothing_is_half_done(tmp_path: Path) -> None:
+def test_a_file_size_limit_refuses_writes_and_leaves_no_partial_writes(tmp_path: Path) -> None:
     path = tmp_path / "x.db"
-    with actors(path, 1, "--file-size=200000") as (actor,):
-        answer = actor.ask("fill")
+    with other_processes(path, 1, "--file-size=200000") as (other,):
+        answer = other.ask("fill")
         assert answer["error"] == "StoreUnavailable"
         assert "nothing was written" in answer["message"]
-        assert actor.ask("revisions", prefix="big") == answer["revisions"]
-        actor.ask("renew")
+        assert other.ask("revisions", prefix="big") == answer["revisions"]
+        other.ask("renew")
     verify(path)
 
 
-def test_without_permission_the_error_says_who_needs_what() -> None:
+def test_without_permission_the_error_names_user_and_access() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -480,13 +480,13 @@ def test_without_permission_the_error_says_who_needs_what() -> None:
                 await store.put("k", b"v", if_version=None)
 
         def refusal(at: Path) -> str:
-            actor = Actor(at, "--nobody")
+            other = OtherProcess(at, "--nobody")
             try:
-                answer = actor.answer()
+                answer = other.answer()
                 assert answer["error"] == "StoreUnusable"
                 return str(answer["message"])
             finally:
-                actor.close()
+                other.close()
 
         asyncio.run(create())
         path.chmod(0o444)
@@ -502,8 +502,8 @@ def test_without_permission_the_error_says_who_needs_what() -> None:
 # The other process
 
 
-class _Performer:
-    """What an actor can be told to do."""
+class _Commands:
+    """The commands that the other process can execute."""
 
     def __init__(self, store: SQLiteStore, lease: Lease, forks: Forks) -> None:
         self._forks = forks
@@ -529,7 +529,7 @@ class _Performer:
     async def enqueue(self, line: str) -> None:
         self._ticket = await self._store.enqueue(line, b"", self._lease)
 
-    async def stand(self) -> str:
+    async def wait_for_head(self) -> str:
         assert self._ticket is not None
         while (ahead := await self._store.ahead(self._ticket)) is not None:
             gone = asyncio.Event()
@@ -545,7 +545,7 @@ class _Performer:
         def stopping(tables: Transaction, *arguments: Any) -> None:
             finish(tables, *arguments)
             Transaction.finish = finish  # type: ignore[method-assign]
-            # This very thread: another may be stopped late, and this one go on for a moment.
+            # Stop this thread: otherwise it might go on for a moment.
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
         Transaction.finish = stopping  # type: ignore[method-assign, assignment]
@@ -575,18 +575,18 @@ class _Performer:
             elif chance.random() < 0.5:
                 created = await self._store.put(key, b"v", if_version=None)
                 if created is not None:
-                    say({"revision": created.revision})
+                    reply({"revision": created.revision})
             else:
                 won, created = await self._store.create(key, b"v", self._lease)
                 if won:
-                    say({"revision": created.revision})
+                    reply({"revision": created.revision})
 
     async def fill(self) -> dict[str, Any]:
         try:
             await _fill(self._store)
         except DoyenError as error:
             revisions = [entry.revision for entry in await self._store.list("big")]
-            return {**_told(error), "revisions": revisions}
+            return {**_error_answer(error), "revisions": revisions}
         return {}
 
     async def fork(self) -> Any:
@@ -607,7 +607,7 @@ Forks = queue.SimpleQueue[tuple[SQLiteStore, "concurrent.futures.Future[Any]"] |
 
 
 def _fork(store: SQLiteStore) -> tuple[int, str]:
-    """Fork as a program does: on a thread of its own, not on that of the store."""
+    """Fork as a program does: on another thread than that of the store."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -617,41 +617,41 @@ def _fork(store: SQLiteStore) -> tuple[int, str]:
             store.get("k").send(None)
         except DoyenError as error:
             os.write(writing, str(error).encode())
-        sys.exit(7)  # the whole way: finalisers run, and must not touch what is the parent's
+        sys.exit(7)  # a full exit: finalisers run, and must not touch what belongs to the parent
     os.close(writing)
     with os.fdopen(reading) as message:
         text = message.read()
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), text
 
 
-def say(message: dict[str, Any]) -> None:
+def reply(message: dict[str, Any]) -> None:
     print(json.dumps(message), flush=True)
 
 
-def _told(error: DoyenError) -> dict[str, str]:
+def _error_answer(error: DoyenError) -> dict[str, str]:
     return {"error": type(error).__name__, "message": str(error)}
 
 
-async def _perform(url: str, ttl_s: float, forks: Forks) -> None:
+async def _serve_commands(url: str, ttl_s: float, forks: Forks) -> None:
     try:
         store = await open_store(url, Context(SystemClock(), lambda event: None))
     except DoyenError as error:
-        say(_told(error))
+        reply(_error_answer(error))
         return
     assert isinstance(store, SQLiteStore)
-    performer = _Performer(store, await store.grant(ttl_s), forks)
+    commands = _Commands(store, await store.grant(ttl_s), forks)
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
-    say({"result": "ready"})
+    reply({"result": "ready"})
     while line := await reader.readline():
         arguments = json.loads(line)
         name = arguments.pop("command")
         try:
-            say({"result": await getattr(performer, name.replace("try", "try_"))(**arguments)})
+            reply({"result": await getattr(commands, name.replace("try", "try_"))(**arguments)})
         except DoyenError as error:
-            say(_told(error))
+            reply(_error_answer(error))
     await store.close()
 
 
@@ -669,7 +669,7 @@ def _main(url: str, *options: str) -> None:
 
     def run() -> None:
         try:
-            asyncio.run(_perform(url, ttl_s, forks))
+            asyncio.run(_serve_commands(url, ttl_s, forks))
         finally:
             forks.put(None)
 

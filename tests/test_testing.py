@@ -1,4 +1,4 @@
-"""`doyen.testing` as others meet it: its names, what importing it costs, its plugin."""
+"""`doyen.testing` as users see it: its names, the cost of importing it, its pytest plugin."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def python(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProc
     )
 
 
-def test_every_name_is_there_and_no_other() -> None:
+def test_every_exported_name_exists() -> None:
     for name in doyen.testing.__all__:
         assert getattr(doyen.testing, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         doyen.testing.Nothing  # noqa: B018
 
 
-def test_the_plugin_and_doyen_itself_import_none_of_it() -> None:
+def test_the_plugin_and_doyen_do_not_import_the_testing_modules() -> None:
     program = """
 import sys, doyen
 assert not [name for name in sys.modules if name.startswith("doyen.testing")]
@@ -47,7 +47,7 @@ assert "pytest" not in sys.modules
     assert python("-c", program).stderr == ""
 
 
-def test_a_suite_without_a_harness_says_what_to_do(tmp_path: Path) -> None:
+def test_a_suite_without_a_harness_names_the_missing_fixture(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(
         "from doyen.testing import StoreConformance\nclass TestMine(StoreConformance): pass\n"
     )

@@ -1,4 +1,4 @@
-"""The virtual-time loop: it never waits, it is deterministic, and it says when nothing can move."""
+"""The virtual-time loop: it never waits, is deterministic, and reports deadlocks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_suspend_moves_boot_time_and_leaves_timers_waiting() -> None:
     assert run_virtual(main, clock=clock) == (65.0, 5.0)
 
 
-def test_a_deadlock_is_an_error_that_names_who_waits() -> None:
+def test_a_deadlock_is_an_error_that_names_the_waiting_tasks() -> None:
     async def stuck() -> None:
         await asyncio.Event().wait()
 
