@@ -1,11 +1,11 @@
-"""Real servers as fixtures, and what a failing test shows of them.
+"""Fixtures for real servers. Reports of failing tests include the logs of running servers.
 
-The fixtures are shared by the whole run: a test that takes one leaves it as it found it. A test
-that kills, freezes or fills a server starts one of its own (`with servers.Etcd() as etcd`); most
-are up in half a second.
+The fixtures are shared by the whole run, so a test must leave a server as it found it. A test that
+kills, freezes or fills a server starts its own (`with servers.Etcd() as etcd`); most servers start
+in half a second.
 
-A server that cannot be had fails its tests in one line that says how to provide it;
-`DOYEN_SKIP_STORES=etcd,zookeeper` leaves stores out.
+If a server is not available, its tests fail with one line that says how to provide it.
+`DOYEN_SKIP_STORES=etcd,zookeeper` skips stores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 import servers
 import summary
 
-# How long an example takes says nothing: other tests run beside it.
+# The duration of an example means nothing, because other tests run at the same time.
 hypothesis.settings.register_profile("doyen", deadline=None)
 hypothesis.settings.load_profile("doyen")
 
@@ -27,12 +27,12 @@ hypothesis.settings.load_profile("doyen")
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "chaos":
         config.pluginmanager.register(summary.Summary())
-    _obey_signals()
+    _restore_signals()
 
 
-def _obey_signals() -> None:
-    """Whoever starts us in the background may have us ignore interrupts and hang-ups, and what we
-    ignore the processes we start ignore too. Those that are to be interrupted must not."""
+def _restore_signals() -> None:
+    """Restore the default handling of signals that are ignored, as they may be in a background job.
+    Child processes inherit ignored signals, and tests send these signals to them."""
     for ignored, usual in (
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGHUP, signal.SIG_DFL),
@@ -86,16 +86,16 @@ def consul() -> Iterator[servers.Consul]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup() -> Generator[None]:
-    yield from _plainly()
+    yield from _one_line_errors()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None]:
-    yield from _plainly()
+    yield from _one_line_errors()
 
 
-def _plainly() -> Generator[None]:
-    """Say what is missing in one line, without a traceback through our own code."""
+def _one_line_errors() -> Generator[None]:
+    """Report a missing server in one line, without a traceback."""
     try:
         return (yield)
     except servers.Skipped as skipped:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from doyen.stores.sqlite.database import writer
-from servers.process import stands_still
+from servers.process import is_stopped
 
 PATIENCE_S = 30.0
 
@@ -22,7 +22,7 @@ def freeze(pid: int, database: str | Path) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while True:
         os.kill(pid, signal.SIGSTOP)
-        while not stands_still(pid):
+        while not is_stopped(pid):
             assert time.monotonic() < deadline, f"process {pid} does not stop"
             time.sleep(0.001)
         if writer(str(database)) != pid:

@@ -1,10 +1,10 @@
-"""Documents as stories: their blocks in order, in one folder, with real terminals for the shell.
+"""Execute the blocks of a document in order, in one directory, with a shell for each terminal.
 
 - A block of Python that begins with `# name.py` is saved under that name.
 - A block of shell that begins with `# terminal 1` is typed into that terminal.
-- A block of `text` is what is then to be seen, in any one terminal, in this order, perhaps with
-  other lines in between. Numbers stand for any number, `…` for anything, spaces for any space.
-- A block of shell with no text after it must succeed.
+- A block of `text` must then appear in one of the terminals: its lines in this order, possibly with
+  other lines in between. A number matches any number, `…` any text, spaces any spaces.
+- A block of shell without a `text` block after it must succeed.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Block(NamedTuple):
 
     @property
     def file(self) -> str | None:
-        """The name it is to be saved under."""
+        """The file name under which the block is saved."""
         found = _FILE.match(self.text) if self.language == "python" else None
         return found and found[1]
 
     @property
     def terminal(self) -> str | None:
-        """The terminal it is typed into."""
+        """The terminal into which the block is typed."""
         found = _TERMINAL.match(self.text) if self.language == "sh" else None
         return found and found[1]
 
@@ -57,7 +57,7 @@ def blocks(path: Path) -> Iterator[Block]:
 
 
 class Terminal:
-    """A shell, and what has been seen of it."""
+    """A shell and its output."""
 
     def __init__(self, folder: Path) -> None:
         self._new = threading.Condition()
@@ -90,13 +90,13 @@ class Terminal:
                     self._new.notify_all()
 
     def type(self, text: str) -> None:
-        """Give the shell something to do."""
+        """Send commands to the shell."""
         assert self._shell.stdin is not None
         self._shell.stdin.write(text)
         self._shell.stdin.flush()
 
     def see(self, patterns: list[str], within_s: float) -> bool:
-        """Whether all of this is to be seen, in order, after what was seen before."""
+        """Whether lines that match all patterns, in order, are printed after those seen before."""
         deadline = monotonic() + within_s
         with self._new:
             while (end := self._find(patterns)) is None:
@@ -119,7 +119,7 @@ class Terminal:
             return "\n".join(self._lines)
 
     def close(self) -> None:
-        """End the shell and everything it has started."""
+        """End the shell and all processes that it has started."""
         os.killpg(self._shell.pid, signal.SIGKILL)
         self._shell.wait()
         self._reader.join()
@@ -128,15 +128,15 @@ class Terminal:
 
 
 class Story:
-    """A document, or a section of one, being acted out."""
+    """The execution of a document or of one of its sections."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._terminals: dict[str, Terminal] = {}
 
-    def tell(self, told: list[Block]) -> None:
-        """Act the blocks out, one after the other."""
-        for block, after in zip(told, [*told[1:], None], strict=True):
+    def run(self, document: list[Block]) -> None:
+        """Execute the blocks one after the other."""
+        for block, after in zip(document, [*document[1:], None], strict=True):
             if block.file:
                 (self._folder / block.file).write_text(block.text)
             elif block.terminal:
@@ -163,7 +163,7 @@ class Story:
         while monotonic() < deadline:
             if any(each.see(patterns, 0.02) for each in self._terminals.values()):
                 return
-        raise AssertionError(f"{block.where} was not to be seen:\n\n{block.text}\n{self}")
+        raise AssertionError(f"{block.where} was not printed:\n\n{block.text}\n{self}")
 
     def __str__(self) -> str:
         return "\n\n".join(f"terminal {name}:\n{each}" for name, each in self._terminals.items())

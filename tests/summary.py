@@ -1,8 +1,8 @@
-"""The summary of `make chaos`: for every engine how long its trials took, how many faults and
-elections there were, and how many violations were found. It is printed whatever fails.
+"""The summary of `make chaos`: for each engine the duration of its trials and the numbers of
+faults, elections and violations. It is printed even if trials fail.
 
-The whole run is bounded: when the time is up, every trial that has not begun fails. With workers of
-pytest-xdist and `--dist loadgroup` all trials of an engine are run by the same worker.
+The run has a time limit: when it is exceeded, every trial that has not begun fails. With workers of
+pytest-xdist and `--dist loadgroup`, the same worker runs all trials of an engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMES = sorted({*ENGINES, *CLUSTERS}, key=len, reverse=True)
 
 @dataclass
 class Row:
-    """What the trials of one engine add up to."""
+    """The totals of the trials of one engine."""
 
     trials: int = 0
     failed: int = 0
@@ -49,7 +49,7 @@ def engine_of(item: pytest.Item) -> str:
 
 
 class Summary:
-    """A pytest plugin."""
+    """The pytest plugin that collects and prints the summary."""
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         self._limit_s = limit_s
@@ -68,7 +68,10 @@ class Summary:
     def pytest_runtest_setup(self) -> None:
         self._began_at, self._before = time.monotonic(), replace(tally)
         if self._began_at > self._ends_at:
-            pytest.fail(f"not run: the time of {self._limit_s / 60:g} minutes is up", pytrace=False)
+            pytest.fail(
+                f"not run: the time limit of {self._limit_s / 60:g} minutes is exceeded",
+                pytrace=False,
+            )
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -87,13 +90,13 @@ class Summary:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self._failed.add(report.nodeid)
-        told: dict[str, Any] = dict(report.user_properties).get(PROPERTY, {})  # type: ignore[assignment]
-        if told:
-            row = self.rows[told["engine"]]
+        result: dict[str, Any] = dict(report.user_properties).get(PROPERTY, {})  # type: ignore[assignment]
+        if result:
+            row = self.rows[result["engine"]]
             row.trials += 1
             row.failed += report.nodeid in self._failed
             for name in ("length_s", "faults", "elections", "violations"):
-                setattr(row, name, getattr(row, name) + told[name])
+                setattr(row, name, getattr(row, name) + result[name])
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("summary per engine")

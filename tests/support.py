@@ -1,4 +1,4 @@
-"""What the tests of sessions share: a store in virtual time with any number of sessions on it."""
+"""Support for tests of sessions: a store in virtual time with any number of sessions."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ TTL_S = 6.0
 STOP_BUDGET_S = 1.0
 VALID_S = TTL_S * 0.995 - STOP_BUDGET_S
 AGES_S = 100_000.0
-"""Virtual time passes for ever while a session renews: a test that takes this long hangs."""
+"""A test that takes this much virtual time hangs. While a session renews, time never stops."""
 
 
 class Place:
-    """A memory store in virtual time. Each session of it stands for a process of its own."""
+    """A memory store in virtual time. Each session represents a separate process."""
 
     def __init__(self) -> None:
         self.clock = VirtualClock()
@@ -47,7 +47,7 @@ class Place:
         wrap: Callable[[Store], Store] | None = None,
         **settings: Any,
     ) -> Session:
-        """A session, open until the test ends."""
+        """Open a session that is closed when the test ends."""
         session = self.session(faults, clock=clock, wrap=wrap, **settings)
         return await self.sessions.enter_async_context(session)
 
@@ -59,7 +59,7 @@ class Place:
         wrap: Callable[[Store], Store] | None = None,
         **settings: Any,
     ) -> Session:
-        """A session yet to be entered."""
+        """Create a session without entering it."""
         clock = clock or self.clock
         store: Store = MemoryStore(self.server, Context(clock, lambda event: None))
         store = FaultyStore(store, faults or Faults())
@@ -68,12 +68,12 @@ class Place:
         return Session(SessionSettings(**settings), runtime, wrap(store) if wrap else store)
 
     def holder(self, election: str = "e") -> str | None:
-        """Whose record stands in the store."""
+        """The name in the leader record."""
         record = self.server.get(leader_key(election))
         return None if record is None else Claim.decode(record.value).name
 
     def line(self, election: str = "e") -> list[str]:
-        """Who stands in line, in order."""
+        """The names of the candidates in line, in order."""
         return [Claim.decode(ticket.value).name for ticket in self.server.list(line_key(election))]
 
     def seen(self, *kinds: type[Event]) -> list[Event]:
@@ -81,20 +81,20 @@ class Place:
         return [record.event for record in self.events if isinstance(record.event, kinds)]
 
     def end_lease(self, session: Session) -> None:
-        """As an operator or the store's own mistake would: the lease is gone, unannounced."""
+        """End the lease without notifying its holder, as an operator or a faulty store might."""
         self.server.revoke(keepalive_of(session).lease.id)
 
     async def close(self) -> None:
         await self.sessions.aclose()
         await asyncio.sleep(2 * TTL_S)
-        assert self.server.list("elections") == [], "something was left behind in the store"
+        assert self.server.list("elections") == [], "entries were left behind in the store"
 
 
 def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Make a test of a coroutine function that takes a `Place` first: run it in virtual time.
+    """Make a test from a coroutine function whose first parameter is a `Place`, in virtual time.
 
-    Of every test it is asked that its task has no cancellation left over, and that the store is
-    empty once the sessions are closed and the last lease has run out.
+    After each test, its task must have no pending cancellation, and the store must be empty once
+    the sessions are closed and the last lease has expired.
     """
 
     async def whole(place: Place, given: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ def keepalive_of(session: Any) -> Any:
 
 
 def soon(delay_s: float, call: Callable[..., object], *args: object) -> None:
-    """Have something happen in a while."""
+    """Call a function after a delay."""
     asyncio.get_running_loop().call_later(delay_s, call, *args)
 
 
@@ -143,29 +143,29 @@ def now() -> float:
 
 
 async def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
-    """Wait for a condition, in virtual time or in real time, and fail if it does not come."""
+    """Wait for a condition, in virtual or real time, and fail if it does not become true."""
     async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110 - what is waited for is not ours to signal
+        while not condition():  # noqa: ASYNC110 - the condition has no event
             await asyncio.sleep(0.01)
 
 
 def until_blocking(condition: Callable[[], object], within_s: float = 20.0) -> None:
     give_up = time.monotonic() + within_s
     while not condition():
-        assert time.monotonic() < give_up, "it did not come about in time"
+        assert time.monotonic() < give_up, f"condition not true within {within_s:g} s"
         time.sleep(0.005)
 
 
 @asynccontextmanager
 async def real_session(server: MemoryServer, faults: Faults | None = None, **settings: Any) -> Any:
-    """A session on doyen's own threads and the system's clock, on a link that can be cut."""
+    """A session on the doyen thread and the system clock, with fault injection."""
     runtime = ThreadRuntime.acquire()
 
-    async def open_link() -> Store:
+    async def open_faulty() -> Store:
         context = Context(runtime.clock, lambda event: None)
         return FaultyStore(MemoryStore(server, context), faults or Faults())
 
-    store = await runtime.do(open_link())
+    store = await runtime.do(open_faulty())
     async with Session(SessionSettings(url="memory://", **settings), runtime, store) as session:
         yield session
 
@@ -174,10 +174,10 @@ def real_server() -> MemoryServer:
     return MemoryServer(SystemClock())
 
 
-async def lead_until_told(
+async def lead_until_set(
     session: Session, stop: asyncio.Event, election: str = "e", **options: Any
 ) -> Term:
-    """A candidate that leads until it is told to stop, and returns its term."""
+    """Lead until `stop` is set, and return the term."""
     async with session.campaign(election, **options) as term:
         await stop.wait()
     return term

@@ -1,4 +1,4 @@
-"""Every bench runs, with tiny parameters, and reports what it should. No time is judged here."""
+"""Every bench runs with tiny parameters and reports its figures. Times are not checked."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_there_is_a_list_of_benches() -> None:
     assert {line.split()[0] for line in listed} == {*FIGURES, "engines"}
 
 
-def test_a_bench_that_is_not_there_is_refused_by_name() -> None:
+def test_an_unknown_bench_is_refused_by_name() -> None:
     done = bench("nonsense")
     assert done.returncode == 2
     assert "no bench 'nonsense'; there are crash, " in done.stderr

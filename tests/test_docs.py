@@ -1,8 +1,8 @@
-"""The documents say what is true: their code runs, their figures, commands and links are right.
+"""The documents are correct: their code runs, and their figures, commands and links are right.
 
 A block of Python is run on its own, unless it begins with the name of a file (`# worker.py`): then
-it is saved under that name, for the blocks after it, which use it. What readers do in terminals is
-told as a story in `test_docs_stories.py`.
+it is saved under that name for the blocks after it, which use it. The commands that readers type
+in terminals are tested by `test_docs_stories.py`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def blocks(*languages: str) -> Iterator[Block]:
 
 
 def with_files() -> Iterator[tuple[Block, dict[str, str]]]:
-    """Blocks to be run on their own, with the files that their documents have had saved before."""
+    """The blocks that are run on their own, with the files saved before in the same document."""
     for path in DOCUMENTS:
         files = {}
         for block in story.blocks(path):
@@ -71,7 +71,7 @@ def test_code_in_the_documents_runs(block: Block, files: dict[str, str], tmp_pat
     assert not result.stderr
 
 
-def test_there_is_code_in_the_documents() -> None:
+def test_the_documents_contain_code() -> None:
     assert {block.where.partition(":")[0] for block in blocks("python")} >= {
         "README.md",
         "guarantees.md",
@@ -88,11 +88,11 @@ def modules_with_examples() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("module", [*modules_with_examples()])
-def test_examples_in_docstrings_are_right(module: str) -> None:
+def test_examples_in_docstrings_are_correct(module: str) -> None:
     runner = doctest.DocTestRunner()
     for example in doctest.DocTestFinder().find(import_module(module)):
         runner.run(example, clear_globs=False)
-        # An example shows what matters; tidying up is left to us.
+        # Examples do not close what they open.
         for value in example.globs.values():
             if isinstance(value, sqlite3.Connection):
                 value.close()
@@ -100,7 +100,7 @@ def test_examples_in_docstrings_are_right(module: str) -> None:
     assert not runner.failures
 
 
-def test_the_table_of_times_is_that_of_the_defaults() -> None:
+def test_the_table_of_times_matches_the_defaults() -> None:
     """Rows of the form: | `name` | what it is | default | 1.234 s |"""
     text = (ROOT / "docs/guarantees.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \|.*\| ([\d.]+) (?:s|%) \|$", text, re.MULTILINE))
@@ -123,7 +123,7 @@ def test_the_table_of_times_is_that_of_the_defaults() -> None:
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
-    """What is typed after `doyen`, up to the end of the command."""
+    """The arguments of each `doyen` command in the documents."""
     for block in blocks("sh", "crontab"):
         for line in block.text.splitlines():
             lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
@@ -139,11 +139,11 @@ def test_commands_in_the_documents_are_accepted(words: list[str]) -> None:
     try:
         parser.parse_args(words)
     except SystemExit:
-        pytest.fail(f"doyen does not take {shlex.join(words)}")
+        pytest.fail(f"doyen does not accept {shlex.join(words)}")
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_links_lead_somewhere(path: Path) -> None:
+def test_links_in_the_documents_resolve(path: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", path.read_text()):
         leads_to = path.parent / target if target else path
         assert leads_to.exists(), target
@@ -153,14 +153,14 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 def slug(heading: str) -> str:
-    """What GitHub makes of a heading."""
+    """The anchor that GitHub generates for a heading."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 REFERENCE = reference.REFERENCE.read_text()
 
 
-def test_the_reference_is_that_of_the_code() -> None:
+def test_the_reference_matches_the_code() -> None:
     assert reference.rewritten(REFERENCE) == REFERENCE, "run python tests/reference.py"
     assert REFERENCE.count("<!-- from the code") == len(reference.PARTS)
 
@@ -171,7 +171,7 @@ def test_public_names_are_in_the_reference(name: str) -> None:
 
 
 def test_both_sessions_have_the_same_methods() -> None:
-    """As the reference says."""
+    """The reference says so."""
     both = [
         {
             name: inspect.signature(value).parameters
@@ -194,11 +194,11 @@ def test_environment_variables_are_in_the_reference() -> None:
 
 @pytest.mark.parametrize("scheme", sorted(_BUILT_IN))
 def test_options_of_stores_are_in_the_reference(scheme: str) -> None:
-    """All that a store knows, as it says itself, and no others."""
+    """The reference lists exactly the options that the store's error message lists."""
     context = Context(SystemClock(), emit=lambda event: None)
     with pytest.raises(doyen.ConfigError, match="known options: ") as refused:
         asyncio.run(open_store(f"{scheme}://h/p?nonsense=1", context))
     known = {*re.findall(r"\w+", str(refused.value).partition("known options: ")[2])} - {"none"}
     heading = rf"^### .*`{re.escape(scheme)}`.*\n"
-    told = re.split(heading, REFERENCE, maxsplit=1, flags=re.MULTILINE)[1].partition("\n#")[0]
-    assert {*re.findall(r"[?&](\w+)=", told)} == known
+    section = re.split(heading, REFERENCE, maxsplit=1, flags=re.MULTILINE)[1].partition("\n#")[0]
+    assert {*re.findall(r"[?&](\w+)=", section)} == known

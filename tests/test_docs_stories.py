@@ -1,4 +1,4 @@
-"""The tutorial and the how-to, acted out: what readers are told to type, and what they then see."""
+"""The tutorial and the how-to are executed: their commands print what the documents show."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def stories() -> Iterator[tuple[str, list[Block]]]:
     yield "tutorial", [*blocks(DOCS / "tutorial.md")]
     howto = [*blocks(DOCS / "howto.md")]
     for section in dict.fromkeys(block.section for block in howto):
-        told = [block for block in howto if block.section == section]
-        if any(block.terminal for block in told):
-            yield section, told
+        of_section = [block for block in howto if block.section == section]
+        if any(block.terminal for block in of_section):
+            yield section, of_section
 
 
 @pytest.fixture
@@ -29,31 +29,33 @@ def story(tmp_path: Path) -> Iterator[Story]:
     story.close()
 
 
-@pytest.mark.parametrize("told", [pytest.param(told, id=title) for title, told in stories()])
-def test_it_happens_as_it_is_told(told: list[Block], story: Story) -> None:
-    story.tell(told)
+@pytest.mark.parametrize(
+    "document", [pytest.param(document, id=title) for title, document in stories()]
+)
+def test_the_commands_print_what_the_document_shows(document: list[Block], story: Story) -> None:
+    story.run(document)
 
 
 @pytest.mark.parametrize(
     ("typed", "seen"), [("echo two", "one"), ("echo two; echo one", "one\ntwo"), ("false", None)]
 )
-def test_a_story_that_is_not_true_fails(
+def test_a_document_with_wrong_output_fails(
     typed: str, seen: str | None, story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("story.PATIENCE_S", 0.5)
-    told = [Block("here", "sh", f"# terminal 1\n{typed}\n", "")]
+    document = [Block("here", "sh", f"# terminal 1\n{typed}\n", "")]
     if seen is not None:
-        told.append(Block("there", "text", seen, ""))
-    with pytest.raises(AssertionError, match=r"was not to be seen|did not succeed"):
-        story.tell(told)
+        document.append(Block("there", "text", seen, ""))
+    with pytest.raises(AssertionError, match=r"was not printed|did not succeed"):
+        story.run(document)
 
 
 def test_every_file_is_used() -> None:
-    """A block that is only saved is run by another."""
+    """A block that is saved as a file is used by another block."""
     for path in DOCS.glob("*.md"):
-        told = [*blocks(path)]
-        for block in told:
+        document = [*blocks(path)]
+        for block in document:
             if block.file:
                 module = block.file.removesuffix(".py")
                 uses = (f"python {block.file}", f"from {module} import")
-                assert any(use in other.text for other in told for use in uses), block.where
+                assert any(use in other.text for other in document for use in uses), block.where

@@ -21,7 +21,7 @@ from doyen.model import leader_key
 from doyen.stores.etcd.diagnosis import EtcdMemberState, findings
 from servers import Etcd, EtcdCluster
 from servers.wire import http, http_json
-from support import gather_leaders, keepalive_of, lead_until_told, until
+from support import gather_leaders, keepalive_of, lead_until_set, until
 
 PATIENCE_S = 20.0
 
@@ -55,9 +55,9 @@ def test_a_lease_that_ended_while_its_candidate_waited_elects_no_leader(etcd: Et
     async def main() -> None:
         async with sessions(etcd, 2) as (first, second):
             stop, stopped = asyncio.Event(), asyncio.Event()
-            leading = asyncio.create_task(lead_until_told(first, stop, "11456", name="first"))
+            leading = asyncio.create_task(lead_until_set(first, stop, "11456", name="first"))
             await until(lambda: heart_is_up(first))
-            waiting = asyncio.create_task(lead_until_told(second, stopped, "11456", name="second"))
+            waiting = asyncio.create_task(lead_until_set(second, stopped, "11456", name="second"))
             await in_line(second, "11456", 2)
             ended = keepalive_of(second).lease.id
             revoke(etcd, ended)
@@ -87,7 +87,7 @@ def test_a_lease_revoked_under_a_leader_ends_its_term_and_its_token(
             stop = asyncio.Event()
             with pytest.raises(doyen.LeadershipLost):
                 async with first.campaign("15247", name="first") as old:
-                    successor = asyncio.create_task(lead_until_told(second, stop, "15247"))
+                    successor = asyncio.create_task(lead_until_set(second, stop, "15247"))
                     await in_line(second, "15247", 2)
                     resource.write(old, b"old")
                     revoke(etcd, keepalive_of(first).lease.id)
@@ -120,11 +120,11 @@ def test_an_observer_is_shown_only_leaders(etcd: Etcd) -> None:
                 leader, waiter = (first, second) if number % 2 else (second, first)
                 stop, stopped = asyncio.Event(), asyncio.Event()
                 leading = asyncio.create_task(
-                    lead_until_told(leader, stop, "e", name=f"leader {number}")
+                    lead_until_set(leader, stop, "e", name=f"leader {number}")
                 )
                 await until(lambda number=number: seen[-1] == f"leader {number}")  # type: ignore[misc]
                 waiting = asyncio.create_task(
-                    lead_until_told(waiter, stopped, "e", name=f"waiter {number}", priority=9)
+                    lead_until_set(waiter, stopped, "e", name=f"waiter {number}", priority=9)
                 )
                 # Until it waits, its attempt to create the record may still be in flight.
                 await until(lambda number=number: f"waiter {number}" in waited)  # type: ignore[misc]
@@ -210,7 +210,7 @@ def test_many_elections_share_one_renewal_stream(etcd: Etcd) -> None:
             before = calls(etcd, "LeaseKeepAlive"), calls(etcd, "Watch"), calls(etcd, "LeaseGrant")
             stop = asyncio.Event()
             leading = [
-                asyncio.create_task(lead_until_told(session, stop, f"many-{number}"))
+                asyncio.create_task(lead_until_set(session, stop, f"many-{number}"))
                 for number in range(200)
             ]
             await until(lambda: heart_is_up(session))

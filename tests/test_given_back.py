@@ -7,7 +7,7 @@ from functools import partial
 
 from doyen.session import OBSERVED
 from doyen.stores.port import Store
-from support import TTL_S, Place, keepalive_of, lead_until_told, soon, until, virtual
+from support import TTL_S, Place, keepalive_of, lead_until_set, soon, until, virtual
 
 
 @virtual
@@ -94,7 +94,7 @@ async def test_a_slow_observer_keeps_the_newest(place: Place) -> None:
         async with session.campaign("e", name=f"leader {number}"):
             await asyncio.sleep(0.1)
         await asyncio.sleep(0.1)
-    last = asyncio.create_task(lead_until_told(session, stop, name="last"))
+    last = asyncio.create_task(lead_until_set(session, stop, name="last"))
     await asyncio.sleep(0.1)
     seen = [await anext(leaders) for _ in range(OBSERVED)]
     assert seen[-1] is not None

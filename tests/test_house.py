@@ -1,4 +1,4 @@
-"""House rules, as tests. The import layers are import-linter's, in pyproject.toml."""
+"""Rules of the code base as tests. import-linter checks the import layers (pyproject.toml)."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def uses(path: Path, module: str, names: set[str]) -> list[str]:
-    """Where a file uses `module.name`, or imports the name from there."""
+    """The places where a file uses `module.name` or imports the name from the module."""
     found = []
     for node in ast.walk(tree_of(path)):
         match node:
@@ -98,8 +98,10 @@ def test_the_version_is_the_one_in_pyproject() -> None:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_names_have_docstrings(name: str) -> None:
     thing: Any = getattr(doyen, name)
-    assert thing.__doc__, "has none"
-    assert not thing.__doc__.startswith(f"{name}("), "has only the one that dataclass makes up"
+    assert thing.__doc__, "has no docstring"
+    assert not thing.__doc__.startswith(f"{name}("), (
+        "has only the docstring that dataclass generates"
+    )
     if inspect.isclass(thing):
         for attribute, value in vars(thing).items():
             if inspect.isfunction(value) or isinstance(value, property):
@@ -107,36 +109,37 @@ def test_public_names_have_docstrings(name: str) -> None:
 
 
 @each_file
-def test_modules_say_what_they_are_for(path: Path) -> None:
-    assert ast.get_docstring(tree_of(path)), "a module begins with a docstring"
+def test_modules_have_docstrings(path: Path) -> None:
+    assert ast.get_docstring(tree_of(path)), "the module has no docstring"
 
 
 @each_file
-def test_files_stay_readable(path: Path) -> None:
+def test_files_are_short_and_finished(path: Path) -> None:
     text = path.read_text()
     assert text.count("\n") <= MAX_LINES, f"more than {MAX_LINES} lines"
-    assert not re.search(UNDONE, text), "do it, or open an issue"
+    assert not re.search(UNDONE, text), "finish the work, or open an issue and remove the marker"
 
 
 @each_source
 def test_only_the_clock_reads_the_wall_clock(path: Path) -> None:
-    """And the command line, to show it to people."""
+    """The command line may read it as well, to show it to users."""
     if path.name != "clock.py" and "cli" not in path.parts:
         assert not uses(path, "time", {"time", "time_ns", "gmtime", "localtime", "ctime"})
         assert not uses(path, "datetime", {"now", "utcnow", "today"})
 
 
 @each_source
-def test_a_failure_after_the_waiter_has_gone_is_not_reported(path: Path) -> None:
-    """From Python 3.14 on, `asyncio.shield` reports it; `doyen._waiting.shared` does not."""
+def test_asyncio_shield_is_not_used(path: Path) -> None:
+    """From Python 3.14 on, `asyncio.shield` logs an error that is raised after the waiter was
+    cancelled. `doyen._waiting.shared` does not."""
     assert not uses(path, "asyncio", {"shield"})
 
 
 @each_test
 def test_tests_do_not_sleep(path: Path) -> None:
-    """Time is virtual; with real processes a test waits for an event, or polls in short steps.
+    """Tests use virtual time. With real processes they wait for events or poll in short steps.
 
-    A test may block the loop on purpose, where that is what is on trial: ruff wants it marked.
+    A test may block the loop on purpose, to test the effect. ruff requires a marker for that.
     """
     polls = path.read_text().count("noqa: ASYNC251 - ")
     for loop in ast.walk(tree_of(path)):
@@ -152,8 +155,9 @@ def test_tests_do_not_sleep(path: Path) -> None:
     assert len(uses(path, "time", {"sleep"})) <= polls
 
 
-def test_every_logger_of_doyens_threads_is_relayed() -> None:
-    """A line on any other could block doyen's loop. Nodes and commands have loops of their own."""
+def test_every_logger_of_the_doyen_thread_is_relayed() -> None:
+    """A line on any other logger could block the loop of the doyen thread. Nodes and commands have
+    loops of their own."""
     used = set()
     for path in (ROOT / "src/doyen").rglob("*.py"):
         if path.relative_to(ROOT / "src/doyen").parts[0] not in ("node", "cli", "lab"):
@@ -161,8 +165,8 @@ def test_every_logger_of_doyens_threads_is_relayed() -> None:
     assert used <= set(LOGGERS)
 
 
-def test_the_guard_stands_alone() -> None:
-    """It is run by path, isolated: an import of doyen or of a package would fail there."""
+def test_the_guard_imports_only_the_standard_library() -> None:
+    """The guard is run by path and isolated: importing doyen or another package would fail."""
     guard = ROOT / "src/doyen/supervise/guard.py"
     imported = {
         name.partition(".")[0]
@@ -178,8 +182,8 @@ def test_the_guard_stands_alone() -> None:
     assert imported <= sys.stdlib_module_names
 
 
-def test_importing_doyen_is_light() -> None:
-    """No store, store client or tool is imported before it is asked for, whatever name is used."""
+def test_importing_doyen_loads_no_store_or_tool() -> None:
+    """Stores, store clients and tools are imported on first use, whatever public name is used."""
     code = (
         "import sys, doyen; [getattr(doyen, name) for name in doyen.__all__]; print(*sys.modules)"
     )

@@ -11,7 +11,7 @@ import doyen
 from doyen import Session
 from doyen.model import Line
 from doyen.testing.faults import Faults, Late, RefusedCall
-from support import Place, lead_until_told, real_server, real_session, until, virtual
+from support import Place, lead_until_set, real_server, real_session, until, virtual
 
 
 def names(line: Line) -> list[str]:
@@ -48,9 +48,9 @@ async def test_every_change_of_the_line_is_told(place: Place) -> None:
     assert observer.last == Line(None, ())
 
     stop = asyncio.Event()
-    first = asyncio.create_task(lead_until_told(one, stop, name="a", meta={"port": 80}))
+    first = asyncio.create_task(lead_until_set(one, stop, name="a", meta={"port": 80}))
     await until(lambda: observer.last.leader)
-    second = asyncio.create_task(lead_until_told(two, stop, name="b", priority=5))
+    second = asyncio.create_task(lead_until_set(two, stop, name="b", priority=5))
     await until(lambda: len(observer.last.candidates) == 2)
     assert names(observer.last) == ["b", "a"], "a higher priority stands ahead"
     assert [each.leads for each in observer.last.candidates] == [False, True]
@@ -89,7 +89,7 @@ async def test_a_store_that_refuses_is_asked_again(place: Place) -> None:
     observer = Observer(looking)
     await until(lambda: observer.seen)
     stop = asyncio.Event()
-    task = asyncio.create_task(lead_until_told(session, stop, name="a"))
+    task = asyncio.create_task(lead_until_set(session, stop, name="a"))
     await until(lambda: names(observer.last) == ["a"])
     stop.set()
     await task

@@ -19,7 +19,7 @@ from doyen.lease.clock import Clock
 from doyen.lease.timing import Timing
 from doyen.stores.memory import MemoryServer
 from doyen.testing import Faults, run_virtual
-from support import TTL_S, Place, keepalive_of, lead_until_told, now, until, virtual
+from support import TTL_S, Place, keepalive_of, lead_until_set, now, until, virtual
 
 
 @virtual
@@ -30,7 +30,7 @@ async def test_a_lease_that_was_lost_is_given_back_when_the_store_returns(place:
     stop = asyncio.Event()
     with pytest.raises(doyen.LeadershipLost):
         async with cut_off.campaign("e", name="old"):
-            successor = asyncio.create_task(lead_until_told(other, stop, name="new"))
+            successor = asyncio.create_task(lead_until_set(other, stop, name="new"))
             faults.cut()
             await asyncio.sleep(2 * TTL_S)
     place.server.renew(keepalive_of(cut_off).lease.id)

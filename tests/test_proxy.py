@@ -14,12 +14,12 @@ from servers.proxy import Proxy
 
 
 class Echo:
-    """Stands for a server, in this process: gives back every byte and remembers it."""
+    """A server in this process that echoes and records every byte."""
 
     def __init__(self) -> None:
         self.port = free_port()
         self.url = f"echo://{HOST}:{self.port}"
-        self.heard = bytearray()
+        self.received = bytearray()
         self.arrived = threading.Condition()
         self._listener = socket.create_server((HOST, self.port))
         self._listener.settimeout(0.05)
@@ -45,15 +45,17 @@ class Echo:
             try:
                 while data := connection.recv(65536):
                     with self.arrived:
-                        self.heard += data
+                        self.received += data
                         self.arrived.notify_all()
                     connection.sendall(data)
             except OSError:
                 return
 
-    def await_heard(self, data: bytes) -> None:
+    def await_received(self, data: bytes) -> None:
         with self.arrived:
-            assert self.arrived.wait_for(lambda: bytes(self.heard) == data, 5), bytes(self.heard)
+            assert self.arrived.wait_for(lambda: bytes(self.received) == data, 5), bytes(
+                self.received
+            )
 
     def end(self) -> None:
         self._ended.set()
@@ -109,7 +111,9 @@ def assert_reset(client: socket.socket) -> None:
         client.recv(1)
 
 
-def test_it_passes_bytes_and_ends_both_ways(proxy: Proxy, client: socket.socket) -> None:
+def test_it_forwards_data_and_end_of_stream_in_both_directions(
+    proxy: Proxy, client: socket.socket
+) -> None:
     assert proxy.url == f"echo://{HOST}:{proxy.port}"
     large = bytes(range(256)) * 4096
     threading.Thread(target=client.sendall, args=(large,)).start()
@@ -119,33 +123,31 @@ def test_it_passes_bytes_and_ends_both_ways(proxy: Proxy, client: socket.socket)
     assert client.recv(1) == b""
 
 
-def test_a_cut_link_is_silent_and_what_was_sent_passes_when_it_heals(
-    proxy: Proxy, client: socket.socket, echo: Echo
-) -> None:
+def test_a_cut_holds_data_until_healed(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
     proxy.cut()
     client.sendall(b"held")
     assert_silent(client)
     with connect(proxy) as late:
         late.sendall(b"")
         assert_silent(late)
-    assert bytes(echo.heard) == b"hello "
+    assert bytes(echo.received) == b"hello "
     proxy.heal()
     assert listen(client, 4) == b"held"
 
 
-def test_a_cut_of_one_way_lets_the_other_pass(
+def test_a_cut_of_one_direction_leaves_the_other(
     proxy: Proxy, client: socket.socket, echo: Echo
 ) -> None:
     proxy.cut("down")
     client.sendall(b"heard")
-    echo.await_heard(b"hello heard")
+    echo.await_received(b"hello heard")
     assert_silent(client)
     proxy.heal()
     assert listen(client, 5) == b"heard"
     proxy.cut("up")
     client.sendall(b"lost")
     assert_silent(client)
-    assert bytes(echo.heard) == b"hello heard"
+    assert bytes(echo.received) == b"hello heard"
 
 
 def test_delays_do_not_add_up(proxy: Proxy, client: socket.socket) -> None:
@@ -158,7 +160,7 @@ def test_delays_do_not_add_up(proxy: Proxy, client: socket.socket) -> None:
     proxy.heal()
 
 
-def test_a_half_open_link_is_never_answered_and_is_reset_when_it_heals(
+def test_a_half_open_connection_gets_no_answer_and_is_reset_when_healed(
     proxy: Proxy, client: socket.socket, echo: Echo
 ) -> None:
     proxy.half_open()
@@ -170,19 +172,19 @@ def test_a_half_open_link_is_never_answered_and_is_reset_when_it_heals(
         proxy.heal()
         assert_reset(late)
     assert_reset(client)
-    assert bytes(echo.heard) == b"hello "
+    assert bytes(echo.received) == b"hello "
     with connect(proxy) as fresh:
         assert ask(fresh, b"again") == b"again"
 
 
-def test_a_reset_is_told_and_new_connections_pass(proxy: Proxy, client: socket.socket) -> None:
+def test_a_reset_closes_connections_and_new_ones_pass(proxy: Proxy, client: socket.socket) -> None:
     proxy.reset()
     assert_reset(client)
     with connect(proxy) as fresh:
         assert ask(fresh, b"again") == b"again"
 
 
-def test_a_refusing_link_has_nobody_listening(proxy: Proxy, client: socket.socket) -> None:
+def test_refuse_resets_and_refuses_connections(proxy: Proxy, client: socket.socket) -> None:
     proxy.refuse()
     assert_reset(client)
     with pytest.raises(ConnectionRefusedError):
@@ -197,23 +199,23 @@ def test_a_write_is_cut_in_the_middle(proxy: Proxy, client: socket.socket, echo:
     client.sendall(b"whole")
     assert broken.wait(5)
     assert_reset_after(client)
-    echo.await_heard(b"hello who")
+    echo.await_received(b"hello who")
 
 
-def test_an_answer_never_comes_though_the_server_has_acted(
+def test_a_break_loses_the_answer_after_the_server_has_acted(
     proxy: Proxy, client: socket.socket, echo: Echo
 ) -> None:
     broken = proxy.break_after(0, "down")
     client.sendall(b"done")
     assert broken.wait(5)
     assert_reset(client)
-    echo.await_heard(b"hello done")
+    echo.await_received(b"hello done")
     with connect(proxy) as fresh:
         assert ask(fresh, b"!") == b"!"
 
 
 def assert_reset_after(client: socket.socket) -> None:
-    """The echo of what was delivered may still come, or not; then the reset."""
+    """The echo of delivered bytes may or may not arrive before the reset."""
     with pytest.raises(ConnectionResetError):
         while client.recv(65536):
             pass
@@ -221,5 +223,5 @@ def assert_reset_after(client: socket.socket) -> None:
 
 def test_a_server_that_is_down_resets(echo: Echo, proxy: Proxy) -> None:
     echo.end()
-    with pytest.raises(ConnectionResetError), connect(proxy) as client:  # in either of the two
+    with pytest.raises(ConnectionResetError), connect(proxy) as client:  # raised by either
         client.recv(1)

@@ -1,6 +1,6 @@
-"""The servers that the stores are proved on: they start, answer, keep data, leave nothing.
+"""The servers on which stores are tested: they start, answer, keep data, and leave nothing behind.
 
-Only the standard library talks to them here (`servers.wire`).
+They are accessed with the standard library only (`servers.wire`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ each_cluster = pytest.mark.parametrize("engine", CLUSTERS)
 
 
 @each_engine
-def test_it_keeps_its_data_whatever_happens_and_leaves_nothing(engine: str) -> None:
+def test_it_keeps_its_data_across_faults_and_leaves_nothing(engine: str) -> None:
     with ENGINES[engine]() as server:
         assert server.url.startswith(f"{engine}://")
         folder = server.folder
@@ -88,7 +88,7 @@ def test_a_cluster_replaces_a_leader_that_is_killed_or_frozen(engine: str) -> No
 
 
 def test_the_janitor_cleans_up_after_a_killed_process() -> None:
-    """Even what is frozen, and forks: PostgreSQL's processes do not end with the first of them."""
+    """Even frozen processes and descendants: those of PostgreSQL do not end with their parent."""
     code = (
         "import servers, signal\n"
         "with servers.Postgres() as server:\n"
@@ -150,8 +150,8 @@ def test_a_clock_is_stepped_forward_and_back(engine: str) -> None:
         assert float(read(server)) == pytest.approx(time.time() - 3600, abs=30)
 
 
-def test_processes_at_the_same_time_choose_different_ports() -> None:
-    """A server that is down for a moment must find its port free when it starts again."""
+def test_concurrent_processes_choose_different_ports() -> None:
+    """The port of a server that is being restarted must not be taken by another process."""
     code = "import servers; print(*(servers.free_port() for _ in range(150)), flush=True); input()"
     with contextlib.ExitStack() as stack:
         processes = [
@@ -171,7 +171,7 @@ def test_processes_at_the_same_time_choose_different_ports() -> None:
     assert len({port for ports in chosen for port in ports}) == 600
 
 
-def test_a_taken_port_is_exchanged() -> None:
+def test_a_port_that_is_in_use_is_replaced() -> None:
     with servers.Redis() as first:
         second = servers.Redis()
         second.ports = first.ports
@@ -188,15 +188,13 @@ def test_a_server_that_does_not_start_shows_its_log() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "told"),
+    ("variable", "value", "message"),
     [
         ("DOYEN_SKIP_STORES", "etcd, nats", "1 skipped"),
         ("DOYEN_ETCD_BIN", "/nowhere/etcd", "/nowhere/etcd: there is no such file"),
     ],
 )
-def test_a_server_that_is_not_there_is_told_in_one_line(
-    variable: str, value: str, told: str
-) -> None:
+def test_a_missing_server_is_reported_in_one_line(variable: str, value: str, message: str) -> None:
     here = Path(__file__)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(here)]
     result = subprocess.run(
@@ -206,6 +204,6 @@ def test_a_server_that_is_not_there_is_told_in_one_line(
         text=True,
     )
     assert result.returncode == (0 if "SKIP" in variable else 1)
-    assert told in result.stdout
+    assert message in result.stdout
     assert "Traceback" not in result.stdout
     assert "def " not in result.stdout

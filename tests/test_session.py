@@ -43,7 +43,7 @@ from support import (
     core_of,
     gather_leaders,
     keepalive_of,
-    lead_until_told,
+    lead_until_set,
     now,
     soon,
     until,
@@ -260,9 +260,9 @@ async def test_tasks_of_one_session_take_turns(place: Place, recipe: Recipe) -> 
 async def test_two_candidates_may_share_a_name(place: Place) -> None:
     first, second = await place.open(), await place.open()
     stop = asyncio.Event()
-    a = asyncio.create_task(lead_until_told(first, stop, name="same"))
+    a = asyncio.create_task(lead_until_set(first, stop, name="same"))
     await until(lambda: place.holder() == "same")
-    b = asyncio.create_task(lead_until_told(second, stop, name="same"))
+    b = asyncio.create_task(lead_until_set(second, stop, name="same"))
     await until(lambda: place.line() == ["same", "same"])
     stop.set()
     terms = [await a, await b]
@@ -293,9 +293,9 @@ async def test_the_two_recipes_meet_at_the_record(place: Place) -> None:
 async def test_a_ticket_removed_by_somebody_is_taken_anew(place: Place) -> None:
     a, b = await place.open(), await place.open()
     stop = asyncio.Event()
-    leading = asyncio.create_task(lead_until_told(a, stop, name="a"))
+    leading = asyncio.create_task(lead_until_set(a, stop, name="a"))
     await until(lambda: place.line() == ["a"])
-    waiting = asyncio.create_task(lead_until_told(b, stop, name="b"))
+    waiting = asyncio.create_task(lead_until_set(b, stop, name="b"))
     await until(lambda: place.line() == ["a", "b"])
     place.server.delete(place.server.list("elections/e/line")[1].key)
     assert place.line() == ["a"]
@@ -358,7 +358,7 @@ async def test_a_candidate_does_not_wait_for_its_own_former_record(
     async with asyncio.timeout(TTL_S / 2):
         term = await leading.__aenter__()
     assert term.token > deleted[-1].revision
-    waiting = asyncio.create_task(lead_until_told(other, asyncio.Event(), name="b"))
+    waiting = asyncio.create_task(lead_until_set(other, asyncio.Event(), name="b"))
     await asyncio.sleep(10 * TTL_S)
     assert term.valid
     assert place.holder() == "a"
@@ -437,9 +437,9 @@ async def test_observers_see_who_leads_then_every_change(place: Place) -> None:
     watching = [asyncio.create_task(gather_leaders(watcher, seen))]
     await until(lambda: seen == [None])
     stop_a, stop_b = asyncio.Event(), asyncio.Event()
-    tasks = [asyncio.create_task(lead_until_told(a, stop_a, name="a"))]
+    tasks = [asyncio.create_task(lead_until_set(a, stop_a, name="a"))]
     await until(lambda: seen == [None, "a"])
-    tasks.append(asyncio.create_task(lead_until_told(b, stop_b, name="b")))
+    tasks.append(asyncio.create_task(lead_until_set(b, stop_b, name="b")))
     watching.append(asyncio.create_task(gather_leaders(watcher, late)))
     await until(lambda: late == ["a"])
     leader = await watcher.leader("e")
@@ -465,7 +465,7 @@ async def test_an_observer_outlives_an_outage(place: Place) -> None:
     await until(lambda: seen == [None])
     faults.cut()
     stop = asyncio.Event()
-    leading = asyncio.create_task(lead_until_told(a, stop, name="a"))
+    leading = asyncio.create_task(lead_until_set(a, stop, name="a"))
     await asyncio.sleep(10 * TTL_S)
     assert seen == [None]
     faults.heal()
@@ -501,9 +501,9 @@ async def test_closing_ends_terms_candidates_and_observers(place: Place) -> None
     session = place.session()
     seen: list[str | None] = []
     async with session:
-        leading = asyncio.create_task(lead_until_told(session, asyncio.Event(), name="a"))
+        leading = asyncio.create_task(lead_until_set(session, asyncio.Event(), name="a"))
         await until(lambda: place.holder() == "a")
-        waiting = asyncio.create_task(lead_until_told(session, asyncio.Event(), name="b"))
+        waiting = asyncio.create_task(lead_until_set(session, asyncio.Event(), name="b"))
         await until(lambda: place.line() == ["a", "b"])
         watching = asyncio.create_task(gather_leaders(session, seen))
         await until(lambda: seen == ["a"])
@@ -554,7 +554,7 @@ async def test_a_candidate_without_a_store_is_told_of_the_closing(place: Place) 
     session = place.session(faults)
     async with session:
         faults.cut()
-        waiting = asyncio.create_task(lead_until_told(session, asyncio.Event()))
+        waiting = asyncio.create_task(lead_until_set(session, asyncio.Event()))
         await asyncio.sleep(10)
     with pytest.raises(SessionClosed):
         await waiting

@@ -36,7 +36,7 @@ from doyen.stores.port import Context, Store, open_store
 from doyen.stores.sqlite import SQLiteStore
 from doyen.stores.sqlite.database import Database
 from doyen.stores.sqlite.tables import Transaction
-from servers.process import stands_still
+from servers.process import is_stopped
 
 TTL_S = 60.0
 BOUND_S = 20.0
@@ -227,7 +227,7 @@ def test_a_process_stopped_in_a_transaction_is_named_and_blocks_no_renewal(tmp_p
             notified = asyncio.Event()
             await store.watch("theirs", notified.set)
             frozen.send_command("stop_in_transaction", key="theirs")
-            await asyncio.to_thread(wait_for, lambda: stands_still(frozen.pid), "the other stops")
+            await asyncio.to_thread(wait_for, lambda: is_stopped(frozen.pid), "the other stops")
             write = asyncio.create_task(store.create("other", b"v", lease))
             while not write.done():
                 await store.renew(lease)

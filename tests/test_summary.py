@@ -1,4 +1,4 @@
-"""The summary of `make chaos`: complete, and printed whatever fails."""
+"""The summary of `make chaos` is complete, and printed even if trials fail."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run(folder: Path, *options: str, limit_s: float = 60.0) -> subprocess.Comple
 
 
 def table(output: str) -> dict[str, list[str]]:
-    """The cells of the summary by engine, without the length, which is the machine's."""
+    """The cells of the summary by engine, without the duration, which depends on the machine."""
     lines = iter(output.splitlines())
     while "summary per engine" not in next(lines):
         pass
@@ -75,7 +75,7 @@ def table(output: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_every_engine_has_its_line(tmp_path: Path, workers: str) -> None:
+def test_every_engine_has_a_row(tmp_path: Path, workers: str) -> None:
     result = run(tmp_path, "--numprocesses", workers, "--dist", "loadgroup")
     assert result.returncode == 1
     assert table(result.stdout) == {
@@ -88,14 +88,14 @@ def test_every_engine_has_its_line(tmp_path: Path, workers: str) -> None:
     }
 
 
-def test_when_the_time_is_up_the_run_fails_with_its_summary(tmp_path: Path) -> None:
+def test_a_run_over_its_time_limit_fails_and_prints_the_summary(tmp_path: Path) -> None:
     result = run(tmp_path, "-k", "param", limit_s=0.0)
     assert result.returncode == 1
-    assert "not run: the time of 0 minutes is up" in result.stdout
+    assert "not run: the time limit of 0 minutes is exceeded" in result.stdout
     assert table(result.stdout)["all"] == ["2", "2", "0", "0", "0"]
 
 
-def test_a_fault_within_another_counts_once() -> None:
+def test_nested_faults_count_once() -> None:
     @fault
     def inner() -> None: ...
 

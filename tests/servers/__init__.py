@@ -1,11 +1,12 @@
-"""Real servers for the tests: obtained, started, hurt and ended, unprivileged.
+"""Real servers for the tests, without privileges: fetched, started, subjected to faults, stopped.
 
     with servers.Etcd() as etcd:
         doyen.connect(etcd.url)
 
 Every server has `url`, `port` and `pid`, and can `kill`, `freeze`, `thaw`, `stop`, `restart`
-(on its data). A cluster has `members`, and `leader()` tells which of them leads. `Proxy` stands
-between a client and a server and misbehaves on demand. `Lan` is a network of hosts that can be cut.
+(on its data). A cluster has `members`, and `leader()` returns the one that leads. `Proxy` sits
+between a client and a server and injects network faults. `Lan` is a network of hosts that can be
+partitioned.
 """
 
 from __future__ import annotations

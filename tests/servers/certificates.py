@@ -1,6 +1,6 @@
-"""A certificate authority and the certificates it has signed, for servers that speak TLS.
+"""A certificate authority and certificates signed by it, for servers with TLS.
 
-They have the extensions that RFC 5280 asks for. Python insists on those from 3.13 on
+They have the extensions that RFC 5280 requires and that Python checks from 3.13 on
 (`ssl.VERIFY_X509_STRICT`).
 """
 
@@ -25,8 +25,8 @@ LEAF = (
 
 
 class Certificates:
-    """Of an authority `ca`, of a `server` at 127.0.0.1 and of a `client`, both signed by it. Of
-    another authority, `stranger`, which the server does not know, and of its client, `guest`.
+    """Certificates of an authority `ca`, and of a `server` at 127.0.0.1 and a `client`, both signed
+    by it; of another authority `stranger`, which the server does not know, and its client `guest`.
 
     `authority` replaces the extensions of the certificate of `ca`.
     """
@@ -35,7 +35,7 @@ class Certificates:
         self.folder = folder
         self._self_signed("ca", *authority)
         self._self_signed("stranger", *AUTHORITY)
-        # The members of a cluster are each other's clients.
+        # The members of a cluster are clients of each other.
         node = "extendedKeyUsage=serverAuth,clientAuth"
         self._signed("server", "ca", *LEAF, node, unit="doyen-peer")
         self._signed("client", "ca", *LEAF, "extendedKeyUsage=clientAuth")
@@ -48,12 +48,12 @@ class Certificates:
         return self.folder / f"{name}.key"
 
     def options(self, *, ca: str = "ca", own: str = "client") -> str:
-        """What is added to a store's URL to trust an authority, and to show a certificate."""
+        """The options of a store URL that name the trusted authority and the client certificate."""
         mine = f"&cert={self.certificate(own)}&key={self.key(own)}" if own else ""
         return f"tls=true&ca={self.certificate(ca)}{mine}"
 
     def _self_signed(self, name: str, *extensions: str) -> None:
-        # A configuration without extensions of its own: the system's would be added.
+        # The default configuration of the system would add extensions.
         plain = self.folder / "plain.cnf"
         plain.write_text("[req]\ndistinguished_name=name\n[name]\n")
         added = [word for each in extensions for word in ("-addext", each)]
@@ -61,7 +61,7 @@ class Certificates:
         _openssl(*NEW, *new, *added, "-out", self.certificate(name))
 
     def sign(self, name: str, unit: str = "") -> None:
-        """Make another certificate of a client, or of a node, for 127.0.0.1."""
+        """Create another certificate of a client or of a node, for 127.0.0.1."""
         use = "serverAuth,clientAuth" if unit == "doyen-peer" else "clientAuth"
         self._signed(name, "ca", *LEAF, f"extendedKeyUsage={use}", unit=unit)
 

@@ -1,6 +1,6 @@
-"""A wall clock of its own for a server written in C, to be stepped while it runs.
+"""A separate wall clock for a server written in C, which can be stepped while it runs.
 
-Only the wall clock is its own: durations go by the kernel's monotonic clock as before.
+Only the wall clock is replaced: durations still use the monotonic clock of the kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RECIPE = Recipe(
 
 
 class OwnClock:
-    """The offset is in a file that the server's libc calls look at."""
+    """A clock whose offset is in a file that libfaketime reads in the server process."""
 
     def __init__(self, folder: Path) -> None:
         self._library = readable(obtain(RECIPE)).path
@@ -29,7 +29,7 @@ class OwnClock:
         self.step(0.0)
 
     def step(self, seconds: float) -> None:
-        """Move the clock, forward or back, from where it is."""
+        """Step the clock forward or back relative to its current time."""
         self._offset_s += seconds
         fresh = self._file.with_suffix(".new")
         fresh.write_text(f"{self._offset_s:+f}s\n")
@@ -38,7 +38,7 @@ class OwnClock:
 
     def environment(self) -> dict[str, str]:
         return {
-            # An allocator that asks for the time while it starts must not come before libc's.
+            # libc must come before an allocator that reads the time while it starts.
             "LD_PRELOAD": f"{self._library}:libc.so.6",
             "FAKETIME_TIMESTAMP_FILE": str(self._file),
             "FAKETIME_NO_CACHE": "1",

@@ -11,18 +11,18 @@ from .process import READY_WITHIN_S, Server, ServerFailed, start_or_close
 
 
 class Member(Server):
-    """A server that is one of several."""
+    """One server of a cluster."""
 
     @abstractmethod
     def leads(self) -> bool:
-        """Whether it leads its cluster, by its own word."""
+        """Whether the server itself reports that it leads its cluster."""
 
 
 S = TypeVar("S", bound=Member)
 
 
 class Cluster(ABC, Generic[S]):
-    """The members, in order; any of them may be killed, frozen and restarted by itself."""
+    """The members in order. Each can be killed, frozen and restarted separately."""
 
     def __init__(self, members: list[S]) -> None:
         self.members = members
@@ -30,10 +30,10 @@ class Cluster(ABC, Generic[S]):
     @property
     @abstractmethod
     def url(self) -> str:
-        """The address that doyen opens this store by: all members."""
+        """The store URL for doyen, which names all members."""
 
     def leader(self, within_s: float = READY_WITHIN_S) -> S:
-        """The member that leads, waiting for one to emerge. Members that do not answer do not."""
+        """Wait for a leader and return it. Members that do not answer are passed over."""
         give_up = time.monotonic() + within_s
         while time.monotonic() < give_up:
             for member in self.members:
@@ -54,7 +54,7 @@ class Cluster(ABC, Generic[S]):
             return False
 
     def start(self) -> Self:
-        """Start all members, then wait for all: none is ready before it has seen a majority."""
+        """Start all members, then wait for all: none is ready without a majority."""
         for member in self.members:
             member.launch()
         for member in self.members:

@@ -1,4 +1,4 @@
-"""Consul: one server agent, or several that hold one datacentre."""
+"""Consul: one server agent, or several that form a datacentre."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ RECIPE = Recipe(
     found=("usr/bin/consul",),
     version=("version",),
     minimum=(1, 7),
-    # From 1.14 on servers open one more port, which can be closed only by a setting that earlier
+    # From 1.14 on servers open another port, which can be closed only by a setting that earlier
     # versions refuse.
     below=(1, 14),
     sources=(Debian(("consul",), suite="bullseye"),),  # the last suite that has it
 )
 STRAY = Path("/tmp/consul-test")
-"""Debian's build makes this empty folder whatever it is told."""
+"""Debian's build always creates this empty directory."""
 
 
 class Consul(Member):
-    """One server agent; by itself a datacentre of one. Options are keys of its configuration."""
+    """One server agent, by default a datacentre of one. Options are keys of its configuration."""
 
     engine = "consul"
     port_count = 3
@@ -61,7 +61,7 @@ class Consul(Member):
             "data_dir": str(self.folder / "data"),
             "ports": {"http": http, "server": server, "serf_lan": serf, **closed},
             "performance": {"raft_multiplier": 1},
-            # Else one that comes back has lost its vote, and gets it again only after a while.
+            # Otherwise a server that returns has lost its vote and regains it only after a while.
             "autopilot": {"cleanup_dead_servers": False},
             "disable_update_check": True,
             "log_level": "WARN",
@@ -74,7 +74,7 @@ class Consul(Member):
         return [str(self._program.path), "agent", config]
 
     def ping(self) -> None:
-        """Ready when it leads itself and has a catalogue of nodes to bind sessions to."""
+        """Ready when its catalogue has all nodes, to which sessions are bound."""
         if len(wire.http_json(self.port, "GET", "/v1/catalog/nodes")) < len(self.peers):
             raise ValueError("Consul is not ready")
 

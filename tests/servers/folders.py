@@ -1,4 +1,4 @@
-"""Temporary folders that are removed at the end, and programs that everybody can read."""
+"""Temporary directories that are removed at the end, and programs that every user can read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .janitor import janitor
 
 
 def held_folder(prefix: str, owner: str | None = None) -> Path:
-    """A temporary folder that is removed at the end of this process, however it ends."""
+    """Create a temporary directory that is removed when this process ends, even if it is killed."""
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     janitor.hold_folder(folder)
     if owner:
@@ -29,7 +29,8 @@ _readable: dict[Path, Path] = {}
 
 
 def readable(program: Program) -> Program:
-    """The program where every user can read it: a cache in root's home is closed to all others."""
+    """The program at a path that every user can read. Other users cannot read a cache in the home
+    directory of root, so the program is copied."""
     if program.tree is None or all(folder.stat().st_mode & 1 for folder in program.path.parents):
         return program
     if program.tree not in _readable:

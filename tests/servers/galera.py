@@ -1,4 +1,4 @@
-"""MariaDB Galera: members that all take writes, and commit what a majority has certified."""
+"""MariaDB Galera: all members accept writes, which commit when a majority has certified them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ PROGRAM = Path(__file__).with_name("sst.py")
 TIMES = {
     "evs.keepalive_period": "PT0.2S",
     "evs.inactive_check_period": "PT0.2S",
-    "evs.suspect_timeout": "PT2S",  # a member that is silent for so long is expelled
+    "evs.suspect_timeout": "PT2S",  # a member that is silent for longer is expelled
     "evs.inactive_timeout": "PT5S",
     "evs.install_timeout": "PT5S",
 }
 
 
 class GaleraMember(MariaDB, Member):
-    """One member. It is given its state by the others' log of writes, never by a copy of files."""
+    """One member. It receives its state as writes from the others, never as a copy of files."""
 
     port_count = 3
 
@@ -48,7 +48,7 @@ class GaleraMember(MariaDB, Member):
         return f"{HOST}:{self.port}"
 
     def adopt(self, other: GaleraMember) -> None:
-        """Begin with the data of another member, which has been stopped."""
+        """Copy the data of another member, which is stopped, before the first start."""
         shutil.copytree(other.folder / "data", self.folder / "data")
         (self.folder / "init.sql").touch()
         self._prepared = True
@@ -93,28 +93,31 @@ class GaleraMember(MariaDB, Member):
         return [f"--{name}={value}" for name, value in settings.items()]
 
     def _position(self) -> str:
-        """Up to where it has the cluster's writes; a member that was killed has not noted it."""
+        """Recover the position in the log of writes, which a killed member has not recorded."""
         report = self.folder / "recovery"
         with report.open("wb") as output:
             recover = [*super().command(), *self._settings(), "--wsrep-recover"]
             self.spawn(recover, output).wait()
         found = re.search(r"Recovered position: (\S+)", report.read_text(errors="replace"))
         if found is None:
-            raise ServerFailed(f"no position was recovered:\n{report.read_text()[-2000:]}")
+            raise ServerFailed(
+                f"mariadbd --wsrep-recover printed no position:\n{report.read_text()[-2000:]}"
+            )
         return found[1]
 
     def ping(self) -> None:
         if self.query("SHOW STATUS LIKE 'wsrep_ready'") != [["wsrep_ready", "ON"]]:
-            raise ValueError("the member is not in step with the cluster")
+            raise ValueError("the member is not synchronised with the cluster")
 
     def leads(self) -> bool:
-        """Whether it serves: nobody leads, and clients use the first in their URL that serves."""
+        """Whether it serves clients. Galera has no leader: clients use the first member of their
+        URL that serves."""
         self.ping()
         return True
 
 
 class GaleraCluster(Cluster[GaleraMember]):
-    """Members that hold the same tables."""
+    """Members that replicate the same tables."""
 
     def __init__(self, size: int = 3) -> None:
         super().__init__([GaleraMember() for _ in range(size)])
@@ -126,13 +129,13 @@ class GaleraCluster(Cluster[GaleraMember]):
         return self.url_from(0)
 
     def url_from(self, number: int) -> str:
-        """An address that names all members, beginning with this one."""
+        """A URL that names all members, beginning with this one."""
         order = [*self.members[number:], *self.members[:number]]
         hosts = ",".join(member.address for member in order)
         return f"mysql://{USER}:{PASSWORD}@{hosts}/{DATABASE}?connect_timeout_s=1"
 
     def start(self) -> Self:
-        """Start the first by itself, give its data to the others, and start all."""
+        """Initialise the first member, copy its data to the others, and start all."""
         first, *others = self.members
         first.start()
         with tidying():

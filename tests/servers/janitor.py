@@ -1,11 +1,11 @@
-"""A process that cleans up after this one, should it die without doing so, even by SIGKILL.
+"""A process that cleans up after this one if it dies without doing so, even by SIGKILL.
 
-The janitor is told over a pipe which processes and folders there are. When the pipe ends, because
-this process has, it kills what is still held, frozen or not, with all descendants, and removes the
-folders. The kernel's own signal at a parent's death would not do: it knows neither descendants nor
-folders, and goes by the thread that started the process.
+The janitor receives the ids of processes and the paths of directories over a pipe. When this
+process ends, so does the pipe, and the janitor kills the remaining processes with all descendants,
+frozen or not, and removes the directories. The parent-death signal of the kernel is not sufficient:
+it covers neither descendants nor directories, and depends on the thread that started the process.
 
-Runs by itself, by path; imports the standard library only.
+It runs by path and imports the standard library only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def send_signal(pid: int, number: signal.Signals) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is not merely waiting to be reaped."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -51,38 +51,38 @@ def family_of(pid: int) -> list[int]:
 
 
 class Janitor:
-    """Told over a pipe what is there; acts when the pipe ends, that is, when this process has."""
+    """Sends to the janitor process what it has to clean up when this process ends."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
-        self._of: int | None = None
+        self._parent_pid: int | None = None
 
     def hold_process(self, pid: int) -> None:
-        self._tell(f"hold {pid}")
+        self._send(f"hold {pid}")
 
     def release_process(self, pid: int) -> None:
-        self._tell(f"release {pid}")
+        self._send(f"release {pid}")
 
     def hold_folder(self, folder: Path) -> None:
-        self._tell(f"hold {folder}")
+        self._send(f"hold {folder}")
 
     def release_folder(self, folder: Path) -> None:
-        self._tell(f"release {folder}")
+        self._send(f"release {folder}")
 
-    def _tell(self, line: str) -> None:
-        if self._process is None or self._of != os.getpid():
+    def _send(self, line: str) -> None:
+        if self._process is None or self._parent_pid != os.getpid():
             command = [sys.executable, "-I", __file__]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, text=True, cwd="/", start_new_session=True
             )
-            self._of = os.getpid()
+            self._parent_pid = os.getpid()
             atexit.register(self._finish)
         assert self._process.stdin is not None
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
 
     def _finish(self) -> None:
-        if self._process is not None and self._of == os.getpid():
+        if self._process is not None and self._parent_pid == os.getpid():
             assert self._process.stdin is not None
             self._process.stdin.close()
             self._process.wait()
@@ -91,8 +91,8 @@ class Janitor:
 janitor = Janitor()
 
 
-def clean_up_when_told_no_more() -> None:
-    """The janitor process."""
+def clean_up_at_end_of_input() -> None:
+    """The main function of the janitor process."""
     held = set()
     for line in sys.stdin:
         verb, _, what = line.rstrip("\n").partition(" ")
@@ -108,4 +108,4 @@ def clean_up_when_told_no_more() -> None:
 
 
 if __name__ == "__main__":
-    clean_up_when_told_no_more()
+    clean_up_at_end_of_input()

@@ -1,16 +1,16 @@
-"""Hosts of a network that can be cut: namespaces of the kernel, unprivileged.
+"""A network of hosts that can be partitioned, made of network namespaces, without privileges.
 
     with servers.Lan("n1", "n2", "n3", "clients") as lan:
         subprocess.Popen([*lan.inside("n1"), "doyen", "serve", ...])
         lan.cut("n1", "n2")
         lan.heal()
 
-Every host has a network namespace of its own and one link, to a router in another. The router
-forwards packets or, between hosts that are cut off from one another, drops them: nobody is told,
-as when a cable is out. Both directions are apart.
+Every host has its own network namespace and one interface, which connects it to a router in
+another namespace. The router forwards packets, or drops them silently between hosts that are cut
+off from each other, as when a cable is unplugged. Each direction is cut separately.
 
-Needs user namespaces that anybody may make, `unshare` and `nsenter`; `ip` is fetched if it is not
-there.
+This needs unprivileged user namespaces, `unshare` and `nsenter`. `ip` is fetched if it is not
+installed.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ RECIPE = Recipe(
     sources=(Debian(("iproute2",)),),
 )
 _WAIT = ["sh", "-c", "echo; exec cat"]
-"""Says when it is there, and ends with its standard input, so with whoever started it."""
+"""Prints a line when it runs, and ends with its standard input, hence with its parent process."""
 
 
 class Lan:
-    """A router and some hosts."""
+    """A router and its hosts."""
 
     def __init__(self, *hosts: str) -> None:
         self._hosts = hosts
@@ -52,12 +52,12 @@ class Lan:
         return f"10.79.{self._hosts.index(host) + 1}.2"
 
     def inside(self, host: str) -> list[str]:
-        """What a command begins with that is to run on this host."""
+        """The prefix of a command that runs it on this host."""
         return _enter(self._pids[host])
 
     @fault
     def cut(self, source: str | Iterable[str], target: str | Iterable[str]) -> None:
-        """Let nothing through from any of these to any of those."""
+        """Drop all packets from the sources to the targets."""
         sources = [source] if isinstance(source, str) else source
         targets = [target] if isinstance(target, str) else [*target]
         rules = [
@@ -71,7 +71,7 @@ class Lan:
 
     @fault
     def part(self, *sides: Iterable[str]) -> None:
-        """Let nothing through between these, either way."""
+        """Drop all packets between these groups, in both directions."""
         groups = [[*side] for side in sides]
         for one in groups:
             for other in groups:
@@ -79,7 +79,7 @@ class Lan:
                     self.cut(one, other)
 
     def heal(self) -> None:
-        """Let everything through again."""
+        """Remove all cuts."""
         rules, self._rules = self._rules, []
         self._ip(*(f"rule del {rule}" for rule in rules))
 
@@ -88,7 +88,7 @@ class Lan:
             self._batch(self._router, *commands)
 
     def _batch(self, pid: int, *commands: str) -> None:
-        """Configure a namespace."""
+        """Configure the namespace of a process."""
         ip = [str(self._program.path), "-batch", "-"]
         _run([*_enter(pid), *ip], "\n".join(commands), self._program.environment())
 
@@ -99,7 +99,7 @@ class Lan:
         except (OSError, subprocess.SubprocessError) as error:
             self._stack.close()
             raise Unavailable(
-                "no network namespaces: install util-linux, and let users make namespaces (sysctl"
+                "no network namespaces: install util-linux, and let users create namespaces (sysctl"
                 " user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns; in a"
                 " container --privileged), or leave netns out with"
                 f" DOYEN_SKIP_STORES=netns ({error})"
@@ -130,7 +130,7 @@ class Lan:
             )
 
     def _hold(self, command: list[str]) -> int:
-        """A process that keeps a namespace in being."""
+        """Start a process that keeps a namespace alive."""
         process = subprocess.Popen(
             [*command, *_WAIT],
             stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""MariaDB, which stands for MySQL as well."""
+"""MariaDB, which also represents MySQL."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MariaDB(Server):
         return f"mysql://{USER}:{PASSWORD}@{HOST}:{self.port}/{DATABASE}"
 
     def prepare(self) -> None:
-        """Make the system's own tables, as mariadb-install-db does, and our user and database."""
+        """Create the system tables, as mariadb-install-db does, and the user and database."""
         (self.folder / "data").mkdir()
         scripts = [self._script("system_tables"), self._script("system_tables_data")]
         text = "".join(["CREATE DATABASE mysql;\nUSE mysql;\n", *(s.read_text() for s in scripts)])
@@ -69,7 +69,7 @@ class MariaDB(Server):
             "innodb-buffer-pool-size": "16M",
             "innodb-log-file-size": "8M",
             "innodb-use-native-aio": "OFF",
-            # Processes are killed here, machines are not: what was written is in the page cache.
+            # Tests kill processes, not machines, so written data survives in the page cache.
             "innodb-flush-log-at-trx-commit": "2",
             "innodb-flush-method": "nosync",
             "performance-schema": "OFF",

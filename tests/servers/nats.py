@@ -20,7 +20,7 @@ RECIPE = Recipe(
 
 
 class Nats(Server):
-    """One server. It acknowledges nothing before it is written."""
+    """One server, which acknowledges only what is on disk."""
 
     engine = "nats"
 
@@ -39,7 +39,7 @@ class Nats(Server):
                 "store_dir": str(self.folder / "data"),
                 "max_memory_store": 64 << 20,
                 "max_file_store": 1 << 30,
-                # By default what was acknowledged may not have left the process yet.
+                # By default acknowledged data may still be in the memory of the process.
                 "sync_interval": "always",
             },
         }

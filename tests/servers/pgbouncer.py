@@ -1,5 +1,5 @@
-"""PgBouncer before a PostgreSQL server, in transaction mode: each transaction may be carried out on
-another connection."""
+"""PgBouncer in front of a PostgreSQL server, in transaction mode: each transaction may use another
+server connection."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECIPE = Recipe(
 
 
 class PgBouncer(Server):
-    """A pooler that trusts everybody, before a server that does."""
+    """A pooler without authentication, in front of a server without authentication."""
 
     engine = "pgbouncer"
     user = "nobody"

@@ -23,7 +23,7 @@ RECIPE = Recipe(
     sources=(
         Debian(
             ("postgresql",),
-            # For compiling queries, which is off, and for managing installations.
+            # Used for JIT compilation, which is off, and for managing installations.
             without=("libllvm", "libz3", "postgresql-common", "postgresql-client", "ssl-cert"),
         ),
     ),
@@ -32,14 +32,14 @@ IPC_RMID = 0
 
 
 class Postgres(Server):
-    """One server that trusts everybody. Options are its settings.
+    """One server without authentication. Options are its settings.
 
     With `own_clock` its wall clock can be stepped: `server.step_clock(3600)`.
     """
 
     engine = "postgresql"
     user = "nobody"
-    stop_signal = SIGINT  # the default waits for clients to leave
+    stop_signal = SIGINT  # SIGTERM waits for clients to disconnect
 
     def __init__(self, *, own_clock: bool = False, **options: str) -> None:
         self._program = obtain(RECIPE)
@@ -69,12 +69,12 @@ class Postgres(Server):
             "listen_addresses": HOST,
             "port": str(self.port),
             "unix_socket_directories": "",
-            "dynamic_shared_memory_type": "mmap",  # within the folder
+            "dynamic_shared_memory_type": "mmap",  # in the data directory
             "shared_buffers": "16MB",
             "max_connections": "300",
             "timezone": "GMT",
             "jit": "off",
-            # Processes are killed here, machines are not: what was written is in the page cache.
+            # Tests kill processes, not machines, so written data survives in the page cache.
             "fsync": "off",
             **self.options,
         }
@@ -94,7 +94,7 @@ class Postgres(Server):
         return self
 
     def _leave_no_shared_memory(self) -> None:
-        """Have the kernel drop the interlock's segment with the last process attached to it."""
+        """Have the kernel remove the shared memory segment when its last process ends."""
         lines = (self.folder / "data/postmaster.pid").read_text().splitlines()
         ctypes.CDLL(None).shmctl(int(lines[6].split()[1]), IPC_RMID, None)
 
@@ -110,7 +110,7 @@ class Postgres(Server):
 
 
 class PostgresStandby(Postgres):
-    """Follows a primary by streaming, until it is promoted."""
+    """A streaming replica of a primary, until it is promoted."""
 
     def __init__(self, primary: Postgres) -> None:
         super().__init__()
@@ -118,12 +118,12 @@ class PostgresStandby(Postgres):
 
     @property
     def url(self) -> str:
-        """Names both, the primary first: clients use the first that can be written to."""
+        """Names both servers, the primary first. Clients use the first one that is writable."""
         hosts = f"{HOST}:{self._primary.port},{HOST}:{self.port}"
         return f"postgresql://postgres@{hosts}/postgres?connect_timeout_s=2"
 
     def prepare(self) -> None:
-        """Begin with a copy of the primary's data, for which it is stopped."""
+        """Copy the data of the primary, which is stopped meanwhile."""
         if self.user:
             self._program = readable(self._program)
         with tidying():
@@ -141,13 +141,13 @@ class PostgresStandby(Postgres):
         return {**super().settings(), "primary_conninfo": follows}
 
     def ping(self) -> None:
-        """Ready when it follows the primary, or has been promoted."""
+        """Ready when it streams from the primary or has been promoted."""
         query = "SELECT pg_is_in_recovery() AND NOT EXISTS (SELECT FROM pg_stat_wal_receiver"
         if self.query(f"{query} WHERE status = 'streaming')") != [["f"]]:
-            raise ValueError("the standby does not follow yet")
+            raise ValueError("the standby does not stream from the primary yet")
 
     @fault
     def promote(self) -> None:
-        """Make it a primary. The other is not told, and if it runs there are two."""
+        """Make it a primary. The old primary is not stopped, so if it runs there are two."""
         if self.query("SELECT pg_promote()") != [["t"]]:
             raise ServerFailed(f"the standby was not promoted:\n{self.log_tail()}")

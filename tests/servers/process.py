@@ -1,10 +1,9 @@
-"""A server as one process: started on free ports with temporary data, and ended without a trace.
+"""A server as one process, started on free ports with a temporary directory.
 
 A `Server` is ready when it answers by its own protocol. It can be killed, frozen, thawed and
-restarted on its data; a server that forks is treated with all its descendants. Leaving its `with`
-block ends the process and removes the folder.
-
-If this process dies without cleaning up, even by SIGKILL, the janitor does it.
+restarted on its data. Signals go to all its descendants as well. Leaving its `with` block ends the
+process and removes the directory. If this process dies before that, even by SIGKILL, the janitor
+cleans up.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ HOST = "127.0.0.1"
 READY_WITHIN_S = 60.0
 STOPPED_WITHIN_S = 10.0
 STARTS = 3
-"""Attempts at a first start: somebody else may have taken a port since it was chosen."""
+"""Attempts at a first start: another program may have taken a port after it was chosen."""
 
 PORTS = range(12000, 32000)
-"""Below the ports that the kernel hands to outgoing connections: none of those can take the place
-of a server that is down for a moment."""
+"""Below the ephemeral ports of the kernel, so that no outgoing connection takes the port of a
+server that is being restarted."""
 
 BLOCK = 100
-"""How many ports a process claims at a time, for as long as it runs."""
+"""The number of ports that a process claims at a time, until it ends."""
 
 LISTENING = "0A"
-"""The kernel's word for it in its tables of sockets."""
+"""The code of the state in /proc/net/tcp."""
 
 _running: dict[int, Server] = {}
 
@@ -50,10 +49,10 @@ class ServerFailed(Exception):
 
 
 class _Ports:
-    """Ports that no other process of the tests on this machine gives out.
+    """Ports that no other test process on this machine uses.
 
-    A block of them is claimed by an abstract Unix socket with the block's name. Such names belong
-    to the network namespace, as ports do, and are free again when the process has ended.
+    A block of ports is claimed by an abstract Unix socket with the name of the block. Such names
+    belong to the network namespace, as ports do, and are released when the process ends.
     """
 
     def __init__(self) -> None:
@@ -61,7 +60,7 @@ class _Ports:
         self._left: list[int] = []
 
     def take(self) -> int:
-        if self._owner != os.getpid():  # after a fork the blocks are the parent's
+        if self._owner != os.getpid():  # after a fork the blocks belong to the parent
             self._owner, self._left = os.getpid(), []
         if not self._left:
             self._left = self._claim()
@@ -79,14 +78,14 @@ class _Ports:
                 continue
             claim.detach()  # open until this process ends
             return random.sample(range(first, first + BLOCK), BLOCK)
-        raise ServerFailed(f"all ports from {PORTS.start} to {PORTS.stop} have been given out")
+        raise ServerFailed(f"all ports from {PORTS.start} to {PORTS.stop} are in use by tests")
 
 
 _ports = _Ports()
 
 
 def free_port() -> int:
-    """A port that nobody listens on, not given out before by any process that still runs."""
+    """A free port that was not returned before by any running test process."""
     while True:
         port = _ports.take()
         with socket.socket() as probe:
@@ -103,44 +102,44 @@ def running() -> list[Server]:
 
 
 class Server(ABC):
-    """One server process. Subclasses say how it is run, asked and addressed."""
+    """One server process. Subclasses define its command, protocol and URL."""
 
     engine: str
     stop_signal = signal.SIGTERM
     port_count = 1
     _prepared: bool
     user: str | None = None
-    """Whose process it is, where we are root and the server refuses to be."""
+    """The user that runs the server if the tests run as root and the server refuses to."""
 
     def __init__(self, *, own_clock: bool = False) -> None:
         self._own_clock = own_clock
         self._process: subprocess.Popen[bytes] | None = None
         self.frozen = False
-        self._settle()
+        self._allocate()
 
     @property
     @abstractmethod
     def url(self) -> str:
-        """The address that doyen opens this store by."""
+        """The store URL for doyen."""
 
     @abstractmethod
     def command(self) -> list[str]:
-        """The command line that runs the server on its ports and in its folder."""
+        """The command that runs the server on its ports and in its directory."""
 
     @abstractmethod
     def ping(self) -> None:
-        """Ask the server something by its own protocol; raise if it is not ready."""
+        """Send a request by the server's own protocol. Raise an error if it is not ready."""
 
     @abstractmethod
     def put(self, key: str, value: bytes) -> None:
-        """Leave a mark, by the server's own protocol: both are plain words, the key a new one."""
+        """Write a new key by the server's own protocol. Key and value are plain ASCII words."""
 
     @abstractmethod
     def get(self, key: str) -> bytes | None:
-        """The mark that was left."""
+        """Read a value that was written by `put`."""
 
     def prepare(self) -> None:
-        """What must be in the folder before the first start."""
+        """Prepare the directory before the first start."""
         return
 
     def environment(self) -> dict[str, str]:
@@ -198,7 +197,7 @@ class Server(ABC):
             stdin=stdin or subprocess.DEVNULL,
             stdout=stdout,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # the terminal's Ctrl-C is for pytest
+            start_new_session=True,  # Ctrl-C in the terminal must reach only pytest
             user=user,
             group="nogroup" if user else None,
             extra_groups=[] if user else None,
@@ -221,7 +220,7 @@ class Server(ABC):
 
     @fault
     def stop(self) -> None:
-        """End the server in its own orderly way; its data stay. Idempotent."""
+        """Shut the server down regularly. Its data are kept. Idempotent."""
         if self._process is None:
             return
         self.thaw()
@@ -234,7 +233,7 @@ class Server(ABC):
 
     @fault
     def kill(self) -> None:
-        """End the server and all its descendants at once; its data stay. Idempotent."""
+        """Kill the server and all its descendants. Its data are kept. Idempotent."""
         if self._process is None:
             return
         family = family_of(self.pid)
@@ -249,19 +248,19 @@ class Server(ABC):
 
     @fault
     def freeze(self) -> None:
-        """Stop the server and all its descendants in their tracks; sockets stay open."""
+        """Stop the server and all its descendants by SIGSTOP. Sockets stay open."""
         self.frozen = True
         stopped: set[int] = set()
         while new := [pid for pid in family_of(self.pid) if pid not in stopped]:
             for pid in new:
                 send_signal(pid, signal.SIGSTOP)
             stopped.update(new)
-        # A thread that runs on another core goes on for a moment.
-        while not all(map(stands_still, stopped)):
+        # A thread on another core may run on for a moment.
+        while not all(map(is_stopped, stopped)):
             time.sleep(0.001)
 
     def thaw(self) -> None:
-        """Let a frozen server go on. Idempotent."""
+        """Continue a frozen server. Idempotent."""
         if self.frozen:
             self.frozen = False
             for pid in reversed(family_of(self.pid)):
@@ -269,20 +268,22 @@ class Server(ABC):
 
     @fault
     def restart(self) -> None:
-        """Kill the server if it runs; start it on its ports and data; wait until it answers."""
+        """Kill the server if it runs, start it on the same ports and data, and wait for it."""
         self.kill()
         self.start()
 
     @fault
     def step_clock(self, seconds: float) -> None:
-        """Move the server's wall clock from where it is; for a server with a clock of its own."""
+        """Step the wall clock of a server that was created with `own_clock`."""
         if self.clock is None:
-            raise ServerFailed(f"{self.engine} was not given a clock of its own")
+            raise ServerFailed(
+                f"{self.engine} has no clock of its own: create it with own_clock=True"
+            )
         self.clock.step(seconds)
 
     @tidying()
     def close(self) -> None:
-        """End the server and remove all it has left. Idempotent."""
+        """End the server and remove its directory. Idempotent."""
         self.kill()
         _running.pop(id(self), None)
         release_folder(self.folder)
@@ -299,17 +300,17 @@ class Server(ABC):
         self.close()
 
     def lost_its_port(self) -> bool:
-        """Whether the server ended because somebody else listens where it should."""
+        """Whether the server ended because its port was in use."""
         return not self.alive and "in use" in self.log_tail()
 
     @tidying()
     def start_over(self) -> None:
-        """Forget everything, as if never started: other ports, an empty folder."""
+        """Begin again with other ports and an empty directory."""
         self.kill()
         release_folder(self.folder)
-        self._settle()
+        self._allocate()
 
-    def _settle(self) -> None:
+    def _allocate(self) -> None:
         self.ports = tuple(free_port() for _ in range(self.port_count))
         self.folder = held_folder(f"doyen-{self.engine}-", self._owner)
         self.clock = OwnClock(self.folder) if self._own_clock else None
@@ -335,7 +336,7 @@ Whole = TypeVar("Whole", bound=Startable)
 
 
 def start_or_close(whole: Whole, servers: Sequence[Server]) -> Whole:
-    """Start, on other ports if one was taken since it was chosen; leave nothing if that fails."""
+    """Start, with other ports if one was taken after it was chosen. Close everything on failure."""
     for attempt in range(STARTS):
         try:
             return whole.start()
@@ -366,8 +367,8 @@ def ports_of(pids: Sequence[int]) -> set[int]:
     return ports
 
 
-def stands_still(pid: int) -> bool:
-    """Whether every thread of it is stopped, or it is gone."""
+def is_stopped(pid: int) -> bool:
+    """Whether all threads of a process are stopped, or it has ended."""
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
         states = [(each / "stat").read_text().rpartition(")")[2].split()[0] for each in threads]

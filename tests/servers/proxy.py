@@ -1,26 +1,25 @@
-"""A TCP proxy between a client and a server that misbehaves on demand, one per client's link.
+"""A TCP proxy between one client and a server that injects network faults.
 
     with servers.Proxy(etcd) as link:
         ... open link.url ...
         link.cut()
         link.heal()
 
-What the faults mean, as the two ends see them:
+The faults as client and server see them:
 
-- `cut`: nothing passes in that direction and nobody is told, as when packets are lost. What was
-  sent is held, as TCP would send it again, and passes after `heal`. New connections are made and
-  stay silent.
-- `delay`: everything arrives that much later, in order.
-- `half_open`: the server has lost its end of every connection, and the client does not know. New
-  connections are accepted and never answered. At `heal` the client's ends are reset.
-- `reset`: every connection is reset, once; new ones pass.
-- `refuse`: as `reset`, and nobody listens until `heal`.
-- `break_after`: the connection that carries one byte more than so many is reset, once, with the
-  bytes before it delivered. `break_after(0, "down")` is an answer that never came: the server has
-  done what it was asked, unless its protocol sends anything but answers (HTTP/2 acknowledges a
-  request before it is carried out).
+- `cut`: no data passes in that direction, as when packets are lost. Neither side gets an error.
+  Data is held, as TCP would retransmit it, and passes after `heal`. New connections are accepted
+  and carry no data.
+- `delay`: all data arrives later by this time, in order.
+- `half_open`: the server has lost its side of every connection, and the client has not noticed. New
+  connections are accepted and never answered. `heal` resets the connections of the client.
+- `reset`: every connection is reset, once. New connections pass.
+- `refuse`: like `reset`, and new connections are refused until `heal`.
+- `break_after`: the connection is reset, once, after the given number of bytes was delivered.
+  `break_after(0, "down")` is a lost answer: the server has carried out the request, unless its
+  protocol sends other data than answers (HTTP/2 acknowledges a request before it is carried out).
 
-The proxy has a thread and a loop of its own; every method returns when it has taken effect.
+The proxy has its own thread and event loop. Every method returns when it has taken effect.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from .process import HOST, free_port
 from .tally import fault
 
 Direction = Literal["up", "down"]
-"""Up is from the client to the server."""
+"""`up` is from the client to the server."""
 BOTH: tuple[Direction, ...] = ("up", "down")
 CHUNK = 65536
 T = TypeVar("T")
 
 
 class Addressed(Protocol):
-    """What the proxy needs to know of a server."""
+    """What the proxy needs of a server."""
 
     @property
     def url(self) -> str: ...
@@ -55,12 +54,12 @@ class Addressed(Protocol):
 
 
 class _Broken(Exception):
-    """The connection is to be reset."""
+    """The connection must be reset."""
 
 
 @dataclass
 class _Break:
-    """A fault in wait: reset the connection after so many bytes in one direction."""
+    """A pending fault: reset the connection after this many bytes in one direction."""
 
     size: int
     direction: Direction
@@ -68,7 +67,7 @@ class _Break:
 
 
 class Proxy:
-    """Listens on a port of its own and passes what it gets to a server, as far as it is let."""
+    """Listens on its own port and forwards connections to a server, subject to faults."""
 
     def __init__(self, server: Addressed) -> None:
         self.port = free_port()
@@ -86,12 +85,12 @@ class Proxy:
 
     @property
     def connections(self) -> int:
-        """How many connections pass through just now."""
+        """The number of connections that are being forwarded."""
         return self._do(lambda: len(self._forwarding))
 
     @fault
     def cut(self, *directions: Direction) -> None:
-        """Let nothing pass, in both directions or the one given, and tell nobody."""
+        """Hold all data, in both directions or the given one. Neither side gets an error."""
 
         def act() -> None:
             for way in directions or BOTH:
@@ -101,12 +100,12 @@ class Proxy:
 
     @fault
     def delay(self, seconds: float, *directions: Direction) -> None:
-        """Let everything arrive later, in both directions or the one given."""
+        """Delay all data, in both directions or the given one."""
         self._do(lambda: self._delay_s.update(dict.fromkeys(directions or BOTH, seconds)))
 
     @fault
     def half_open(self) -> None:
-        """Lose the server's end of every connection, now and until healed, and tell nobody."""
+        """Close the server side of every connection until healed. The client gets no error."""
 
         async def act() -> None:
             self._healed.clear()
@@ -116,7 +115,7 @@ class Proxy:
 
     @fault
     def reset(self) -> None:
-        """Reset every connection; new ones pass."""
+        """Reset every connection. New connections pass."""
         self._run(self._end_forwarding())
 
     @fault
@@ -131,14 +130,14 @@ class Proxy:
 
     @fault
     def refuse_new(self) -> None:
-        """Refuse new connections until healed; those that are there go on."""
+        """Refuse new connections until healed. Existing connections continue."""
         self._run(self._stop_listening())
 
     @fault
     def break_after(self, size: int, direction: Direction) -> threading.Event:
-        """Reset the connection that carries one byte more than `size` from now on, once.
+        """Reset the connection once it has carried `size` bytes from now on and has more to carry.
 
-        The event is set when that has happened.
+        The event is set when it was reset.
         """
         plan = _Break(size, direction, threading.Event())
         self._do(lambda: setattr(self, "_break", plan))
@@ -168,7 +167,7 @@ class Proxy:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-            await asyncio.sleep(0)  # those that wait for them reset the client's ends
+            await asyncio.sleep(0)  # `_serve` then resets the connections of the clients
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = self._loop.create_task(self._serve(reader, writer))
@@ -176,7 +175,7 @@ class Proxy:
         task.add_done_callback(self._serving.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection of a client, from its beginning to its end."""
+        """Serve one connection of a client until it ends."""
         try:
             if self._healed.is_set():
                 forwarding = self._loop.create_task(self._forward(reader, writer))
@@ -190,7 +189,7 @@ class Proxy:
             _reset(writer)
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Pass both ways until both ends have closed; raises if either broke off."""
+        """Forward in both directions until both sides have closed. Raises if one of them failed."""
         there_reader, there_writer = await asyncio.open_connection(HOST, self._upstream)
         try:
             ways = [
@@ -209,7 +208,7 @@ class Proxy:
     async def _carry(
         self, way: Direction, source: asyncio.StreamReader, sink: asyncio.StreamWriter
     ) -> None:
-        """Pass one way. Reading does not wait for what is held, so that delays do not add up."""
+        """Forward one direction. Reading does not wait for held data, so delays do not add up."""
         queue: asyncio.Queue[tuple[float, bytes | None]] = asyncio.Queue()
 
         async def read() -> None:
@@ -270,7 +269,7 @@ class Proxy:
             await self._end_forwarding()
             for task in set(self._serving):
                 task.cancel()
-            await asyncio.sleep(0.01)  # let transports tell that they are closed
+            await asyncio.sleep(0.01)  # let transports call connection_lost
 
         if not self._loop.is_closed():
             self._run(end())
@@ -288,7 +287,7 @@ class Proxy:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Close so that the peer is told by a reset; harmless if closed already."""
+    """Close with a TCP reset. Does nothing if already closed."""
     if not writer.is_closing():
         connection: socket.socket = writer.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

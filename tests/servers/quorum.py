@@ -1,4 +1,4 @@
-"""doyen's own quorum: one node a process, or three nodes in one process."""
+"""doyen's own quorum: one node per process, or three nodes in one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROGRAM = Path(__file__).parents[1] / "quorum_nodes.py"
 
 
 class QuorumNode(Member):
-    """One node; by itself a quorum of one. Settings are those of
+    """One node, by default a quorum of one. Settings are those of
     `doyen.quorum.node.server.Options`."""
 
     engine = "quorum"
@@ -82,7 +82,7 @@ class QuorumNode(Member):
 
 
 class Quorum(QuorumNode):
-    """Three nodes in one process. Its URL names the first of them, whether or not it leads."""
+    """Three nodes in one process. The URL names the first node, which may not be the leader."""
 
     port_count = 3
 
@@ -96,7 +96,7 @@ class Quorum(QuorumNode):
 
 
 class QuorumCluster(Cluster[QuorumNode]):
-    """Nodes that replicate one keyspace between them."""
+    """Nodes of one quorum, each in its own process."""
 
     def __init__(self, size: int = 3, **settings: Any) -> None:
         super().__init__([QuorumNode(f"n{number + 1}", **settings) for number in range(size)])

@@ -1,4 +1,4 @@
-"""Redis, its replicas, and the sentinels that make one of them the master; and Valkey."""
+"""Redis with replicas and sentinels, and Valkey."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ VALKEY = Recipe(
     variable="DOYEN_VALKEY_BIN",
     name="valkey-server",
     found=("usr/bin/valkey-server",),
-    # Debian has it from trixie on, built for a newer libc than bookworm's; for bookworm there is
-    # a backport. The program itself is in the tools, which it is a dependency of.
+    # Debian has it from trixie on, built for a newer libc than that of bookworm. For bookworm
+    # there is a backport. The program itself is in the package valkey-tools.
     sources=(
         Debian(("valkey-server", "valkey-tools"), suite="bookworm-backports")
         if machine_suite() == "bookworm"
@@ -56,7 +56,7 @@ class Redis(Server):
             "dir": str(self.folder),
             "save": "",
             "appendonly": "yes",
-            # Processes are killed here, machines are not: what was written is in the page cache.
+            # Tests kill processes, not machines, so written data survives in the page cache.
             "appendfsync": "no",
             **{name.replace("_", "-"): value for name, value in self.options.items()},
         }
@@ -78,14 +78,14 @@ class Redis(Server):
 
 
 class Valkey(Redis):
-    """The same, by the other project that goes on from Redis 7.2."""
+    """Valkey, a fork of Redis 7.2."""
 
     engine = "valkey"
     recipe = VALKEY
 
 
 class RedisReplica(Redis):
-    """A server that follows another, its master for now."""
+    """A replica of a master."""
 
     def __init__(self, master: Redis, *, own_clock: bool = False, **options: str) -> None:
         super().__init__(own_clock=own_clock, **options)
@@ -95,14 +95,14 @@ class RedisReplica(Redis):
         return [*super().command(), "--replicaof", HOST, str(self._master.port)]
 
     def ping(self) -> None:
-        """Ready when it holds all that the master has."""
+        """Ready when it is synchronised with the master."""
         answer = wire.redis_command(self.port, "INFO", "replication") or b""
         if b"role:slave" in answer and b"master_link_status:up" not in answer:
-            raise ValueError("the replica is not in step yet")
+            raise ValueError("the replica is not synchronised yet")
 
 
 class RedisSentinel(Server):
-    """Watches a master and, alone if need be, makes a replica the master when it is gone."""
+    """Monitors a master, and promotes a replica when the master has failed."""
 
     engine = "redis"
     service = "doyen"
@@ -133,12 +133,12 @@ class RedisSentinel(Server):
         return self._program.environment()
 
     def ping(self) -> None:
-        """Ready when it has found a replica, without which it could not do anything."""
+        """Ready when it has found a replica that it can promote."""
         if b",slaves=0," in self._info():
             raise ValueError("the sentinel has found no replica yet")
 
     def master_port(self) -> int:
-        """Where the master is, as far as this sentinel knows."""
+        """The port of the master that this sentinel knows."""
         found = re.search(rb"name=doyen,.*address=[^,]*:(\d+)", self._info())
         if found is None:
             raise ValueError("the sentinel knows no master")

@@ -1,9 +1,9 @@
-"""What a Galera member runs when it needs state from another: `wsrep_sst_<method>`.
+"""The state transfer script of Galera members (`wsrep_sst_<method>`).
 
-A member whose gap is within the other's cache of writes is sent those writes by Galera itself; the
-two programs only have to agree that nothing else is needed. A copy of the files is refused.
+If the missing writes are in the write cache of the donor, Galera itself sends them, and the two
+programs only have to agree that nothing else is needed. A copy of the files is refused.
 
-Runs by itself, by path; imports the standard library only.
+It runs by path and imports the standard library only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WAIT_S = 60.0
 
 
 def join() -> None:
-    """Say where we listen, and then which state the other member says we are to have."""
+    """Print the address on which we listen, then the state that the donor sends."""
     with socket.create_server((HOST, 0)) as listening:
         listening.settimeout(WAIT_S)
         print(f"ready {HOST}:{listening.getsockname()[1]}", flush=True)
@@ -45,7 +45,7 @@ def main() -> None:
     elif given.bypass:
         donate(given.address, given.gtid)
     else:
-        sys.exit("the gap is larger than the cache of writes: raise gcache.size")
+        sys.exit("the missing writes are no longer in the cache: raise gcache.size")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What has been done to servers, links and candidates, and what came of it, counted.
+"""Counts of injected faults, elections and violations.
 
-`fault` marks a method that hurts something. A call is counted if it is not part of another fault
-and not made while tidying up.
+`fault` marks a method that injects a fault. A call is counted if it is not part of another fault
+and not part of the cleanup.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass
 class Tally:
-    """Since this process began."""
+    """Counts since the start of this process."""
 
     faults: int = 0
     elections: int = 0
@@ -32,7 +32,7 @@ _this_thread = threading.local()
 
 @contextmanager
 def tidying() -> Iterator[None]:
-    """Count no faults meanwhile."""
+    """Do not count faults within this block."""
     before = getattr(_this_thread, "tidying", False)
     _this_thread.tidying = True
     try:

@@ -1,8 +1,8 @@
-"""The least of each server's protocol: enough to ask whether it is there, and to leave a mark.
+"""Minimal clients for each server's protocol, enough to check that it answers and to read and write.
 
-Independent of doyen's adapters and of every client library, so that a test can see a store with
-other eyes. Blocking, one connection per call, bounded by a time-out. Raises OSError when there is
-no answer and ValueError when it is not the one expected.
+They are independent of doyen's adapters and of client libraries, so that a test can inspect a store
+by another path. Calls block, use one connection each and have a timeout. They raise OSError if
+there is no answer, and ValueError if the answer is not the expected one.
 
 Imports the standard library only.
 """
@@ -20,7 +20,7 @@ TIMEOUT_S = 2.0
 
 
 class Link:
-    """A connection that reads exactly what it is asked for."""
+    """A connection that reads exactly the requested number of bytes."""
 
     def __init__(self, port: int, host: str = "127.0.0.1", timeout_s: float = TIMEOUT_S) -> None:
         self._socket = socket.create_connection((host, port), timeout_s)
@@ -55,20 +55,20 @@ class Link:
 def http(
     port: int, method: str, path: str, body: bytes | None = None, timeout_s: float = TIMEOUT_S
 ) -> tuple[int, bytes]:
-    """Status and body of the answer."""
+    """Return status and body of the response."""
     connection = HTTPConnection("127.0.0.1", port, timeout=timeout_s)
     try:
         connection.request(method, path, body)
         response = connection.getresponse()
         return response.status, response.read()
     except HTTPException as failure:
-        raise ConnectionError(f"not an answer in HTTP: {failure!r}") from failure
+        raise ConnectionError(f"not an HTTP response: {failure!r}") from failure
     finally:
         connection.close()
 
 
 def http_json(port: int, method: str, path: str, body: object = None) -> Any:
-    """The answer, decoded; ValueError if it is not a success."""
+    """Return the decoded response. Raises ValueError if the status is not 200."""
     data = None if body is None else json.dumps(body).encode()
     status, answer = http(port, method, path, data)
     if status != 200:
@@ -77,14 +77,14 @@ def http_json(port: int, method: str, path: str, body: object = None) -> Any:
 
 
 def zookeeper_word(port: int, word: bytes) -> str:
-    """The answer to one of ZooKeeper's four-letter words."""
+    """The answer to a four-letter command of ZooKeeper."""
     with Link(port) as link:
         link.send(word)
         return link.rest().decode()
 
 
 class ZooKeeperLink:
-    """A session with ZooKeeper, for as long as the block lasts."""
+    """A session with ZooKeeper, open within its `with` block."""
 
     CREATE, DELETE, GET, CLOSE = 1, 2, 4, -11
 
@@ -109,7 +109,7 @@ class ZooKeeperLink:
         answer = self._receive()
         _, _, error = struct.unpack_from(">iqi", answer)
         if error:
-            raise ValueError(f"ZooKeeper's error {error}")
+            raise ValueError(f"ZooKeeper returned error {error}")
         return answer[16:]
 
     def _send(self, message: bytes) -> None:
@@ -132,7 +132,7 @@ def _text(data: bytes) -> bytes:
 
 
 def postgres_query(port: int, query: str, user: str = "postgres") -> list[list[str | None]]:
-    """The rows that a query gives, as text."""
+    """The rows of a query, as text."""
     with Link(port) as link:
         parameters = f"user\0{user}\0database\0postgres\0\0".encode()
         link.send(struct.pack(">ii", len(parameters) + 8, 196608) + parameters)
@@ -153,7 +153,7 @@ def _postgres_until_ready(link: Link) -> list[list[str | None]]:
             fields = {part[:1]: part[1:] for part in body.split(b"\0") if part}
             raise ValueError(fields[b"M"].decode())
         if kind == b"R" and body != b"\0\0\0\0":
-            raise ValueError("PostgreSQL wants a password")
+            raise ValueError("PostgreSQL requires a password")
         if kind == b"D":
             rows.append(_postgres_row(body))
         if kind == b"Z":
@@ -172,7 +172,7 @@ def _postgres_row(body: bytes) -> list[str | None]:
 
 
 def redis_command(port: int, *words: str) -> bytes | None:
-    """The answer to a command, if it is a simple one, a number or a text."""
+    """The answer to a command: a simple string, an integer or a bulk string."""
     with Link(port) as link:
         parts = (f"${len(word.encode())}\r\n{word}\r\n" for word in words)
         link.send(f"*{len(words)}\r\n{''.join(parts)}".encode())
@@ -186,7 +186,7 @@ def redis_command(port: int, *words: str) -> bytes | None:
 
 
 def nats_request(port: int, subject: str, payload: bytes = b"") -> bytes:
-    """The answer to a request; ValueError if nobody answers to that subject."""
+    """The answer to a request. Raises ValueError if the subject has no responder."""
     with Link(port) as link:
         if not link.line().startswith(b"INFO "):
             raise ValueError("not a NATS server")
@@ -202,10 +202,10 @@ def nats_request(port: int, subject: str, payload: bytes = b"") -> bytes:
 
 
 def mysql_query(port: int, query: str, user: str, password: str) -> list[list[str | None]]:
-    """The rows that a query gives, as text."""
+    """The rows of a query, as text."""
     with Link(port) as link:
         salt = _mysql_salt(_mysql_packet(link))
-        # Protocol 4.1, the native way to prove a password.
+        # Protocol 4.1 with mysql_native_password.
         flags = 0x200 | 0x8000 | 0x80000
         proof = _mysql_proof(password.encode(), salt)
         login = struct.pack("<IIB23x", flags, 1 << 24, 45) + user.encode() + b"\0"
@@ -244,12 +244,12 @@ def _mysql_rows(link: Link) -> list[list[str | None]]:
     if columns == 0:
         return []
     while _mysql_packet(link)[:1] != b"\xfe":
-        pass  # the columns' descriptions
+        pass  # column definitions
     rows: list[list[str | None]] = []
     while (body := _mysql_packet(link))[:1] != b"\xfe":
         at, row = 0, list[str | None]()
         for _ in range(columns):
-            size = body[at]  # texts here are short: a longer one has another mark
+            size = body[at]  # values are short: longer ones have another length encoding
             if size == 0xFB:
                 row.append(None)
                 size = 0

@@ -20,7 +20,7 @@ BESIDE = tuple(
         "netty-",
     )
 )
-"""What the server needs of the jars that are installed with it."""
+"""The installed jars that the server needs."""
 JAVA = Recipe(
     engine="zookeeper",
     variable="DOYEN_JAVA_BIN",
@@ -29,7 +29,7 @@ JAVA = Recipe(
     version=("-version",),
     minimum=(11,),
     beside=("keytool",),
-    # Its libraries are for sound, print and type; what the machine itself needs is there.
+    # The libraries are for sound, printing and fonts, which the server does not need.
     sources=(Debian(("default-jre-headless",), without=("lib", "font", "ca-certificates")),),
 )
 JARS = Recipe(
@@ -55,7 +55,7 @@ MAIN = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
 
 
 class ZooKeeper(Member):
-    """One server. Options are lines of its configuration, underscores for dots."""
+    """One server. Options are settings of its configuration, with underscores for dots."""
 
     engine = "zookeeper"
     port_count = 3
@@ -102,7 +102,7 @@ class ZooKeeper(Member):
     def command(self) -> list[str]:
         properties = {
             "org.slf4j.simpleLogger.defaultLogLevel": "warn",
-            # Processes are killed here, machines are not: what was written is in the page cache.
+            # Tests kill processes, not machines, so written data survives in the page cache.
             "zookeeper.forceSync": "no",
             "java.io.tmpdir": str(self.folder),
         }
@@ -120,7 +120,7 @@ class ZooKeeper(Member):
         ]
 
     def _class_path(self) -> list[Path]:
-        """The jar, and what it needs of those beside it."""
+        """The jar and its dependencies in the same directory."""
         beside = (jar for pattern in BESIDE for jar in self._jar.home.glob(pattern))
         return [self._jar.path, *beside]
 
@@ -132,7 +132,7 @@ class ZooKeeper(Member):
             raise ValueError("ZooKeeper is not serving")
 
     def mode(self) -> str:
-        """leader, follower or standalone; empty while it does not serve."""
+        """leader, follower or standalone; empty if it is not serving."""
         answer = wire.zookeeper_word(self.port, b"srvr")
         return next((line[6:] for line in answer.splitlines() if line.startswith("Mode: ")), "")
 
@@ -149,7 +149,7 @@ class ZooKeeper(Member):
 
 
 class ZooKeeperEnsemble(Cluster[ZooKeeper]):
-    """Servers that hold one tree between them."""
+    """Servers of one ensemble."""
 
     def __init__(self, size: int = 3, **options: str) -> None:
         super().__init__([ZooKeeper(**options) for _ in range(size)])
