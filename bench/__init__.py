@@ -1,20 +1,20 @@
-"""Figures: what doyen costs and how fast it is, measured on this machine.
+"""Benchmarks: the cost and speed of doyen, measured on this machine.
 
-    python -m bench                 all but the soak
+    python -m bench                 all short benches
     python -m bench crash handover  some
-    python -m bench --list          what there is
+    python -m bench --list          list the benches
     python -m bench soak --minutes 60 --load
 
-Absolute times differ from machine to machine and from minute to minute, so wherever there is a
-floor to compare with (a blocked `flock`, the bare clock call), both are measured in the same run,
-in turns, and the figure is the ratio of the medians. Processes are real ones; they stamp the
-boot-time clock themselves, at the very place that the figure speaks of.
+Absolute times vary between machines and over time. Where a lower bound exists (a blocked `flock`,
+a bare clock call), both are therefore measured alternately in the same run, and the figure is the
+ratio of the medians. The benches use real processes, which read the boot-time clock themselves at
+the point to which the figure refers.
 
-    figures    a number, its limit, and how it is shown
-    crew       processes under measurement, and what they report
-    worker     what such a process does
-    probes     counting store calls, and what the kernel knows about a process
+    figures    a measured value, its limit, and how it is printed
+    crew       the measured processes and their reports
+    worker     the program of such a process
+    probes     counting store calls, and reading process statistics of the kernel
     failover, transfer, loss, frozen, cost, scale, idle, soak    the benches
 
-Not part of the package; may import anything of doyen's.
+Not part of the package. It may import any module of doyen.
 """

@@ -1,4 +1,4 @@
-"""`python -m bench [NAME…]`: measure, print a line for each figure, fail if one is missed."""
+"""`python -m bench [NAME…]`: measure, print a line per figure, and fail if a limit is missed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "upkeep": {"seconds": 0.5, "keys": 100, "entries": 100, "peers": False},
     "soak": {"minutes": 0.02},
 }
-"""Enough to see that a bench works; the figures mean nothing then."""
+"""Parameters that only show that a bench works. The figures are meaningless."""
 
 
 def machine() -> dict[str, Any]:
@@ -97,14 +97,16 @@ def main() -> int:
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"default: all but {', '.join(LONG)}"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object, at the end")
-    parser.add_argument("--table", action="store_true", help="a Markdown table, for the documents")
-    parser.add_argument("--quick", action="store_true", help="tiny runs: only to see them work")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument("--table", action="store_true", help="print a Markdown table")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny runs, only to check that the benches work"
+    )
     parser.add_argument("--trials", type=int, help="for crash, handover, frozen, import")
-    parser.add_argument("--only", help="for engines, soak: names, with commas between")
+    parser.add_argument("--only", help="for engines, soak: names separated by commas")
     parser.add_argument("--minutes", type=float, help="for soak")
     parser.add_argument("--load", action="store_true", help="for soak: keep every core busy")
-    parser.add_argument("--list", action="store_true", help="show what there is")
+    parser.add_argument("--list", action="store_true", help="list the benches")
     arguments = parser.parse_args()
     if arguments.list:
         for name, bench in BENCHES.items():

@@ -1,6 +1,4 @@
-"""What asking and importing cost: `term.valid` against the bare clock call, `import doyen` against
-`import asyncio`.
-"""
+"""The cost of `term.valid` compared with a bare clock call, and of `import doyen`."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ CLOCK = "from time import CLOCK_BOOTTIME as boot, clock_gettime as gettime"
 
 
 def valid(*, rounds: int = 40, calls: int = 20_000) -> list[Figure]:
-    """`term.valid` of a live term on the local store, and the clock call it cannot do without."""
+    """`term.valid` of a live term on the local store, compared with a bare clock call."""
     with (
         tempfile.TemporaryDirectory(prefix="doyen-bench-") as folder,
         doyen.connect_blocking(f"sqlite://{folder}/doyen.db") as session,
@@ -76,9 +74,9 @@ CLIENTS = {
 
 
 def importing(*, trials: int = 20) -> list[Figure]:
-    """In fresh interpreters, with the bytecode cached, after asyncio has been imported.
+    """`import doyen` in a fresh interpreter with cached bytecode, after `import asyncio`.
 
-    Names are fetched when first used, so `doyen.connect` and its like are part of it.
+    Public names are imported on first use, so the measurement includes `doyen.connect`.
     """
     with tempfile.TemporaryDirectory(prefix="doyen-bench-") as cache:
         environment = {**os.environ, "PYTHONPYCACHEPREFIX": cache}

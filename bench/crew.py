@@ -1,7 +1,7 @@
-"""Processes under measurement: started, told, killed by their pid, and listened to.
+"""The measured processes: start them, send them commands and signals, and read their reports.
 
-Every member writes its reports, one JSON object a line, into one pipe; every member ends when its
-standard input does, so nothing outlives the run even if it is killed.
+All members write their reports, one JSON object per line, to one pipe. Every member ends when its
+standard input ends, so no process outlives the run, even if it is killed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Report = dict[str, Any]
 
 
 class Crew:
-    """Some processes, a folder for their store, and the pipe they report to."""
+    """Processes, a directory for their store, and the pipe for their reports."""
 
     def __enter__(self) -> Self:
         self.folder = Path(tempfile.mkdtemp(prefix="doyen-bench-"))
@@ -54,7 +54,7 @@ class Crew:
         shutil.rmtree(self.folder)
 
     def dismiss(self) -> None:
-        """End every member; what they have said is forgotten."""
+        """End every member and discard their reports."""
         for who in list(self._members):
             self.kill(who)
         self.take()
@@ -64,7 +64,7 @@ class Crew:
         return f"sqlite://{self.folder}/doyen.db"
 
     def start(self, who: str, role: str, **options: Any) -> str:
-        """A process in one of the roles of `bench.worker`."""
+        """Start a process in one of the roles of `bench.worker`."""
         options = {"who": who, "url": self.url, **options}
         return self.start_command(who, ["-m", "bench.worker", role, json.dumps(options)])
 
@@ -80,14 +80,14 @@ class Crew:
     def pid(self, who: str) -> int:
         return self._members[who].pid
 
-    def tell(self, who: str, word: str) -> None:
+    def tell(self, who: str, command: str) -> None:
         stdin = self._members[who].stdin
         assert stdin is not None
-        stdin.write(word.encode() + b"\n")
+        stdin.write(command.encode() + b"\n")
         stdin.flush()
 
     def signal(self, who: str, number: signal.Signals) -> float:
-        """Send a signal; the instant just before."""
+        """Send a signal and return the time just before."""
         at = now()
         self._members[who].send_signal(number)
         return at
@@ -95,25 +95,25 @@ class Crew:
     def kill(self, who: str) -> None:
         member = self._members.pop(who)
         member.kill()
-        self.bury(member)
+        self.reap(member)
 
     def crash(self, who: str) -> tuple[float, subprocess.Popen[bytes]]:
-        """Kill, and leave the reaping for later: it is not to compete with what is measured."""
+        """Kill without waiting: reaping the process would compete with what is measured."""
         at = self.signal(who, signal.SIGKILL)
         return at, self._members.pop(who)
 
     @staticmethod
-    def bury(member: subprocess.Popen[bytes]) -> None:
+    def reap(member: subprocess.Popen[bytes]) -> None:
         member.wait()
         if member.stdin is not None:
             member.stdin.close()
 
     def wait(self, kind: str, who: str | None = None, within_s: float = PATIENCE_S) -> Report:
-        """The next report of this kind (of this member) that nobody has waited for yet."""
+        """Wait for the next report of this kind, of this member if one is given."""
         return self.wait_for(
             lambda report: report["kind"] == kind and who in (None, report["who"]),
             within_s,
-            f"{kind} of {who or 'anybody'}",
+            f"{kind} of {who or 'any member'}",
         )
 
     def wait_for(self, wanted: Callable[[Report], bool], within_s: float, what: str) -> Report:
@@ -132,7 +132,7 @@ class Crew:
                 raise TimeoutError(f"no {what} within {within_s:g} s; ended: {dead or 'none'}")
 
     def take(self, within_s: float = 0.0) -> list[Report]:
-        """All reports that come within a time."""
+        """All reports that arrive within a time."""
         give_up = time.monotonic() + within_s
         while self._listen(give_up - time.monotonic()):
             pass
@@ -140,7 +140,7 @@ class Crew:
         return reports
 
     def _listen(self, within_s: float) -> bool:
-        """Read what there is; False if nothing came."""
+        """Read what is available. Returns False if nothing arrived."""
         ready, _, _ = select.select([self._reading], [], [], max(0.0, within_s))
         if not ready:
             return False

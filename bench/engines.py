@@ -1,9 +1,9 @@
-"""How long an election is without a leader on every engine, beside what others make of it there.
+"""How long an election is without a leader on every engine, compared with other libraries.
 
-Three things are shown for each engine: doyen, other libraries in their own idiom at the same ttl,
-and the *floor*, the least that any handover on this engine consists of: one write that frees the
-record, its notice to whoever waits, one write that takes it. It is measured through doyen's own
-adapter, with no election around it.
+Three values are shown for each engine: doyen, other libraries in their own idiom at the same ttl,
+and the *floor*, the minimum of any handover on this engine: one write that deletes the record, the
+notification of the waiting client, and one write that creates the record. The floor is measured
+with doyen's adapter, without an election.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ENGINES = {
 
 
 class OnEngine(Contest):
-    """One who holds and one who waits, on a running server."""
+    """A leader and a waiting candidate on a running server."""
 
     def __init__(self, crew: Crew, kind: str, server: servers.Server, ttl_s: float) -> None:
         self._server, self._ttl_s = server, ttl_s
@@ -71,7 +71,7 @@ class OnEngine(Contest):
 
 
 async def floor_ms(url: str, trials: int) -> list[float]:
-    """Free, be told, take: on two connections, from the first call to the last answer."""
+    """Delete, be notified, create: on two connections, from the first call to the last answer."""
     context = Context(SystemClock(), lambda event: None)
     one, two = [await open_store(url, context) for _ in range(2)]
     stores: tuple[Store, Store] = (one, two)
@@ -80,15 +80,15 @@ async def floor_ms(url: str, trials: int) -> list[float]:
     entry = (await one.create("elections/floor/leader", b"", leases[0])).entry
     for trial in range(trials):
         holder, waiter = stores[trial % 2], stores[(trial + 1) % 2]
-        told = asyncio.Event()
-        watch = await waiter.watch(entry.key, told.set)
+        notified = asyncio.Event()
+        watch = await waiter.watch(entry.key, notified.set)
         await asyncio.sleep(0.02)
-        told.clear()
+        notified.clear()
         began = now()
         freeing = asyncio.ensure_future(holder.delete(entry.key, if_version=entry.version))
         while True:
-            await told.wait()
-            told.clear()
+            await notified.wait()
+            notified.clear()
             creation = await waiter.create(entry.key, b"", leases[(trial + 1) % 2])
             if creation.won:
                 break
@@ -107,9 +107,9 @@ async def floor_ms(url: str, trials: int) -> list[float]:
 def engines(
     *, trials: int = 40, crashes: int = 6, only: str = "", peers: bool = True
 ) -> list[Figure]:
-    """Crash failover and handover on every engine, beside other libraries and the engine's floor.
+    """Crash failover and handover on every engine, compared with other libraries and the floor.
 
-    `only`: these engines, with commas between.
+    `only`: names of engines, separated by commas.
     """
     figures = []
     for name in only.split(",") if only else ENGINES:
@@ -136,7 +136,7 @@ def measure(
     with Crew() as crew:
         for kind in kinds:
             contest = OnEngine(crew, kind, server, ttl_s)
-            slow = kind != "doyen"  # others poll: they are not asked as often
+            slow = kind != "doyen"  # other libraries poll, so fewer trials
             try:
                 for _ in range(min(trials, 10) if slow else trials):
                     settle()
@@ -171,7 +171,7 @@ def measure(
             details={
                 "floor_ms": spread(floor, 1),
                 **{f"{kind}_ms": each for kind, each in beside.items()},
-                **dict.fromkeys(stuck, "got stuck: nobody took over within a minute"),
+                **dict.fromkeys(stuck, "hung: no candidate took over within a minute"),
             },
         ),
     ]

@@ -1,13 +1,13 @@
-"""How long an election is without a leader: after a crash, and when one resigns.
+"""How long an election is without a leader: after a crash, and after a resignation.
 
-The floor on one machine is a process blocked in `flock` whose holder is killed or lets go. It is
-measured in the same run, turn by turn.
+The floor on one machine is a process blocked in `flock` while the holder is killed or releases the
+lock. It is measured alternately in the same run.
 
-A killed process gives its memory back before it closes its descriptors, and that takes longer the
-more it has: about 0.6 ms for a bare interpreter and 1.8 ms for one that has imported asyncio,
-which every leader here has. So there are two floors: `flock` between processes that have imported
-what a candidate imports, which is what doyen can be compared with, and `flock` between bare
-interpreters, which is shown beside it.
+A killed process frees its memory before it closes its descriptors, which takes longer the more
+memory it has: about 0.6 ms for a bare interpreter and 1.8 ms for one that has imported asyncio, as
+every leader here has. So there are two floors: `flock` between processes that have imported what a
+candidate imports, with which doyen is compared, and `flock` between bare interpreters, which is
+also shown.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ import fcntl, json, os, sys, time
 who, path, *modules = sys.argv[1:]
 for module in modules:
     __import__(module)
-def say(kind, at):
+def report(kind, at):
     os.write(1, (json.dumps({"who": who, "kind": kind, "at": at}) + "\\n").encode())
 while True:
     file = os.open(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        say("waiting", 0)
+        report("waiting", 0)
         fcntl.flock(file, fcntl.LOCK_EX)
     at = time.clock_gettime(time.CLOCK_BOOTTIME)
-    say("entered", at)
+    report("entered", at)
     if not sys.stdin.readline():
         break
     at = time.clock_gettime(time.CLOCK_BOOTTIME)
     os.close(file)
-    say("resigned", at)
+    report("resigned", at)
     sys.stdin.readline()
 """
 
@@ -52,7 +52,7 @@ SAME_SIZE = ["doyen.blocking", "doyen.stores.sqlite"]
 
 
 class Contest:
-    """One who holds and one who waits, of one kind: a blocked flock, or candidates of doyen's."""
+    """A leader and a waiting candidate of one kind: a blocked flock, or candidates of doyen."""
 
     def __init__(self, crew: Crew, kind: str) -> None:
         self._crew = crew
@@ -84,7 +84,7 @@ class Contest:
         settle()
         killed_at, dead = self._crew.crash(self._holder)
         self._entered(killed_at)
-        self._crew.bury(dead)
+        self._crew.reap(dead)
         self._holder, self._waiter = self._waiter, self._join()
         self._crew.wait("waiting", self._waiter)
 
@@ -92,13 +92,13 @@ class Contest:
         settle()
         self._crew.tell(self._holder, "resign")
         self._entered(self._crew.wait("resigned", self._holder)["at"])
-        self._crew.tell(self._holder, "stand again")
+        self._crew.tell(self._holder, "campaign again")
         self._holder, self._waiter = self._waiter, self._holder
         self._crew.wait("waiting", self._waiter)
 
 
 def settle() -> None:
-    """What was said to wait shall wait; and not always at the same phase of anything."""
+    """Give the waiting process time to block, at a random phase of its timers."""
     time.sleep(random.uniform(0.03, 0.06))
 
 
@@ -109,7 +109,7 @@ def contests(*kinds: str) -> Iterator[list[Contest]]:
 
 
 def crash(*, trials: int = 40) -> list[Figure]:
-    """The leader is killed with -9 while another waits; until that one is in its body."""
+    """From killing the leader with SIGKILL until a waiting candidate has entered its body."""
     with contests("flock", "flock-bare", "candidate", "async-candidate") as turns:
         for _ in range(trials):
             for contest in turns:
@@ -137,9 +137,9 @@ def crash(*, trials: int = 40) -> list[Figure]:
 
 
 def handover(*, trials: int = 60) -> list[Figure]:
-    """From the end of the old leader's body to the beginning of the new one's.
+    """From the end of the old leader's body to the beginning of the new leader's body.
 
-    Whoever resigned stands again only after that: a holder of a flock could overtake the waiter.
+    The old leader campaigns again only after that: with flock it could overtake the waiter.
     """
     with contests("flock", "candidate", "async-candidate") as turns:
         for _ in range(trials):

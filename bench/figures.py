@@ -1,4 +1,4 @@
-"""A figure: one number, its limit, and what it was made from."""
+"""A figure: one measured value, its limit, and details."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["Figure", "spread"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """What was measured. Without a limit it is there to be read."""
+    """A measured value. Without a limit it is informative."""
 
     name: str
     value: float
     unit: str
     limit: float | None = None
     at_least: bool = False
-    """The limit is the least it may be, instead of the most."""
+    """The limit is a minimum instead of a maximum."""
     details: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -67,7 +67,7 @@ def _shown(value: Any) -> str:
 
 
 def spread(samples: Sequence[float], digits: int = 3) -> dict[str, float]:
-    """How samples lie: the median, the quartiles and the ends."""
+    """The distribution of samples: minimum, quartiles, median and maximum."""
     low, high = min(samples), max(samples)
     quarters = statistics.quantiles(samples, n=4) if len(samples) > 1 else [low, low, low]
     parts = {"min": low, "p25": quarters[0], "p50": statistics.median(samples)}

@@ -1,8 +1,8 @@
-"""A leader is stopped past its ttl and goes on: what of its work is still accepted?
+"""A leader is stopped for longer than its ttl and continued: how much of its work is accepted?
 
-Work items take 10 ms each and are handed in to two resources. One, a `GuardedFile`, checks tokens;
-the other takes what comes. Each keeps what it accepted, in order. An item counts as stale if the
-resource had accepted one of a later term before.
+Work items take 10 ms each and are submitted to two resources. One, a `GuardedFile`, checks tokens.
+The other accepts everything. Each records what it accepted, in order. An item counts as stale if
+the resource had already accepted an item of a later term.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from bench.figures import Figure, spread
 __all__ = ["frozen"]
 
 IDIOMS = {
-    "checked": "asks term.valid",
+    "checked": "checks term.valid",
     "scope": "async scope",
-    "heedless": "ignores its term",
+    "unchecked": "ignores its term",
 }
 
 
 def frozen(*, trials: int = 10, ttl_s: float = 1.0, observe_s: float = 1.0) -> list[Figure]:
-    """SIGSTOP until another has taken over, then SIGCONT; stale items per trial, at worst."""
+    """SIGSTOP until another candidate leads, then SIGCONT: the most stale items of any trial."""
     figures = []
     for idiom, what in IDIOMS.items():
         outcomes = [
             _freeze(idiom, ttl_s, observe_s)
-            for _ in range(trials if idiom != "heedless" else min(trials, 2))
+            for _ in range(trials if idiom != "unchecked" else min(trials, 2))
         ]
         fenced, unfenced, refused = (list(column) for column in zip(*outcomes, strict=True))
-        kept = idiom != "heedless"
+        kept = idiom != "unchecked"
         figures += [
             Figure(
                 name=f"frozen leader, {what}, fenced",
@@ -54,7 +54,7 @@ def frozen(*, trials: int = 10, ttl_s: float = 1.0, observe_s: float = 1.0) -> l
 
 
 def _freeze(idiom: str, ttl_s: float, observe_s: float) -> tuple[int, int, int]:
-    """Stale items at the fenced resource, at the unfenced one, and how many were refused."""
+    """Stale items at the fenced and the unfenced resource, and the number of refused items."""
     with Crew() as crew:
         options = {"idiom": idiom, "ttl_s": ttl_s, "folder": str(crew.folder)}
         crew.start("old", "working", **options)
@@ -66,21 +66,21 @@ def _freeze(idiom: str, ttl_s: float, observe_s: float) -> tuple[int, int, int]:
         crew.wait("entered", "new")
         time.sleep(0.3)
         crew.signal("old", signal.SIGCONT)
-        refused = 0 if idiom == "heedless" else crew.wait("lost", "old")["refused"]
+        refused = 0 if idiom == "unchecked" else crew.wait("lost", "old")["refused"]
         time.sleep(observe_s)
         crew.kill("old")
         crew.kill("new")
         fenced, unfenced = (_stale(crew.folder / name) for name in ("fenced", "unfenced"))
-        return fenced, unfenced, refused if idiom != "heedless" else unfenced - fenced
+        return fenced, unfenced, refused if idiom != "unchecked" else unfenced - fenced
 
 
 def _stale(resource: Path) -> int:
-    """How many items were accepted after one of a later term."""
+    """The number of items that were accepted after an item of a later term."""
     highest = stale = 0
     for line in resource.read_text().splitlines():
         token = int(line.split()[1])
         stale += token < highest
         highest = max(highest, token)
     if not highest:
-        raise RuntimeError(f"nothing was handed in to {resource.name}")
+        raise RuntimeError(f"no item was submitted to {resource.name}")
     return stale

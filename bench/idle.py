@@ -1,4 +1,4 @@
-"""What a candidate costs while nothing happens, and what a session takes."""
+"""The cost of an idle candidate, and the resources of a session."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["idle"]
 
 
 def idle(*, seconds: float = 20.0, sessions: int = 5) -> list[Figure]:
-    """A leader and a candidate at the default ttl, both idle, watched from outside."""
+    """Processor time of an idle leader and an idle candidate at the default ttl."""
     with Crew() as crew:
         crew.start("leader", "candidate", events=[])
         crew.wait("entered", "leader")

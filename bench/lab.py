@@ -1,4 +1,4 @@
-"""How fast the lab is, on one core, with every check on."""
+"""The speed of the lab on one core, with all checks enabled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from doyen.lab.world import run_plan
 __all__ = ["lab"]
 
 CORES, NODES, IDLE = 100_000, 15_000, 500
-"""Events a second of bare cores, turns a second of whole nodes, times faster than real time."""
+"""Events per second of bare cores, turns per second of whole nodes, speed relative to real time."""
 
 
 def _rate(protocol: str, world: str, seeds: int) -> float:
@@ -26,7 +26,7 @@ def _rate(protocol: str, world: str, seeds: int) -> float:
 
 
 def _idle(hours: float) -> float:
-    """How many times faster than real time five idle servers of Raft run."""
+    """The speed of five idle Raft servers relative to real time."""
     plan = Plan(protocol="raft", nodes=5, seed=1, for_s=hours * 3600, clients=0)
     began = time.process_time()
     outcome = run_plan(plan)
@@ -35,7 +35,7 @@ def _idle(hours: float) -> float:
 
 
 def lab(seeds: int = 100, hours: float = 1.0) -> list[Figure]:
-    """Events a second in the lab, and how much faster than real time it is."""
+    """Events per second in the lab, and its speed relative to real time."""
     rates = {name: _rate(name, "cores", seeds) for name in PROTOCOLS}
     return [
         Figure(

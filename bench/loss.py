@@ -1,8 +1,8 @@
-"""How long after its deadline a body is told that its term is over.
+"""How long after its deadline a body learns that its term is over.
 
-The store goes silent under a leader, so nothing is renewed and the deadline stands. In its scope
-the body waits, as well-behaved code does; when it sees the cancellation, or the end of its wait, it
-stamps the clock by which the deadline was set.
+The store stops answering, so no renewal succeeds and the deadline is not extended. The body waits
+in its scope. When it sees the cancellation, or the end of its wait, it reads the clock by which the
+deadline was set.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from doyen.testing.faults import Faults, FaultyStore
 
 __all__ = ["loss"]
 
-Told = Callable[[doyen.Term], Awaitable[float]]
+NoticeOfLoss = Callable[[doyen.Term], Awaitable[float]]
 
 
 def loss(*, trials: int = 40, ttl_s: float = 0.6) -> list[Figure]:
-    """The store goes silent; from the deadline until the body knows."""
-    ways: dict[str, Told] = {
+    """The store stops answering: from the deadline until the body knows."""
+    ways: dict[str, NoticeOfLoss] = {
         "loss to cancellation of the body": _by_cancellation,
         "loss to the end of term.wait_lost()": _by_waiting,
     }
     logging.getLogger("doyen").addHandler(logging.NullHandler())
     lags_ms: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(trials):
-        for name, told in ways.items():
-            lags_ms[name].append(asyncio.run(_silenced(ttl_s, told)) * 1e3)
+        for name, wait in ways.items():
+            lags_ms[name].append(asyncio.run(_silenced(ttl_s, wait)) * 1e3)
     return [
         Figure(
             name=name,
@@ -72,25 +72,25 @@ async def _by_waiting(term: doyen.Term) -> float:
     return waiting.result()
 
 
-async def _silenced(ttl_s: float, told: Told) -> float:
-    """How long after its deadline the body of a leader without renewals is told."""
+async def _silenced(ttl_s: float, wait: NoticeOfLoss) -> float:
+    """The time from the deadline until the body of a leader without renewals knows."""
     faults = Faults()
     runtime = ThreadRuntime.acquire()
 
-    async def link(url: str) -> Store:
+    async def open_faulty(url: str) -> Store:
         store = await open_store(url, Context(runtime.clock, lambda event: None))
         return FaultyStore(store, faults)
 
     lag_s = math.nan
     with tempfile.TemporaryDirectory(prefix="doyen-bench-") as folder:
         url = f"sqlite://{folder}/doyen.db"
-        store = await runtime.do(link(url))
+        store = await runtime.do(open_faulty(url))
         async with doyen.Session(SessionSettings(url=url, ttl_s=ttl_s), runtime, store) as session:
             with contextlib.suppress(doyen.LeadershipLost):
                 async with session.campaign("bench") as term:
                     await asyncio.sleep(random.uniform(0.0, 0.1))
                     faults.cut()
                     deadline = term.valid_until
-                    lag_s = await told(term) - deadline
+                    lag_s = await wait(term) - deadline
             faults.heal()
     return lag_s

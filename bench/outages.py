@@ -1,7 +1,7 @@
-"""How long a quorum takes no writes, beside etcd: its leader killed, frozen, told to hand over.
+"""How long a quorum accepts no writes, compared with etcd: leader killed, frozen, or transferring.
 
-Three nodes of each on this machine, at their default times. The client was connected before, to
-any of the nodes.
+Three nodes of each run on this machine with their default timeouts. The client was connected
+before, to any of the nodes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from served import Quorum, Served
 __all__ = ["etcd_cluster", "outages", "served"]
 
 ELECTION_S = 1.0
-"""The default election timeout, of doyen and of etcd."""
+"""The default election timeout of doyen and of etcd."""
 ETCD_PATIENCE_S = 0.2
 VALUE = b"." * 100
 
@@ -38,12 +38,12 @@ p50 = statistics.median
 
 
 def p99(samples: Sequence[float]) -> float:
-    """Of fewer than a hundred, the largest."""
+    """The 99th percentile. Of fewer than a hundred samples, the largest."""
     return sorted(samples)[len(samples) * 99 // 100]
 
 
 def etcd_cluster() -> servers.EtcdCluster:
-    """As etcd is by default: durable, and with its own times."""
+    """etcd with its default durability and timeouts."""
     return servers.EtcdCluster(
         unsafe_no_fsync="false", heartbeat_interval="100", election_timeout="1000"
     )
@@ -56,15 +56,15 @@ async def _open(url: str) -> Store:
 async def _write(store: Store) -> None:
     key = f"bench/{random.getrandbits(60):x}"
     if await store.put(key, VALUE, if_version=None) is None:
-        raise AssertionError(f"{key} was there already")
+        raise AssertionError(f"{key} existed already")
 
 
 async def _until_written(
     store: Store, gone: Callable[[], bool], patience_s: float | None = None
 ) -> float:
-    """Write, again and again, until a write has succeeded that was begun when `gone()`: when the
-    old leader could have had no part in it. The instant. One that takes longer than `patience_s`
-    is given up for another."""
+    """Write repeatedly until a write succeeds that was begun after `gone()` was true, so that the
+    old leader had no part in it. Returns the time. A write that takes longer than `patience_s` is
+    cancelled and repeated."""
     while True:
         begun_after = gone()
         try:
@@ -80,8 +80,8 @@ async def _until_written(
 async def _outage(
     url: str, strike: Callable[[], Callable[[], bool]], patience_s: float | None = None
 ) -> float:
-    """How long nothing can be written, in ms, for a client that was connected before. `strike`
-    does the harm, and tells what shows that it is done."""
+    """How long a client that was connected before cannot write, in ms. `strike` injects the fault
+    and returns a function that tells whether it has taken effect."""
     store = await _open(url)
     try:
         await _write(store)
@@ -109,7 +109,7 @@ def served() -> Iterator[Quorum]:
 
 
 def _settled(quorum: Quorum) -> Served:
-    """The leader, once everybody follows it."""
+    """The leader, once all nodes follow it."""
     leader = quorum.leader()
     asyncio.run(_written(quorum.url))
     for node in quorum.nodes.values():
@@ -141,7 +141,7 @@ def _freezes(quorum: Quorum, trials: int) -> Iterator[float]:
 
 
 async def _transfers(quorum: Quorum, trials: int) -> tuple[list[float], list[float]]:
-    """How long a transfer takes, and how long the longest write meanwhile, both in ms."""
+    """The duration of transfers, and of the longest write meanwhile, both in ms."""
     store = await _open(quorum.url)
     assert isinstance(store, QuorumStore)
     took, waited = [], []
@@ -164,8 +164,8 @@ async def _transfers(quorum: Quorum, trials: int) -> tuple[list[float], list[flo
 
 
 async def _etcd_outages(trials: int) -> dict[str, list[float]]:
-    """The same for etcd, through doyen's own adapter. A member of etcd without a leader keeps a
-    write for seconds, so its client has to be impatient."""
+    """The same for etcd, with doyen's adapter. A member of etcd without a leader holds a write for
+    seconds, so the client uses a short timeout."""
     found: dict[str, list[float]] = {"killed": [], "frozen": []}
     with etcd_cluster() as cluster:
         for _ in range(trials):
@@ -195,7 +195,7 @@ def outages(
     etcd_trials: int = 5,
     peers: bool = True,
 ) -> list[Figure]:
-    """How long a quorum takes no writes: its leader killed, frozen, or told to hand over."""
+    """How long a quorum accepts no writes: leader killed, frozen, or transferring."""
     with served() as quorum:
         killed = [*_kills(quorum, trials)]
         frozen = [*_freezes(quorum, freezes)]

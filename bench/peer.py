@@ -1,7 +1,7 @@
 """One candidate of another library: `python peer.py KIND WHO PORT TTL_S`.
 
-It speaks as `bench.worker` does: reports on standard output, obeys lines on standard input, ends
-when that ends. Run by an interpreter that has the library; imports nothing of doyen's.
+It uses the protocol of `bench.worker`: reports on standard output, commands on standard input, and
+ends when that ends. It runs in an interpreter that has the library, and imports nothing of doyen.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ def now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def say(kind: str, at: float = 0.0) -> None:
+def report(kind: str, at: float = 0.0) -> None:
     os.write(1, (json.dumps({"who": WHO, "kind": kind, "at": at}) + "\n").encode())
 
 
 def lead() -> float:
-    """Lead until told to stop; the instant at which the work ended."""
-    say("entered", now())
+    """Lead until a command arrives. Returns the time at which the work ended."""
+    report("entered", now())
     if not sys.stdin.readline():
         os._exit(0)
     return now()
 
 
-def stood_down(at: float) -> None:
-    say("resigned", at)
+def resigned(at: float) -> None:
+    report("resigned", at)
     sys.stdin.readline()
 
 
 def acquire_and_release(lock: Any) -> None:
     """The idiom of every lock: acquire, work, release."""
     while True:
-        say("waiting")
+        report("waiting")
         lock.acquire()
         at = lead()
         lock.release()
-        stood_down(at)
+        resigned(at)
 
 
 def kazoo() -> None:
@@ -61,9 +61,9 @@ def kazoo() -> None:
         ended = lead()
 
     while True:
-        say("waiting")
+        report("waiting")
         client.Election("/bench", WHO).run(work)
-        stood_down(ended)
+        resigned(ended)
 
 
 def tooz(url: str) -> None:
@@ -75,13 +75,13 @@ def tooz(url: str) -> None:
 
 
 def etcd3() -> None:
-    """As the etcd document has it: lease, create if absent, refresh every second; others look
-    once a second whether the key was deleted."""
+    """As in the documentation of etcd: lease, create if absent, refresh every second. The others
+    check once per second whether the key was deleted."""
     import etcd3 as library
 
     client = library.client(host="127.0.0.1", port=PORT, timeout=3)
     create = client.transactions
-    say("waiting")
+    report("waiting")
     at = 0.0
     while True:
         with leased(client) as lease:
@@ -93,8 +93,8 @@ def etcd3() -> None:
             if won:
                 at = lead()
         if won:
-            stood_down(at)
-            say("waiting")
+            resigned(at)
+            report("waiting")
             continue
         gone = threading.Event()
         watch = client.add_watch_callback("/bench", lambda answer, gone=gone: gone.set())
@@ -123,18 +123,18 @@ def leased(client: Any) -> Iterator[Any]:
 
 
 def advisory() -> None:
-    """A blocked advisory lock: no lease, no token, the floor of a database."""
+    """A blocked advisory lock, without lease and token: the floor of a database."""
     import psycopg
 
     connection = psycopg.connect(
         f"host=127.0.0.1 port={PORT} user=postgres dbname=postgres", autocommit=True
     )
     while True:
-        say("waiting")
+        report("waiting")
         connection.execute("select pg_advisory_lock(42)")
         at = lead()
         connection.execute("select pg_advisory_unlock(42)")
-        stood_down(at)
+        resigned(at)
 
 
 TTL = int(TTL_S)

@@ -1,5 +1,5 @@
-"""Other libraries, in environments of their own beside the servers' cache: their dependencies
-do not go together with ours, nor with one another's."""
+"""Other libraries, each in a virtual environment in the cache directory: their dependencies
+conflict with those of doyen and with each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import venv
 from pathlib import Path
 
-from servers.fetch import cache_folder
+from servers.fetch import cache_directory
 
 __all__ = ["PEER", "interpreter"]
 
@@ -22,15 +22,15 @@ NEEDS = {
 
 
 def interpreter(kind: str) -> str:
-    """A Python that has what this kind of peer needs, made at the first call."""
+    """The interpreter of an environment with this library, created at the first call."""
     need = next((name for name in NEEDS if kind.startswith(name)), None)
     if need is None:
         return sys.executable
-    folder = cache_folder().with_name("peers") / need
+    folder = cache_directory().with_name("peers") / need
     python = folder / "bin" / "python"
     ready = folder / ".ready"
     if not ready.exists():
-        print(f"making an environment for {need}", file=sys.stderr, flush=True)
+        print(f"creating an environment for {need}", file=sys.stderr, flush=True)
         venv.create(folder, with_pip=True, clear=True)
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*pip, *NEEDS[need]], check=True)

@@ -1,4 +1,4 @@
-"""What can be known about a process and a store without changing them."""
+"""Statistics of processes, and stores that count their calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CALLS = ("grant", "renew", "create", "put", "delete", "enqueue", "ahead", "get"
 
 
 async def open_counted(url: str, context: Context, counts: Counter[str]) -> Store:
-    """A store whose calls are counted, and as `told` the calls that it makes to its watchers."""
+    """Open a store that counts its calls, and its notifications under the name `notified`."""
     store = await open_store(url, context)
     for name in _CALLS:
         setattr(store, name, _counted(getattr(store, name), name, counts))
@@ -25,7 +25,7 @@ async def open_counted(url: str, context: Context, counts: Counter[str]) -> Stor
 
     def watch_counted(scope: str, notify: Callable[[], None]) -> Any:
         counts["watch"] += 1
-        return watch(scope, _counted(notify, "told", counts))
+        return watch(scope, _counted(notify, "notified", counts))
 
     store.watch = watch_counted  # type: ignore[method-assign]
     return store
@@ -40,13 +40,13 @@ def _counted(call: Callable[..., Any], name: str, counts: Counter[str]) -> Calla
 
 
 def cpu_s(pid: int) -> float:
-    """Processor time of a process so far, to the nanosecond: its clock, by the kernel's rule for
-    numbering such clocks."""
+    """Processor time of a process so far, in nanosecond resolution. The clock id follows the rule
+    of the kernel for CPU clocks of processes."""
     return time.clock_gettime(~pid << 3 | 2)
 
 
 def rss(pid: int) -> int:
-    """Bytes of memory that a process has resident."""
+    """Resident memory of a process in bytes."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -60,7 +60,7 @@ def descriptors(pid: int) -> int:
 
 
 def switches(pid: int) -> int:
-    """How often the threads of a process have gone to sleep of their own accord, and so woken."""
+    """The number of voluntary context switches of all threads of a process."""
     total = 0
     for task in os.listdir(f"/proc/{pid}/task"):
         for line in Path(f"/proc/{pid}/task/{task}/status").read_text().splitlines():

@@ -1,6 +1,7 @@
-"""A quorum of our own on this machine, beside etcd and PySyncObj: three nodes each, writes of 100
-bytes, turn by turn. doyen and etcd acknowledge what a majority has on disk; PySyncObj what a
-majority has in memory.
+"""A quorum of doyen on this machine, compared with etcd and PySyncObj.
+
+Each has three nodes and receives writes of 100 bytes, alternately. doyen and etcd acknowledge
+writes that a majority has on disk, PySyncObj those that a majority has in memory.
 """
 
 from __future__ import annotations
@@ -34,15 +35,14 @@ p50 = statistics.median
 
 
 class Members(Crew):
-    """Three nodes, and clients of theirs."""
+    """Three nodes and their clients."""
 
     def order(self, who: str, answer: str, **order: Any) -> Report:
         self.tell(who, json.dumps(order))
         return self.wait(answer, who)
 
     def load(self, who: str, in_flight: int, seconds: float, pids: Iterable[int]) -> Report:
-        """Some writes to warm up, then those that count, with the processor time that all these
-        processes take for each."""
+        """Write for a warm-up, then measure the writes and the processor time per write."""
         self.order(who, "loaded", do="load", in_flight=in_flight, seconds=seconds / 4)
         before = sum(map(probes.cpu_s, pids))
         report = self.order(who, "loaded", do="load", in_flight=in_flight, seconds=seconds)
@@ -54,7 +54,7 @@ class Members(Crew):
         return self.start_command(who, ["-m", "bench.replica", role, given])
 
     def nodes(self, **options: Any) -> dict[str, str]:
-        """Three doyen nodes, one of which leads."""
+        """Start three doyen nodes and wait until they are ready."""
         peers = three()
         for who in peers:
             self.replica(who, "node", peers=peers, folder=str(self.folder / who), **options)
@@ -62,17 +62,17 @@ class Members(Crew):
             self.wait("ready", who)
         return peers
 
-    def standing(self, who: str) -> Report:
-        return self.order(who, "standing", do="standing")
+    def status(self, who: str) -> Report:
+        return self.order(who, "status", do="status")
 
     def leader(self, who: str) -> str:
-        """Whom this node follows, or itself; waits until there is one."""
-        while (leader := self.standing(who)["leader"]) is None:
+        """Wait until this node knows a leader, and return it."""
+        while (leader := self.status(who)["leader"]) is None:
             time.sleep(0.05)
         return str(leader)
 
     def syncobj(self) -> str:
-        """Three nodes of PySyncObj; the one that leads."""
+        """Start three nodes of PySyncObj. Returns the one that leads."""
         places = dict(zip(SYNCOBJS, addresses(3), strict=True))
         for who, where in places.items():
             others = [each for each in places.values() if each != where]
@@ -84,7 +84,7 @@ class Members(Crew):
 
 
 class Turns:
-    """What each system did at each number of writes in flight."""
+    """The reports of each system for each number of writes in flight."""
 
     def __init__(self) -> None:
         self._reports: dict[tuple[str, int], list[Report]] = {}
@@ -106,7 +106,7 @@ def writes(
     levels: tuple[int, ...] = LEVELS,
     peers: bool = True,
 ) -> list[Figure]:
-    """Replicated writes a second, with one and with many in flight, beside etcd and PySyncObj."""
+    """Replicated writes per second, one and many in flight, compared with etcd and PySyncObj."""
     turns = Turns()
     with ExitStack() as stack:
         crew = stack.enter_context(Members())
@@ -127,7 +127,7 @@ def writes(
             if who != leader:
                 crew.wait("ready", who)
                 pids[system].append(crew.pid(who))
-        began = crew.standing(leader)
+        began = crew.status(leader)
         for _ in range(rounds):
             for in_flight in levels:
                 for system, who in who_of.items():
@@ -135,21 +135,21 @@ def writes(
                     turns.add(system, in_flight, report)
             if peers:
                 _syncobj_turn(turns, levels, seconds)
-        ended = crew.standing(leader)
+        ended = crew.status(leader)
     changes = ended["generation"] - began["generation"] + (began["leader"] != ended["leader"])
     return _figures_of_writes(turns, changes, levels, peers)
 
 
 def _syncobj_turn(turns: Turns, levels: tuple[int, ...], seconds: float) -> None:
-    """With nodes that run only meanwhile: their ticks would slow the others down."""
+    """Measure PySyncObj with nodes that run only meanwhile: their ticks would slow the others."""
     with Members() as crew:
         leader = crew.syncobj()
-        before = crew.standing(leader)["generation"]
+        before = crew.status(leader)["generation"]
         for in_flight in levels:
             pids = [crew.pid(who) for who in SYNCOBJS]
             turns.add("pysyncobj", in_flight, crew.load(leader, in_flight, seconds, pids))
-        changes = crew.standing(leader)["generation"] - before
-        taken_back = sum(crew.standing(who)["truncations"] for who in SYNCOBJS)
+        changes = crew.status(leader)["generation"] - before
+        taken_back = sum(crew.status(who)["truncations"] for who in SYNCOBJS)
         turns.add("pysyncobj", 0, {"changes": changes, "taken_back": taken_back})
 
 
@@ -218,8 +218,8 @@ def _no_changes(changes: int, details: dict[str, Any]) -> Figure:
 def upkeep(
     *, seconds: float = 20.0, keys: int = 1_000_000, entries: int = 6000, peers: bool = True
 ) -> list[Figure]:
-    """What a quorum costs while nothing happens, and what a snapshot of a million keys does to
-    whoever writes meanwhile."""
+    """The cost of an idle quorum, and the effect of a snapshot of a million keys on concurrent
+    writes."""
     return [_idle(seconds, peers), *_snapshot(keys, entries)]
 
 
@@ -250,7 +250,7 @@ def _idle(seconds: float, peers: bool) -> Figure:
 
 
 def _snapshot(keys: int, entries: int) -> list[Figure]:
-    """Nodes that take a snapshot every so many entries; many keys; one who writes all the time."""
+    """Nodes with many keys that take a snapshot every `entries` entries, and one writer."""
     with Members() as crew:
         limits = {"snapshot_entries": entries, "snapshot_bytes": 1 << 40}
         nodes = crew.nodes(pauses=True, limits=limits)
@@ -261,12 +261,12 @@ def _snapshot(keys: int, entries: int) -> list[Figure]:
         crew.wait("filled", "writer", within_s=600)
         filling = [crew.order(who, "pauses", do="pauses") for who in nodes]
         quiet = _write_on(crew, nodes)
-        taken = crew.standing(leader)["snapshot"]
+        taken = crew.status(leader)["snapshot"]
         slices = [_write_on(crew, nodes)]
-        while crew.standing(leader)["snapshot"] == taken:
+        while crew.status(leader)["snapshot"] == taken:
             slices.append(_write_on(crew, nodes))
         busy = max(slices, key=lambda each: each["max_ms"])
-        changes = crew.standing(leader)["generation"] - 1
+        changes = crew.status(leader)["generation"] - 1
     return [
         Figure(
             name=f"snapshot of {keys} keys, longest pause of a loop",
@@ -296,7 +296,7 @@ def _snapshot(keys: int, entries: int) -> list[Figure]:
 
 
 def _write_on(crew: Members, nodes: Iterable[str]) -> Report:
-    """One writer for a moment; its report, with the longest pause of any node's loop."""
+    """Run one writer for a short time. Returns its report with the longest pause of any loop."""
     for who in nodes:
         crew.order(who, "pauses", do="pauses")
     report = crew.order("writer", "loaded", do="load", in_flight=1, seconds=SLICE_S)

@@ -4,8 +4,8 @@
     doyen-client  writes to the keyspace of a quorum, over one connection
     etcd-client   puts to etcd, over gRPC
 
-It reports and obeys as `bench.worker` does, in lines of JSON: `load` keeps so many writes of 100
-bytes under way for so long; the rest is told by the role.
+It uses the protocol of `bench.worker`, with commands in JSON: `load` keeps a number of writes of
+100 bytes in flight for some time. The other commands are described with each role.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ TICK_S = 0.002
 Write = Callable[[int], Awaitable[Any]]
 
 
-def say(kind: str, **fields: Any) -> None:
+def report(kind: str, **fields: Any) -> None:
     line = {"who": OPTIONS["who"], "kind": kind, **fields}
     os.write(1, (json.dumps(line) + "\n").encode())
 
 
 async def load(write: Write, in_flight: int, seconds: float) -> dict[str, Any]:
-    """So many writers, each of which waits for its answer; how many writes, and how long each."""
+    """Run `in_flight` writers, each of which waits for its answer. Returns rate and latencies."""
     clock = time.perf_counter
     took: list[float] = []
     began = clock()
@@ -63,7 +63,7 @@ async def load(write: Write, in_flight: int, seconds: float) -> dict[str, Any]:
 
 
 class Registers(doyen.StateMachine):
-    """The latest of each key."""
+    """Keeps the latest command of each key."""
 
     def __init__(self) -> None:
         self.latest: dict[bytes, bytes] = {}
@@ -80,12 +80,12 @@ class Registers(doyen.StateMachine):
 
 
 class Pauses:
-    """How long the loop of a node does nothing else, at most."""
+    """The longest time for which the loop of a node was blocked."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self.longest_s = self.busiest_s = 0.0
-        """By the clock, and by the processor time that the loop itself used up."""
+        """In elapsed time, and in processor time of the thread of the loop."""
         self._used = 0.0
         loop.call_soon_threadsafe(self._tick, None)
 
@@ -99,7 +99,8 @@ class Pauses:
 
 
 async def node(orders: asyncio.Queue[dict[str, Any]]) -> None:
-    """`standing`: who leads, and since how many snapshots. `pauses`: since this was asked last."""
+    """`status`: the leader, the generation and the last snapshot. `pauses`: the longest pauses
+    since the last such command."""
     member = doyen.Node(
         OPTIONS["who"],
         peers=OPTIONS["peers"],
@@ -116,26 +117,26 @@ async def node(orders: asyncio.Queue[dict[str, Any]]) -> None:
 
     async with member:
         pauses = Pauses(member._inside.loop) if OPTIONS.get("pauses") else None
-        say("ready")
+        report("ready")
         while order := await orders.get():
             match order["do"]:
-                case "standing":
+                case "status":
                     status = member.status()
-                    say(
-                        "standing",
+                    report(
+                        "status",
                         leader=status.leader,
                         generation=status.generation,
                         snapshot=status.snapshot,
                     )
                 case "pauses" if pauses is not None:
-                    say("pauses", ms=pauses.longest_s * 1e3, cpu_ms=pauses.busiest_s * 1e3)
+                    report("pauses", ms=pauses.longest_s * 1e3, cpu_ms=pauses.busiest_s * 1e3)
                     pauses.longest_s = pauses.busiest_s = 0.0
                 case "load":
-                    say("loaded", **await load(propose, order["in_flight"], order["seconds"]))
+                    report("loaded", **await load(propose, order["in_flight"], order["seconds"]))
 
 
 async def doyen_client(orders: asyncio.Queue[dict[str, Any]]) -> None:
-    """Each writer has a key of its own. `fill`: write so many keys, once each."""
+    """Each writer has its own key. `fill`: write this number of keys, once each."""
     store = await open_store(OPTIONS["url"], Context(SystemClock(), lambda event: None))
     value = b"." * BYTES
 
@@ -145,20 +146,20 @@ async def doyen_client(orders: asyncio.Queue[dict[str, Any]]) -> None:
     async def put(number: int) -> None:
         entry = await store.put(keys[number], value, if_version=versions.get(number))
         if entry is None:
-            raise AssertionError("a key that nobody else writes has changed")
+            raise AssertionError("a key with a single writer has changed")
         versions[number] = entry.version
 
     async def fill(first: int, keys: int, step: int) -> None:
         for number in range(first, keys, step):
             await store.put(f"bench/filled/{number}", value, if_version=None)
 
-    say("ready")
+    report("ready")
     while order := await orders.get():
         if order["do"] == "fill":
             await asyncio.gather(*(fill(first, order["keys"], 1024) for first in range(1024)))
-            say("filled")
+            report("filled")
         else:
-            say("loaded", **await load(put, order["in_flight"], order["seconds"]))
+            report("loaded", **await load(put, order["in_flight"], order["seconds"]))
     await store.close()
 
 
@@ -167,7 +168,7 @@ async def etcd_client(orders: asyncio.Queue[dict[str, Any]]) -> None:
 
     from doyen.stores.etcd import rpc
 
-    # One connection carries a hundred streams at a time in many servers, and one thread of gRPC.
+    # Many servers allow a hundred streams per connection, and gRPC uses one thread for each.
     channels = [
         grpc.aio.insecure_channel(OPTIONS["address"], [("grpc.use_local_subchannel_pool", 1)])
         for _ in range(4)
@@ -186,9 +187,9 @@ async def etcd_client(orders: asyncio.Queue[dict[str, Any]]) -> None:
         )
         return call
 
-    say("ready")
+    report("ready")
     while order := await orders.get():
-        say("loaded", **await load(put, order["in_flight"], order["seconds"]))
+        report("loaded", **await load(put, order["in_flight"], order["seconds"]))
     for channel in channels:
         await channel.close()
 
@@ -209,7 +210,7 @@ async def main(role: Callable[[asyncio.Queue[dict[str, Any]]], Awaitable[None]])
 if __name__ == "__main__":
     OPTIONS: dict[str, Any] = json.loads(sys.argv[2])
     ROLES = {"node": node, "doyen-client": doyen_client, "etcd-client": etcd_client}
-    # gRPC brings its own poller, which uvloop does nothing for.
+    # gRPC has its own poller and does not profit from uvloop.
     factory = asyncio.new_event_loop if sys.argv[1] == "etcd-client" else new_loop
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(main(ROLES[sys.argv[1]]))

@@ -16,10 +16,10 @@ PATIENCE_S = 300.0
 
 
 def herd(*, processes: int = 10, sessions: int = 100, changes: int = 20) -> list[Figure]:
-    """Candidates wait in line, each in a session of its own; the leader resigns, again and again.
+    """Candidates wait in line, each in its own session, and the leader resigns repeatedly.
 
-    Woken is who is told of something that it watches, by the store. Whoever resigned stands again,
-    so the line stays as long as it was.
+    A candidate counts as woken if the store notifies one of its watches. The candidate that
+    resigned campaigns again, so the length of the line is constant.
     """
     gaps_ms, per_change = [], []
     with Crew() as crew:
@@ -35,13 +35,13 @@ def herd(*, processes: int = 10, sessions: int = 100, changes: int = 20) -> list
             entered = crew.wait("entered")
             gaps_ms.append((entered["at"] - resigned["at"]) * 1e3)
             leader = entered["who"]
-            # A herd would come at once; a quarter of a second is a hundred handovers.
-            troubles = [report for report in crew.take(0.25) if report["kind"] == "trouble"]
-            if troubles:
-                raise RuntimeError(f"the herd lost its leases: {troubles[0]['what']}")
+            # A thundering herd would arrive at once: a quarter of a second is a hundred handovers.
+            losses = [report for report in crew.take(0.25) if report["kind"] == "loss"]
+            if losses:
+                raise RuntimeError(f"candidates lost their leases: {losses[0]['what']}")
             per_change.append(_counts(crew, names))
     woken = [counts["woken"] for counts in per_change]
-    tried = [counts["create"] for counts in per_change]
+    creates = [counts["create"] for counts in per_change]
     return [
         Figure(
             name=f"{processes * sessions} candidates, woken per change",
@@ -51,7 +51,7 @@ def herd(*, processes: int = 10, sessions: int = 100, changes: int = 20) -> list
             details={
                 "changes": changes,
                 "woken": sum(woken),
-                "creates": sum(tried),
+                "creates": sum(creates),
                 "layout": f"{processes} processes of {sessions} sessions",
                 "handover_ms": spread(gaps_ms),
                 "calls_per_change": _mean(per_change),
@@ -81,8 +81,8 @@ def many(
     settle_s: float = 2.0,
     hold_s: float = 15.0,
 ) -> list[Figure]:
-    """Elections led by one session: how fast they are won, what each takes, what they cost to
-    hold. Memory counts everything there is for an election, the caller's own task included."""
+    """Many elections led by one session: the time to win them, and their cost while led.
+    Memory includes everything that an election needs, the caller's task included."""
     held = _many(elections=elections, settle_s=settle_s, hold_s=hold_s, traced=False)
     objects = _many(elections=traced, settle_s=settle_s, hold_s=0.0, traced=True)
     renewals = held["calls"].pop("renew", 0)

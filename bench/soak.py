@@ -1,6 +1,6 @@
-"""An hour at the default ttl with every core busy: is leadership ever lost with nothing failing?
+"""Spurious losses of leadership over a long time, at the default ttl and optionally with load.
 
-On several engines at once, each with a server and an election of its own.
+Several engines run at once, each with its own server and election.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ LOSSES = ("leaselost", "lost", "leaseended")
 
 
 class Watch:
-    """What the candidates of one engine have said."""
+    """The reports of the candidates of one engine."""
 
     def __init__(self) -> None:
         self.seen: Counter[str] = Counter()
         self.slack_s = float("inf")
         self._valid_until: dict[str, float] = {}
 
-    def hear(self, report: Report) -> None:
+    def add(self, report: Report) -> None:
         kind = report["kind"]
         self.seen[kind] += 1
         if kind in ("granted", "renewed"):
@@ -55,7 +55,7 @@ class Watch:
 def soak(
     *, minutes: float = 2.0, load: bool = False, candidates: int = 3, only: str = "sqlite"
 ) -> list[Figure]:
-    """A leader and some candidates on each engine; every loss, whoever reports it, is spurious."""
+    """A leader and some candidates on each engine without faults: every loss is spurious."""
     watches = {name: Watch() for name in only.split(",")}
     with Crew() as crew, ExitStack() as stack:
         for name in watches:
@@ -69,7 +69,7 @@ def soak(
         give_up = time.monotonic() + minutes * 60
         while (left_s := give_up - time.monotonic()) > 0:
             for report in crew.take(min(left_s, 5.0)):
-                watches[report["who"].partition("-")[0]].hear(report)
+                watches[report["who"].partition("-")[0]].add(report)
     return [
         Figure(
             name=f"{name}: soak of {minutes:g} min, {'all cores loaded' if load else 'no load'}",

@@ -1,8 +1,8 @@
 """One node of PySyncObj under load: `python syncobj.py WHO ADDRESS OTHER OTHER`.
 
-It speaks as `bench.replica` does. The settings are the fastest for many writes at a time: a tick of
-1 ms, batches of 5 ms. Nothing is on disk before it is acknowledged: it never syncs. Run by an
-interpreter that has the library; imports nothing of doyen's.
+It uses the protocol of `bench.replica`. The settings are the fastest for many concurrent writes: a
+tick of 1 ms, batches of 5 ms. PySyncObj never syncs to disk. This program runs in an interpreter
+that has the library, and imports nothing of doyen.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BYTES = 100
 PATIENCE_S = 20.0
 
 
-def say(kind: str, **fields: Any) -> None:
+def report(kind: str, **fields: Any) -> None:
     os.write(1, (json.dumps({"who": WHO, "kind": kind, **fields}) + "\n").encode())
 
 
@@ -41,7 +41,7 @@ class Registers(SyncObj):
 
 
 class Truncations(logging.Handler):
-    """How often it says that it takes back what it has applied."""
+    """Counts the log lines by which PySyncObj reports that it truncates applied entries."""
 
     count = 0
 
@@ -62,7 +62,7 @@ def load(registers: Registers, in_flight: int, seconds: float) -> dict[str, Any]
     def write(number: int) -> None:
         at = clock()
 
-        def told(result: Any, error: Any) -> None:
+        def answered(result: Any, error: Any) -> None:
             nonlocal failed, writers
             now = clock()
             if error:
@@ -76,7 +76,7 @@ def load(registers: Registers, in_flight: int, seconds: float) -> dict[str, Any]
             if not writers:
                 done.set()
 
-        registers.put(number, value, callback=told)
+        registers.put(number, value, callback=answered)
 
     for number in range(in_flight):
         write(number)
@@ -91,16 +91,16 @@ def main() -> None:
     truncations = Truncations()
     logging.getLogger().addHandler(truncations)
     registers = Registers()
-    say("ready")
+    report("ready")
     for line in sys.stdin:
         order = json.loads(line)
         if order["do"] == "load":
-            say("loaded", **load(registers, order["in_flight"], order["seconds"]))
+            report("loaded", **load(registers, order["in_flight"], order["seconds"]))
         else:
             status = registers.getStatus()
             leader = status["leader"]
-            say(
-                "standing",
+            report(
+                "status",
                 leader=None if leader is None else str(leader),
                 generation=status["raft_term"],
                 truncations=truncations.count,

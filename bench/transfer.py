@@ -1,12 +1,12 @@
-"""How long a transfer to a named heir takes: from the old body's end, which is how long nobody
-leads, and from the order.
+"""How long a transfer to a named successor takes.
 
-The latter passes through three processes, with a durable write in each: the giver lays the order,
-the heir says that it is ready, the leader lets go. It is there to be read.
+It is measured from the end of the old leader's body, which is the time without a leader, and from
+the order. The latter is informative. It involves three processes with a durable write in each: the
+order is written, the successor writes its ready marker, the leader deletes its record.
 
-Candidates are real processes in one line; the heir is any of them but the leader, so others are
-passed over. Run as a program, this module is one of them: it campaigns for ever, and stamps the
-beginning and the end of each body.
+Candidates are real processes in one line. The successor is any of them but the leader, so the
+transfer passes over others. Run as a program, this module is one such candidate: it campaigns
+repeatedly and reports the beginning and the end of each body.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["transfer"]
 
 
 def transfer(*, trials: int = 60, candidates: int = 4) -> list[Figure]:
-    """A leader hands over to a named heir; until that one is in its body."""
+    """From a transfer order, and from the end of the old body, to the successor's body."""
     ordered_ms, vacant_ms = [], []
     with Crew() as crew:
         line = [f"candidate-{number}" for number in range(1, candidates + 1)]
@@ -38,18 +38,18 @@ def transfer(*, trials: int = 60, candidates: int = 4) -> list[Figure]:
         with doyen.connect_blocking(crew.url) as session:
             for _ in range(trials):
                 settle()
-                heir = random.choice([who for who in line if who != leader])
+                successor = random.choice([who for who in line if who != leader])
                 given_at = now()
-                session.transfer(ELECTION, to=heir)
-                entered_at = crew.wait("entered", heir)["at"]
+                session.transfer(ELECTION, to=successor)
+                entered_at = crew.wait("entered", successor)["at"]
                 ordered_ms.append((entered_at - given_at) * 1e3)
                 vacant_ms.append((entered_at - crew.wait("left", leader)["at"]) * 1e3)
                 crew.wait("waiting", leader)
                 crew.take()
-                leader = heir
+                leader = successor
     return [
-        _figure("transfer, old body's end to the heir's body", vacant_ms, limit=5.0),
-        _figure("transfer, order to the heir's body", ordered_ms, limit=None),
+        _figure("transfer, old body's end to the successor's body", vacant_ms, limit=5.0),
+        _figure("transfer, order to the successor's body", ordered_ms, limit=None),
     ]
 
 
@@ -68,15 +68,15 @@ async def _campaign(who: str, url: str) -> None:
     async with doyen.connect(url, on_event=reporter.sink) as session:
         async for campaign in session.campaigns(ELECTION, name=who):
             async with campaign:
-                reporter.say("entered", at=now())
+                reporter.report("entered", at=now())
                 try:
                     await asyncio.Event().wait()
                 finally:
                     at = now()
-                    reporter.say("left", at=at)
+                    reporter.report("left", at=at)
 
 
 if __name__ == "__main__":
-    logging.getLogger("doyen").addHandler(logging.NullHandler())  # a transfer is a loss to it
+    logging.getLogger("doyen").addHandler(logging.NullHandler())  # doyen logs a transfer as a loss
     end_with_stdin()
     asyncio.run(_campaign(*sys.argv[1:]))

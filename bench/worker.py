@@ -1,6 +1,6 @@
-"""What a process under measurement does: `python -m bench.worker ROLE OPTIONS`.
+"""The program of a measured process: `python -m bench.worker ROLE OPTIONS`.
 
-It reports on standard output, obeys lines on standard input, and ends when that ends.
+It reports on standard output, reads commands from standard input, and ends when that ends.
 """
 
 from __future__ import annotations
@@ -31,62 +31,62 @@ ELECTION = "bench"
 
 
 class Reporter:
-    """Says what happens, on standard output: one `write` a line."""
+    """Writes reports to standard output, one `write` per line."""
 
     def __init__(self, who: str, events: list[str]) -> None:
         self._who = who
         self._events = frozenset(events)
 
-    def say(self, kind: str, **fields: Any) -> None:
+    def report(self, kind: str, **fields: Any) -> None:
         line = json.dumps({"who": self._who, "kind": kind, **fields}) + "\n"
         os.write(1, line.encode())
 
     def sink(self, record: Record) -> None:
         if record.event.kind in self._events:
             fields = record.fields()
-            self.say(fields.pop("event"), at=record.at, **fields)
+            self.report(fields.pop("event"), at=record.at, **fields)
 
 
 def candidate(who: str, url: str, events: list[str], **connect: Any) -> None:
-    """Lead until told to resign, and stand again when told to; ordinary code."""
+    """Lead until a command arrives, and campaign again at the next one, with the blocking API."""
     reporter = Reporter(who, events)
     with doyen.connect_blocking(url, on_event=reporter.sink, **connect) as session:
         while True:
             with session.campaign(ELECTION, name=who) as term:
                 at = now()
-                reporter.say("entered", at=at, token=term.token)
+                reporter.report("entered", at=at, token=term.token)
                 if not sys.stdin.readline():
                     return
                 at = now()
-            reporter.say("resigned", at=at)
+            reporter.report("resigned", at=at)
             sys.stdin.readline()
 
 
 def async_candidate(who: str, url: str, events: list[str], **connect: Any) -> None:
-    """The same, with asyncio."""
+    """Like `candidate`, with asyncio."""
     reporter = Reporter(who, events)
 
     async def main() -> None:
-        told: asyncio.Queue[bytes] = asyncio.Queue()
-        asyncio.get_running_loop().add_reader(0, lambda: told.put_nowait(os.read(0, 1024)))
+        commands: asyncio.Queue[bytes] = asyncio.Queue()
+        asyncio.get_running_loop().add_reader(0, lambda: commands.put_nowait(os.read(0, 1024)))
         async with doyen.connect(url, on_event=reporter.sink, **connect) as session:
             while True:
                 async with session.campaign(ELECTION, name=who) as term:
                     at = now()
-                    reporter.say("entered", at=at, token=term.token)
-                    if not await told.get():
+                    reporter.report("entered", at=at, token=term.token)
+                    if not await commands.get():
                         return
                     at = now()
-                reporter.say("resigned", at=at)
-                await told.get()
+                reporter.report("resigned", at=at)
+                await commands.get()
 
     asyncio.run(main())
 
 
 class Items:
-    """Work items of 10 ms, each offered to a resource that checks tokens and to one that does not.
+    """Work items of 10 ms, submitted to a resource that checks tokens and to one that does not.
 
-    The resources themselves keep what they accepted, in order: that is the evidence.
+    The resources record what they accepted, in order.
     """
 
     def __init__(self, who: str, folder: str) -> None:
@@ -99,7 +99,7 @@ class Items:
         )
         self.refused = 0
 
-    def hand_in(self, term: doyen.Term) -> None:
+    def submit(self, term: doyen.Term) -> None:
         line = f"{self._who} {term.token} {now()}\n".encode()
         os.write(self._unfenced, line)
         try:
@@ -109,9 +109,9 @@ class Items:
 
 
 def working(who: str, url: str, folder: str, idiom: str, ttl_s: float) -> None:
-    """Lead and do work items, in one of three idioms: a loop that asks `term.valid`, an async
-    scope that asks nothing, and a loop that ignores its term."""
-    logging.disable()  # a loss is what this is about
+    """Lead and process work items in one of three idioms: a loop that checks `term.valid`, an async
+    scope without checks, and a loop that ignores its term."""
+    logging.disable()  # losses are expected
     reporter = Reporter(who, ["waiting"])
     items = Items(who, folder)
     end_with_stdin()
@@ -120,13 +120,13 @@ def working(who: str, url: str, folder: str, idiom: str, ttl_s: float) -> None:
     with doyen.connect_blocking(url, on_event=reporter.sink, ttl_s=ttl_s) as session:
         try:
             with session.campaign(ELECTION, name=who) as term:
-                reporter.say("entered", at=now(), token=term.token)
-                while term.valid or idiom == "heedless":
+                reporter.report("entered", at=now(), token=term.token)
+                while term.valid or idiom == "unchecked":
                     time.sleep(0.01)
-                    items.hand_in(term)
+                    items.submit(term)
         except doyen.LeadershipLost:
             pass
-        reporter.say("lost", at=now(), refused=items.refused)
+        reporter.report("lost", at=now(), refused=items.refused)
         threading.Event().wait()
 
 
@@ -136,13 +136,13 @@ async def _working_in_scope(
     async with doyen.connect(url, on_event=reporter.sink, ttl_s=ttl_s) as session:
         try:
             async with session.campaign(ELECTION, name=who) as term:
-                reporter.say("entered", at=now(), token=term.token)
+                reporter.report("entered", at=now(), token=term.token)
                 while True:
                     await asyncio.sleep(0.01)
-                    items.hand_in(term)
+                    items.submit(term)
         except doyen.LeadershipLost:
             pass
-        reporter.say("lost", at=now(), refused=items.refused)
+        reporter.report("lost", at=now(), refused=items.refused)
         await asyncio.Event().wait()
 
 
@@ -166,9 +166,9 @@ async def counted_session(
 
 
 def herd(who: str, url: str, sessions: int, ttl_s: float) -> None:
-    """Many candidates, each with a session of its own. `resign` makes the one that leads resign
-    and stand again; `count` reports the store's calls since the last time, and how many candidates
-    were told of something, not counting the one that resigned, which is told of its own doing."""
+    """Many candidates, each with its own session. `resign` makes the leader resign and campaign
+    again. `count` reports the store calls since the last such command, and how many candidates were
+    notified, without the one that resigned, which is notified of its own writes."""
     reporter = Reporter(who, [])
 
     async def main() -> None:
@@ -182,9 +182,9 @@ def herd(who: str, url: str, sessions: int, ttl_s: float) -> None:
             if record.event.kind in ("waiting", "elected") and queued < sessions:
                 queued += 1
                 if queued == sessions:
-                    reporter.say("ready")
+                    reporter.report("ready")
             elif record.event.kind in ("unsure", "leaselost", "lost"):
-                reporter.say("trouble", what=str(record.event))
+                reporter.report("loss", what=str(record.event))
 
         async def one(stack: AsyncExitStack, name: str) -> None:
             counts: Counter[str] = Counter()
@@ -193,26 +193,26 @@ def herd(who: str, url: str, sessions: int, ttl_s: float) -> None:
                 session = await counted_session(stack, url, counts, ttl_s=ttl_s, sinks=(sink,))
             while True:
                 async with session.campaign(ELECTION, name=name) as term:
-                    reporter.say("entered", at=now(), token=term.token)
+                    reporter.report("entered", at=now(), token=term.token)
                     await resign.wait()
                     resign.clear()
                     counts["resigned"] = 1
                     at = now()
-                reporter.say("resigned", at=at)
+                reporter.report("resigned", at=at)
 
-        def obey() -> None:
-            for word in os.read(0, 1024).decode().split() or ["end"]:
-                if word == "resign":
+        def execute() -> None:
+            for command in os.read(0, 1024).decode().split() or ["end"]:
+                if command == "resign":
                     resign.set()
-                elif word == "count":
-                    woken = sum(each["told"] > 0 and not each["resigned"] for each in stores)
-                    reporter.say("counts", counts={**sum(stores, Counter()), "woken": woken})
+                elif command == "count":
+                    woken = sum(each["notified"] > 0 and not each["resigned"] for each in stores)
+                    reporter.report("counts", counts={**sum(stores, Counter()), "woken": woken})
                     for counts in stores:
                         counts.clear()
                 else:
                     os._exit(0)
 
-        asyncio.get_running_loop().add_reader(0, obey)
+        asyncio.get_running_loop().add_reader(0, execute)
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
             for number in range(sessions):
                 group.create_task(one(stack, f"{who}-{number}"))
@@ -256,7 +256,7 @@ def many(who: str, url: str, elections: int, settle_s: float, hold_s: float, tra
                 cpu_before, held_from = time.process_time(), now()
                 await asyncio.sleep(hold_s)
                 held_s = now() - held_from
-                reporter.say(
+                reporter.report(
                     "held",
                     took_s=took_s,
                     bytes_each=memory.grown() / elections,
@@ -266,13 +266,13 @@ def many(who: str, url: str, elections: int, settle_s: float, hold_s: float, tra
                 )
                 done.set()
                 began = now()
-        reporter.say("released", took_s=now() - began)
+        reporter.report("released", took_s=now() - began)
 
     asyncio.run(main())
 
 
 class Memory:
-    """By how much memory has grown: what Python's objects take, or what the process does."""
+    """The growth of memory, of Python objects or of the process."""
 
     def __init__(self, traced: bool) -> None:
         self._traced = traced
@@ -308,27 +308,27 @@ def sessions(who: str, url: str, count: int) -> None:
             if record.event.kind == "waiting":
                 loop.call_soon_threadsafe(waiting.set)
 
-        async def stand(session: doyen.Session) -> None:
+        async def campaign(session: doyen.Session) -> None:
             async with session.campaign(ELECTION, name=who):
                 pass
 
         def report(opened: int) -> None:
             pid = os.getpid()
             fields = {"threads": probes.threads(pid), "descriptors": probes.descriptors(pid)}
-            reporter.say("opened", sessions=opened, rss=probes.rss(pid), **fields)
+            reporter.report("opened", sessions=opened, rss=probes.rss(pid), **fields)
 
         report(0)
         async with AsyncExitStack() as stack:
-            standing = []
+            candidates = []
             for number in range(1, count + 1):
                 session = await stack.enter_async_context(doyen.connect(url, on_event=sink))
                 waiting.clear()
-                standing.append(asyncio.create_task(stand(session)))
+                candidates.append(asyncio.create_task(campaign(session)))
                 await waiting.wait()
                 report(number)
-            for task in standing:
+            for task in candidates:
                 task.cancel()
-            await asyncio.gather(*standing, return_exceptions=True)
+            await asyncio.gather(*candidates, return_exceptions=True)
 
     asyncio.run(main())
 

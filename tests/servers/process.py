@@ -276,9 +276,7 @@ class Server(ABC):
     def step_clock(self, seconds: float) -> None:
         """Step the wall clock of a server that was created with `own_clock`."""
         if self.clock is None:
-            raise ServerFailed(
-                f"{self.engine} has no clock of its own: create it with own_clock=True"
-            )
+            raise ServerFailed(f"{self.engine} has no own clock: create it with own_clock=True")
         self.clock.step(seconds)
 
     @tidying()

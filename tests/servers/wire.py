@@ -1,4 +1,4 @@
-"""Minimal clients for each server's protocol, enough to check that it answers and to read and write.
+"""Minimal clients for the protocols of the servers, enough to ping, read and write.
 
 They are independent of doyen's adapters and of client libraries, so that a test can inspect a store
 by another path. Calls block, use one connection each and have a timeout. They raise OSError if
