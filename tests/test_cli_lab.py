@@ -42,7 +42,7 @@ def test_a_run_is_the_same_twice(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lab", *arguments, "--tell"]) == 0
     out = capsys.readouterr().out
     assert one["trace_hash"] in out
-    assert "everything held" in out
+    assert "all invariants held" in out
 
 
 def test_a_run_is_written_down_and_replayed(
@@ -54,7 +54,7 @@ def test_a_run_is_written_down_and_replayed(
     assert again["same"]
     assert again["trace_hash"] == one["trace_hash"]
     assert main(["lab", "replay", str(tmp_path / "nothing")]) == 2
-    assert "there is no file" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err
 
 
 def test_a_hunt_shows_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,7 +64,7 @@ def test_a_hunt_shows_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert hunted["seeds"] > 0
     assert hunted["failures"] == []
     assert main(["lab", *arguments]) == 0
-    assert "nothing was found" in capsys.readouterr().out
+    assert "no violation was found" in capsys.readouterr().out
 
 
 def test_what_breaks_is_reduced_told_and_written_down(
@@ -79,7 +79,7 @@ def test_what_breaks_is_reduced_told_and_written_down(
         if main(["lab", "run", "--seed", str(seed), "--nodes", "3"]) == 1:
             break
     out = capsys.readouterr().out
-    assert "BROKEN at" in out
+    assert "VIOLATED at" in out
     assert f"doyen lab replay lab-raft-{seed}.json" in out
     assert main(["lab", "replay", f"lab-raft-{seed}.json"]) == 1
 
@@ -177,13 +177,13 @@ def test_a_change_of_leader_costs_the_same_however_many_wait(
             ["compare", "--protocols", "raft", "--seeds", "1", "--for", "1s", "--plot", "x.gif"],
             "gif",
         ),
-        (["scenario", "nonsense"], "no scenario 'nonsense'"),
+        (["scenario", "nonsense"], "unknown scenario 'nonsense'"),
         (["run", "--world", "quorum", "--faults", "rot"], "no fault 'rot' in the world 'quorum'"),
         (["run", "--for", "9999h", "--save", "no/such/run.json"], "cannot be written"),
         (["compare", "--for", "9999h", "--plot", "no/such/plot.svg"], "cannot be written"),
         (["compare", "--for", "9999h", "--plot", "x"], "plots are .svg or .png, not 'x'"),
         (["scale", "--most", "100000", "--plot", "x.gif"], "not '.gif'"),
-        (["hunt", "--out", "no/such"], "there is no folder 'no/such'"),
+        (["hunt", "--out", "no/such"], "the directory 'no/such' for failed runs does not exist"),
     ],
 )
 def test_what_makes_no_sense_is_refused(

@@ -21,7 +21,7 @@ import pytest
 
 from candidates import WITHIN_S, eventually
 from doyen.cli import main
-from doyen.cli.up.cluster import CandidateProcesses, Chronicle, InjectedFault
+from doyen.cli.up.cluster import CandidateGroup, ElectionHistory, InjectedFault
 from doyen.cli.up.drill import judge, summary
 from doyen.lease.timing import Timing
 
@@ -165,7 +165,7 @@ def test_a_leader_that_nobody_follows_is_a_failure(tmp_path: Path) -> None:
     )
     code, told = drill(tmp_path / "tmp", "--for", "1", "--ttl", "0.4", PYTHONPATH=deaf)
     assert code == 1
-    assert "nobody was elected within" in told["problems"][0]
+    assert "no candidate was elected within" in told["problems"][0]
 
 
 def test_candidates_that_cannot_start_are_quoted(tmp_path: Path) -> None:
@@ -355,9 +355,9 @@ def test_without_rich_changes_are_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "because"),
     [
-        (["--candidates", "1"], "--candidates is 2 to 9"),
-        (["--for", "0"], "--for is a number"),
-        (["--store", "memory://"], "memory:// is within one process"),
+        (["--candidates", "1"], "--candidates must be from 2 to 9"),
+        (["--for", "0"], "--for must be a number"),
+        (["--store", "memory://"], "a memory: store exists within one process only"),
         (["--ttl", "-1"], "ttl"),
     ],
 )
@@ -376,16 +376,16 @@ def elected(name: str, token: int, at: float) -> dict[str, Any]:
     return {**fields, "at": at, "valid_until": at + 0.5, "session": name, **STAMP}
 
 
-def cluster_after_a_kill(folder: Path, *, worst_s: float) -> CandidateProcesses:
+def cluster_after_a_kill(folder: Path, *, worst_s: float) -> CandidateGroup:
     """Its logs tell of a leader that was killed at 11 and followed at 12."""
     folder.mkdir()
-    cluster = CandidateProcesses(
+    cluster = CandidateGroup(
         folder, candidates=2, store="-", timing=Timing(ttl_s=0.6), worst_s=worst_s
     )
-    one, two = cluster.seats
+    one, two = cluster.candidates
     one.audit.write_text(json.dumps(elected(one.name, 3, 10.0)) + "\n")
     cluster.read()
-    cluster.chronicle.pending = InjectedFault("killed", one.name, 3, 11.0)
+    cluster.history.pending = InjectedFault("killed", one.name, 3, 11.0)
     two.audit.write_text(json.dumps(elected(two.name, 4, 12.0)) + "\n")
     cluster.read()
     return cluster
@@ -397,28 +397,28 @@ def test_a_failover_later_than_the_worst_case_is_a_failure(tmp_path: Path) -> No
     assert in_time.times("killed") == [1.0]
     late = judge(cluster_after_a_kill(tmp_path / "late", worst_s=0.9), [], bounded=True)
     assert not late.ok
-    assert "later than the worst case" in summary(late)[-1]
+    assert "this exceeds the worst case" in summary(late)[-1]
 
 
 def test_a_run_in_which_nobody_led_proves_nothing(tmp_path: Path) -> None:
-    cluster = CandidateProcesses(
+    cluster = CandidateGroup(
         tmp_path, candidates=2, store="-", timing=Timing(ttl_s=0.6), worst_s=1.0
     )
     assert not judge(cluster, [], bounded=True).ok
 
 
 def test_a_fault_that_struck_too_late_is_not_credited_with_the_failover() -> None:
-    chronicle = Chronicle()
-    chronicle.take(elected("server1", 3, 10.0))
-    chronicle.pending = InjectedFault("killed", "server1", 3, 11.0)
-    chronicle.take(elected("server2", 4, 10.9))
-    assert [failover.fault for failover in chronicle.failovers] == [None, None]
-    assert chronicle.pending is None
+    history = ElectionHistory()
+    history.add(elected("server1", 3, 10.0))
+    history.pending = InjectedFault("killed", "server1", 3, 11.0)
+    history.add(elected("server2", 4, 10.9))
+    assert [failover.fault for failover in history.failovers] == [None, None]
+    assert history.pending is None
 
 
 def test_a_line_written_after_a_thaw_does_not_make_an_old_leader_the_latest() -> None:
-    chronicle = Chronicle()
-    chronicle.take(elected("server2", 4, 10.9))
-    chronicle.take(elected("server1", 3, 11.5))
-    assert chronicle.latest is not None
-    assert chronicle.latest.name == "server2"
+    history = ElectionHistory()
+    history.add(elected("server2", 4, 10.9))
+    history.add(elected("server1", 3, 11.5))
+    assert history.latest is not None
+    assert history.latest.name == "server2"

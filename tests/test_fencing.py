@@ -62,7 +62,12 @@ def test_an_earlier_token_is_refused_and_its_writes_roll_back(connect: Connect) 
     with new:
         SQLGuard().check(new, "billing", 8)
     old.execute("INSERT INTO ledger VALUES ('stale')")
-    with pytest.raises(StaleToken, match="'billing' has seen token 8 and refuses token 7"), old:
+    with (
+        pytest.raises(
+            StaleToken, match="'billing' refuses token 7, because it has seen the later token 8"
+        ),
+        old,
+    ):
         SQLGuard().check(old, "billing", Term(7))
     assert entries(new) == []
 
@@ -182,7 +187,10 @@ def test_writing_and_appending(file: GuardedFile) -> None:
 def test_an_earlier_token_is_refused(file: GuardedFile) -> None:
     file.write(10, b"new")
     for refused in (file.write, file.append):
-        with pytest.raises(StaleToken, match=r"state\.json' has seen token 10 and refuses token 9"):
+        with pytest.raises(
+            StaleToken,
+            match=r"state\.json' refuses token 9, because it has seen the later token 10",
+        ):
             refused(9, b"old")
     assert (file.read(), file.token) == (b"new", 10)
 

@@ -111,7 +111,9 @@ def test_an_equal_or_later_token_passes_and_an_earlier_one_rolls_back(client: Cl
         client.execute(new, f"INSERT INTO {client.table}_ledger VALUES ({token})")
         client.do(new.commit())
     client.execute(old, f"INSERT INTO {client.table}_ledger VALUES (7)")
-    with pytest.raises(StaleToken, match="'billing' has seen token 8 and refuses token 7"):
+    with pytest.raises(
+        StaleToken, match="'billing' refuses token 7, because it has seen the later token 8"
+    ):
         client.check(old, "billing", 7)
     client.do(old.rollback())
     rows = client.execute(new, f"SELECT entry FROM {client.table}_ledger ORDER BY entry")

@@ -1,23 +1,23 @@
 """Every exception doyen raises, in one tree.
 
     DoyenError
-    ├── ConfigError            a setting, URL or name that cannot work; nothing was started
-    ├── SessionClosed          the session was closed, or belongs to another process (fork)
-    ├── NotElected             `wait_s` passed, or the campaign could not be entered
-    │   └── AlreadyCampaigning this very scope leads the election already: waiting would deadlock
-    ├── OrderFailed            a leader was not made to let go, or not in favour of the heir
-    ├── CommandFailed          a state machine raised an error of its own, on every node alike
+    ├── ConfigError            a setting, URL or name is invalid; nothing was started
+    ├── SessionClosed          the session was closed, or belongs to the parent of a fork
+    ├── NotElected             the campaign ended without leadership, such as after `wait_s`
+    │   └── AlreadyCampaigning the calling scope leads this election; waiting would deadlock
+    ├── OrderFailed            the leader did not resign or transfer as ordered
+    ├── CommandFailed          a state machine raised an error, the same on every node
     ├── LeadershipLost         the term ended before its body did
-    ├── StaleToken             a fenced resource refused a write of an earlier term
-    └── StoreError             the store, as its adapter translated it
-        ├── StoreUnavailable   nothing was done; trying again later may work
-        ├── OutcomeUnknown     the request was sent and no answer came: it may have been done
-        ├── LeaseGone          the lease has ended; everything bound to it is void
+    ├── StaleToken             a fenced resource refused the token of an earlier term
+    └── StoreError             the store failed; raised by its adapter
+        ├── StoreUnavailable   the request was not carried out; a later attempt may succeed
+        ├── OutcomeUnknown     no response came; the request may have been carried out
+        ├── LeaseGone          the lease has ended, and with it everything bound to it
         ├── TicketGone         the ticket is no longer in the line
-        └── StoreUnusable      trying again will not help: wrong file, newer schema, no permission
+        └── StoreUnusable      retrying will not help: wrong file, newer schema, no permission
 
-Messages name the cause and the remedy. Adapters translate their client's errors once, at their
-edge, and keep the original as `__cause__`. This module imports nothing.
+Messages name the cause and the remedy. Adapters translate the errors of their client libraries and
+keep the original as `__cause__`. This module imports nothing.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ __all__ = [
 
 
 class DoyenError(Exception):
-    """Base of everything doyen raises."""
+    """The base of all exceptions of doyen."""
 
 
 class ConfigError(DoyenError, ValueError):
-    """A setting, URL or name that cannot work."""
+    """A setting, URL or name is invalid."""
 
 
 class SessionClosed(DoyenError):
-    """The session has been closed, or was opened by another process before a fork."""
+    """The session has been closed, or was opened by the parent process before a fork."""
 
 
 class NotElected(DoyenError):
@@ -58,39 +58,40 @@ class NotElected(DoyenError):
 
 
 class AlreadyCampaigning(NotElected):
-    """The calling scope already leads this election on this session; waiting would deadlock."""
+    """The calling scope already leads this election with this session; waiting would deadlock."""
 
 
 class OrderFailed(DoyenError):
-    """A leader was not made to let go in time, or not in favour of the heir that was named."""
+    """The leader did not resign in time, or the named successor does not lead."""
 
 
 class CommandFailed(DoyenError):
-    """What was proposed was agreed on, and the state machine raised this, on every node alike."""
+    """The command was committed, and the state machine raised an error, the same on every node."""
 
 
 class LeadershipLost(DoyenError):
-    """The term ended before its body did. Work after `term.valid` turned false must not count."""
+    """The term ended before its body did. Work done after `term.valid` became false must not take
+    effect."""
 
 
 class StaleToken(DoyenError):
-    """A fenced resource has already seen a later term and refused this one."""
+    """A fenced resource has seen the token of a later term and refused this one."""
 
 
 class StoreError(DoyenError):
-    """The store failed, in the words of its adapter."""
+    """The store failed. The message is that of its adapter."""
 
 
 class StoreUnavailable(StoreError):
-    """The request was not carried out. Trying again later may work."""
+    """The request was not carried out. A later attempt may succeed."""
 
 
 class OutcomeUnknown(StoreError):
-    """The request was sent and no answer came. It may have been carried out."""
+    """The request was sent and no response came. It may have been carried out, or may be later."""
 
 
 class LeaseGone(StoreError):
-    """The lease has ended (expired, revoked or proved dead). It never comes back."""
+    """The lease has ended: expired, revoked, or its holder proved dead. It cannot be renewed."""
 
 
 class TicketGone(StoreError):
@@ -98,4 +99,4 @@ class TicketGone(StoreError):
 
 
 class StoreUnusable(StoreError):
-    """The store cannot be used as it is, and trying again will not change that."""
+    """The store cannot be used in its present state. Retrying will not help."""

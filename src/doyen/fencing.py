@@ -1,15 +1,15 @@
 """Fencing: resources that refuse the token of an earlier term.
 
-A lease keeps leaders apart in time as far as clocks and schedulers allow. A process can still be
-paused between its last look at `term.valid` and its write, and find on waking that another leads.
-What stops that write is the resource itself, which remembers the highest token it has seen.
+A lease separates leaders in time as far as clocks and schedulers allow. A process can still be
+paused between its last check of `term.valid` and its write, and continue when another leads. That
+write can only be refused by the resource itself, which remembers the highest token it has seen.
 
-- `SQLGuard` is one statement in the caller's own transaction: the check and the writes commit
-  together or not at all.
+- `SQLGuard` checks the token in the caller's own transaction, so that the check and the writes
+  commit together or not at all.
 - `GuardedFile` is a file whose content only the holder of the highest token can replace.
 
-Both take a `Term`, or anything with a `token`, or the number itself. One resource belongs to one
-election: tokens of different elections do not compare. May import errors only.
+Both take a `Term`, any object with a `token`, or the number itself. A resource must be used by one
+election only, because tokens of different elections cannot be compared. May import errors only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["GuardedFile", "HasToken", "SQLGuard"]
 
 
 class HasToken(Protocol):
-    """A term, as far as fencing is concerned."""
+    """An object with a token, such as a term."""
 
     @property
     def token(self) -> int: ...
@@ -44,12 +44,12 @@ _TOKEN_MAX = 2**63 - 1
 def _token_of(token: int | HasToken) -> int:
     number = getattr(token, "token", token)
     if type(number) is not int or not 0 <= number <= _TOKEN_MAX:
-        raise ConfigError(f"a token is a whole number from 0 to 2**63 - 1, not {number!r}")
+        raise ConfigError(f"a token must be an integer from 0 to 2**63 - 1; got {number!r}")
     return number
 
 
 class SQLGuard:
-    """A table of the highest token seen, checked in the same transaction as the writes it guards.
+    """A table of the highest tokens seen, checked in the same transaction as the guarded writes.
 
     >>> guard = SQLGuard()
     >>> connection = sqlite3.connect(":memory:")
@@ -61,42 +61,44 @@ class SQLGuard:
     ...     guard.check(connection, "billing", 6)
     Traceback (most recent call last):
     ...
-    doyen.errors.StaleToken: 'billing' has seen token 7 and refuses token 6: another has led since
+    doyen.errors.StaleToken: 'billing' refuses token 6, because it has seen the later token 7
 
-    Guaranteed: of two transactions that both pass `check` and commit, the one with the higher
-    token commits last. The row is locked from the check to the commit, so do it early, keep the
-    transaction short, and let `StaleToken` roll it back.
+    Guarantee: of two transactions that both pass `check` and commit, the one with the higher token
+    commits last. The row is locked from the check to the commit. So check at the beginning of the
+    transaction, keep it short, and roll it back on `StaleToken`.
 
     Works with connections of sqlite3, of psycopg and psycopg2 (PostgreSQL), and of PyMySQL,
     mysqlclient and mysql.connector (MySQL, MariaDB); `create_async` and `check_async` with those of
-    psycopg, asyncmy and aiomysql. In SQLite every writer waits for every other, so a process paused
-    inside its transaction holds the others up until it goes on or dies; elsewhere only writers of
-    the same resource wait.
+    psycopg, asyncmy and aiomysql. In SQLite all writers wait for each other, so a process that is
+    paused inside its transaction blocks the others until it continues or dies; in the other
+    databases only writers of the same resource wait.
     """
 
     def __init__(self, table: str = "doyen_fence") -> None:
         if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?", table, re.ASCII):
-            raise ConfigError(f"a table's name has letters, digits and underscores, not {table!r}")
+            raise ConfigError(
+                f"a table name may have letters, digits and underscores only; got {table!r}"
+            )
         self._table = table
 
     def create(self, connection: Any) -> None:
-        """Create the table if it is not there. Takes effect on commit; in MySQL at once."""
+        """Create the table if it does not exist. Takes effect on commit; in MySQL at once."""
         _drive(connection, self._creation(_engine_of(connection, asynchronous=False)))
 
     def check(self, connection: Any, resource: str, token: int | HasToken) -> None:
         """Raise `StaleToken` if `resource` has seen a later token; else remember this one.
 
-        The open transaction is the guard: outside one, `ConfigError` is raised.
+        Raises `ConfigError` outside a transaction, where the check would protect nothing.
         """
         engine = _engine_of(connection, asynchronous=False)
         _drive(connection, self._checking(engine, connection, resource, _token_of(token)))
 
     async def create_async(self, connection: Any) -> None:
-        """As `create`, on an asynchronous connection."""
+        """Like `create`, for an asynchronous connection."""
         await _drive_async(connection, self._creation(_engine_of(connection, asynchronous=True)))
 
     async def check_async(self, connection: Any, resource: str, token: int | HasToken) -> None:
-        """As `check`, on an asynchronous connection."""
+        """Like `check`, for an asynchronous connection."""
         engine = _engine_of(connection, asynchronous=True)
         steps = self._checking(engine, connection, resource, _token_of(token))
         await _drive_async(connection, steps)
@@ -116,16 +118,16 @@ class SQLGuard:
             f" {engine.on_conflict} token = {engine.greatest}({self._table}.token, {mark})",
             (resource, number, number),
         )
-        # Asked afterwards, since in many clients' default mode the statement itself begins one.
-        if engine.asks_whether_open:
-            is_open = yield (engine.asks_whether_open, ())
+        # Checked after the statement, because with many clients it begins the transaction.
+        if engine.transaction_query:
+            is_open = yield (engine.transaction_query, ())
         else:
             is_open = _in_transaction(connection)
         if not is_open:
             raise ConfigError(
-                "the token was checked outside a transaction, where it protects nothing:"
-                f" this connection is in autocommit mode, so execute {engine.begin} before the"
-                " check, and COMMIT after the writes"
+                "the token was checked outside a transaction, which protects nothing: this"
+                f" connection is in autocommit mode, so execute {engine.begin} before the check,"
+                " and COMMIT after the writes"
             )
         seen = yield (
             f"SELECT token FROM {self._table} WHERE resource = {mark}{engine.locking}",
@@ -136,11 +138,11 @@ class SQLGuard:
 
 
 _Steps = Generator[tuple[str, tuple[object, ...]], Any, None]
-"""Statements to execute; each is answered with the one value that it yields, if any."""
+"""Yields statements to execute, and is sent the single value that each returns, if any."""
 
 
 class _Engine(NamedTuple):
-    """How a database wants to be asked."""
+    """The SQL dialect of a database."""
 
     mark: str = "%s"
     text: str = "VARCHAR(200)"
@@ -149,16 +151,16 @@ class _Engine(NamedTuple):
     greatest: str = "GREATEST"
     locking: str = ""
     begin: str = "BEGIN"
-    asks_whether_open: str = ""
+    transaction_query: str = ""
 
 
 _SQLITE = _Engine(mark="?", greatest="MAX", begin="BEGIN IMMEDIATE")
-_POSTGRESQL = _Engine(asks_whether_open="SELECT txid_current_if_assigned() IS NOT NULL")
+_POSTGRESQL = _Engine(transaction_query="SELECT txid_current_if_assigned() IS NOT NULL")
 _MYSQL = _Engine(
-    text="VARBINARY(800)",  # text would be compared without regard to case
+    text="VARBINARY(800)",  # text would be compared case-insensitively
     table_options=" ENGINE = InnoDB",
     on_conflict="ON DUPLICATE KEY UPDATE",
-    locking=" FOR UPDATE",  # not as of the transaction's beginning, but as it is
+    locking=" FOR UPDATE",  # the current value, not that of the transaction's snapshot
 )
 _ENGINES = {
     "sqlite3": _SQLITE,
@@ -194,7 +196,7 @@ def _engine_of(connection: object, *, asynchronous: bool) -> _Engine:
 
 
 def _in_transaction(connection: Any) -> bool:
-    """Whether a transaction is open, as the client of SQLite or MySQL knows it."""
+    """Whether a transaction is open, as the client of SQLite or MySQL reports it."""
     if hasattr(connection, "in_transaction"):
         return bool(connection.in_transaction)
     if hasattr(connection, "get_transaction_status"):
@@ -233,7 +235,7 @@ async def _drive_async(connection: Any, steps: _Steps) -> None:
 
 
 def _plain(cursor: Any) -> Any:
-    """Without the caller's row factory, which may return anything."""
+    """The cursor without the caller's row factory, which may return rows of any type."""
     if isinstance(cursor, sqlite3.Cursor):
         cursor.row_factory = None
     elif type(cursor).__module__.partition(".")[0] == "psycopg":
@@ -248,12 +250,12 @@ def _only(row: Any) -> Any:
 
 def _stale(resource: str, token: int, seen: int) -> StaleToken:
     return StaleToken(
-        f"{resource!r} has seen token {seen} and refuses token {token}: another has led since"
+        f"{resource!r} refuses token {token}, because it has seen the later token {seen}"
     )
 
 
 class _Seen(NamedTuple):
-    """What lies in a file's fence: tokens that were claimed, and drafts by token."""
+    """The contents of a fence directory: claimed tokens, and drafts with their tokens."""
 
     claims: list[int]
     drafts: list[tuple[int, str]]
@@ -270,25 +272,25 @@ class GuardedFile:
     ...     file.read(), file.token
     (b'one, two', 8)
 
-    Guaranteed, on a local file system:
+    Guarantees, on a local file system:
 
-    - A reader sees an old content or a new one, whole, whatever crashes when.
-    - Once a call with a token has begun to write or returned, no call with a lower one changes
-      the file: it raises `StaleToken`. That holds for a process paused at any point, even between
-      its last check and its write, and through a power cut.
-    - Nobody waits for the holder of another token, so a paused or hung one holds nobody up.
-      Writers with the *same* token (one leader's processes and threads) take turns.
+    - A reader sees either the old or the new content, complete, also after a crash.
+    - Once a call with a token has begun to write or has returned, calls with lower tokens raise
+      `StaleToken` and do not change the file. This holds for a process that was paused at any
+      point, even between its last check and its write, and after a power failure.
+    - Writers with different tokens do not wait for each other, so a paused process blocks no other.
+      Writers with the *same* token (processes and threads of one leader) take turns.
 
-    A new leader that wants to read before it writes first says `append(term, b"")`: from then on
-    nothing of an earlier term can slip in after the reading.
+    A new leader that reads before it writes must first call `append(term, b"")`: after that call,
+    no write of an earlier term can follow the read.
 
-    How: beside the file stands a directory `<name>.fence`, which belongs to it and must be moved,
-    backed up and deleted with it. In it a *claim*, an empty file, names the highest token seen. A
-    writer lays its claim, throws away the *drafts* of all lower tokens, writes its own draft,
-    looks whether a higher claim has appeared, and renames its draft over the file. A lower writer
-    therefore either had its draft there before the higher claim, and it is thrown away, so that
-    there is nothing left to rename; or it sees the claim when it looks. No lock is needed between
-    tokens, and none is held. Appending copies the content: meant for state, not for large logs.
+    Implementation: beside the file there is a directory `<name>.fence`, which must be moved, backed
+    up and deleted together with the file. An empty file in it, the *claim*, names the highest token
+    seen. A writer creates its claim, deletes the *drafts* of all lower tokens, writes its own
+    draft, checks for a higher claim, and renames its draft over the file. If a lower writer created
+    its draft before the higher claim, the draft is deleted and its rename fails; if after, it finds
+    the claim. So no lock is needed between different tokens. Appending copies the content, so this
+    is suitable for state and not for large logs.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -296,7 +298,7 @@ class GuardedFile:
         self._fence = self.path.with_name(self.path.name + ".fence")
 
     def read(self) -> bytes:
-        """The content. Raises `FileNotFoundError` if nothing was ever written."""
+        """The content. Raises `FileNotFoundError` if nothing has been written."""
         return self.path.read_bytes()
 
     @property
@@ -313,7 +315,7 @@ class GuardedFile:
             self._replace(number, data)
 
     def append(self, token: int | HasToken, data: bytes) -> None:
-        """Add to the content, atomically and durably."""
+        """Append to the content, atomically and durably."""
         with self._claimed(_token_of(token)) as number:
             try:
                 before = self.read()
@@ -323,7 +325,8 @@ class GuardedFile:
 
     @contextmanager
     def _claimed(self, token: int) -> Iterator[int]:
-        """In here no lower token can change the file, and nobody with the same one is writing."""
+        """Within this context no lower token can change the file, and no other holder of the same
+        token is writing."""
         if not self._fence.is_dir():
             self._fence.mkdir(exist_ok=True)
             _fsync_directory(self._fence.parent)
@@ -337,7 +340,7 @@ class GuardedFile:
                 if other < token:
                     (self._fence / name).unlink(missing_ok=True)
             yield token
-            # Not before its own claim is durable and the drafts of those it replaces are gone.
+            # Only after the own claim is durable and the drafts with lower tokens are deleted.
             for other in seen.claims:
                 if other < token:
                     (self._fence / f"{other}.claim").unlink(missing_ok=True)
@@ -348,7 +351,9 @@ class GuardedFile:
         draft = self._fence / f"{token}.{uuid.uuid4().hex}.draft"
         try:
             self._write_draft(draft, data)
-            _fsync_directory(self._fence)  # the claim is durable before what it protects is seen
+            _fsync_directory(
+                self._fence
+            )  # the claim must be durable before the new content is visible
             self._refuse_if_stale(token)
             os.rename(draft, self.path)
         except FileNotFoundError:

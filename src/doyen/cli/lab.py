@@ -1,4 +1,4 @@
-"""`doyen lab …`: simulated clusters. The lab has the results; this shows them."""
+"""`doyen lab …`: run simulated clusters with `doyen.lab`, and print the results."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 __all__ = ["MANUAL", "configure", "run"]
 
 MANUAL = """\
-The cores, nodes, sessions and elections that run on real machines, in a world where time, links,
-disks, clocks and crashes follow from one seed. The same seed gives the same run, to the event.
-After every event it is checked that nobody leads beside another, that what was agreed on never
-changes and is on enough disks, and, of whole nodes, that terms do not overlap and tokens increase;
-in the end, that clients saw one history, that nothing acknowledged is lost, and that once all is
-healed somebody leads again.
+Runs the same protocols, nodes, sessions and elections as on real machines in a simulation, where
+time, network, disks, clocks and crashes follow from one seed. The same seed gives the same run,
+event by event. After every event the lab checks that there is one leader at a time and that
+committed entries never change and are on enough disks; with whole nodes also that terms do not
+overlap and tokens increase. At the end it checks that clients saw one consistent history, that no
+acknowledged write is lost, and that a leader is elected once all faults are healed.
 
-A run that breaks something is reduced to the few decisions that matter and told as a story; the
-file that is written replays it. A hunt ends when its time is up or three runs have failed;
-interrupted, it tells and writes down what it has.
+If a run violates an invariant, it is reduced to the few faults that matter and described step by
+step; the file that is written replays it. A hunt ends when its time is over or after three failed
+runs; when interrupted, it prints and writes what it has found so far.
 
 exit codes:
-  0    everything held
-  1    something did not: it is told, and written down
+  0    all invariants held
+  1    an invariant was violated; the run is described and written to a file
   others as for every command: see doyen --help
 
 examples:
@@ -51,7 +51,7 @@ _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def duration(text: str) -> float:
-    """The type of an option that takes a time: `90`, `90s`, `10m`, `1h`.
+    """The argparse type of a duration: `90`, `90s`, `10m`, `1h`.
 
     >>> duration("1h"), duration("90"), duration("1.5m")
     (3600.0, 90.0, 90.0)
@@ -62,18 +62,18 @@ def duration(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time: 90s, 10m, 1h")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration, such as 90s, 10m or 1h")
     return value
 
 
 def number(text: str) -> int:
-    """The type of an option that says how many.
+    """The argparse type of a number of at least 1.
 
     >>> number("5")
     5
     """
     if not (text.isascii() and text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 up")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
@@ -81,7 +81,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     manual(parser, MANUAL)
     actions = parser.add_subparsers(
-        dest="action", required=True, metavar="ACTION", title="actions", help="what to do"
+        dest="action", required=True, metavar="ACTION", title="actions", help="the action"
     )
 
     def action(name: str, summary: str) -> argparse.ArgumentParser:
@@ -97,44 +97,64 @@ def configure(parser: argparse.ArgumentParser) -> None:
         return added
 
     one = action("run", "run one seed")
-    one.add_argument("--protocol", default="raft", metavar="NAME", help="default: raft")
-    one.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
-    one.add_argument("--tell", action="store_true", help="tell what happened, a line each")
     one.add_argument(
-        "--save", metavar="FILE", help="write the run down (default: only if it fails)"
+        "--protocol", default="raft", metavar="NAME", help="the protocol (default: raft)"
     )
-    many = action("hunt", "try seed after seed, on every core, and see whether something breaks")
-    many.add_argument(
-        "--protocols", default="raft", metavar="NAME,…", help="or all (default: raft)"
+    one.add_argument("--seed", type=int, default=0, metavar="N", help="the seed (default: 0)")
+    one.add_argument("--tell", action="store_true", help="print what happened, one line per event")
+    one.add_argument(
+        "--save", metavar="FILE", help="write the run to this file (default: only if it fails)"
     )
-    many.add_argument("--limit", type=duration, default=60.0, metavar="TIME", help="default: 60s")
+    many = action("hunt", "run seed after seed, on all CPUs, and report violations")
     many.add_argument(
-        "--jobs", type=number, default=os.cpu_count() or 1, metavar="N", help="default: every core"
+        "--protocols",
+        default="raft",
+        metavar="NAME,…",
+        help="the protocols, or all (default: raft)",
     )
-    many.add_argument("--first", type=int, default=0, metavar="SEED", help="default: 0")
     many.add_argument(
-        "--out", default=".", metavar="FOLDER", help="where failures are written (default: here)"
+        "--limit", type=duration, default=60.0, metavar="TIME", help="the time limit (default: 60s)"
+    )
+    many.add_argument(
+        "--jobs",
+        type=number,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="the number of processes (default: the number of CPUs)",
+    )
+    many.add_argument(
+        "--first", type=int, default=0, metavar="SEED", help="the first seed (default: 0)"
+    )
+    many.add_argument(
+        "--out",
+        default=".",
+        metavar="DIRECTORY",
+        help="the directory for failed runs (default: here)",
     )
     for each in (one, many):
         each.add_argument(
             "--world",
             choices=("cores", "quorum"),
             default="cores",
-            help="bare protocols, or whole nodes with candidates on them (default: cores)",
+            help="protocol cores only, or whole nodes with candidates (default: cores)",
         )
-    side = action("compare", "the same faults to each protocol, side by side")
-    side.add_argument("--protocols", default="all", metavar="NAME,…", help="default: all")
+    side = action("compare", "run all protocols with the same faults, and compare them")
     side.add_argument(
-        "--seeds", type=number, default=10, metavar="N", help="how many (default: 10)"
+        "--protocols", default="all", metavar="NAME,…", help="the protocols (default: all)"
+    )
+    side.add_argument(
+        "--seeds", type=number, default=10, metavar="N", help="the number of seeds (default: 10)"
     )
     for each in (one, side):
-        each.add_argument("--nodes", type=number, default=5, metavar="N", help="default: 5")
+        each.add_argument(
+            "--nodes", type=number, default=5, metavar="N", help="the number of nodes (default: 5)"
+        )
     for each in (one, many, side):
         each.add_argument(
             "--faults",
             default="all",
             metavar="KIND,…",
-            help="or none, or a plot: seesaw, remnant, rivals (default: all)",
+            help="kinds, or none, or a scripted plan: seesaw, remnant, rivals (default: all)",
         )
         each.add_argument(
             "--for",
@@ -142,24 +162,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
             type=duration,
             default=20.0,
             metavar="TIME",
-            help="how long there is trouble in a run, in virtual time (default: 20s)",
+            help="how long faults are injected, in virtual time (default: 20s)",
         )
-    cost = action("scale", "what an election costs, for ten candidates and a hundred thousand")
-    cost.add_argument("--most", type=number, default=1000, metavar="N", help="default: 1000")
+    cost = action("scale", "measure the cost of an election with 10 to 100,000 candidates")
+    cost.add_argument(
+        "--most",
+        type=number,
+        default=1000,
+        metavar="N",
+        help="the largest number of candidates (default: 1000)",
+    )
     for each in (side, cost):
         each.add_argument(
             "--plot",
             metavar="FILE",
-            help="draw it: .svg, or .png with matplotlib (default: do not)",
+            help="draw a chart: .svg, or .png with matplotlib (default: none)",
         )
-    told = action("scenario", "what the documents teach, acted out")
-    told.add_argument("name", nargs="?", metavar="NAME", help="default: a list of them")
-    again = action("replay", "run again what was written down")
-    again.add_argument("file", metavar="FILE", help="what run or hunt has written")
+    scenario = action("scenario", "run a scenario of the documentation, with explanations")
+    scenario.add_argument(
+        "name", nargs="?", metavar="NAME", help="the scenario (default: list all)"
+    )
+    replay = action("replay", "repeat a run from a file")
+    replay.add_argument("file", metavar="FILE", help="a file written by run or hunt")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do one of them."""
+    """Carry out the action."""
     try:
         import msgspec  # noqa: F401
     except ModuleNotFoundError as error:
@@ -177,9 +205,9 @@ def _protocols(text: str) -> tuple[str, ...]:
 
 
 def _check_file(file: str | None) -> None:
-    """Whether it can be written, as far as can be told before the work rather than after it."""
+    """Check before a long run that the file can probably be written."""
     if file and (Path(file).is_dir() or not Path(file).parent.is_dir()):
-        raise ConfigError(f"{file!r} cannot be written: name a file in a folder that is there")
+        raise ConfigError(f"{file!r} cannot be written: name a file in an existing directory")
 
 
 def _check_plot(file: str | None) -> None:
@@ -233,7 +261,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _reduce(outcome: RunOutcome) -> tuple[FoundFailure, Exit]:
-    """Make it small, which takes hundreds of runs, unless it is interrupted."""
+    """Reduce a failed run, which takes hundreds of runs, unless interrupted."""
     from doyen.lab import runner
 
     try:
@@ -243,17 +271,17 @@ def _reduce(outcome: RunOutcome) -> tuple[FoundFailure, Exit]:
 
 
 def _print_run(outcome: RunOutcome, story: list[str], took_s: float, file: str | None) -> None:
-    told = {**_as_dict(outcome), "took_s": round(took_s, 3), "file": file}
-    print_json({**told, "story": story} if story else told)
+    result = {**_as_dict(outcome), "took_s": round(took_s, 3), "file": file}
+    print_json({**result, "story": story} if story else result)
 
 
 def _as_dict(outcome: RunOutcome) -> dict[str, Any]:
     import msgspec
 
-    told = msgspec.to_builtins(outcome)
-    plan = told.pop("plan")
+    fields = msgspec.to_builtins(outcome)
+    plan = fields.pop("plan")
     kept = ("protocol", "nodes", "seed", "world", "for_s")
-    return {**{name: plan[name] for name in kept}, "ok": outcome.ok, **told}
+    return {**{name: plan[name] for name in kept}, "ok": outcome.ok, **fields}
 
 
 def _show(out: Console, outcome: RunOutcome, took_s: float) -> None:
@@ -264,28 +292,30 @@ def _show(out: Console, outcome: RunOutcome, took_s: float) -> None:
     )
     out.print(
         f"{outcome.events:,} events in {took_s:.1f} s ({outcome.events / max(took_s, 1e-9):,.0f}"
-        f" a second, {figures.virtual_s / max(took_s, 1e-9):,.0f} times real time)"
+        f" per second, {figures.virtual_s / max(took_s, 1e-9):,.0f} times real time)"
     )
     out.print(
-        f"{figures.leaders} leaders, {figures.commits:,} entries agreed on, {figures.writes:,}"
+        f"{figures.leaders} leaders, {figures.commits:,} entries committed, {figures.writes:,}"
         f" writes and {figures.reads:,} reads answered, available"
         f" {figures.available_share:.1%} of the time"
     )
     out.print(f"trace {outcome.trace_hash}")
     if outcome.ok:
-        out.print("everything held", style="green")
+        out.print("all invariants held", style="green")
     for violation in outcome.violations:
-        out.print(f"BROKEN at {violation.at:g} s: {violation.kind}: {violation.text}", style="red")
+        out.print(
+            f"VIOLATED at {violation.at:g} s: {violation.kind}: {violation.text}", style="red"
+        )
 
 
 def _show_found(out: Console, found: FoundFailure, file: Path | None) -> None:
     plan = found.outcome.plan
     if found.story:
-        out.print(f"reduced to {len(plan.faults)} decisions, {plan.nodes} nodes; its story:")
+        out.print(f"reduced to {len(plan.faults)} faults, {plan.nodes} nodes; what happened:")
         for line in found.story:
             out.print(line)
     else:
-        out.print(f"not reduced: {len(plan.faults)} decisions, {plan.nodes} nodes")
+        out.print(f"not reduced: {len(plan.faults)} faults, {plan.nodes} nodes")
         for violation in found.outcome.violations:
             out.print(f"{violation.kind}: {violation.text}")
     if file is not None:
@@ -301,16 +331,16 @@ def _hunt(args: argparse.Namespace) -> int:
     kept: list[tuple[FoundFailure, Path | None]] = []
 
     def keep(found: FoundFailure) -> None:
-        """At once: a hunt may be long, and broken off."""
+        """Write a failed run at once, because the hunt may be interrupted."""
         try:
             file = runner.keep(Path(args.out), found.outcome, found.story)
         except OSError as error:
             file = None
-            shown.warn(f"doyen: a failure was not written down: {error}")
+            shown.warn(f"doyen: a failed run could not be written: {error}")
         kept.append((found, file))
 
     if not Path(args.out).is_dir():
-        raise ConfigError(f"there is no folder {args.out!r} to write failures to")
+        raise ConfigError(f"the directory {args.out!r} for failed runs does not exist")
     interrupted = 0
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -339,7 +369,7 @@ def _hunt(args: argparse.Namespace) -> int:
             out.print(f"{found.protocol}, seed {found.seed}:", style="red")
             _show_found(out, found, file)
         if not kept:
-            out.print("nothing was found", style="green")
+            out.print("no violation was found", style="green")
     if interrupted:
         return 128 + interrupted
     return Exit.NO if kept else Exit.DONE
@@ -358,27 +388,27 @@ def _print_hunt(
         {**_as_dict(found.outcome), "story": found.story, "file": file and str(file)}
         for found, file in kept
     ]
-    told = {**msgspec.to_builtins(progress), "interrupted": interrupted, "failures": failures}
-    print_json(told)
+    result = {**msgspec.to_builtins(progress), "interrupted": interrupted, "failures": failures}
+    print_json(result)
 
 
 def _progress_line(progress: HuntProgress) -> str:
     rate = progress.events / max(progress.elapsed_s, 1e-9)
     return (
         f"{progress.elapsed_s:,.0f} s: {progress.seeds:,} seeds, {progress.events:,} events"
-        f" ({rate:,.0f} a second), {progress.virtual_s / 3600:,.1f} h of virtual time,"
-        f" {progress.found} found"
+        f" ({rate:,.0f} per second), {progress.virtual_s / 3600:,.1f} h of virtual time,"
+        f" {progress.found} failed"
     )
 
 
 class _Progress:
-    """One line that is written over, on a terminal; a line a minute elsewhere."""
+    """Shows progress: on a terminal one line that is overwritten, otherwise a line per minute."""
 
     def __init__(self, begun: HuntProgress, *, silent: bool) -> None:
         self.latest = begun
         self._silent = silent
         self._live = sys.stderr.isatty()
-        self._told_at = 0.0
+        self._printed_at = 0.0
 
     def __call__(self, progress: HuntProgress) -> None:
         self.latest = progress
@@ -386,8 +416,8 @@ class _Progress:
             return
         if self._live:
             print(f"\r\x1b[K{_progress_line(progress)}", end="", file=sys.stderr, flush=True)
-        elif progress.elapsed_s - self._told_at >= 60:
-            self._told_at = progress.elapsed_s
+        elif progress.elapsed_s - self._printed_at >= 60:
+            self._printed_at = progress.elapsed_s
             print(_progress_line(progress), file=sys.stderr, flush=True)
 
     def end(self) -> None:
@@ -421,9 +451,9 @@ def _compare(args: argparse.Namespace) -> int:
         out = console()
         out.print(_compared(rows))
         runs = f"{args.seeds} runs" if args.seeds > 1 else "one run"
-        out.print(f"medians of {runs} with the same faults at the same times")
+        out.print(f"medians of {runs}, with the same faults at the same times")
         if args.plot:
-            out.print(f"drawn in {args.plot}")
+            out.print(f"the chart is in {args.plot}")
     return Exit.NO if any(row.violations for row in rows) else Exit.DONE
 
 
@@ -458,7 +488,7 @@ def _scale(args: argparse.Namespace) -> int:
 
     sizes = [size for size in SIZES if size <= args.most]
     if len(sizes) < 2:
-        raise ConfigError(f"--most is {SIZES[1]} or more, not {args.most}")
+        raise ConfigError(f"--most must be at least {SIZES[1]}; got {args.most}")
     _check_plot(args.plot)
 
     def progress(line: str) -> None:
@@ -502,7 +532,7 @@ def _scenario(args: argparse.Namespace) -> int:
             out.print(table)
         return Exit.DONE
     if args.name not in SCENARIOS:
-        raise ConfigError(f"no scenario {args.name!r}; there are {', '.join(SCENARIOS)}")
+        raise ConfigError(f"unknown scenario {args.name!r}; known are {', '.join(SCENARIOS)}")
     played = act(args.name)
     if args.json:
         print_json(played.as_dict())
@@ -523,7 +553,7 @@ def _replay(args: argparse.Namespace) -> int:
 
     path = Path(args.file)
     if not path.is_file():
-        raise ConfigError(f"there is no file {path}")
+        raise ConfigError(f"the file {path} does not exist")
     outcome, story, same = runner.replay(path)
     if args.json:
         print_json({**_as_dict(outcome), "same": same, "story": story})
@@ -531,11 +561,14 @@ def _replay(args: argparse.Namespace) -> int:
         out = console()
         for line in story:
             out.print(line)
-        out.print(f"trace {outcome.trace_hash}" + ("" if same else ", which is another run"))
+        out.print(
+            f"trace {outcome.trace_hash}"
+            + ("" if same else ", which differs from the recorded run")
+        )
         if not same:
-            out.print("the code, or the file, has changed since it was written", style="yellow")
+            out.print("the code or the file has changed since the run was recorded", style="yellow")
         if outcome.ok:
-            out.print("everything held", style="green")
+            out.print("all invariants held", style="green")
     return Exit.DONE if outcome.ok else Exit.NO
 
 

@@ -1,10 +1,10 @@
-"""`doyen up`: a quorum of three nodes and a few candidates on this machine, to play with.
+"""`doyen up`: a quorum of three nodes and some candidates on this machine, for demonstration.
 
-In a terminal it is a live view, in which the user kills and freezes candidates and watches the
-failover (`live`). Without one, or with `--for`, leaders are killed and frozen in turn and the run
-ends by itself (`drill`). Either way the candidates' audit logs are verified in the end.
+In a terminal it shows a live view in which the user kills and freezes candidates (`live`). Without
+a terminal, or with `--for`, leaders are killed and frozen in turn and the run ends by itself
+(`drill`). In both cases the audit logs of the candidates are verified at the end.
 
-Candidates run as modules of this package, so importing it must stay cheap and import none of them.
+Candidates run as modules of this package, so importing it must be cheap and import none of them.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ from doyen.errors import ConfigError
 
 if TYPE_CHECKING:
     from doyen.cli.up.drill import DrillResult
-    from doyen.cli.up.quorum import Quorum
+    from doyen.cli.up.quorum import NodeGroup
 
 __all__ = ["MANUAL", "configure", "run"]
 
 _DRILL_S = 10.0
 
 MANUAL = """\
-Starts a quorum of three nodes and some candidates that meet there, each a process of this machine;
-with --store the candidates meet in that store. In a terminal it is a live view, with keys that kill
-and freeze the leader and the quorum's own; try `doyen line`, `watch`, `resign`, `transfer` and
-`cluster status` on it from another one. Without a terminal, with --for or with --json, leaders are
-killed and frozen in turn. Either way the audit logs of the candidates are verified in the end.
+Starts a quorum of three nodes and some candidates that use it as their store, each as a process on
+this machine; with --store the candidates use that store instead. In a terminal it shows a live
+view, with keys that kill and freeze the leader of the election and the leader of the quorum; try
+`doyen line`, `watch`, `resign`, `transfer` and `cluster status` from another terminal. Without a
+terminal, with --for or with --json, leaders are killed and frozen in turn. In both cases the audit
+logs of the candidates are verified at the end.
 
 exit codes:
-  0    the audit logs prove that there never were two leaders and that tokens
-       increased, and, if unattended, each failover was within the worst case
-  1    they do not; the logs are kept, and it is said where
+  0    the audit logs prove that there were never two leaders at a time and that
+       tokens increased; unattended, no failover exceeded the worst case
+  1    otherwise; the logs are kept, and their directory is printed
   others as for every command: see doyen --help
 
 examples:
   doyen up
-  # half a minute unattended, with a summary for a program
+  # half a minute unattended, with a summary in JSON
   doyen up --candidates 5 --ttl 1 --for 30 --json
 """
 
@@ -57,7 +58,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     manual(parser, MANUAL)
     parser.add_argument(
-        "--candidates", type=int, default=3, metavar="N", help="how many, 2 to 9 (default: 3)"
+        "--candidates",
+        type=int,
+        default=3,
+        metavar="N",
+        help="the number of candidates, 2 to 9 (default: 3)",
     )
     parser.add_argument(
         "--ttl",
@@ -65,7 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=2.0,
         metavar="SECONDS",
-        help="how long a silent leader keeps its lease (default: 2)",
+        help="how long a lease lives without a renewal (default: 2)",
     )
     parser.add_argument(
         "--for",
@@ -77,46 +82,46 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--store",
         metavar="URL",
-        help="where the candidates meet (default: three nodes of doyen's own, removed afterwards)",
+        help="the store of the candidates (default: a quorum of three nodes, removed afterwards)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start candidates, let the user or the drill have a go at them, and judge."""
+    """Start the candidates, inject faults, and verify the audit logs."""
     if not 2 <= args.candidates <= 9:
-        raise ConfigError(f"--candidates is 2 to 9, not {args.candidates}: one leads, one waits")
+        raise ConfigError(f"--candidates must be from 2 to 9; got {args.candidates}")
     if args.for_s is not None and not 0 < args.for_s < float("inf"):
-        raise ConfigError(f"--for is a number of seconds above 0, not {args.for_s:g}")
+        raise ConfigError(f"--for must be a number of seconds above 0; got {args.for_s:g}")
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     live = at_terminal and args.for_s is None and not args.json
     with _Interrupts() as interrupts:
-        folder = Path(tempfile.mkdtemp(prefix="doyen-up-"))
+        directory = Path(tempfile.mkdtemp(prefix="doyen-up-"))
         keep = False
         try:
-            verdict = _play(args, folder, interrupts, live=live)
+            verdict = _run(args, directory, interrupts, live=live)
             keep = not verdict.ok
-            _tell(verdict, args, folder, keep=keep)
+            _print(verdict, args, directory, keep=keep)
         finally:
             if not keep:
-                shutil.rmtree(folder)
+                shutil.rmtree(directory)
     if interrupts.received is not None and not (live and interrupts.received == signal.SIGINT):
         return 128 + interrupts.received
     return Exit.DONE if verdict.ok else Exit.NO
 
 
-def _play(
-    args: argparse.Namespace, folder: Path, interrupts: _Interrupts, *, live: bool
+def _run(
+    args: argparse.Namespace, directory: Path, interrupts: _Interrupts, *, live: bool
 ) -> DrillResult:
-    from doyen.cli.up.cluster import CandidateProcesses, timing_on
+    from doyen.cli.up.cluster import CandidateGroup, timing_on
     from doyen.cli.up.drill import Drill, judge
 
     problems: list[str] = []
     with ExitStack() as stack:
-        quorum = None if args.store else _quorum(folder, stack)
-        store = args.store or (quorum.url if quorum else _file(folder))
+        quorum = None if args.store else _quorum(directory, stack)
+        store = args.store or (quorum.url if quorum else _file(directory))
         timing, worst_s = timing_on(store, args.ttl_s)
-        cluster = CandidateProcesses(
-            folder,
+        cluster = CandidateGroup(
+            directory,
             candidates=args.candidates,
             store=store,
             timing=timing,
@@ -130,43 +135,46 @@ def _play(
             show(cluster, stopping=interrupts.stopping)
         else:
             out = console()
-            tell = _silent if args.json else out.print
+            report_line = _silent if args.json else out.print
             if quorum:
-                tell(f"a quorum of {len(quorum.servers)} nodes: {store}")
-            tell(f"{args.candidates} candidates on {'it' if quorum else store}")
-            tell(f"ttl {timing.ttl_s:g} s; a failover takes {worst_s:.2f} s at worst")
+                report_line(f"a quorum of {len(quorum.servers)} nodes: {store}")
+            report_line(f"{args.candidates} candidates on {'it' if quorum else store}")
+            report_line(f"ttl {timing.ttl_s:g} s; a failover takes at most {worst_s:.2f} s")
             drill = Drill(
-                cluster, for_s=args.for_s or _DRILL_S, stopping=interrupts.stopping, tell=tell
+                cluster,
+                for_s=args.for_s or _DRILL_S,
+                stopping=interrupts.stopping,
+                report_line=report_line,
             )
             problems = drill.run()
     return judge(cluster, problems, bounded=not live and interrupts.received is None)
 
 
-def _quorum(folder: Path, stack: ExitStack) -> Quorum | None:
-    """Three nodes, running; None where they cannot be had."""
+def _quorum(directory: Path, stack: ExitStack) -> NodeGroup | None:
+    """Start three nodes; None if msgspec is not installed."""
     if find_spec("msgspec") is None:
-        print("doyen: no msgspec, no quorum: the candidates meet in a file;", file=sys.stderr)
-        print("       pip install 'doyen[quorum]' for three nodes", file=sys.stderr)
+        print("doyen: msgspec is not installed, so a sqlite file is the store;", file=sys.stderr)
+        print("       pip install 'doyen[quorum]' to run a quorum", file=sys.stderr)
         return None
-    from doyen.cli.up.quorum import Quorum
+    from doyen.cli.up.quorum import NodeGroup
 
-    quorum = Quorum(folder)
+    quorum = NodeGroup(directory)
     stack.callback(quorum.stop)
     quorum.start()
     return quorum
 
 
-def _file(folder: Path) -> str:
-    return f"sqlite://{quote(str(folder / 'doyen.db'))}"
+def _file(directory: Path) -> str:
+    return f"sqlite://{quote(str(directory / 'doyen.db'))}"
 
 
 def _silent(_: str) -> None:
     return
 
 
-def _tell(verdict: DrillResult, args: argparse.Namespace, folder: Path, *, keep: bool) -> None:
+def _print(verdict: DrillResult, args: argparse.Namespace, directory: Path, *, keep: bool) -> None:
     if args.json:
-        print_json({**verdict.as_dict(), "evidence": str(folder) if keep else None})
+        print_json({**verdict.as_dict(), "evidence": str(directory) if keep else None})
         return
     from doyen.cli.up.drill import summary
 
@@ -174,11 +182,11 @@ def _tell(verdict: DrillResult, args: argparse.Namespace, folder: Path, *, keep:
     for line in summary(verdict):
         out.print(line)
     if keep:
-        out.print(f"the audit logs are kept in {folder}")
+        out.print(f"the audit logs are kept in {directory}")
 
 
 class _Interrupts:
-    """Notes a signal that asks to end, for loops to look at: nothing is torn from its work."""
+    """Records signals that ask to end. Loops check for them, so nothing is interrupted midway."""
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -198,5 +206,5 @@ class _Interrupts:
         self.received = self.received or number
 
     def stopping(self) -> bool:
-        """Whether it is time to end."""
+        """Whether a signal was received."""
         return self.received is not None

@@ -1,11 +1,11 @@
-"""One candidate of `doyen up`: a process of its own, started by `python -m doyen.cli.up.candidate`.
+"""One candidate of `doyen up`, started as a process by `python -m doyen.cli.up.candidate`.
 
-It campaigns, again after every loss, and writes an audit log. While it leads it does small items
-of work: it counts upwards in a file that refuses the token of an earlier leader.
+It campaigns, again after every loss, and writes an audit log. While it leads, it increments a
+number in a file that refuses the tokens of earlier leaders.
 
-Its standard input is a pipe from `doyen up`: an `r` asks it to resign, the end of the pipe to let
-go and stop. It outlives `doyen up` in no case: should that be killed, the kernel kills the
-candidate, even a frozen one; where the kernel does not offer this, the pipe ends.
+Its standard input is a pipe from `doyen up`: an `r` makes it resign, the end of the pipe makes it
+resign and stop. It never outlives `doyen up`: if that is killed, the kernel kills the candidate,
+even a frozen one; on systems without this feature, the pipe ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WORK_EVERY_S = 0.05
 
 
 def command(*, name: str, store: str, ttl_s: float, audit: str, work: str) -> list[str]:
-    """What starts a candidate of this process."""
+    """The command that starts a candidate."""
     options = {"name": name, "store": store, "ttl": ttl_s, "audit": audit, "work": work}
     arguments = [f"--{option}={value}" for option, value in options.items()]
     return [sys.executable, "-P", "-m", __name__, f"--parent={os.getpid()}", *arguments]

@@ -1,11 +1,10 @@
-"""The candidates of `doyen up`: processes that are started, killed, frozen and thawed, and what
-their audit logs say of them.
+"""The candidates of `doyen up`: starts, kills, freezes and thaws them, and reads their audit logs.
 
-Who leads, since when and how fast it passed on is taken from the audit logs alone, the same ones
-that are verified in the end; from the system comes only which process lives. Nothing here waits:
-`tick` looks at everything once, and is called many times a second.
+Terms and failover times are taken from the audit logs only, which are also verified at the end. The
+system is asked only which processes run. Only `stop` waits; `tick` checks everything once and is
+called many times per second.
 
-Invariant: once `stop` has returned, every process that was started here is gone, frozen or not.
+Invariant: when `stop` has returned, all processes that were started here have ended.
 """
 
 from __future__ import annotations
@@ -27,32 +26,32 @@ from doyen.lease.timing import Timing
 from doyen.stores.port import Capabilities, Context, StoreURL, open_store
 
 if TYPE_CHECKING:
-    from doyen.cli.up.quorum import Quorum
+    from doyen.cli.up.quorum import NodeGroup
 
 __all__ = [
-    "CandidateProcesses",
-    "Chronicle",
+    "CandidateGroup",
+    "CandidateProcess",
+    "ElectionHistory",
     "Failover",
     "InjectedFault",
     "Kind",
-    "Reign",
-    "Seat",
+    "ObservedTerm",
     "timing_on",
 ]
 
 RESTART_AFTER_S = 1.0
-"""How long a dead candidate stays dead."""
+"""How long after its end a candidate is restarted."""
 STOP_WITHIN_S = 2.0
-"""How long candidates have to let go at the end, before they are killed."""
+"""How long candidates may take to resign at the end, before they are killed."""
 OPEN_WITHIN_S = 10.0
-"""How long the store may take to answer at all."""
+"""The time limit for opening the store."""
 
 Kind = Literal["killed", "frozen", "asked to resign"]
 
 
 @dataclass(frozen=True, slots=True)
 class InjectedFault:
-    """What was done to a leader, and the instant before it was, on the boot-time clock."""
+    """A fault that was injected into a leader, and the time just before, on the boot-time clock."""
 
     kind: Kind
     name: str
@@ -61,8 +60,8 @@ class InjectedFault:
 
 
 @dataclass(frozen=True, slots=True)
-class Reign:
-    """A term, as its audit log tells of its beginning."""
+class ObservedTerm:
+    """The beginning of a term, from its audit log."""
 
     name: str
     token: int
@@ -73,32 +72,31 @@ class Reign:
 
 @dataclass(frozen=True, slots=True)
 class Failover:
-    """A new leader, and the fault that made it so; none at the very first, or if nobody did
-    anything."""
+    """A new leader, and the injected fault before it, if there was one."""
 
     fault: InjectedFault | None
-    to: Reign
+    to: ObservedTerm
 
     @property
     def seconds(self) -> float:
         return math.nan if self.fault is None else self.to.at - self.fault.at
 
 
-class Chronicle:
-    """What the audit logs say so far. Lines may come late: a frozen process has yet to write."""
+class ElectionHistory:
+    """Terms and failovers, from the audit logs so far. The lines of a frozen process come late."""
 
     def __init__(self) -> None:
-        self.latest: Reign | None = None
+        self.latest: ObservedTerm | None = None
         """The term with the highest token."""
         self.failovers: list[Failover] = []
         self.pending: InjectedFault | None = None
-        """A fault that no new leader has followed yet."""
-        self._reigns: dict[str, Reign] = {}
+        """A fault after which there is no new leader yet."""
+        self._terms: dict[str, ObservedTerm] = {}
         self._behind: dict[str, str] = {}
         self._deadlines: dict[str, float] = {}
 
-    def take(self, line: dict[str, Any]) -> None:
-        """Take in one line of an audit log."""
+    def add(self, line: dict[str, Any]) -> None:
+        """Add one line of an audit log."""
         match line["event"]:
             case "granted" | "renewed":
                 self._deadlines[line["lease"]] = line["valid_until"]
@@ -108,46 +106,46 @@ class Chronicle:
                 self._deadlines.setdefault(line["lease"], line["valid_until"])
                 self._elected(*(line[key] for key in ("name", "token", "lease", "at", "wall")))
             case "lost" | "resigned" if line["election"] == ELECTION:
-                reign = self._reigns.get(line["name"])
-                if reign is not None and reign.token == line["token"]:
-                    del self._reigns[line["name"]]
+                term = self._terms.get(line["name"])
+                if term is not None and term.token == line["token"]:
+                    del self._terms[line["name"]]
 
     def _elected(self, name: str, token: int, lease: str, at: float, wall: float) -> None:
-        reign = self._reigns[name] = Reign(name, token, lease, at, wall)
+        term = self._terms[name] = ObservedTerm(name, token, lease, at, wall)
         self._behind.pop(name, None)
         if self.latest is not None and token < self.latest.token:
             return
-        self.latest = reign
+        self.latest = term
         fault, self.pending = self.pending, None
         if fault is not None and (token <= fault.token or at < fault.at):
-            fault = None  # leadership had passed on by itself when the fault struck
-        self.failovers.append(Failover(fault, reign))
+            fault = None  # leadership had changed before the fault
+        self.failovers.append(Failover(fault, term))
 
     def forget(self, name: str) -> None:
         """The candidate's process is a new one."""
-        self._reigns.pop(name, None)
+        self._terms.pop(name, None)
         self._behind.pop(name, None)
 
-    def reign(self, name: str) -> Reign | None:
-        """The term that a candidate has begun and, for all it has written, not ended."""
-        return self._reigns.get(name)
+    def term(self, name: str) -> ObservedTerm | None:
+        """The term that a candidate has begun and, by its audit log, not ended."""
+        return self._terms.get(name)
 
     def behind(self, name: str) -> str | None:
-        """Whom a candidate waits for."""
+        """The candidate or leader that a candidate waits for."""
         return self._behind.get(name)
 
-    def valid_until(self, reign: Reign) -> float:
-        """How long a term is good for without a further renewal."""
-        return self._deadlines.get(reign.lease, -math.inf)
+    def valid_until(self, term: ObservedTerm) -> float:
+        """The deadline of a term, on the boot-time clock."""
+        return self._deadlines.get(term.lease, -math.inf)
 
 
-class Seat:
-    """One candidate: a name, and the process that stands under it at present."""
+class CandidateProcess:
+    """One candidate: its name, and the process that runs it now, if any."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, directory: Path) -> None:
         self.name = name
-        self.audit = folder / f"{name}.audit.jsonl"
-        self.errors = folder / f"{name}.errors"
+        self.audit = directory / f"{name}.audit.jsonl"
+        self.errors = directory / f"{name}.errors"
         self.process: subprocess.Popen[bytes] | None = None
         self.frozen_at: float | None = None
         self.died_at = -math.inf
@@ -156,84 +154,86 @@ class Seat:
 
     @property
     def alive(self) -> bool:
-        """Frozen or not. One that was killed is not, though the system may not know it yet."""
+        """Whether the process runs; it may be frozen. False as soon as it was sent SIGKILL."""
         return self.process is not None and not self.killed
 
     def lines(self) -> list[dict[str, Any]]:
-        """What its audit log has got since the last time."""
+        """The lines that were added to the audit log since the last call."""
         try:
             with self.audit.open("rb") as file:
                 file.seek(self._read)
-                whole, end, _ = file.read().rpartition(b"\n")
+                healthy, end, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
             return []
-        self._read += len(whole) + len(end)
-        return [json.loads(line) for line in whole.splitlines()]
+        self._read += len(healthy) + len(end)
+        return [json.loads(line) for line in healthy.splitlines()]
 
-    def last_words(self) -> str:
-        said = self.errors.read_text(errors="replace").strip()
-        return said.splitlines()[-1] if said else "it said nothing"
+    def last_error_line(self) -> str:
+        text = self.errors.read_text(errors="replace").strip()
+        return text.splitlines()[-1] if text else "no error message"
 
 
-class CandidateProcesses:
-    """A few candidates on one store, in one folder."""
+class CandidateGroup:
+    """The candidates of one store, with their files in one directory."""
 
     def __init__(
         self,
-        folder: Path,
+        directory: Path,
         *,
         candidates: int,
         store: str,
         timing: Timing,
         worst_s: float,
-        quorum: Quorum | None = None,
+        quorum: NodeGroup | None = None,
     ) -> None:
-        self.folder = folder
+        self.directory = directory
         self.quorum = quorum
-        """The nodes that the store consists of, if they are ours."""
+        """The nodes of the store, if they were started by `doyen up`."""
         self.store = store
         self.timing = timing
         self.worst_s = worst_s
-        """From a leader's silence to its successor, at worst."""
+        """The longest time from a leader's last sign of life to the next leader."""
         self.thaw_after_s = worst_s + timing.ttl_s / 4
         self.now: Callable[[], float] = SystemClock().now
-        self.chronicle = Chronicle()
-        self.seats = [Seat(f"server{number}", folder) for number in range(1, candidates + 1)]
-        self.troubles: list[str] = []
-        """Candidates that ended though nobody had asked them to."""
+        self.history = ElectionHistory()
+        self.candidates = [
+            CandidateProcess(f"server{number}", directory) for number in range(1, candidates + 1)
+        ]
+        self.failures: list[str] = []
+        """Errors of candidates that ended by themselves."""
 
     def tick(self) -> None:
-        """Reap, read, thaw and start what is due."""
+        """Read audit logs, and reap, thaw and start candidates where due."""
         if self.quorum is not None:
             self.quorum.tick()
         self._reap()
         self.read()
         now = self.now()
-        for seat in self.seats:
-            if seat.frozen_at is not None and now >= seat.frozen_at + self.thaw_after_s:
-                self.thaw(seat)
-            if seat.process is None and now >= seat.died_at + RESTART_AFTER_S:
-                self._start(seat)
+        for candidate in self.candidates:
+            if candidate.frozen_at is not None and now >= candidate.frozen_at + self.thaw_after_s:
+                self.thaw(candidate)
+            if candidate.process is None and now >= candidate.died_at + RESTART_AFTER_S:
+                self._start(candidate)
 
     def read(self) -> None:
         """Take in what the audit logs have got."""
-        lines = [line for seat in self.seats for line in seat.lines()]
+        lines = [line for candidate in self.candidates for line in candidate.lines()]
         for line in sorted(lines, key=lambda line: float(line["at"])):
-            self.chronicle.take(line)
+            self.history.add(line)
 
-    def _start(self, seat: Seat) -> None:
-        self.chronicle.forget(seat.name)
-        seat.killed = False
+    def _start(self, candidate: CandidateProcess) -> None:
+        self.history.forget(candidate.name)
+        candidate.killed = False
         started = command(
-            name=seat.name,
+            name=candidate.name,
             store=self.store,
             ttl_s=self.timing.ttl_s,
-            audit=str(seat.audit),
-            work=str(self.folder / WORK_FILE),
+            audit=str(candidate.audit),
+            work=str(self.directory / WORK_FILE),
         )
-        with seat.errors.open("wb") as errors:
-            # A group of its own: what a terminal sends to `doyen up` is not for the candidates.
-            seat.process = subprocess.Popen(
+        with candidate.errors.open("wb") as errors:
+            # A process group of its own, so that Ctrl-C in the terminal does not reach it.
+            candidate.process = subprocess.Popen(
                 started,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -242,113 +242,121 @@ class CandidateProcesses:
             )
 
     def _reap(self) -> None:
-        for seat in self.seats:
-            if seat.process is None or (code := seat.process.poll()) is None:
+        for candidate in self.candidates:
+            if candidate.process is None or (code := candidate.process.poll()) is None:
                 continue
-            self._bury(seat)
-            if code and not seat.killed:
-                self.troubles.append(
-                    f"{seat.name} ended by itself with code {code}: {seat.last_words()}"
+            self._note_end(candidate)
+            if code and not candidate.killed:
+                self.failures.append(
+                    f"{candidate.name} ended with exit code {code}: {candidate.last_error_line()}"
                 )
 
-    def _bury(self, seat: Seat) -> None:
-        if seat.process is not None and seat.process.stdin is not None:
-            seat.process.stdin.close()
-        seat.process = None
-        seat.frozen_at = None
-        seat.died_at = self.now()
+    def _note_end(self, candidate: CandidateProcess) -> None:
+        if candidate.process is not None and candidate.process.stdin is not None:
+            candidate.process.stdin.close()
+        candidate.process = None
+        candidate.frozen_at = None
+        candidate.died_at = self.now()
 
     @property
-    def leader(self) -> Seat | None:
-        """Whose term is the latest and is not over: it may be frozen, but it is not dead."""
-        latest = self.chronicle.latest
+    def leader(self) -> CandidateProcess | None:
+        """The candidate whose term is the latest and has not ended; it may be frozen."""
+        latest = self.history.latest
         if latest is None:
             return None
-        seat = next(seat for seat in self.seats if seat.name == latest.name)
-        over = self.chronicle.reign(seat.name) != latest
-        expired = self.now() >= self.chronicle.valid_until(latest)
-        return None if over or expired or not seat.alive else seat
+        candidate = next(
+            candidate for candidate in self.candidates if candidate.name == latest.name
+        )
+        over = self.history.term(candidate.name) != latest
+        expired = self.now() >= self.history.valid_until(latest)
+        return None if over or expired or not candidate.alive else candidate
 
     @property
     def ready(self) -> bool:
-        """Somebody leads, and somebody else is ready to take over."""
+        """Whether there is a running leader and a candidate that can take over."""
         leader = self.leader
         return (
             leader is not None
             and leader.frozen_at is None
             and any(
-                seat.alive and seat.frozen_at is None and self.chronicle.behind(seat.name)
-                for seat in self.seats
-                if seat is not leader
+                candidate.alive
+                and candidate.frozen_at is None
+                and self.history.behind(candidate.name)
+                for candidate in self.candidates
+                if candidate is not leader
             )
         )
 
-    def kill(self, seat: Seat) -> None:
-        """SIGKILL; it is started again after a moment."""
-        if seat.process is not None and seat.alive:
-            seat.died_at = self._strike("killed", seat)
-            seat.killed = True
-            seat.process.send_signal(SIGKILL)
+    def kill(self, candidate: CandidateProcess) -> None:
+        """Send SIGKILL. The candidate is restarted after `RESTART_AFTER_S`."""
+        if candidate.process is not None and candidate.alive:
+            candidate.died_at = self._note_fault("killed", candidate)
+            candidate.killed = True
+            candidate.process.send_signal(SIGKILL)
 
-    def freeze(self, seat: Seat) -> None:
-        """SIGSTOP; it is thawed once its lease must have passed on."""
-        if seat.process is not None and seat.alive and seat.frozen_at is None:
-            seat.frozen_at = self._strike("frozen", seat)
-            seat.process.send_signal(SIGSTOP)
+    def freeze(self, candidate: CandidateProcess) -> None:
+        """Send SIGSTOP. The candidate is thawed when another must have been elected."""
+        if candidate.process is not None and candidate.alive and candidate.frozen_at is None:
+            candidate.frozen_at = self._note_fault("frozen", candidate)
+            candidate.process.send_signal(SIGSTOP)
 
-    def thaw(self, seat: Seat) -> None:
-        """SIGCONT."""
-        if seat.process is not None and seat.frozen_at is not None:
-            seat.frozen_at = None
-            pending = self.chronicle.pending
-            if pending is not None and pending.name == seat.name and self.leader is seat:
-                self.chronicle.pending = None  # in time: it still leads
-            seat.process.send_signal(SIGCONT)
+    def thaw(self, candidate: CandidateProcess) -> None:
+        """Send SIGCONT."""
+        if candidate.process is not None and candidate.frozen_at is not None:
+            candidate.frozen_at = None
+            pending = self.history.pending
+            if pending is not None and pending.name == candidate.name and self.leader is candidate:
+                self.history.pending = None  # thawed in time: it still leads
+            candidate.process.send_signal(SIGCONT)
 
-    def resign(self, seat: Seat) -> None:
-        """Ask it to let go, if it leads."""
-        if seat is self.leader and seat.process is not None and seat.process.stdin is not None:
-            self._strike("asked to resign", seat)
+    def resign(self, candidate: CandidateProcess) -> None:
+        """Make the candidate resign, if it leads."""
+        if (
+            candidate is self.leader
+            and candidate.process is not None
+            and candidate.process.stdin is not None
+        ):
+            self._note_fault("asked to resign", candidate)
             try:
-                seat.process.stdin.write(b"r")
-                seat.process.stdin.flush()
+                candidate.process.stdin.write(b"r")
+                candidate.process.stdin.flush()
             except BrokenPipeError:
                 pass  # it has just died
 
-    def _strike(self, kind: Kind, seat: Seat) -> float:
-        """Note the instant before something is done to a leader."""
-        latest, now = self.chronicle.latest, self.now()
-        if latest is not None and seat is self.leader:
-            self.chronicle.pending = InjectedFault(kind, seat.name, latest.token, now)
+    def _note_fault(self, kind: Kind, candidate: CandidateProcess) -> float:
+        """Record the time of a fault, and the fault itself if the candidate leads."""
+        latest, now = self.history.latest, self.now()
+        if latest is not None and candidate is self.leader:
+            self.history.pending = InjectedFault(kind, candidate.name, latest.token, now)
         return now
 
     @property
     def work_done(self) -> int:
-        """Items of work that the leaders have done, as the fenced file has it."""
+        """The number in the fenced file: how many items of work the leaders have done."""
         try:
-            return int((self.folder / WORK_FILE).read_bytes() or b"0")
+            return int((self.directory / WORK_FILE).read_bytes() or b"0")
         except FileNotFoundError:
             return 0
 
     def stop(self) -> None:
-        """Ask everyone to let go, and see to it that all are gone."""
+        """Make all candidates resign, and end all processes."""
         self._reap()
-        running = [seat for seat in self.seats if seat.process is not None]
-        for seat in running:
-            self.thaw(seat)
-        for seat in running:
-            if seat.process is not None and seat.process.stdin is not None:
-                seat.process.stdin.close()
+        running = [candidate for candidate in self.candidates if candidate.process is not None]
+        for candidate in running:
+            self.thaw(candidate)
+        for candidate in running:
+            if candidate.process is not None and candidate.process.stdin is not None:
+                candidate.process.stdin.close()
         deadline = self.now() + STOP_WITHIN_S
-        for seat in running:
-            if seat.process is None:
+        for candidate in running:
+            if candidate.process is None:
                 continue
             try:
-                seat.process.wait(max(0.0, deadline - self.now()))
+                candidate.process.wait(max(0.0, deadline - self.now()))
             except subprocess.TimeoutExpired:
-                seat.killed = True
-                seat.process.kill()
-                seat.process.wait()
+                candidate.killed = True
+                candidate.process.kill()
+                candidate.process.wait()
         self._reap()
         self.read()
 
@@ -359,23 +367,27 @@ async def _capabilities(url: str) -> Capabilities:
             store = await open_store(url, Context(SystemClock(), lambda _: None))
             await store.close()
     except TimeoutError as error:
-        raise StoreUnavailable(f"{url} did not answer within {OPEN_WITHIN_S:g} s") from error
+        raise StoreUnavailable(
+            f"{url} did not answer within {OPEN_WITHIN_S:g} s; check its address"
+        ) from error
     return store.capabilities
 
 
 def timing_on(url: str, ttl_s: float) -> tuple[Timing, float]:
-    """The times of a lease of `ttl_s` on that store, and the worst failover they allow.
+    """The timing of a lease of `ttl_s` on that store, and the worst failover time.
 
-    Opens the store on the way, so that what is wrong with it is said before anything starts.
+    Opens the store, so that its errors are reported before anything is started.
     """
     if StoreURL.parse(url).parts.scheme == "memory":
         raise ConfigError(
-            "memory:// is within one process, and each candidate is a process of its own:"
-            " name another store, or none for a temporary sqlite file"
+            "a memory: store exists within one process only, and each candidate is a process;"
+            " use another store, or leave --store out"
         )
     limits = asyncio.run(_capabilities(url))
     if ttl_s < limits.ttl_min_s:
-        raise ConfigError(f"a ttl of {ttl_s:g} s is below this store's least, {limits.ttl_min_s:g}")
+        raise ConfigError(
+            f"a ttl of {ttl_s:g} s is too short: the least for this store is {limits.ttl_min_s:g} s"
+        )
     if limits.ttl_step_s is not None:
         ttl_s = math.ceil(ttl_s / limits.ttl_step_s) * limits.ttl_step_s
     timing = Timing(ttl_s=ttl_s)

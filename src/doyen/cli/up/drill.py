@@ -1,8 +1,7 @@
-"""`doyen up` unattended: leaders are killed and frozen in turn, and in the end the audit logs are
-judged.
+"""`doyen up` unattended: kills and freezes leaders in turn, and verifies the audit logs at the end.
 
-Each kind of fault is dealt at least once, however short the run. Failover times run from the
-instant before the signal to the `elected` in the successor's audit log, on one boot-time clock.
+Each kind of fault is injected at least once, however short the run is. A failover time is the time
+from just before the signal to the `elected` in the successor's audit log, on the boot-time clock.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from doyen.audit import Report, verify
-from doyen.cli.up.cluster import CandidateProcesses, Failover, InjectedFault, Kind
+from doyen.cli.up.cluster import CandidateGroup, Failover, InjectedFault, Kind
 
 if TYPE_CHECKING:
     from doyen.cli.up.quorum import NodeLeaderChange
@@ -22,14 +21,14 @@ if TYPE_CHECKING:
 __all__ = ["Drill", "DrillResult", "duration", "judge", "summary"]
 
 _START_WITHIN_S = 15.0
-"""How long the first election may take: processes have to start."""
+"""How long the first election may take, including the start of the processes."""
 _PATIENCE = 3
-"""How many worst cases are waited for a failover: a late one is reported with its true time."""
+"""A failover is awaited for this many times the worst case, so that a late one is measured."""
 _LOOK_EVERY_S = 0.01
 
 _FAULTS: tuple[Kind, ...] = ("killed", "frozen")
 _LEADS_WITHIN_S = 15.0
-"""How long the quorum may be without a leader of its own."""
+"""How long the quorum may be without a leader."""
 
 
 def duration(seconds: float) -> str:
@@ -41,83 +40,87 @@ def duration(seconds: float) -> str:
 
 
 class Drill:
-    """Deals faults to the leaders of a cluster for a while."""
+    """Injects faults into the leaders for a given time."""
 
     def __init__(
         self,
-        cluster: CandidateProcesses,
+        cluster: CandidateGroup,
         *,
         for_s: float,
         stopping: Callable[[], bool],
-        tell: Callable[[str], None],
+        report_line: Callable[[str], None],
     ) -> None:
         self._cluster = cluster
         self._for_s = for_s
         self._asked_to_stop = stopping
-        self._tell = tell
-        self._told = self._changes = 0
+        self._print = report_line
+        self._reported = self._changes = 0
         self._began = cluster.now()
         self._pause_s = min(1.0, max(0.25, cluster.timing.ttl_s / 2))
 
     def run(self) -> list[str]:
-        """Deal faults until the time is up, until stopped, or until a candidate is in trouble.
+        """Inject faults until the time is over, until stopped, or until a candidate fails.
 
-        Returns what went wrong.
+        Returns the problems that were found.
         """
         if not self._until(lambda: self._cluster.ready, _START_WITHIN_S):
             return [] if self._stopping() else [self._no_start()]
-        dealt = 0
-        while kind := self._next(dealt):
+        injected = 0
+        while kind := self._next(injected):
             self._until(lambda: False, self._pause_s)
             recovery_s = self._cluster.thaw_after_s + _START_WITHIN_S
             if not self._until(lambda: self._cluster.ready, recovery_s):
                 return [] if self._stopping() else [self._no_start()]
-            fault = self._deal(kind)
+            fault = self._inject(kind)
             if fault is not None and not self._followed(fault):
                 return [] if self._stopping() else [self._no_successor(fault)]
-            dealt += fault is not None
-            problem = self._deal_to_quorum(dealt)
+            injected += fault is not None
+            problem = self._inject_into_quorum(injected)
             if problem is not None:
                 return [] if self._stopping() else [problem]
         self._until(lambda: self._all_thawed, self._cluster.thaw_after_s)
         return []
 
     def _stopping(self) -> bool:
-        return bool(self._cluster.troubles) or self._asked_to_stop()
+        return bool(self._cluster.failures) or self._asked_to_stop()
 
-    def _next(self, dealt: int) -> Kind | None:
-        """The kinds in turn, each at least once; then whichever there is time for."""
+    def _next(self, injected: int) -> Kind | None:
+        """The next kind of fault: each in turn at least once, then as long as there is time."""
         if self._stopping():
             return None
-        if dealt < len(_FAULTS):
-            return _FAULTS[dealt]
-        in_turn = _FAULTS[dealt % len(_FAULTS)]
+        if injected < len(_FAULTS):
+            return _FAULTS[injected]
+        in_turn = _FAULTS[injected % len(_FAULTS)]
         return next((kind for kind in (in_turn, *_FAULTS) if self._time_for(kind)), None)
 
-    def _deal(self, kind: Kind) -> InjectedFault | None:
+    def _inject(self, kind: Kind) -> InjectedFault | None:
         leader = self._cluster.leader
         if leader is None:
             return None
         (self._cluster.kill if kind == "killed" else self._cluster.freeze)(leader)
-        return self._cluster.chronicle.pending
+        return self._cluster.history.pending
 
-    def _deal_to_quorum(self, dealt: int) -> str | None:
-        """Kill or freeze the node that leads the quorum; what is wrong, if nobody follows it."""
+    def _inject_into_quorum(self, injected: int) -> str | None:
+        """Kill or freeze the leader of the quorum; returns a problem if no node takes over."""
         quorum = self._cluster.quorum
         if quorum is None:
             return None
-        if not self._until(lambda: quorum.whole, _LEADS_WITHIN_S):
-            return f"the quorum was not whole again within {_LEADS_WITHIN_S:g} s"
+        if not self._until(lambda: quorum.healthy, _LEADS_WITHIN_S):
+            return (
+                f"the quorum did not have a leader and all its nodes within {_LEADS_WITHIN_S:g} s"
+            )
         leader, count = quorum.leader, len(quorum.changes)
         if leader is not None:
-            (quorum.kill if dealt % 2 else quorum.freeze)(leader)
+            (quorum.kill if injected % 2 else quorum.freeze)(leader)
             if not self._until(lambda: len(quorum.changes) > count, _LEADS_WITHIN_S):
-                return f"nobody led the quorum within {_LEADS_WITHIN_S:g} s after {leader.name}"
+                return (
+                    f"no node became leader within {_LEADS_WITHIN_S:g} s after {leader.name} failed"
+                )
         return None
 
     def _followed(self, fault: InjectedFault) -> bool:
         return self._until(
-            lambda: self._cluster.chronicle.pending is not fault, self._cluster.worst_s * _PATIENCE
+            lambda: self._cluster.history.pending is not fault, self._cluster.worst_s * _PATIENCE
         )
 
     def _time_for(self, kind: Kind) -> bool:
@@ -126,16 +129,20 @@ class Drill:
 
     @property
     def _all_thawed(self) -> bool:
-        """And have said in their logs that they know."""
+        """Whether all candidates are thawed and have recorded the loss of their terms."""
         cluster = self._cluster
         return all(
-            seat.frozen_at is None
-            and (not seat.alive or seat is cluster.leader or not cluster.chronicle.reign(seat.name))
-            for seat in cluster.seats
+            candidate.frozen_at is None
+            and (
+                not candidate.alive
+                or candidate is cluster.leader
+                or not cluster.history.term(candidate.name)
+            )
+            for candidate in cluster.candidates
         )
 
     def _until(self, reached: Callable[[], bool], within_s: float) -> bool:
-        """Let things happen until then; False if it took too long, or the drill was stopped."""
+        """Run until `reached`; False if that took too long or the drill was stopped."""
         deadline = self._cluster.now() + within_s
         while True:
             self._cluster.tick()
@@ -147,40 +154,40 @@ class Drill:
             time.sleep(_LOOK_EVERY_S)
 
     def _report(self) -> None:
-        """Tell of the changes of leadership that are new in the audit logs."""
-        failovers = self._cluster.chronicle.failovers
-        for failover in failovers[self._told :]:
+        """Print the changes of leader that are new in the audit logs."""
+        failovers = self._cluster.history.failovers
+        for failover in failovers[self._reported :]:
             at_s = failover.to.at - self._began
-            self._tell(f"{at_s:7.2f} s  {story(failover)}")
-        self._told = len(failovers)
+            self._print(f"{at_s:7.2f} s  {story(failover)}")
+        self._reported = len(failovers)
         if self._cluster.quorum is not None:
             changes = self._cluster.quorum.changes
             for change in changes[self._changes :]:
-                self._tell(f"{self._cluster.now() - self._began:7.2f} s  {change.story()}")
+                self._print(f"{self._cluster.now() - self._began:7.2f} s  {change.story()}")
             self._changes = len(changes)
 
     def _no_start(self) -> str:
         states = ", ".join(
-            f"{seat.name} {'frozen' if seat.frozen_at is not None else 'running'}"
-            if seat.alive
-            else f"{seat.name} dead"
-            for seat in self._cluster.seats
+            f"{candidate.name} {'frozen' if candidate.frozen_at is not None else 'running'}"
+            if candidate.alive
+            else f"{candidate.name} dead"
+            for candidate in self._cluster.candidates
         )
         return (
-            f"no leader with a candidate behind it within {_START_WITHIN_S:g} s ({states});"
-            " if others campaign on the same store, give the drill one of its own"
+            f"no leader with a waiting candidate within {_START_WITHIN_S:g} s ({states});"
+            " if other candidates use the same store, use another store"
         )
 
     def _no_successor(self, fault: InjectedFault) -> str:
         return (
-            f"{fault.name} (token {fault.token}) was {fault.kind}, and nobody was elected within"
-            f" {self._cluster.worst_s * _PATIENCE:.2f} s; the worst case is"
+            f"{fault.name} (token {fault.token}) was {fault.kind}, and no candidate was elected"
+            f" within {self._cluster.worst_s * _PATIENCE:.2f} s; the worst case is"
             f" {self._cluster.worst_s:.2f} s"
         )
 
 
 def story(failover: Failover) -> str:
-    """A change of leadership in one line."""
+    """A change of leader as one line of text."""
     to, fault = failover.to, failover.fault
     if fault is None:
         return f"{to.name} leads (token {to.token})"
@@ -190,7 +197,7 @@ def story(failover: Failover) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillResult:
-    """What a run has shown."""
+    """The result of a run."""
 
     failovers: tuple[Failover, ...]
     report: Report
@@ -200,14 +207,14 @@ class DrillResult:
     worst_s: float
     work_done: int
     quorum: tuple[NodeLeaderChange, ...] = ()
-    """Changes of leader of the nodes that the candidates met at."""
+    """Changes of leader of the quorum."""
 
     @property
     def ok(self) -> bool:
         return not self.problems
 
     def times(self, kind: Kind) -> list[float]:
-        """The failover times after one kind of fault, in order."""
+        """The failover times after one kind of fault, in ascending order."""
         return sorted(
             failover.seconds
             for failover in self.failovers
@@ -244,24 +251,26 @@ class DrillResult:
         }
 
 
-def judge(cluster: CandidateProcesses, problems: list[str], *, bounded: bool) -> DrillResult:
-    """Judge a run whose candidates have stopped, by their audit logs.
+def judge(cluster: CandidateGroup, problems: list[str], *, bounded: bool) -> DrillResult:
+    """Verify the audit logs of a run whose candidates have stopped.
 
-    With `bounded`, a failover beyond the worst case is a problem too; a user who freezes everyone
-    is no proof against it.
+    With `bounded`, a failover that exceeds the worst case is a problem. In the live view it is not,
+    because the user may have frozen all candidates.
     """
-    report = verify([seat.audit for seat in cluster.seats if seat.audit.exists()])
-    found = [*problems, *(violation.story for violation in report.violations), *cluster.troubles]
-    failovers = tuple(cluster.chronicle.failovers)
+    report = verify(
+        [candidate.audit for candidate in cluster.candidates if candidate.audit.exists()]
+    )
+    found = [*problems, *(violation.story for violation in report.violations), *cluster.failures]
+    failovers = tuple(cluster.history.failovers)
     if bounded:
         late = [failover for failover in failovers if failover.seconds > cluster.worst_s]
-        found += [f"{story(failover)}: later than the worst case" for failover in late]
-        found += [] if report.terms else ["nobody was ever elected, so nothing is proved"]
+        found += [f"{story(failover)}: this exceeds the worst case" for failover in late]
+        found += [] if report.terms else ["no candidate was elected, so nothing is proved"]
     return DrillResult(
         failovers=failovers,
         report=report,
         problems=tuple(found),
-        candidates=len(cluster.seats),
+        candidates=len(cluster.candidates),
         ttl_s=cluster.timing.ttl_s,
         worst_s=cluster.worst_s,
         work_done=cluster.work_done,
@@ -270,20 +279,22 @@ def judge(cluster: CandidateProcesses, problems: list[str], *, bounded: bool) ->
 
 
 def summary(verdict: DrillResult) -> list[str]:
-    """The verdict, for people."""
+    """The result as lines of text."""
     lines = []
     for kind in _FAULTS:
         if times := verdict.times(kind):
             often = "once" if len(times) == 1 else f"{len(times)} times"
             median, longest = duration(statistics.median(times)), duration(times[-1])
             lines.append(f"{kind} {often:<9} failover p50 {median:>8}, max {longest:>8}")
-    lines.append(f"worst case by the lease: {duration(verdict.worst_s)}")
+    lines.append(f"worst case for these times: {duration(verdict.worst_s)}")
     report = verdict.report
     lines.append(
         f"processes: {report.processes}, terms: {report.terms}, items of work: {verdict.work_done},"
         f" audit lines: {report.lines}"
     )
     lines += [f"note: {warning}" for warning in report.warnings]
-    if verdict.ok and not report.empty:
-        lines.append("Proved by the audit logs: never two leaders, and every token above the last.")
+    if verdict.ok and report.ok:
+        lines.append(
+            "Proved by the audit logs: never two leaders at a time, and tokens always increased."
+        )
     return lines + [f"FAILED: {problem}" for problem in verdict.problems]

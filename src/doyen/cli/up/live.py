@@ -1,9 +1,8 @@
-"""`doyen up` in a terminal: who leads, how everyone is, the last failovers, and keys to disturb
-them with.
+"""`doyen up` in a terminal: shows the leader, the candidates and the last failovers, and has keys
+that inject faults.
 
-With rich the screen is redrawn ten times a second on the terminal's second page, so that nothing
-of the user's is lost; without it, changes are printed as lines. The terminal is given back as it
-was, whatever happens.
+With rich, the alternate screen of the terminal is redrawn ten times per second; without rich,
+changes are printed as lines. The state of the terminal is restored at the end, also after an error.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from doyen.cli.up.candidate import ELECTION
-from doyen.cli.up.cluster import RESTART_AFTER_S, CandidateProcesses, Failover, Seat
+from doyen.cli.up.cluster import RESTART_AFTER_S, CandidateGroup, CandidateProcess, Failover
 from doyen.cli.up.drill import story
 
 if TYPE_CHECKING:
@@ -32,28 +31,28 @@ _FRAME_S = 0.1
 _BAR = 24
 
 
-def show(cluster: CandidateProcesses, *, stopping: Callable[[], bool]) -> None:
-    """Show the cluster and obey keys until `q`, the end of the input, or until told to stop."""
-    desk = _Desk(cluster)
-    with _Keys(sys.stdin.fileno()) as keys, _view(desk) as view:
+def show(cluster: CandidateGroup, *, stopping: Callable[[], bool]) -> None:
+    """Show the view and handle keys until `q`, the end of the input, or `stopping`."""
+    controls = _Controls(cluster)
+    with _Keyboard(sys.stdin.fileno()) as keys, _view(controls) as view:
         while not stopping():
             cluster.tick()
             view.draw()
             for key in keys.pressed(_FRAME_S):
                 if key in ("q", ""):
                     return
-                desk.press(key)
+                controls.press(key)
 
 
-class _Keys:
-    """Single keys of a terminal, unechoed. Ctrl-C still interrupts; Ctrl-Z does nothing, since
-    candidates that go on while nobody watches would be a surprise."""
+class _Keyboard:
+    """Reads single keys without echo. Ctrl-C interrupts as usual. Ctrl-Z is disabled, because the
+    candidates would go on while the view is suspended."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._before: list[Any] = termios.tcgetattr(fd)
 
-    def __enter__(self) -> _Keys:
+    def __enter__(self) -> _Keyboard:
         tty.setcbreak(self._fd, termios.TCSANOW)
         changed = termios.tcgetattr(self._fd)
         changed[6][termios.VSUSP] = b"\0"
@@ -64,7 +63,7 @@ class _Keys:
         termios.tcsetattr(self._fd, termios.TCSANOW, self._before)
 
     def pressed(self, within_s: float) -> list[str]:
-        """The keys pressed by then, or at once those that wait; an empty one at the end."""
+        """The keys pressed within the time; an empty string stands for the end of the input."""
         if not select.select([self._fd], [], [], within_s)[0]:
             return []
         try:
@@ -76,75 +75,77 @@ class _Keys:
         return list(typed.decode("ascii", "replace")) or [""]
 
 
-class _Desk:
-    """What the keys act on, and what they did."""
+class _Controls:
+    """Carries out keys, on the chosen candidate or on the leader."""
 
-    def __init__(self, cluster: CandidateProcesses) -> None:
+    def __init__(self, cluster: CandidateGroup) -> None:
         self.cluster = cluster
-        self.chosen: Seat | None = None
-        """None: whoever leads."""
+        self.chosen: CandidateProcess | None = None
+        """The candidate that keys act on; None for the leader."""
 
     @property
-    def target(self) -> Seat | None:
+    def target(self) -> CandidateProcess | None:
         return self.chosen or self.cluster.leader
 
     def press(self, key: str) -> None:
-        cluster, seat, quorum = self.cluster, self.target, self.cluster.quorum
+        cluster, candidate, quorum = self.cluster, self.target, self.cluster.quorum
         if key in ("K", "F"):
             if quorum is not None and quorum.leader is not None:
                 (quorum.kill if key == "K" else quorum.freeze)(quorum.leader)
-        elif key.isdecimal() and int(key) <= len(cluster.seats):
-            self.chosen = cluster.seats[int(key) - 1] if int(key) else None
-        elif seat is None:
+        elif key.isdecimal() and int(key) <= len(cluster.candidates):
+            self.chosen = cluster.candidates[int(key) - 1] if int(key) else None
+        elif candidate is None:
             return
         elif key == "k":
-            cluster.kill(seat)
+            cluster.kill(candidate)
         elif key == "f":
-            (cluster.freeze if seat.frozen_at is None else cluster.thaw)(seat)
+            (cluster.freeze if candidate.frozen_at is None else cluster.thaw)(candidate)
         elif key == "r":
-            cluster.resign(seat)
+            cluster.resign(candidate)
 
     @property
     def help(self) -> str:
         whom = "the leader" if self.chosen is None else self.chosen.name
-        choose = f"1-{len(self.cluster.seats)} choose" + (", 0 leader" if self.chosen else "")
+        choose = f"1-{len(self.cluster.candidates)} choose" + (", 0 leader" if self.chosen else "")
         if self.cluster.quorum:
             return f"{whom}: k kill  f freeze  r resign | {choose} | quorum: K, F | q quit"
         return f"{whom}: k kill  f freeze/thaw  r resign  |  {choose}  |  q quit"
 
 
 class _State(NamedTuple):
-    """How a candidate is: a word, the figures that go with it, and a colour."""
+    """The state of a candidate: a word, details and a colour."""
 
     word: str
     detail: str
     colour: str
 
 
-def _state(cluster: CandidateProcesses, seat: Seat) -> _State:
+def _state(cluster: CandidateGroup, candidate: CandidateProcess) -> _State:
     now = cluster.now()
-    reign, behind = cluster.chronicle.reign(seat.name), cluster.chronicle.behind(seat.name)
-    if not seat.alive:
-        left_s = max(0.0, seat.died_at + RESTART_AFTER_S - now)
-        return _State("dead", f"starts again in {left_s:.1f} s", "red")
-    if seat.frozen_at is not None:
-        left_s = max(0.0, seat.frozen_at + cluster.thaw_after_s - now)
-        was = "ex-leader" if seat is not cluster.leader else "leader"
-        word = "frozen" if reign is None else f"frozen {was}"
-        return _State(word, f"for {now - seat.frozen_at:.1f} s, thaws in {left_s:.1f} s", "cyan")
-    if seat is cluster.leader and reign is not None:
-        return _State("leading", f"token {reign.token}", "green")
+    term, behind = cluster.history.term(candidate.name), cluster.history.behind(candidate.name)
+    if not candidate.alive:
+        left_s = max(0.0, candidate.died_at + RESTART_AFTER_S - now)
+        return _State("dead", f"restarts in {left_s:.1f} s", "red")
+    if candidate.frozen_at is not None:
+        left_s = max(0.0, candidate.frozen_at + cluster.thaw_after_s - now)
+        was = "ex-leader" if candidate is not cluster.leader else "leader"
+        word = "frozen" if term is None else f"frozen {was}"
+        return _State(
+            word, f"for {now - candidate.frozen_at:.1f} s, thaws in {left_s:.1f} s", "cyan"
+        )
+    if candidate is cluster.leader and term is not None:
+        return _State("leading", f"token {term.token}", "green")
     if behind is not None:
         return _State("waiting", f"behind {behind}", "")
     return _State("starting", "", "dim")
 
 
-def _vacancy(cluster: CandidateProcesses) -> str:
-    """Why nobody leads."""
-    fault = cluster.chronicle.pending
+def _vacancy(cluster: CandidateGroup) -> str:
+    """Why there is no leader."""
+    fault = cluster.history.pending
     if fault is None:
-        return "nobody yet" if cluster.chronicle.latest is None else "nobody"
-    return f"nobody: {fault.name} was {fault.kind} {cluster.now() - fault.at:.1f} s ago"
+        return "none yet" if cluster.history.latest is None else "none"
+    return f"none: {fault.name} was {fault.kind} {cluster.now() - fault.at:.1f} s ago"
 
 
 def _clock(failover: Failover) -> str:
@@ -165,61 +166,61 @@ class _View(Protocol):
     def draw(self) -> None: ...
 
 
-def _view(desk: _Desk) -> _View:
+def _view(controls: _Controls) -> _View:
     try:
         from rich.console import Console
     except ImportError:
-        return _Lines(desk)
+        return _LineView(controls)
     console = Console(markup=False, highlight=False, emoji=False)
-    return _Lines(desk) if console.is_dumb_terminal else _Screen(desk, console)
+    return _LineView(controls) if console.is_dumb_terminal else _ScreenView(controls, console)
 
 
-class _Lines:
-    """For terminals without rich: a line for each change, and one for the keys when they change."""
+class _LineView:
+    """The view without rich: prints a line for each change, and the keys when they change."""
 
-    def __init__(self, desk: _Desk) -> None:
-        self._desk = desk
-        self._told = self._changes = 0
+    def __init__(self, controls: _Controls) -> None:
+        self._controls = controls
+        self._reported = self._changes = 0
         self._states: dict[str, str] = {}
         self._help = ""
 
-    def __enter__(self) -> _Lines:
+    def __enter__(self) -> _LineView:
         return self
 
     def __exit__(self, *_: object) -> None:
         return None
 
     def draw(self) -> None:
-        cluster, desk = self._desk.cluster, self._desk
-        if desk.help != self._help:
-            self._help = desk.help
+        cluster, controls = self._controls.cluster, self._controls
+        if controls.help != self._help:
+            self._help = controls.help
             print(self._help, flush=True)
-        for seat in cluster.seats:
-            state = _state(cluster, seat)
-            changed = state.word != self._states.get(seat.name)
-            self._states[seat.name] = state.word
+        for candidate in cluster.candidates:
+            state = _state(cluster, candidate)
+            changed = state.word != self._states.get(candidate.name)
+            self._states[candidate.name] = state.word
             if changed and state.colour in ("red", "cyan"):
-                print(f"{time.strftime('%H:%M:%S')}  {seat.name} is {state.word}", flush=True)
-        for failover in cluster.chronicle.failovers[self._told :]:
+                print(f"{time.strftime('%H:%M:%S')}  {candidate.name} is {state.word}", flush=True)
+        for failover in cluster.history.failovers[self._reported :]:
             print(f"{_clock(failover)}  {story(failover)}", flush=True)
-        self._told = len(cluster.chronicle.failovers)
+        self._reported = len(cluster.history.failovers)
         if cluster.quorum is not None:
             for change in cluster.quorum.changes[self._changes :]:
                 print(f"{time.strftime('%H:%M:%S')}  {change.story()}", flush=True)
             self._changes = len(cluster.quorum.changes)
 
 
-class _Screen:
-    """The live view proper, drawn by rich."""
+class _ScreenView:
+    """The view with rich, redrawn in place."""
 
-    def __init__(self, desk: _Desk, console: Console) -> None:
+    def __init__(self, controls: _Controls, console: Console) -> None:
         from rich.live import Live
 
-        self._desk = desk
+        self._controls = controls
         self._console = console
         self._live = Live(console=console, screen=True, auto_refresh=False)
 
-    def __enter__(self) -> _Screen:
+    def __enter__(self) -> _ScreenView:
         self._live.__enter__()
         return self
 
@@ -230,7 +231,7 @@ class _Screen:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            # Left blank: some terminals that were resized meanwhile show a part of it afterwards.
+            # Clear the screen: some terminals show parts of it afterwards if they were resized.
             self._live.update("", refresh=True)
         finally:
             self._live.__exit__(kind, error, traceback)
@@ -244,7 +245,7 @@ class _Screen:
 
         above = [*self._title(), Text(), *self._leader(), *self._quorum(), Text()]
         above += [*self._candidates(), Text()]
-        below = [Text(), Text(f" {self._desk.help}", style="bold")]
+        below = [Text(), Text(f" {self._controls.help}", style="bold")]
         room = self._console.size.height - len(below)
         lines = [*above[:room], *self._failovers(room - len(above)), *below]
         for line in lines:
@@ -255,12 +256,12 @@ class _Screen:
     def _title(self) -> list[Text]:
         from rich.text import Text
 
-        cluster = self._desk.cluster
+        cluster = self._controls.cluster
         figures = (
-            f"   {len(cluster.seats)} candidates, ttl {cluster.timing.ttl_s:g} s,"
+            f"   {len(cluster.candidates)} candidates, ttl {cluster.timing.ttl_s:g} s,"
             f" failover within {cluster.worst_s:.2f} s; work done: {cluster.work_done}"
         )
-        elsewhere = f" try also: doyen watch {ELECTION} --store {cluster.store}"
+        elsewhere = f" in another terminal: doyen watch {ELECTION} --store {cluster.store}"
         return [
             Text.assemble((" doyen up", "bold"), (figures, "dim")),
             Text(elsewhere, style="dim"),
@@ -269,15 +270,15 @@ class _Screen:
     def _leader(self) -> list[Text]:
         from rich.text import Text
 
-        cluster = self._desk.cluster
-        latest, leader = cluster.chronicle.latest, cluster.leader
+        cluster = self._controls.cluster
+        latest, leader = cluster.history.latest, cluster.leader
         if latest is None or leader is None:
             return [
                 Text.assemble(" Leader    ", (_vacancy(cluster), "bold yellow")),
                 Text(" Valid"),
             ]
         now = cluster.now()
-        left_s = max(0.0, cluster.chronicle.valid_until(latest) - now)
+        left_s = max(0.0, cluster.history.valid_until(latest) - now)
         full = round(min(1.0, left_s / cluster.timing.validity_s) * _BAR)
         colour = "green" if leader.frozen_at is None else "cyan"
         on, off = "#-" if self._console.options.ascii_only else "━─"
@@ -298,10 +299,10 @@ class _Screen:
     def _quorum(self) -> list[Text]:
         from rich.text import Text
 
-        quorum = self._desk.cluster.quorum
+        quorum = self._controls.cluster.quorum
         if quorum is None:
             return []
-        line = Text(" Quorum    ")
+        line = Text(" NodeGroup    ")
         for server in quorum.servers:
             frozen = server.frozen_at is not None
             word = "frozen" if frozen else server.role
@@ -315,14 +316,14 @@ class _Screen:
     def _candidates(self) -> list[Text]:
         from rich.text import Text
 
-        cluster = self._desk.cluster
+        cluster = self._controls.cluster
         lines = []
-        for number, seat in enumerate(cluster.seats, 1):
-            state = _state(cluster, seat)
-            mark = ">" if seat is self._desk.target else " "
+        for number, candidate in enumerate(cluster.candidates, 1):
+            state = _state(cluster, candidate)
+            mark = ">" if candidate is self._controls.target else " "
             lines.append(
                 Text.assemble(
-                    f" {mark} {number}  {seat.name:<10}",
+                    f" {mark} {number}  {candidate.name:<10}",
                     (f"{state.word:<18}", state.colour),
                     state.detail,
                 )
@@ -334,7 +335,7 @@ class _Screen:
 
         if room < 2:
             return []
-        shown = self._desk.cluster.chronicle.failovers[1 - room :]
+        shown = self._controls.cluster.history.failovers[1 - room :]
         lines = [Text(f"   {_clock(one)}  {story(one)}") for one in reversed(shown)]
         lines += [Text()] * (room - 1 - len(lines))
-        return [Text(" Failovers, the last one first", style="dim"), *lines]
+        return [Text(" Failovers, newest first", style="dim"), *lines]

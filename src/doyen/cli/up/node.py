@@ -1,5 +1,4 @@
-"""One node of the quorum of `doyen up`: `doyen serve` in a process that does not outlive its
-parent."""
+"""One node of the quorum of `doyen up`: `doyen serve`, in a process that ends with its parent."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ from doyen.cli.up.parent import die_with
 __all__ = ["ELECTION_S", "command"]
 
 ELECTION_S = 0.5
-"""How long the quorum's leader may be silent: on one machine, where nobody wants to wait."""
+"""The election timeout. It is short, because all nodes are on one machine."""
 
 
-def command(name: str, peers: Mapping[str, str], folder: Path) -> list[str]:
-    """What starts a node of this process."""
+def command(name: str, peers: Mapping[str, str], directory: Path) -> list[str]:
+    """The command that starts a node."""
     addresses = ",".join(f"{peer}={address}" for peer, address in peers.items())
-    arguments = ["--id", name, "--peers", addresses, "--data-dir", str(folder / name)]
-    arguments += ["--found", "--cluster", folder.name, "--election-s", str(ELECTION_S)]
+    arguments = ["--id", name, "--peers", addresses, "--data-dir", str(directory / name)]
+    arguments += ["--found", "--cluster", directory.name, "--election-s", str(ELECTION_S)]
     return [sys.executable, "-P", "-m", __name__, str(os.getpid()), *arguments]
 
 

@@ -1,4 +1,4 @@
-"""What every process of `doyen up` does first: see to it that it does not outlive its parent."""
+"""Ends a process of `doyen up` together with its parent."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def die_with(parent: int) -> None:
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     except (OSError, AttributeError):
-        return  # not Linux: the end of the pipe has to do
-    if os.getppid() != parent:  # it died before it could be asked for
+        return  # not Linux: candidates end when their pipe does
+    if os.getppid() != parent:  # the parent ended before the call
         sys.exit(1)

@@ -1,9 +1,9 @@
-"""The quorum of `doyen up`: three nodes, each a process, which are killed and frozen too.
+"""The quorum of `doyen up`: three nodes, each a process, which can be killed and frozen.
 
-Who leads them is what they say themselves. Nothing here waits but `start` and `stop`; `tick` looks
-at everything once.
+The leader is known from the output of the nodes. Only `start` and `stop` wait; `tick` checks
+everything once.
 
-Invariant: once `stop` has returned, every process that was started here is gone, frozen or not.
+Invariant: when `stop` has returned, all processes that were started here have ended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from doyen.cli.up.node import ELECTION_S, command
 from doyen.errors import StoreUnavailable
 from doyen.lease.clock import SystemClock
 
-__all__ = ["NodeLeaderChange", "NodeProcess", "Quorum"]
+__all__ = ["NodeGroup", "NodeLeaderChange", "NodeProcess"]
 
 SIZE = 3
 RESTART_AFTER_S = 1.0
@@ -34,7 +34,7 @@ STOP_WITHIN_S = 3.0
 
 
 class NodeProcess:
-    """One node: a name, and the process that runs it at present."""
+    """One node: its name, and the process that runs it now, if any."""
 
     def __init__(self, name: str, address: str) -> None:
         self.name = name
@@ -50,29 +50,29 @@ class NodeProcess:
 
     @property
     def alive(self) -> bool:
-        """Frozen or not."""
+        """Whether the process runs; it may be frozen."""
         return self.process is not None and not self.killed
 
-    def hear(self) -> bool:
-        """Take in what it has said; whether it was anything."""
+    def read_output(self) -> bool:
+        """Read the output of the node; whether there was any."""
         if self.process is None or self.process.stdout is None:
             return False
         try:
-            said = os.read(self.process.stdout.fileno(), 1 << 16)
+            output = os.read(self.process.stdout.fileno(), 1 << 16)
         except BlockingIOError:
             return False
-        *lines, self._partial = (self._partial + said).split(b"\n")
+        *lines, self._partial = (self._partial + output).split(b"\n")
         for line in lines:
-            told = json.loads(line)
-            self.listening |= told["event"] == "listening"
-            if told["event"] == "role":
-                self.role, self.generation = told["role"], told["generation"]
-        return bool(said)
+            event = json.loads(line)
+            self.listening |= event["event"] == "listening"
+            if event["event"] == "role":
+                self.role, self.generation = event["role"], event["generation"]
+        return bool(output)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLeaderChange:
-    """A new leader of the quorum, and what had been done to the one before it."""
+    """A new leader of the quorum, and the fault that was injected into the one before it."""
 
     to: str
     generation: int
@@ -85,11 +85,11 @@ class NodeLeaderChange:
         return f"{before}node {self.to} leads the quorum (generation {self.generation}){took}"
 
 
-class Quorum:
-    """Three nodes in one folder."""
+class NodeGroup:
+    """Three nodes with their data in one directory."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self.now: Callable[[], float] = SystemClock().now
         self.servers = [
             NodeProcess(f"n{number}", address) for number, address in enumerate(_addresses(SIZE), 1)
@@ -103,19 +103,19 @@ class Quorum:
 
     @property
     def leader(self) -> NodeProcess | None:
-        """Who leads, for all that they say."""
+        """The leader, by the output of the nodes."""
         leading = [each for each in self.servers if each.role == "leading" and each.alive]
         return max(leading, key=lambda each: each.generation, default=None)
 
     @property
-    def whole(self) -> bool:
-        """Somebody leads, and everybody is there."""
+    def healthy(self) -> bool:
+        """Whether there is a leader and all nodes run."""
         return self.leader is not None and all(
             each.listening and each.frozen_at is None for each in self.servers
         )
 
     def start(self) -> None:
-        """Start them all; return when each of them listens."""
+        """Start the nodes; return when all of them listen."""
         for server in self.servers:
             self._start(server)
         give_up = self.now() + START_WITHIN_S
@@ -123,18 +123,18 @@ class Quorum:
             self.tick()
             dead = [each for each in self.servers if each.process is None]
             if dead or self.now() >= give_up:
-                errors = self._folder / f"{(dead or self.servers)[0].name}.errors"
-                raise StoreUnavailable(f"the quorum does not start: {_last_words(errors)}")
+                errors = self._directory / f"{(dead or self.servers)[0].name}.errors"
+                raise StoreUnavailable(f"the quorum does not start: {_last_error_line(errors)}")
             time.sleep(0.01)
 
     def tick(self) -> None:
-        """Reap, listen, thaw and start what is due."""
+        """Read output, and reap, thaw and start nodes where due."""
         now = self.now()
         for server in self.servers:
-            while server.hear():
+            while server.read_output():
                 pass
             if server.process is not None and server.process.poll() is not None:
-                self._bury(server)
+                self._note_end(server)
             if server.frozen_at is not None and now >= server.frozen_at + THAW_AFTER_S:
                 self.thaw(server)
             if server.process is None and now >= server.died_at + RESTART_AFTER_S:
@@ -148,28 +148,28 @@ class Quorum:
             self.changes.append(NodeLeaderChange(leader.name, leader.generation, struck, now - at))
 
     def kill(self, server: NodeProcess) -> None:
-        """SIGKILL; it is started again after a moment, with what it has on disk."""
+        """Send SIGKILL. The node is restarted, with its data, after `RESTART_AFTER_S`."""
         if server.process is not None and server.alive:
-            self._strike("killed", server)
+            self._note_fault("killed", server)
             server.killed = True
             server.died_at = self.now()
             server.process.send_signal(SIGKILL)
 
     def freeze(self, server: NodeProcess) -> None:
-        """SIGSTOP; it is thawed after a while."""
+        """Send SIGSTOP. The node is thawed after `THAW_AFTER_S`."""
         if server.process is not None and server.alive and server.frozen_at is None:
-            self._strike("frozen", server)
+            self._note_fault("frozen", server)
             server.frozen_at = self.now()
             server.process.send_signal(SIGSTOP)
 
     def thaw(self, server: NodeProcess) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         if server.process is not None and server.frozen_at is not None:
             server.frozen_at = None
             server.process.send_signal(SIGCONT)
 
     def stop(self) -> None:
-        """See to it that all are gone."""
+        """End all processes."""
         running = [server for server in self.servers if server.process is not None]
         for server in running:
             self.thaw(server)
@@ -183,16 +183,16 @@ class Quorum:
                 except subprocess.TimeoutExpired:
                     server.process.kill()
                     server.process.wait()
-                self._bury(server)
+                self._note_end(server)
 
     def _start(self, server: NodeProcess) -> None:
         server.killed = server.listening = False
         server.role = "starting"
         peers = {each.name: each.address for each in self.servers}
-        with (self._folder / f"{server.name}.errors").open("wb") as errors:
-            # A group of its own: what a terminal sends to `doyen up` is not for the nodes.
+        with (self._directory / f"{server.name}.errors").open("wb") as errors:
+            # A process group of its own, so that Ctrl-C in the terminal does not reach the node.
             server.process = subprocess.Popen(
-                command(server.name, peers, self._folder),
+                command(server.name, peers, self._directory),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -201,19 +201,19 @@ class Quorum:
         assert server.process.stdout is not None
         os.set_blocking(server.process.stdout.fileno(), False)
 
-    def _bury(self, server: NodeProcess) -> None:
+    def _note_end(self, server: NodeProcess) -> None:
         if server.process is not None and server.process.stdout is not None:
             server.process.stdout.close()
         server.process, server.frozen_at, server.role = None, None, "dead"
         server.died_at = max(server.died_at, self.now())
 
-    def _strike(self, how: str, server: NodeProcess) -> None:
+    def _note_fault(self, how: str, server: NodeProcess) -> None:
         if server is self.leader:
             self._struck = f"{server.name} {how}", self.now()
 
 
 def _addresses(count: int) -> list[str]:
-    """Free ports of this machine, all different."""
+    """Different free ports on this machine."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -221,6 +221,6 @@ def _addresses(count: int) -> list[str]:
         return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
 
 
-def _last_words(errors: Path) -> str:
-    said = errors.read_text(errors="replace").strip() if errors.exists() else ""
-    return said.splitlines()[-1] if said else "it says nothing"
+def _last_error_line(errors: Path) -> str:
+    text = errors.read_text(errors="replace").strip() if errors.exists() else ""
+    return text.splitlines()[-1] if text else "no error message"
