@@ -17,12 +17,13 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from doyen import Session
+from doyen import LeadershipLost, Session
 from doyen.audit import verify
 from doyen.election.core import SessionCore
 from doyen.election.options import SessionSettings
@@ -43,6 +44,7 @@ from doyen.events import (
 )
 from doyen.lease.clock import SystemClock, VirtualClock
 from doyen.lease.runtime import InlineRuntime
+from doyen.model import leader_key
 from doyen.stores.memory import MemoryStore
 from doyen.stores.port import Context
 from doyen.telemetry import AWAIT_S, Backlog, DeliveryQueue, DirectOutlet, Outlet, Telemetry
@@ -137,6 +139,38 @@ def test_a_planned_loss_is_not_a_warning(caplog: pytest.LogCaptureFixture) -> No
     assert [line.levelno for line in caplog.records] == [logging.INFO]
 
 
+@pytest.mark.parametrize("order", ["resign", "transfer", "preempt", "removal"])
+@virtual
+async def test_a_handover_that_was_ordered_is_not_a_warning(
+    place: Place, caplog: pytest.LogCaptureFixture, order: str
+) -> None:
+    """The removal of the leader record by another process is one."""
+    caplog.set_level(logging.INFO, "doyen")
+    leader, other = await place.open(), await place.open()
+    with pytest.raises(LeadershipLost):
+        async with leader.campaign("e", name="a"):
+            preempt = {"priority": 1, "preempt": True, "cooldown_s": 0.0}
+            successor = asyncio.create_task(
+                lead(other, "e", name="b", **(preempt if order == "preempt" else {}))
+            )
+            await asyncio.sleep(1.0)
+            if order == "resign":
+                asyncio.create_task(other.resign("e"))  # noqa: RUF006 - ends with the term
+            elif order == "transfer":
+                asyncio.create_task(other.transfer("e", to="b"))  # noqa: RUF006
+            elif order == "removal":
+                place.server.delete(leader_key("e"))
+            await asyncio.sleep(100.0)
+    await successor
+    levels = {
+        line.getMessage().split()[0]: line.levelno
+        for line in caplog.records
+        if line.getMessage().startswith("event=leadership_lost")
+    }
+    expected = logging.WARNING if order == "removal" else logging.INFO
+    assert levels == {"event=leadership_lost": expected}
+
+
 @virtual
 async def test_an_outage_of_the_store_is_two_lines_in_the_log(
     place: Place, caplog: pytest.LogCaptureFixture
@@ -162,8 +196,8 @@ async def test_an_outage_of_the_store_is_two_lines_in_the_log(
     assert lines[1].startswith("event=store_available after_s=")
 
 
-async def lead(session: Session, election: str) -> None:
-    async with session.campaign(election):
+async def lead(session: Session, election: str, **options: Any) -> None:
+    async with session.campaign(election, **options):
         pass
 
 

@@ -36,7 +36,7 @@ LOOK_AFTER_S = 0.005
 class Leading:
     """The state of an attempt that leads."""
 
-    __slots__ = ("_attempt", "_body_ended", "_looking", "successor", "term")
+    __slots__ = ("_attempt", "_body_ended", "_looking", "_order_reason", "successor", "term")
 
     def __init__(self, attempt: Attempt, record: Entry) -> None:
         """Begin the term. Raises `LeaseGone` if the lease has expired meanwhile."""
@@ -46,6 +46,8 @@ class Leading:
         self._attempt = attempt
         self._looking = False
         self._body_ended = False
+        self._order_reason = ""
+        """The reason of the loss, if it is an order."""
         self.successor = ""
         """After an order to transfer: the key of the successor's ready marker, which is bound to
         the successor's lease."""
@@ -106,7 +108,8 @@ class Leading:
                 elif order is not None:
                     if order.successor and order.rank is None:
                         self.successor = ready_marker_key(attempt, order.successor)
-                    term._lose(f"{order.by!r} ordered it to let go")
+                    self._order_reason = f"{order.by!r} ordered it to let go"
+                    term._lose(self._order_reason)
                 elif not attempt.wakeup.woken:
                     break
         finally:
@@ -127,7 +130,8 @@ class Leading:
                 lease=self._attempt.keepalive.lease.id,
                 reason=term.reason,
                 ended_at=term.ended_at,
-            )
+            ),
+            planned=term.reason == self._order_reason,
         )
         if not self._body_ended:
             left_s = term.ended_at + term.stop_budget_s - core.runtime.clock.now()
