@@ -186,11 +186,11 @@ def test_changes_are_notified_at_the_polling_interval(place: Place) -> None:
     async def main() -> None:
         async with place.stores(2, "poll_s=0.5") as (writer, watching):
             assert watching.capabilities.notice_s == 0.5
-            told = asyncio.Event()
-            await watching.watch(KEY, told.set)
+            notified = asyncio.Event()
+            await watching.watch(KEY, notified.set)
             await writer.put(KEY, b"v", if_version=None)
             began = now()
-            await told.wait()
+            await notified.wait()
             assert now() - began < 2
 
     run(main)

@@ -144,17 +144,17 @@ def test_deletions_by_hand_are_notified(place: Place) -> None:
     async def main() -> None:
         async with place.stores() as (store,):
             await store.create(KEY, b"v", await store.grant(60))
-            told = asyncio.Event()
-            await store.watch(KEY, told.set)
+            notified = asyncio.Event()
+            await store.watch(KEY, notified.set)
 
             async def quiet() -> bool:
-                heard = told.is_set()
-                told.clear()
-                return not heard
+                seen = notified.is_set()
+                notified.clear()
+                return not seen
 
             await until(quiet)
             place.server.query(f"DELETE FROM {place.tables['entries']}")
-            await told.wait()
+            await notified.wait()
             assert await store.get(KEY) is None
 
     run(main)

@@ -97,13 +97,13 @@ def test_a_stepped_database_clock_keeps_no_expired_lease(
             began = now()
             lease, other_lease = await holder.grant(TTL_S), await other.grant(60)
             await holder.create(KEY, b"holder", lease)
-            told = asyncio.Event()
-            await other.watch(KEY, told.set)
+            notified = asyncio.Event()
+            await other.watch(KEY, notified.set)
             assert await other.get(KEY) is not None
-            told.clear()
+            notified.clear()
             place.step_clock(step_s)
             async with asyncio.timeout(10 * TTL_S):
-                await told.wait()
+                await notified.wait()
             assert now() - began >= TTL_S
             assert await other.get(KEY) is None
             assert (await other.create(KEY, b"other", other_lease)).won
@@ -178,7 +178,7 @@ def test_a_lease_is_renewed_or_ended_and_never_both(place: Place) -> None:
             assert survived or isinstance(renewal.exception(), LeaseGone)
             assert (await other.get(key) is not None) == survived
             renewed += survived
-        assert len(events) == 60 - renewed, "an end is told by the one who made it"
+        assert len(events) == 60 - renewed, "an end is reported by the client that made it"
         await holder.close()
         await other.close()
 
@@ -222,11 +222,11 @@ def test_leases_that_expired_in_an_outage_are_ended_together(place: Place) -> No
         ticket = await store.enqueue(LINE, b"new", await store.grant(60))
         began = now()
         while (ahead := await store.ahead(ticket)) is not None:
-            told = asyncio.Event()
-            watch = await store.watch(ahead.key, told.set)
+            notified = asyncio.Event()
+            watch = await store.watch(ahead.key, notified.set)
             if await store.get(ahead.key) is not None:
                 async with asyncio.timeout(10):
-                    await told.wait()
+                    await notified.wait()
             watch.close()
         assert TTL_S <= now() - began <= 3 * TTL_S
         assert len(events) == 8
@@ -503,8 +503,8 @@ def test_leases_and_watches_survive_a_restart_of_the_server(place: Place) -> Non
         async with place.stores(2) as (store, other):
             lease = await store.grant(60)
             token = (await store.create(KEY, b"v", lease)).entry.revision
-            told = asyncio.Event()
-            await other.watch(KEY, told.set)
+            notified = asyncio.Event()
+            await other.watch(KEY, notified.set)
             assert await other.get(KEY) is not None
             await asyncio.to_thread(server.restart)
 
@@ -516,7 +516,7 @@ def test_leases_and_watches_survive_a_restart_of_the_server(place: Place) -> Non
                     return False
 
             await until(again)
-            await told.wait()
+            await notified.wait()
             assert await other.get(KEY) is None
             assert (await store.create(KEY, b"v", lease)).entry.revision > token
 
@@ -535,18 +535,18 @@ def test_a_connection_that_goes_silent_is_noticed(
     async def main() -> None:
         with servers.Proxy(place.server) as proxy:
             watching, writer = await place.open(through=proxy), await place.open()
-            told = asyncio.Event()
-            await watching.watch(KEY, told.set)
+            notified = asyncio.Event()
+            await watching.watch(KEY, notified.set)
             await asyncio.sleep(0.1)
-            told.clear()
+            notified.clear()
             proxy.cut()
             lease = await writer.grant(60)
             assert (await writer.create(KEY, b"v", lease)).won
             await asyncio.sleep(0.1)
-            assert not told.is_set()
+            assert not notified.is_set()
             proxy.reset()
             proxy.heal()
-            await told.wait()
+            await notified.wait()
             assert await watching.get(KEY) is not None
             await watching.close()
             await writer.close()

@@ -182,8 +182,8 @@ def test_listening_begins_again_after_an_error(fault: str, monkeypatch: pytest.M
         model = PostgreSQLModel()
         await network.listen("p", 1000, model, Faults())
         store = await open_store(address("postgresql", network, "p"), Context(clock, events.append))
-        told = asyncio.Event()
-        await store.watch(KEY, told.set)
+        notified = asyncio.Event()
+        await store.watch(KEY, notified.set)
         lease = await store.grant(TTL_S)
         for _ in range(20):
             setattr(model, fault, True)
@@ -194,10 +194,10 @@ def test_listening_begins_again_after_an_error(fault: str, monkeypatch: pytest.M
                 await store.renew(lease)
             setattr(model, fault, False)
         await asyncio.sleep(TTL_S)
-        told.clear()
+        notified.clear()
         await store.put(KEY, b"v", if_version=None)
         async with asyncio.timeout(1):
-            await told.wait()
+            await notified.wait()
         await store.close()
         network.stop()
         await asyncio.sleep(1)
