@@ -1,4 +1,4 @@
-"""Whole nodes and their clients with one promise broken each, for the lab to find.
+"""Mutants of whole nodes and their clients: each breaks one promise, which the lab must detect.
 
 Each is a function that patches what runs in a world of the lab. The promises are those of
 `docs/stores/quorum.md` and, as far as a quorum has a part in them, of `docs/guarantees.md`.
@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from doyen.election.attempt import Attempt
 from doyen.election.line import InLine
-from doyen.lab.machines import OwnClock
+from doyen.lab.processes import MachineClock
 from doyen.lease.keepalive import Keepalive
 from doyen.model import Entry
 from doyen.quorum.keyspace import commands, snapshot, state
@@ -44,18 +44,18 @@ Mutant = Callable[[pytest.MonkeyPatch], None]
 
 
 def on_the_wall_clock(patch: pytest.MonkeyPatch) -> None:
-    """Leases are counted on a clock that administrators set (mutant 24)."""
-    now = OwnClock.now
-    patch.setattr(OwnClock, "now", lambda self: now(self) + self._wall)
+    """Leases are measured by the wall clock, which administrators set (mutant 24)."""
+    now = MachineClock.now
+    patch.setattr(MachineClock, "now", lambda self: now(self) + self._wall)
 
 
 def answer_ignored(patch: pytest.MonkeyPatch) -> None:
-    """A renewal that failed is taken for a success (27)."""
+    """A failed renewal counts as confirmed (27)."""
     patch.setattr(Keepalive, "_failed", lambda self, _: self._confirm(self._clock.now()))
 
 
 def removed_by_another(patch: pytest.MonkeyPatch) -> None:
-    """Who is first in line deletes the record of a live holder (28)."""
+    """The first candidate in line deletes the leader record of a live holder (28)."""
     wait_for = InLine.wait_for
 
     async def shove(self: InLine, entry: Entry, *until: float) -> None:
@@ -68,7 +68,7 @@ def removed_by_another(patch: pytest.MonkeyPatch) -> None:
 
 
 def announced_unread(patch: pytest.MonkeyPatch) -> None:
-    """Who has waited takes whatever record there is for its own (26)."""
+    """A candidate that has waited considers any leader record its own (26)."""
     is_mine, wait_for = Attempt.is_mine, InLine.wait_for
     waited: set[str] = set()
 
@@ -87,7 +87,7 @@ def announced_unread(patch: pytest.MonkeyPatch) -> None:
 
 
 def not_extended(patch: pytest.MonkeyPatch) -> None:
-    """A new leader gives the leases that it finds no time (29)."""
+    """A new leader does not extend the leases that it finds (29)."""
     take_in = LeaseClock.take_in
 
     def hasty(self: LeaseClock, now: float) -> bool:
@@ -102,13 +102,12 @@ def not_extended(patch: pytest.MonkeyPatch) -> None:
 
 
 def renewed_by_a_read(patch: pytest.MonkeyPatch) -> None:
-    """A renewal is confirmed, and a read answered, by a leader that nobody may hear any more
-    (30)."""
+    """A leader confirms renewals and answers reads without a majority's confirmation (30)."""
     patch.setattr(LinearizableReads, "when_current", lambda self, call: call())
 
 
 def era_ignored(patch: pytest.MonkeyPatch) -> None:
-    """An end of leases counts in whatever era it was proposed. Commands of a deposed leader are
+    """An end of leases takes effect in any era. Commands of a deposed leader are
     forwarded to its successor; otherwise only an entry already in the log would show the defect."""
 
     def forward_internal(self: Proposals, reason: str) -> None:
@@ -125,7 +124,8 @@ def era_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def confirmed_without_an_era(patch: pytest.MonkeyPatch) -> None:
-    """A leader confirms renewals before it has begun an era, and ends count in any."""
+    """A leader confirms renewals before it has begun an era, and ends of leases take effect in
+    any."""
 
     def begin(self: keeper.LeaseKeeper) -> None:
         self._era = self._keyspace.era
@@ -137,23 +137,23 @@ def confirmed_without_an_era(patch: pytest.MonkeyPatch) -> None:
 
 
 def never_ended(patch: pytest.MonkeyPatch) -> None:
-    """A lease whose time is over is left to whoever leads next."""
+    """Leaders do not end leases whose ttl has passed."""
     patch.setattr(keeper.LeaseKeeper, "_end_due", lambda self: None)
 
 
 def ended_late(patch: pytest.MonkeyPatch) -> None:
-    """Leaders count 5 s more for each lease than it was granted for."""
+    """Leaders end leases 5 s too late."""
     due = LeaseClock.due
     patch.setattr(LeaseClock, "due", lambda self, now: due(self, now - 5.0))
 
 
 def seen_until_removed(patch: pytest.MonkeyPatch) -> None:
-    """What was bound to an ended lease stands until it is removed."""
+    """Entries of an ended lease are visible until they are removed."""
     patch.setattr(Keyspace, "_standing", lambda self, record: record)
 
 
 def removed_by_key(patch: pytest.MonkeyPatch) -> None:
-    """A slice of a lease's end removes whatever stands at its keys by then."""
+    """The removal of an ended lease's keys also removes entries that were written there since."""
 
     def remove(self: Keyspace, key: str, lease: int) -> bool:
         record = self._entries.get(key)
@@ -166,7 +166,7 @@ def removed_by_key(patch: pytest.MonkeyPatch) -> None:
 
 
 def ends_left_out(patch: pytest.MonkeyPatch) -> None:
-    """A snapshot says nothing of leases whose keys are not all removed."""
+    """A snapshot leaves out ended leases whose keys are not all removed."""
     pieces = snapshot.encode_pieces
 
     def fewer(head: Any, leases: Any, ended: list[int], *others: Any) -> Iterator[bytes]:
@@ -175,11 +175,11 @@ def ends_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(state, "encode_pieces", fewer)
 
 
-# Writes: once, and for good.
+# Writes: executed once, and durable.
 
 
 def done_again(patch: pytest.MonkeyPatch) -> None:
-    """A write that is asked for again is done again."""
+    """A repeated write is executed again."""
 
     def apply(self: ReplicatedMachines, index: int, commands: Sequence[Command]) -> list[Any]:
         return [self._applies[command.target](command.body) for command in commands]
@@ -188,8 +188,8 @@ def done_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def large_done_again(patch: pytest.MonkeyPatch) -> None:
-    """A command whose result has more than 1,024 bytes is done again if it is asked for again, as
-    in version 1."""
+    """A repeated command whose result has more than 1,024 bytes is executed again, as in version
+    1."""
     keep = ReplicatedMachines._keep_large
 
     def skip(
@@ -202,12 +202,12 @@ def large_done_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def results_left_out(patch: pytest.MonkeyPatch) -> None:
-    """A snapshot says nothing of what was carried out before."""
+    """A snapshot leaves out the results of earlier commands."""
     patch.setattr(machine, "_pieces_of", lambda clients: iter([machine._encode([])]))
 
 
 def renamed(patch: pytest.MonkeyPatch) -> None:
-    """A client sends what was under way again under another name."""
+    """A client repeats its requests under another name."""
     use = QuorumConnection._use
 
     def anew(self: QuorumConnection, link: Any) -> None:
@@ -220,7 +220,7 @@ def renamed(patch: pytest.MonkeyPatch) -> None:
 
 
 def not_synced(patch: pytest.MonkeyPatch) -> None:
-    """The journal reports what it has written to its log, and not synced."""
+    """The journal reports writes to its log as durable without a sync."""
     sync = frames.sync
 
     def skip(disk: frames.FileSystem, fd: int, path: Path) -> None:
@@ -231,7 +231,7 @@ def not_synced(patch: pytest.MonkeyPatch) -> None:
 
 
 def unknown_skipped(patch: pytest.MonkeyPatch) -> None:
-    """A node goes on after a command that its release does not know."""
+    """A node skips a command that its release does not know."""
 
     class Never(Exception):
         pass
@@ -251,7 +251,7 @@ def read_while_behind(patch: pytest.MonkeyPatch) -> None:
 
 
 def deaf_when_resumed(patch: pytest.MonkeyPatch) -> None:
-    """A watch that is resumed is told nothing of what it has missed."""
+    """A resumed watch is not notified of what it has missed."""
     watch = Watches.add
 
     def deaf(self: Watches, client: Any, request: WatchRequest) -> None:
@@ -261,7 +261,7 @@ def deaf_when_resumed(patch: pytest.MonkeyPatch) -> None:
 
 
 def never_too_old(patch: pytest.MonkeyPatch) -> None:
-    """A watch from before the history is resumed as if nothing had changed since."""
+    """A watch that is resumed from before the history is not notified."""
 
     def changed(self: History, scope: str, since: int) -> bool:
         self._extend_index()
@@ -271,7 +271,7 @@ def never_too_old(patch: pytest.MonkeyPatch) -> None:
 
 
 def ends_untold(patch: pytest.MonkeyPatch) -> None:
-    """Who watches is not told of what ends with a lease."""
+    """Watches are not notified of the removal of an ended lease's entries."""
     add = History.add
 
     def fewer(self: History, change: Change) -> None:
@@ -282,7 +282,7 @@ def ends_untold(patch: pytest.MonkeyPatch) -> None:
 
 
 def history_left_out(patch: pytest.MonkeyPatch) -> None:
-    """A snapshot has no history, and says that nothing is missing from it."""
+    """A snapshot has no history, and claims that the history is complete."""
     pieces = snapshot.encode_pieces
 
     def fewer(head: Any, leases: Any, ended: Any, records: Any, _: Any) -> Iterator[bytes]:
@@ -292,7 +292,7 @@ def history_left_out(patch: pytest.MonkeyPatch) -> None:
 
 
 def installed_untold(patch: pytest.MonkeyPatch) -> None:
-    """Who watches is not told of what a snapshot from the leader has brought."""
+    """Watches are not notified of changes that a snapshot from the leader contains."""
     restore, notify = Keyspace.restore, Watches.notify
     fresh: dict[Keyspace, None] = {}
 
@@ -330,12 +330,12 @@ def one_position(patch: pytest.MonkeyPatch) -> None:
 
 
 def quota_ignored(patch: pytest.MonkeyPatch) -> None:
-    """Whatever is asked for is written, however large the keyspace is."""
+    """The keyspace accepts writes beyond its quota."""
     patch.setattr(Keyspace, "_full", lambda self, more: None)
 
 
 def no_deletes_when_full(patch: pytest.MonkeyPatch) -> None:
-    """While the alarm is on, deletes are refused as writes are."""
+    """While the keyspace is full, deletes are refused as well."""
     delete = Keyspace._delete
 
     def refuse(self: Keyspace, command: commands.Delete) -> bytes:
@@ -347,7 +347,7 @@ def no_deletes_when_full(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_ends_when_full(patch: pytest.MonkeyPatch) -> None:
-    """While the alarm is on, no lease ends by its time."""
+    """While the keyspace is full, no lease expires."""
     expire = Keyspace._expire
 
     def refuse(self: Keyspace, command: commands.Expire) -> bytes:
@@ -356,28 +356,28 @@ def no_ends_when_full(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Keyspace, "_expire", refuse)
 
 
-# Who belongs, and who may do what.
+# Identity and roles.
 
 
 def one_id(patch: pytest.MonkeyPatch) -> None:
-    """A data directory has the same id whenever it is made, and may have less than before."""
+    """Every data directory has the same id, and a member may have less than it acknowledged."""
     patch.setattr(members, "token_hex", lambda size: "0" * 2 * size)
     older_copy_accepted(patch)
 
 
 def older_copy_accepted(patch: pytest.MonkeyPatch) -> None:
-    """A member that has acknowledged more than it has is heard."""
+    """A member that has acknowledged more than it has is accepted."""
     patch.setattr(Members, "_check_position", lambda *_: None)
 
 
 def lifted_by_anyone(patch: pytest.MonkeyPatch) -> None:
-    """Every client may lift tokens."""
+    """Every client may raise tokens."""
     patch.setattr(roles, "ADMIN_COMMANDS", ())
     patch.setattr(roles, "needs_admin", lambda commands: False)
 
 
 def peers_by_any_secret(patch: pytest.MonkeyPatch) -> None:
-    """Whoever knows a client's secret may come as a peer."""
+    """A client's secret is accepted as a peer's."""
     accepted = vars(security.Security)["accepted"].fget
 
     def anybody(self: security.Security) -> list[tuple[security.Role, bytes]]:

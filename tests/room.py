@@ -49,7 +49,7 @@ def kill(protocol: str, mutant: Any, nodes: int, seed: int) -> None:
     """
     for each in range(seed, seed + 150):
         plan = draw(protocol, nodes, each, kinds=FAULTS, for_s=15.0)
-        if run_plan(plan, known(protocol).but(make=mutant)).violations:
+        if run_plan(plan, known(protocol).replace(make=mutant)).violations:
             assert run_plan(plan).violations == []
             return
     raise AssertionError(f"{mutant.__name__} lives")

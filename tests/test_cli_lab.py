@@ -19,7 +19,7 @@ from doyen.lab.runner import FoundFailure
 from doyen.lab.world import run_plan
 from mutants_raft import ComparesNothing
 
-BROKEN = known("raft").but(make=ComparesNothing)
+BROKEN = known("raft").replace(make=ComparesNothing)
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
@@ -67,12 +67,12 @@ def test_a_hunt_shows_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "no violation was found" in capsys.readouterr().out
 
 
-def test_what_breaks_is_reduced_told_and_written_down(
+def test_a_failure_is_reduced_narrated_and_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from doyen.lab import story, world
+    from doyen.lab import narration, world
 
-    for module in (runner, protocols, story, world):
+    for module in (runner, protocols, narration, world):
         monkeypatch.setattr(module, "known", lambda name: BROKEN, raising=False)
     monkeypatch.chdir(tmp_path)
     for seed in range(200):
@@ -94,15 +94,15 @@ def test_what_breaks_is_reduced_told_and_written_down(
     assert main(["lab", "replay", again["file"]]) == 1
 
 
-def test_a_hunt_that_is_interrupted_tells_and_keeps_what_it_has(
+def test_an_interrupted_hunt_reports_and_saves_what_it_has_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = runner.unreduced(run_plan(Plan(protocol="raft", nodes=3, seed=4711, for_s=1.0)))
 
     by = signal.SIGINT
 
-    def hunt(*given: object, tell: Callable[[FoundFailure], None], **others: object) -> None:
-        tell(failed)
+    def hunt(*given: object, on_failure: Callable[[FoundFailure], None], **others: object) -> None:
+        on_failure(failed)
         signal.raise_signal(by)
 
     monkeypatch.setattr(runner, "hunt", hunt)
@@ -119,22 +119,22 @@ def test_a_hunt_that_is_interrupted_tells_and_keeps_what_it_has(
     assert [each["file"] for each in hunted["failures"]] == [None]
 
 
-def test_protocols_side_by_side_in_a_table_and_a_plot(
+def test_protocols_side_by_side_in_a_table_and_a_chart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plot = tmp_path / "plot.svg"
+    chart = tmp_path / "chart.svg"
     arguments = ["compare", "--protocols", "raft,smallest-id", "--seeds", "1", "--for", "3s"]
     arguments += ["--nodes", "3", "--faults", "crash"]
-    rows = told(capsys, *arguments, "--plot", str(plot))["rows"]
+    rows = told(capsys, *arguments, "--plot", str(chart))["rows"]
     assert [row["protocol"] for row in rows] == ["raft", "smallest-id"]
     assert all(row["violations"] == 0 for row in rows)
-    drawn = ElementTree.fromstring(plot.read_text())
+    drawn = ElementTree.fromstring(chart.read_text())
     assert "smallest-id" in "".join(drawn.itertext())
     assert main(["lab", *arguments]) == 0
     assert capsys.readouterr().out.splitlines()[0].startswith("protocol")
 
 
-def test_plots_are_drawn_as_png_too(
+def test_charts_are_drawn_as_png_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path))  # where it keeps a list of fonts
@@ -142,12 +142,12 @@ def test_plots_are_drawn_as_png_too(
         ("bars.png", "compare", "--protocols", "raft", "--seeds", "1", "--for", "1s"),
         ("lines.png", "scale", "--most", "100"),
     ):
-        plot = tmp_path / name
-        assert told(capsys, *arguments, "--plot", str(plot))
-        head = plot.read_bytes()[:24]
+        chart = tmp_path / name
+        assert told(capsys, *arguments, "--plot", str(chart))
+        head = chart.read_bytes()[:24]
         assert head.startswith(b"\x89PNG\r\n\x1a\n")
         assert int.from_bytes(head[16:20]) == 1800  # three panels wide
-    monkeypatch.setattr("doyen.lab.plot.find_spec", lambda name: None)
+    monkeypatch.setattr("doyen.lab.chart.find_spec", lambda name: None)
     assert main(["lab", "compare", "--plot", str(tmp_path / "x.png")]) == 2
     assert "doyen[plot]" in capsys.readouterr().err
 
@@ -155,9 +155,9 @@ def test_plots_are_drawn_as_png_too(
 def test_a_change_of_leader_costs_the_same_however_many_wait(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plot = tmp_path / "scale.svg"
-    costs = told(capsys, "scale", "--most", "100", "--plot", str(plot))["costs"]
-    assert "candidates" in "".join(ElementTree.fromstring(plot.read_text()).itertext())
+    chart = tmp_path / "scale.svg"
+    costs = told(capsys, "scale", "--most", "100", "--plot", str(chart))["costs"]
+    assert "candidates" in "".join(ElementTree.fromstring(chart.read_text()).itertext())
     by_what: dict[str, set[int]] = {}
     for cost in costs:
         by_what.setdefault(cost["what"], set()).add(cost["messages"])
@@ -171,22 +171,25 @@ def test_a_change_of_leader_costs_the_same_however_many_wait(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["run", "--protocol", "gossip"], "no protocol 'gossip'; there are raft"),
-        (["run", "--faults", "locusts"], "no fault 'locusts'"),
+        (["run", "--protocol", "gossip"], "unknown protocol 'gossip': choose one of raft"),
+        (["run", "--faults", "locusts"], "unknown fault 'locusts'"),
         (
             ["compare", "--protocols", "raft", "--seeds", "1", "--for", "1s", "--plot", "x.gif"],
             "gif",
         ),
         (["scenario", "nonsense"], "unknown scenario 'nonsense'"),
-        (["run", "--world", "quorum", "--faults", "rot"], "no fault 'rot' in the world 'quorum'"),
+        (
+            ["run", "--world", "quorum", "--faults", "rot"],
+            "unknown fault 'rot' in the world 'quorum'",
+        ),
         (["run", "--for", "9999h", "--save", "no/such/run.json"], "cannot be written"),
-        (["compare", "--for", "9999h", "--plot", "no/such/plot.svg"], "cannot be written"),
-        (["compare", "--for", "9999h", "--plot", "x"], "plots are .svg or .png, not 'x'"),
+        (["compare", "--for", "9999h", "--plot", "no/such/chart.svg"], "cannot be written"),
+        (["compare", "--for", "9999h", "--plot", "x"], "charts are .svg or .png files, not 'x'"),
         (["scale", "--most", "100000", "--plot", "x.gif"], "not '.gif'"),
         (["hunt", "--out", "no/such"], "the directory 'no/such' for failed runs does not exist"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_invalid_arguments_are_refused(
     arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["lab", *arguments]) == 2

@@ -1,5 +1,6 @@
-"""The lab: one seed gives one run, every fault does something, and what breaks is found, made small
-and told. That its checkers can see is shown on broken variants, here and in `test_lab_mutants`."""
+"""The lab: one seed gives one run, every fault has an effect, and failures are found, reduced and
+narrated. Broken variants, here and in `test_lab_mutants`, show that the checkers detect
+failures."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ from hypothesis import strategies as st
 
 from doyen.errors import ConfigError
 from doyen.lab import runner
-from doyen.lab.checkers import Violation
-from doyen.lab.disk import Rotten, SimulatedDisk
+from doyen.lab.disk import CorruptDisk, SimulatedDisk
 from doyen.lab.linearizability import Operation, linearizable, witnessed
-from doyen.lab.plan import KINDS, LEADER, PLOTS, Fault, Plan, Weather, draw, stream
+from doyen.lab.narration import narrate
+from doyen.lab.outcome import RunOutcome, Statistics, Violation
+from doyen.lab.plan import FAULT_SEQUENCES, KINDS, LEADER, Fault, Latencies, Plan, draw, stream
 from doyen.lab.protocols import PROTOCOLS, known
 from doyen.lab.runner import (
     FoundFailure,
@@ -39,10 +40,9 @@ from doyen.lab.runner import (
     run,
     save,
 )
-from doyen.lab.server import SimulatedServer
+from doyen.lab.server import ServerProcess, SimulatedServer
 from doyen.lab.shrink import shrink
-from doyen.lab.story import tell
-from doyen.lab.world import RunOutcome, Statistics, World, run_plan
+from doyen.lab.world import World, run_plan
 from doyen.quorum.consensus.common import Peer
 from doyen.quorum.consensus.core import CoreEvent, Effect, EntryKind, LogEntry, Persist, Send
 from doyen.quorum.consensus.smallest_id import SmallestId, Stand
@@ -52,13 +52,13 @@ CALM = Plan(protocol="raft", nodes=5, seed=1, for_s=6.0)
 
 
 class ComparesNothing(SmallestId):
-    """Votes for anybody."""
+    """Votes for every candidate."""
 
     def _far_enough(self, candidate: Stand) -> bool:
         return True
 
 
-BROKEN = known("smallest-id").but(make=ComparesNothing)
+BROKEN = known("smallest-id").replace(make=ComparesNothing)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -72,7 +72,7 @@ def test_one_seed_gives_one_run(protocol: str) -> None:
 
 
 def test_one_seed_gives_one_run_in_every_process() -> None:
-    """No order rests on the hashes of strings, which differ from process to process."""
+    """No order depends on the hashes of strings, which differ from process to process."""
     code = "from doyen.lab.runner import run; print(run('raft', 5, 3, for_s=10).trace_hash)"
     hashes = {
         subprocess.run(
@@ -95,11 +95,11 @@ def test_nothing_breaks(protocol: str) -> None:
         assert outcome.ok, (seed, outcome.violations)
 
 
-@pytest.mark.parametrize("plot", PLOTS)
+@pytest.mark.parametrize("sequence", FAULT_SEQUENCES)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_no_plot_breaks_anything(protocol: str, plot: str) -> None:
+def test_no_fault_sequence_breaks_anything(protocol: str, sequence: str) -> None:
     for seed in range(3):
-        outcome = run(protocol, 3 + seed, seed, plot)
+        outcome = run(protocol, 3 + seed, seed, sequence)
         assert outcome.ok, (seed, outcome.violations)
         assert outcome.statistics.faults > 0
 
@@ -116,7 +116,7 @@ def test_a_calm_cluster_elects_once_and_serves() -> None:
 
 
 def fault(kind: str) -> Fault:
-    """One of this kind, of which something must be seen."""
+    """A fault of this kind that must have a visible effect."""
     match kind:
         case "slow":
             return Fault(kind, 2.0, 3.0, (LEADER, "n1", "n2"), 0.3)
@@ -140,13 +140,13 @@ def fault(kind: str) -> Fault:
             return Fault(kind, 2.0, 3.0, (LEADER,))
 
 
-def believed(plan: Plan) -> list[str]:
-    """Everything that roles and fates were, without the times."""
-    return [line.partition(" s  ")[2] for line in tell(plan)[1]]
+def narration_of(plan: Plan) -> list[str]:
+    """The narration of a run, without the times."""
+    return [line.partition(" s  ")[2] for line in narrate(plan)[1]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_fault_does_something(kind: str) -> None:
+def test_every_fault_has_an_effect(kind: str) -> None:
     faults = [fault(kind)]
     if kind == "ballot":
         faults += [Fault("reset", 2.5, 0.0, (LEADER, name)) for name in CALM.names]
@@ -155,35 +155,35 @@ def test_every_fault_does_something(kind: str) -> None:
     if kind == "bridge":
         faults += [Fault(kind, 2.0, 3.0, ("n2", LEADER, "n1"))]
     calm = run_plan(CALM)
-    rough = run_plan(CALM.but(faults=tuple(faults)))
+    rough = run_plan(CALM.replace(faults=tuple(faults)))
     assert calm.ok
     assert rough.ok
     assert calm.trace_hash != rough.trace_hash
 
 
-def test_whoever_is_cut_off_gives_up_leading() -> None:
+def test_a_leader_that_is_cut_off_steps_down() -> None:
     cut = Fault("partition", 2.0, 3.0, (LEADER,))
-    story = believed(CALM.but(faults=(cut,)))
-    leaders = [line for line in story if " leads in " in line]
+    lines = narration_of(CALM.replace(faults=(cut,)))
+    leaders = [line for line in lines if " leads in " in line]
     assert len(leaders) == 2
     leader = leaders[0].split()[0]
-    assert story.index(f"{leader} can reach nobody else") < story.index(leaders[1])
+    assert lines.index(f"{leader} cannot reach the others") < lines.index(leaders[1])
 
 
-def test_a_story_says_a_thing_once_and_nothing_of_nothing() -> None:
-    """Who asks for votes is looking; and who is cut off from nobody is not cut off."""
-    story = believed(CALM.but(faults=(Fault("oneway", 2.0, 1.0, ("n1",)),)))
-    assert any("asks for votes" in line for line in story)
-    assert not any("is looking" in line or "heard" in line for line in story)
-    story = believed(CALM.but(faults=(Fault("oneway", 2.0, 1.0, ("n1", "n2")),)))
-    assert story.index("n1 is no longer heard by n2") < story.index("n1 is heard again")
+def test_a_narration_has_no_redundant_lines() -> None:
+    """A server that asks for votes looks for a leader; and a cut without links is no cut."""
+    lines = narration_of(CALM.replace(faults=(Fault("oneway", 2.0, 1.0, ("n1",)),)))
+    assert any("asks for votes" in line for line in lines)
+    assert not any("looks for a leader" in line or "send" in line for line in lines)
+    lines = narration_of(CALM.replace(faults=(Fault("oneway", 2.0, 1.0, ("n1", "n2")),)))
+    assert lines.index("n1 cannot send to n2") < lines.index("n1 can send to n2 again")
 
 
-def test_the_end_of_a_process_is_told_and_that_of_a_machine_is_not() -> None:
-    """A leader whose process dies is replaced at once; a silent one after the timeout."""
+def test_peers_notice_the_end_of_a_process_but_not_a_power_loss() -> None:
+    """A leader whose process dies is replaced at once; one that loses power after the timeout."""
 
     def took(kind: str) -> float:
-        outcome, lines = tell(CALM.but(faults=(Fault(kind, 2.0, 9.0, (LEADER,)),)))
+        outcome, lines = narrate(CALM.replace(faults=(Fault(kind, 2.0, 9.0, (LEADER,)),)))
         assert outcome.ok
         led = [float(line.split()[0]) for line in lines if " leads in " in line]
         return led[1] - 2.0
@@ -193,60 +193,62 @@ def test_the_end_of_a_process_is_told_and_that_of_a_machine_is_not() -> None:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_somebody_leads_though_messages_are_slower_than_supposed(protocol: str) -> None:
-    """There and back takes more than an election timeout: patience has to grow."""
-    slow = Weather(latency_s=0.7 * CALM.election_timeout_s, spread=0.0)
-    plan = Plan(protocol=protocol, nodes=3, seed=1, for_s=30.0, clients=0, weather=slow)
+def test_a_leader_is_elected_though_messages_are_slower_than_the_timeout(protocol: str) -> None:
+    """A round trip takes more than an election timeout, so the timeout has to grow."""
+    slow = Latencies(latency_s=0.7 * CALM.election_timeout_s, spread=0.0)
+    plan = Plan(protocol=protocol, nodes=3, seed=1, for_s=30.0, clients=0, latencies=slow)
     first_leader_s = run_plan(plan).statistics.first_leader_s
     assert first_leader_s is not None
     assert first_leader_s < plan.for_s
 
 
 class SendsAllAgain(Zab):
-    """Whatever a peer says it lacks, it is sent all of it, every time."""
+    """Sends a peer all entries that it lacks, every time it says so."""
 
     def _may_go_back(self, peer: Peer, last: int) -> bool:
         return True
 
 
-def test_a_flood_is_seen() -> None:
+def test_a_flood_is_detected() -> None:
     plan = draw("zab", 3, 5021740)
-    broken = run_plan(plan, known("zab").but(make=SendsAllAgain))
+    broken = run_plan(plan, known("zab").replace(make=SendsAllAgain))
     assert [each.kind for each in broken.violations] == ["flood"]
     assert run_plan(plan).ok
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_nobody_duels_where_messages_are_slow_and_steady(protocol: str) -> None:
-    """Whoever has promised another its vote gives it the time to win."""
-    slow = Weather(latency_s=0.1 * CALM.election_timeout_s, spread=0.1)
+def test_candidates_do_not_compete_when_messages_are_slow_and_steady(protocol: str) -> None:
+    """A server that has voted for another gives it the time to win."""
+    slow = Latencies(latency_s=0.1 * CALM.election_timeout_s, spread=0.1)
     for seed in range(10):
-        plan = Plan(protocol=protocol, nodes=2 + seed % 4, seed=seed, for_s=5.0, weather=slow)
+        plan = Plan(protocol=protocol, nodes=2 + seed % 4, seed=seed, for_s=5.0, latencies=slow)
         outcome = run_plan(plan)
         assert outcome.ok, outcome.violations
         assert outcome.statistics.leaders == 1, plan
 
 
-def test_a_client_that_nobody_answers_asks_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By chance alone it may ask the same few again and again, dead as they are."""
+def test_a_client_without_an_answer_tries_every_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At random it might try the same dead servers again and again."""
     asked: list[str] = []
-    monkeypatch.setattr(SimulatedServer, "asked", lambda host, request: asked.append(host.id))
+    monkeypatch.setattr(
+        SimulatedServer, "receive_request", lambda server, _: asked.append(server.id)
+    )
     for seed in range(20):
         world = World(msgspec.structs.replace(CALM, seed=seed, clients=1))
         asked.clear()
         world.clients[0].begin()
-        world._go(10 * CALM.patience_s)
-        assert set(asked) == set(world.hosts)
+        world.run_until(10 * CALM.patience_s)
+        assert set(asked) == set(world.servers)
 
 
-def test_a_rotten_disk_keeps_a_server_from_starting() -> None:
+def test_a_server_with_a_corrupt_disk_does_not_start() -> None:
     rot = Fault("rot", 2.0, 0.5, ("n2",))
-    assert any("n2 refuses to start" in line for line in believed(CALM.but(faults=(rot,))))
+    assert any("n2 refuses to start" in line for line in narration_of(CALM.replace(faults=(rot,))))
 
 
-def test_a_majority_never_rots() -> None:
+def test_a_majority_is_never_corrupted() -> None:
     rot = [Fault("rot", 2.0 + number / 10, 0.1, (f"n{number}",)) for number in range(1, 6)]
-    outcome, lines = tell(CALM.but(faults=tuple(rot)))
+    outcome, lines = narrate(CALM.replace(faults=tuple(rot)))
     assert outcome.ok
     assert sum("refuses to start" in line for line in lines) == 2
 
@@ -255,26 +257,26 @@ def test_a_full_disk_accepts_nothing() -> None:
     full = [Fault("full", 1.9, 4.1, (name,)) for name in CALM.names]
     assert (
         run_plan(CALM).statistics.writes
-        > 1.5 * run_plan(CALM.but(faults=tuple(full))).statistics.writes
+        > 1.5 * run_plan(CALM.replace(faults=tuple(full))).statistics.writes
     )
 
 
-def test_servers_come_and_go() -> None:
+def test_servers_join_and_leave() -> None:
     churn = [Fault("churn", 2.0 + number / 2, 0.0, ("n1",), 1.0) for number in range(4)]
-    story = believed(CALM.but(faults=tuple(churn)))
-    assert any(line.endswith("voters n1, n2, n3, n4, n5, n6") for line in story)
+    lines = narration_of(CALM.replace(faults=tuple(churn)))
+    assert any(line.endswith("voters to n1, n2, n3, n4, n5, n6") for line in lines)
 
 
-def test_snapshots_stand_for_what_was_applied() -> None:
-    """Whoever was away for long is brought up by a snapshot, and goes on from there."""
-    plan = CALM.but(
+def test_snapshots_hold_what_was_applied() -> None:
+    """A server that was down for long receives a snapshot, and continues from there."""
+    plan = CALM.replace(
         pause_s=0.02,
         compact_every=20,
         faults=(Fault("power", 1.5, 3.0, ("n2",)), Fault("crash", 5.0, 0.2, ("n2",))),
     )
     world = World(plan)
     assert world.run().ok
-    assert world.hosts["n2"].disk.base > 0
+    assert world.servers["n2"].disk.base > 0
 
 
 # Disks.
@@ -284,7 +286,7 @@ def entries(*generations: int) -> tuple[LogEntry, ...]:
     return tuple(LogEntry(generation, EntryKind.COMMANDS, b"") for generation in generations)
 
 
-def test_a_disk_keeps_what_was_synced_and_a_beginning_of_the_rest() -> None:
+def test_a_disk_keeps_what_was_synced_and_a_prefix_of_the_rest() -> None:
     kept = set()
     for seed in range(50):
         disk = SimulatedDisk()
@@ -300,10 +302,10 @@ def test_a_disk_keeps_what_was_synced_and_a_beginning_of_the_rest() -> None:
     assert kept == {("first", 1, 1), ("second", 1, 2), ("second", 1, 2, 2)}
 
 
-def test_a_rotten_disk_gives_nothing() -> None:
+def test_a_corrupt_disk_returns_nothing() -> None:
     disk = SimulatedDisk()
     disk.flip(stream(1, "disk"))
-    with pytest.raises(Rotten):
+    with pytest.raises(CorruptDisk):
         disk.recover()
 
 
@@ -325,7 +327,7 @@ def test_a_stale_read_has_no_explanation() -> None:
     assert linearizable([*writes, operation(2, None, 5, 6, 8)]) is None
 
 
-def test_an_unanswered_write_may_have_been_carried_out_or_not() -> None:
+def test_an_unanswered_write_may_have_been_executed_or_not() -> None:
     lost = operation(1, 7, 1, float("inf"), None)
     for seen in (None, 7):
         assert linearizable([lost, operation(2, None, 2, 3, seen)]) is None
@@ -335,7 +337,7 @@ def test_an_unanswered_write_may_have_been_carried_out_or_not() -> None:
 
 @st.composite
 def histories(draw: Any) -> list[Operation]:
-    """A few clients, one request each or two, any answers."""
+    """Four clients with one request each, and arbitrary answers."""
     times = draw(st.permutations(range(8)))
     ops = []
     for number in range(4):
@@ -347,8 +349,8 @@ def histories(draw: Any) -> list[Operation]:
     return ops
 
 
-def dumb(history: list[Operation], value: int | None = None) -> bool:
-    """Every order, one after the other."""
+def try_all(history: list[Operation], value: int | None = None) -> bool:
+    """Whether some order explains a history: tries every order."""
     if all(op.ended == float("inf") for op in history):
         return True
     for op in history:
@@ -357,7 +359,7 @@ def dumb(history: list[Operation], value: int | None = None) -> bool:
         if op.ended < float("inf") and op.result != value:
             continue
         rest = [other for other in history if other is not op]
-        if dumb(rest, value if op.value is None else op.value):
+        if try_all(rest, value if op.value is None else op.value):
             return True
     return False
 
@@ -365,7 +367,7 @@ def dumb(history: list[Operation], value: int | None = None) -> bool:
 @settings(max_examples=300, deadline=None)
 @given(history=histories())
 def test_the_search_agrees_with_trying_everything(history: list[Operation]) -> None:
-    assert (linearizable(history) is None) == dumb(history)
+    assert (linearizable(history) is None) == try_all(history)
 
 
 @settings(max_examples=200, deadline=None)
@@ -374,21 +376,21 @@ def test_what_the_log_explains_is_explained(history: list[Operation], places: li
     for op, place in zip(history, places, strict=True):
         op.position = place
     if witnessed(history) is None:
-        assert dumb(history)
+        assert try_all(history)
 
 
-# What breaks is found, made small, told and kept.
+# Failures are found, reduced, narrated and saved.
 
 
-def test_no_disk_rots_that_a_stopped_servers_members_need() -> None:
-    """n1 knows, and will when it is back, that n1 and n3 are all there is; nobody else does."""
+def test_no_disk_is_corrupted_that_the_membership_of_a_stopped_server_needs() -> None:
+    """Only n1 has the membership of n1 and n3 alone, and will have it when it is back."""
     plan = Plan(
         protocol="raft",
         nodes=3,
         seed=37730,
         for_s=20.0,
         clients=0,
-        weather=Weather(latency_s=0.0003, spread=0.8, fsync_s=0.02),
+        latencies=Latencies(latency_s=0.0003, spread=0.8, fsync_s=0.02),
         election_timeout_s=1.0,
         heartbeat_s=0.4,
         compact_every=10,
@@ -423,25 +425,25 @@ def test_a_hunt_ends_when_its_time_is_up() -> None:
     assert hunt(["raft"], range(80), limit_s=0.001, for_s=60.0).progress.seeds < 8
 
 
-def test_nobody_hunts_for_whoever_has_gone() -> None:
+def test_workers_of_a_hunt_end_with_their_parent() -> None:
     context = multiprocessing.get_context("spawn")
-    leash, held = context.Pipe(duplex=False)
+    watched, held = context.Pipe(duplex=False)
     with held:
-        worker = context.Process(target=led_and_busy, args=(leash,))
+        worker = context.Process(target=run_as_worker, args=(watched,))
         worker.start()
-        leash.close()
+        watched.close()
         assert worker.is_alive()
     worker.join(30)
     assert worker.exitcode == 1
 
 
-def led_and_busy(leash: Any) -> None:
-    runner._on_a_leash(leash)
+def run_as_worker(watched: Any) -> None:
+    runner._end_with_parent(watched)
     hunt_mutant(known("raft"), limit_s=60)
 
 
 class Here(Executor):
-    """Does at once, in this process, what it is given; and is interrupted at some point."""
+    """Runs each call at once in this process, except one that never completes."""
 
     def __init__(self, interrupted_by: object = None) -> None:
         self._interrupted_by = interrupted_by
@@ -460,44 +462,44 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("failing")
-def test_what_a_hunt_finds_is_reduced_and_told() -> None:
-    told: list[FoundFailure] = []
+def test_what_a_hunt_finds_is_reduced_and_reported() -> None:
+    reported: list[FoundFailure] = []
     seen: list[int] = []
     done = hunt(
         ["smallest-id"],
         range(1000),
-        tell=told.append,
+        on_failure=reported.append,
         progress=lambda progress: seen.append(progress.found),
         stop_at=1,
     )
-    assert told == done.found
-    assert done.progress.found == len(told) >= 1
-    assert seen[-1] == len(told)
-    first = told[0]
-    assert first.story[-1].endswith(first.outcome.violations[0].text)
+    assert reported == done.found
+    assert done.progress.found == len(reported) >= 1
+    assert seen[-1] == len(reported)
+    first = reported[0]
+    assert first.narration[-1].endswith(first.outcome.violations[0].text)
     drawn = draw("smallest-id", runner.nodes_for(first.seed), first.seed)
     assert len(first.outcome.plan.faults) < len(drawn.faults)
 
 
 @pytest.mark.usefixtures("failing")
-def test_what_a_hunt_had_found_when_it_was_interrupted_is_told(
+def test_what_a_hunt_had_found_when_it_was_interrupted_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(runner, "_workers", lambda jobs: Here(interrupted_by=runner.reduce))
-    told: list[FoundFailure] = []
+    reported: list[FoundFailure] = []
 
     def interrupt(progress: HuntProgress) -> None:
         if progress.found:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        hunt(["smallest-id"], range(1000), tell=told.append, progress=interrupt)
-    assert told
-    assert not told[0].outcome.ok
-    assert not told[0].story
+        hunt(["smallest-id"], range(1000), on_failure=reported.append, progress=interrupt)
+    assert reported
+    assert not reported[0].outcome.ok
+    assert not reported[0].narration
 
 
-def test_what_was_found_is_told_though_nobody_is_left_to_reduce_it(
+def test_what_was_found_is_reported_though_no_worker_is_left_to_reduce_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Pool:
@@ -510,10 +512,10 @@ def test_what_was_found_is_told_though_nobody_is_left_to_reduce_it(
 
     failed = run_plan(CALM)
     monkeypatch.setattr(runner, "_workers", lambda jobs: nullcontext(Pool()))
-    told: list[FoundFailure] = []
+    reported: list[FoundFailure] = []
     with pytest.raises(BrokenProcessPool):
-        hunt(["raft"], range(8), tell=told.append)
-    assert [each.outcome for each in told] == [failed]
+        hunt(["raft"], range(8), on_failure=reported.append)
+    assert [each.outcome for each in reported] == [failed]
 
 
 def broken_plan() -> Plan:
@@ -524,21 +526,21 @@ def broken_plan() -> Plan:
     )
 
 
-def test_what_fails_is_made_small_and_can_be_run_again(tmp_path: Path) -> None:
+def test_a_failure_is_reduced_and_can_be_replayed(tmp_path: Path) -> None:
     plan = broken_plan()
     smaller, outcome = shrink(lambda each: run_plan(each, BROKEN), plan, tries=80)
     assert not outcome.ok
     assert len(smaller.faults) < len(plan.faults) / 2
     assert outcome.trace_hash == run_plan(smaller, BROKEN).trace_hash
 
-    told, story = tell(smaller, BROKEN)
-    assert told.trace_hash == outcome.trace_hash
-    assert any("votes for" in line for line in story)
+    narrated, narration = narrate(smaller, BROKEN)
+    assert narrated.trace_hash == outcome.trace_hash
+    assert any("votes for" in line for line in narration)
     path = tmp_path / "run.json"
-    save(path, told, story)
-    again, same_story, same = replay(path, BROKEN)
+    save(path, narrated, narration)
+    again, same_narration, same = replay(path, BROKEN)
     assert same
-    assert same_story == story
+    assert same_narration == narration
     assert again.violations == outcome.violations
     assert not replay(path)[2], "the same plan, unbroken, is another run"
 
@@ -563,7 +565,7 @@ def test_a_plan_that_does_not_fail_is_not_shrunk() -> None:
         shrink(run_plan, CALM)
 
 
-def test_a_file_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text("{}")
     with pytest.raises(ConfigError, match="not a run"):
@@ -578,26 +580,29 @@ def edited(**changes: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"protocol": "rafft"}, "no protocol 'rafft'"),
-        ({"world": "moon"}, "no world 'moon'"),
+        ({"protocol": "rafft"}, "unknown protocol 'rafft'"),
+        ({"world": "moon"}, "unknown world 'moon'"),
         ({"nodes": 0}, "`int` >= 1 - at `$.plan.nodes`"),
         ({"keys": 0}, "`$.plan.keys`"),
         ({"pause_s": 0}, "`$.plan.pause_s`"),
-        ({"faults": [{"kind": "flood", "at": 1.0}]}, "no fault 'flood' in the world 'cores'"),
-        ({"faults": [{"kind": "seesaw", "at": 1.0, "nodes": ["n1"]}]}, "'seesaw' is a plot"),
-        ({"faults": [{"kind": "crash", "at": 1.0}]}, "'crash' at 1 s befalls nobody"),
+        ({"faults": [{"kind": "flood", "at": 1.0}]}, "unknown fault 'flood' in the world 'cores'"),
+        (
+            {"faults": [{"kind": "seesaw", "at": 1.0, "nodes": ["n1"]}]},
+            "'seesaw' is a fault sequence",
+        ),
+        ({"faults": [{"kind": "crash", "at": 1.0}]}, "'crash' at 1 s names no nodes"),
         ({"faults": [{"kind": "crash", "at": -1.0}]}, "`$.plan.faults[0].at`"),
         ({"faults": [{"kind": "rate", "at": 1.0, "nodes": ["n1"]}]}, "stops a clock"),
         (
             {"world": "quorum", "faults": [{"kind": "rot", "at": 1.0, "nodes": ["n1"]}]},
-            "no fault 'rot' in the world 'quorum'",
+            "unknown fault 'rot' in the world 'quorum'",
         ),
     ],
 )
 def test_a_file_that_no_seed_would_give_is_refused(
     changes: dict[str, object], complaint: str, tmp_path: Path
 ) -> None:
-    """It would seem to be a defect of the protocol's."""
+    """Its failure would look like a defect of the protocol."""
     path = tmp_path / "run.json"
     path.write_bytes(msgspec.json.encode(edited(**changes)))
     with pytest.raises(ConfigError) as refused:
@@ -605,15 +610,15 @@ def test_a_file_that_no_seed_would_give_is_refused(
     assert complaint in str(refused.value)
 
 
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_bytes(b'{"trace_hash": "\xff"}')
     with pytest.raises(ConfigError, match="is not a run"):
         replay(path)
 
 
-def test_a_failure_takes_no_other_ones_file(tmp_path: Path) -> None:
-    one, other = run_plan(CALM), run_plan(CALM.but(nodes=3))
+def test_a_failure_does_not_overwrite_the_file_of_another(tmp_path: Path) -> None:
+    one, other = run_plan(CALM), run_plan(CALM.replace(nodes=3))
     first = keep(tmp_path, one)
     assert first.name == "lab-raft-1.json"
     assert keep(tmp_path, one) == first
@@ -643,59 +648,60 @@ def test_protocols_side_by_side() -> None:
     assert all(row.bytes_per_s > row.messages_per_s > 0 and row.violations == 0 for row in rows)
 
 
-def test_names_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no fault 'flood'"):
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown fault 'flood'"):
         kinds_of("flood")
-    with pytest.raises(ConfigError, match="no protocol 'rafft'"):
+    with pytest.raises(ConfigError, match="unknown protocol 'rafft'"):
         run("rafft")
     assert kinds_of("crash,partition") == ("partition", "crash")
     with pytest.raises(ConfigError, match="name it alone"):
         kinds_of("crash,seesaw")
     with pytest.raises(ConfigError, match="is for bare cores"):
         run(faults="seesaw", world="quorum")
-    with pytest.raises(ConfigError, match="no fault 'rot' in the world 'quorum'"):
+    with pytest.raises(ConfigError, match="unknown fault 'rot' in the world 'quorum'"):
         run(faults="rot", world="quorum")
-    with pytest.raises(ConfigError, match="no world 'moon'"):
+    with pytest.raises(ConfigError, match="unknown world 'moon'"):
         run(world="moon")
-    with pytest.raises(ConfigError, match="'all' goes with nothing else"):
+    with pytest.raises(ConfigError, match="'all' cannot be combined"):
         kinds_of("all,crash")
 
 
-def test_numbers_that_make_no_sense_are_refused() -> None:
+def test_invalid_numbers_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least one node, not 0"):
         run(nodes=0)
     with pytest.raises(ConfigError, match="at least one process, not 0"):
         hunt(jobs=0)
-    with pytest.raises(ConfigError, match="one seed or more"):
+    with pytest.raises(ConfigError, match="at least one seed"):
         compare(["raft"], seeds=[])
-    with pytest.raises(ConfigError, match="'churn' is an order"):
+    with pytest.raises(ConfigError, match="'churn' is a request"):
         compare(["raft"], faults="churn,crash")
 
 
-# Checkers can see: a host that breaks its word.
+# The checkers detect a driver that breaks its contract.
 
 
-def test_a_driver_that_reorders_is_seen() -> None:
+def test_a_driver_that_reorders_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Acknowledgements that do not wait for the disk are not on a majority's disks when counted."""
-    world = World(CALM.but(weather=msgspec.structs.replace(CALM.weather, fsync_s=0.2)))
+    world = World(CALM.replace(latencies=msgspec.structs.replace(CALM.latencies, fsync_s=0.2)))
 
-    def hasty(host: SimulatedServer, effect: Send) -> None:
-        host._send(msgspec.structs.replace(effect, after=0))
+    send = ServerProcess._send
 
-    for host in world.hosts.values():
-        host._doing[Send] = partial(hasty, host)
+    def send_at_once(process: ServerProcess, effect: Send) -> None:
+        send(process, msgspec.structs.replace(effect, after=0))
+
+    monkeypatch.setattr(ServerProcess, "_send", send_at_once)
     outcome = world.run()
     assert [violation.kind for violation in outcome.violations] == ["durability"]
 
 
-def test_a_core_that_raises_is_a_finding() -> None:
+def test_an_exception_of_a_core_is_a_violation() -> None:
     class Raises(SmallestId):
         def handle(self, event: CoreEvent, now: float) -> list[Effect]:
             if self.commit > 3:
                 raise ValueError("enough")
             return super().handle(event, now)
 
-    plan = CALM.but(protocol="smallest-id")
-    outcome = run_plan(plan, known("smallest-id").but(make=Raises))
+    plan = CALM.replace(protocol="smallest-id")
+    outcome = run_plan(plan, known("smallest-id").replace(make=Raises))
     assert outcome.violations[0].kind == "defect"
     assert "enough" in outcome.violations[0].text

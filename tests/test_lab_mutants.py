@@ -1,8 +1,8 @@
-"""The lab kills every mutant: cores and disks with one rule left out each.
+"""The lab detects every mutant: cores and disks without one of their rules.
 
-A seed that kills is pinned for each, so that this is quick; if the code has moved on and a pinned
-seed no longer does it, the hunt goes on from the first seed for a while. The mutants of leases and
-terms are in `test_lab_quorum`; those of the real journal in its own tests.
+A seed that detects it is pinned for each mutant, so that this is fast. If the code has changed and
+a pinned seed no longer detects it, a search from the first seed on follows. The mutants of leases
+and terms are in `test_lab_quorum`, those of the real journal in its own tests.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import mutants_smallest_id as smallest_id
 import mutants_viewstamped as viewstamped
 import mutants_zab as zab
 from doyen.lab.disk import SimulatedDisk
+from doyen.lab.narration import narrate
 from doyen.lab.plan import LEADER, Fault, Plan
 from doyen.lab.protocols import Protocol, known
 from doyen.lab.runner import hunt_mutant, kinds_of, nodes_for, plan_for
-from doyen.lab.story import tell
 from doyen.lab.world import run_plan
 from doyen.quorum.consensus.common import ReplicatedServer
 from doyen.quorum.consensus.core import Making, Persist, Recovered
@@ -34,12 +34,12 @@ HUNT_S = 60.0
 
 
 def kill(variant: Protocol, pinned: int, faults: str = "all") -> None:
-    """See it break, and see that what is not broken does not at the same seed."""
+    """Check that a mutant fails, and that the original does not on the same plan."""
     kinds = kinds_of(faults)
     plan = plan_for("cores", variant.name, nodes_for(pinned), pinned, kinds=kinds)
     if run_plan(plan, variant).ok:
         found = hunt_mutant(variant, HUNT_S, faults=faults)
-        assert found is not None, f"no seed kills it within {HUNT_S:g} s"
+        assert found is not None, f"no seed detects it within {HUNT_S:g} s"
         plan = found[1].plan
     assert run_plan(plan).ok
 
@@ -70,16 +70,16 @@ RAFT: list[tuple[Making, int, str]] = [
 
 @pytest.mark.parametrize(("mutant", "pinned", "faults"), RAFT)
 def test_raft(mutant: Making, pinned: int, faults: str) -> None:
-    kill(known("raft").but(make=mutant), pinned, faults)
+    kill(known("raft").replace(make=mutant), pinned, faults)
 
 
 def failover_s(make: Making) -> float:
-    """From the end of the leader's process to the next leader."""
+    """The time from the end of the leader's process to the next leader."""
     plan = Plan(
         protocol="raft", nodes=5, seed=1, for_s=6.0, faults=(Fault("crash", 2.0, 9.0, (LEADER,)),)
     )
-    _, story = tell(plan, known("raft").but(make=make))
-    return [float(line.split()[0]) for line in story if " leads in " in line][1] - 2.0
+    _, lines = narrate(plan, known("raft").replace(make=make))
+    return [float(line.split()[0]) for line in lines if " leads in " in line][1] - 2.0
 
 
 def test_a_pre_candidate_that_keeps_its_leader_is_slow() -> None:
@@ -119,7 +119,7 @@ OTHERS: list[tuple[str, Making, int, str]] = [
 
 @pytest.mark.parametrize(("protocol", "mutant", "pinned", "faults"), OTHERS)
 def test_the_other_protocols(protocol: str, mutant: Making, pinned: int, faults: str) -> None:
-    kill(known(protocol).but(make=mutant), pinned, faults)
+    kill(known(protocol).replace(make=mutant), pinned, faults)
 
 
 @pytest.mark.parametrize("module", [raft, zab, paxos, viewstamped, smallest_id])
@@ -137,7 +137,7 @@ def test_no_mutant_is_left_out(module: ModuleType) -> None:
 
 
 class AcceptsTornTail(SimulatedDisk):
-    """16: what was being written when the machine stopped is taken for whole."""
+    """16: a write that was torn by a power loss counts as complete."""
 
     def crash(self, rng: random.Random) -> None:
         kept = rng.randint(0, len(self.queue))
@@ -163,7 +163,7 @@ class CutsOffCorruption(SimulatedDisk):
 
 
 class RetriesAfterError(SimulatedDisk):
-    """18: after an error the same writes are synced again, and the kernel has dropped them."""
+    """18: after an error the same writes are synced again, but the kernel has dropped them."""
 
     def failed(self, rng: random.Random) -> bool:
         self.queue = [msgspec.structs.replace(each, **_EMPTY) for each in self.queue]
@@ -181,4 +181,4 @@ DISKS: list[tuple[Callable[[], SimulatedDisk], int, str]] = [
 
 @pytest.mark.parametrize(("disk", "pinned", "faults"), DISKS)
 def test_disks(disk: Callable[[], SimulatedDisk], pinned: int, faults: str) -> None:
-    kill(known("raft").but(make_disk=disk), pinned, faults)
+    kill(known("raft").replace(make_disk=disk), pinned, faults)

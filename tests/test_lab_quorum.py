@@ -1,6 +1,6 @@
-"""Whole nodes and candidates in the lab: real drivers, links, keyspace, sessions and elections.
+"""Whole nodes and candidates in the lab: real drivers, connections, keyspace, sessions, elections.
 
-That its oracle can see is shown on variants with one rule of leases or terms broken.
+Mutants of nodes show that its checkers detect failures.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import pytest
 from msgspec.msgpack import decode
 
 import mutants_nodes as nodes
+from doyen.lab.narration import narrate
+from doyen.lab.outcome import RunOutcome
 from doyen.lab.plan import Fault, Plan
-from doyen.lab.processes import NodeHost
 from doyen.lab.protocols import known
-from doyen.lab.quorum import HOLDER, KINDS, NAMED, QuorumWorld, draw
+from doyen.lab.quorum import QuorumWorld
+from doyen.lab.quorum_plan import HOLDER, KINDS, NAMED, draw
 from doyen.lab.runner import replay, run, save
 from doyen.lab.shrink import shrink
-from doyen.lab.story import tell
-from doyen.lab.world import RunOutcome
 from doyen.quorum.consensus.core import EntryKind, Membership, Received
 from doyen.quorum.consensus.raft import Raft
 from doyen.quorum.keyspace.versions import NEWEST
@@ -49,7 +49,7 @@ def test_one_seed_gives_one_run() -> None:
 
 
 def test_nothing_breaks_among_five() -> None:
-    """Among three, nothing breaks where no rule of `MUTANTS` is broken."""
+    """For three nodes, `test_the_lab_detects` checks that the original does not fail."""
     for seed in range(3):
         outcome = run("raft", 5, seed, for_s=10, world="quorum")
         assert outcome.ok, (seed, outcome.violations)
@@ -62,42 +62,42 @@ def test_every_protocol_carries_sessions(protocol: str) -> None:
 
 
 def test_every_run_has_snapshots_and_installs() -> None:
-    """Nodes are away for so long that they can only be sent a snapshot; leases end in several
-    steps; and watches are resumed."""
+    """Nodes are down for so long that they need a snapshot; leases end in several steps; and
+    watches are resumed."""
     for seed in (3, 4):
         world = QuorumWorld(draw("raft", 3, seed, for_s=10))
         assert world.run().ok
-        journals = [host for host in world.hosts.values() if isinstance(host, NodeHost)]
-        assert sum(host.snapshots for host in journals) > 5
-        assert sum(host.installs for host in journals) > 0
-        assert world.reference.version == NEWEST
-        assert len(world.witness.eyes) >= 2
-        assert world.witness.answers > 50
-        assert any(lease.ended < inf for lease in world.reference.leases.values())
+        nodes = world.participants.nodes()
+        assert sum(node.snapshots for node in nodes) > 5
+        assert sum(node.installs for node in nodes) > 0
+        assert world.log.reference.keyspace.version == NEWEST
+        assert len(world.clients.watches) >= 2
+        assert world.clients.answers > 50
+        assert any(lease.ended < inf for lease in world.log.reference.keyspace.leases.values())
 
 
 SERVED_S = {"crash": 1.0, "power": 4.0, "pause": 4.0, "partition": 4.0, "full": 2.5}
-"""How long nobody may be served because of one fault that befalls the leader for 3 s."""
+"""The longest time without an answer because of a fault of the leader for 3 s."""
 
 
-def test_a_node_that_has_lost_its_data_is_refused_until_it_is_added_anew(
+def test_a_node_that_has_lost_its_data_is_refused_until_it_is_added_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plan = CALM.but(faults=(Fault("wipe", 4.0, 3.0, ("n3",)),))
-    outcome, story = tell(plan)
+    plan = CALM.replace(faults=(Fault("wipe", 4.0, 3.0, ("n3",)),))
+    outcome, lines = narrate(plan)
     assert outcome.ok
-    back = [line for line in story if "n3 is back" in line or ("follow" in line and "n3" in line)]
+    back = [line for line in lines if "n3 is back" in line or ("follow" in line and "n3" in line)]
     assert ["back" in line for line in back[-2:]] == [True, False]
     assert float(back[-1].split()[0]) > 7.0
     nodes.one_id(monkeypatch)
     assert [each.kind for each in QuorumWorld(plan).run().violations] == ["identity"]
 
 
-def test_the_id_of_a_folder_that_is_gone_is_not_recorded_for_the_next() -> None:
-    """The leader does not see the node's process end, since it is cut off. What it was told by it
-    says nothing about the one that is added under the same name."""
+def test_the_id_of_a_lost_data_directory_is_not_recorded_for_the_next_one() -> None:
+    """The leader does not notice the end of the node's process, because it is cut off. The member
+    id that it has received is not that of the node that is added under the same name."""
     faults = (Fault("partition", 3.9, 4.0, ("n3",)), Fault("wipe", 4.0, 2.0, ("n3",)))
-    outcome = QuorumWorld(CALM.but(faults=faults)).run()
+    outcome = QuorumWorld(CALM.replace(faults=faults)).run()
     assert outcome.ok, outcome.violations
 
 
@@ -105,20 +105,22 @@ def test_the_id_of_a_folder_that_is_gone_is_not_recorded_for_the_next() -> None:
 def test_a_node_on_an_older_copy_of_its_data_is_refused(
     monkeypatch: pytest.MonkeyPatch, node: str
 ) -> None:
-    """What a follower has on disk is known from its acknowledgements; what a leader has, from what
-    it says of its own log."""
-    plan = CALM.but(faults=(Fault("rollback", 4.0, 3.0, (node,)),))
+    """What a follower has on disk is known from its acknowledgements; what a leader has, from its
+    own messages."""
+    plan = CALM.replace(faults=(Fault("rollback", 4.0, 3.0, (node,)),))
     assert QuorumWorld(plan).run().ok
     nodes.older_copy_accepted(monkeypatch)
     assert [each.kind for each in QuorumWorld(plan).run().violations] == ["identity"]
 
 
-def test_a_new_node_joins_and_counts() -> None:
-    plan = CALM.but(for_s=8.0, faults=(Fault("churn", 3.0, 1.0, ("n1",), 1.0),))
+def test_a_new_node_joins_and_becomes_a_voter() -> None:
+    plan = CALM.replace(for_s=8.0, faults=(Fault("churn", 3.0, 1.0, ("n1",), 1.0),))
     world = QuorumWorld(plan)
     assert world.run().ok
     leader = decode(
-        [each for each in world.cluster.committed if each.kind is EntryKind.MEMBERSHIP][-1].data,
+        [each for each in world.log.cluster.committed if each.kind is EntryKind.MEMBERSHIP][
+            -1
+        ].data,
         type=Membership,
     )
     assert "n4" in leader.voters
@@ -127,88 +129,88 @@ def test_a_new_node_joins_and_counts() -> None:
 def test_a_node_that_was_down_catches_up_with_a_leader_that_joined_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It does not know the leader's address: that is in the entries that it lacks. No snapshot is
-    due, so the leader sends them only once it has been answered."""
+    """It does not know the leader's address, which is in the entries that it lacks. No snapshot is
+    due, so the leader sends them only after an answer."""
     faults = (
         Fault("crash", 2.0, 6.0, ("n1",)),
         Fault("churn", 3.0, 0.0, ("n2",), 1.0),
         Fault("transfer", 5.0, 0.0, ("n4",)),
     )
-    plan = CALM.but(for_s=9.0, faults=faults, compact_every=10_000)
-    outcome, story = tell(plan)
+    plan = CALM.replace(for_s=9.0, faults=faults, compact_every=10_000)
+    outcome, lines = narrate(plan)
     assert outcome.ok, outcome.violations
-    assert any("n1 follows n4" in line for line in story)
+    assert any("n1 follows n4" in line for line in lines)
     monkeypatch.setattr(Peers, "_link_back", lambda *_: None)
     monkeypatch.setattr("doyen.lab.quorum.LIVENESS_S", 3.0)
     assert [each.text for each in QuorumWorld(plan).run().violations] == [
-        "3 s after everything was healed n1, a voter, is not along"
+        "3 s after all faults had ended, voter n1 has not caught up with the leader"
     ]
 
 
 def test_a_calm_quorum_elects_and_serves() -> None:
     world, outcome = calm((4.0,))
     assert outcome.ok
-    assert world.oracle.terms > 1
+    assert world.terms.count > 1
     assert outcome.statistics.writes > 50
     assert outcome.statistics.leaders == 1
 
 
 def nothing(at: float) -> Fault:
-    """A fault without an effect, but for the turn of the loop that it takes."""
+    """A fault without an effect, except for the turn of the loop that it takes."""
     return Fault("reset", at, 0.0, ("n1",))
 
 
 @cache
 def calm(at: tuple[float, ...]) -> tuple[QuorumWorld, RunOutcome]:
-    world = QuorumWorld(CALM.but(faults=tuple(map(nothing, at))))
+    world = QuorumWorld(CALM.replace(faults=tuple(map(nothing, at))))
     return world, world.run()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_fault_is_told_does_something_and_stops_service_for_a_bounded_time(
+def test_every_fault_is_reported_has_an_effect_and_stops_service_for_a_bounded_time(
     kind: str,
 ) -> None:
     amount = {"slow": 0.3, "loss": 0.3, "stall": 0.5, "crash": 0.0, "power": 0.0}.get(kind, 1.0)
-    befalls = {"loss": (), "slow": ("leader", "n1", "n2"), "reset": ("leader", "n1", "n2")}
-    fault = Fault(kind, 4.0, 3.0, befalls.get(kind, ("leader",)), amount)
+    targets = {"loss": (), "slow": ("leader", "n1", "n2"), "reset": ("leader", "n1", "n2")}
+    fault = Fault(kind, 4.0, 3.0, targets.get(kind, ("leader",)), amount)
     if kind in ("oneway", "bridge"):
         fault = Fault(kind, 4.0, 3.0, ("n1", "leader", "n2"))
-    world = QuorumWorld(CALM.but(faults=(fault,)))
-    told: list[float] = []
-    world.chronicle = lambda at, who, what: told.append(at)
+    world = QuorumWorld(CALM.replace(faults=(fault,)))
+    reported: list[float] = []
+    world.on_report = lambda at, subject, predicate: reported.append(at)
     rough = world.run()
-    assert 4.0 in told
+    assert 4.0 in reported
     assert rough.ok
-    assert world.longest_s < SERVED_S.get(kind, 4.0)
+    assert world.service.longest_s < SERVED_S.get(kind, 4.0)
     unchanged = [calm(at)[1].trace_hash for at in ((4.0,), (4.0, 7.0))]
-    # Nothing rests on wall time, so that a jump of it changes nothing.
+    # Nothing depends on wall time, so a jump of it changes nothing.
     assert (rough.trace_hash in unchanged) == (kind == "jump")
 
 
-def test_a_voter_that_does_not_come_along_is_seen() -> None:
+def test_a_voter_that_does_not_catch_up_is_detected() -> None:
     class Deaf(Raft):
-        """n3 hears nobody."""
+        """n3 ignores all messages."""
 
         def _received(self, event: Received) -> None:
             if self.id != "n3":
                 super()._received(event)
 
-    outcome = QuorumWorld(CALM.but(for_s=3.0), known("raft").but(make=Deaf)).run()
+    outcome = QuorumWorld(CALM.replace(for_s=3.0), known("raft").replace(make=Deaf)).run()
     assert [each.text for each in outcome.violations] == [
-        "60 s after everything was healed n3, a voter, is not along"
+        "60 s after all faults had ended, voter n3 has not caught up with the leader"
     ]
 
 
 def test_an_interrupted_run_leaves_nothing_behind() -> None:
-    """Though some are dead and some are frozen, who cannot end by themselves."""
+    """Also the tasks of dead and paused processes, which cannot end by themselves, are ended."""
     faults = (Fault("power", 2.0, 99.0, ("n2",)), Fault("pause", 3.0, 99.0, ("n1",)))
-    world = QuorumWorld(CALM.but(faults=faults))
+    world = QuorumWorld(CALM.replace(faults=faults))
 
-    def interrupt(at: float, who: str, what: str) -> None:
-        if what == "is frozen":
+    def interrupt(at: float, subject: str, predicate: str) -> None:
+        if predicate == "is paused":
             signal.raise_signal(signal.SIGINT)
 
-    world.chronicle = interrupt
+    world.on_report = interrupt
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -218,24 +220,24 @@ def test_an_interrupted_run_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("kind", NAMED)
-def test_a_fault_that_must_be_asked_for_is_told(kind: str) -> None:
-    outcome, story = tell(CALM.but(for_s=4.5, faults=(Fault(kind, 4.0, 0.2, ("n1",)),)))
+def test_a_fault_that_is_drawn_only_on_request_is_reported(kind: str) -> None:
+    outcome, lines = narrate(CALM.replace(for_s=4.5, faults=(Fault(kind, 4.0, 0.2, ("n1",)),)))
     assert outcome.ok
-    assert any(line.startswith("   4.000 s  ") for line in story)
+    assert any(line.startswith("   4.000 s  ") for line in lines)
 
 
 def test_the_term_of_a_holder_that_is_cut_off_ends_before_the_next_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plan = CALM.but(faults=(Fault("partition", 4.0, 7.0, (HOLDER,)),))
-    outcome, story = tell(plan)
+    plan = CALM.replace(faults=(Fault("partition", 4.0, 7.0, (HOLDER,)),))
+    outcome, lines = narrate(plan)
     assert outcome.ok
-    assert sum("is elected" in line for line in story) > 1
+    assert sum("is elected" in line for line in lines) > 1
     nodes.answer_ignored(monkeypatch)
     assert [each.kind for each in QuorumWorld(plan).run().violations] == ["two terms"]
 
 
-# What the oracle must see.
+# What the checkers must detect.
 
 
 MUTANTS: list[tuple[nodes.Mutant, int, tuple[str, ...]]] = [
@@ -279,18 +281,18 @@ def outcome_of(seed: int, kinds: tuple[str, ...] = KINDS) -> RunOutcome:
 
 @cache
 def unbroken(seed: int, kinds: tuple[str, ...]) -> RunOutcome:
-    """Many mutants have the same seed."""
+    """Several mutants have the same seed."""
     return outcome_of(seed, kinds)
 
 
 @pytest.mark.parametrize(("broken", "pinned", "kinds"), MUTANTS)
-def test_the_oracle_sees(
+def test_the_lab_detects(
     broken: nodes.Mutant,
     pinned: int,
     kinds: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With one rule broken some seed ends in a violation; unbroken, the same seed does not."""
+    """With the mutant some seed ends in a violation; without it the same seed does not."""
     with monkeypatch.context() as patch:
         broken(patch)
         seeds = [pinned, *range(SEEDS)]
@@ -300,8 +302,11 @@ def test_the_oracle_sees(
 
 def test_no_mutant_of_nodes_is_left_out() -> None:
     tried = {broken.__name__ for broken, _, _ in MUTANTS}
-    tried |= {"answer_ignored", "older_copy_accepted"}  # each has a plan of its own above
-    tried |= {"one_position"}  # in `test_quorum_watches`
+    tried |= {
+        "answer_ignored",
+        "older_copy_accepted",
+    }  # each is detected by a plan of its own above
+    tried |= {"one_position"}  # detected in `test_quorum_watches`
     there = {
         name
         for name, each in vars(nodes).items()
@@ -311,10 +316,10 @@ def test_no_mutant_of_nodes_is_left_out() -> None:
 
 
 def test_leases_outlive_a_change_of_leader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The holder hears nothing while the quorum's leader is replaced: its lease must not end
-    before its term has."""
+    """The holder is cut off while the quorum's leader is replaced. Its lease must not end before
+    its term."""
     plans = [
-        CALM.but(
+        CALM.replace(
             faults=(
                 Fault("partition", at, 3.0, (HOLDER,)),
                 Fault("crash", at + 0.1, 0.5, ("leader",)),
@@ -328,24 +333,26 @@ def test_leases_outlive_a_change_of_leader(monkeypatch: pytest.MonkeyPatch) -> N
     assert kinds == ["lease", "lease"]
 
 
-def test_a_node_goes_and_comes_back_and_leads() -> None:
-    """Under proposals and candidates: nothing is lost, and nobody else is elected for it."""
-    plan = CALM.but(
+def test_a_node_is_removed_and_added_again_and_leads() -> None:
+    """Meanwhile proposals and candidates continue; no entry is lost."""
+    plan = CALM.replace(
         for_s=20.0,
         faults=(Fault("churn", 3.0, 3.0, ("n3",)), Fault("transfer", 15.0, 0.0, ("n3",))),
     )
     world = QuorumWorld(plan)
     leaders: list[str] = []
-    world.chronicle = lambda at, who, what: leaders.extend([who] * what.startswith("leads"))
+    world.on_report = lambda at, subject, predicate: leaders.extend(
+        [subject] * predicate.startswith("leads")
+    )
     assert world.run().ok
-    changes = [entry for entry in world.cluster.committed if entry.kind is EntryKind.MEMBERSHIP]
+    changes = [entry for entry in world.log.cluster.committed if entry.kind is EntryKind.MEMBERSHIP]
     voters = [decode(entry.data, type=Membership).voters for entry in changes]
     # Member ids are recorded in entries of their own.
     assert [len(each) for each, _ in groupby(voters)] == [3, 2, 3]
     assert leaders[-1] == "n3"
 
 
-def test_what_fails_is_made_small_and_can_be_run_again(
+def test_a_failure_is_reduced_and_can_be_replayed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     nodes.removed_by_another(monkeypatch)

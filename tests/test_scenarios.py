@@ -1,6 +1,6 @@
-"""The scenarios of the documents: what each tells and asserts, and that it could fail.
+"""The scenarios: the transcript and the facts of each, and that the facts could fail.
 
-`DOYEN_REWRITE=1 pytest tests/test_scenarios.py` writes the narrations anew; explain the difference.
+`DOYEN_REWRITE=1 pytest tests/test_scenarios.py` rewrites the transcripts. Explain the differences.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import pytest
 
 import story
 from doyen.cli import main
-from doyen.lab.checkers import Broken
+from doyen.lab.checkers import ViolationFound
 from doyen.lab.protocols import known
-from doyen.lab.scenarios import SCENARIOS, Played, act, stage
+from doyen.lab.scenarios import SCENARIOS, ScenarioResult, core_world, run_scenario
 from doyen.lab.scenarios.controllers import Broker, controller
 from doyen.lab.scenarios.elections import GuardedRegister, herd, master_row, paused_leader
 from doyen.lab.scenarios.ensembles import by_ids_alone, no_majority
@@ -30,7 +30,7 @@ from doyen.lab.scenarios.logs import (
     vote_without_log,
     votes_too_early,
 )
-from doyen.lab.scenarios.play import Script
+from doyen.lab.scenarios.transcript import Transcript
 from doyen.quorum.consensus.core import Making
 from doyen.quorum.consensus.invariants import InvariantBroken
 from doyen.quorum.consensus.raft import Raft
@@ -38,79 +38,79 @@ from doyen.quorum.consensus.smallest_id import SmallestId
 from mutants_raft import ReadsWithoutRounds
 from mutants_zab import ForgetsCurrentEpoch
 
-FOLDER = Path(__file__).parent / "transcripts" / "scenarios"
+TRANSCRIPTS = Path(__file__).parent / "transcripts" / "scenarios"
 DOCUMENT = Path(__file__).parents[1] / "docs" / "lab.md"
 
-STAGED = [
+WITH_TIMEOUTS = [
     *("five-servers", "restarted-cluster", "no-majority", "quorum-anomaly"),
     *("partition-heals", "votes-too-early", "vote-without-log"),
 ]
-"""Those whose servers draw their timeouts."""
+"""The scenarios whose servers draw random timeouts."""
 
-acted = cache(act)
+result_of = cache(run_scenario)
 each_scenario = pytest.mark.parametrize("name", SCENARIOS)
 
 
-def text(name: str, played: Played) -> str:
+def text(name: str, result: ScenarioResult) -> str:
     scenario = SCENARIOS[name]
-    facts = [f"{'✓' if fact.held else '✗'} {fact.text}" for fact in played.facts]
-    return "\n".join([scenario.title, f"({scenario.source})", "", *played.lines, "", *facts, ""])
+    facts = [f"{'✓' if fact.held else '✗'} {fact.text}" for fact in result.facts]
+    return "\n".join([scenario.title, f"({scenario.source})", "", *result.lines, "", *facts, ""])
 
 
 @each_scenario
 def test_what_it_teaches_holds(name: str) -> None:
-    played = acted(name)
-    assert played.facts
-    assert [fact.text for fact in played.facts if not fact.held] == []
-    assert played.ok
-    assert played.as_dict()["ok"]
+    result = result_of(name)
+    assert result.facts
+    assert [fact.text for fact in result.facts if not fact.held] == []
+    assert result.ok
+    assert result.as_dict()["ok"]
 
 
 @pytest.mark.parametrize("seed", range(2, 6))
-def test_it_holds_by_no_coincidence(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With other chances the servers tell of other times; what is asserted holds all the same."""
-    monkeypatch.setattr(stage, "SEED", seed)
-    for name in STAGED:
-        assert [fact.text for fact in act(name).facts if not fact.held] == [], name
+def test_the_facts_hold_with_other_seeds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With other random timeouts the times differ, but the facts hold."""
+    monkeypatch.setattr(core_world, "SEED", seed)
+    for name in WITH_TIMEOUTS:
+        assert [fact.text for fact in run_scenario(name).facts if not fact.held] == [], name
 
 
 @each_scenario
-def test_its_narration(name: str) -> None:
-    """Written by another process, so this is also the proof that it tells the same every time."""
-    path = FOLDER / f"{name}.txt"
-    told = text(name, acted(name))
+def test_its_transcript(name: str) -> None:
+    """The file was written by another process, so the transcript is the same in every process."""
+    path = TRANSCRIPTS / f"{name}.txt"
+    transcript = text(name, result_of(name))
     if os.environ.get("DOYEN_REWRITE"):
-        path.write_text(told, encoding="utf-8")
-    assert told == path.read_text(encoding="utf-8")
+        path.write_text(transcript, encoding="utf-8")
+    assert transcript == path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "herd"])
-def test_it_tells_the_same_twice_in_one_process(name: str) -> None:
-    assert act(name) == acted(name)
+def test_its_transcript_is_the_same_twice_in_one_process(name: str) -> None:
+    assert run_scenario(name) == result_of(name)
 
 
-def test_a_crowd_tells_the_same_twice() -> None:
-    assert performed(partial(herd, most=100)) == performed(partial(herd, most=100))
+def test_the_transcript_of_a_crowd_is_the_same_twice() -> None:
+    assert result_with(partial(herd, most=100)) == result_with(partial(herd, most=100))
 
 
-def test_there_is_no_narration_of_what_is_gone() -> None:
-    assert {path.stem for path in FOLDER.glob("*.txt")} == {*SCENARIOS}
+def test_there_is_no_transcript_without_a_scenario() -> None:
+    assert {path.stem for path in TRANSCRIPTS.glob("*.txt")} == {*SCENARIOS}
 
 
 @each_scenario
-def test_the_document_says_how_to_see_it(name: str) -> None:
+def test_the_document_names_it(name: str) -> None:
     assert f"`doyen lab scenario {name}`: " in DOCUMENT.read_text()
 
 
-def test_the_example_in_the_document_is_what_is_told() -> None:
-    told = text("paused-leader", acted("paused-leader")).splitlines()
+def test_the_example_in_the_document_is_the_transcript() -> None:
+    told = text("paused-leader", result_of("paused-leader")).splitlines()
     example = next(block for block in story.blocks(DOCUMENT) if "✓" in block.text)
     assert [line for line in example.text.splitlines() if line not in told] == []
 
 
 @each_scenario
-def test_it_can_be_read(name: str) -> None:
-    lines = acted(name).lines
+def test_its_lines_are_few_and_short(name: str) -> None:
+    lines = result_of(name).lines
     assert 3 <= len(lines) <= 40
     assert all(len(line) <= 120 for line in lines)
     assert SCENARIOS[name].title[-1] not in ".!"
@@ -122,24 +122,24 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in listed for name in SCENARIOS)
     assert main(["lab", "scenario", "five-servers"]) == 0
     told = capsys.readouterr().out
-    assert all(line in told for line in acted("five-servers").lines)
+    assert all(line in told for line in result_of("five-servers").lines)
     assert main(["lab", "scenario", "five-servers", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == acted("five-servers").as_dict()
+    assert json.loads(capsys.readouterr().out) == result_of("five-servers").as_dict()
 
 
-def performed(perform: Callable[[Script], None]) -> Played:
-    script = Script()
-    perform(script)
-    return script.end()
+def result_with(run: Callable[[Transcript], None]) -> ScenarioResult:
+    transcript = Transcript()
+    run(transcript)
+    return transcript.end()
 
 
 def only_majorities(me: str, reach: Mapping[str, Sequence[str]]) -> str | None:
-    """The model's rule without the sentence that breaks it."""
+    """The model's rule without the part that is broken."""
     elected = by_ids_alone(me, reach)
     return elected if elected != me or 2 * (1 + len(reach[me])) > len(reach) else None
 
 
-SOUND: dict[str, tuple[Callable[[Script], None], list[str]]] = {
+SOUND: dict[str, tuple[Callable[[Transcript], None], list[str]]] = {
     "a majority of all is counted": (
         partial(no_majority, rule=only_majorities),
         ["by numbers alone"],
@@ -147,7 +147,7 @@ SOUND: dict[str, tuple[Callable[[Script], None], list[str]]] = {
     "the row has a lease": (partial(master_row, row_ttl_s=5.0), ["a minute after"]),
     "all stand in line": (
         partial(herd, crowded="line", most=100),
-        ["all 100 who", "the store was"],
+        ["all 100 that", "the store received"],
     ),
     "readers write back": (partial(quorum_anomaly, repair=True), ["with a quorum", "the lab's"]),
     "all five count": (partial(votes_too_early, early=Raft), ["counting only"]),
@@ -157,25 +157,26 @@ SOUND: dict[str, tuple[Callable[[Script], None], list[str]]] = {
 
 
 @pytest.mark.parametrize("what", SOUND)
-def test_with_the_sound_in_place_of_the_broken_it_would_say_so(what: str) -> None:
-    """That something is broken is a fact like any other: it does not hold of what is sound."""
-    perform, beginnings = SOUND[what]
-    not_held = [fact.text for fact in performed(perform).facts if not fact.held]
+def test_the_facts_about_broken_parts_fail_with_sound_parts(what: str) -> None:
+    """A scenario asserts that a part is broken. That fails if the part is replaced by a sound
+    one."""
+    run, beginnings = SOUND[what]
+    not_held = [fact.text for fact in result_with(run).facts if not fact.held]
     assert len(not_held) == len(beginnings)
-    for told, beginning in zip(not_held, beginnings, strict=True):
-        assert told.startswith(beginning)
+    for text, beginning in zip(not_held, beginnings, strict=True):
+        assert text.startswith(beginning)
 
 
-def test_a_register_with_a_guard_would_not_take_the_late_write() -> None:
+def test_a_guarded_register_refuses_the_late_write() -> None:
     with closing(GuardedRegister()) as register:
-        played = performed(partial(paused_leader, bare=register))
-    not_held = [fact.text for fact in played.facts if not fact.held]
-    assert len(not_held) == 2, "neither does only one of the two refuse"
-    assert not_held[0].startswith("the file that takes no token")
+        result = result_with(partial(paused_leader, bare=register))
+    not_held = [fact.text for fact in result.facts if not fact.held]
+    assert len(not_held) == 2, "both registers refuse the write"
+    assert not_held[0].startswith("the file without a guard")
 
 
 class AloneIsEnough(SmallestId):
-    """Takes one for a majority."""
+    """Considers one server a majority."""
 
     def __init__(self, *given: Any, **others: Any) -> None:
         super().__init__(*given, **others)
@@ -193,11 +194,11 @@ class AloneIsEnough(SmallestId):
         ("vote-without-log", AsPrinted),
     ],
 )
-def test_with_the_broken_in_place_of_the_sound_it_would_say_so(
+def test_the_facts_fail_with_broken_parts(
     name: str, mutant: Making, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage, "known", lambda protocol: known(protocol).but(make=mutant))
+    monkeypatch.setattr(core_world, "known", lambda protocol: known(protocol).replace(make=mutant))
     try:
-        assert not act(name).ok
-    except (InvariantBroken, Broken):
+        assert not run_scenario(name).ok
+    except (InvariantBroken, ViolationFound):
         pass

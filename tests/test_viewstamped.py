@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import mutants_viewstamped as mutants
-from doyen.lab.plan import Fault, Plan, Weather
+from doyen.lab.plan import Fault, Latencies, Plan
 from doyen.lab.world import run_plan
 from doyen.quorum.consensus.core import (
     Elapsed,
@@ -234,7 +234,7 @@ def test_two_primaries_do_not_outbid_each_other_for_ever() -> None:
             seed=seed,
             for_s=20.0,
             clients=1,
-            weather=Weather(latency_s=0.1, spread=0.1, fsync_s=0.003),
+            latencies=Latencies(latency_s=0.1, spread=0.1, fsync_s=0.003),
             election_timeout_s=1.0,
             heartbeat_s=0.1,
             faults=(Fault("pause", 17.1199, 1.2638, ("leader",)),),

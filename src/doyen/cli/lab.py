@@ -15,8 +15,8 @@ from doyen.cli._output import Console, Exit, Table, console, print_json
 from doyen.errors import ConfigError
 
 if TYPE_CHECKING:
+    from doyen.lab.outcome import RunOutcome
     from doyen.lab.runner import Comparison, FoundFailure, HuntProgress
-    from doyen.lab.world import RunOutcome
 
 __all__ = ["MANUAL", "configure", "run"]
 
@@ -154,7 +154,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
             "--faults",
             default="all",
             metavar="KIND,…",
-            help="kinds, or none, or a scripted plan: seesaw, remnant, rivals (default: all)",
+            help="kinds, or none, or a fault sequence: seesaw, remnant, rivals (default: all)",
         )
         each.add_argument(
             "--for",
@@ -211,17 +211,17 @@ def _check_file(file: str | None) -> None:
 
 
 def _check_plot(file: str | None) -> None:
-    from doyen.lab import plot
+    from doyen.lab import chart
 
     _check_file(file)
     if file:
-        plot.check(Path(file))
+        chart.check_format(Path(file))
 
 
 def _run(args: argparse.Namespace) -> int:
     from doyen.lab import runner
+    from doyen.lab.narration import make_world, narrate
     from doyen.lab.protocols import known
-    from doyen.lab.story import make_world, tell
 
     known(args.protocol)
     _check_file(args.save)
@@ -234,27 +234,27 @@ def _run(args: argparse.Namespace) -> int:
         for_s=args.for_s,
     )
     began = time.monotonic()
-    outcome, story = tell(plan) if args.tell else (make_world(plan).run(), [])
+    outcome, narration = narrate(plan) if args.tell else (make_world(plan).run(), [])
     took_s = time.monotonic() - began
     out = console()
     if not args.json:
-        for line in story:
+        for line in narration:
             out.print(line)
         _show(out, outcome, took_s)
     if outcome.ok:
         if args.save:
-            runner.save(Path(args.save), outcome, story)
+            runner.save(Path(args.save), outcome, narration)
         if args.json:
-            _print_run(outcome, story, took_s, args.save or None)
+            _print_run(outcome, narration, took_s, args.save or None)
         return Exit.DONE
     found, code = _reduce(outcome)
     if args.save:
         file = Path(args.save)
-        runner.save(file, found.outcome, found.story)
+        runner.save(file, found.outcome, found.narration)
     else:
-        file = runner.keep(Path(), found.outcome, found.story)
+        file = runner.keep(Path(), found.outcome, found.narration)
     if args.json:
-        _print_run(outcome, found.story, took_s, str(file))
+        _print_run(outcome, found.narration, took_s, str(file))
     else:
         _show_found(out, found, file)
     return code
@@ -270,9 +270,9 @@ def _reduce(outcome: RunOutcome) -> tuple[FoundFailure, Exit]:
         return runner.unreduced(outcome), Exit.INTERRUPTED
 
 
-def _print_run(outcome: RunOutcome, story: list[str], took_s: float, file: str | None) -> None:
+def _print_run(outcome: RunOutcome, narration: list[str], took_s: float, file: str | None) -> None:
     result = {**_as_dict(outcome), "took_s": round(took_s, 3), "file": file}
-    print_json({**result, "story": story} if story else result)
+    print_json({**result, "story": narration} if narration else result)
 
 
 def _as_dict(outcome: RunOutcome) -> dict[str, Any]:
@@ -310,9 +310,9 @@ def _show(out: Console, outcome: RunOutcome, took_s: float) -> None:
 
 def _show_found(out: Console, found: FoundFailure, file: Path | None) -> None:
     plan = found.outcome.plan
-    if found.story:
+    if found.narration:
         out.print(f"reduced to {len(plan.faults)} faults, {plan.nodes} nodes; what happened:")
-        for line in found.story:
+        for line in found.narration:
             out.print(line)
     else:
         out.print(f"not reduced: {len(plan.faults)} faults, {plan.nodes} nodes")
@@ -333,7 +333,7 @@ def _hunt(args: argparse.Namespace) -> int:
     def keep(found: FoundFailure) -> None:
         """Write a failed run at once, because the hunt may be interrupted."""
         try:
-            file = runner.keep(Path(args.out), found.outcome, found.story)
+            file = runner.keep(Path(args.out), found.outcome, found.narration)
         except OSError as error:
             file = None
             shown.warn(f"doyen: a failed run could not be written: {error}")
@@ -353,7 +353,7 @@ def _hunt(args: argparse.Namespace) -> int:
             for_s=args.for_s,
             world=args.world,
             progress=shown,
-            tell=keep,
+            on_failure=keep,
         )
     except KeyboardInterrupt as error:
         interrupted = error.args[0] if error.args else signal.SIGINT
@@ -385,7 +385,7 @@ def _print_hunt(
     import msgspec
 
     failures = [
-        {**_as_dict(found.outcome), "story": found.story, "file": file and str(file)}
+        {**_as_dict(found.outcome), "story": found.narration, "file": file and str(file)}
         for found, file in kept
     ]
     result = {**msgspec.to_builtins(progress), "interrupted": interrupted, "failures": failures}
@@ -431,7 +431,7 @@ class _Progress:
 
 def _compare(args: argparse.Namespace) -> int:
     from doyen.lab import runner
-    from doyen.lab.plot import compared, write
+    from doyen.lab.chart import comparison_panels, write_chart
 
     _check_plot(args.plot)
     rows = runner.compare(
@@ -442,7 +442,7 @@ def _compare(args: argparse.Namespace) -> int:
         for_s=args.for_s,
     )
     if args.plot:
-        write(Path(args.plot), compared(rows))
+        write_chart(Path(args.plot), comparison_panels(rows))
     if args.json:
         import msgspec
 
@@ -483,7 +483,7 @@ def _compared(rows: list[Comparison]) -> Table:
 
 
 def _scale(args: argparse.Namespace) -> int:
-    from doyen.lab.plot import write
+    from doyen.lab.chart import write_chart
     from doyen.lab.scale import SIZES, measure, panels
 
     sizes = [size for size in SIZES if size <= args.most]
@@ -497,7 +497,7 @@ def _scale(args: argparse.Namespace) -> int:
 
     costs = measure(sizes, progress=progress)
     if args.plot:
-        write(Path(args.plot), panels(costs))
+        write_chart(Path(args.plot), panels(costs))
     if args.json:
         import msgspec
 
@@ -520,7 +520,7 @@ def _scale(args: argparse.Namespace) -> int:
 
 
 def _scenario(args: argparse.Namespace) -> int:
-    from doyen.lab.scenarios import SCENARIOS, act
+    from doyen.lab.scenarios import SCENARIOS, run_scenario
 
     out = console()
     if args.name is None:
@@ -533,7 +533,7 @@ def _scenario(args: argparse.Namespace) -> int:
         return Exit.DONE
     if args.name not in SCENARIOS:
         raise ConfigError(f"unknown scenario {args.name!r}; known are {', '.join(SCENARIOS)}")
-    played = act(args.name)
+    played = run_scenario(args.name)
     if args.json:
         print_json(played.as_dict())
     else:
@@ -554,12 +554,12 @@ def _replay(args: argparse.Namespace) -> int:
     path = Path(args.file)
     if not path.is_file():
         raise ConfigError(f"the file {path} does not exist")
-    outcome, story, same = runner.replay(path)
+    outcome, narration, same = runner.replay(path)
     if args.json:
-        print_json({**_as_dict(outcome), "same": same, "story": story})
+        print_json({**_as_dict(outcome), "same": same, "story": narration})
     else:
         out = console()
-        for line in story:
+        for line in narration:
             out.print(line)
         out.print(
             f"trace {outcome.trace_hash}"

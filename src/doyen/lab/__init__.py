@@ -1,22 +1,29 @@
-"""Simulated clusters: the same cores and drivers that run on real machines, from one seed.
+"""Simulated clusters: the cores, nodes and sessions that run on real machines, from one seed.
 
-    plan             a run as data: who takes part, the weather, what goes wrong; drawn from a seed
-    world            bare cores: one heap of events, virtual time
-      host           a core, its disk, its clock; what a driver does, and every way to be stopped
-      network, disk  links and journals, and what they do to those who trust them
-      faults         what each kind of fault does, and how it is undone
-      load           clients, and the registers they swap
-    quorum           whole nodes and candidates, on simulated machines
-      residents      what runs there
-      machines       processes, clocks and TCP on one virtual loop
-    checkers         what must hold after every event
-    linearizability  what clients saw, explained or not
-    shrink, story    a failing run made small, and told
-    runner           run, hunt, compare, save, replay
-    protocols        what the lab knows of each protocol
-    scale            what an election costs, however many stand or are held
-    plot             results to look at
-    scenarios        what the documents teach, acted out
+    plan               a run as data: participants, latencies, faults; drawn from a seed
+    world              bare cores: one queue of events in virtual time
+      event_queue      the queue
+      server           a core, its disk and its clock, and the process that runs the core
+      network, disk    links and journals, and their failures
+      faults           what each kind of fault does, and how it ends
+      workload         clients, and the registers that they swap
+      checkers         what must hold after every event
+    quorum             whole nodes, candidates and clients on simulated machines
+      quorum_plan      plans for this world
+      participants     all machines; `machines`: nodes and candidates; `clients`: of the keyspace
+      processes        processes, clocks and TCP on one virtual loop; `files`: their disks
+      node_faults      what each kind of fault does; `administrator`: changes of the membership
+      quorum_checkers  terms, the log, service, recovery
+      client_checker   what clients of the keyspace see; `reference`: the expected state
+      registers        what proposers see
+    linearizability    whether an order explains what clients saw
+    outcome            violations and figures of a run
+    narration, shrink  a run as text; a failing run made small
+    runner             run, hunt, compare, save, replay
+    protocols          the protocols, and what the lab needs to know of each
+    scale              the cost of an election, for many candidates or many elections
+    chart              results as charts
+    scenarios          lessons of documents, as runs with a transcript
 
-Nothing here is needed by what users run; it imports msgspec, of the extra `doyen[quorum]`.
+Nothing that users run needs it. It imports msgspec, of the extra `doyen[quorum]`.
 """

@@ -1,14 +1,13 @@
-"""A simulated journal: what a node finds again after a crash at any instant.
+"""A simulated journal, and what a server recovers from it after a crash at any instant.
 
-Writes queue; a sync takes a while and makes durable what was queued when it began. A crash keeps
-everything that was synced, and of the rest a beginning of any length: what was being written last
-is torn, and a torn write counts as none. A bit that flips in what was durable is found at the next
-start, and the node refuses to start.
+Writes are queued. A sync takes some time and makes durable what was queued when it began. A crash
+keeps everything that was synced and a random prefix of the rest; a write that was torn is dropped.
+A bit that flips in durable data is detected at the next start, and the server refuses to start.
 
 The three rules of recovery (`recover`, `crash`, `failed`) are small methods, so that tests can
 break them one by one.
 
-Imports the words of consensus.
+Imports the types of consensus.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from typing import Any
 
 from doyen.quorum.consensus.core import EntryKind, Install, LogEntry, Persist, Recovered, Snapshot
 
-__all__ = ["Rotten", "SimulatedDisk"]
+__all__ = ["CorruptDisk", "SimulatedDisk"]
 
 _HOLE = LogEntry(0, EntryKind.NOTHING, b"")
 
 
-class Rotten(Exception):
-    """What is on the disk is not what was written: the node must not start."""
+class CorruptDisk(Exception):
+    """The disk does not hold what was written, so the server must not start."""
 
 
 class SimulatedDisk:
-    """One node's journal and its snapshot."""
+    """One server's journal and its snapshot."""
 
     __slots__ = (
         "base",
@@ -49,30 +48,30 @@ class SimulatedDisk:
         self.state: Any = None
         self.snapshot: Snapshot | None = None
         self.image: Any = None
-        """The state machine that the snapshot stands for."""
+        """The state machine at the snapshot's index."""
         self.base = 0
-        """The index of the snapshot: the first entry stands at `base + 1`."""
+        """The index of the snapshot. The first entry has the index `base + 1`."""
         self.entries: list[LogEntry] = []
         self.queue: list[Persist | Install] = []
         """Written, not yet synced."""
         self.received: dict[int, tuple[Snapshot, Any]] = {}
-        """Snapshots that leaders have sent, beside what is in force."""
+        """Snapshots that leaders have sent and that are not installed yet, by index."""
         self.full = 0
         self.stall_s = 0.0
         self.until = 0.0
-        """When the sync under way, or the last one, is over."""
+        """When the sync under way, or the last one, is complete."""
         self.flipped: int | None = None
         """The index at which a bit has flipped."""
 
     def has(self, index: int, entry: LogEntry) -> bool:
-        """Whether this entry, or a snapshot that stands for it, would survive a crash now."""
+        """Whether this entry, or a snapshot that includes it, would survive a crash now."""
         at = index - self.base - 1
         if at < 0:
             return True
         return at < len(self.entries) and self.entries[at] == entry
 
     def settle(self, count: int) -> int:
-        """The first `count` writes of the queue are durable now. Gives the last one's token."""
+        """Make the first `count` queued writes durable. Returns the token of the last one."""
         done = self.queue[:count]
         del self.queue[:count]
         for write in done:
@@ -108,7 +107,7 @@ class SimulatedDisk:
             mine[at:] = entries
 
     def compact(self, snapshot: Snapshot, image: Any) -> None:
-        """A snapshot of our own is durable, and the log before it forgotten."""
+        """Store a snapshot of the server's own, and drop the log before it."""
         if snapshot.index <= self.base:
             return
         del self.entries[: snapshot.index - self.base]
@@ -116,7 +115,7 @@ class SimulatedDisk:
         self.snapshot, self.image = snapshot, image
 
     def crash(self, rng: random.Random) -> None:
-        """The process is gone; of what was not synced, a beginning of any length is there."""
+        """The process has ended. Of what was not synced, a random prefix is kept."""
         kept = rng.randint(0, len(self.queue))
         if kept:
             self.settle(kept)
@@ -124,15 +123,15 @@ class SimulatedDisk:
         self.received.clear()
 
     def failed(self, rng: random.Random) -> bool:
-        """A sync has failed: nothing is certain any more. Whether the process must end."""
+        """A sync has failed, so it is unknown what is on disk. True if the process must end."""
         return True
 
     def flip(self, rng: random.Random) -> None:
-        """A bit of the log is not what it was."""
+        """Flip a bit of the log."""
         self.flipped = self.base + rng.randint(0, len(self.entries))
 
     def recover(self) -> Recovered:
-        """What the node finds. Raises `Rotten` rather than giving anything that was not written."""
+        """What the server finds. Raises `CorruptDisk` rather than return what was not written."""
         if self.flipped is not None:
-            raise Rotten(f"a bit has flipped near index {self.flipped}")
+            raise CorruptDisk(f"a bit has flipped near index {self.flipped}")
         return Recovered(self.state, self.snapshot, tuple(self.entries))

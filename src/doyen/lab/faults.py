@@ -1,11 +1,10 @@
-"""What each kind of fault does to a world when it begins, and when it ends.
+"""Faults of a world of bare cores: what each kind does when it begins and when it ends.
 
-A fault names servers, or whoever leads at that instant. Beginning gives the way to undo exactly
-what was begun and nothing else, since faults may overlap.
-A fault that would go beyond what any protocol promises to survive (the disks of a majority rotten)
-does not happen.
+A fault names servers, or `leader` for the server that leads when it begins. Beginning a fault
+returns a function that undoes exactly what was begun, because faults may overlap. A fault that no
+protocol promises to survive (the corruption of a majority's disks) is skipped.
 
-Imports the words of consensus and the plan.
+Imports the types of consensus and the plan.
 """
 
 from __future__ import annotations
@@ -22,21 +21,83 @@ if TYPE_CHECKING:
     from doyen.lab.server import SimulatedServer
     from doyen.lab.world import World
 
-__all__ = ["Undo", "begin", "told_of_cut"]
+__all__ = ["ActiveFaults", "PendingCrash", "Undo", "begin", "describe_cut"]
 
 MAX_VOTERS = 7
-MAX_HOSTS = 12
+MAX_SERVERS = 12
 
 
 Undo = Callable[[], None]
 
 
+class PendingCrash:
+    """A crash that happens after some more effects have been carried out."""
+
+    __slots__ = ("after_state_write", "down_s", "effects", "power_loss")
+
+    def __init__(
+        self, effects: int, *, power_loss: bool, down_s: float, after_state_write: bool = False
+    ) -> None:
+        self.effects = effects
+        """The number of effects that are still carried out."""
+        self.power_loss = power_loss
+        """Whether the machine stops, so that nothing closes its connections."""
+        self.down_s = down_s
+        self.after_state_write = after_state_write
+        """Effects count only from the next write of the core's state on."""
+
+
+class ActiveFaults:
+    """Begins the faults of a plan at their times, and ends them."""
+
+    def __init__(
+        self,
+        faults: Sequence[Fault],
+        begin: Callable[[Fault], Undo | None],
+        call_after: Callable[[float, Callable[[int], None], int], None],
+        changed: Callable[[Fault, int], None],
+    ) -> None:
+        self._faults = faults
+        self._begin = begin
+        self._call_after = call_after
+        self._changed = changed
+        """Called when a fault begins (1; 0 if it has no duration) and when it ends (-1)."""
+        self._undo: dict[int, Undo] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._undo)
+
+    def schedule(self, before_s: float) -> None:
+        """Schedule the faults that begin before this time. Call it at time 0."""
+        for number, fault in enumerate(self._faults):
+            if fault.at < before_s:
+                self._call_after(fault.at, self._start, number)
+
+    def _start(self, number: int) -> None:
+        fault = self._faults[number]
+        undo = self._begin(fault)
+        self._changed(fault, 1 if undo is not None else 0)
+        if undo is not None:
+            self._undo[number] = undo
+            self._call_after(fault.for_s, self._end, number)
+
+    def _end(self, number: int) -> None:
+        undo = self._undo.pop(number, None)
+        if undo is not None:
+            undo()
+            self._changed(self._faults[number], -1)
+
+    def end_all(self) -> None:
+        for number in list(self._undo):
+            self._end(number)
+
+
 def begin(world: World, fault: Fault) -> Undo | None:
-    """Let it happen. Gives what ends it, if there is an end to it."""
+    """Begin a fault. Returns what ends it, if it has a duration."""
     names = _named(world, fault)
     if names is None:
         return None
-    return _KINDS[fault.kind](world, fault, [world.hosts[name] for name in names])
+    return _KINDS[fault.kind](world, fault, [world.servers[name] for name in names])
 
 
 def _named(world: World, fault: Fault) -> tuple[str, ...] | None:
@@ -47,7 +108,7 @@ def _named(world: World, fault: Fault) -> tuple[str, ...] | None:
             if leader is None:
                 return None
             name = leader.id  # noqa: PLW2901
-        if name not in world.hosts:
+        if name not in world.servers:
             return None
         if name not in names:
             names.append(name)
@@ -55,37 +116,41 @@ def _named(world: World, fault: Fault) -> tuple[str, ...] | None:
 
 
 def _and(names: Iterable[SimulatedServer]) -> str:
-    return " and ".join(host.id for host in names)
+    return " and ".join(server.id for server in names)
 
 
 # Links.
 
 
-def told_of_cut(kind: str, names: Sequence[str]) -> tuple[str, str, str]:
-    """Of whom a cut is told, what when it begins, and what when it ends."""
+def describe_cut(kind: str, names: Sequence[str]) -> tuple[str, str, str]:
+    """For the narration: the subject, and the predicates for the begin and the end of a cut."""
     first, rest = names[0], " and ".join(names[1:])
     match kind:
         case "oneway":
-            return first, f"is no longer heard by {rest}", "is heard again"
+            return first, f"cannot send to {rest}", f"can send to {rest} again"
         case "bridge":
-            return first, f"alone reaches both {rest} and the others", "is no longer alone"
-    return " and ".join(names), "can reach nobody else", "can reach the others again"
+            return (
+                first,
+                f"is the only one that can reach both {rest} and the others",
+                "is no longer the only one that can reach both sides",
+            )
+    return " and ".join(names), "cannot reach the others", "can reach the others again"
 
 
-def _cut(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
-    if not hosts:
+def _cut(world: World, fault: Fault, servers: list[SimulatedServer]) -> Undo | None:
+    if not servers:
         return None
-    others = [host for host in world.hosts.values() if host not in hosts]
+    others = [server for server in world.servers.values() if server not in servers]
     cut: list[SimulatedLink] = []
     if fault.kind == "oneway":
-        cut += [hosts[0].links[other.id] for other in hosts[1:]]
+        cut += [servers[0].links[other.id] for other in servers[1:]]
     else:
-        for one in hosts if fault.kind == "partition" else hosts[1:]:
+        for one in servers if fault.kind == "partition" else servers[1:]:
             for other in others:
                 cut += [one.links[other.id], other.links[one.id]]
-    who, begins, ends = told_of_cut(fault.kind, [host.id for host in hosts])
+    subject, begins, ends = describe_cut(fault.kind, [server.id for server in servers])
     if cut:
-        world.tell(who, begins)
+        world.report(subject, begins)
     for link in cut:
         link.cuts += 1
 
@@ -93,67 +158,69 @@ def _cut(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | Non
         for link in cut:
             link.cuts -= 1
         if cut:
-            world.tell(who, ends)
-        world.network.reach()
+            world.report(subject, ends)
+        world.network.reconnect()
 
     return undo
 
 
-def _reset(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
-    if len(hosts) > 1:
-        world.tell(_and(hosts[:2]), "lose their connection")
-        world.network.reset(hosts[0], hosts[1])
+def _reset(world: World, fault: Fault, servers: list[SimulatedServer]) -> Undo | None:
+    if len(servers) > 1:
+        world.report(_and(servers[:2]), "lose their connection")
+        world.network.reset(servers[0], servers[1])
     return None
 
 
-def _slow(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
-    if len(hosts) < 2:
+def _slow(world: World, fault: Fault, servers: list[SimulatedServer]) -> Undo | None:
+    if len(servers) < 2:
         return None
-    there, back = hosts[0].links[hosts[1].id], hosts[1].links[hosts[0].id]
+    there, back = servers[0].links[servers[1].id], servers[1].links[servers[0].id]
 
     def more(seconds: float) -> None:
         there.extra_s += seconds
         back.extra_s += seconds
 
     more(fault.amount)
-    world.tell(_and(hosts[:2]), f"hear each other {fault.amount:g} s late")
+    world.report(_and(servers[:2]), f"receive each other's messages {fault.amount:g} s late")
     return lambda: more(-fault.amount)
 
 
-def _rough(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
-    world.network.weather(**{fault.kind: fault.amount})
-    told = {"loss": "loses", "duplicate": "repeats", "reorder": "reorders"}[fault.kind]
-    world.tell("the network", f"{told} {fault.amount:.0%} of all messages")
-    return lambda: world.network.weather(**{fault.kind: -fault.amount})
+def _degrade(world: World, fault: Fault, servers: list[SimulatedServer]) -> Undo | None:
+    world.network.degrade(**{fault.kind: fault.amount})
+    verb = {"loss": "loses", "duplicate": "repeats", "reorder": "reorders"}[fault.kind]
+    world.report("the network", f"{verb} {fault.amount:.0%} of all messages")
+    return lambda: world.network.degrade(**{fault.kind: -fault.amount})
 
 
 # Processes.
 
 
-def _crash(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
-    """At once, or after so many more effects have been carried out; or so many after it has next
-    written what it must not forget about an election."""
-    for host in hosts:
-        if host.core is None or host.fuse >= 0:
+def _crash(world: World, fault: Fault, servers: list[SimulatedServer]) -> Undo | None:
+    """Kill servers at once, or after some more effects; `ballot` counts these from the next write
+    of the core's state on, which is what a server must not forget about an election."""
+    for server in servers:
+        if server.core is None or server.pending_crash is not None:
             continue
-        host.downs += 1
-        host.fuse = int(fault.amount)
-        host.fuse_waits = fault.kind == "ballot"
-        host.fuse_told = fault.kind != "power"
-        host.fuse_down_s = fault.for_s
-        if host.fuse == 0 and not host.fuse_waits:
-            world.blow(host)
+        server.pending_restarts += 1
+        server.pending_crash = crash = PendingCrash(
+            int(fault.amount),
+            power_loss=fault.kind == "power",
+            down_s=fault.for_s,
+            after_state_write=fault.kind == "ballot",
+        )
+        if crash.effects == 0 and not crash.after_state_write:
+            world.crash(server)
     return None
 
 
-def _pause(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
-    host = hosts[0]
-    host.pause()
-    world.tell(host.id, "is frozen")
+def _pause(world: World, fault: Fault, servers: list[SimulatedServer]) -> Undo | None:
+    server = servers[0]
+    server.pause()
+    world.report(server.id, "is paused")
 
     def undo() -> None:
-        world.tell(host.id, "goes on")
-        host.resume()
+        world.report(server.id, "resumes")
+        server.resume()
 
     return undo
 
@@ -161,124 +228,126 @@ def _pause(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | N
 # Disks.
 
 
-def _stall(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
-    disk = hosts[0].disk
+def _stall(world: World, fault: Fault, servers: list[SimulatedServer]) -> Undo | None:
+    disk = servers[0].disk
 
     def more(seconds: float) -> None:
         disk.stall_s = max(0.0, disk.stall_s + seconds)
 
     more(fault.amount)
-    world.tell(hosts[0].id, f"has a disk that takes {fault.amount:g} s a write")
+    world.report(servers[0].id, f"has a slow disk: {fault.amount:g} s more for each write")
     return lambda: more(-fault.amount)
 
 
-def _full(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
-    disk = hosts[0].disk
+def _full(world: World, fault: Fault, servers: list[SimulatedServer]) -> Undo | None:
+    disk = servers[0].disk
 
     def more(by: int) -> None:
         disk.full += by
 
     more(1)
-    world.tell(hosts[0].id, "has a full disk")
+    world.report(servers[0].id, "has a full disk")
     return lambda: more(-1)
 
 
-def _fsync(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
-    """The disk reports an error: the process ends itself, and is started again."""
-    host = hosts[0]
-    if host.core is None:
+def _fsync(world: World, fault: Fault, servers: list[SimulatedServer]) -> Undo | None:
+    """A sync fails, so the process ends and is started again."""
+    server = servers[0]
+    if server.core is None:
         return None
-    world.tell(host.id, "is told by its disk that a write has failed")
-    host.fail_sync()
-    if host.core is None:
-        _start_later(world, host, fault.for_s)
+    world.report(server.id, "has a disk that fails to sync")
+    server.fail_sync()
+    if server.core is None:
+        _restart_after(world, server, fault.for_s)
     return None
 
 
-def _rot(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
-    """A bit flips while the machine is down: it must not start again."""
-    host = hosts[0]
-    if host.core is None or not all(
-        _bearable(world, _in_force(world, each), host.id) for each in world.hosts.values()
+def _rot(world: World, fault: Fault, servers: list[SimulatedServer]) -> Undo | None:
+    """A bit flips on disk while the server is down, so it must not start again."""
+    server = servers[0]
+    if server.core is None or not all(
+        _survivable(world, _in_force(world, each), server.id) for each in world.servers.values()
     ):
         return None
-    world.tell(host.id, "is killed, and a bit flips on its disk")
-    host.stop(told=True)
-    host.disk.flip(world.rng)
-    _start_later(world, host, fault.for_s)
+    world.report(server.id, "is killed, and a bit flips on its disk")
+    server.stop(power_loss=False)
+    server.disk.flip(world.fault_rng)
+    _restart_after(world, server, fault.for_s)
     return None
 
 
-def _in_force(world: World, host: SimulatedServer) -> Membership:
-    """Whom a server holds to be the members, or will when it is back."""
-    if host.core is not None:
-        return host.core.membership
-    for entry in reversed(host.disk.entries):
+def _in_force(world: World, server: SimulatedServer) -> Membership:
+    """The membership that a server goes by, or will go by when it is started again."""
+    if server.core is not None:
+        return server.core.membership
+    for entry in reversed(server.disk.entries):
         if entry.kind == EntryKind.MEMBERSHIP:
             return membership_of(entry.data)
-    return host.disk.snapshot.membership if host.disk.snapshot else world.membership
+    return server.disk.snapshot.membership if server.disk.snapshot else world.membership
 
 
-def _bearable(world: World, membership: Membership, *lost: str) -> bool:
-    """Whether a majority would be left if these were lost for good, too."""
+def _survivable(world: World, membership: Membership, *lost: str) -> bool:
+    """Whether a majority is left if these servers, too, never start again."""
     left = [
         name
         for name in membership.voters
-        if name not in lost and world.hosts[name].disk.flipped is None
+        if name not in lost and world.servers[name].disk.flipped is None
     ]
     return len(left) >= membership.majority
 
 
-def _start_later(world: World, host: SimulatedServer, after_s: float) -> None:
-    host.downs += 1
-    world.push(world.now + after_s, world.revive, host)
+def _restart_after(world: World, server: SimulatedServer, after_s: float) -> None:
+    server.pending_restarts += 1
+    world.queue.push_after(after_s, world.restart, server)
 
 
 # Clocks.
 
 
-def _rate(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
-    host = hosts[0]
-    host.adjust(rate=fault.amount)
-    world.tell(host.id, f"has a clock that runs at {fault.amount:g} times the rate")
-    return lambda: host.adjust(rate=1.0)
+def _rate(world: World, fault: Fault, servers: list[SimulatedServer]) -> Undo | None:
+    server = servers[0]
+    server.adjust_clock(rate=fault.amount)
+    world.report(server.id, f"has a clock that runs at {fault.amount:g} times the true rate")
+    return lambda: server.adjust_clock(rate=1.0)
 
 
-def _jump(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
-    hosts[0].adjust(jump_s=fault.amount)
-    world.tell(hosts[0].id, f"has a clock that jumps ahead {fault.amount:g} s")
+def _jump(world: World, fault: Fault, servers: list[SimulatedServer]) -> Undo | None:
+    servers[0].adjust_clock(jump_s=fault.amount)
+    world.report(servers[0].id, f"has a clock that jumps {fault.amount:g} s ahead")
     return None
 
 
 # Orders.
 
 
-def _transfer(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
+def _transfer(world: World, fault: Fault, servers: list[SimulatedServer]) -> Undo | None:
     leader = world.leader()
     if leader is not None:
-        to = hosts[0].id if hosts else ""
-        world.tell(leader.id, f"is asked to let {to or 'another'} lead")
-        leader.take(TransferAsked(to))
+        to = servers[0].id if servers else ""
+        world.report(leader.id, f"is asked to transfer leadership to {to or 'another server'}")
+        leader.receive(TransferAsked(to))
     return None
 
 
-def _compact(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
-    if hosts[0].core is not None:
-        hosts[0].compact()
+def _compact(world: World, fault: Fault, servers: list[SimulatedServer]) -> Undo | None:
+    if servers[0].process is not None:
+        servers[0].process.compact()
     return None
 
 
-def _churn(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | None:
-    """The membership changes by one: now, and whenever somebody begins to lead for a while."""
+def _churn(world: World, fault: Fault, servers: list[SimulatedServer]) -> Undo | None:
+    """Ask for a change of the membership by one server: now, and of every new leader meanwhile."""
     if not world.protocol.membership:
         return None
 
     def ask(leader: SimulatedServer) -> None:
         if leader.core is not None and not leader.paused:
             change = _change(world, fault, leader.core.membership)
-            if change is not None and _bearable(world, change):
-                world.tell(leader.id, f"is asked for the voters {', '.join(change.voters)}")
-                leader.take(ChangeAsked(change))
+            if change is not None and _survivable(world, change):
+                world.report(
+                    leader.id, f"is asked to change the voters to {', '.join(change.voters)}"
+                )
+                leader.receive(ChangeAsked(change))
 
     leader = world.leader()
     if leader is not None:
@@ -288,16 +357,16 @@ def _churn(world: World, fault: Fault, hosts: list[SimulatedServer]) -> Undo | N
 
 
 def _change(world: World, fault: Fault, now: Membership) -> Membership | None:
-    """A lost server goes, a learner is promoted, one joins or one leaves."""
-    lost = [name for name in now.voters if world.hosts[name].gone]
+    """Remove a server that cannot start, promote a learner, add a server or remove one."""
+    lost = [name for name in now.voters if world.servers[name].unrecoverable]
     if lost and len(now.voters) > 1:
         return _without(now, lost[0])
     if now.learners:
         return Membership((*now.voters, now.learners[0]), now.learners[1:], now.addresses)
-    if fault.amount and len(now.voters) < MAX_VOTERS and len(world.hosts) < MAX_HOSTS:
-        host = world.add_host(f"n{len(world.hosts) + 1}")
-        host.start()
-        return Membership(now.voters, (host.id,), now.addresses)
+    if fault.amount and len(now.voters) < MAX_VOTERS and len(world.servers) < MAX_SERVERS:
+        server = world.add_server(f"n{len(world.servers) + 1}")
+        server.start()
+        return Membership(now.voters, (server.id,), now.addresses)
     if len(now.voters) > 3 or (len(now.voters) == 3 and not fault.amount):
         leaving = fault.nodes[0] if fault.nodes[0] in now.voters else now.voters[-1]
         return _without(now, leaving)
@@ -318,9 +387,9 @@ _KINDS: dict[str, Callable[[World, Fault, list[SimulatedServer]], Undo | None]] 
     "bridge": _cut,
     "reset": _reset,
     "slow": _slow,
-    "loss": _rough,
-    "duplicate": _rough,
-    "reorder": _rough,
+    "loss": _degrade,
+    "duplicate": _degrade,
+    "reorder": _degrade,
     "crash": _crash,
     "power": _crash,
     "ballot": _crash,

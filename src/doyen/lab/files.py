@@ -1,14 +1,14 @@
 """A node's data directory in memory, and the real journal on it, driven by timers.
 
-`Files` is one directory. It keeps apart what was written and what was synced; `after_crash` gives
-what the next process finds: everything that was synced, and of the rest any part, name by name and
-sector by sector.
+`Files` is one directory. It distinguishes what was written from what was synced. `after_crash`
+returns what the next process finds: everything that was synced, and a random part of the rest, by
+name and by sector.
 
-`LabJournal` is `FileJournal` without its threads. What the writing thread would do is done by a
-timer after `sync_s`, and what the snapshot thread would do is done at once. Segments, frames,
+`LabJournal` is `FileJournal` without its threads. A timer does the work of the writing thread after
+`sync_s`, and the work of the snapshot thread is done at once. Segments, frames,
 recovery, the reserve and snapshots are the journal's own code.
 
-Imports the journal and the words of consensus.
+Imports the journal and the types of consensus.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SEGMENT_BYTES = 16 << 10
 AHEAD_BYTES = 1 << 10
 RESERVE_BYTES = 8 << 10
 SEALED = 0.3
-"""How often a batch is sealed before the next one comes."""
+"""The probability that a batch is sealed before the next one arrives."""
 
 
 class _File:
@@ -65,7 +65,7 @@ class Files(FileSystem):
         self._open: dict[int, _File] = {}
         self._fds = 0
         self._room: int | None = None
-        """Bytes that are left; None if there is no limit."""
+        """The bytes that are left; None if there is no limit."""
         self.sync_fails = False
         """Whether the next sync fails, and what it would have written is lost."""
 
@@ -85,7 +85,7 @@ class Files(FileSystem):
         return Files({name: file.surviving(rng, luck) for name, file in names.items()})
 
     def copy(self) -> Files:
-        """As it would be found after a crash that loses what was not synced."""
+        """What a crash leaves that loses everything that was not synced."""
         return Files({name: file.synced for name, file in self._synced_names.items()})
 
     @property
@@ -93,7 +93,7 @@ class Files(FileSystem):
         return not self._files
 
     def fill(self, full: bool) -> None:
-        """Leave no room, or as much as anybody needs."""
+        """Make the disk full, or remove the limit."""
         self._room = 0 if full else None
 
     def _take(self, more: int) -> None:
@@ -172,7 +172,7 @@ class Files(FileSystem):
 
 
 class _Inline:
-    """Stands where the journal has a thread for snapshots: does at once what it is given."""
+    """Replaces the journal's thread for snapshots: it runs each call at once."""
 
     def submit(self, do: Callable[..., Any], *arguments: Any) -> None:
         do(*arguments)
@@ -182,7 +182,7 @@ class _Inline:
 
 
 class _Queue:
-    """Stands where the journal has a queue to its writing thread."""
+    """Replaces the journal's queue to its writing thread."""
 
     def __init__(self, put: Callable[[Any], None]) -> None:
         self.put = put
@@ -198,8 +198,8 @@ class LabJournal(FileJournal):
         state: Any,
         *,
         sync_s: float,
-        chance: random.Random,
-        fuse: Callable[[], None],
+        rng: random.Random,
+        before_effect: Callable[[], None],
         count: Callable[[str], None],
     ) -> None:
         super().__init__(
@@ -215,8 +215,8 @@ class LabJournal(FileJournal):
         self._queue: Any = _Queue(self._take_in)
         self._writes: list[Any] = []
         self._busy = False
-        self._chance = chance
-        self._fuse = fuse
+        self._rng = rng
+        self._before_effect = before_effect
         self.sync_s = sync_s
         self._count = count
 
@@ -227,7 +227,7 @@ class LabJournal(FileJournal):
         self._loop = asyncio.get_running_loop()
 
     async def take_snapshot(self, snapshot: Snapshot, pieces: Iterator[bytes]) -> None:
-        """After a while: what is applied meanwhile must not get into it."""
+        """Take it after a delay: what is applied meanwhile must not be part of it."""
         await asyncio.sleep(self.sync_s)
         await super().take_snapshot(snapshot, pieces)
         self._count("snapshot")
@@ -237,22 +237,22 @@ class LabJournal(FileJournal):
         self._count("install")
 
     def _take_in(self, write: Any) -> None:
-        self._fuse()
+        self._before_effect()
         self._writes.append(write)
         if not self._busy:
             self._busy = True
             self._loop.call_later(self.sync_s, self._work)
 
     def _work(self) -> None:
-        """What the writing thread does, up to where it would wait."""
+        """Do the work of the writing thread up to the point where it would wait."""
         writes, self._writes, self._busy = self._writes, [], False
         try:
             left = self._write_what_fits(writes)
-            if not left and self._chance.random() < SEALED:
+            if not left and self._rng.random() < SEALED:
                 self._seal()
             if self.full and not left:
                 self.full = not self._set_aside()
-        except Exception as error:  # noqa: BLE001 - as on the thread: nothing is certain now
+        except Exception as error:  # noqa: BLE001 - as on the thread: what is on disk is unknown
             self._failed(error)
             return
         self._writes[:0] = left
@@ -286,6 +286,6 @@ class LabJournal(FileJournal):
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         try:
             done.set_result(do(*arguments))
-        except Exception as error:  # noqa: BLE001 - for whoever waits for it
+        except Exception as error:  # noqa: BLE001 - raised where the result is awaited
             done.set_exception(error)
         return done

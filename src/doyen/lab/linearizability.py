@@ -1,12 +1,12 @@
-"""Whether what clients saw could have come from one register per key, one request at a time.
+"""Checks whether what clients saw could come from one register per key, one request at a time.
 
-Two ways to tell. The log is a *witness*: it names an order, and in that order every answer must be
-right and nobody may stand before a request that had ended when it began. That is cheap and, where
-it says yes, final. Where it says no there may still be another order: then a search per key
-(Wing and Gong's, with Lowe's memory of states seen) decides.
+There are two ways. The log is a *witness*: it gives an order in which every answer must be right,
+and in which no request may precede one that had ended when it began. This check is cheap, and a
+positive result is final. After a negative one there may still be another order: then a search per
+key (Wing and Gong's, with Lowe's memory of visited states) decides.
 
-Every request swaps or reads: a write's answer is the value it replaced, so writes tell on one
-another too. Values written are unique within a history.
+Every request swaps or reads: the answer to a write is the value that it replaced, so writes
+constrain one another too. All values written in a history are different.
 
 Imports the standard library only.
 """
@@ -21,7 +21,7 @@ __all__ = ["Operation", "linearizable", "witnessed"]
 
 
 class Operation:
-    """One request of a client's, from its first sending to its answer."""
+    """One request of a client, from its first sending to its answer."""
 
     __slots__ = ("began", "client", "ended", "key", "position", "result", "seq", "value")
 
@@ -33,11 +33,11 @@ class Operation:
         """What it writes; None if it reads."""
         self.began = began
         self.ended: float = inf
-        """Infinite if it was never answered: it may have been carried out, or may yet be."""
+        """Infinite if it was never answered: it may have been executed, or may be later."""
         self.result: int | None = None
-        """What stood there before."""
+        """The value before."""
         self.position: float = inf
-        """Its place in the log, where known: a read stands right behind what had been applied."""
+        """Its position in the log, if known. A read comes right after what had been applied."""
 
     def __repr__(self) -> str:
         what = f"reads k{self.key}" if self.value is None else f"sets k{self.key} to {self.value}"
@@ -46,7 +46,7 @@ class Operation:
 
 
 def witnessed(history: Iterable[Operation]) -> Operation | None:
-    """The first request that the log's order does not explain, or None if it explains all."""
+    """The first request that the order of the log does not explain, or None."""
     values: dict[int, int | None] = {}
     known = [op for op in history if op.position < inf]
     known.sort(key=lambda op: (op.position, op.value is None, op.began))
@@ -63,7 +63,7 @@ def witnessed(history: Iterable[Operation]) -> Operation | None:
 
 
 def linearizable(history: Iterable[Operation]) -> list[Operation] | None:
-    """None if some order explains the history, else the requests of a key that none explains."""
+    """None if some order explains the history, else the requests of a key that has no order."""
     by_key: defaultdict[int, list[Operation]] = defaultdict(list)
     for op in history:
         if op.ended < inf or op.value is not None:
@@ -75,8 +75,8 @@ def linearizable(history: Iterable[Operation]) -> list[Operation] | None:
 
 
 def _explained(ops: Sequence[Operation]) -> bool:
-    """Depth first: take any request that began before every remaining one had ended, if the
-    register then gives its answer; remember sets already tried with the same value."""
+    """Search depth first: take any request that began before every remaining one had ended, if the
+    register gives its answer; skip sets of requests that were tried with the same value."""
     order = sorted(ops, key=lambda op: op.began)
     done = 0
     needed = sum(1 << at for at, op in enumerate(order) if op.ended < inf)
@@ -105,7 +105,7 @@ def _explained(ops: Sequence[Operation]) -> bool:
 
 
 def _next(order: Sequence[Operation], done: int, after: int, value: int | None) -> int | None:
-    """The next request, behind `after`, that may come first of those that remain."""
+    """The next request after `after` that may come first of those that remain."""
     bound = inf
     for at, op in enumerate(order):
         if done >> at & 1:

@@ -1,395 +1,480 @@
-"""Who lives in a quorum's world: nodes and candidates, each a process on a machine of its own.
+"""Processes, clocks and TCP in virtual time, for real nodes and clients.
 
-A node is put together as `node.server` does it, on a data directory in memory (see `files`), with
-small limits: what happens to a real node once an hour happens here several times a run. A
-candidate is a session on `doyen://`, standing for one election.
+`LabLoop` is an event loop for many processes at once. The process that a callback belongs to is in
+its context: everything that a process starts belongs to it. So a process can be killed or paused
+between any two callbacks, as by a signal, however its code is written. The callbacks of a paused
+process wait until it resumes; those of a dead one wait until the world ends and cleans up.
 
-Imports the node, the session and the machines.
+Connections made with `create_connection` end at simulated listeners. They are byte streams with
+latency and without loss. What is sent over a link that is cut is buffered, as by a kernel, and
+arrives after the cut. When a process dies its connections are closed; when a machine loses power
+they are not.
+
+The code on top is the same that runs on sockets: connections, peers, listeners, services, stores.
+
+Imports `doyen.testing.virtual`, the plan and the standard library.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import gc
+import logging
+import math
+from asyncio import events
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from contextvars import Context, ContextVar, copy_context
+from heapq import heappush
+from typing import Any
 
-import msgspec
-from msgspec.msgpack import Decoder
+from doyen.lab.plan import Latencies, stream
+from doyen.lease.clock import VirtualClock
+from doyen.testing.virtual import VirtualLoop
 
-from doyen.election.options import Recipe
-from doyen.election.options import SessionSettings as SessionSettings
-from doyen.errors import DoyenError, OutcomeUnknown, StoreError, StoreUnusable
-from doyen.lab.files import FOLDER, Files, LabJournal
-from doyen.lab.machines import Killed, OwnClock, Process
-from doyen.lab.plan import stream
-from doyen.lease.runtime import InlineRuntime
-from doyen.quorum.keyspace.commands import RemoveEndedKeys, decode_command
-from doyen.quorum.keyspace.state import Keyspace
-from doyen.quorum.keyspace.versions import FIRST
-from doyen.quorum.node.data_directory import read_member, write_member
-from doyen.quorum.node.driver import Answer, Driver
-from doyen.quorum.node.journal import DirectoryIdentity as Owner
-from doyen.quorum.node.lease_keeper import decode_leases
-from doyen.quorum.node.membership import Members, NodeMember, opening
-from doyen.quorum.node.peers import Peers
-from doyen.quorum.node.replicated import KEYSPACE, USER, Command, ReplicatedMachines
-from doyen.quorum.node.server import record_members
-from doyen.quorum.node.service import Service
-from doyen.quorum.node.state_machine import StateMachine
-from doyen.quorum.protocol.connection import ConnectionErrors, FrameConnection
-from doyen.quorum.protocol.handshake import ConnectionIdentity, ServerHandshake
-from doyen.quorum.protocol.security import Security
-from doyen.session import Session
-from doyen.stores.port import Context, open_store
+__all__ = ["LabLoop", "MachineClock", "Process", "ProcessKilled", "StreamNetwork", "quiet"]
 
-if TYPE_CHECKING:
-    from doyen.lab.quorum import QuorumWorld
+WRITE_BUFFER_BYTES = 1 << 18
+"""A connection that buffers more than this asks its writer to pause."""
 
-__all__ = [
-    "CLIENT_SECRET",
-    "SLICE_KEYS",
-    "CandidateHost",
-    "NodeHost",
-    "SimulatedMachine",
-    "decode_swap",
-]
-
-RECIPES: list[Recipe] = ["line", "line", "race"]
-TTL_S = 2.0
-ELECTION = "lab"
-SLICE_KEYS = 1
-"""How many keys of ended leases one command removes: few, so that ends take several."""
-HISTORY = 12
-"""How many changes nodes remember for watches: few, so that some are resumed too late."""
-QUOTA_BYTES = 12_000
-"""Of the keyspace: few, so that clients' writes are refused now and then."""
-CLIENT_SECRET = "the-secret-of-clients"
-SECURITY = Security(
-    secret=CLIENT_SECRET.encode(),
-    peer_secret=b"the-secret-of-peers",
-    admin_secret=b"the-secret-of-admins",
-)
-
-_encode = msgspec.msgpack.Encoder().encode
-decode_swap = Decoder(tuple[int, int, int, int]).decode
-_UNKNOWN = _encode([99])
-"""A command that no release knows."""
-_state = Decoder(tuple[int, dict[int, int]]).decode
+_current: ContextVar[Process | None] = ContextVar("process", default=None)
 
 
-class Registers(StateMachine):
-    """What proposers swap. Tells the world what it applies, as the how manieth."""
-
-    def __init__(self, applied: Callable[[int, bytes], None]) -> None:
-        self._applied = applied
-        self.count = 0
-        self.values: dict[int, int] = {}
-
-    def apply(self, command: bytes) -> int | None:
-        _, _, key, value = decode_swap(command)
-        before = self.values.get(key)
-        self.values[key] = value
-        self.count += 1
-        self._applied(self.count, command)
-        return before
-
-    def snapshot(self) -> Iterator[bytes]:
-        return iter([_encode((self.count, self.values))])
-
-    def restore(self, pieces: Iterable[bytes]) -> None:
-        self.count, self.values = _state(b"".join(pieces))
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Turn off doyen's logging, because simulated faults would fill the log, and the garbage
+    collector, which takes a third of the time of a large run."""
+    logger = logging.getLogger("doyen")
+    level, collecting = logger.level, gc.isenabled()
+    logger.setLevel(logging.CRITICAL + 1)
+    gc.disable()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if collecting:
+            gc.enable()
 
 
-class OlderKeyspace(Keyspace):
-    """Of a release that does not know `Reap`."""
-
-    def apply(self, command: bytes) -> bytes:
-        return super().apply(
-            _UNKNOWN if isinstance(decode_command(command), RemoveEndedKeys) else command
-        )
+class ProcessKilled(SystemExit):
+    """Raised where a process is killed, so that nothing after it runs. It must not be caught."""
 
 
-class HeardDriver(Driver):
-    """A driver that tells the world which renewals arrive at it as the leader."""
+class MachineClock:
+    """A machine's clock: it has an offset and a rate of its own, and its wall time can be set."""
 
-    heard: Callable[[list[int]], None]
+    def __init__(self, true: VirtualClock, offset: float) -> None:
+        self._true = true
+        self._base = offset
+        self._anchor = 0.0
+        self._rate = 1.0
+        self._wall = 0.0
 
-    def on_question(self, handler: Callable[[bytes, Answer], None]) -> None:
-        def asked(question: bytes, answer: Answer) -> None:
-            self.heard(decode_leases(question))
-            handler(question, answer)
+    def now(self) -> float:
+        return self._base + (self._true.now() - self._anchor) * self._rate
 
-        super().on_question(asked)
+    def wall(self) -> float:
+        return self._wall + self.now()
 
+    def adjust(self, *, rate: float | None = None, jump_s: float = 0.0) -> None:
+        self._base = self.now() + jump_s
+        self._anchor = self._true.now()
+        if rate is not None:
+            self._rate = rate
 
-class JudgedMachine(ReplicatedMachines):
-    """A node's machine, every result of which is held against the log."""
-
-    def __init__(
-        self, targets: Mapping[int, Any], judge: Callable[[int, Sequence[Any]], None]
-    ) -> None:
-        super().__init__(targets)
-        self._judge = judge
-
-    def apply(self, index: int, commands: Sequence[Command]) -> list[Any]:
-        results = super().apply(index, commands)
-        self._judge(index, results)
-        return results
+    def step_wall(self, seconds: float) -> None:
+        self._wall += seconds
 
 
-class SimulatedMachine:
-    """A machine: what runs there, its clock, and, under a node, its disk."""
+class Process:
+    """One process: its callbacks, tasks and connections."""
 
-    def __init__(self, world: QuorumWorld, name: str, number: int) -> None:
-        self.world = world
-        self.name = name
+    def __init__(self, loop: LabLoop, machine: str, number: int) -> None:
+        self.machine = machine
         self.number = number
-        self.rng = stream(world.noise, name)
-        self.clock = OwnClock(world.clock, self.rng.uniform(0.0, 1000.0))
-        self.process: Process | None = None
-        self.lives = 0
-        self.downs = 0
-        self.fuse = -1
-        self.fuse_told = True
-        self.fuse_down_s = 0.0
+        self.dead = False
+        self.paused = 0
+        self.backlog: list[asyncio.Handle] = []
+        self.connections: dict[SimulatedConnection, None] = {}
+        self.tasks: list[asyncio.Task[Any]] = []
+        self._loop = loop
+        self.context = copy_context()
+        self.context.run(_current.set, self)
 
-    @property
-    def up(self) -> bool:
-        return self.process is not None and not self.process.dead
+    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run a coroutine as part of the process."""
+        return self._loop.create_task(work, context=self.context)
 
-    def start(self) -> None:
-        if self.up:
-            return
-        dead = self.process
-        self.lives += 1
-        self.process = Process(self.world.loop, self.name, self.number * 1000 + self.lives)
-        if dead is not None:
-            self.world.network.back(self.process, dead)
-            self.world.dead.append(dead)
-        self.process.start(self.live())
+    def pause(self) -> None:
+        self.paused += 1
 
-    async def live(self) -> None:
-        raise NotImplementedError
+    def resume(self) -> None:
+        self.paused -= 1
+        self._run_backlog()
 
-    def stop(self, *, told: bool) -> None:
-        if self.up:
-            assert self.process is not None
-            self.fuse = -1
-            self.world.network.kill(self.process, told=told)
-            self.stopped()
+    def release(self) -> None:
+        """Let a paused or dead process run again so that its tasks can end: the run is over."""
+        self.dead = False
+        self.paused = 0
+        self._run_backlog()
 
-    def stopped(self) -> None:
-        """What else a crash does."""
-
-    def burn(self) -> None:
-        """An effect is about to be carried out. If the fuse is at its end, it is not."""
-        if self.fuse >= 0:
-            if self.fuse == 0:
-                self.world.blow(self)
-                raise Killed
-            self.fuse -= 1
+    def _run_backlog(self) -> None:
+        if not self.paused and not self.dead:
+            backlog, self.backlog = self.backlog, []
+            self._loop.run_backlog(backlog)
 
 
-class NodeHost(SimulatedMachine):
-    """A node, and proposers on it."""
+class _Handle(asyncio.Handle):
+    """A callback of a process."""
 
-    def __init__(self, world: QuorumWorld, name: str, number: int, *, joining: bool) -> None:
-        super().__init__(world, name, number)
-        self.files = Files()
-        self._full = 0
-        self.sync_s = world.plan.weather.fsync_s
-        self.joining = joining
-        """Started with `--join`; the others with `--found`, also when they have lost everything."""
-        self.lost = False
-        """Its data directory was emptied, or is an older copy: it must not take part with it."""
-        self.older = False
-        """Of a release that does not know all commands."""
-        self.journal: LabJournal | None = None
-        self.driver: Driver | None = None
-        self.keyspace = Keyspace(FIRST)
-        self.registers = Registers(world.applied)
-        self.snapshots = self.installs = 0
-        """How many were taken and received, in all its lives."""
+    __slots__ = ("_process",)
 
-    def at(self, index: int) -> bool:
-        """Whether it has applied just this much."""
-        return self.driver is not None and self.driver.applied == index
+    def __init__(self, process: Process, *others: Any) -> None:
+        super().__init__(*others)
+        self._process = process
 
-    def _open(self) -> tuple[LabJournal, NodeMember]:
-        """As `node.server` does it."""
-        world, files = self.world, self.files
-        start = partial(
-            opening,
-            node=self.name,
-            peers=world.addresses_for(self.name),
-            founding=not self.joining,
-            joining=self.joining,
-            folder=f"the folder of {self.name}",
+    def _run(self) -> None:
+        _run(self, self._process)
+
+
+class _TimerHandle(asyncio.TimerHandle):
+    __slots__ = ("_process",)
+
+    def __init__(self, process: Process, *others: Any) -> None:
+        super().__init__(*others)
+        self._process = process
+
+    def _run(self) -> None:
+        _run(self, self._process)
+
+
+def _run(handle: Any, process: Process) -> None:
+    if process.dead or process.paused:
+        process.backlog.append(handle)
+        return
+    loop: LabLoop = handle._loop
+    loop.steps += 1
+    loop.trace = hash((loop.trace, loop.clock._monotonic, process.number))
+    try:
+        handle._context.run(handle._callback, *handle._args)
+    except ProcessKilled:
+        pass
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # noqa: BLE001  (as asyncio does it)
+        loop.call_exception_handler(
+            {"message": f"in {handle._callback}", "exception": error, "handle": handle}
         )
-        journal = LabJournal(
-            files,
-            Owner("lab", self.name, world.protocol.name),
-            import_module(world.where).STATE,
-            sync_s=self.sync_s,
-            chance=self.rng,
-            fuse=self.burn,
-            count=self._count,
-        )
-        found, recovered = read_member(files, FOLDER), journal.recovered
-        own = start(found, blank=not (recovered.state or recovered.snapshot or recovered.entries))
-        if own != found:
-            write_member(files, FOLDER, own)
-        return journal, own
 
-    def _count(self, what: str) -> None:
-        if what == "snapshot":
-            self.snapshots += 1
+
+class LabLoop(VirtualLoop):
+    """An event loop in virtual time that runs many processes."""
+
+    def __init__(self, clock: VirtualClock | None = None) -> None:
+        super().__init__(clock)
+        self.steps = 0
+        self.trace = 0
+        self.network: StreamNetwork | None = None
+        self.after_turn: Callable[[], None] = lambda: None
+        self.set_task_factory(_make_task)
+
+    def _run_once(self) -> None:
+        super()._run_once()  # type: ignore[misc]
+        self.after_turn()
+
+    def _call_soon(self, callback: Any, args: Any, context: Context | None) -> asyncio.Handle:
+        process = _current.get() if context is None else context.get(_current)
+        handle: asyncio.Handle
+        if process is None:
+            handle = events.Handle(callback, args, self, context)
         else:
-            self.installs += 1
+            handle = _Handle(process, callback, args, self, context)
+        self._ready.append(handle)  # type: ignore[attr-defined]
+        return handle
 
-    async def _save(self, member: NodeMember) -> None:
-        await asyncio.sleep(self.sync_s)
-        self.burn()
-        try:
-            write_member(self.files, FOLDER, member)
-        except (OSError, StoreUnusable) as error:
-            self._abort(error)
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        process = _current.get() if context is None else context.get(_current)
+        if process is None:
+            return super().call_at(when, callback, *args, context=context)
+        self._check_closed()  # type: ignore[attr-defined]
+        timer = _TimerHandle(process, when, callback, args, self, context)
+        heappush(self._scheduled, timer)  # type: ignore[attr-defined]
+        timer._scheduled = True  # type: ignore[attr-defined]
+        return timer
 
-    async def live(self) -> None:
-        world = self.world
-        me = ConnectionIdentity("lab", self.name, self.number * 1_000_000 + self.lives)
-        tally = ConnectionErrors()
-        try:
-            journal, own = self._open()
-        except (OSError, StoreUnusable) as error:
-            self._abort(error)
+    def run_backlog(self, backlog: list[asyncio.Handle]) -> None:
+        self._ready.extend(  # type: ignore[attr-defined]
+            handle for handle in backlog if not handle.cancelled()
+        )
+
+    async def create_connection(  # type: ignore[override]
+        self,
+        protocol_factory: Callable[[], asyncio.Protocol],
+        host: str,
+        port: int,
+        **_: Any,
+    ) -> tuple[Any, Any]:
+        process = _current.get()
+        assert process is not None
+        assert self.network is not None
+        return await self.network.connect(process, protocol_factory, host)
+
+
+def _make_task(loop: Any, coro: Any, *, context: Context | None = None) -> asyncio.Task[Any]:
+    task: asyncio.Task[Any] = asyncio.Task(coro, loop=loop, context=context)
+    process = _current.get() if context is None else context.get(_current)
+    if process is not None:
+        process.tasks.append(task)
+        if len(process.tasks) > 512:
+            process.tasks = [each for each in process.tasks if not each.done()]
+    return task
+
+
+class SimulatedConnection(asyncio.Transport):
+    """One end of a byte stream."""
+
+    def __init__(self, network: StreamNetwork, process: Process, there: str) -> None:
+        super().__init__()
+        self._network = network
+        self.process = process
+        self._there = there
+        self.other: SimulatedConnection
+        self.protocol: Any = None
+        self.last = 0.0
+        self._closing = False
+        self._lost = False
+        self.held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._held_bytes = 0
+        self._reading = True
+        self._unread: list[bytes] = []
+        process.connections[self] = None
+
+    # Called by protocols.
+
+    def write(self, data: Any) -> None:
+        if self._closing or self.process.dead:
             return
-        self.journal = journal
-        members = Members(self.name, world.addresses_for(self.name), own, self._save)
-        peers = Peers(
-            me,
-            SECURITY,
-            decode=Decoder(import_module(world.where).MESSAGES).decode,
-            members=members,
-            tally=tally,
-            jitter=self.rng.random,
-        )
-        core = members.core = world.make(
-            self.name,
-            world.membership_for(self.name, joining=self.joining),
-            journal.recovered,
-            settings=world.settings,
-            jitter=self.rng.random,
-            now=self.clock.now(),
-        )
-        world.cluster.started(core, journal.recovered)
-        release = OlderKeyspace if self.older else Keyspace
-        self.keyspace = release(FIRST, slice_keys=SLICE_KEYS, history=HISTORY)
-        self.registers = Registers(world.applied)
-        driver = HeardDriver(
-            core,
-            journal,
-            peers,
-            JudgedMachine(
-                {KEYSPACE: self.keyspace, USER: self.registers}, partial(world.judge_results, self)
-            ),
-            self.clock,
-            incarnation=f"{me.incarnation:x}",
-            limits=world.limits,
-            abort=self._abort,
-        )
-        driver.heard = world.witness.heard
-        service = Service(
-            driver,
-            self.keyspace,
-            self.clock,
-            election_s=world.settings.election_timeout_s,
-            quota_bytes=QUOTA_BYTES,
-        )
+        self._network.messages += 1
+        self._network.deliver(self, self.other.receive, bytes(data))
 
-        def admit(link: FrameConnection) -> None:
-            (peers if link.role == "peer" else service).admit(link)
+    def count_held(self, data: Any) -> None:
+        """Data is buffered because the link is cut."""
+        before = self._held_bytes
+        self._held_bytes += len(data)
+        if before <= WRITE_BUFFER_BYTES < self._held_bytes:
+            self._call(self.protocol.pause_writing)
 
-        driver.on_role(partial(world.role_changed, self))
-        self.driver = driver
-        await driver.start()
-        assert self.process is not None
-        world.network.listen(
-            self.process,
-            lambda: FrameConnection(
-                ServerHandshake(me, security=SECURITY, info=members.info), tally, admit=admit
-            ),
-        )
-        if world.protocol.membership:
-            driver.on_role(lambda *_: members.news.set())
-            driver.pump.start_task(record_members(driver, members))
-        await self._propose(driver)
+    def flush(self) -> None:
+        """Send what was buffered: the link may be back."""
+        if self._held_bytes > WRITE_BUFFER_BYTES:
+            self._call(self.protocol.resume_writing)
+        self._held_bytes = 0
+        held, self.held = self.held, []
+        for call, arguments in held:
+            self._network.deliver(self, call, *arguments)
 
-    def _abort(self, error: BaseException) -> None:
-        self.world.aborted(self, error)
+    def close(self) -> None:
+        if not self._closing:
+            self._closing = True
+            self._network.deliver(self, self.other.end, None)
+            self._call(self.lose, None)
 
-    async def _propose(self, driver: Driver) -> None:
-        """Swap and read, one after the other, for as long as the node lives."""
-        world, rng = self.world, self.rng
-        while True:
-            await asyncio.sleep(rng.expovariate(1 / world.plan.pause_s))
-            operation = world.begin(self, writes=rng.random() < 0.5)
-            try:
-                if operation.value is None:
-                    await driver.barrier()
-                    operation.position = self.registers.count - 0.5
-                    result = self.registers.values.get(operation.key)
-                else:
-                    command = (operation.client, operation.seq, operation.key, operation.value)
-                    result = await driver.propose(USER, _encode(command))
-            except OutcomeUnknown:
-                continue
-            except StoreError:
-                world.refused(operation)
-                continue
-            world.end(operation, result)
+    def abort(self) -> None:
+        if not self._closing:
+            self._closing = True
+            self._network.deliver(self, self.other.end, ConnectionResetError("reset"))
+            self._call(self.lose, None)
 
-    def stopped(self) -> None:
-        self.files = self.files.after_crash(self.rng)
-        self.files.fill(self._full > 0)
-        self.world.cluster.crashed(self.name)
-        self.driver = self.journal = None
+    def is_closing(self) -> bool:
+        return self._closing
 
-    def fill(self, full: bool) -> None:
-        """Have the disk be full, or no longer."""
-        self._full += 1 if full else -1
-        self.files.fill(self._full > 0)
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return (self._there, 1) if name == "peername" else default
 
-    def slow_down(self, seconds: float) -> None:
-        """Have every sync take so much longer."""
-        self.sync_s = max(0.0005, self.sync_s + seconds)
-        if self.journal is not None:
-            self.journal.sync_s = self.sync_s
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def get_write_buffer_size(self) -> int:
+        return self._held_bytes
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self.protocol = protocol
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        protocol: asyncio.BaseProtocol = self.protocol
+        return protocol
+
+    def pause_reading(self) -> None:
+        self._reading = False
+
+    def resume_reading(self) -> None:
+        self._reading = True
+        unread, self._unread = self._unread, []
+        if unread:
+            self._call(self.receive, b"".join(unread))
+
+    def is_reading(self) -> bool:
+        return self._reading
+
+    # Called by the network.
+
+    def _call(self, call: Callable[..., object], *arguments: Any) -> None:
+        self._network.loop.call_soon(call, *arguments, context=self.process.context)
+
+    def receive(self, data: bytes) -> None:
+        if self._lost or self._closing:
+            return
+        if not self._reading:
+            self._unread.append(data)
+            return
+        self.protocol.data_received(data)
+
+    def end(self, error: Exception | None) -> None:
+        if self._lost:
+            return
+        if error is None and not self._closing:
+            self.protocol.eof_received()
+        self._closing = True
+        self.lose(error)
+
+    def lose(self, error: Exception | None) -> None:
+        if not self._lost:
+            self._lost = True
+            self.process.connections.pop(self, None)
+            self.protocol.connection_lost(error)
 
 
-class CandidateHost(SimulatedMachine):
-    """A candidate that never gives up."""
+class StreamNetwork:
+    """The links between machines, and the processes that listen on them."""
 
-    async def live(self) -> None:
-        world = self.world
-        asked = SessionSettings(
-            url="doyen://lab", ttl_s=TTL_S, stop_budget_s=0.01, sinks=(world.oracle.hear,)
-        )
-        nodes = ",".join(f"{name}:1" for name in world.plan.names)
-        while True:
-            try:
-                store = await open_store(
-                    f"doyen://{CLIENT_SECRET}@{nodes}", Context(self.clock, lambda _: None)
-                )
-                runtime = InlineRuntime(self.clock, self.rng.getrandbits(32))
-                async with Session(asked, runtime, store) as session:
-                    async for campaign in session.campaigns(
-                        ELECTION, name=self.name, recipe=self.rng.choice(RECIPES)
-                    ):
-                        async with campaign as term:
-                            world.oracle.entered(self.name, term)
-                            await asyncio.sleep(self.rng.uniform(0.0, 4 * TTL_S))
-            except DoyenError:
-                await asyncio.sleep(0.2)
+    def __init__(self, loop: LabLoop, latencies: Latencies, seed: int) -> None:
+        self.loop = loop
+        loop.network = self
+        rng = stream(seed, "network")
+        self._chance = rng.random
+        self._bits = rng.getrandbits
+        self._latencies = [
+            latencies.latency_s * math.exp(rng.gauss(0.0, latencies.spread)) for _ in range(1024)
+        ]
+        self.cuts: dict[tuple[str, str], int] = {}
+        self.extra_s: dict[tuple[str, str], float] = {}
+        self.loss = 0.0
+        self.messages = 0
+        """The number of writes to connections. One write may hold several frames."""
+        self._listening: dict[str, tuple[Process, Callable[[], asyncio.Protocol]]] = {}
+        self._powered_off: dict[str, None] = {}
+        self._waiting: list[SimulatedConnection] = []
+        self.closed = False
+
+    def latency(self) -> float:
+        return self._latencies[self._bits(10)]
+
+    def listen(self, process: Process, factory: Callable[[], asyncio.Protocol]) -> None:
+        """Let a process accept the connections to its machine."""
+        self._listening[process.machine] = (process, factory)
+        self._powered_off.pop(process.machine, None)
+
+    def deliver(
+        self, source: SimulatedConnection, call: Callable[..., None], *arguments: Any
+    ) -> None:
+        """Deliver something from one end of a connection to the other, in order."""
+        loop = self.loop
+        here, there = source.process.machine, source.other.process.machine
+        if self.cuts.get((here, there)) or there in self._powered_off:
+            source.held.append((call, arguments))
+            if len(source.held) == 1:
+                self._waiting.append(source)
+            if isinstance(arguments[0], bytes):
+                source.count_held(arguments[0])
+            return
+        at = loop.time() + self.latency() + self.extra_s.get((here, there), 0.0)
+        if self.loss and self._chance() < self.loss:
+            at += 0.2  # the kernel retransmits a lost packet
+        source.last = at = max(at, source.last)
+        loop.call_at(at, call, *arguments, context=source.other.process.context)
+
+    async def connect(
+        self, process: Process, factory: Callable[[], asyncio.Protocol], host: str
+    ) -> tuple[SimulatedConnection, Any]:
+        await asyncio.sleep(2 * self.latency())
+        here = process.machine
+        if self.closed:
+            raise ConnectionRefusedError(111, "Connection refused")
+        if self.cuts.get((here, host)) or self.cuts.get((host, here)) or host in self._powered_off:
+            await asyncio.get_running_loop().create_future()  # there is no answer
+        listening = self._listening.get(host)
+        if listening is None or listening[0].dead:
+            raise ConnectionRefusedError(111, "Connection refused")
+        server, make = listening
+        mine = SimulatedConnection(self, process, host)
+        theirs = SimulatedConnection(self, server, here)
+        mine.other, theirs.other = theirs, mine
+
+        def accept() -> None:
+            theirs.protocol = make()
+            theirs.protocol.connection_made(theirs)
+
+        self.loop.call_soon(accept, context=server.context)
+        mine.protocol = factory()
+        mine.protocol.connection_made(mine)
+        return mine, mine.protocol
+
+    def cut(self, here: str, there: str, by: int = 1) -> None:
+        """Cut the link from one machine to another, or with -1 undo one cut."""
+        self.cuts[here, there] = self.cuts.get((here, there), 0) + by
+        if by < 0:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what was buffered, where the link is back."""
+        waiting, self._waiting = self._waiting, []
+        for connection in waiting:
+            connection.flush()
+
+    def close(self, processes: list[Process]) -> None:
+        """Refuse new connections and reset all existing ones: the run is over."""
+        self.closed = True
+        self.cuts.clear()
+        self._powered_off.clear()
+        for process in processes:
+            for each in list(process.connections):
+                reset = ConnectionResetError("reset")
+                self.loop.call_soon(each.end, reset, context=process.context)
+
+    def reset(self, one: str, other: str) -> None:
+        """Reset every connection between two machines."""
+        for each in self._between(one, other):
+            self.loop.call_soon(
+                each.end, ConnectionResetError("reset"), context=each.process.context
+            )
+
+    def _between(self, one: str, other: str) -> list[SimulatedConnection]:
+        found: dict[SimulatedConnection, None] = {}
+        for machine in (one, other):
+            process, _ = self._listening.get(machine, (None, None))
+            for each in process.connections if process is not None else ():
+                if {each.process.machine, each.other.process.machine} == {one, other}:
+                    found[each] = None
+                    found[each.other] = None
+        return list(found)
+
+    def kill(self, process: Process, *, power_loss: bool) -> None:
+        """Kill a process. Its kernel closes its connections, unless the machine loses power."""
+        process.dead = True
+        process.paused = 0
+        if power_loss:
+            self._powered_off[process.machine] = None
+            return
+        for connection in list(process.connections):
+            self.deliver(connection, connection.other.end, None)
+
+    def restarted(self, process: Process, dead: Process) -> None:
+        """A machine is up again. It resets the connections of its dead process."""
+        self._powered_off.pop(process.machine, None)
+        for connection in list(dead.connections):
+            reset = ConnectionResetError("reset by a restarted machine")
+            self.deliver(connection, connection.other.end, reset)
+        dead.connections.clear()
+        self.flush()

@@ -1,6 +1,6 @@
-"""The protocols that the lab knows, and what each can do.
+"""The protocols of the lab, and the features of each.
 
-Imports the cores, each when it is asked for.
+Imports each core on first use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["PROTOCOLS", "Protocol", "known"]
 
 
 def settings_of(plan: Plan) -> ProtocolSettings:
-    """Times and bounds that every protocol has."""
+    """The settings that every protocol has."""
     return ProtocolSettings(
         election_timeout_s=plan.election_timeout_s,
         heartbeat_s=plan.heartbeat_s,
@@ -38,7 +38,7 @@ def _raft_settings(plan: Plan) -> ProtocolSettings:
 
 
 class Protocol:
-    """A protocol as the lab sees it."""
+    """A protocol, and what the lab needs to know of it."""
 
     def __init__(
         self,
@@ -51,13 +51,13 @@ class Protocol:
         ballots: bool = False,
         make_disk: Callable[[], SimulatedDisk] = SimulatedDisk,
         vote_in: Callable[[Send], tuple[int, str | None] | None] | None = None,
-        reach: Callable[[SimulatedDisk], tuple[int, ...]] | None = None,
+        log_position: Callable[[SimulatedDisk], tuple[int, ...]] | None = None,
         make_settings: Callable[[Plan], ProtocolSettings] = settings_of,
     ) -> None:
         self.name = name
         self.make = make
         self.module = module
-        """Where its messages and its state are."""
+        """The module of its messages and its state."""
         self.snapshots = snapshots
         self.membership = membership
         self.ballots = ballots
@@ -65,17 +65,17 @@ class Protocol:
         self.make_disk = make_disk
         self.make_settings = make_settings
         self.vote_in = vote_in
-        """Tells, of a message that binds its sender to a candidate, the generation and whom; None
-        stands for the sender."""
-        self.reach = reach
-        """How far what is on a disk goes, as elections compare it; None if they compare nothing."""
+        """Returns the generation and the candidate of a message that is a vote, where None stands
+        for the sender; None for other messages."""
+        self.log_position = log_position
+        """The position of the log on a disk as elections compare it; None if they compare none."""
 
-    def but(self, **changes: Any) -> Protocol:
-        """The same, with some of it changed: how tests put a broken core or disk in."""
+    def replace(self, **changes: Any) -> Protocol:
+        """A copy with some attributes changed: tests use it for broken cores and disks."""
         return Protocol(**{**vars(self), **changes})
 
     def holds(self, disk: SimulatedDisk, index: int, entry: LogEntry) -> bool:
-        """Whether the disk has this entry for good."""
+        """Whether this entry is durable on the disk."""
         if not self.ballots:
             return disk.has(index, entry)
         at = index - disk.base - 1
@@ -83,12 +83,12 @@ class Protocol:
             return True
         if at >= len(disk.entries):
             return False
-        there = disk.entries[at]
-        return there.kind == entry.kind and there.data == entry.data
+        stored = disk.entries[at]
+        return stored.kind == entry.kind and stored.data == entry.data
 
 
 def _vote_in(send: Send) -> tuple[int, str | None] | None:
-    """Who asks for votes, or opens an epoch, has given its own."""
+    """A server that asks for votes, or opens an epoch, has voted for itself."""
     message = send.message
     match type(message).__name__:
         case "Vote" if not hasattr(message, "granted"):
@@ -111,11 +111,11 @@ def _last(disk: SimulatedDisk) -> tuple[int, int]:
     return (disk.snapshot.generation if disk.snapshot is not None else 0), disk.base
 
 
-def _zab_reach(disk: SimulatedDisk) -> tuple[int, ...]:
+def _zab_position(disk: SimulatedDisk) -> tuple[int, ...]:
     return (disk.state.current_epoch if disk.state is not None else 0), *_last(disk)
 
 
-def _viewstamped_reach(disk: SimulatedDisk) -> tuple[int, ...]:
+def _viewstamped_position(disk: SimulatedDisk) -> tuple[int, ...]:
     return (disk.state.normal if disk.state is not None else 0), len(disk.entries)
 
 
@@ -123,27 +123,27 @@ _RAFT = {
     "snapshots": True,
     "membership": True,
     "make_settings": _raft_settings,
-    "reach": _last,
+    "log_position": _last,
 }
-_WHERE: dict[str, tuple[str, str, dict[str, Any]]] = {
+_MODULES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "raft": ("doyen.quorum.consensus.raft", "Raft", _RAFT),
-    "zab": ("doyen.quorum.consensus.zab", "Zab", {"reach": _zab_reach}),
+    "zab": ("doyen.quorum.consensus.zab", "Zab", {"log_position": _zab_position}),
     "viewstamped": (
         "doyen.quorum.consensus.viewstamped",
         "Viewstamped",
-        {"reach": _viewstamped_reach},
+        {"log_position": _viewstamped_position},
     ),
     "paxos": ("doyen.quorum.consensus.paxos", "Paxos", {"ballots": True}),
-    "smallest-id": ("doyen.quorum.consensus.smallest_id", "SmallestId", {"reach": _last}),
+    "smallest-id": ("doyen.quorum.consensus.smallest_id", "SmallestId", {"log_position": _last}),
 }
 
-PROTOCOLS = tuple(_WHERE)
+PROTOCOLS = tuple(_MODULES)
 
 
 def known(name: str) -> Protocol:
     """The protocol of that name."""
-    if name not in _WHERE:
-        raise ConfigError(f"no protocol {name!r}; there are {', '.join(PROTOCOLS)}")
-    module, core, options = _WHERE[name]
+    if name not in _MODULES:
+        raise ConfigError(f"unknown protocol {name!r}: choose one of {', '.join(PROTOCOLS)}")
+    module, core, options = _MODULES[name]
     make = cast("Making", getattr(import_module(module), core))
     return Protocol(name, make, module=module, vote_in=_vote_in, **options)

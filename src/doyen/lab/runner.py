@@ -1,13 +1,13 @@
-"""Running worlds: one, many, side by side, and again.
+"""Runs of worlds: one seed, many seeds, several protocols, and runs from files.
 
-    run        one plan, drawn from a seed
-    hunt       seed after seed, on every core of the machine, until something breaks
-    compare    protocols side by side on the same faults
-    save, replay   a run as a file, and the file as a run
+    run            one plan, drawn from a seed
+    hunt           seed after seed, on every core of the machine, until something fails
+    compare        several protocols under the same faults
+    save, replay   a run as a file, and a file as a run
 
-Results are data. Who shows them to people, and how, is somebody else's business.
+Results are data; the command line prints them.
 
-Imports the rest of the lab; processes and the monotonic clock from the standard library.
+Imports the rest of the lab, and processes and the monotonic clock of the standard library.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ import msgspec
 from msgspec import Struct
 
 from doyen.errors import ConfigError
-from doyen.lab.plan import FOLDERS, KINDS, ORDERS, PLOTS, Plan, draw
+from doyen.lab.narration import make_world, narrate
+from doyen.lab.outcome import RunOutcome
+from doyen.lab.plan import FAULT_SEQUENCES, KINDS, NODE_KINDS, REQUESTS, Plan, draw
 from doyen.lab.protocols import Protocol, known
 from doyen.lab.shrink import shrink
-from doyen.lab.story import make_world, tell
-from doyen.lab.world import RunOutcome, World
+from doyen.lab.world import World
 from doyen.quorum.consensus.core import Making, Message
 
 __all__ = [
@@ -63,22 +64,24 @@ _BATCH = 8
 
 
 def kinds_of(faults: str | Iterable[str]) -> tuple[str, ...]:
-    """The kinds of fault that a person has named: `all`, `none`, a plot, or some of them."""
+    """The kinds of fault for a choice: `all`, `none`, a fault sequence, or a list of kinds."""
     given = faults.split(",") if isinstance(faults, str) else faults
     names = [name.strip() for name in given]
     if names == ["all"]:
         return KINDS
     if names in (["none"], [""], []):
         return ()
-    if len(names) == 1 and names[0] in PLOTS:
+    if len(names) == 1 and names[0] in FAULT_SEQUENCES:
         return (names[0],)
     for name in names:
-        if name in (*PLOTS, "all", "none"):
-            raise ConfigError(f"{name!r} goes with nothing else: name it alone")
-        if name not in (*KINDS, *FOLDERS):
-            known_ones = ", ".join((*KINDS, *FOLDERS, *PLOTS))
-            raise ConfigError(f"no fault {name!r}; there are all, none, {known_ones}")
-    return tuple(kind for kind in (*KINDS, *FOLDERS) if kind in names)
+        if name in (*FAULT_SEQUENCES, "all", "none"):
+            raise ConfigError(
+                f"{name!r} cannot be combined with other kinds of fault: name it alone"
+            )
+        if name not in (*KINDS, *NODE_KINDS):
+            known_ones = ", ".join((*KINDS, *NODE_KINDS, *FAULT_SEQUENCES))
+            raise ConfigError(f"unknown fault {name!r}: choose all, none, or of {known_ones}")
+    return tuple(kind for kind in (*KINDS, *NODE_KINDS) if kind in names)
 
 
 def run(
@@ -92,8 +95,8 @@ def run(
     world: str = "cores",
     measure: bool = False,
 ) -> RunOutcome:
-    """One run: what the seed has in store, for so long in virtual time. `world` is `cores`, or
-    `quorum` for whole nodes with candidates on them.
+    """Run one seed, with faults for this long in virtual time. `world` is `cores`, or `quorum` for
+    whole nodes with candidates.
 
     >>> run("raft", nodes=3, seed=1, faults="none", for_s=5).ok
     True
@@ -114,44 +117,45 @@ def plan_for(
     for_s: float = FOR_S,
     clients: int = 3,
 ) -> Plan:
-    """What this seed has in store for that kind of world."""
+    """Draw the plan of this seed for that kind of world."""
     if nodes < 1:
         raise ConfigError(f"a cluster needs at least one node, not {nodes}")
     _check_kinds(world, kinds)
     if world == "cores":
         return draw(protocol, nodes, seed, kinds=kinds, for_s=for_s, clients=clients)
-    from doyen.lab import quorum  # nodes and sessions, which bare cores do without
+    from doyen.lab import quorum_plan
 
-    return quorum.draw(protocol, nodes, seed, kinds=kinds, for_s=for_s, clients=clients)
+    return quorum_plan.draw(protocol, nodes, seed, kinds=kinds, for_s=for_s, clients=clients)
 
 
 def _check_kinds(world: str, kinds: Sequence[str]) -> None:
-    """Refuse faults that this kind of world does not know. All of them are those that it does."""
-    there: Sequence[str] = KINDS
+    """Refuse faults that this kind of world does not have. `KINDS` means all that it has."""
+    available: Sequence[str] = KINDS
     if world == "quorum":
-        from doyen.lab import quorum
+        from doyen.lab import quorum_plan
 
-        there = (*quorum.KINDS, *quorum.NAMED)
+        available = (*quorum_plan.KINDS, *quorum_plan.NAMED)
     elif world != "cores":
-        raise ConfigError(f"no world {world!r}; there are cores and quorum")
+        raise ConfigError(f"unknown world {world!r}: choose cores or quorum")
     for kind in () if kinds == KINDS else kinds:
-        if world == "quorum" and kind in PLOTS:
-            raise ConfigError(f"the plot {kind!r} is for bare cores: leave --world out")
-        if kind not in (*there, *PLOTS):
-            known_ones = ", ".join(there)
-            raise ConfigError(f"no fault {kind!r} in the world {world!r}; there are {known_ones}")
+        if world == "quorum" and kind in FAULT_SEQUENCES:
+            raise ConfigError(f"the fault sequence {kind!r} is for bare cores: leave --world out")
+        if kind not in (*available, *FAULT_SEQUENCES):
+            raise ConfigError(
+                f"unknown fault {kind!r} in the world {world!r}: choose of {', '.join(available)}"
+            )
 
 
 def _run(plan: Plan, protocol: Protocol, *, measure: bool = False) -> RunOutcome:
     world = make_world(plan, protocol)
     if measure and isinstance(world, World):
         encode = msgspec.msgpack.Encoder().encode
-        figures = world.statistics
+        figures = world.measurements.statistics
 
         def count(message: Message) -> None:
             figures.bytes += len(encode(message))
 
-        world.measure = count
+        world.on_message = count
     return world.run()
 
 
@@ -159,25 +163,25 @@ def _run(plan: Plan, protocol: Protocol, *, measure: bool = False) -> RunOutcome
 
 
 class RunFile(Struct, kw_only=True):
-    """A run, as a file."""
+    """A run as it is saved in a file."""
 
     plan: Plan
     trace_hash: str
     violations: list[str]
-    story: list[str]
+    narration: list[str] = msgspec.field(name="story")
 
 
-def save(path: Path, outcome: RunOutcome, story: Sequence[str] = ()) -> None:
-    """Write down a run, so that it can be run again."""
-    path.write_bytes(_written(outcome, story))
+def save(path: Path, outcome: RunOutcome, narration: Sequence[str] = ()) -> None:
+    """Save a run so that it can be replayed."""
+    path.write_bytes(_encoded(outcome, narration))
 
 
-def keep(folder: Path, outcome: RunOutcome, story: Sequence[str] = ()) -> Path:
-    """Write down a run that failed, in a file of its own: what stands there of another is left."""
-    name, text = f"lab-{outcome.plan.protocol}-{outcome.plan.seed}", _written(outcome, story)
+def keep(directory: Path, outcome: RunOutcome, narration: Sequence[str] = ()) -> Path:
+    """Save a failed run in a new file. The file of another run is not overwritten."""
+    name, text = f"lab-{outcome.plan.protocol}-{outcome.plan.seed}", _encoded(outcome, narration)
     number = 1
     while True:
-        path = folder / (f"{name}.json" if number == 1 else f"{name}-{number}.json")
+        path = directory / (f"{name}.json" if number == 1 else f"{name}-{number}.json")
         try:
             with path.open("xb") as file:
                 file.write(text)
@@ -188,37 +192,37 @@ def keep(folder: Path, outcome: RunOutcome, story: Sequence[str] = ()) -> Path:
             number += 1
 
 
-def _written(outcome: RunOutcome, story: Sequence[str]) -> bytes:
-    told = [f"{violation.kind}: {violation.text}" for violation in outcome.violations]
+def _encoded(outcome: RunOutcome, narration: Sequence[str]) -> bytes:
     record = RunFile(
         plan=outcome.plan,
         trace_hash=outcome.trace_hash,
-        violations=told,
-        story=list(story),
+        violations=[f"{violation.kind}: {violation.text}" for violation in outcome.violations],
+        narration=list(narration),
     )
     return msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
 
 
 def replay(path: Path, protocol: Protocol | None = None) -> tuple[RunOutcome, list[str], bool]:
-    """Run what was written down. What comes of it, its story, and whether it is the same run."""
+    """Run a saved plan. Returns the outcome, the narration, and whether it is the same run."""
     try:
         record = msgspec.json.decode(path.read_bytes(), type=RunFile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not a run that the lab has written: {error}") from error
+        raise ConfigError(f"{path} is not a run that the lab has saved: {error}") from error
     _check(record.plan, path)
-    outcome, story = tell(record.plan, protocol)
-    return outcome, story, outcome.trace_hash == record.trace_hash
+    outcome, narration = narrate(record.plan, protocol)
+    return outcome, narration, outcome.trace_hash == record.trace_hash
 
 
 def _check(plan: Plan, path: Path) -> None:
-    """Refuse what no seed would have given: it would seem to be a defect of the protocol's."""
+    """Refuse a plan that no seed gives, because its failure would look like a defect of the
+    protocol."""
     known(plan.protocol)
     _check_kinds(plan.world, [fault.kind for fault in plan.faults])
     for fault in plan.faults:
-        if fault.kind in PLOTS:
-            raise ConfigError(f"{path}: {fault.kind!r} is a plot, which is many faults, not one")
+        if fault.kind in FAULT_SEQUENCES:
+            raise ConfigError(f"{path}: {fault.kind!r} is a fault sequence, not a fault")
         if not fault.nodes and fault.kind not in ("loss", "duplicate", "reorder", "transfer"):
-            raise ConfigError(f"{path}: the fault {fault.kind!r} at {fault.at:g} s befalls nobody")
+            raise ConfigError(f"{path}: the fault {fault.kind!r} at {fault.at:g} s names no nodes")
         if fault.kind == "rate" and not fault.amount:
             raise ConfigError(f"{path}: the fault 'rate' at {fault.at:g} s stops a clock")
 
@@ -227,16 +231,16 @@ def _check(plan: Plan, path: Path) -> None:
 
 
 class FoundFailure(Struct, kw_only=True):
-    """Something that broke: the seed that led to it, and the smallest run that shows it."""
+    """A failure: the seed that led to it, and the smallest run that shows it."""
 
     protocol: str
     seed: int
     outcome: RunOutcome
-    story: list[str]
+    narration: list[str]
 
 
 class HuntProgress(Struct, kw_only=True):
-    """How far a hunt has come."""
+    """The progress of a hunt."""
 
     seeds: int = 0
     events: int = 0
@@ -246,22 +250,22 @@ class HuntProgress(Struct, kw_only=True):
 
 
 class Hunt(Struct, kw_only=True):
-    """What a hunt has come to."""
+    """The result of a hunt."""
 
     progress: HuntProgress
     found: list[FoundFailure]
 
 
 def nodes_for(seed: int) -> int:
-    """Mostly the sizes people run, now and then another."""
+    """The size of the cluster for a seed: usually one that is common in practice."""
     return (3, 5, 3, 5, 3, 4, 3, 5, 7, 2)[seed % 10]
 
 
 def _hunt_some(
     name: str, seeds: Sequence[int], world: str, kinds: tuple[str, ...], for_s: float, until: float
 ) -> tuple[HuntProgress, list[RunOutcome]]:
-    """A batch, in a process of its own: how far it came, and what failed. At least one seed is
-    tried, however long it took to start the process."""
+    """Run a batch of seeds in a worker process. Returns the progress and the failures. At least one
+    seed is run, however long the start of the process took."""
     protocol = known(name)
     progress = HuntProgress()
     failed = []
@@ -279,17 +283,19 @@ def _hunt_some(
 
 
 def reduce(plan: Plan, protocol: Protocol | None = None, tries: int = 300) -> FoundFailure:
-    """The smallest run that breaks as this plan does."""
+    """Reduce a plan that fails to the smallest that fails in the same way."""
     protocol = protocol or known(plan.protocol)
     smallest, _ = shrink(lambda each: _run(each, protocol), plan, tries=tries)
-    outcome, story = tell(smallest, protocol)
-    return FoundFailure(protocol=protocol.name, seed=plan.seed, outcome=outcome, story=story)
+    outcome, narration = narrate(smallest, protocol)
+    return FoundFailure(
+        protocol=protocol.name, seed=plan.seed, outcome=outcome, narration=narration
+    )
 
 
 def unreduced(outcome: RunOutcome) -> FoundFailure:
-    """A failure as it was found, for which there was no time to make it small and tell it."""
+    """A failure as it was found, if there is no time to reduce it."""
     plan = outcome.plan
-    return FoundFailure(protocol=plan.protocol, seed=plan.seed, outcome=outcome, story=[])
+    return FoundFailure(protocol=plan.protocol, seed=plan.seed, outcome=outcome, narration=[])
 
 
 def hunt(
@@ -302,11 +308,12 @@ def hunt(
     for_s: float = FOR_S,
     world: str = "cores",
     progress: Callable[[HuntProgress], object] = lambda progress: None,
-    tell: Callable[[FoundFailure], object] = lambda found: None,
+    on_failure: Callable[[FoundFailure], object] = lambda found: None,
     stop_at: int = 3,
 ) -> Hunt:
-    """Try seed after seed until the time is up, the seeds are, or enough has been found; `tell` is
-    told of each failure once it is reduced or, if the hunt is broken off before that, as it is."""
+    """Run seed after seed until the time is up, the seeds are used up, or `stop_at` failures were
+    found. `on_failure` is called with each failure when it is reduced or, if the hunt is
+    interrupted before that, unreduced."""
     kinds = kinds_of(faults)
     _check_kinds(world, kinds)
     began = time.monotonic()
@@ -315,7 +322,7 @@ def hunt(
     batches = _batches(protocols, seeds)
     running: dict[Future[tuple[HuntProgress, list[RunOutcome]]], None] = {}
     reducing: dict[Future[FoundFailure], RunOutcome] = {}
-    untold: list[RunOutcome] = []
+    unreported: list[RunOutcome] = []
     with _workers(jobs) as pool:
         exhausted = False
         try:
@@ -327,45 +334,45 @@ def hunt(
                     if batch is None:
                         exhausted = True
                     else:
-                        given = (*batch, world, kinds, for_s, began + limit_s)
-                        running[pool.submit(_hunt_some, *given)] = None
+                        arguments = (*batch, world, kinds, for_s, began + limit_s)
+                        running[pool.submit(_hunt_some, *arguments)] = None
                 pending: list[Future[Any]] = [*running, *reducing]
                 wait(pending, timeout=1.0, return_when=FIRST_COMPLETED)
                 for smaller in [each for each in reducing if each.done()]:
                     found.append(smaller.result())
-                    untold.remove(reducing.pop(smaller))
-                    tell(found[-1])
+                    unreported.remove(reducing.pop(smaller))
+                    on_failure(found[-1])
                 for done in [each for each in running if each.done()]:
                     del running[done]
                     some, failed = done.result()
                     total.seeds += some.seeds
                     total.events += some.events
                     total.virtual_s += some.virtual_s
-                    untold += failed
+                    unreported += failed
                     reducing |= {pool.submit(reduce, each.plan): each for each in failed}
                 total.elapsed_s = time.monotonic() - began
                 total.found = len(found) + len(reducing)
                 progress(total)
         finally:
-            for outcome in untold:
-                tell(unreduced(outcome))
+            for outcome in unreported:
+                on_failure(unreduced(outcome))
     return Hunt(progress=total, found=found)
 
 
 @contextmanager
 def _workers(jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that end when we do, however that is."""
+    """Worker processes that end with this process, also when it is killed."""
     if jobs < 1:
         raise ConfigError(f"a hunt needs at least one process, not {jobs}")
     context = multiprocessing.get_context("spawn")
-    leash, held = context.Pipe(duplex=False)
-    made = ProcessPoolExecutor(jobs, context, initializer=_on_a_leash, initargs=(leash,))
-    with leash, held, made as pool:
+    watched, held = context.Pipe(duplex=False)
+    made = ProcessPoolExecutor(jobs, context, initializer=_end_with_parent, initargs=(watched,))
+    with watched, held, made as pool:
         try:
             yield pool
         except BrokenProcessPool as error:
             raise ChildProcessError(
-                "a process of the hunt was ended by somebody else, perhaps for want of memory:"
+                "a process of the hunt was killed from outside, perhaps because memory ran out:"
                 " try fewer jobs"
             ) from error
         except BaseException:
@@ -373,17 +380,17 @@ def _workers(jobs: int) -> Iterator[ProcessPoolExecutor]:
             raise
 
 
-def _on_a_leash(leash: Connection) -> None:
-    """In a worker: it ends when the leash is dropped or whoever holds it is gone, whatever it is
-    doing, and without a word when a terminal interrupts all of us."""
+def _end_with_parent(watched: Connection) -> None:
+    """In a worker: end, whatever it is doing, when the parent closes its end of the pipe or dies,
+    and end silently when the terminal sends an interrupt to the whole process group."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    def wait_for_the_end() -> None:
+    def wait_for_parent() -> None:
         with suppress(EOFError, OSError):
-            leash.recv_bytes()
+            watched.recv_bytes()
         os._exit(1)
 
-    Thread(target=wait_for_the_end, daemon=True).start()
+    Thread(target=wait_for_parent, daemon=True).start()
 
 
 def _batches(
@@ -405,9 +412,9 @@ def hunt_mutant(
     for_s: float = FOR_S,
     first: int = 0,
 ) -> tuple[int, RunOutcome] | None:
-    """The first seed that shows what is wrong with a core (or a disk), and what came of it."""
+    """The first seed on which a variant of a core or a disk fails, and the outcome."""
     if not isinstance(variant, Protocol):
-        variant = known(protocol).but(make=variant)
+        variant = known(protocol).replace(make=variant)
     kinds = kinds_of(faults)
     until = time.monotonic() + limit_s
     seed = first
@@ -420,11 +427,11 @@ def hunt_mutant(
     return None
 
 
-# Side by side.
+# Comparisons.
 
 
 class Comparison(Struct, kw_only=True):
-    """One protocol, over all the seeds: medians, or sums where it says so."""
+    """The figures of one protocol over all seeds: medians, unless stated otherwise."""
 
     protocol: str
     nodes: int
@@ -439,7 +446,7 @@ class Comparison(Struct, kw_only=True):
     writes: int
     """Sum."""
     violations: int
-    """Sum; a write lost would be one."""
+    """Sum. A lost write is a violation."""
 
 
 def compare(
@@ -450,17 +457,19 @@ def compare(
     faults: str | Iterable[str] = "all",
     for_s: float = FOR_S,
 ) -> list[Comparison]:
-    """The same faults at the same times, to each protocol in turn; orders, which only some take,
-    are left out."""
+    """Run each protocol under the same faults at the same times. Requests that only some protocols
+    support are left out."""
     kinds = kinds_of(faults)
     for kind in kinds if kinds != KINDS else ():
-        if kind in ORDERS:
-            raise ConfigError(f"{kind!r} is an order that not every protocol takes: leave it out")
-    chosen = [kind for kind in kinds if kind not in ORDERS]
+        if kind in REQUESTS:
+            raise ConfigError(
+                f"{kind!r} is a request that not every protocol supports: leave it out"
+            )
+    chosen = [kind for kind in kinds if kind not in REQUESTS]
     rows = []
     numbers = list(seeds)
     if not numbers:
-        raise ConfigError("to compare takes one seed or more")
+        raise ConfigError("a comparison needs at least one seed")
     for protocol in protocols:
         outcomes = [
             run(protocol, nodes, seed, chosen or "none", for_s, measure=True) for seed in numbers

@@ -1,11 +1,11 @@
-"""What an election costs: messages, bytes and time, for ten candidates and for a hundred thousand.
+"""The cost of an election: messages, bytes and time, for ten to a hundred thousand candidates.
 
-The sessions and elections that users run, on virtual time, at a store that is as far away as it is
-said to be: every request and every answer takes one way, and so does a notification. Requests,
-answers and notifications are counted as messages, their keys and values as bytes.
+It runs the sessions and elections that users run, in virtual time, on a store at a given distance:
+every request, answer and notification takes the one-way latency. Requests, answers and
+notifications are counted as messages, their keys and values as bytes.
 
     crowd      many candidates of one election; the leader resigns, or dies
-    holdings   many elections of one session; it dies, and another that waits for all of them leads
+    holdings   many elections of one session; it dies, and a session that waits for all takes over
 
 Imports sessions, the memory store and virtual time.
 """
@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from doyen.election.options import SessionSettings
 from doyen.events import Elected, Record, Waiting
-from doyen.lab.plot import Panel
+from doyen.lab.chart import Panel
 from doyen.lease.clock import VirtualClock
 from doyen.lease.keepalive import Keepalive
 from doyen.lease.runtime import InlineRuntime
@@ -38,13 +38,13 @@ SIZES = (10, 100, 1_000, 10_000, 100_000)
 DISTANCES = {"one room": 0.00025, "one region": 0.005, "across an ocean": 0.05}
 """One way, in seconds."""
 TTL_S = 3600.0
-"""So long that no renewal falls into what is measured."""
+"""So long that there is no renewal during a measurement."""
 FRAME = 32
-"""What a message takes beside its key and value: an estimate."""
+"""An estimate of the bytes of a message besides its key and value."""
 
 
 class Cost(Struct, kw_only=True):
-    """What one thing cost, once everybody stood."""
+    """The cost of one change, once all candidates wait."""
 
     what: str
     count: int
@@ -52,7 +52,7 @@ class Cost(Struct, kw_only=True):
     messages: int
     bytes: int
     seconds: float
-    """Without a leader; after a death, beyond the end of the lease."""
+    """The time without a leader; after a death, from the end of the lease on."""
 
 
 class _Meter:
@@ -64,77 +64,77 @@ class _Meter:
         self.bytes += FRAME + sum(map(len, texts))
 
 
-class _Far(Store):
-    """A store that is some way away, and what goes over that way."""
+class _DistantStore(Store):
+    """A store at a distance. Counts the messages to and from it."""
 
     def __init__(self, store: Store, meter: _Meter, one_way_s: float) -> None:
         self.capabilities = store.capabilities
         self._store, self._meter, self._one_way_s = store, meter, one_way_s
         self.dead = False
 
-    async def _go(self, call: Callable[[], Awaitable[T]], *texts: str | bytes) -> T:
+    async def _call(self, call: Callable[[], Awaitable[T]], *texts: str | bytes) -> T:
         if self.dead:
             await asyncio.Event().wait()
         self._meter.count(*texts)
         await asyncio.sleep(self._one_way_s)
         answer = await call()
-        said = [answer.value] if isinstance(answer, Entry) else []
+        values = [answer.value] if isinstance(answer, Entry) else []
         if isinstance(answer, Creation):
-            said = [answer.entry.value]
-        self._meter.count(*said)
+            values = [answer.entry.value]
+        self._meter.count(*values)
         await asyncio.sleep(self._one_way_s)
         return answer
 
     async def grant(self, ttl_s: float) -> Lease:
-        return await self._go(lambda: self._store.grant(ttl_s))
+        return await self._call(lambda: self._store.grant(ttl_s))
 
     async def renew(self, lease: Lease) -> None:
-        await self._go(lambda: self._store.renew(lease), lease.id)
+        await self._call(lambda: self._store.renew(lease), lease.id)
 
     async def revoke(self, lease: Lease) -> None:
-        await self._go(lambda: self._store.revoke(lease), lease.id)
+        await self._call(lambda: self._store.revoke(lease), lease.id)
 
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
-        return await self._go(lambda: self._store.create(key, value, lease), key, value)
+        return await self._call(lambda: self._store.create(key, value, lease), key, value)
 
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
-        return await self._go(
+        return await self._call(
             lambda: self._store.put(key, value, if_version=if_version), key, value
         )
 
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
-        return await self._go(lambda: self._store.delete(key, if_version=if_version), key)
+        return await self._call(lambda: self._store.delete(key, if_version=if_version), key)
 
     async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
-        return await self._go(
+        return await self._call(
             lambda: self._store.enqueue(line, value, lease, rank=rank), line, value
         )
 
     async def ahead(self, ticket: Entry) -> Entry | None:
-        return await self._go(lambda: self._store.ahead(ticket), ticket.key)
+        return await self._call(lambda: self._store.ahead(ticket), ticket.key)
 
     async def get(self, key: str) -> Entry | None:
-        return await self._go(lambda: self._store.get(key), key)
+        return await self._call(lambda: self._store.get(key), key)
 
     async def list(self, prefix: str) -> list[Entry]:
-        return await self._go(lambda: self._store.list(prefix), prefix)
+        return await self._call(lambda: self._store.list(prefix), prefix)
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
         loop = asyncio.get_running_loop()
 
-        def told() -> None:
+        def changed() -> None:
             if not self.dead:
                 self._meter.count(scope)
                 loop.call_later(self._one_way_s, notify)
 
-        return await self._go(lambda: self._store.watch(scope, told), scope)
+        return await self._call(lambda: self._store.watch(scope, changed), scope)
 
     async def close(self) -> None:
         await self._store.close()
 
 
-class _Patient(InlineRuntime):
-    """Checks a lease at its deadline, and not every tenth of a second, because there are many."""
+class _SparseRuntime(InlineRuntime):
+    """Checks each keepalive only at its deadline, because there are many."""
 
     def watch(self, keepalive: Keepalive) -> None:
         if keepalive.lose_if_expired() or keepalive.lost_because is not None:
@@ -144,8 +144,8 @@ class _Patient(InlineRuntime):
         self._timers[keepalive] = self._loop.call_later(wait_s, self.watch, keepalive)
 
 
-class _Place:
-    """A store, and sessions at some distance from it."""
+class _Measurement:
+    """A store, sessions at a distance from it, and the cost of what they do."""
 
     def __init__(self, one_way_s: float) -> None:
         loop: Any = asyncio.get_running_loop()
@@ -155,43 +155,43 @@ class _Place:
         self.one_way_s = one_way_s
         self.elected: list[Record] = []
         self.waiting = 0
-        self.stores: list[_Far] = []
-        self._standing: list[asyncio.Future[None]] = []
-        self._news = asyncio.Event()
-        self._runtime = _Patient(self.clock)
+        self.stores: list[_DistantStore] = []
+        self._campaigns: list[asyncio.Future[None]] = []
+        self._changed = asyncio.Event()
+        self._runtime = _SparseRuntime(self.clock)
 
     @classmethod
-    async def meet(
-        cls, one_way_s: float, happens: Callable[[_Place], Awaitable[list[Cost]]]
+    async def run(
+        cls, one_way_s: float, measure: Callable[[_Measurement], Awaitable[list[Cost]]]
     ) -> list[Cost]:
-        """Let it happen in a place of its own, and leave nobody standing there."""
-        place = cls(one_way_s)
+        """Run a measurement on a store of its own, and cancel the campaigns that are left."""
+        measurement = cls(one_way_s)
         try:
-            return await happens(place)
+            return await measure(measurement)
         finally:
-            for task in place._standing:
+            for task in measurement._campaigns:
                 task.cancel()
-            for store in place.stores:
+            for store in measurement.stores:
                 store.dead = True
-            await asyncio.wait(place._standing, timeout=1.0)
+            await asyncio.wait(measurement._campaigns, timeout=1.0)
 
-    def begin_to(self, stand: Coroutine[Any, Any, None]) -> None:
-        self._standing.append(asyncio.ensure_future(stand))
+    def start(self, campaign: Coroutine[Any, Any, None]) -> None:
+        self._campaigns.append(asyncio.ensure_future(campaign))
 
     def session(self) -> Session:
         store = MemoryStore(self.server, Context(self.clock, lambda event: None))
-        far = _Far(store, self.meter, self.one_way_s)
+        distant = _DistantStore(store, self.meter, self.one_way_s)
         settings = SessionSettings(url="memory://", ttl_s=TTL_S, sinks=(self._sink,))
-        self.stores.append(far)
-        return Session(settings, self._runtime, far)
+        self.stores.append(distant)
+        return Session(settings, self._runtime, distant)
 
     def _sink(self, record: Record) -> None:
         if isinstance(record.event, Elected):
             self.elected.append(record)
-            self._news.set()
+            self._changed.set()
         elif isinstance(record.event, Waiting):
             self.waiting += 1
-            self._news.set()
+            self._changed.set()
 
     def begin(self) -> tuple[int, int, float]:
         self.elected.clear()
@@ -208,91 +208,91 @@ class _Place:
             seconds=round(self.elected[-1].at - from_s, 6),
         )
 
-    async def won(self, count: int = 1) -> None:
-        """Until so many have been elected since `begin`, and all under way has arrived."""
+    async def wait_elected(self, count: int = 1) -> None:
+        """Wait until this many were elected since `begin`, and all messages have arrived."""
         while len(self.elected) < count:
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
         await self.settle()
 
-    async def stood(self, count: int) -> None:
-        """Until so many wait, and all under way has arrived."""
+    async def wait_queued(self, count: int) -> None:
+        """Wait until this many candidates wait, and all messages have arrived."""
         while self.waiting < count:
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
         await self.settle()
 
     async def settle(self) -> None:
-        """Until everything under way has arrived."""
+        """Wait until all messages have arrived."""
         await asyncio.sleep(100 * self.one_way_s)
 
 
-async def _stand(
+async def _campaign(
     session: Session, election: str, name: str, recipe: str, done: asyncio.Event
 ) -> None:
     async with session, session.campaign(election, name=name, recipe=recipe):  # type: ignore[arg-type]
         await done.wait()
 
 
-async def _crowd(place: _Place, count: int, recipe: str) -> list[Cost]:
+async def _crowd(measurement: _Measurement, count: int, recipe: str) -> list[Cost]:
     resign = asyncio.Event()
     for number in range(count):
-        session = place.session()
+        session = measurement.session()
         done = resign if number == 0 else asyncio.Event()
-        place.begin_to(_stand(session, "e", f"server{number}", recipe, done))
+        measurement.start(_campaign(session, "e", f"server{number}", recipe, done))
         if number == 0:
-            await place.settle()
-    await place.settle()
-    begun = place.begin()
+            await measurement.settle()
+    await measurement.settle()
+    begun = measurement.begin()
     resign.set()
-    await place.won()
+    await measurement.wait_elected()
     name = "resigns" if recipe == "line" else "resigns, race"
-    costs = [place.cost(name, count, begun, begun[2])]
+    costs = [measurement.cost(name, count, begun, begun[2])]
     if recipe == "line":
-        winner = int(place.elected[-1].event.name.removeprefix("server"))  # type: ignore[attr-defined]
-        record = place.server.list("elections/e")[0]
-        place.stores[winner].dead = True
-        begun = place.begin()
-        place.server.revoke(str(record.lease))  # as at the end of its time
-        await place.won()
-        costs.append(place.cost("dies", count, begun, begun[2]))
+        winner = int(measurement.elected[-1].event.name.removeprefix("server"))  # type: ignore[attr-defined]
+        record = measurement.server.list("elections/e")[0]
+        measurement.stores[winner].dead = True
+        begun = measurement.begin()
+        measurement.server.revoke(str(record.lease))  # as if its ttl had passed
+        await measurement.wait_elected()
+        costs.append(measurement.cost("dies", count, begun, begun[2]))
     return costs
 
 
 def crowd(count: int, one_way_s: float, recipe: str = "line") -> list[Cost]:
-    """One election with so many candidates."""
-    return run_virtual(_Place.meet(one_way_s, lambda place: _crowd(place, count, recipe)))
+    """Measure one election with this many candidates."""
+    return run_virtual(_Measurement.run(one_way_s, lambda own: _crowd(own, count, recipe)))
 
 
-async def _holdings(place: _Place, count: int) -> list[Cost]:
+async def _holdings(measurement: _Measurement, count: int) -> list[Cost]:
     async def lead(session: Session, election: str, name: str) -> None:
         async with session.campaign(election, name=name):
             await asyncio.Event().wait()
 
     costs: list[Cost] = []
     for name in ("server1", "server2"):
-        session = place.session()
+        session = measurement.session()
         await session.__aenter__()
-        before = place.begin()
+        before = measurement.begin()
         for number in range(count):
-            place.begin_to(lead(session, f"e{number}", name))
+            measurement.start(lead(session, f"e{number}", name))
         if name == "server1":
-            await place.won(count)
-            costs.append(place.cost("elects", count, before, before[2]))
+            await measurement.wait_elected(count)
+            costs.append(measurement.cost("elects", count, before, before[2]))
         else:
-            await place.stood(count)
-    record = place.server.list("elections")[0]
-    place.stores[0].dead = True
-    begun = place.begin()
-    place.server.revoke(str(record.lease))
-    await place.won(count)
-    costs.append(place.cost("takes over", count, begun, begun[2]))
+            await measurement.wait_queued(count)
+    record = measurement.server.list("elections")[0]
+    measurement.stores[0].dead = True
+    begun = measurement.begin()
+    measurement.server.revoke(str(record.lease))
+    await measurement.wait_elected(count)
+    costs.append(measurement.cost("takes over", count, begun, begun[2]))
     return costs
 
 
 def holdings(count: int, one_way_s: float) -> list[Cost]:
-    """So many elections of one session, while another waits for all of them."""
-    return run_virtual(_Place.meet(one_way_s, lambda place: _holdings(place, count)))
+    """Measure this many elections of one session, while another session waits for all of them."""
+    return run_virtual(_Measurement.run(one_way_s, lambda own: _holdings(own, count)))
 
 
 def measure(
@@ -301,7 +301,7 @@ def measure(
     race_to: int = 1_000,
     progress: Callable[[str], object] = lambda line: None,
 ) -> list[Cost]:
-    """All of it. A race is a herd, and is measured up to `race_to` only."""
+    """Measure everything. A race wakes all candidates, so it is measured up to `race_to` only."""
     costs = []
     for name, one_way_s in DISTANCES.items():
         for size in sizes:

@@ -1,11 +1,12 @@
-"""One simulated server: a core, its disk, its clock, and whoever carries out what the core says.
+"""One simulated server: a core, its disk and its clock, and the process that runs the core.
 
-It does in virtual time what a node's driver does in real time, and keeps to the same contract: a
-message waits for the disk where it must, effects keep their order, the core hears of its writes
-when they are durable. Beyond that it can be stopped anywhere: killed between two effects, frozen,
-restarted from what its disk kept. Its clock is its own: true time times a rate, with jumps.
+A `ServerProcess` does in virtual time what a node's driver does in real time, and keeps the same
+contract: a message waits for the disk where it must, effects keep their order, and the core learns
+of its writes when they are durable. A `SimulatedServer` is the machine: it can lose the process
+between any two effects, pause it, and start the next one from what the disk kept. Its clock is its
+own: true time multiplied by a rate, with jumps.
 
-Imports the words of consensus and the rest of the lab below the world.
+Imports the types of consensus and the rest of the lab below the world.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from heapq import heappush
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from doyen.lab.disk import Rotten
+from doyen.lab.disk import CorruptDisk
+from doyen.lab.event_queue import EventQueue
 from doyen.lab.plan import stream
 from doyen.lab.workload import RegisterMachine, WorkloadRequest, membership_of
 from doyen.quorum.consensus.core import (
@@ -37,6 +39,7 @@ from doyen.quorum.consensus.core import (
     ReadReady,
     ReadRefused,
     Received,
+    Recovered,
     Role,
     RoleChanged,
     Send,
@@ -49,168 +52,119 @@ from doyen.quorum.consensus.core import (
 from doyen.quorum.consensus.invariants import check
 
 if TYPE_CHECKING:
+    from doyen.lab.faults import PendingCrash
     from doyen.lab.network import SimulatedLink
     from doyen.lab.world import World
 
-__all__ = ["SimulatedServer"]
+__all__ = ["ServerProcess", "SimulatedServer"]
 
 _NUMBERS = {kind: number for number, kind in enumerate(CoreEvent.__subclasses__())}
 _ELAPSED = Elapsed()
-_GRAIN = 1e-9
+_TOLERANCE_S = 1e-9
 _SNAPSHOT_S = 0.05
 _BINDING = frozenset(
     ["Vote", "VoteReply", "Stand", "LeaderInfo", "AckEpoch", "Promise", "DoViewChange"]
 )
 """Messages that may bind their sender to a candidate."""
 _CHECK_EVERY = 64
-"""Events between two looks at everything that a core knows of itself: they cost the length of its
-log. What may break between cores is looked at after every event."""
+"""Events between two complete checks of a core's own invariants, which take time in proportion to
+its log. What concerns several cores is checked after every event."""
+
+
+class ServerClock:
+    """A clock that runs at its own rate and can jump ahead."""
+
+    __slots__ = ("_anchor", "_base", "_queue", "_rate")
+
+    def __init__(self, queue: EventQueue, base: float) -> None:
+        self._queue = queue
+        self._base = base
+        self._anchor = 0.0
+        self._rate = 1.0
+
+    def now(self) -> float:
+        return self._base + (self._queue.now - self._anchor) * self._rate
+
+    def true_time(self, reading: float) -> float:
+        """When, in true time, the clock has this reading."""
+        return self._anchor + (reading - self._base) / self._rate
+
+    def adjust(self, rate: float | None, jump_s: float) -> None:
+        self._base = self.now() + jump_s
+        self._anchor = self._queue.now
+        if rate is not None:
+            self._rate = rate
 
 
 class SimulatedServer:
-    """A server of the world."""
+    """A machine, and the process on it while there is one."""
 
     def __init__(self, world: World, name: str, number: int) -> None:
         self.world = world
         self.id = name
         self.number = number
         self.links: dict[str, SimulatedLink] = {}
-        self.disk = world.make_disk()
-        self.core: Core | None = None
-        self.life = 0
-        """Which process this is, counted from 1."""
-        self.gone = False
-        """It will not start again: its disk is rotten."""
-        self.machine = RegisterMachine()
-        self.applied = 0
-        self.paused = 0
-        self.backlog: list[tuple[Callable[[Any], object], Any]] = []
-        self.fuse = -1
-        """How many more effects are carried out before it is killed; negative: no fuse."""
-        self.fuse_waits = False
-        """The fuse burns only from the next writing of the core's state on."""
-        self.fuse_told = True
-        self.fuse_down_s = 0.0
-        self.downs = 0
-        self._unchecked = 0
-        self.was_leading = False
-        """Whether it is the last that was elected, and neither died nor gave up for a reason."""
+        self.disk = world.protocol.make_disk()
         self.rng = stream(world.noise, name)
-        self._base = self.rng.uniform(0.0, 1000.0)
-        self._anchor = 0.0
-        self._rate = 1.0
-        self._latest = 0.0
-        self._doing: dict[type, Callable[[Any], None]] = {
-            Send: self._send,
-            Persist: self._persist,
-            Committed: self._committed,
-            RoleChanged: self._role_changed,
-            Accepted: self._accepted,
-            ProposalRefused: self._refused,
-            ReadReady: self._read_ready,
-            ReadRefused: self._read_refused,
-            SendSnapshot: self._send_snapshot,
-            Install: self._install,
-            TransferFailed: _nothing,
-        }
+        self.clock = ServerClock(world.queue, self.rng.uniform(0.0, 1000.0))
+        self.process: ServerProcess | None = None
+        self.unrecoverable = False
+        """The disk is corrupt, so the server never starts again."""
+        self.paused = 0
+        """The number of faults that pause the process at present."""
+        self.backlog: list[tuple[Callable[[Any], object], Any]] = []
+        """What arrived while the process was paused."""
+        self.pending_crash: PendingCrash | None = None
+        self.pending_restarts = 0
+        """The number of faults that keep the server down, or are about to."""
+        self.was_leading = False
+        """Whether it was elected last, and has neither stopped nor stepped down for a reason."""
+        self.unchecked = 0
+        """Events since the last complete check of the core."""
 
-    # The clock.
+    @property
+    def core(self) -> Core | None:
+        return self.process.core if self.process is not None else None
 
-    def clock(self) -> float:
-        """Its own time."""
-        return self._base + (self.world.now - self._anchor) * self._rate
-
-    def adjust(self, *, rate: float | None = None, jump_s: float = 0.0) -> None:
-        """From now on its clock runs at another rate, or has jumped ahead."""
-        self._base = self.clock() + jump_s
-        self._anchor = self.world.now
-        if rate is not None:
-            self._rate = rate
-        if self.core is not None:
-            self._armed = inf
-            self._arm(self.core.next_deadline)
-
-    def _arm(self, deadline: float) -> None:
-        self._armed = deadline
-        if deadline < inf:
-            at = self._anchor + (deadline - self._base) / self._rate
-            world = self.world
-            world.seq += 1
-            heappush(
-                world.heap, (max(at, world.now), world.seq, self._timer, (self.life, deadline))
-            )
-
-    def _timer(self, due: tuple[int, float]) -> None:
-        life, armed = due
-        if life != self.life or armed != self._armed or self.core is None:
-            return
-        if self.paused:
-            self.backlog.append((self._timer, due))
-            return
-        self._armed = inf
-        deadline = self.core.next_deadline
-        now = self.clock()
-        if now < deadline - _GRAIN:
-            self._arm(deadline)
-            return
-        self._latest = max(self._latest, deadline)
-        self.handle(_ELAPSED)
-
-    # The life of the process.
+    def adjust_clock(self, *, rate: float | None = None, jump_s: float = 0.0) -> None:
+        """From now on the clock runs at another rate, or has jumped ahead."""
+        self.clock.adjust(rate, jump_s)
+        if self.process is not None:
+            self.process.clock_adjusted()
 
     def start(self) -> None:
-        """Start the process, from what the disk has kept."""
-        if self.core is not None or self.gone:
+        """Start a process from what the disk has kept."""
+        if self.process is not None or self.unrecoverable:
             return
-        world = self.world
         try:
             recovered = self.disk.recover()
-        except Rotten as rotten:
-            self.gone = True
-            world.tell(self.id, f"refuses to start: {rotten}")
+        except CorruptDisk as error:
+            self.unrecoverable = True
+            self.world.report(self.id, f"refuses to start: {error}")
             return
-        self.life += 1
-        self.machine = RegisterMachine()
-        self.applied = 0
-        if recovered.snapshot is not None:
-            self.machine = self.disk.image.copy()
-            self.applied = recovered.snapshot.index
-        self._snapshot_index = self.applied
-        self.membership = (
-            world.membership if recovered.snapshot is None else recovered.snapshot.membership
-        )
-        self._durable = self._token = 0
-        self._syncing = 0
-        self._held: list[Send] = []
-        self._waiting: dict[int, tuple[int, WorkloadRequest]] = {}
-        self._reads: dict[int, WorkloadRequest] = {}
-        self._lagging: list[tuple[int, WorkloadRequest]] = []
-        self._asking: WorkloadRequest | None = None
-        self._next_read = 1
-        self._latest = self.clock()
-        self._armed = inf
-        self.core = world.make_core(
-            self.id, self.membership, recovered, jitter=self.rng.random, now=self._latest
-        )
-        self._cluster = world.checkers.cluster
-        self._cluster.started(self.core, recovered)
-        self._arm(self.core.next_deadline)
-        world.network.reach()
+        self.process = ServerProcess(self, recovered)
+        self.process.start(recovered)
+        self.world.network.reconnect()
 
-    def stop(self, *, told: bool) -> None:
-        """Kill the process, or, if nobody is told, the machine under it."""
-        if self.core is None:
+    def stop(self, *, power_loss: bool) -> None:
+        """Kill the process. Its kernel closes its connections, unless the machine loses power."""
+        if self.process is None:
             return
-        self.core = None
+        self.process = None
         self.was_leading = False
-        if self.fuse >= 0:
-            self.fuse = -1
-            self.downs -= 1
+        if self.pending_crash is not None:
+            self.pending_crash = None
+            self.pending_restarts -= 1
         self.backlog.clear()
-        self._cluster.crashed(self.id)
+        self.world.checkers.cluster.crashed(self.id)
         self.disk.crash(self.rng)
-        self.world.checkers.kept(self)
-        self.world.network.ended(self, told=told)
+        self.world.checkers.check_durable(self)
+        self.world.network.stopped(self, power_loss=power_loss)
+
+    def fail_sync(self) -> None:
+        """A sync of the disk fails."""
+        if self.process is not None and self.disk.failed(self.rng):
+            self.stop(power_loss=False)
 
     def pause(self) -> None:
         self.paused += 1
@@ -219,117 +173,213 @@ class SimulatedServer:
         self.paused -= 1
         if not self.paused:
             backlog, self.backlog = self.backlog, []
-            life = self.life
-            for do, argument in backlog:
-                if self.core is None or self.life != life:
+            process = self.process
+            for call, argument in backlog:
+                if process is None or self.process is not process:
                     break
-                do(argument)
+                call(argument)
 
-    # What happens to it.
-
-    def take(self, event: CoreEvent) -> None:
-        if self.core is None:
+    def receive(self, event: CoreEvent) -> None:
+        """An event arrives for the core."""
+        process = self.process
+        if process is None:
             return
         if self.paused:
-            self.backlog.append((self.take, event))
+            self.backlog.append((self.receive, event))
             return
-        self.handle(event)
+        process.handle(event)
+
+    def receive_request(self, request: WorkloadRequest) -> None:
+        """A client's request arrives."""
+        if self.process is None:
+            return
+        if self.paused:
+            self.backlog.append((self.receive_request, request))
+            return
+        self.process.requests.receive(request)
+
+
+class ServerProcess:
+    """Runs a core from one start of a server to its end."""
+
+    def __init__(self, server: SimulatedServer, recovered: Recovered) -> None:
+        self.server = server
+        self._world = world = server.world
+        self._queue = world.queue
+        self._cluster = world.checkers.cluster
+        snapshot = recovered.snapshot
+        self.machine = RegisterMachine() if snapshot is None else server.disk.image.copy()
+        self.applied = self._snapshot_index = 0 if snapshot is None else snapshot.index
+        self._membership = world.membership if snapshot is None else snapshot.membership
+        self._durable = 0
+        """The token of the last write that is on disk."""
+        self._syncing = 0
+        """The number of writes that the sync under way makes durable."""
+        self._held: list[Send] = []
+        """Messages that wait until a write is on disk."""
+        self._latest = server.clock.now()
+        """The latest time that the core has seen: time must not go backwards for it."""
+        self._armed = inf
+        """The deadline for which a timer is pending."""
+        self.core: Core = world.make_core(
+            server.id, self._membership, recovered, jitter=server.rng.random, now=self._latest
+        )
+        self.requests = PendingRequests(self)
+        self._effects: dict[type, Callable[[Any], None]] = {
+            Send: self._send,
+            Persist: self._persist,
+            Committed: self._committed,
+            RoleChanged: self._role_changed,
+            Accepted: self.requests.accepted,
+            ProposalRefused: self.requests.proposal_refused,
+            ReadReady: self.requests.read_ready,
+            ReadRefused: self.requests.read_refused,
+            SendSnapshot: self._send_snapshot,
+            Install: self._install,
+            TransferFailed: lambda _: None,
+        }
+
+    @property
+    def running(self) -> bool:
+        return self.server.process is self
+
+    def start(self, recovered: Recovered) -> None:
+        self._cluster.started(self.core, recovered)
+        self._arm(self.core.next_deadline)
+
+    # Time.
+
+    def clock_adjusted(self) -> None:
+        self._armed = inf
+        self._arm(self.core.next_deadline)
+
+    def _arm(self, deadline: float) -> None:
+        self._armed = deadline
+        if deadline < inf:
+            queue = self._queue
+            at = max(self.server.clock.true_time(deadline), queue.now)
+            queue.seq += 1
+            heappush(queue.heap, (at, queue.seq, self._timer, deadline))
+
+    def _timer(self, armed: float) -> None:
+        server = self.server
+        if server.process is not self or armed != self._armed:
+            return
+        if server.paused:
+            server.backlog.append((self._timer, armed))
+            return
+        self._armed = inf
+        deadline = self.core.next_deadline
+        if server.clock.now() < deadline - _TOLERANCE_S:
+            self._arm(deadline)
+            return
+        self._latest = max(self._latest, deadline)
+        self.handle(_ELAPSED)
+
+    # The core.
 
     def handle(self, event: CoreEvent) -> None:
-        """Have the core take in an event, carry out what it says, and let the checkers look."""
+        """Have the core handle an event, carry out its effects, and check the invariants."""
         core = self.core
-        assert core is not None
-        world = self.world
-        now = self._base + (world.now - self._anchor) * self._rate
+        server = self.server
+        world = self._world
+        queue = self._queue
+        now = server.clock.now()
         if now < self._latest:
             now = self._latest
         else:
             self._latest = now
         effects = core.handle(event, now)
-        world.trace = hash(
+        queue.trace = hash(
             (
-                world.trace,
-                world.now,
-                self.number,
+                queue.trace,
+                queue.now,
+                server.number,
                 _NUMBERS[type(event)],
                 core.generation,
                 core.commit,
                 len(effects),
             )
         )
-        if world.listener is not None:
-            world.listener(self, event, effects)
+        if world.on_step is not None:
+            world.on_step(server, event, effects)
         if effects:
             self._cluster.stepped(core, effects)
-            if core.commit > world.checked:
-                world.checkers.agreed(self)
+            if core.commit > world.checkers.checked:
+                world.checkers.committed(server)
             self._carry_out(effects)
-            if self.core is None:
+            if server.process is not self:
                 return
-        self._unchecked += 1
-        if self._unchecked >= _CHECK_EVERY:
-            self._unchecked = 0
+        server.unchecked += 1
+        if server.unchecked >= _CHECK_EVERY:
+            server.unchecked = 0
             check(core)
         deadline = core.next_deadline
         if deadline < self._armed:
             self._arm(deadline)
 
     def _carry_out(self, effects: Sequence[Effect]) -> None:
-        doing = self._doing
+        server, table = self.server, self._effects
         for effect in effects:
-            if self.fuse >= 0 and self._burns(effect):
+            if server.pending_crash is not None and self._crashes_before(effect):
                 return
-            doing[type(effect)](effect)
+            table[type(effect)](effect)
 
-    def _burns(self, effect: Effect) -> bool:
-        """Whether the fuse burns down before this effect."""
-        if self.fuse_waits:
-            self.fuse_waits = not (type(effect) is Persist and effect.state is not None)
+    def _crashes_before(self, effect: Effect) -> bool:
+        """Count this effect towards the pending crash. True if the process is killed before it."""
+        crash = self.server.pending_crash
+        assert crash is not None
+        if crash.after_state_write:
+            crash.after_state_write = not (type(effect) is Persist and effect.state is not None)
             return False
-        if self.fuse == 0:
-            self.world.blow(self)
+        if crash.effects == 0:
+            self._world.crash(self.server)
             return True
-        self.fuse -= 1
+        crash.effects -= 1
         return False
 
     def _send(self, effect: Send) -> None:
         if effect.after > self._durable:
             self._held.append(effect)
             return
-        link = self.links.get(effect.peer)
+        server = self.server
+        link = server.links.get(effect.peer)
         if link is not None:
-            world = self.world
+            world = self._world
             if type(effect.message).__name__ in _BINDING:
-                self._cluster.sent(self.id, effect)
-            if world.measure is not None:
-                world.measure(effect.message)
-            world.network.send(link, Received(self.id, effect.message))
+                self._cluster.sent(server.id, effect)
+            if world.on_message is not None:
+                world.on_message(effect.message)
+            world.network.send(link, Received(server.id, effect.message))
+
+    def _role_changed(self, effect: RoleChanged) -> None:
+        check(self.core)
+        self._world.role_changed(self.server, effect)
 
     # The disk.
 
     def _persist(self, effect: Persist | Install) -> None:
-        self.disk.queue.append(effect)
-        self._token = effect.token
+        self.server.disk.queue.append(effect)
         if not self._syncing:
             self._sync()
 
     def _sync(self) -> None:
-        self._syncing = len(self.disk.queue)
-        world = self.world
-        took = world.fsync_s * (0.5 + self.rng.random()) + self.disk.stall_s
-        self.disk.until = world.now + took
-        world.push(self.disk.until, self._synced, (self.life, self._syncing))
+        disk = self.server.disk
+        self._syncing = len(disk.queue)
+        fsync_s = self._world.plan.latencies.fsync_s
+        disk.until = self._queue.now + (fsync_s * (0.5 + self.server.rng.random()) + disk.stall_s)
+        self._queue.push(disk.until, self._synced, self._syncing)
 
-    def _synced(self, what: tuple[int, int]) -> None:
-        life, count = what
-        if life != self.life or self.core is None:
+    def _synced(self, count: int) -> None:
+        server = self.server
+        if server.process is not self:
             return
-        state = self.disk.state
-        token = self.disk.settle(count)
-        if self.disk.state is not state:
-            self.world.checkers.kept(self)
-        if self.paused:
-            self.backlog.append((self._durable_to, token))
+        state = server.disk.state
+        token = server.disk.settle(count)
+        if server.disk.state is not state:
+            self._world.checkers.check_durable(server)
+        if server.paused:
+            server.backlog.append((self._durable_to, token))
         else:
             self._durable_to(token)
 
@@ -341,23 +391,17 @@ class SimulatedServer:
             if ready:
                 self._held = [send for send in held if send.after > token]
                 for send in ready:
-                    if self.fuse >= 0 and self._burns(send):
+                    if self.server.pending_crash is not None and self._crashes_before(send):
                         return
                     self._send(send)
         self._syncing = 0
-        if self.disk.queue:
+        if self.server.disk.queue:
             self._sync()
         self.handle(Persisted(token))
 
-    def fail_sync(self) -> None:
-        """The disk reports an error."""
-        if self.core is not None and self.disk.failed(self.rng):
-            self.stop(told=True)
-
-    # What has been agreed on.
+    # The log.
 
     def _committed(self, effect: Committed) -> None:
-        world = self.world
         machine = self.machine
         for index, entry in enumerate(effect.entries, effect.first):
             if entry.kind == EntryKind.COMMANDS:
@@ -365,127 +409,138 @@ class SimulatedServer:
             else:
                 result = None
                 if entry.kind == EntryKind.MEMBERSHIP:
-                    self.membership = membership_of(entry.data)
+                    self._membership = membership_of(entry.data)
             self.applied = index
-            waiting = self._waiting.pop(index, None)
-            if waiting is not None:
-                generation, request = waiting
-                if generation == entry.generation:
-                    world.answer(self, request, result, index)
-                else:
-                    world.refuse(request, self.core.leader if self.core else None)
-        if self._lagging:
-            self._answer_reads()
+            self.requests.applied(index, entry, result)
+        self.requests.answer_reads()
         if (
-            world.protocol.snapshots
-            and self.applied - self._snapshot_index >= world.plan.compact_every
+            self._world.protocol.snapshots
+            and self.applied - self._snapshot_index >= self._world.plan.compact_every
         ):
             self.compact()
 
+    # Snapshots.
+
     def compact(self) -> None:
         """Take a snapshot of what has been applied."""
-        if self.applied <= self._snapshot_index or not self.world.protocol.snapshots:
+        if self.applied <= self._snapshot_index or not self._world.protocol.snapshots:
             return
         self._snapshot_index = self.applied
-        last: LogEntry = self.world.checkers.log[self.applied - 1]
-        snapshot = Snapshot(self.applied, last.generation, self.membership)
-        what = (self.life, snapshot, self.machine.copy())
-        self.world.push(self.world.now + _SNAPSHOT_S + self.disk.stall_s, self._compacted, what)
+        last: LogEntry = self._world.checkers.log[self.applied - 1]
+        snapshot = Snapshot(self.applied, last.generation, self._membership)
+        taken = (snapshot, self.machine.copy())
+        at = self._queue.now + _SNAPSHOT_S + self.server.disk.stall_s
+        self._queue.push(at, self._compacted, taken)
 
-    def _compacted(self, what: tuple[int, Snapshot, RegisterMachine]) -> None:
-        life, snapshot, image = what
-        if life == self.life and self.core is not None and snapshot.index > self.disk.base:
-            self.disk.compact(snapshot, image)
-            self.take(Compacted(snapshot))
+    def _compacted(self, taken: tuple[Snapshot, RegisterMachine]) -> None:
+        snapshot, image = taken
+        if self.running and snapshot.index > self.server.disk.base:
+            self.server.disk.compact(snapshot, image)
+            self.server.receive(Compacted(snapshot))
 
     def _send_snapshot(self, effect: SendSnapshot) -> None:
-        link = self.links.get(effect.peer)
-        snapshot, image = self.disk.snapshot, self.disk.image
+        link = self.server.links.get(effect.peer)
+        snapshot, image = self.server.disk.snapshot, self.server.disk.image
         if link is None or snapshot is None:
             return
-        world = self.world
-        what = (link, self.life, effect.generation, snapshot, image)
-        world.push(world.now + _SNAPSHOT_S + world.network.latency(), self._streamed, what)
+        sent = (link, effect.generation, snapshot, image)
+        at = self._queue.now + _SNAPSHOT_S + self._world.network.latency()
+        self._queue.push(at, self._snapshot_sent, sent)
 
-    def _streamed(self, what: tuple[SimulatedLink, int, int, Snapshot, RegisterMachine]) -> None:
-        link, life, generation, snapshot, image = what
-        target = link.target
-        arrived = target.core is not None and not link.cuts and link.connected
-        if arrived and life == self.life:
+    def _snapshot_sent(self, sent: tuple[SimulatedLink, int, Snapshot, RegisterMachine]) -> None:
+        link, generation, snapshot, image = sent
+        server, target = self.server, link.target
+        arrived = target.process is not None and not link.cuts and link.connected
+        if arrived and self.running:
             target.disk.received[snapshot.index] = (snapshot, image)
-            target.take(SnapshotReceived(self.id, generation, snapshot))
-        heard = arrived and not target.links[self.id].cuts
-        sent = SnapshotSent(link.target.id, snapshot, heard)
-        if life == self.life:
-            self.world.push(self.world.now + self.world.network.latency(), self.take, sent)
+            target.receive(SnapshotReceived(server.id, generation, snapshot))
+        acknowledged = arrived and not target.links[server.id].cuts
+        if self.running:
+            result = SnapshotSent(target.id, snapshot, acknowledged)
+            self._queue.push_after(self._world.network.latency(), server.receive, result)
 
     def _install(self, effect: Install) -> None:
-        _, image = self.disk.received[effect.snapshot.index]
-        self.world.checkers.restored(self, effect.snapshot, image.digest)
+        _, image = self.server.disk.received[effect.snapshot.index]
+        self._world.checkers.snapshot_installed(self.server, effect.snapshot, image.digest)
         self.machine = image.copy()
         self.applied = self._snapshot_index = effect.snapshot.index
-        self.membership = effect.snapshot.membership
+        self._membership = effect.snapshot.membership
         self._persist(effect)
-        self._answer_reads()
+        self.requests.answer_reads()
 
-    # Clients.
 
-    def asked(self, request: WorkloadRequest) -> None:
-        """A client's request has arrived."""
-        core = self.core
-        if core is None:
-            return
-        if self.paused:
-            self.backlog.append((self.asked, request))
-            return
+class PendingRequests:
+    """Clients' requests that a process has received and not answered yet."""
+
+    def __init__(self, process: ServerProcess) -> None:
+        self._process = process
+        self._world = process.server.world
+        self._proposing: WorkloadRequest | None = None
+        """The request whose proposal the core is handling."""
+        self._proposed: dict[int, tuple[int, WorkloadRequest]] = {}
+        """By log index: the generation in which it was proposed, and the request."""
+        self._reads: dict[int, WorkloadRequest] = {}
+        """By token: reads for which the core has not yet named an index."""
+        self._unapplied: list[tuple[int, WorkloadRequest]] = []
+        """Reads that wait until this index has been applied."""
+        self._read_token = 0
+
+    def receive(self, request: WorkloadRequest) -> None:
+        process = self._process
         if request.operation.value is None:
-            token = self._next_read
-            self._next_read += 1
-            self._reads[token] = request
-            self.handle(ReadAsked(token))
-        elif core.role is not Role.LEADING or self.disk.full:
-            self.world.refuse(request, core.leader)
+            self._read_token += 1
+            self._reads[self._read_token] = request
+            process.handle(ReadAsked(self._read_token))
+        elif process.core.role is not Role.LEADING or process.server.disk.full:
+            self._world.refuse(request, process.core.leader)
         else:
-            self._asking = request
-            self.handle(Propose(request.data))
-            self._asking = None
+            self._proposing = request
+            process.handle(Propose(request.data))
+            self._proposing = None
 
-    def _accepted(self, effect: Accepted) -> None:
-        if self._asking is not None:
-            self._waiting[effect.index] = (effect.generation, self._asking)
-            self._asking = None
+    def accepted(self, effect: Accepted) -> None:
+        if self._proposing is not None:
+            self._proposed[effect.index] = (effect.generation, self._proposing)
+            self._proposing = None
 
-    def _refused(self, effect: ProposalRefused) -> None:
-        if self._asking is not None:
-            self.world.refuse(self._asking, None)
-            self._asking = None
+    def proposal_refused(self, effect: ProposalRefused) -> None:
+        if self._proposing is not None:
+            self._world.refuse(self._proposing, None)
+            self._proposing = None
 
-    def _read_ready(self, effect: ReadReady) -> None:
-        request = self._reads.pop(effect.token, None)
-        if request is not None:
-            self._lagging.append((effect.index, request))
-            self._answer_reads()
-
-    def _answer_reads(self) -> None:
-        still = []
-        for index, request in self._lagging:
-            if index <= self.applied:
-                value = self.machine.values.get(request.operation.key)
-                self.world.answer(self, request, value, self.applied)
+    def applied(self, index: int, entry: LogEntry, result: int | None) -> None:
+        """Answer the request proposed at this index, if there is one."""
+        proposed = self._proposed.pop(index, None)
+        if proposed is not None:
+            generation, request = proposed
+            if generation == entry.generation:
+                self._world.answer(self._process.server, request, result, index)
             else:
-                still.append((index, request))
-        self._lagging = still
+                self._world.refuse(request, self._leader())
 
-    def _read_refused(self, effect: ReadRefused) -> None:
+    def read_ready(self, effect: ReadReady) -> None:
         request = self._reads.pop(effect.token, None)
         if request is not None:
-            self.world.refuse(request, self.core.leader if self.core else None)
+            self._unapplied.append((effect.index, request))
+            self.answer_reads()
 
-    def _role_changed(self, effect: RoleChanged) -> None:
-        assert self.core is not None
-        check(self.core)
-        self.world.role_changed(self, effect)
+    def read_refused(self, effect: ReadRefused) -> None:
+        request = self._reads.pop(effect.token, None)
+        if request is not None:
+            self._world.refuse(request, self._leader())
 
+    def answer_reads(self) -> None:
+        """Answer the reads whose index has been applied."""
+        if not self._unapplied:
+            return
+        process, waiting = self._process, []
+        for index, request in self._unapplied:
+            if index <= process.applied:
+                value = process.machine.values.get(request.operation.key)
+                self._world.answer(process.server, request, value, process.applied)
+            else:
+                waiting.append((index, request))
+        self._unapplied = waiting
 
-def _nothing(_: Any) -> None:
-    return
+    def _leader(self) -> str | None:
+        return self._process.core.leader if self._process.running else None

@@ -1,10 +1,10 @@
-"""Making a failing run small: fewer faults, shorter ones, fewer clients, fewer servers, less time.
+"""Reduction of a failing run: fewer and shorter faults, fewer clients and servers, less time.
 
-Decisions are dropped by delta debugging, in halves and then in ever smaller parts, for as long as
-something of the same kind still goes wrong. A smaller plan has other latencies and other draws at
-its crashes, so each is tried with a few of them (`Plan.noise`) before it counts as harmless.
+Faults are dropped by delta debugging, in halves and then in smaller and smaller parts, as long as a
+violation of the same kind remains. A smaller plan has other latencies and other random outcomes of
+crashes, so each is run with several (`Plan.noise`) before it counts as one that does not fail.
 
-Imports the plan; how to run one is handed in.
+Imports the plan. The function that runs a plan is a parameter.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
+from doyen.lab.outcome import RunOutcome
 from doyen.lab.plan import Fault, Plan
-from doyen.lab.world import RunOutcome
 
 __all__ = ["shrink"]
 
@@ -32,12 +32,12 @@ class _Search:
         self.tries = tries
 
     def take(self, plan: Plan) -> bool:
-        """Go on from this plan, if it fails as well."""
+        """Continue from this plan if it fails as well."""
         for noise in dict.fromkeys([self.plan.noise, *range(NOISES)]):
             if self.tries <= 0:
                 return False
             self.tries -= 1
-            tried = plan.but(noise=noise)
+            tried = plan.replace(noise=noise)
             outcome = self.run(tried)
             if any(violation.kind in self.kinds for violation in outcome.violations):
                 self.plan, self.outcome = tried, outcome
@@ -46,10 +46,10 @@ class _Search:
 
 
 def shrink(run: Run, plan: Plan, *, tries: int = 600) -> tuple[Plan, RunOutcome]:
-    """A plan as small as can be found that fails in the same way, and what comes of it."""
+    """The smallest plan found that fails in the same way, and its outcome."""
     first = run(plan)
     if first.ok:
-        raise ValueError("this plan does not fail: there is nothing to shrink")
+        raise ValueError("this plan does not fail, so it cannot be reduced")
     search = _Search(run, plan, first, tries)
     size = None
     while size != _size(search.plan) and search.tries > 0:
@@ -66,12 +66,12 @@ def _size(plan: Plan) -> tuple[int, int, int, float]:
 
 
 def _end_sooner(search: _Search) -> None:
-    """Nothing is needed after it went wrong."""
+    """End the run right after the violation."""
     at = search.outcome.violations[0].at
     if at + 0.1 < search.plan.for_s:
         for_s = round(at + 0.05, 3)
         kept = tuple(fault for fault in search.plan.faults if fault.at < for_s)
-        search.take(search.plan.but(for_s=for_s, faults=kept))
+        search.take(search.plan.replace(for_s=for_s, faults=kept))
 
 
 def _drop_faults(search: _Search) -> None:
@@ -81,7 +81,7 @@ def _drop_faults(search: _Search) -> None:
         at = 0
         while at < len(search.plan.faults):
             faults = search.plan.faults
-            if search.take(search.plan.but(faults=faults[:at] + faults[at + part :])):
+            if search.take(search.plan.replace(faults=faults[:at] + faults[at + part :])):
                 dropped = True
             else:
                 at += part
@@ -91,14 +91,14 @@ def _drop_faults(search: _Search) -> None:
 
 
 def _simplify(search: _Search) -> None:
-    """As few clients as will do, then as few servers."""
+    """Find the fewest clients, then the fewest servers."""
     for clients in range(search.plan.clients):
-        if search.take(search.plan.but(clients=clients)):
+        if search.take(search.plan.replace(clients=clients)):
             break
     plan = search.plan
     mentioned = {name for fault in plan.faults for name in fault.nodes if name.startswith("n")}
     for nodes in range(3, plan.nodes):
-        smaller = plan.but(nodes=nodes)
+        smaller = plan.replace(nodes=nodes)
         if mentioned <= set(smaller.names) and search.take(smaller):
             break
 
@@ -107,7 +107,7 @@ def _shorten(search: _Search) -> None:
     for at in range(len(search.plan.faults)):
         for shorter in _shorter(search.plan.faults[at]):
             faults: Sequence[Fault] = search.plan.faults
-            search.take(search.plan.but(faults=(*faults[:at], shorter, *faults[at + 1 :])))
+            search.take(search.plan.replace(faults=(*faults[:at], shorter, *faults[at + 1 :])))
 
 
 def _shorter(fault: Fault) -> Iterator[Fault]:

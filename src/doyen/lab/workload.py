@@ -1,10 +1,11 @@
-"""Clients, what they ask for, and the machine that carries it out.
+"""Clients of bare cores, their requests, and the state machine that executes them.
 
-A client has one request under way at a time. It asks a server, follows its word to whoever leads,
-tries the next when none answers, under the same number for as long as it takes: the machine carries
-a numbered request out once. What it saw is kept for the checker of linearizability.
+A client has one request under way at a time. It sends it to a server, follows a hint to the leader,
+and tries the next server if there is no answer, under the same request number for as long as it
+takes: the state machine executes a numbered request once. The client keeps what it saw for the
+linearizability checker.
 
-Imports msgspec, the words of consensus and the plan.
+Imports msgspec, the types of consensus and the plan.
 """
 
 from __future__ import annotations
@@ -27,30 +28,30 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[int, int, int, int]).decode
 _decode_membership = msgspec.msgpack.Decoder(Membership).decode
 
-LOYALTY = 0.6
-"""How often a client begins with whoever answered it last: that is how one meets a leader that is
-none any more."""
+SAME_SERVER = 0.6
+"""The probability that a client sends a request first to the server that answered it last. That is
+how requests reach a leader that has been deposed."""
 
 
 def membership_of(data: bytes) -> Membership:
-    """What an entry of that kind holds."""
+    """Decode the data of a membership entry."""
     return _decode_membership(data)
 
 
 class RegisterMachine:
-    """Registers, and what each client's last request gave."""
+    """Registers, and the result of each client's last request."""
 
     __slots__ = ("_first", "digest", "done", "values")
 
     def __init__(self, first: dict[tuple[int, int], int] | None = None) -> None:
         self._first = first
-        """Told of every request when it is first carried out, with its number among those."""
+        """Where the order of the requests is recorded when they are first executed."""
         self.values: dict[int, int] = {}
         self.done: dict[int, tuple[int, int | None]] = {}
         self.digest = 0
 
     def apply(self, data: bytes) -> int | None:
-        """Swap: gives the value that stood there."""
+        """Swap a register's value. Returns the one before."""
         client, seq, key, value = _decode(data)
         last = self.done.get(client)
         if last is not None and last[0] >= seq:
@@ -64,15 +65,15 @@ class RegisterMachine:
         return result
 
     def copy(self) -> RegisterMachine:
-        twin = RegisterMachine()
-        twin.values = self.values.copy()
-        twin.done = self.done.copy()
-        twin.digest = self.digest
-        return twin
+        copied = RegisterMachine()
+        copied.values = self.values.copy()
+        copied.done = self.done.copy()
+        copied.digest = self.digest
+        return copied
 
 
 class WorkloadRequest:
-    """One sending of an operation."""
+    """An operation as it is sent to a server."""
 
     __slots__ = ("client", "data", "operation")
 
@@ -88,67 +89,71 @@ class WorkloadRequest:
 
 
 class Client:
-    """Somebody who writes and reads, and never gives up."""
+    """Writes and reads, one request after the other, and repeats each until it is answered."""
 
     def __init__(self, world: World, number: int) -> None:
         self._world = world
+        self._queue = world.queue
         self.number = number
         self._rng = stream(world.noise, f"client {number}")
         self._write_share = self._rng.choice([0.1, 0.5, 0.9])
         self._seq = 0
         self._request: WorkloadRequest | None = None
         self._tries = 0
-        self._whom = ""
-        self._last: str | None = None
+        self._server = ""
+        self._last_server: str | None = None
         self.history: list[Operation] = []
 
     def begin(self, _: object = None) -> None:
-        """Ask for the next thing."""
+        """Send the next request."""
         world = self._world
         self._seq += 1
         key = self._rng.randrange(world.plan.keys)
-        writes = self._rng.random() < self._write_share or world.now > world.healed_at
+        writes = self._rng.random() < self._write_share or self._healed()
         value = self._seq * 64 + self.number if writes else None
         operation = Operation(self.number, self._seq, key, value, world.stamp())
         self.history.append(operation)
         self._request = WorkloadRequest(self, operation)
-        self._ask(self._last if self._rng.random() < LOYALTY else None)
+        self._send(self._last_server if self._rng.random() < SAME_SERVER else None)
 
-    def _ask(self, leader: str | None) -> None:
-        """Send it to whoever is said to lead, or to anybody."""
+    def _healed(self) -> bool:
+        return self._queue.now > self._world.measurements.healed_at
+
+    def _send(self, leader: str | None) -> None:
+        """Send the request to this server, or to a random one."""
         world = self._world
         self._tries += 1
-        host = world.hosts.get(leader) if leader else None
-        if host is None or self._rng.random() < 0.1:
-            host = self._rng.choice(list(world.hosts.values()))
+        server = world.servers.get(leader) if leader else None
+        if server is None or self._rng.random() < 0.1:
+            server = self._rng.choice(list(world.servers.values()))
         assert self._request is not None
-        self._whom = host.id
-        world.push(world.now + world.network.latency(), host.asked, self._request)
+        self._server = server.id
+        self._queue.push_after(world.network.latency(), server.receive_request, self._request)
         patience_s = world.plan.patience_s
-        if world.now > world.healed_at:
+        if self._healed():
             patience_s = min(patience_s, 1.0)
-        world.push(world.now + patience_s, self._impatient, (self._seq, self._tries))
+        self._queue.push_after(patience_s, self._timed_out, (self._seq, self._tries))
 
-    def _impatient(self, sent: tuple[int, int]) -> None:
+    def _timed_out(self, sent: tuple[int, int]) -> None:
         if sent == (self._seq, self._tries) and self._request is not None:
-            names = list(self._world.hosts)
-            self._ask(names[(names.index(self._whom) + 1) % len(names)])
+            names = list(self._world.servers)
+            self._send(names[(names.index(self._server) + 1) % len(names)])
 
-    def refused(self, what: tuple[WorkloadRequest, str | None]) -> None:
-        """The server asked cannot do it, and perhaps says who can."""
-        request, leader = what
+    def refused(self, refusal: tuple[WorkloadRequest, str | None]) -> None:
+        """A server refuses the request, and may name the leader."""
+        request, leader = refusal
         if request is self._request:
             self._tries += 1
             pause = 0.01 if leader else 0.1 * self._rng.random() + 0.02
-            self._world.push(self._world.now + pause, self._again, (self._seq, self._tries, leader))
+            self._queue.push_after(pause, self._retry, (self._seq, self._tries, leader))
 
-    def _again(self, what: tuple[int, int, str | None]) -> None:
-        seq, tries, leader = what
+    def _retry(self, attempt: tuple[int, int, str | None]) -> None:
+        seq, tries, leader = attempt
         if (seq, tries) == (self._seq, self._tries) and self._request is not None:
-            self._ask(leader)
+            self._send(leader)
 
-    def answered(self, what: tuple[WorkloadRequest, int | None, int, str]) -> None:
-        request, result, index, server = what
+    def answered(self, answer: tuple[WorkloadRequest, int | None, int, str]) -> None:
+        request, result, index, server = answer
         if request is not self._request:
             return
         operation = request.operation
@@ -157,10 +162,10 @@ class Client:
             operation.result = result
             if operation.value is None:
                 operation.position = index
-            self._world.served(operation)
+            self._world.answered(operation)
         self._request = None
-        self._last = server
+        self._last_server = server
         pause = self._rng.expovariate(1 / self._world.plan.pause_s)
-        if self._world.now > self._world.healed_at:
+        if self._healed():
             pause = min(pause, 0.5)
-        self._world.push(self._world.now + pause, self.begin, None)
+        self._queue.push_after(pause, self.begin, None)

@@ -1,18 +1,20 @@
-"""A simulated cluster: one seed, one heap of events in order, virtual time.
+"""A simulated cluster of bare protocol cores, run from one seed in virtual time.
 
-    plan ──▶ world ──▶ outcome          heap: (when, number, what, to whom)
+    plan ──▶ world ──▶ outcome
               │
-              ├ hosts      a core, a disk and a clock each
-              ├ network    links and connections
-              ├ clients    their requests and what became of them
-              └ checkers   after every event
+              ├ queue         events in order, virtual time
+              ├ servers       a core, a disk and a clock each
+              ├ network       links and connections
+              ├ clients       their requests and the answers
+              ├ faults        those of the plan that are active
+              ├ checkers      what must hold after every event
+              └ measurements  the figures of the run
 
-Everything that happens is pushed on the heap with a number of its own, so that two things at one
-instant have an order; no set is ever iterated. `trace` is a running hash of what every core took in
-and came to: two runs with the same trace are the same run.
+Everything that happens is an event of the queue. No set is ever iterated, so that one seed always
+gives the same run.
 
-A run has two phases. In the first the plan's faults come and go. Then everything is healed, and
-within bounded time somebody must lead, a new write must be answered, and everybody must have it.
+A run has two phases. In the first the plan's faults begin and end. Then all faults end, and within
+a bounded time there must be a leader, a new write must be answered, and every voter must have it.
 
 Imports the rest of the lab.
 """
@@ -22,18 +24,16 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
+from itertools import count
 from math import inf
-from typing import Any
 
-from msgspec import Struct
-
-from doyen.lab.checkers import Broken, Checkers, Stability, Violation
-from doyen.lab.disk import SimulatedDisk
-from doyen.lab.faults import Undo, begin
+from doyen.lab.checkers import Checkers, RecoveryChecker, StabilityChecker, ViolationFound
+from doyen.lab.event_queue import LIMIT, EventQueue, QueueOverflow
+from doyen.lab.faults import ActiveFaults, Undo, begin
 from doyen.lab.linearizability import Operation, linearizable, witnessed
 from doyen.lab.network import MessageNetwork, SimulatedLink
-from doyen.lab.plan import Plan, stream
+from doyen.lab.outcome import Measurements, RunOutcome, Violation
+from doyen.lab.plan import Fault, Plan, stream
 from doyen.lab.protocols import Protocol, known
 from doyen.lab.server import SimulatedServer
 from doyen.lab.workload import Client, WorkloadRequest
@@ -49,107 +49,58 @@ from doyen.quorum.consensus.core import (
 )
 from doyen.quorum.consensus.invariants import InvariantBroken
 
-__all__ = ["RunOutcome", "Statistics", "World", "run_plan"]
+__all__ = ["World", "run_plan"]
 
 LIVENESS_S = 40.0
-"""How long after the healing a write may take, in virtual time."""
-FLOOD = 200_000
-"""So many events wait only for a protocol that answers its own messages with ever more of them."""
-TIMELY = 1 / 8
-"""Of an election timeout: what a message takes at most once all is healed."""
-
-
-class Statistics(Struct, kw_only=True):
-    """What a run was like, in figures."""
-
-    events: int = 0
-    virtual_s: float = 0.0
-    messages: int = 0
-    bytes: int = 0
-    """Only where asked for: measuring takes its time."""
-    first_leader_s: float | None = None
-    leaders: int = 0
-    """How many generations had one."""
-    commits: int = 0
-    writes: int = 0
-    reads: int = 0
-    available_share: float = 0.0
-    """Of the tenths of a second under trouble, those in which a request was answered."""
-    healed_s: float | None = None
-    """How long after the healing a new write had been answered and applied everywhere."""
-    faults: int = 0
-
-
-class RunOutcome(Struct, kw_only=True):
-    """What came of a run."""
-
-    plan: Plan
-    events: int
-    trace_hash: str
-    violations: list[Violation]
-    statistics: Statistics
-
-    @property
-    def ok(self) -> bool:
-        return not self.violations
+"""The time, after the end of all faults, within which the cluster must have recovered."""
+HEALED_LATENCY = 1 / 8
+"""The longest latency after the end of all faults, as a share of the election timeout."""
 
 
 class World:
-    """A cluster and its fate."""
+    """A simulated cluster."""
 
     def __init__(self, plan: Plan, protocol: Protocol | None = None) -> None:
         self.plan = plan
         self.protocol = protocol or known(plan.protocol)
         self.noise = plan.seed * 1_000_003 + plan.noise
-        self.heap: list[tuple[float, int, Callable[[Any], object], Any]] = []
-        self.seq = 0
-        self.now = 0.0
-        self.trace = 0
-        self.events = 0
-        self._stamp = 0
-        self.fsync_s = plan.weather.fsync_s
+        self.queue = EventQueue()
+        self.stamp: Callable[[], int] = count(1).__next__
+        """Increasing numbers for the begin and the end of clients' operations."""
         self.membership = Membership(plan.names)
         self._settings = self.protocol.make_settings(plan)
-        self.network = MessageNetwork(self, plan.weather, self.noise)
+        self.measurements = Measurements()
+        self.network = MessageNetwork(self, plan.latencies, self.noise)
         self.checkers = Checkers(self)
-        self.checked = 0
-        """The index up to which what is committed has been looked at."""
-        self.measure: Callable[[Message], None] | None = None
-        self.listener: Callable[[SimulatedServer, CoreEvent, Sequence[Effect]], None] | None = None
-        """Told of everything that a core takes in and says; for stories."""
-        self.chronicle: Callable[[float, str, str], None] | None = None
-        """Told of what befalls servers, and of roles; for stories."""
-        self.statistics = Statistics()
-        self.rng = stream(self.noise, "faults")
-        self._active: dict[int, Undo] = {}
+        self.stability = StabilityChecker(self)
+        self.recovery = RecoveryChecker(self)
+        self.on_message: Callable[[Message], None] | None = None
+        """Called with every message that is sent."""
+        self.on_step: Callable[[SimulatedServer, CoreEvent, Sequence[Effect]], None] | None = None
+        """Called with every event that a core handles and the effects."""
+        self.on_report: Callable[[float, str, str], None] | None = None
+        """Called with what happens to servers, and with their roles: time, subject, predicate."""
+        self.fault_rng = stream(self.noise, "faults")
+        self._faults = ActiveFaults(
+            plan.faults, self._begin_fault, self.queue.push_after, self.stability.fault_changed
+        )
         self.on_leading: list[Callable[[SimulatedServer], None]] = []
-        """Called whenever a server begins to lead."""
-        self.healed_at = inf
-        self._answered_tenths: set[int] = set()
-        self._proof: Operation | None = None
-        self.stability = Stability(self)
-        self.hosts: dict[str, SimulatedServer] = {}
+        """Called whenever a server becomes leader."""
+        self.servers: dict[str, SimulatedServer] = {}
         for name in plan.names:
-            self.add_host(name)
+            self.add_server(name)
         self.clients = [Client(self, number) for number in range(1, plan.clients + 1)]
 
-    # What the parts need.
+    @property
+    def now(self) -> float:
+        return self.queue.now
 
-    def push(self, at: float, do: Callable[[Any], object], argument: Any) -> None:
-        self.seq += 1
-        heappush(self.heap, (at, self.seq, do, argument))
+    def report(self, subject: str, predicate: str) -> None:
+        """Report something that happens, for the narration."""
+        if self.on_report is not None:
+            self.on_report(self.queue.now, subject, predicate)
 
-    def stamp(self) -> int:
-        """Numbers that increase, for what clients see."""
-        self._stamp += 1
-        return self._stamp
-
-    def tell(self, who: str, what: str) -> None:
-        if self.chronicle is not None:
-            self.chronicle(self.now, who, what)
-
-    def make_disk(self) -> SimulatedDisk:
-        return self.protocol.make_disk()
+    # Servers.
 
     def make_core(
         self,
@@ -164,233 +115,174 @@ class World:
             name, membership, recovered, settings=self._settings, jitter=jitter, now=now
         )
 
-    def add_host(self, name: str) -> SimulatedServer:
-        host = SimulatedServer(self, name, len(self.hosts) + 1)
-        for other in self.hosts.values():
-            host.links[other.id] = SimulatedLink(host, other)
-            other.links[name] = SimulatedLink(other, host)
-        self.hosts[name] = host
-        return host
+    def add_server(self, name: str) -> SimulatedServer:
+        server = SimulatedServer(self, name, len(self.servers) + 1)
+        for other in self.servers.values():
+            server.links[other.id] = SimulatedLink(server, other)
+            other.links[name] = SimulatedLink(other, server)
+        self.servers[name] = server
+        return server
 
     def leader(self) -> SimulatedServer | None:
-        """Whoever leads in the latest generation."""
+        """The leader of the latest generation."""
         leading = [
-            (host.core.generation, -host.number, host)
-            for host in self.hosts.values()
-            if host.core is not None and host.core.role is Role.LEADING
+            (server.core.generation, -server.number, server)
+            for server in self.servers.values()
+            if server.core is not None and server.core.role is Role.LEADING
         ]
         return max(leading)[2] if leading else None
 
-    def blow(self, host: SimulatedServer) -> None:
-        """A fuse has burnt down: the process is killed here, between two effects."""
-        host.fuse = -1
+    def crash(self, server: SimulatedServer) -> None:
+        """Carry out the pending crash of a server, and schedule its restart."""
+        crash = server.pending_crash
+        assert crash is not None
+        server.pending_crash = None
         self.stability.disturb()
-        self.tell(host.id, "is killed")
-        host.stop(told=host.fuse_told)
-        self.push(self.now + host.fuse_down_s, self.revive, host)
+        self.report(server.id, "is killed")
+        server.stop(power_loss=crash.power_loss)
+        self.queue.push_after(crash.down_s, self.restart, server)
 
-    def revive(self, host: SimulatedServer) -> None:
-        host.downs -= 1
-        if host.downs == 0 and host.core is None:
+    def restart(self, server: SimulatedServer) -> None:
+        """One of the faults that keep a server down has ended: start it with the last of them."""
+        server.pending_restarts -= 1
+        if server.pending_restarts == 0 and server.core is None:
             self.stability.disturb()
-            host.start()
-            if host.core is not None:
-                self.tell(host.id, "is back")
+            server.start()
+            if server.core is not None:
+                self.report(server.id, "is back")
 
-    def role_changed(self, host: SimulatedServer, effect: RoleChanged) -> None:
+    def role_changed(self, server: SimulatedServer, effect: RoleChanged) -> None:
         if effect.role is Role.LEADING:
-            if self.statistics.first_leader_s is None:
-                self.statistics.first_leader_s = round(self.now, 4)
-            self.stability.elected(host)
+            self.measurements.elected(self.queue.now)
+            self.stability.elected(server)
             for call in self.on_leading[:]:
-                self.push(self.now, call, host)
-        elif host.was_leading:
-            self.stability.gave_up(host)
-        if self.chronicle is not None:
+                self.queue.push(self.queue.now, call, server)
+        elif server.was_leading:
+            self.stability.stepped_down(server)
+        if self.on_report is not None:
             match effect.role:
                 case Role.LEADING:
-                    told = f"leads in generation {effect.generation}"
+                    text = f"leads in generation {effect.generation}"
                 case Role.FOLLOWING:
-                    told = f"follows {effect.leader} in generation {effect.generation}"
+                    text = f"follows {effect.leader} in generation {effect.generation}"
                 case _:
-                    told = f"is looking, in generation {effect.generation}"
-            self.tell(host.id, told)
+                    text = f"looks for a leader in generation {effect.generation}"
+            self.report(server.id, text)
 
     # Clients.
 
     def answer(
-        self, host: SimulatedServer, request: WorkloadRequest, result: int | None, index: int
+        self, server: SimulatedServer, request: WorkloadRequest, result: int | None, index: int
     ) -> None:
-        at = self.now + self.network.latency()
-        self.push(at, request.client.answered, (request, result, index, host.id))
+        answer = (request, result, index, server.id)
+        self.queue.push_after(self.network.latency(), request.client.answered, answer)
 
     def refuse(self, request: WorkloadRequest, leader: str | None) -> None:
-        at = self.now + self.network.latency()
-        self.push(at, request.client.refused, (request, leader))
+        refusal = (request, leader)
+        self.queue.push_after(self.network.latency(), request.client.refused, refusal)
 
-    def served(self, operation: Operation) -> None:
-        """A client has its answer."""
-        if operation.value is None:
-            self.statistics.reads += 1
-        else:
-            self.statistics.writes += 1
-            if self.now > self.healed_at and self._proof is None:
-                self._proof = operation
-        if self.now < self.healed_at:
-            self._answered_tenths.add(int(self.now * 10))
+    def answered(self, operation: Operation) -> None:
+        """A client has received the answer to its request."""
+        self.measurements.answered(self.queue.now, writes=operation.value is not None)
+        self.recovery.answered(operation)
 
     # The run.
 
     def run(self) -> RunOutcome:
-        """From the first event to the verdict."""
+        """Run the plan, and check what clients saw."""
         violations: list[Violation] = []
         collecting = gc.isenabled()
         gc.disable()
         try:
-            self._live()
-            self._judge()
-        except Broken as broken:
-            violations.append(broken.violation)
+            self._run_faults()
+            self._heal()
+            self._check_history()
+        except ViolationFound as found:
+            violations.append(found.violation)
         except InvariantBroken as broken:
             violations.append(Violation("invariant", round(self.now, 6), str(broken)))
-        except Exception as error:  # noqa: BLE001  (a core that raises is what we are here to find)
-            violations.append(Violation("defect", round(self.now, 6), _where(error)))
+        except Exception as error:  # noqa: BLE001  (an exception of a core is a finding)
+            violations.append(Violation("defect", round(self.now, 6), _located(error)))
         finally:
             if collecting:
                 gc.enable()
-        return self._outcome(violations)
-
-    def _live(self) -> None:
-        rng = stream(self.noise, "start")
-        for host in self.hosts.values():
-            self.push(rng.uniform(0.0, 0.2), lambda host: host.start(), host)
-        for client in self.clients:
-            self.push(rng.uniform(0.0, 0.5), client.begin, None)
-        for number, fault in enumerate(self.plan.faults):
-            if fault.at < self.plan.for_s:
-                self.push(fault.at, self._begin, number)
-        self._go(self.plan.for_s)
-        self._heal()
-        while not self._lively():
-            if self.now >= self.plan.for_s + LIVENESS_S:
-                self._complain()
-            self._go(self.now + 0.25)
-        self.statistics.healed_s = round(self.now - self.healed_at, 3)
-
-    def _go(self, until: float) -> None:
-        heap = self.heap
-        count = 0
-        try:
-            while heap and heap[0][0] <= until:
-                at, _, do, argument = heappop(heap)
-                self.now = at
-                count += 1
-                do(argument)
-                if not count & 0x3FFF and len(heap) > FLOOD:
-                    self.checkers.object("flood", f"{FLOOD:,} messages and more are under way")
-        finally:
-            self.events += count
-        self.now = until
-
-    def _begin(self, number: int) -> None:
-        fault = self.plan.faults[number]
-        self.statistics.faults += 1
-        undo = begin(self, fault)
-        self.stability.changed(fault, 1 if undo is not None else 0)
-        if undo is not None:
-            self._active[number] = undo
-            self.push(self.now + fault.for_s, self._end, number)
-
-    def _end(self, number: int) -> None:
-        undo = self._active.pop(number, None)
-        if undo is not None:
-            undo()
-            self.stability.changed(self.plan.faults[number], -1)
-
-    def _heal(self) -> None:
-        """Every fault ends, whoever can start starts, and messages are as quick as the timeouts
-        suppose: that somebody leads in the end is promised under no other condition."""
-        self.healed_at = self.now
-        self.tell("", "everything is healed")
-        for number in list(self._active):
-            self._end(number)
-        for host in list(self.hosts.values()):
-            host.fuse = -1
-            host.downs = 0
-            host.adjust(rate=1.0)
-            host.start()
-        self.network.calm(self.plan.election_timeout_s * TIMELY)
-        self.network.reach()
-
-    def _voters(self) -> list[SimulatedServer]:
-        """Those who must have everything in the end: the voters that are not lost for good."""
-        leader = self.leader()
-        if leader is None or leader.core is None:
-            return []
-        voters = [self.hosts[name] for name in leader.core.membership.voters]
-        return [host for host in voters if not host.gone]
-
-    def _lively(self) -> bool:
-        proof = self._proof
-        if proof is None:
-            return not self.clients and self.leader() is not None
-        voters = self._voters()
-        return bool(voters) and all(
-            host.machine.done.get(proof.client, (0, None))[0] >= proof.seq for host in voters
+        return self.measurements.outcome(
+            self.plan,
+            violations,
+            trace=self.queue.trace,
+            events=self.queue.processed,
+            virtual_s=self.now,
+            messages=self.network.messages,
+            leaders=len(self.checkers.cluster.leaders),
+            commits=len(self.checkers.log),
+            faults_s=min(self.now, self.plan.for_s),
         )
 
-    def _complain(self) -> None:
-        leader = self.leader()
-        if leader is None:
-            what = "nobody leads"
-        elif self._proof is None:
-            what = f"{leader.id} leads, and no write was answered"
-        else:
-            what = "not every voter has caught up"
-        self.checkers.object("liveness", f"{LIVENESS_S:g} s after everything was healed {what}")
+    def run_until(self, end: float) -> None:
+        try:
+            self.queue.run_until(end)
+        except QueueOverflow:
+            self.checkers.fail("flood", f"more than {LIMIT:,} events are pending")
 
-    def _judge(self) -> None:
-        """What clients saw, from beginning to end."""
+    def _run_faults(self) -> None:
+        """The phase in which faults begin and end."""
+        queue, rng = self.queue, stream(self.noise, "start")
+        for server in self.servers.values():
+            queue.push(rng.uniform(0.0, 0.2), lambda server: server.start(), server)
+        for client in self.clients:
+            queue.push(rng.uniform(0.0, 0.5), client.begin, None)
+        self._faults.schedule(self.plan.for_s)
+        self.run_until(self.plan.for_s)
+
+    def _begin_fault(self, fault: Fault) -> Undo | None:
+        self.measurements.statistics.faults += 1
+        return begin(self, fault)
+
+    def _heal(self) -> None:
+        """End every fault, start every server that can start, and bound the latency: a leader is
+        guaranteed only if messages arrive well within the election timeout. Then wait until the
+        cluster has recovered."""
+        self.measurements.healed_at = self.now
+        self.report("", "all faults have ended")
+        self._faults.end_all()
+        for server in list(self.servers.values()):
+            server.pending_crash = None
+            server.pending_restarts = 0
+            server.adjust_clock(rate=1.0)
+            server.start()
+        self.network.bound_latency(self.plan.election_timeout_s * HEALED_LATENCY)
+        self.network.reconnect()
+        while not self.recovery.recovered():
+            if self.now >= self.plan.for_s + LIVENESS_S:
+                self.recovery.fail(LIVENESS_S)
+            self.run_until(self.now + 0.25)
+        self.measurements.recovered(self.now)
+
+    def _check_history(self) -> None:
+        """Check what clients saw during the whole run."""
         history = [operation for client in self.clients for operation in client.history]
         positions = self.checkers.positions
         counts = self.checkers.counts
         for operation in history:
             if operation.value is not None:
-                place = positions.get((operation.client, operation.seq))
-                if place is not None:
-                    operation.position = place
+                position = positions.get((operation.client, operation.seq))
+                if position is not None:
+                    operation.position = position
                 elif operation.ended < inf:
-                    self.checkers.object("lost write", f"{operation!r}, and it is nowhere")
+                    self.checkers.fail("lost write", f"{operation!r}, but it is not in the log")
             elif operation.ended < inf:
                 operation.position = counts[int(operation.position)] - 0.5
         if witnessed(history) is not None:
             key = linearizable(history)
             if key is not None:
-                self.checkers.object("linearizability", f"no order explains {key[-6:]}")
-
-    def _outcome(self, violations: list[Violation]) -> RunOutcome:
-        figures = self.statistics
-        figures.events = self.events
-        figures.virtual_s = round(self.now, 3)
-        figures.messages = self.network.messages
-        figures.leaders = len(self.checkers.cluster.leaders)
-        figures.commits = len(self.checkers.log)
-        tenths = max(1, int(min(self.now, self.plan.for_s) * 10))
-        figures.available_share = round(min(1.0, len(self._answered_tenths) / tenths), 4)
-        return RunOutcome(
-            plan=self.plan,
-            events=self.events,
-            trace_hash=f"{self.trace & (1 << 64) - 1:016x}",
-            violations=violations,
-            statistics=figures,
-        )
+                self.checkers.fail("linearizability", f"no order explains {key[-6:]}")
 
 
-def _where(error: Exception) -> str:
+def _located(error: Exception) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({last.name}, line {last.lineno})"
 
 
 def run_plan(plan: Plan, protocol: Protocol | None = None) -> RunOutcome:
-    """Run a plan, on its own protocol or, for tests, on a variant of it."""
+    """Run a plan on its own protocol or, for tests, on a variant of it."""
     return World(plan, protocol).run()

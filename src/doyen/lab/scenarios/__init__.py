@@ -1,21 +1,23 @@
-"""What the documents teach, acted out: named, narrated, asserted.
+"""Scenarios: the lessons of documents about leader election, with a transcript and asserted facts.
 
-    play          a scenario, its narration and its facts
-    stage, place  where they are acted: bare cores in the lab's world; processes on a store
+    transcript    a scenario, its transcript and its facts
+    core_world    a world of bare cores for scenarios
+    store_world   processes on one store for scenarios
     ensembles     five-servers, restarted-cluster, no-majority
     elections     master-row, herd, paused-leader
     logs          quorum-anomaly, partition-heals, votes-too-early, vote-without-log
     controllers   controller
 
-They run what users run: cores, sessions, elections, fencing, in virtual time. Only what a document
-shows as broken is a model or a mutant, which says so. Each tells the same every time.
+They run what users run: cores, sessions, elections and fencing, in virtual time. Only what a
+document shows as broken is a model or a mutant, and the transcript says so. The transcript of a
+scenario is always the same.
 
-    >>> from doyen.lab.scenarios import act
-    >>> played = act("five-servers")
-    >>> played.ok, played.facts[2].text
-    (True, 'server3 has three votes of five, and leads')
+    >>> from doyen.lab.scenarios import run_scenario
+    >>> result = run_scenario("five-servers")
+    >>> result.ok, result.facts[2].text
+    (True, 'server3 has three votes of five and leads')
 
-Imports the rest of the lab, and what it acts with.
+Imports the rest of the lab, sessions and stores.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ from doyen.lab.scenarios.logs import (
     vote_without_log,
     votes_too_early,
 )
-from doyen.lab.scenarios.play import Played, Scenario, ScenarioFact, Script
+from doyen.lab.scenarios.transcript import Scenario, ScenarioFact, ScenarioResult, Transcript
 
-__all__ = ["SCENARIOS", "Played", "Scenario", "ScenarioFact", "act"]
+__all__ = ["SCENARIOS", "Scenario", "ScenarioFact", "ScenarioResult", "run_scenario"]
 
 _ETCD = "领导选举 (leader election with etcd)"
 _INTRODUCTION = "Leader Election模式 (an introduction)"
@@ -50,17 +52,17 @@ SCENARIOS: dict[str, Scenario] = {
         restarted_cluster,
     ),
     "no-majority": Scenario(
-        "rounds of votes for the smallest id in which nobody has a majority",
+        "rounds of votes for the smallest id without a majority",
         f"{_INTRODUCTION}, 3",
         no_majority,
     ),
     "master-row": Scenario(
-        "a master's row in a database outlives it; a lease ends, and the next one is told",
+        "a master's row in a database outlives it; a lease ends, and the next server is notified",
         f"{_ZOOKEEPER}, Master 选举; {_ETCD}",
         master_row,
     ),
     "herd": Scenario(
-        "a thousand watch one key and all wake; in a line one does",
+        "a thousand candidates watch one key and all are notified; in a line only one is",
         f"{_ZOOKEEPER}, guid_",
         herd,
     ),
@@ -70,36 +72,36 @@ SCENARIOS: dict[str, Scenario] = {
         quorum_anomaly,
     ),
     "partition-heals": Scenario(
-        "a partition heals and everybody elects at once: one leader comes of it",
+        "a partition heals and all servers start an election: there is one leader",
         f"{_INTRODUCTION}, 5.2",
         partition_heals,
     ),
     "votes-too-early": Scenario(
-        "those who start first take themselves for a majority, and must not",
+        "servers that start first must not count as a majority",
         f"{_INTRODUCTION}, 5.3",
         votes_too_early,
     ),
     "vote-without-log": Scenario(
-        "a vote granted with no look at the log loses what was acknowledged",
+        "a vote without a comparison of logs loses an acknowledged write",
         f"{_PATTERN}, handleVoteRequest",
         vote_without_log,
     ),
     "paused-leader": Scenario(
-        "a leader wakes too late and writes: with a token it is refused",
+        "a paused leader resumes and writes: with a token it is refused",
         f"{_ETCD}; {_PATTERN}",
         paused_leader,
     ),
     "controller": Scenario(
-        "a controller hands out partition leaders, and is replaced with an order under way",
+        "a controller assigns partition leaders, and is replaced while an order is under way",
         f"{_PATTERN}, Kafka",
         controller,
     ),
 }
-"""In reading order."""
+"""In the order of the documents."""
 
 
-def act(name: str) -> Played:
-    """Act it. Raises `KeyError` if there is none of that name."""
-    script = Script()
-    SCENARIOS[name].perform(script)
-    return script.end()
+def run_scenario(name: str) -> ScenarioResult:
+    """Run a scenario. Raises `KeyError` if there is none of that name."""
+    transcript = Transcript()
+    SCENARIOS[name].run(transcript)
+    return transcript.end()

@@ -1,8 +1,8 @@
-"""Scenarios about elections held in a store: who is told of an end, how many are woken by it, and
-what somebody who has missed it can still do.
+"""Scenarios about elections in a store: how the end of a leader is noticed, how many candidates are
+notified, and what a leader that has not noticed its own end can still do.
 
-Sessions, elections and fencing are those that users run. Models: the master row that nothing ends,
-and a register that takes whatever is written to it.
+Sessions, elections and fencing are those that users run. The master row without a lease and the
+register without a guard are models.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from functools import partial
 from doyen.election.options import Recipe
 from doyen.errors import LeadershipLost, StaleToken
 from doyen.fencing import SQLGuard
-from doyen.lab.scenarios.place import TTL_S, Place, meet
-from doyen.lab.scenarios.play import Script
+from doyen.lab.scenarios.store_world import TTL_S, StoreWorld, run_store_world
+from doyen.lab.scenarios.transcript import Transcript
 from doyen.session import Session
 from doyen.term import Term
 
 __all__ = ["MasterRow", "Register", "herd", "master_row", "paused_leader"]
 
 
-async def for_ever() -> None:
+async def forever() -> None:
     await asyncio.get_running_loop().create_future()
 
 
@@ -31,8 +31,8 @@ async def for_ever() -> None:
 
 
 class MasterRow:
-    """The model: a row whose primary key one server can insert, and nobody else while it stands.
-    With `ttl_s` it would stand only for so long after it was last written."""
+    """The model: a row whose primary key only one server can insert as long as it exists. With
+    `ttl_s` it ends that long after it was written."""
 
     def __init__(self, *, ttl_s: float | None = None) -> None:
         self._database = sqlite3.connect(":memory:")
@@ -40,7 +40,7 @@ class MasterRow:
         self._ttl_s = ttl_s
 
     def claim(self, name: str, now: float) -> bool:
-        """Insert the row. False if the database finds a conflict of keys."""
+        """Insert the row. False if the key exists."""
         with self._database:
             if self._ttl_s is not None:
                 self._database.execute("DELETE FROM master WHERE at < ?", (now - self._ttl_s,))
@@ -57,59 +57,66 @@ class MasterRow:
         self._database.close()
 
 
-def master_row(script: Script, *, row_ttl_s: float | None = None) -> None:
-    """Who tells anybody that the master is gone?"""
-    script.note("A model: INSERT INTO master (id, …) VALUES (1, …); the primary key lets one in.")
+def master_row(transcript: Transcript, *, row_ttl_s: float | None = None) -> None:
+    """How the end of the master is noticed."""
+    transcript.note(
+        "A model: INSERT INTO master (id, …) VALUES (1, …); the primary key admits one row."
+    )
     with closing(MasterRow(ttl_s=row_ttl_s)) as row:
         first, second = row.claim("server1", 0.0), row.claim("server2", 0.1)
-        script.say(0.0, "server1", "inserts the row: it is master")
-        script.say(0.1, "server2", "has a duplicate key: it is not")
-        script.say(3.0, "server1", "is killed; the database does not know what that means")
+        transcript.record(0.0, "server1", "inserts the row: it is the master")
+        transcript.record(0.1, "server2", "gets a duplicate key error: it is not")
+        transcript.record(3.0, "server1", "is killed; the database does not notice")
         tries = [row.claim("server2", 3.0 + second) for second in range(1, 61)]
         holder = row.holder()
-    script.say(63.0, "server2", f"has asked {len(tries)} times; the row names {holder}")
-    script.fact("the primary key lets exactly one in", first and not second)
-    script.fact(
-        "a minute after the master's death the row still stands, and nobody was told",
+    transcript.record(
+        63.0, "server2", f"has tried {len(tries)} times; the row still names {holder}"
+    )
+    transcript.fact("the primary key admits exactly one", first and not second)
+    transcript.fact(
+        "a minute after the master's death the row still exists, and no server was notified",
         not any(tries) and holder == "server1",
     )
-    script.note("A lease that ends by itself, and a store that tells whoever watches:")
-    took_s, tokens = meet(script, _lease_and_notification)
-    script.fact(
+    transcript.note("A lease that ends by itself, and a store that notifies watchers:")
+    took_s, tokens = run_store_world(transcript, _lease_and_notification)
+    transcript.fact(
         f"server2 led {took_s:.2f} s after server1's death, within its lease of {TTL_S:g} s",
         0 < took_s <= TTL_S + 0.1,
     )
-    script.fact("it leads under a later token", tokens == sorted(set(tokens)))
+    transcript.fact("it leads with a later token", tokens == sorted(set(tokens)))
 
 
-async def _lease_and_notification(place: Place) -> tuple[float, list[int]]:
-    """Gives how long it took server2 to lead, and the tokens."""
+async def _lease_and_notification(world: StoreWorld) -> tuple[float, list[int]]:
+    """Returns how long it took until server2 led, and the tokens."""
     terms: list[Term] = []
     led_at = asyncio.get_running_loop().create_future()
 
-    def stand(name: str) -> None:
-        async def live(session: Session) -> None:
+    def start(name: str) -> None:
+        async def run(session: Session) -> None:
             async with session.campaign("/SystemExpert/leader", name=name) as term:
                 terms.append(term)
-                place.say(name, f"leads, token {term.token}")
+                world.record(name, f"leads with token {term.token}")
                 if len(terms) == 2:
-                    led_at.set_result(place.now)
-                await for_ever()
+                    led_at.set_result(world.now)
+                await forever()
 
-        place.member(name, live)
+        world.start(name, run)
 
-    stand("server1")
+    start("server1")
     await asyncio.sleep(0.5)
-    stand("server2")
+    start("server2")
     await asyncio.sleep(2.5)
-    place.members["server1"].kill()
-    killed_at = place.now
-    place.say("server2", "watches; it has nothing to do until it is told")
+    world.participants["server1"].kill()
+    killed_at = world.now
+    world.record("server2", "watches, and waits for a notification")
     at: float = await led_at
-    woken_at = min(when for when, name in place.woken if name == "server2" and when > killed_at)
-    place.script.fact(
-        "until the lease had ended it asked the store for nothing; then it was told",
-        not [what for when, what in place.calls if killed_at < when < woken_at and what != "renew"],
+    notified_at = min(
+        when for when, name in world.notified if name == "server2" and when > killed_at
+    )
+    sent = [what for when, what in world.calls if killed_at < when < notified_at]
+    world.transcript.fact(
+        "until the lease had ended it sent no request to the store; then it was notified",
+        all(what == "renew" for what in sent),
     )
     return at - killed_at, [term.token for term in terms]
 
@@ -117,44 +124,48 @@ async def _lease_and_notification(place: Place) -> tuple[float, list[int]]:
 # The herd.
 
 
-def herd(script: Script, *, crowded: Recipe = "race", most: int = 1000) -> None:
-    """One leader goes. Who is woken?"""
-    script.note("Candidates wait behind guid_0000000001, which leads and then lets go.")
+def herd(transcript: Transcript, *, crowded: Recipe = "race", most: int = 1000) -> None:
+    """How many candidates are notified when a leader resigns."""
+    transcript.note("Candidates wait behind guid_0000000001, which leads and then resigns.")
     crowds = (most // 100, most // 10, most)
     rows = {
-        (recipe, crowd): meet(script, partial(_let_go, recipe=recipe, crowd=crowd), near=True)
+        (recipe, crowd): run_store_world(
+            transcript, partial(_resign, recipe=recipe, crowd=crowd), local=True
+        )
         for recipe in dict.fromkeys((crowded, "line"))
         for crowd in crowds
     }
-    all_woken, asked = rows[crowded, most]
-    (one_woken,) = {tuple(rows["line", crowd][0]) for crowd in crowds}
-    script.note(f"If all watch the leader's key, {all_woken[0]} to {all_woken[-1]} are woken.")
-    script.note(f"If each watches the one ahead of it, {' and '.join(one_woken)} is woken.")
-    script.note("")
-    script.note("waiting   woken, all on one key   woken, in a line")
+    all_notified, asked = rows[crowded, most]
+    (one_notified,) = {tuple(rows["line", crowd][0]) for crowd in crowds}
+    first, last = all_notified[0], all_notified[-1]
+    transcript.note(f"If all watch the leader's key, {first} to {last} are notified.")
+    names = " and ".join(one_notified)
+    transcript.note(f"If each watches the one ahead of it, {names} is notified.")
+    transcript.note("")
+    transcript.note("waiting   notified, one key for all   notified, in a line")
     for crowd in crowds:
-        script.note(f"{crowd:7}   {len(rows[crowded, crowd][0]):21}   {len(one_woken):16}")
-    script.fact(
-        f"all {most} who watched the leader's key were woken, for the one of them that leads",
-        len(all_woken) == most,
+        transcript.note(f"{crowd:7}   {len(rows[crowded, crowd][0]):25}   {len(one_notified):19}")
+    transcript.fact(
+        f"all {most} that watched the leader's key were notified, though only one can lead",
+        len(all_notified) == most,
     )
-    script.fact(
-        f"the store was asked {asked} times to create it, {asked - 1} of them in vain",
+    transcript.fact(
+        f"the store received {asked} requests to create it, {asked - 1} of them in vain",
         asked >= most,
     )
-    script.fact(
-        "in a line one was woken and tried, however many waited",
+    transcript.fact(
+        "in a line one was notified and tried, however many waited",
         [rows["line", crowd] for crowd in crowds] == [(["guid_0000000002"], 1)] * 3,
     )
 
 
-async def _let_go(place: Place, *, recipe: Recipe, crowd: int) -> tuple[list[str], int]:
-    """Gives who was woken when the leader let go, and how often the store was asked to elect."""
+async def _resign(world: StoreWorld, *, recipe: Recipe, crowd: int) -> tuple[list[str], int]:
+    """Returns who was notified when the leader resigned, and how many creations were requested."""
     led = asyncio.Semaphore(0)
     ended = asyncio.Event()
 
-    def stand(number: int) -> None:
-        async def live(session: Session) -> None:
+    def start(number: int) -> None:
+        async def run(session: Session) -> None:
             async with session.campaign(
                 "/app/leader_election", name=f"guid_{number:010}", recipe=recipe
             ):
@@ -162,28 +173,28 @@ async def _let_go(place: Place, *, recipe: Recipe, crowd: int) -> tuple[list[str
                 if number == 1:
                     await ended.wait()
                 else:
-                    await for_ever()
+                    await forever()
 
-        place.member(f"guid_{number:010}", live, ttl_s=60.0)
+        world.start(f"guid_{number:010}", run, ttl_s=60.0)
 
     for number in range(1, crowd + 2):
-        stand(number)
+        start(number)
     await led.acquire()
     await asyncio.sleep(0.01)
-    place.woken.clear()
-    place.calls.clear()
+    world.notified.clear()
+    world.calls.clear()
     ended.set()
     await led.acquire()
     await asyncio.sleep(0.01)
-    woken = sorted({name for _, name in place.woken} - {"guid_0000000001"})
-    return woken, [what for _, what in place.calls].count("create")
+    notified = sorted({name for _, name in world.notified} - {"guid_0000000001"})
+    return notified, [what for _, what in world.calls].count("create")
 
 
 # The paused leader.
 
 
 class Register:
-    """The model: takes whatever is written to it."""
+    """The model: accepts every write."""
 
     def __init__(self) -> None:
         self.value = ""
@@ -210,64 +221,68 @@ class GuardedRegister(Register):
         self._database.close()
 
 
-def paused_leader(script: Script, *, bare: Register | None = None) -> None:
-    """A leader that does not know how late it is."""
+def paused_leader(transcript: Transcript, *, bare: Register | None = None) -> None:
+    """A leader that was paused and does not know it."""
     with closing(GuardedRegister()) as guarded:
         bare = bare or Register()
-        refused, tokens, overlap = meet(
-            script, lambda place: _pause(place, {"the bare file": bare, "the guarded row": guarded})
+        registers = {"the unguarded file": bare, "the guarded row": guarded}
+        refused, tokens, overlap = run_store_world(
+            transcript, lambda world: _pause(world, registers)
         )
-        script.fact(
-            "the file that takes no token has server1's late write in it", bare.value == "server1's"
+        transcript.fact(
+            "the file without a guard contains server1's late write", bare.value == "server1's"
         )
-        script.fact(
-            f"the row had seen token {tokens[-1]} and refused token {tokens[0]}: it has server2's",
+        transcript.fact(
+            f"the row had seen token {tokens[-1]} and refused token {tokens[0]}:"
+            " it contains server2's",
             refused == ["the guarded row"] and guarded.value == "server2's",
         )
-    script.fact("on waking, server1's own term said that it was over", not overlap)
-    script.fact("tokens increase", tokens == sorted(set(tokens)))
+    transcript.fact("when server1 resumed, its own term reported that it was over", not overlap)
+    transcript.fact("tokens increase", tokens == sorted(set(tokens)))
 
 
-async def _pause(place: Place, registers: dict[str, Register]) -> tuple[list[str], list[int], bool]:
-    """Gives which registers refused a write, the tokens, and whether server1 still took itself for
-    the leader when it woke."""
+async def _pause(
+    world: StoreWorld, registers: dict[str, Register]
+) -> tuple[list[str], list[int], bool]:
+    """Returns which registers refused a write, the tokens, and whether server1 still considered
+    itself the leader when it resumed."""
     refused: list[str] = []
     terms: list[Term] = []
 
     def write(name: str, term: Term) -> None:
-        for where, register in registers.items():
+        for target, register in registers.items():
             try:
                 register.write(f"{name}'s", term.token)
-                place.say(name, f"writes to {where}, token {term.token}")
+                world.record(name, f"writes to {target} with token {term.token}")
             except StaleToken:
-                refused.append(where)
-                place.say(name, f"is refused by {where}: it has seen a later token")
+                refused.append(target)
+                world.record(name, f"is refused by {target}, which has seen a later token")
 
-    def stand(name: str, in_s: float) -> None:
-        async def live(session: Session) -> None:
+    def start(name: str, in_s: float) -> None:
+        async def run(session: Session) -> None:
             try:
                 async with session.campaign("/SystemExpert/leader", name=name) as term:
                     terms.append(term)
-                    place.say(name, f"leads, token {term.token}")
+                    world.record(name, f"leads with token {term.token}")
                     await asyncio.sleep(1.0)
                     term.check()
-                    # Handed to another thread, say: nothing can stop it but the other end.
-                    place.say(name, "has checked that it leads, and lets a write go")
+                    # As if handed to another thread: from here on only the resource can stop it.
+                    world.record(name, "has checked that it leads, and sends a write")
                     asyncio.get_running_loop().call_later(in_s, write, name, term)
-                    await for_ever()
+                    await forever()
             except LeadershipLost:
-                place.say(name, "is told that it leads no more: LeadershipLost")
+                world.record(name, "gets LeadershipLost")
 
-        place.member(name, live)
+        world.start(name, run)
 
-    stand("server1", 0.1)
+    start("server1", 0.1)
     await asyncio.sleep(0.1)
-    stand("server2", 0.0)
+    start("server2", 0.0)
     await asyncio.sleep(0.95)
-    place.members["server1"].freeze()
-    await place.until(lambda: len(terms) == 2)
+    world.participants["server1"].pause()
+    await world.until(lambda: len(terms) == 2)
     await asyncio.sleep(2.0)
-    place.members["server1"].thaw()
+    world.participants["server1"].resume()
     overlap = terms[0].valid
     await asyncio.sleep(1.0)
     return refused, [term.token for term in terms], overlap

@@ -1,6 +1,6 @@
-"""Plots: bars side by side, and lines over logarithmic axes, as SVG of our own making.
+"""Charts: bars, and lines over logarithmic axes, as SVG.
 
-PNG is drawn by matplotlib where that is installed; nothing else needs it.
+PNG files are drawn by matplotlib if it is installed. Nothing else needs it.
 
 Imports the runner's results.
 """
@@ -19,25 +19,25 @@ from msgspec import Struct
 from doyen.errors import ConfigError
 from doyen.lab.runner import Comparison
 
-__all__ = ["Panel", "check", "compared", "write"]
+__all__ = ["Panel", "check_format", "comparison_panels", "write_chart"]
 
 WIDTH, HEIGHT, MARGIN = 360, 220, 48
 COLOURS = ("#2a6fbb", "#c2571a", "#2f8f4e", "#8a4fa3", "#b8a12b", "#5b6770", "#c23a6b")
 
 
 class Panel(Struct, kw_only=True):
-    """One plot: bars by name, or, with `x`, lines of points."""
+    """One chart: bars by name or, with `x`, lines of points."""
 
     title: str
     unit: str
     series: Mapping[str, Sequence[float]]
     x: Sequence[float] = ()
-    """Of every point; both axes are logarithmic then."""
+    """The x coordinates of the points. With them both axes are logarithmic."""
     x_label: str = ""
 
 
-def compared(rows: Sequence[Comparison]) -> list[Panel]:
-    """What `compare` found, a panel a figure."""
+def comparison_panels(rows: Sequence[Comparison]) -> list[Panel]:
+    """The results of `compare`, one panel for each figure."""
 
     def panel(title: str, unit: str, of: Callable[[Comparison], float]) -> Panel:
         return Panel(title=title, unit=unit, series={row.protocol: [of(row)] for row in rows})
@@ -52,20 +52,20 @@ def compared(rows: Sequence[Comparison]) -> list[Panel]:
     ]
 
 
-def check(path: Path) -> None:
-    """Whether we can draw what the file's name says."""
+def check_format(path: Path) -> None:
+    """Refuse a file name whose format cannot be drawn."""
     suffix = path.suffix.lower()
     if suffix not in (".svg", ".png"):
-        raise ConfigError(f"plots are .svg or .png, not {suffix or path.name!r}")
+        raise ConfigError(f"charts are .svg or .png files, not {suffix or path.name!r}")
     if suffix == ".png" and find_spec("matplotlib") is None:
         raise ConfigError(
-            "to draw .png takes matplotlib: pip install 'doyen[plot]', or name a file .svg"
+            "a .png file needs matplotlib: pip install 'doyen[plot]', or name an .svg file"
         )
 
 
-def write(path: Path, panels: Sequence[Panel]) -> None:
-    """Draw, as the file's name says."""
-    check(path)
+def write_chart(path: Path, panels: Sequence[Panel]) -> None:
+    """Draw panels into a file, in the format of its name."""
+    check_format(path)
     if path.suffix.lower() == ".svg":
         path.write_text(svg(panels))
     else:
@@ -73,7 +73,7 @@ def write(path: Path, panels: Sequence[Panel]) -> None:
 
 
 def svg(panels: Sequence[Panel], columns: int = 3) -> str:
-    """All panels, in rows."""
+    """All panels in rows, as an SVG document."""
     columns = min(columns, len(panels)) or 1
     rows = ceil(len(panels) / columns)
     parts = [
@@ -144,10 +144,12 @@ def _lines(panel: Panel) -> list[str]:
     )
     for number, (name, values) in enumerate(panel.series.items()):
         colour = COLOURS[number % len(COLOURS)]
-        places = [at(x, y) for x, y in zip(panel.x, values, strict=False) if y > 0]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        points_drawn = [at(x, y) for x, y in zip(panel.x, values, strict=False) if y > 0]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points_drawn)
         drawn.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        drawn += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
+        drawn += [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points_drawn
+        ]
         drawn.append(
             f'<text x="{left + 6}" y="{top + 12 + 13 * number}" fill="{colour}">'
             f"{escape(name)}</text>"
