@@ -150,7 +150,7 @@ async def _transfers(quorum: Quorum, trials: int) -> tuple[list[float], list[flo
         states = [each.condition for each in await store.inspect()]
         others = [each.node for each in states if each and each.leader != each.node]
         began = now()
-        moving = asyncio.ensure_future(store.arrange("transfer", random.choice(others)))
+        moving = asyncio.ensure_future(store.administer("transfer", random.choice(others)))
         longest = 0.0
         while not moving.done():
             begun = now()

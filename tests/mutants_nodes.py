@@ -208,15 +208,16 @@ def results_left_out(patch: pytest.MonkeyPatch) -> None:
 
 def renamed(patch: pytest.MonkeyPatch) -> None:
     """A client repeats its requests under another name."""
-    use = QuorumConnection._use
+    use = QuorumConnection._connected
 
     def anew(self: QuorumConnection, link: Any) -> None:
-        self._name, self._named, self._floor = f"{self._name}+", False, 1
+        ids = self._write_ids
+        ids.name, ids.known, ids._floor = f"{ids.name}+", False, 1
         for call in self._calls.values():
-            call.name = self._name
+            call.name = ids.name
         use(self, link)
 
-    patch.setattr(QuorumConnection, "_use", anew)
+    patch.setattr(QuorumConnection, "_connected", anew)
 
 
 def not_synced(patch: pytest.MonkeyPatch) -> None:
@@ -314,16 +315,16 @@ def one_position(patch: pytest.MonkeyPatch) -> None:
     """All watches of a client are resumed from the last revision that any of them was told of. That
     harms a watch if the link breaks after another was confirmed, and before it was itself. The lab
     delivers what a node writes in one turn as a whole, so only `test_quorum_watches` sees it."""
-    use = QuorumConnection._use
+    use = QuorumConnection._connected
 
     def share(self: QuorumConnection, link: Any) -> None:
-        latest = max((watch.position for watch in self._watches.values()), default=-1)
-        for watch in self._watches.values():
+        latest = max((watch.position for watch in self._watches.open.values()), default=-1)
+        for watch in self._watches.open.values():
             if watch.position >= 0:
-                watch.position = max(latest, self._told)
+                watch.position = max(latest, self._watches.notified)
         use(self, link)
 
-    patch.setattr(QuorumConnection, "_use", share)
+    patch.setattr(QuorumConnection, "_connected", share)
 
 
 # The quota.

@@ -278,7 +278,7 @@ def test_when_the_majority_is_lost_a_folder_is_a_backup(
     [
         (["backup", "/tmp/x", "--data-dir", "/nowhere"], 69, "does not exist"),
         (["status", "--store", "sqlite:///tmp/x.db"], 2, "is not the URL of a quorum"),
-        (["add", "n4", "h", "--store", "doyen://127.0.0.1:1"], 69, "can be had"),
+        (["add", "n4", "h", "--store", "doyen://127.0.0.1:1"], 69, "can be reached"),
         (["status", "--store", "doyen://127.0.0.1:1"], 1, ""),
     ],
 )
@@ -298,7 +298,7 @@ def test_a_backup_that_is_refused_is_refused_in_one_line(
     async def refused(store: QuorumStore, take: object) -> None:
         raise doyen.StoreUnusable("this needs the role 'admin'")
 
-    monkeypatch.setattr(QuorumStore, "copy", refused)
+    monkeypatch.setattr(QuorumStore, "backup", refused)
     file = tmp_path / "backup"
     assert main(["cluster", "backup", str(file), "--store", "doyen://localhost:1"]) == 69
     gc.collect()  # a task whose exception nobody has looked at is logged when it is deleted

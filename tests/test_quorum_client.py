@@ -32,6 +32,7 @@ from doyen.stores.port import Context, StoreURL, open_store
 from doyen.stores.quorum import make_store
 from doyen.stores.quorum.connection import QuorumConnection
 from doyen.stores.quorum.diagnosis import NodeAnswer, findings
+from doyen.stores.quorum.dialling import Dialler, ExpectedCluster
 from doyen.stores.quorum.store import OTHERS, QuorumStore
 from servers import Proxy, QuorumCluster, free_port
 
@@ -188,13 +189,13 @@ def test_a_silent_node_is_left_for_another() -> None:
                 told = asyncio.Event()
                 await store.watch("k", told.set)
                 # Have both connections at the node that is frozen.
-                store._renewals._next = 0
-                store._wire._next = 2
-                assert store._wire._link is not None
-                store._wire._link.abort()
+                store._renewals._dialler.next = 0
+                store._requests._dialler.next = 2
+                assert store._requests._connection is not None
+                store._requests._connection.abort()
                 await store.get("k")
                 await store.renew(lease)
-                await until(lambda: store._wire.node == frozen.address)
+                await until(lambda: store._requests.node == frozen.address)
                 await until(lambda: store._renewals.node == frozen.address)
                 frozen.freeze()
                 try:
@@ -203,7 +204,7 @@ def test_a_silent_node_is_left_for_another() -> None:
                     assert await store.put("k", b"v", if_version=None) is not None
                     assert loop.time() - began < 3.0
                     await asyncio.wait_for(told.wait(), WITHIN_S)
-                    assert store._wire.node != frozen.address
+                    assert store._requests.node != frozen.address
                 finally:
                     frozen.thaw()
 
@@ -386,8 +387,8 @@ def test_nodes_of_two_clusters_are_refused(tmp_path: Path) -> None:
                     pass
             async with opened(f"doyen://{first.hosts},{second.hosts}") as store:
                 await store.put("k", b"", if_version=None)
-                assert store._wire.cluster in ("a", "b")
-                stays = first if store._wire.cluster == "a" else second
+                assert store._cluster.name in ("a", "b")
+                stays = first if store._cluster.name == "a" else second
                 goes = second if stays is first else first
                 lease = await store.grant(60.0)
                 await store.renew(lease)
@@ -430,19 +431,19 @@ def test_secrets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("doyen://", "is not a node"),
-        ("doyen://h1,,h2", "is not a node"),
-        ("doyen://::1", "is not a node"),
+        ("doyen://", "is not a host"),
+        ("doyen://h1,,h2", "is not a host"),
+        ("doyen://::1", "is not a host"),
         ("doyen://h1/path", "has no paths"),
         ("doyen://h1?tsl=true", "no option 'tsl'"),
-        ("doyen://h1?tls=yes", "tls= is true or false"),
+        ("doyen://h1?tls=yes", "tls is true or false"),
         ("doyen://h1?tls=false&ca=x", "tls=false goes with none"),
-        ("doyen://h1?key=x", "key= goes with cert="),
+        ("doyen://h1?key=x", "cert and key go together"),
         ("doyen://h1?ca=/nowhere/ca.pem", "cannot read"),
         ("doyen://h1?secret_file=/nowhere", "cannot be read"),
         ("doyen://0123456789abcdef@h1?secret_file=/nowhere", "not both"),
         ("doyen://short@h1", "needs 16 or more"),
-        ("doyen://h1?token_floor=-1", "out of range"),
+        ("doyen://h1?token_floor=-1", "whole number of 0 or more"),
         ("doyen://h1?connect_timeout_s=soon", "is a number"),
     ],
 )
@@ -457,7 +458,7 @@ def test_urls_that_cannot_work_are_refused(url: str, reason: str) -> None:
 
 def test_nobody_there() -> None:
     async def main() -> None:
-        with pytest.raises(StoreUnavailable, match="no node of the quorum can be had"):
+        with pytest.raises(StoreUnavailable, match="no node of the quorum can be reached"):
             async with opened(f"doyen://127.0.0.1:{free_port()},127.0.0.1:{free_port()}"):
                 pass
 
@@ -653,14 +654,15 @@ def test_a_list_that_was_answered_is_whole_though_its_connection_ends_in_the_sam
     record = StoredEntry("k/1", b"v", 1, 1)
 
     async def main() -> None:
-        wire = QuorumConnection(["127.0.0.1:1"], Security(), cluster="", connect_timeout_s=1.0)
+        dialler = Dialler(["127.0.0.1:1"], Security(), ExpectedCluster(""), connect_timeout_s=1.0)
+        wire = QuorumConnection(dialler)
         listing = asyncio.create_task(wire.ask(lambda number: Scan(number, "k")))
         await asyncio.sleep(0)
         (number,) = wire._calls
         link: Any = SimpleNamespace(address="n1", send=lambda *_: True, close=lambda: None)
-        wire._link = link
-        wire._take(link, [(ANSWER, encode(ListChunk(number, [record], False)))])
-        wire._ended(link, End.LEFT)
+        wire._connection = link
+        wire._received(link, [(ANSWER, encode(ListChunk(number, [record], False)))])
+        wire._disconnected(link, End.LEFT)
         assert await listing == [record]
         await wire.close()
 

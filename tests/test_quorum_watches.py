@@ -29,6 +29,7 @@ from doyen.quorum.protocol.requests import (
 )
 from doyen.quorum.protocol.security import Security
 from doyen.stores.quorum.connection import QuorumConnection
+from doyen.stores.quorum.dialling import Dialler, ExpectedCluster
 from doyen.testing.virtual import run_virtual
 from mutants_nodes import one_position
 
@@ -130,18 +131,20 @@ class Client:
 
     def __init__(self) -> None:
         self.told: list[str] = []
-        self.wire = QuorumConnection(["n:1"], Security(), cluster="c", connect_timeout_s=1)
+        self.wire = QuorumConnection(
+            Dialler(["n:1"], Security(), ExpectedCluster("c"), connect_timeout_s=1)
+        )
         self.wire._connect = lambda: None  # type: ignore[method-assign]
 
     def dial(self, node: Node, supports: tuple[int, int] = (1, 2)) -> None:
         self.link = ClientSide(node.server, supports)
-        self.wire._use(self.link)  # type: ignore[arg-type]
+        self.wire._connected(self.link)  # type: ignore[arg-type]
 
     def hear(self, frames: Sequence[Frame]) -> None:
-        self.wire._take(self.link, frames)  # type: ignore[arg-type]
+        self.wire._received(self.link, frames)  # type: ignore[arg-type]
 
     def cut(self) -> None:
-        self.wire._ended(self.link, End.LEFT)  # type: ignore[arg-type]
+        self.wire._disconnected(self.link, End.LEFT)  # type: ignore[arg-type]
 
     async def watch(self, node: Node, *scopes: str) -> None:
         self.dial(node)

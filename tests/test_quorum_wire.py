@@ -26,8 +26,9 @@ from doyen.quorum.protocol.requests import (
     decode_request,
 )
 from doyen.quorum.protocol.security import Security
-from doyen.stores.quorum import connection as wire
+from doyen.stores.quorum import connection, dialling
 from doyen.stores.quorum.connection import QuorumConnection
+from doyen.stores.quorum.dialling import Dialler, ExpectedCluster
 
 
 class FakeLink:
@@ -98,11 +99,12 @@ def on_wire(
         return links[-1]
 
     async def main() -> None:
-        client = QuorumConnection(["h:1"], Security(), cluster=ANY, connect_timeout_s=1.0)
+        dialler = Dialler(["h:1"], Security(), ExpectedCluster(ANY), connect_timeout_s=1.0)
+        client = QuorumConnection(dialler)
         await test(client, links)
         await client.close()
 
-    monkeypatch.setattr(wire, "dial", dial)
+    monkeypatch.setattr(dialling, "dial", dial)
     asyncio.run(main())
 
 
@@ -206,14 +208,14 @@ def test_a_link_that_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(FakeLink, "full", True)
         (unsent,) = asked(client, b"unsent")
         await settle()
-        with pytest.raises(StoreUnavailable, match="takes in less"):
+        with pytest.raises(StoreUnavailable, match="more slowly than they are made"):
             await unsent
-        with pytest.raises(StoreUnavailable, match="takes in less"):
+        with pytest.raises(StoreUnavailable, match="more slowly than they are made"):
             async with asyncio.timeout(1):
                 await client.watch("k", lambda: None)
         links[0].end()
         await settle()
-        with pytest.raises(OutcomeUnknown, match="takes in less"):
+        with pytest.raises(OutcomeUnknown, match="more slowly than they are made"):
             await sent
 
     on_wire(test, monkeypatch)
@@ -295,7 +297,7 @@ def test_a_first_write_is_not_asked_again_though_a_later_one_was_answered(
     """It would be sent as a new client's first writes are: nothing below it has been answered."""
 
     async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
-        monkeypatch.setattr(wire, "REMEMBERED_S", -1.0)
+        monkeypatch.setattr(connection, "REMEMBERED_S", -1.0)
         first, second = asked(client, b"first", b"second")
         await settle()
         links[0].answer(WriteResults([2], results(2)))
@@ -314,7 +316,7 @@ def test_a_first_write_is_not_asked_again_after_a_long_time(
     anything under this name, it can tell."""
 
     async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
-        monkeypatch.setattr(wire, "REMEMBERED_S", -1.0)
+        monkeypatch.setattr(connection, "REMEMBERED_S", -1.0)
         (first,) = asked(client, b"first")
         await settle()
         links[0].end()

@@ -71,15 +71,15 @@ async def lease(store: QuorumStore) -> None:
 
 
 async def token_floor(store: QuorumStore) -> None:
-    await store._do(AdvanceRevision(10))
+    await store._write(AdvanceRevision(10))
 
 
 async def members(store: QuorumStore) -> None:
-    await store.arrange("transfer", "n1")
+    await store.administer("transfer", "n1")
 
 
 async def backup(store: QuorumStore) -> None:
-    await store.copy(lambda piece: None)
+    await store.backup(lambda piece: None)
 
 
 ACTIONS: dict[str, Callable[[QuorumStore], Awaitable[None]]] = {

@@ -600,7 +600,7 @@ async def arrange(url: str, what: str, node: str, address: str) -> None:
 
     async with opened(url) as store:
         assert isinstance(store, QuorumStore)
-        await store.arrange(what, node, address)
+        await store.administer(what, node, address)
 
 
 def main(folder: Path, role: str, *given: str) -> None:

@@ -224,7 +224,7 @@ async def _change(args: argparse.Namespace) -> int:
         if args.action == "remove" and not args.force:
             risks = risks_of_removal(await store.inspect(), args.node)
             await asyncio.to_thread(_confirm_removal, args.node, risks)
-        await _retried(lambda: store.arrange(args.action, args.node, address), args)
+        await _retried(lambda: store.administer(args.action, args.node, address), args)
         states = await store.inspect()
     conditions = [state.condition for state in states if state.condition is not None]
     leader = next((each for each in conditions if each.role == "leading"), None)
@@ -333,7 +333,7 @@ async def _backup(args: argparse.Namespace) -> int:
         writing = asyncio.create_task(asyncio.to_thread(write))
         try:
             async with patience:
-                await store.copy(take)
+                await store.backup(take)
         except BaseException as error:
             pieces.put(None)
             await asyncio.gather(writing, return_exceptions=True)  # `error` is the cause

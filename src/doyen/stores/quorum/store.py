@@ -1,8 +1,8 @@
 """The Store port on a quorum of doyen's own nodes.
 
-Two connections: one for everything, one for renewals alone, to different nodes where there are
-several. The keyspace does the work (see `doyen.quorum.keyspace.state`); what is here turns the
-port's calls into its commands, and its results into the port's words.
+There are two connections, to different nodes where there are several: one for renewals, and one
+for everything else. This module translates the port's calls into commands of the keyspace (see
+`doyen.quorum.keyspace.commands`) and the results back.
 """
 
 from __future__ import annotations
@@ -49,29 +49,31 @@ from doyen.quorum.protocol.requests import (
     StatusRequest,
 )
 from doyen.quorum.protocol.security import Security
-from doyen.stores.port import Capabilities, Creation, Store, Watch
-from doyen.stores.quorum.connection import Electing, QuorumConnection, inquire
+from doyen.stores.kit.lifecycle import GuardedStore
+from doyen.stores.port import Capabilities, Creation, Watch
+from doyen.stores.quorum.connection import QuorumConnection
 from doyen.stores.quorum.diagnosis import NodeAnswer, findings
+from doyen.stores.quorum.dialling import Dialler, Electing, ExpectedCluster, fetch_status
 
 __all__ = ["QuorumStore"]
 
 OTHERS = 64
-"""How many nodes that only other nodes have named are asked about themselves: as many as a cluster
-may have."""
+"""How many nodes that are known only from other nodes are asked for their status: as many as a
+cluster may have."""
 ELECTING_S = 0.05
-"""How often to look whether nodes that are electing a leader have one."""
+"""The interval at which nodes that are electing a leader are asked again."""
 ELECTIONS = 3.0
-"""What a silent leader of the quorum costs, at worst, in election timeouts: its silence is noticed
-after one and a half, and the first vote may be split."""
+"""The longest interruption by a silent leader of the quorum, in election timeouts: its silence is
+noticed after one and a half, and the first vote may be split."""
 
 
-class QuorumStore(Store):
+class QuorumStore(GuardedStore):
     """One client of a quorum."""
 
     capabilities = Capabilities(
         ttl_min_s=MIN_TTL_S,
-        # If the quorum's own leader goes just before a lease would have ended, the next one gives
-        # the lease its whole time anew.
+        # If the quorum's own leader fails just before a lease would have expired, the next leader
+        # restarts the lease's ttl.
         expiry_factor=2.0,
         notice_s=ELECTIONS,
     )
@@ -87,30 +89,31 @@ class QuorumStore(Store):
         self._nodes = nodes
         self._security = security
         self._connect_timeout_s = connect_timeout_s
-        # Not all clients at the node that the URL names first.
-        first = random.randrange(len(nodes))
-        self._wire = self._connection(cluster, first)
-        self._renewals = self._connection(cluster, (first + 1) % len(nodes))
-        self._unusable: str | None = None
+        self._cluster = ExpectedCluster(cluster)
+        first = random.randrange(len(nodes))  # so that clients are spread over the nodes
+        self._requests = self._connection(first)
+        self._renewals = self._connection((first + 1) % len(nodes))
 
-    def _connection(self, cluster: str, first: int) -> QuorumConnection:
+    def _connection(self, first: int) -> QuorumConnection:
         return QuorumConnection(
-            self._nodes,
-            self._security,
-            cluster=cluster,
-            connect_timeout_s=self._connect_timeout_s,
-            first=first,
+            Dialler(
+                self._nodes,
+                self._security,
+                self._cluster,
+                connect_timeout_s=self._connect_timeout_s,
+                first=first,
+            )
         )
 
     async def open(self, token_floor: int) -> None:
-        """See that a node answers, and that tokens are above `token_floor`. Nodes that are
-        electing a leader are given time."""
+        """Check that a node answers, and raise tokens above `token_floor`. Waits, up to the
+        connect timeout, for nodes that are electing a leader."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._connect_timeout_s
-        condition: NodeStatus | None = None
-        while condition is None:
+        status: NodeStatus | None = None
+        while status is None:
             try:
-                condition = await self._wire.ask(StatusRequest)
+                status = await self._requests.ask(StatusRequest)
             except Electing as error:
                 if loop.time() >= until:
                     remedy = (
@@ -118,33 +121,31 @@ class QuorumStore(Store):
                     )
                     raise Electing(f"{error}: {remedy}") from error
                 await asyncio.sleep(ELECTING_S)
-        notice_s = ELECTIONS * condition.election_s
+        notice_s = ELECTIONS * status.election_s
         self.capabilities = replace(self.capabilities, notice_s=notice_s)
-        self._renewals.cluster = self._wire.cluster
-        self._renewals.cluster_id = self._wire.cluster_id
         if token_floor:
-            await self._do(AdvanceRevision(token_floor))
+            await self._write(AdvanceRevision(token_floor))
 
     async def grant(self, ttl_s: float) -> Lease:
         ttl_s = max(ttl_s, MIN_TTL_S)
-        match await self._do(Grant(ttl_s)):
+        match await self._write(Grant(ttl_s)):
             case LeaseGranted(lease=lease):
                 return Lease(str(lease), ttl_s)
             case other:
-                raise _surprised(other)
+                raise _unexpected(other)
 
     async def renew(self, lease: Lease) -> None:
         self._require_usable()
         number = _number(lease)
-        # While nothing else is asked, nobody would notice that the other connection is dead.
-        self._wire.suspect()
+        # An idle connection that died goes unnoticed, and its watches with it.
+        self._requests.probe()
         await self._renewals.ask(lambda id: RenewLease(id, number))  # noqa: A006
 
     async def revoke(self, lease: Lease) -> None:
-        await self._do(Revoke(_number(lease)))
+        await self._write(Revoke(_number(lease)))
 
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
-        match await self._do(Create(key, value, _number(lease))):
+        match await self._write(Create(key, value, _number(lease))):
             case Written(revision=revision, version=version):
                 return Creation(True, Entry(key, value, revision, version, lease.id))
             case EntryExists(entry=entry):
@@ -152,30 +153,30 @@ class QuorumStore(Store):
             case LeaseNotFound():
                 raise _gone(lease)
             case other:
-                raise _surprised(other)
+                raise _unexpected(other)
 
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
-        result = await self._do(Put(key, value, _version(if_version)))
+        result = await self._write(Put(key, value, _version(if_version)))
         if isinstance(result, Written):
             return Entry(key, value, result.revision, result.version)
         if isinstance(result, ConditionFailed):
             return None
-        raise _surprised(result)
+        raise _unexpected(result)
 
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
-        result = await self._do(Delete(key, _version(if_version)))
+        result = await self._write(Delete(key, _version(if_version)))
         return isinstance(result, Done)
 
     async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
         if not -RANKS < rank < RANKS:
             raise ConfigError(f"a rank is a number of 64 bits, not {rank}")
-        match await self._do(Enqueue(line, value, _number(lease), rank)):
+        match await self._write(Enqueue(line, value, _number(lease), rank)):
             case TicketIssued(key=key, revision=revision):
                 return Entry(key, value, revision, revision, lease.id)
             case LeaseNotFound():
                 raise _gone(lease)
             case other:
-                raise _surprised(other)
+                raise _unexpected(other)
 
     async def ahead(self, ticket: Entry) -> Entry | None:
         return await self._find(lambda id: Ahead(id, ticket.key))  # noqa: A006
@@ -188,18 +189,18 @@ class QuorumStore(Store):
 
     async def list(self, prefix: str) -> list[Entry]:
         self._require_usable()
-        records: list[StoredEntry] = await self._wire.ask(lambda id: Scan(id, prefix))  # noqa: A006
+        records: list[StoredEntry] = await self._requests.ask(lambda id: Scan(id, prefix))  # noqa: A006
         return [_entry(record) for record in records]
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
         self._require_usable()
-        return await self._wire.watch(scope, notify)
+        return await self._requests.watch(scope, notify)
 
     async def diagnose(self) -> Sequence[Finding]:
         return findings(await self.inspect())
 
     async def inspect(self) -> Sequence[NodeAnswer]:
-        """What each node says of itself: those of the URL, and others that they know of."""
+        """The status of each node: those of the URL, and others that they name."""
         self._require_usable()
         states = await asyncio.gather(*map(self._inspect, self._nodes))
         known = {state.condition.node for state in states if state.condition}
@@ -209,7 +210,7 @@ class QuorumStore(Store):
                 told = state.condition.addresses
                 others |= {_place(told[node]): node for node in told if node not in known}
         named = {_place(address) for address in self._nodes}
-        # A node may name whatever it likes, and each name is an address that this dials.
+        # Bounded, because each name that a node sends is an address that is dialled.
         unseen = [place for place in others if place not in named][:OTHERS]
         states += await asyncio.gather(*map(self._inspect, unseen))
         return [
@@ -217,56 +218,43 @@ class QuorumStore(Store):
             for state in states
         ]
 
-    async def arrange(self, what: str, node: str, address: str = "") -> None:
+    async def administer(self, action: str, node: str, address: str = "") -> None:
         """`add`, `promote`, `remove` a node, or `transfer` leadership to it."""
         self._require_usable()
-        await self._wire.ask(lambda id: Administer(id, what, node, address))  # noqa: A006
+        await self._requests.ask(lambda id: Administer(id, action, node, address))  # noqa: A006
 
-    async def copy(self, take: Callable[[BackupChunk], None]) -> None:
-        """Have everything as it is at one instant. If a connection fails in between it begins
-        anew, with a piece that has an origin."""
+    async def backup(self, take: Callable[[BackupChunk], None]) -> None:
+        """Read the whole state as of one instant. If the connection fails, it begins again with a
+        chunk that has an origin."""
         self._require_usable()
-        await self._wire.ask(BackupRequest, take)
+        await self._requests.ask(BackupRequest, take)
 
-    def forked(self) -> None:
-        self._unusable = self._unusable or (
-            "this store was opened before a fork and belongs to the parent process:"
-            " connect again in the child"
-        )
-
-    async def close(self) -> None:
-        if self._unusable is None:
-            self._unusable = "this store has been closed; open another"
-            await asyncio.gather(self._wire.close(), self._renewals.close())
+    async def _release(self) -> None:
+        await asyncio.gather(self._requests.close(), self._renewals.close())
 
     async def _inspect(self, address: str) -> NodeAnswer:
-        """What one node says of itself."""
         try:
             async with asyncio.timeout(2 * self._connect_timeout_s):
                 return NodeAnswer(
-                    address, await inquire(address, self._security, self._wire.cluster)
+                    address, await fetch_status(address, self._security, self._cluster.name)
                 )
         except TimeoutError:
             return NodeAnswer(address, None, f"{address} does not answer")
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is what there is to tell
+        except Exception as error:  # noqa: BLE001 - reported as the reason
             return NodeAnswer(address, None, str(error))
 
-    def _do(self, command: KeyspaceCommand) -> Coroutine[Any, Any, Result]:
+    def _write(self, command: KeyspaceCommand) -> Coroutine[Any, Any, Result]:
         self._require_usable()
-        return self._wire.write(command)
+        return self._requests.write(command)
 
     async def _find(self, make: Callable[[int], Any]) -> Entry | None:
         self._require_usable()
-        record = (await self._wire.ask(make)).entry
+        record = (await self._requests.ask(make)).entry
         return None if record is None else _entry(record)
-
-    def _require_usable(self) -> None:
-        if self._unusable is not None:
-            raise StoreUnusable(self._unusable)
 
 
 def _place(address: str) -> str:
-    """An address as a quorum on one machine writes it, whatever the URL says."""
+    """The address with `localhost` as the loopback address, as nodes on one machine name it."""
     host, _, port = address.rpartition(":")
     return f"127.0.0.1:{port}" if host == "localhost" else address
 
@@ -283,7 +271,7 @@ def _number(lease: Lease) -> int:
 def _version(version: Version | None) -> int:
     if version is None:
         return 0
-    # A version of another store's making is none that could match.
+    # The version of another kind of store matches no entry.
     return version if isinstance(version, int) else -1
 
 
@@ -291,8 +279,8 @@ def _gone(lease: Lease) -> LeaseGone:
     return LeaseGone(f"the lease {lease.id} has ended")
 
 
-def _surprised(result: Result) -> StoreUnusable:
+def _unexpected(result: Result) -> StoreUnusable:
     return StoreUnusable(
         f"the quorum answered {result!r}, which this version of doyen does not expect: use the"
-        " same version everywhere"
+        " same version on all nodes and clients"
     )
