@@ -80,7 +80,7 @@ class Crew:
     def pid(self, who: str) -> int:
         return self._members[who].pid
 
-    def tell(self, who: str, command: str) -> None:
+    def send(self, who: str, command: str) -> None:
         stdin = self._members[who].stdin
         assert stdin is not None
         stdin.write(command.encode() + b"\n")

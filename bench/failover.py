@@ -90,9 +90,9 @@ class Contest:
 
     def handover(self) -> None:
         settle()
-        self._crew.tell(self._holder, "resign")
+        self._crew.send(self._holder, "resign")
         self._entered(self._crew.wait("resigned", self._holder)["at"])
-        self._crew.tell(self._holder, "campaign again")
+        self._crew.send(self._holder, "campaign again")
         self._holder, self._waiter = self._waiter, self._holder
         self._crew.wait("waiting", self._waiter)
 

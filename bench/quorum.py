@@ -38,7 +38,7 @@ class Members(Crew):
     """Three nodes and their clients."""
 
     def order(self, who: str, answer: str, **order: Any) -> Report:
-        self.tell(who, json.dumps(order))
+        self.send(who, json.dumps(order))
         return self.wait(answer, who)
 
     def load(self, who: str, in_flight: int, seconds: float, pids: Iterable[int]) -> Report:
@@ -257,7 +257,7 @@ def _snapshot(keys: int, entries: int) -> list[Figure]:
         leader = crew.leader("n1")
         crew.replica("writer", "doyen-client", url=f"doyen://{nodes[leader]}")
         crew.wait("ready", "writer")
-        crew.tell("writer", json.dumps({"do": "fill", "keys": keys}))
+        crew.send("writer", json.dumps({"do": "fill", "keys": keys}))
         crew.wait("filled", "writer", within_s=600)
         filling = [crew.order(who, "pauses", do="pauses") for who in nodes]
         quiet = _write_on(crew, nodes)

@@ -30,7 +30,7 @@ def herd(*, processes: int = 10, sessions: int = 100, changes: int = 20) -> list
         leader = crew.wait("entered")["who"]
         _counts(crew, names)
         for _ in range(changes):
-            crew.tell(leader, "resign")
+            crew.send(leader, "resign")
             resigned = crew.wait("resigned", leader)
             entered = crew.wait("entered")
             gaps_ms.append((entered["at"] - resigned["at"]) * 1e3)
@@ -63,7 +63,7 @@ def herd(*, processes: int = 10, sessions: int = 100, changes: int = 20) -> list
 def _counts(crew: Crew, names: list[str]) -> Counter[str]:
     total: Counter[str] = Counter()
     for name in names:
-        crew.tell(name, "count")
+        crew.send(name, "count")
     for name in names:
         total.update(crew.wait("counts", name)["counts"])
     return total

@@ -40,7 +40,7 @@ FAULTS: dict[str, tuple[Callable[[Candidate], None], Callable[[Candidate], None]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_another_leads_when_the_leader_is(trial: Trial, fault: str, tmp_path: Path) -> None:
+def test_failover_when_the_leader_is(trial: Trial, fault: str, tmp_path: Path) -> None:
     inject, undo = FAULTS[fault]
     with Contest(trial, tmp_path, ttl_s=trial.ttl_s, links=fault == "cut off") as contest:
         old, _ = contest.leader()

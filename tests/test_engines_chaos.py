@@ -50,7 +50,7 @@ DEADLY: dict[str, Callable[[Proxy, float], object]] = {
 
 
 @pytest.mark.parametrize("fault", DEADLY)
-def test_another_leads_in_time_when_the_leaders_link_is(
+def test_failover_in_time_when_the_leaders_connection_is(
     trial: Trial, fault: str, tmp_path: Path
 ) -> None:
     with Contest(trial, tmp_path, ttl_s=trial.ttl_s, links=True) as contest:
@@ -77,7 +77,9 @@ HARMLESS: dict[str, Callable[[Proxy, float], object]] = {
 
 
 @pytest.mark.parametrize("fault", HARMLESS)
-def test_a_leader_outlives_a_link_that_is(trial: Trial, fault: str, tmp_path: Path) -> None:
+def test_a_leader_keeps_leading_when_its_connection_is(
+    trial: Trial, fault: str, tmp_path: Path
+) -> None:
     with Contest(trial, tmp_path, ttl_s=trial.ttl_s, links=True) as contest:
         leader, term = contest.leader()
         for _ in range(4):
@@ -111,7 +113,7 @@ def test_a_write_that_is_cut_in_the_middle(trial: Trial, tmp_path: Path) -> None
     assert hit >= 16
 
 
-def test_the_server_restarts_or_falls_silent(trial: Trial, tmp_path: Path) -> None:
+def test_the_server_restarts_or_is_frozen(trial: Trial, tmp_path: Path) -> None:
     """The server is killed and restarted on its data, stopped regularly, or frozen for more than a
     ttl. Then the leader is killed, and there is another in time.
 

@@ -50,7 +50,7 @@ def etcd_calls(server: servers.Server, *methods: str) -> int:
 
 def zookeeper_packets(server: servers.Server) -> int:
     """Renewals and pings among them."""
-    answer = wire.zookeeper_word(server.port, b"mntr")
+    answer = wire.zookeeper_command(server.port, b"mntr")
     return int(answer.partition("zk_packets_received\t")[2].split()[0])
 
 

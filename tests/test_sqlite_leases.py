@@ -340,7 +340,7 @@ def test_nothing_is_left_open_or_inherited(bench: Bench) -> None:
     lease = owner.grant(TTL_S)
     assert len(os.listdir("/proc/self/fd")) == before + 2
     lock, alive = owner.proof(lease)
-    assert lock > alive  # what a dying process closes first, so that its end is seen second
+    assert lock > alive  # closed first on death, so the lock is free before the FIFO wakes others
     assert not os.get_inheritable(lock)
     assert not os.get_inheritable(alive)
     judge.judge(lease)

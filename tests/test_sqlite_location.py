@@ -83,7 +83,7 @@ def test_symbolic_links_to_one_file_are_one_store(tmp_path: Path) -> None:
         (f"sqlite:///tmp/x.db?token_floor={1 << 62}", "whole number"),
     ],
 )
-def test_addresses_that_cannot_work_are_refused(url: str, message: str) -> None:
+def test_invalid_urls_are_refused(url: str, message: str) -> None:
     async def test() -> None:
         with pytest.raises(ConfigError, match=message):
             await open_store(url, Context(SystemClock(), lambda event: None))

@@ -204,7 +204,7 @@ def test_unused_watches_are_removed_from_the_server(chroot: str) -> None:
             assert watches(server) == before
 
     def watches(server: servers.ZooKeeper) -> int:
-        answer = wire.zookeeper_word(server.port, b"mntr")
+        answer = wire.zookeeper_command(server.port, b"mntr")
         return int(answer.partition("zk_watch_count\t")[2].split()[0])
 
     with servers.ZooKeeper() as server:

@@ -10,7 +10,7 @@ import servers
 from doyen.stores.port import Store, open_store
 from doyen.testing import LinkedStoreConformance, StoreConformance, StoreHarness
 from linked import ServerHarness
-from servers.wire import ZooKeeperLink
+from servers.wire import ZooKeeperConnection
 
 CHROOT = "/doyen/tests"
 
@@ -24,7 +24,7 @@ class Harness(ServerHarness):
 
     async def deface(self, name: str) -> None:
         election = f"{CHROOT}/elections/{name}"
-        with ZooKeeperLink(self.server.port) as link:
+        with ZooKeeperConnection(self.server.port) as link:
             link.create(election, b"\xff stray")
             for child in ("leader", "leader:", "guid_0000000007", "guid_stray", "stray"):
                 link.create(f"{election}/{child}", b"\xff stray")

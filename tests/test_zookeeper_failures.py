@@ -471,7 +471,7 @@ def test_the_cost_of_a_failover_does_not_depend_on_the_line(election: str) -> No
 
 
 def packets(server: servers.ZooKeeper) -> int:
-    answer = servers.wire.zookeeper_word(server.port, b"mntr")
+    answer = servers.wire.zookeeper_command(server.port, b"mntr")
     return int(answer.partition("zk_packets_received\t")[2].split()[0])
 
 

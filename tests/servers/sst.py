@@ -21,15 +21,15 @@ def join() -> None:
     with socket.create_server((HOST, 0)) as listening:
         listening.settimeout(WAIT_S)
         print(f"ready {HOST}:{listening.getsockname()[1]}", flush=True)
-        link, _ = listening.accept()
-        with link, link.makefile() as lines:
+        connection, _ = listening.accept()
+        with connection, connection.makefile() as lines:
             print(lines.readline().strip(), flush=True)
 
 
 def donate(address: str, state: str) -> None:
     host, _, port = address.partition("/")[0].rpartition(":")
-    with socket.create_connection((host, int(port)), WAIT_S) as link:
-        link.sendall(f"{state}\n".encode())
+    with socket.create_connection((host, int(port)), WAIT_S) as connection:
+        connection.sendall(f"{state}\n".encode())
     print(f"done {state}", flush=True)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 TIMEOUT_S = 2.0
 
 
-class Link:
+class Connection:
     """A connection that reads exactly the requested number of bytes."""
 
     def __init__(self, port: int, host: str = "127.0.0.1", timeout_s: float = TIMEOUT_S) -> None:
@@ -44,7 +44,7 @@ class Link:
     def rest(self) -> bytes:
         return self._file.read()
 
-    def __enter__(self) -> Link:
+    def __enter__(self) -> Connection:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -76,20 +76,20 @@ def http_json(port: int, method: str, path: str, body: object = None) -> Any:
     return json.loads(answer)
 
 
-def zookeeper_word(port: int, word: bytes) -> str:
+def zookeeper_command(port: int, word: bytes) -> str:
     """The answer to a four-letter command of ZooKeeper."""
-    with Link(port) as link:
-        link.send(word)
-        return link.rest().decode()
+    with Connection(port) as connection:
+        connection.send(word)
+        return connection.rest().decode()
 
 
-class ZooKeeperLink:
+class ZooKeeperConnection:
     """A session with ZooKeeper, open within its `with` block."""
 
     CREATE, DELETE, GET, CLOSE = 1, 2, 4, -11
 
     def __init__(self, port: int) -> None:
-        self._link = Link(port)
+        self._connection = Connection(port)
         self._calls = 0
         self._send(struct.pack(">iqiq", 0, 0, 10_000, 0) + _text(b"\0" * 16))
         self._receive()
@@ -113,17 +113,17 @@ class ZooKeeperLink:
         return answer[16:]
 
     def _send(self, message: bytes) -> None:
-        self._link.send(struct.pack(">i", len(message)) + message)
+        self._connection.send(struct.pack(">i", len(message)) + message)
 
     def _receive(self) -> bytes:
-        (size,) = struct.unpack(">i", self._link.read(4))
-        return self._link.read(size)
+        (size,) = struct.unpack(">i", self._connection.read(4))
+        return self._connection.read(size)
 
-    def __enter__(self) -> ZooKeeperLink:
+    def __enter__(self) -> ZooKeeperConnection:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._link:
+        with self._connection:
             self._call(self.CLOSE, b"")
 
 
@@ -133,22 +133,22 @@ def _text(data: bytes) -> bytes:
 
 def postgres_query(port: int, query: str, user: str = "postgres") -> list[list[str | None]]:
     """The rows of a query, as text."""
-    with Link(port) as link:
+    with Connection(port) as connection:
         parameters = f"user\0{user}\0database\0postgres\0\0".encode()
-        link.send(struct.pack(">ii", len(parameters) + 8, 196608) + parameters)
-        _postgres_until_ready(link)
+        connection.send(struct.pack(">ii", len(parameters) + 8, 196608) + parameters)
+        _postgres_until_ready(connection)
         text = query.encode() + b"\0"
-        link.send(b"Q" + struct.pack(">i", len(text) + 4) + text)
-        rows = _postgres_until_ready(link)
-        link.send(b"X" + struct.pack(">i", 4))
+        connection.send(b"Q" + struct.pack(">i", len(text) + 4) + text)
+        rows = _postgres_until_ready(connection)
+        connection.send(b"X" + struct.pack(">i", 4))
         return rows
 
 
-def _postgres_until_ready(link: Link) -> list[list[str | None]]:
+def _postgres_until_ready(connection: Connection) -> list[list[str | None]]:
     rows: list[list[str | None]] = []
     while True:
-        kind, size = struct.unpack(">ci", link.read(5))
-        body = link.read(size - 4)
+        kind, size = struct.unpack(">ci", connection.read(5))
+        body = connection.read(size - 4)
         if kind == b"E":
             fields = {part[:1]: part[1:] for part in body.split(b"\0") if part}
             raise ValueError(fields[b"M"].decode())
@@ -173,56 +173,56 @@ def _postgres_row(body: bytes) -> list[str | None]:
 
 def redis_command(port: int, *words: str) -> bytes | None:
     """The answer to a command: a simple string, an integer or a bulk string."""
-    with Link(port) as link:
+    with Connection(port) as connection:
         parts = (f"${len(word.encode())}\r\n{word}\r\n" for word in words)
-        link.send(f"*{len(words)}\r\n{''.join(parts)}".encode())
-        line = link.line().rstrip()
+        connection.send(f"*{len(words)}\r\n{''.join(parts)}".encode())
+        line = connection.line().rstrip()
         kind, rest = line[:1], line[1:]
         if kind == b"-":
             raise ValueError(rest.decode())
         if kind == b"$":
-            return None if rest == b"-1" else link.read(int(rest))
+            return None if rest == b"-1" else connection.read(int(rest))
         return rest
 
 
 def nats_request(port: int, subject: str, payload: bytes = b"") -> bytes:
     """The answer to a request. Raises ValueError if the subject has no responder."""
-    with Link(port) as link:
-        if not link.line().startswith(b"INFO "):
+    with Connection(port) as connection:
+        if not connection.line().startswith(b"INFO "):
             raise ValueError("not a NATS server")
         connect = b'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\n'
         publish = f"PUB {subject} answer {len(payload)}\r\n".encode() + payload + b"\r\n"
-        link.send(connect + b"PING\r\nSUB answer 1\r\n" + publish)
+        connection.send(connect + b"PING\r\nSUB answer 1\r\n" + publish)
         while True:
-            kind, *words = link.line().split()
+            kind, *words = connection.line().split()
             if kind == b"MSG":
-                return link.read(int(words[-1]))
+                return connection.read(int(words[-1]))
             if kind not in (b"PONG", b"PING", b"INFO"):
                 raise ValueError(f"NATS answers {kind.decode()}")
 
 
 def mysql_query(port: int, query: str, user: str, password: str) -> list[list[str | None]]:
     """The rows of a query, as text."""
-    with Link(port) as link:
-        salt = _mysql_salt(_mysql_packet(link))
+    with Connection(port) as connection:
+        salt = _mysql_salt(_mysql_packet(connection))
         # Protocol 4.1 with mysql_native_password.
         flags = 0x200 | 0x8000 | 0x80000
         proof = _mysql_proof(password.encode(), salt)
         login = struct.pack("<IIB23x", flags, 1 << 24, 45) + user.encode() + b"\0"
         login += bytes([len(proof)]) + proof + b"mysql_native_password\0"
-        _mysql_send(link, 1, login)
-        _mysql_packet(link)
-        _mysql_send(link, 0, b"\x03" + query.encode())
-        return _mysql_rows(link)
+        _mysql_send(connection, 1, login)
+        _mysql_packet(connection)
+        _mysql_send(connection, 0, b"\x03" + query.encode())
+        return _mysql_rows(connection)
 
 
-def _mysql_send(link: Link, number: int, body: bytes) -> None:
-    link.send(struct.pack("<I", len(body) | number << 24) + body)
+def _mysql_send(connection: Connection, number: int, body: bytes) -> None:
+    connection.send(struct.pack("<I", len(body) | number << 24) + body)
 
 
-def _mysql_packet(link: Link) -> bytes:
-    (head,) = struct.unpack("<I", link.read(4))
-    body = link.read(head & 0xFFFFFF)
+def _mysql_packet(connection: Connection) -> bytes:
+    (head,) = struct.unpack("<I", connection.read(4))
+    body = connection.read(head & 0xFFFFFF)
     if body[:1] == b"\xff":
         raise ValueError(body[3:].decode(errors="replace"))
     return body
@@ -239,14 +239,14 @@ def _mysql_proof(password: bytes, salt: bytes) -> bytes:
     return bytes(a ^ b for a, b in zip(once, mask, strict=True))
 
 
-def _mysql_rows(link: Link) -> list[list[str | None]]:
-    columns = _mysql_packet(link)[0]
+def _mysql_rows(connection: Connection) -> list[list[str | None]]:
+    columns = _mysql_packet(connection)[0]
     if columns == 0:
         return []
-    while _mysql_packet(link)[:1] != b"\xfe":
+    while _mysql_packet(connection)[:1] != b"\xfe":
         pass  # column definitions
     rows: list[list[str | None]] = []
-    while (body := _mysql_packet(link))[:1] != b"\xfe":
+    while (body := _mysql_packet(connection))[:1] != b"\xfe":
         at, row = 0, list[str | None]()
         for _ in range(columns):
             size = body[at]  # values are short: longer ones have another length encoding

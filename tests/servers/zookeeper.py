@@ -79,7 +79,7 @@ class ZooKeeper(Member):
         data = self.folder / "data"
         data.mkdir()
         settings = {
-            "tickTime": "200",  # sessions of 0.4 s to 20 s are granted with the bounds below
+            "tickTime": "200",  # the bounds of session timeouts are set below
             "minSessionTimeout": "400",
             "maxSessionTimeout": "40000",
             "initLimit": "50",
@@ -133,19 +133,19 @@ class ZooKeeper(Member):
 
     def mode(self) -> str:
         """leader, follower or standalone; empty if it is not serving."""
-        answer = wire.zookeeper_word(self.port, b"srvr")
+        answer = wire.zookeeper_command(self.port, b"srvr")
         return next((line[6:] for line in answer.splitlines() if line.startswith("Mode: ")), "")
 
     def leads(self) -> bool:
         return self.mode() == "leader"
 
     def put(self, key: str, value: bytes) -> None:
-        with wire.ZooKeeperLink(self.port) as link:
-            link.create(f"/{key}", value)
+        with wire.ZooKeeperConnection(self.port) as connection:
+            connection.create(f"/{key}", value)
 
     def get(self, key: str) -> bytes | None:
-        with wire.ZooKeeperLink(self.port) as link:
-            return link.get(f"/{key}")
+        with wire.ZooKeeperConnection(self.port) as connection:
+            return connection.get(f"/{key}")
 
 
 class ZooKeeperEnsemble(Cluster[ZooKeeper]):
