@@ -130,7 +130,7 @@ class Applier:
         """Apply what is queued: a slice after this step, the rest in the next turns."""
         if not self._paused and not self._scheduled:
             self._scheduled = True
-            self._pump.after_step(self._apply_slice)
+            self._pump.after_step.append(self._apply_slice)
 
     def _apply_slice(self) -> None:
         self._scheduled = False

@@ -122,7 +122,7 @@ class Driver:
         """Restore the snapshot on disk, and take part."""
         await self.applier.start()
         self._require()
-        self._journal.start(self._persisted, self.pump.fail)
+        self._journal.start(self.pump.persisted, self.pump.fail)
         self._transport.start(
             self._received,
             lambda peer: self.pump.step(Connected(peer)),
@@ -243,11 +243,6 @@ class Driver:
             self.disk_space.check()
         self.pump.step(Received(peer, message))
 
-    def _persisted(self, token: int) -> None:
-        if self._journal.full is not self.disk_space.full and not self.pump.ended:
-            self.disk_space.check()
-        self.pump.persisted(token)
-
     def _reach(self) -> None:
         """Connect to all members. Until a change of the membership is committed, the members before
         and after it take part: one that is removed has to acknowledge and to learn of it."""
@@ -272,8 +267,7 @@ class Driver:
             self._require()
         if self.applier.membership is not self._reached:
             self._reach()
-        if self._proposer.waiting:
-            self.pump.flush_soon()
+        self._proposer.flush_waiting()
 
     # Effects of the core.
 

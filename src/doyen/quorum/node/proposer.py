@@ -73,10 +73,10 @@ class Proposer:
         handlers[PROPOSE] = lambda _, data, respond: self._called(data, respond, False)
         handlers[PROPOSE_AS_ADMIN] = lambda _, data, respond: self._called(data, respond, True)
 
-    @property
-    def waiting(self) -> bool:
-        """Whether there is anything to flush."""
-        return bool(self._proposals.queue or self._proposals.internal or self._forwarded.queue)
+    def flush_waiting(self) -> None:
+        """Entries have been applied, so more may be appended."""
+        if self._proposals.queue or self._proposals.internal or self._forwarded.queue:
+            self._pump.flush_soon()
 
     def _flush(self) -> None:
         core, proposals, forwarded = self._pump.core, self._proposals, self._forwarded

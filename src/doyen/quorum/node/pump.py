@@ -80,7 +80,8 @@ class Pump:
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._events: deque[CoreEvent] = deque()
         self._stepping = False
-        self._after_step: list[Callable[[], None]] = []
+        self.after_step: list[Callable[[], None]] = []
+        """What to call once when the effects of the current step have been carried out."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = inf
         self._durable = 0
@@ -114,14 +115,10 @@ class Pump:
         if core.membership is not self._membership:
             self._membership = core.membership
             self.on_membership()
-        if self._after_step:
-            calls, self._after_step = self._after_step, []
+        if self.after_step:
+            calls, self.after_step = self.after_step, []
             for call in calls:
                 call()
-
-    def after_step(self, call: Callable[[], None]) -> None:
-        """Call this when the effects of the current step have been carried out."""
-        self._after_step.append(call)
 
     def _send(self, effect: Send) -> None:
         if effect.after > self._durable:

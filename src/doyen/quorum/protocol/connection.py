@@ -168,7 +168,8 @@ class _SendQueue:
         self._scheduled = False
         if not self.blocked:
             self._write()
-            self._wake()
+            if self._waiters:
+                self._wake()
 
     def _write(self) -> None:
         if self._parts and self.transport is not None:
