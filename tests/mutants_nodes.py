@@ -149,7 +149,7 @@ def ended_late(patch: pytest.MonkeyPatch) -> None:
 
 def seen_until_removed(patch: pytest.MonkeyPatch) -> None:
     """Entries of an ended lease are visible until they are removed."""
-    patch.setattr(Keyspace, "_standing", lambda self, record: record)
+    patch.setattr(Keyspace, "_live", lambda self, record: record)
 
 
 def removed_by_key(patch: pytest.MonkeyPatch) -> None:

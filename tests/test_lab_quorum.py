@@ -140,7 +140,7 @@ def test_a_node_that_was_down_catches_up_with_a_leader_that_joined_meanwhile(
     outcome, lines = narrate(plan)
     assert outcome.ok, outcome.violations
     assert any("n1 follows n4" in line for line in lines)
-    monkeypatch.setattr(Peers, "_link_back", lambda *_: None)
+    monkeypatch.setattr(Peers, "_dialled_by", lambda *_: None)
     monkeypatch.setattr("doyen.lab.quorum.LIVENESS_S", 3.0)
     assert [each.text for each in QuorumWorld(plan).run().violations] == [
         "3 s after all faults had ended, voter n1 has not caught up with the leader"

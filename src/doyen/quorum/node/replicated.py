@@ -202,14 +202,16 @@ class ReplicatedMachines:
                         raise StoreUnusable(_nobody(command.target))
                     try:
                         result = apply(command.body)
-                        kind = type(result)
-                        if kind is not bytes and kind not in _PLAIN:
+                        if type(result) is bytes:
+                            size = len(result)
+                        else:
                             result = _plain(result)
+                            size = _size(result)
                     except (MemoryError, UnknownCommand):
-                        raise  # this node's trouble, not the command's: it must end
+                        raise  # this node cannot carry it out and others can: it must end
                     except Exception as error:  # noqa: BLE001 - the same on every node
                         result = Failure(f"{type(error).__name__}: {error}")
-                    size = len(result) if type(result) is bytes else _size(result)
+                        size = _size(result)
                     if size <= LARGE and client.bytes + size <= RESULT_BYTES:
                         kept[seq] = result
                         client.bytes += size
@@ -347,7 +349,8 @@ def _size(result: Any) -> int:
 
 def _plain(result: Any) -> Any:
     """A result as msgpack carries it, apart from whatever the machine may change later."""
-    if type(result) is int and -(1 << 63) <= result < 1 << 63:
+    kind = type(result)
+    if kind in _PLAIN or (kind is int and -(1 << 63) <= result < 1 << 63):
         return result
     try:
         return _decode_any.decode(_encode(result))
