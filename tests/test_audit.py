@@ -1,4 +1,6 @@
-"""The audit log is written whole, and the verifier tells right histories from wrong ones."""
+"""The audit log contains whole lines only, and the verifier distinguishes correct histories from
+incorrect ones.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ EPOCH = 1_700_000_000.0
 
 
 class Process:
-    """Writes the lines that one session of one process would."""
+    """Writes the lines of one session of one process."""
 
     def __init__(
         self, lines: list[LogLine], name: str, *, boot: str = "boot-1", skew_s: float = 0.0
@@ -36,7 +38,7 @@ class Process:
         self.lease = f"lease-{name}"
 
     def says(self, event: str, at: float, **fields: Any) -> None:
-        # Each boot has an origin of its own; the tests speak of one true time.
+        # Each boot has its own origin of time; the tests use one common time.
         origin = 1000.0 * len(self.boot)
         for name in ("valid_until", "ended_at", "since"):
             if name in fields:
@@ -101,7 +103,7 @@ def kinds(report: Report) -> list[str]:
 
 
 def check(lines: list[LogLine], *expected: str, tolerance_s: float = 0.0) -> Report:
-    """Verify, in every order worth trying, and expect exactly these violations."""
+    """Verify the lines in several orders, and expect exactly these violations."""
     reports = []
     shuffled = random.Random(7).sample(lines, len(lines))
     for order in (lines, lines[::-1], shuffled, lines + lines):
@@ -111,7 +113,7 @@ def check(lines: list[LogLine], *expected: str, tolerance_s: float = 0.0) -> Rep
     return reports[0]
 
 
-# What is as it should be.
+# Correct histories.
 
 
 def test_resigning_hands_over(lines: list[LogLine], a: Process, b: Process) -> None:
@@ -219,7 +221,7 @@ def test_other_machines_are_compared_by_wall_clock(lines: list[LogLine], a: Proc
     assert check(lines, tolerance_s=0.25).ok
 
 
-# What must not be.
+# Violations.
 
 
 def test_two_terms_that_overlap(lines: list[LogLine], a: Process, b: Process) -> None:
@@ -351,7 +353,7 @@ def test_an_overrun_after_a_pause_is_a_warning(
     assert "into the term of b (token 11)" in report.warnings[0]
 
 
-# What is odd.
+# Unusual logs.
 
 
 def test_a_wall_clock_moved_meanwhile_is_mentioned(lines: list[LogLine], a: Process) -> None:
@@ -418,7 +420,7 @@ GARBAGE = [
 def test_with_lines_that_cannot_be_read_nothing_is_proved(
     lines: list[LogLine], a: Process, garbage: bytes
 ) -> None:
-    """One of them may have said that somebody was elected."""
+    """An unreadable line may have recorded an election."""
     a.elected(1, 10, until=5)
     lines.insert(0, LogLine(Where("a.jsonl", 99), garbage))
     report = verify_lines(lines)
@@ -428,8 +430,8 @@ def test_with_lines_that_cannot_be_read_nothing_is_proved(
 
 
 def test_a_torn_last_line_is_reported(tmp_path: Path, lines: list[LogLine], a: Process) -> None:
-    """Its process was killed as it wrote, or is writing: what it did later is proved by nothing
-    anyway, and it led nobody whom the rest does not show."""
+    """The process was killed while it wrote the line, or is still writing it. What happened later
+    is not covered by the log anyway, so the verdict stays "proved"."""
     a.elected(1, 10, until=5)
     a.resigned(2, 10)
     log = tmp_path / "a.jsonl"
@@ -459,7 +461,7 @@ def test_a_line_appended_to_a_torn_one_is_not_lost(
 
 
 def test_many_gaps_are_read_in_little_time(lines: list[LogLine], a: Process) -> None:
-    """A disk that is full time and again leaves one gap after another."""
+    """A disk that is full again and again leaves one gap after another."""
     a.elected(1, 10, until=1e6)
     for at in range(2, 10_000):
         a.says("gap", at, missed=1, since=at)
@@ -485,13 +487,13 @@ def test_a_tolerance_is_not_negative() -> None:
         verify([], tolerance_s=-1)
 
 
-# Any right history is clean; one fault in it is found.
+# Every generated correct history passes; one injected fault is found.
 
 ENDINGS = ("resigned", "died", "expired", "frozen", "silent", "given up")
 
 
 class History:
-    """A right history of one election, told by processes on one or two machines."""
+    """A correct history of one election, recorded by processes on one or two machines."""
 
     def __init__(self, draw: st.DrawFn, election: str) -> None:
         self.lines: list[LogLine] = []
@@ -679,7 +681,7 @@ def test_a_disk_that_stays_full_leaves_the_gap_at_the_end(
 
 
 def test_a_named_pipe_that_nobody_reads_is_refused(tmp_path: Path) -> None:
-    """Opening it would wait for a reader, on doyen's own loop."""
+    """Opening it would block doyen's loop until it has a reader."""
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="cannot be written"):
         AuditLog(tmp_path / "pipe")
@@ -688,7 +690,7 @@ def test_a_named_pipe_that_nobody_reads_is_refused(tmp_path: Path) -> None:
 def test_what_a_gap_may_hide_is_neither_proved_nor_disproved(
     lines: list[LogLine], a: Process, b: Process
 ) -> None:
-    """The end of a term may be among what its process could not write."""
+    """The end of a term may be among the events that its process could not write."""
     a.elected(1, 10, until=50)
     a.gap(5, since=3, missed=4)
     b.elected(4, 11, until=9)
@@ -724,8 +726,8 @@ def test_a_gap_at_another_time_hides_nothing(lines: list[LogLine], a: Process, b
 
 
 def test_renewals_may_be_missing(lines: list[LogLine], a: Process) -> None:
-    """A term that was lost after the last deadline in the log is no violation, if renewals may
-    have been written in between."""
+    """A term that was lost after the last deadline in the log is not a violation if a gap may
+    contain renewals."""
     a.elected(1, 10, until=5)
     a.gap(9, since=2, missed=4)
     a.says(

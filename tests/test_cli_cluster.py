@@ -46,7 +46,7 @@ def test_a_node_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert f"{old.name}    {old.address}  outside" in capsys.readouterr().out
         assert old.stop() == 0
         store = ["--store", quorum.url]
-        status = told(capsys, "status", *store, code=1)  # the one that was removed is silent
+        status = told(capsys, "status", *store, code=1)  # the removed node does not answer
         assert sum("silent_because" in node for node in status["nodes"]) == 1
         with doyen.connect_blocking(quorum.url) as session, session.campaign("e") as term:
             assert term.token > token
@@ -106,7 +106,7 @@ def condition(node: str, role: str = "following", applied: int = 5000, **other: 
         ([condition("n1", "leading"), condition("n2"), condition("n3")], "n2", ["2 voters"]),
         ([condition("n1", "leading"), condition("n2"), condition("n3")], "n4", []),
         ([condition("n1", "leading"), condition("n2"), condition("n3")], "n9", []),
-        # The dead one is removed: no more may fail than before.
+        # Removing a dead node is no risk: as many failures are survived as before.
         ([condition("n1", "leading"), condition("n2"), NodeAnswer("n3:1", None)], "n3", []),
         (
             [condition(name, role, voters=("n1", "n2")) for name, role in NAMES],
@@ -122,7 +122,11 @@ def condition(node: str, role: str = "following", applied: int = 5000, **other: 
             "n1",
             ["2 voters", "n1 may have the only up-to-date copy"],
         ),
-        ([condition("n2"), condition("n3")], "n2", []),  # nobody leads: nobody obeys either
+        (
+            [condition("n2"), condition("n3")],
+            "n2",
+            [],
+        ),  # without a leader no change is possible anyway
     ],
 )
 def test_what_a_removal_puts_at_risk(states: list[NodeAnswer], node: str, told: list[str]) -> None:
@@ -163,13 +167,14 @@ def test_status_in_words_and_with_nobody_leading(
         assert f"{leader.name}    {leader.address}  looking" in out
         assert out.count("silent") == 2
         silent = next(node for node in quorum.nodes.values() if node is not leader)
-        assert out.count(silent.address) == 2  # in the table, and why it is silent
+        assert out.count(silent.address) == 2  # in the table and in the reason
 
 
 def test_status_of_nodes_that_do_not_all_know_who_leads(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that runs and is cut off is no better than a silent one; unless it does not belong."""
+    """A member that runs and knows no leader makes the exit code 1, like a silent one. A node that
+    is not a member does not."""
     states: list[NodeAnswer] = []
 
     async def inspect(self: QuorumStore) -> list[NodeAnswer]:
@@ -200,7 +205,7 @@ def test_status_of_nodes_that_do_not_all_know_who_leads(
 def test_whoever_is_silent_is_named_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nodes of one machine know one another as 127.0.0.1; people write localhost."""
+    """The nodes know each other as 127.0.0.1, while the user writes localhost."""
     with Quorum(tmp_path) as quorum:
         store = ["--store", quorum.url.replace("127.0.0.1", "localhost")]
         leader = quorum.leader()
@@ -301,7 +306,7 @@ def test_a_backup_that_is_refused_is_refused_in_one_line(
     monkeypatch.setattr(QuorumStore, "backup", refused)
     file = tmp_path / "backup"
     assert main(["cluster", "backup", str(file), "--store", "doyen://localhost:1"]) == 69
-    gc.collect()  # a task whose exception nobody has looked at is logged when it is deleted
+    gc.collect()  # an exception of a task that was not retrieved is logged at its deletion
     assert capsys.readouterr().err == "doyen: this needs the role 'admin'\n"
     assert not caplog.records
     assert not file.exists()

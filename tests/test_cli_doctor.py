@@ -1,4 +1,4 @@
-"""`doyen doctor`: what it measures, what it makes of it, and that it leaves nothing behind."""
+"""`doyen doctor`: measurements, findings, and that nothing is left in the store."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from support import Place, virtual
 
 
 def found(findings: Any, *levels: str) -> dict[str, str]:
-    """Subjects and texts of the findings of these levels; of all but the good ones by default."""
+    """Subjects and texts of the findings of these levels; by default of all levels except "ok"."""
     wanted = levels or ("note", "warning", "problem")
     return {each.subject: each.text for each in findings if each.level in wanted}
 
@@ -48,7 +48,7 @@ def latencies(**seconds: float) -> dict[Operation, Latency]:
     return {name: Latency((0.0, slowest)) for name, slowest in given.items()}  # type: ignore[misc]
 
 
-# Judgements
+# Findings
 
 
 def test_good_times_on_a_quick_store() -> None:
@@ -151,7 +151,7 @@ def test_failover_by_lease_and_by_proof_of_death() -> None:
 
 
 class Patient:
-    """A store in virtual time, and what is left in it."""
+    """A store in virtual time, and the entries that are left in it."""
 
     def __init__(self, place: Place, faults: Faults) -> None:
         self.place = place
@@ -273,7 +273,7 @@ async def test_an_election_is_looked_at(place: Place) -> None:
 
 
 class Coarse(MemoryStore):
-    """Grants whole seconds, as etcd does, and has a word about itself."""
+    """Grants whole seconds, as etcd does, and returns a finding of its own."""
 
     capabilities = Capabilities(ttl_step_s=1.0)
 

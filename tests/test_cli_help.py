@@ -1,5 +1,6 @@
-"""Help that can be relied on: every command explains itself, its examples work, its options are
-completed in every shell, and all of it fits a terminal."""
+"""Every command has a complete help text that fits a terminal, its examples are valid, and its
+options are completed in every shell.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def test_a_command_explains_itself(name: str) -> None:
 
 @each_command
 def test_exit_codes_are_documented(name: str) -> None:
-    """Its own, each with a meaning, and where to look for the others."""
+    """Each exit code has a meaning, and the text refers to the common ones."""
     codes = section(parser_of(name).format_help(), "exit codes")
     assert any("doyen --help" in line for line in codes)
     assert any(re.match(r"\d+ ", line) for line in codes)
@@ -159,7 +160,7 @@ def test_every_command_and_option_is_named(shell: str) -> None:
 
 @each_shell
 def test_the_shell_reads_the_script(shell: str, tmp_path: Path) -> None:
-    """Where the shell is installed; bash is everywhere."""
+    """For the shells that are installed; bash always is."""
     if shutil.which(shell) is None:
         assert shell != "bash"
         return
@@ -170,7 +171,7 @@ def test_the_shell_reads_the_script(shell: str, tmp_path: Path) -> None:
 
 
 def completed(*typed: str, cwd: Path | None = None) -> set[str]:
-    """What bash offers for the last of the words."""
+    """What bash offers for the last word."""
     program = (
         f"{completion('bash')}\n"
         f"COMP_WORDS=({shlex.join(['doyen', *typed])}); COMP_CWORD={len(typed)}; _doyen\n"

@@ -1,4 +1,4 @@
-"""`doyen lab`: what the lab finds, shown to people and to programs."""
+"""`doyen lab`: the output of runs, hunts, comparisons and scenarios, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def test_a_run_is_written_down_and_replayed(
 
 
 def test_a_hunt_shows_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Some seeds at least, though the time is up before the first process has started."""
+    """At least some seeds are run, even if the time is over before the first process has
+    started."""
     arguments = ["hunt", "--limit", "0.01s", "--jobs", "1", "--for", "2s", "--out", str(tmp_path)]
     hunted = told(capsys, *arguments)
     assert hunted["seeds"] > 0
@@ -137,7 +138,7 @@ def test_protocols_side_by_side_in_a_table_and_a_chart(
 def test_charts_are_drawn_as_png_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path))  # where it keeps a list of fonts
+    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path))  # the cache directory of matplotlib
     for name, *arguments in (
         ("bars.png", "compare", "--protocols", "raft", "--seeds", "1", "--for", "1s"),
         ("lines.png", "scale", "--most", "100"),

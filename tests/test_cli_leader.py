@@ -1,4 +1,4 @@
-"""`doyen leader` and `doyen watch` on a real store, as people and programs use them."""
+"""`doyen leader` and `doyen watch` on a real store, with text and JSON output."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_nobody_leads_is_an_answer_with_a_code_of_its_own(
 
 
 class Watching:
-    """A `doyen watch` at the other end of a pipe."""
+    """A `doyen watch` whose output is a pipe."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
@@ -120,7 +120,7 @@ def test_watch_writes_json_lines(store: str) -> None:
 
 
 def test_watch_ends_quietly_once_nobody_reads(store: str) -> None:
-    """At once, not at the next change, which may never come."""
+    """It ends at once, and not only at the next change, which may never come."""
     with watching("billing", "--store", store) as watch:
         watch.line()
         watch.stdout.close()

@@ -1,4 +1,4 @@
-"""`doyen line`, once and live, on a real store, for people at a terminal and for programs."""
+"""`doyen line`, once and live, on a real store, on a terminal and with pipes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_one_that_leads_without_a_ticket(store: str, capsys: pytest.CaptureFixtu
 def test_meta_and_odd_names_are_shown_and_harmless(
     store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Names come from other processes: they must not move the cursor, or break the table."""
+    """Names come from other processes and must not contain control sequences in the output."""
     with (
         doyen.connect_blocking(store) as session,
         session.campaign("e", name="\x1b[2J[red]日本\n", meta={"url": "http://é", "a": "\x9b"}),
@@ -96,7 +96,7 @@ def test_tables_are_aligned_by_what_is_seen() -> None:
 
 
 class Following:
-    """A command whose output is read as it comes: at the end of a pipe, or on a terminal."""
+    """A command whose output is read as it is written, from a pipe or a terminal."""
 
     def __init__(self, process: subprocess.Popen[bytes], out: int) -> None:
         self.process = process
@@ -104,7 +104,7 @@ class Following:
         self.seen = ""
 
     def until(self, pattern: str) -> str:
-        """What was printed up to the end of this, which is then forgotten."""
+        """The output up to the end of the pattern, which is then discarded."""
         deadline = time.monotonic() + WITHIN_S
         while not (found := re.search(pattern, self.seen, re.DOTALL)):
             left_s = deadline - time.monotonic()

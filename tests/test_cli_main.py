@@ -1,4 +1,6 @@
-"""The command line finds its commands lazily, and every failure ends in a line and a code."""
+"""The command line imports commands when they are used, and every error ends in one line of text
+and an exit code.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ Play = Callable[[Callable[[argparse.Namespace], int]], None]
 
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch) -> Play:
-    """Put a function in the place of the command `leader`."""
+    """Replace the command `leader` by a function."""
 
     def play(run: Callable[[argparse.Namespace], int]) -> None:
         def configure(parser: argparse.ArgumentParser) -> None:

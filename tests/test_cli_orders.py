@@ -82,7 +82,8 @@ def test_nobody_leads_is_an_answer(
 def test_a_leader_that_does_not_obey_goes_on_until_forced(
     store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Frozen, its lease good for a minute: an order cannot reach it. Its record can be removed."""
+    """The leader is frozen and its lease is valid for a minute, so it cannot obey an order. Its
+    leader record can be deleted by force."""
     with candidates(store, "server1", "server2") as started:
         first = leader(store)
         started.freeze("server1")
@@ -174,7 +175,7 @@ def test_force_is_not_assumed_where_nobody_can_be_asked(store: str) -> None:
 
 
 class Terminal:
-    """A command on a terminal."""
+    """A command that runs on a terminal."""
 
     def __init__(self, *arguments: str) -> None:
         self._ours, theirs = pty.openpty()
@@ -218,7 +219,7 @@ def test_force_asks_at_a_terminal_and_says_what_it_costs(store: str, answer: str
 
 
 def test_one_that_lost_meanwhile_is_left_alone(store: str) -> None:
-    """Who was shown is who is meant."""
+    """The confirmation is valid only for the leader that was shown."""
     with candidates(store, "server1", "server2"):
         terminal = Terminal("resign", "billing", "--force", "--store", store)
         try:

@@ -1,7 +1,7 @@
-"""`doyen run`, as a user meets it: real processes on the local store.
+"""`doyen run` with real processes on the local store.
 
-What matters most is checked twice over: a successor's command starts only after everything of the
-predecessor's is dead, whether its `doyen` was killed or frozen.
+The most important property has two tests: the command of a successor starts only after all
+processes of the predecessor have ended, whether its `doyen` was killed or frozen.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ time.sleep(3600)
 
 
 class Stay:
-    """A command that notes when it began, and stays."""
+    """A command that records its start and keeps running."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -66,7 +66,7 @@ class Stay:
 
 
 class Bench:
-    """A place with a store of its own, to start `doyen run` in."""
+    """A directory with a store, in which `doyen run` is started."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -234,7 +234,7 @@ def test_asked_to_end_while_waiting(bench: Bench, signum: signal.Signals) -> Non
     assert not (bench.directory / "ran").exists()
 
 
-# The command ends, or leadership does.
+# The end of the command, and of leadership.
 
 
 def test_restart(bench: Bench) -> None:
@@ -285,7 +285,7 @@ def test_the_guard_is_killed(bench: Bench) -> None:
     assert not work.any_alive()
 
 
-# A successor starts only after everything of the predecessor's is dead.
+# A successor starts only after all processes of the predecessor have ended.
 
 
 @pytest.mark.parametrize("fault", ["killed", "frozen"])
@@ -322,7 +322,8 @@ def test_a_meek_command_of_a_killed_doyen_is_followed_at_once(bench: Bench) -> N
 
 
 def test_the_one_of_higher_priority_takes_over_if_it_may(bench: Bench) -> None:
-    """The leader's command has ended before the next one begins, and its `doyen` stands again."""
+    """The leader's command has ended before the next one starts, and its `doyen` campaigns
+    again."""
     low, high = bench.stay("low"), bench.stay("high")
     first = bench.lead(low.command)
     until(lambda: low.begun, "the first leads")

@@ -1,4 +1,4 @@
-"""`doyen serve`: where its settings come from, and a quorum of real processes."""
+"""`doyen serve`: the sources of its settings, its log lines, and a quorum of real processes."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_a_port_that_is_taken_is_named_with_the_remedy(tmp_path: Path) -> None:
 def test_peers_that_are_not_those_on_disk_are_told_apart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Two `doyen run` at once in one process, as other tests have them, may leave it otherwise.
+    # Other tests run two `doyen run` in one process, which may leave it false.
     monkeypatch.setattr(logging.getLogger("doyen"), "propagate", True)
     one, other = addresses(2)
 

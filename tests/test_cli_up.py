@@ -1,4 +1,6 @@
-"""`doyen up`: real processes that are killed and frozen, a terminal, a verdict that can fail."""
+"""`doyen up`: real processes that are killed and frozen, the live view on a terminal, and a verdict
+that can be negative.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,14 @@ def environment(tmp: Path, **more: str) -> dict[str, str]:
 
 
 def saboteur(folder: Path, code: str) -> str:
-    """A PYTHONPATH under which every process of a run begins by executing `code`."""
+    """A PYTHONPATH with which every Python process of a run executes `code` at its start."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(code)
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def candidates(tmp: Path) -> dict[int, str]:
-    """The candidates that run out of a folder, and the state that the kernel has them in."""
+    """The running candidates of a directory, with the state that the kernel reports."""
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -60,7 +62,7 @@ def candidates(tmp: Path) -> dict[int, str]:
 
 
 def nodes(tmp: Path) -> list[int]:
-    """The nodes of a quorum in this folder that run."""
+    """The running nodes of the quorum in this directory."""
     return [
         int(process.name)
         for process in Path("/proc").glob("[0-9]*")
@@ -93,14 +95,14 @@ def up(tmp: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def in_a_file(tmp: Path) -> list[str]:
-    """Where death is known at once, and nothing else has to be started."""
+    """Options for a sqlite store, which has proof of death and needs no nodes."""
     return ["--store", f"sqlite://{tmp}.db"]
 
 
 def drill(
     tmp: Path, *options: str, quorum: bool = False, **more: str
 ) -> tuple[int, dict[str, Any]]:
-    """An unattended run to its end."""
+    """An unattended run, to its end."""
     tmp.mkdir()
     done = subprocess.run(
         [*DOYEN, "up", "--json", *([] if quorum else in_a_file(tmp)), *options],
@@ -219,11 +221,13 @@ def test_candidates_die_with_a_killed_up_even_frozen_ones(tmp_path: Path) -> Non
             eventually(lambda: not candidates(tmp_path), "no candidates left")
         finally:
             for left in (pid, *candidates(tmp_path)):
-                os.kill(left, signal.SIGKILL)  # the foster has not reaped it: it is still this one
+                os.kill(
+                    left, signal.SIGKILL
+                )  # it has not been reaped, so the pid has not been reused
 
 
 class Terminal:
-    """`doyen up` in a terminal of 80 by 24, and what a person at it would see and do."""
+    """`doyen up` in a terminal of 80 by 24, with its output and its keys."""
 
     def __init__(self, tmp: Path, *, quorum: bool = False, **more: str) -> None:
         self.near, self.far = pty.openpty()
@@ -244,7 +248,7 @@ class Terminal:
             self.output += os.read(self.near, 65536).decode(errors="replace")
 
     def seen(self, pattern: str, *, after: int = 0) -> re.Match[str]:
-        """Wait for a pattern in what is shown from some point of the output on."""
+        """Wait for a pattern in the output after some position."""
         deadline = time.monotonic() + WITHIN_S
         while True:
             plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.output[after:])
@@ -254,7 +258,7 @@ class Terminal:
             self._read()
 
     def press(self, key: str) -> int:
-        """Returns the point in the output from which its effect may be seen."""
+        """Press a key; returns the position in the output after which its effect may appear."""
         os.write(self.near, key.encode())
         return len(self.output)
 
@@ -377,7 +381,7 @@ def elected(name: str, token: int, at: float) -> dict[str, Any]:
 
 
 def cluster_after_a_kill(folder: Path, *, worst_s: float) -> CandidateGroup:
-    """Its logs tell of a leader that was killed at 11 and followed at 12."""
+    """Its logs contain a leader that was killed at 11 and replaced at 12."""
     folder.mkdir()
     cluster = CandidateGroup(
         folder, candidates=2, store="-", timing=Timing(ttl_s=0.6), worst_s=worst_s

@@ -1,4 +1,4 @@
-"""`doyen verify`: the verdict, for people and for programs, and its exit code."""
+"""`doyen verify`: the verdict as text and as JSON, and the exit code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from doyen.telemetry import Telemetry
 
 
 class Logs:
-    """Two processes, a log each, and one clock."""
+    """The logs of two processes with one clock."""
 
     def __init__(self, folder: Path) -> None:
         self.clock = VirtualClock()

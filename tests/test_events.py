@@ -1,7 +1,7 @@
-"""Telemetry reaches every sink, in order, and can never hurt the one who emits.
+"""Events reach every sink in order, and a slow or failing sink never delays the session.
 
-The policy of a full queue is tested in virtual time; that a stuck sink stops nobody else needs
-threads.
+The handling of full queues is tested in virtual time. That a stuck sink does not delay others is
+tested with threads.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def test_a_sink_that_raises_is_reported_and_passed_over(
 def test_every_event_is_a_line_in_the_log(
     caplog: pytest.LogCaptureFixture, event: Event, level: int, words: str
 ) -> None:
-    """Values are quoted where they have to be, and times are wall-clock times."""
+    """Values are quoted where needed, and times are wall-clock times."""
     caplog.set_level(logging.DEBUG, "doyen")
     Telemetry(VirtualClock(wall=1e9), "s").emit(event)
     (line,) = caplog.records
@@ -144,7 +144,8 @@ def test_a_planned_loss_is_not_a_warning(caplog: pytest.LogCaptureFixture) -> No
 async def test_a_handover_that_was_ordered_is_not_a_warning(
     place: Place, caplog: pytest.LogCaptureFixture, order: str
 ) -> None:
-    """The removal of the leader record by another process is one."""
+    """An obeyed order is logged at level info. The removal of the leader record by another process
+    is logged as a warning."""
     caplog.set_level(logging.INFO, "doyen")
     leader, other = await place.open(), await place.open()
     with pytest.raises(LeadershipLost):
@@ -224,7 +225,8 @@ def test_what_fails_during_an_outage_is_logged_at_level_debug(
 def test_a_candidate_that_gave_up_does_not_prolong_an_outage(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It emits no event. Without its outage ending, the next outage would not be reported."""
+    """A candidate that gives up emits no event. If the outage did not end without it, the next
+    outage would not be reported."""
     clock = VirtualClock()
     telemetry = Telemetry(clock, "s")
     for _ in range(2):
@@ -243,7 +245,7 @@ def test_a_level_that_is_off_costs_no_line(caplog: pytest.LogCaptureFixture) -> 
 
 
 def told(number: int) -> Record:
-    """The event of the instant `number`."""
+    """The event emitted at time `number`."""
     return Record(Renewed(lease="l", valid_until=0.0), float(number), 1e9 + number, "s", 1)
 
 
@@ -252,7 +254,7 @@ def told(number: int) -> Record:
     steps=st.lists(st.booleans(), max_size=60),
 )
 def test_a_backlog_is_bounded_and_accounts_for_everything(limit: int, steps: list[bool]) -> None:
-    """Whatever is put in comes out once, in order, or is counted by a gap in its place."""
+    """Every item is taken once and in order, or counted by a gap in its place."""
     backlog = Backlog(limit, merge_gap)
     put, out = 0, []
     for more in steps:
@@ -277,7 +279,7 @@ def test_a_backlog_is_bounded_and_accounts_for_everything(limit: int, steps: lis
 
 
 class SlowDisk(InlineRuntime):
-    """A runtime whose sinks take their time, in virtual time: the queue of a thread, no thread."""
+    """A runtime whose sinks are slow in virtual time. It uses the same queue as the threads do."""
 
     def __init__(self, clock: VirtualClock, takes_s: Callable[[], float], limit: int) -> None:
         super().__init__(clock)
@@ -325,8 +327,8 @@ class SlowOutlet:
 async def test_a_disk_that_stalls_costs_no_lease_and_leaves_a_gap(
     place: Place, tmp_path: Path
 ) -> None:
-    """The disk takes 100 s for a write, and later works again: the leader leads, the log has a gap
-    where events were dropped, and nothing is proved by such a log."""
+    """Writes to the disk take 100 s for a while. The leader keeps its lease, the log has a gap
+    where events were dropped, and the verdict on the log is "incomplete"."""
     path, takes_s = tmp_path / "audit.jsonl", 0.0
     runtime = SlowDisk(place.clock, lambda: takes_s, limit=8)
     store = MemoryStore(place.server, Context(place.clock, lambda event: None))
@@ -402,8 +404,9 @@ def test_closing_waits_for_what_is_queued_and_not_for_ever(
 
 
 def test_an_awaited_event_is_written_before_its_emitter_goes_on() -> None:
-    """As long as the log keeps up. A process that is killed as soon as it has let go of its record
-    must have written that it did, or its term would seem to overlap with the next."""
+    """This holds as long as the log keeps up. If a process were killed right after it deleted its
+    leader record and before it recorded that it resigned, its term would seem to overlap with the
+    next."""
     written: list[Record] = []
     resigned = Resigned(election="e", name="n", token=1, lease="l")
     gate = threading.Event()
@@ -420,7 +423,7 @@ def test_an_awaited_event_is_written_before_its_emitter_goes_on() -> None:
         telemetry.emit(resigned)
         assert len(written) == number
     gate.clear()
-    telemetry.emit(resigned)  # comes back, although the log is stuck
+    telemetry.emit(resigned)  # returns although the log is stuck
     assert len(written) == 49
     gate.set()
     asyncio.run(telemetry.close())
@@ -445,7 +448,8 @@ def test_a_stuck_log_is_waited_for_within_an_allowance() -> None:
 
 @virtual
 async def test_sessions_that_share_a_loop_share_the_allowance(place: Place) -> None:
-    """A stuck disk under the audit logs of many sessions delays renewals no more than under one."""
+    """A stuck disk delays the loop no longer if many sessions have audit logs on it than if one
+    has."""
     clock, waits = VirtualClock(), []
 
     class Stuck(DirectOutlet):
@@ -516,7 +520,7 @@ def test_what_no_thread_could_be_started_for_is_kept(
 
 
 def test_stuck_sinks_hold_up_the_end_of_the_process_once() -> None:
-    """However many they are: the waits at the end of the process do not add up."""
+    """The waits for several stuck sinks at the end of the process do not add up."""
     program = (
         "import threading, time\n"
         "from doyen.telemetry import DeliveryQueue\n"

@@ -1,4 +1,4 @@
-"""Fenced resources refuse an earlier term and say so."""
+"""Fenced resources refuse the tokens of earlier terms with an error that names both tokens."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A paused ex-leader wakes after another has written, and writes.
+"""A former leader is paused, another leader writes, and then the former leader resumes and writes.
 
-The processes are real, and stopped by a real signal: between the last look at leadership and the
-write, then before each single step of a guarded write. The same pause without the guard lands the
-stale write, so these tests can fail.
+The processes are real and are stopped by a real signal: between the last check of leadership and
+the write, then before each single step of a guarded write. Without the guard, the same pause lets
+the stale write succeed, so these tests can fail.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def test_a_database_and_a_leader_that_wakes_too_late(
         assert connection.execute("SELECT content FROM state").fetchall() == [(content,)]
 
 
-# The interpreter announces each step that touches the file system; the process gets the signal
+# An audit hook reports each step that touches the file system; the process gets the signal
 # just before the step of the given number.
 STEP_BY_STEP = """
 path, call, number, fate = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])

@@ -24,7 +24,7 @@ from servers.mariadb import DATABASE, PASSWORD, USER
 
 
 class Client:
-    """A database, by one of its client libraries. Asynchronous ones are run to completion."""
+    """A database with one of its client libraries. Asynchronous clients are run to completion."""
 
     def __init__(self, name: str, server: servers.Server) -> None:
         self.name = name
@@ -55,7 +55,7 @@ class Client:
         return connection
 
     def do(self, result: Any) -> Any:
-        """The result, awaited if need be."""
+        """The result, awaited if necessary."""
 
         async def wait() -> Any:
             return await result
@@ -121,7 +121,7 @@ def test_an_equal_or_later_token_passes_and_an_earlier_one_rolls_back(client: Cl
 
 
 def test_a_token_seen_by_another_after_our_transaction_began_counts(client: Client) -> None:
-    """In MySQL a transaction reads what stood there when it began, unless it locks."""
+    """In MySQL a transaction reads from a snapshot of its beginning, unless it locks the row."""
     new, old = client.connect(), client.connect()
     client.execute(old, f"SELECT * FROM {client.table}")
     client.check(new, "billing", 8)

@@ -1,8 +1,8 @@
-"""What went wrong elsewhere, each as a test here.
+"""Incidents of other projects, each as a test.
 
-The reference names the tracker and issue; docs/incidents.md lists them all, with their tests here
-and on the stores where they happened. Every scenario runs on the code as it is, and again on
-variants with the rule broken that the incident broke: those must be caught. All in virtual time.
+Docstrings name the tracker and the issue; docs/incidents.md lists all incidents and tests. Every
+scenario runs with the code as it is, and again with variants that break the rule which the incident
+broke and that must be detected. All run in virtual time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ CAUGHT = (AssertionError, pytest.fail.Exception, TimeoutError, LeadershipLost, N
 
 
 def broken_by(*variants: Variant) -> Callable[[Scenario], Callable[..., None]]:
-    """Make a test of a scenario: as the code is, and once with each rule broken."""
+    """Make a test of a scenario: with the code as it is, and once for each broken rule."""
 
     def decorate(scenario: Scenario) -> Callable[..., None]:
         attempt = virtual(scenario)
@@ -92,20 +92,20 @@ def broken_by(*variants: Variant) -> Callable[[Scenario], Callable[..., None]]:
 
 
 async def hold_on(session: Session, terms: list[Term], for_s: float = 1e6, **options: Any) -> None:
-    """Campaign for "e", note the term, and keep it for a while."""
+    """Campaign for "e", record the term, and keep it for a while."""
     async with session.campaign("e", **options) as term:
         terms.append(term)
         await asyncio.sleep(for_s)
 
 
 def in_background(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """What becomes of it is looked at or not, as the scenario likes."""
+    """Run it in the background; the scenario may ignore its result."""
     task = asyncio.create_task(work)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task
 
 
-# Rules, broken.
+# Broken rules.
 
 
 def owner_known_by_name(patch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def owner_known_by_name(patch: pytest.MonkeyPatch) -> None:
 
 
 def believing(*errors: type[Exception]) -> Variant:
-    """A create that failed in this way is taken for a success."""
+    """A broken rule: a create that failed in this way is taken for a success."""
 
     def a_failed_create_believed(patch: pytest.MonkeyPatch) -> None:
         write = Attempt.write
@@ -130,7 +130,7 @@ def believing(*errors: type[Exception]) -> Variant:
                 return Creation(True, Entry(self.record_key, b"", 9**9, 0, self.keepalive.lease.id))
 
         async def trust(self: Leading) -> None:
-            """A leader that reads its record would find the mistake at once."""
+            """Skip the read of the record, which would reveal the mistake at once."""
 
         patch.setattr(Attempt, "write", believe)
         patch.setattr(Leading, "_look", trust)
@@ -190,8 +190,8 @@ def calls_without_a_bound(patch: pytest.MonkeyPatch) -> None:
 
 @broken_by(owner_known_by_name)
 async def test_a_record_left_by_a_dead_session_is_not_trusted(place: Place) -> None:
-    """curator#1211: restarted under its old name, a candidate found the node of its dead session
-    and took itself for the leader."""
+    """curator#1211: a candidate restarted under its old name found the node of its dead session and
+    took itself for the leader."""
     faults = Faults()
     dead, restarted = await place.open(faults), await place.open()
     terms: list[Term] = []
@@ -206,7 +206,7 @@ async def test_a_record_left_by_a_dead_session_is_not_trusted(place: Place) -> N
 
 
 def late_word_counts(patch: pytest.MonkeyPatch) -> None:
-    """The loss of any lease that a campaign had ends the term that it has now."""
+    """A broken rule: the loss of any earlier lease of a campaign ends its current term."""
     terms: dict[str, Term] = {}
     begin, lead = Attempt.__init__, Leading.__init__
 
@@ -228,7 +228,7 @@ def late_word_counts(patch: pytest.MonkeyPatch) -> None:
 
 @broken_by(late_word_counts)
 async def test_late_word_of_an_old_session_changes_nothing(place: Place) -> None:
-    """curator#1018: a callback of the old session came late and replaced live state."""
+    """curator#1018: a late callback of the old session replaced live state."""
     leader, session = await place.open(), await place.open()
     terms: list[Term] = []
     in_background(hold_on(leader, [], for_s=10, name="a"))
@@ -251,8 +251,8 @@ async def test_late_word_of_an_old_session_changes_nothing(place: Place) -> None
 @pytest.mark.parametrize("how", ["lease gone", "refused", "silent", "adapter's own mistake"])
 @broken_by(nobody_told_of_loss, body_not_stopped)
 async def test_every_failure_to_renew_stops_the_body(place: Place, how: str) -> None:
-    """kubernetes#23731: the path of a failed renewal skipped the stop hook, and the old leader
-    worked on. consul#1843: the renewer's failure was discarded."""
+    """kubernetes#23731: the code path of a failed renewal skipped the stop hook, and the old leader
+    continued to work. consul#1843: the failure of the renewer was discarded."""
     faults = Faults()
 
     class Mistaken(FaultyStore):
@@ -312,7 +312,7 @@ async def test_a_stop_hook_within_its_budget_ends_before_the_successor_begins(pl
 
 
 def ahead_gone_is_victory(patch: pytest.MonkeyPatch) -> None:
-    """As in the incident: the wait is over, so the lock is ours, whatever became of the lease."""
+    """A broken rule: when the wait ends, the lock is taken as acquired, whatever the lease."""
     ahead = MemoryServer.ahead
 
     def nobody(self: MemoryServer, ticket: str) -> Entry | None:
@@ -343,7 +343,7 @@ async def test_nobody_is_elected_on_a_lease_that_ran_out_while_waiting(place: Pl
 
 
 def entered_unheld(patch: pytest.MonkeyPatch) -> None:
-    """`acquire` gives up and returns, and `with` goes on."""
+    """A broken rule: `acquire` gives up and returns, and the body of `with` is entered."""
     enter, leave = Campaign.__aenter__, Campaign.__aexit__
 
     async def anyway(self: Campaign) -> Any:
@@ -393,7 +393,7 @@ async def test_an_error_while_acquiring_is_no_success(place: Place) -> None:
 
 
 def renewal_revives(patch: pytest.MonkeyPatch) -> None:
-    """`SET key ttl`, whoever holds it."""
+    """A broken rule: `SET key ttl`, without a check of the holder."""
 
     def set_anew(self: MemoryServer, lease: str) -> None:
         held = self._leases.setdefault(lease, _Held(TTL_S, 0.0))
@@ -404,7 +404,7 @@ def renewal_revives(patch: pytest.MonkeyPatch) -> None:
 
 @broken_by(renewal_revives)
 async def test_a_renewal_that_lands_after_the_end_revives_nothing(place: Place) -> None:
-    """redbeat#127: the lock was extended without a look at whose it was."""
+    """redbeat#127: the lock was extended without a check of its holder."""
     faults = Faults()
     a, b = await place.open(faults), await place.open()
     terms: list[Term] = []
@@ -426,8 +426,8 @@ def any_attempt_of_ours(patch: pytest.MonkeyPatch) -> None:
 
 @broken_by(any_attempt_of_ours)
 async def test_a_stale_read_confirms_nothing(place: Place) -> None:
-    """patroni#316: a read from a lagging replica "confirmed" a leadership that was over. Here the
-    replica still shows our own former record when the answer to our next claim is lost."""
+    """patroni#316: a read from a lagging replica "confirmed" a leadership that had ended. Here the
+    replica still shows the former record when the response to the next claim is lost."""
     stale: list[Entry] = []
 
     class Lagging(FaultyStore):
@@ -451,8 +451,8 @@ async def test_a_stale_read_confirms_nothing(place: Place) -> None:
 
 @broken_by(answer_ignored)
 async def test_a_store_error_extends_nothing(place: Place) -> None:
-    """patroni#329: after an error of the store the lock was still believed to be held. helix#691:
-    work went on until the connection came back."""
+    """patroni#329: after an error of the store the lock was still taken as held. helix#691: work
+    went on until the connection was restored."""
     faults = Faults()
     a, b = await place.open(faults), await place.open()
     terms: list[Term] = []
@@ -500,7 +500,7 @@ def on_the_wall_clock(patch: pytest.MonkeyPatch) -> None:
 
 @broken_by(on_the_wall_clock)
 async def test_nobodys_wall_clock_decides(place: Place) -> None:
-    """PySyncObj#108: ages were reckoned from the clients' wall clocks."""
+    """PySyncObj#108: ages were computed from the clients' wall clocks."""
     session = await place.open()
     async with session.campaign("e") as term:
         for step_s in (3600, -7200, 86_400):
@@ -510,12 +510,12 @@ async def test_nobodys_wall_clock_decides(place: Place) -> None:
             assert term.valid
 
 
-# Stuck, leaked, or wrongly told.
+# Stuck, leaked or wrongly notified.
 
 
 @broken_by(calls_without_a_bound)
 async def test_a_campaign_goes_on_after_the_store_was_paused(place: Place) -> None:
-    """etcd#14641: a campaign hung for ever because the store's leader was paused for a while."""
+    """etcd#14641: a campaign hung for ever after the store's leader had been paused for a while."""
     for operation in ("grant", "enqueue", "ahead", "watch", "create", "get"):
         faults = Faults()
         other = await place.open(faults)
@@ -545,7 +545,7 @@ def first_under_the_prefix(patch: pytest.MonkeyPatch) -> None:
 
 @broken_by(first_under_the_prefix)
 async def test_an_observer_is_told_of_its_own_election_only(place: Place) -> None:
-    """etcd#18163: observe named the leader of another election, whose name began alike."""
+    """etcd#18163: observe returned the leader of another election with the same prefix."""
     watcher, a = await place.open(), await place.open()
     seen: list[str | None] = []
 
@@ -568,8 +568,8 @@ async def test_an_observer_is_told_of_its_own_election_only(place: Place) -> Non
 
 @broken_by(record_not_watched)
 async def test_a_lease_revoked_by_the_stores_mistake_is_noticed_at_once(place: Place) -> None:
-    """etcd#15247: a stalled ex-leader of the store revoked live leases. Their holders cannot
-    prevent it; they need not wait for their next renewal to learn of it."""
+    """etcd#15247: a stalled former leader of the store revoked live leases. Holders cannot prevent
+    that, but they notice it before their next renewal."""
     session = await place.open()
     with pytest.raises(LeadershipLost):
         async with session.campaign("e") as term:
@@ -587,7 +587,7 @@ def scopes_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 @broken_by(scopes_forgotten)
 async def test_a_second_claim_on_the_same_session_does_not_stack(place: Place) -> None:
-    """wolverine#2691: re-entrant locks stacked, and one release freed nothing."""
+    """wolverine#2691: re-entrant locks were counted, and one release did not free the lock."""
     a, b = await place.open(), await place.open()
     async with asyncio.timeout(TTL_S):
         async with a.campaign("e"):
@@ -605,9 +605,9 @@ async def test_a_second_claim_on_the_same_session_does_not_stack(place: Place) -
 async def test_a_claim_given_up_unanswered_leaks_nothing(
     place: Place, fault: Any, operation: str, giving_up: str
 ) -> None:
-    """greptimedb#7670: the client timed out, the lock was taken all the same, and nobody held it.
+    """greptimedb#7670: the client timed out, the lock was acquired nevertheless, and had no holder.
 
-    The session that made the claim lives on and renews its lease: nothing else would end it.
+    The session that made the claim lives on and renews its lease, so nothing else would end it.
     """
     faults = Faults()
     a, b = await place.open(faults), await place.open()
@@ -617,7 +617,7 @@ async def test_a_claim_given_up_unanswered_leaks_nothing(
         timeout_s = 0.5 if giving_up == "timeout" else None
         try:
             async with asyncio.timeout(timeout_s), a.campaign("e", name="a", wait_s=wait_s):
-                # Only a write of our own that was found again may have led here.
+                # Only an own write that was found again can lead to this.
                 assert place.holder() == "a"
         except (NotElected, TimeoutError):
             pass
@@ -642,7 +642,7 @@ async def test_one_failed_renewal_is_not_the_last(place: Place, fault: Any) -> N
 
 @broken_by()
 async def test_a_listener_that_fails_does_not_end_the_renewals(place: Place) -> None:
-    """redisson#775 once more: here it would be a user's callback that ends them."""
+    """redisson#775 again: here an error of a user's callback must not end the renewals."""
     session = await place.open()
 
     def fail(deadline: float) -> None:
@@ -656,7 +656,7 @@ async def test_a_listener_that_fails_does_not_end_the_renewals(place: Place) -> 
 
 @broken_by(given_back_over_the_bodys_head)
 async def test_the_record_stands_until_the_guarded_work_has_returned(place: Place) -> None:
-    """kubernetes#139504: the lease was released on shutdown while the work was still ending."""
+    """kubernetes#139504: the lease was released at shutdown while the work was still ending."""
     a, b = await place.open(), await place.open()
     story: list[str] = []
 
@@ -679,7 +679,7 @@ async def test_the_record_stands_until_the_guarded_work_has_returned(place: Plac
         successor = in_background(succeed())
         await until(lambda: place.line() == ["a", "b"])
         task.cancel() if how == "cancelled" else keepalive_of(a).lose("the test says so")
-        async with asyncio.timeout(STOP_BUDGET_S):  # handed over, not left to run out
+        async with asyncio.timeout(STOP_BUDGET_S):  # released, not left to expire
             await successor
         assert story == ["old leader has stopped", "new leader begins"], how
 
@@ -692,7 +692,7 @@ def keepalive_is_enough(patch: pytest.MonkeyPatch) -> None:
 async def test_a_leader_whose_work_hangs_makes_room(place: Place) -> None:
     """lavinmq#2151, kubernetes-client/python#2670: the keepalive was healthy while the work hung.
 
-    Only the campaign that asked for it is ended: the session's other terms go on.
+    Only the campaign with `stall_after_s` is ended; the session's other terms go on.
     """
     a, b = await place.open(), await place.open()
     async with a.campaign("other") as other:
@@ -715,7 +715,7 @@ def waiting_left_waiting(patch: pytest.MonkeyPatch) -> None:
 
 @broken_by(waiting_left_waiting)
 async def test_nobody_waits_on_a_session_that_is_closed(place: Place) -> None:
-    """kazoo#89: no word of the end reached those who waited."""
+    """kazoo#89: waiting candidates were not notified of the end of the session."""
     faults = Faults()
     session = place.session(faults)
     async with session:
@@ -747,8 +747,8 @@ READY: tuple[type[Event], ...] = (Waiting, Elected)
 
 @broken_by(ready_when_leading)
 async def test_a_rolling_update_does_not_wait_for_leadership(place: Place) -> None:
-    """argo-workflows#8283: a process was ready only when it led, the old one was to be stopped only
-    when the new one was ready. That one stands in line is known without a look at the store."""
+    """argo-workflows#8283: a new process was ready only when it led, and the old one was stopped
+    only when the new one was ready. A candidate in line is ready without reading the store."""
     replicas: list[asyncio.Task[None]] = []
     for generation in range(6):
         name = f"replica-{generation}"
@@ -771,7 +771,7 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "incidents.md"
 
 
 def incidents() -> list[tuple[str, list[str]]]:
-    """The rows of the document: the trackers' issues, and the tests."""
+    """The rows of the document: the issues and the tests."""
     rows = re.findall(r"(?m)^\| (\S+#\d.*?) \| .* \| (`test.*`) \|$", DOCUMENT.read_text())
     return [(issues, re.findall(r"`(.*?)`", tests)) for issues, tests in rows]
 

@@ -1,5 +1,7 @@
-"""doyen's log lines reach the handlers of `logging` as if they had been logged in place: from a
-thread, so that a stuck handler costs no lease, but once, in order, and whatever handlers do."""
+"""doyen's log lines are passed to the handlers of `logging` by a thread, so that a stuck handler
+delays no renewal. Each line arrives once and in order, and errors of handlers have no effect on
+doyen.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def runtime() -> Iterator[ThreadRuntime]:
 
 
 class Kept(logging.Handler):
-    """Keeps the messages; raises on those that say so."""
+    """Keeps messages, and raises an exception on those that contain "raise"."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +46,7 @@ def kept() -> Iterator[Kept]:
 
 
 def test_a_filter_of_the_user_sees_each_line_once(kept: Kept) -> None:
-    """One that drops what it has seen before would drop everything if it were asked twice."""
+    """A filter that drops repeated lines would drop all lines if it were called twice."""
     seen: list[logging.LogRecord] = []
 
     def new(record: logging.LogRecord) -> bool:
@@ -77,7 +79,7 @@ def test_a_handler_that_raises_ends_nothing(
 def test_two_relays_at_once_hand_on_each_line_once(
     runtime: ThreadRuntime, kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While one runtime is being closed, the next session may have started another."""
+    """While one runtime is closed, the next session may already have started another."""
     monkeypatch.setattr(ThreadRuntime, "_shared", None)
     other = ThreadRuntime.acquire()
     try:
@@ -89,7 +91,7 @@ def test_two_relays_at_once_hand_on_each_line_once(
 
 
 def test_a_handler_may_close_the_last_session(kept: Kept) -> None:
-    """It runs on the thread that is to be ended."""
+    """The handler runs on the thread that this ends."""
     runtime, closed = ThreadRuntime.acquire(), threading.Event()
 
     class Closing(logging.Handler):
@@ -139,7 +141,7 @@ def test_levels_handlers_and_propagation_are_those_of_logging(
 def test_without_a_thread_lines_are_logged_in_place(
     runtime: ThreadRuntime, kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The interpreter is shutting down, or there are as many threads as there may be."""
+    """The interpreter is shutting down, or the limit of threads is reached."""
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

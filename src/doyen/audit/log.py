@@ -1,6 +1,6 @@
 """Writing the audit log: one line of JSON and one `write` per event.
 
-May import clock, errors and events.
+May import clock, errors, events and log lines.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 
+from doyen._log_lines import log_line
 from doyen.errors import ConfigError
 from doyen.events import Record, merge_gap
 from doyen.lease.clock import boot_id
@@ -56,16 +57,11 @@ class AuditLog:
             except OSError as failure:
                 error = failure.strerror or str(failure)
             if error and self._gap is None:
-                log.error(
-                    "the audit log %s cannot be written (%s); events are missing from it until it"
-                    " can, and this is said once",
-                    self.path,
-                    error,
-                )
+                log.error("%s", log_line(event="audit_log_failed", path=self.path, error=error))
             if error:
                 self._gap = merge_gap(self._gap, record)
             elif self._gap is not None:
-                log.warning("the audit log %s is written again, with a gap", self.path)
+                log.warning("%s", log_line(event="audit_log_restored", path=self.path))
                 self._gap = None
 
     def _line(self, record: Record) -> bytes:
