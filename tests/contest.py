@@ -1,7 +1,7 @@
-"""An election among real processes on a real store, each behind a link that can be hurt.
+"""An election among real processes on a real store, each behind a proxy that injects faults.
 
-Run as a program, this file is one candidate: it campaigns, again after every loss, tells every
-event of its session as a line of JSON, and lets go when its standard input ends.
+Run as a program, this file is one candidate: it campaigns, again after every loss, prints every
+event of its session as a line of JSON, and resigns when its standard input ends.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ now = SystemClock().now
 
 @dataclass(frozen=True)
 class Place:
-    """Where a contest is held; there are no links to it."""
+    """A store that is reached without a proxy."""
 
     url: str
     port: int = 0
 
 
 class Candidate:
-    """One process that stands for election."""
+    """One process that campaigns."""
 
     def __init__(
         self, contest: Contest, name: str, url: str, link: Proxy | None, inside: list[str]
@@ -69,7 +69,7 @@ class Candidate:
         self._contest.hear(self, {"event": "ended", "code": self.process.wait()})
 
     def written(self) -> str:
-        """Its audit log. What it says is told before it is written there."""
+        """Its audit log. Events are printed before they are written there."""
         return self.audit.read_text() if self.audit.exists() else ""
 
     @fault
@@ -85,7 +85,7 @@ class Candidate:
         self.process.send_signal(signal.SIGCONT)
 
     def let_go(self) -> None:
-        """Ask it to stop in good order; `close` waits for that."""
+        """Ask it to resign and end; `close` waits for that."""
         self.thaw()
         assert self.process.stdin is not None
         self.process.stdin.close()
@@ -104,7 +104,7 @@ class Candidate:
 
 
 class Contest:
-    """Candidates of one election, and what they have said."""
+    """Candidates of one election, and the events that they have printed."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Contest:
         links: bool = False,
         inside: Callable[[str], list[str]] = lambda name: [],
     ) -> None:
-        """`inside` gives what the command of a candidate begins with: where it is to run."""
+        """`inside` returns the prefix of a candidate's command, which decides where it runs."""
         self.folder, self.ttl_s = folder, ttl_s
         self._inside = inside
         self.candidates: list[Candidate] = []
@@ -141,25 +141,24 @@ class Contest:
         return candidate
 
     def join(self) -> Candidate:
-        """Add one, and wait until it stands."""
+        """Add a candidate, and wait until it has a lease."""
         candidate = self.add()
-        self.wait("the newcomer does not stand", lambda: self.said(candidate, "granted"))
+        self.wait("the new candidate has no lease", lambda: self.said(candidate, "granted"))
         return candidate
 
     def wait(self, what: str, condition: Callable[[], object]) -> None:
-        """Wait until it is so; fail at once if a candidate ends by itself, or logs an error."""
+        """Wait until the condition holds; fail at once if a candidate ends by itself or logs an
+        error."""
 
         def failed() -> list[str]:
             ended = [each.name for each in self.candidates if each.process.returncode not in GOOD]
-            return ended + [
-                event["text"] for _, event in self.events if event["event"] == "trouble"
-            ]
+            return ended + [event["text"] for _, event in self.events if event["event"] == "error"]
 
         with self._heard:
             self._heard.wait_for(lambda: failed() or condition(), max(PATIENCE_S, 4 * self.ttl_s))
-            heard = [f"{who.name}: {event}" for who, event in self.events[-20:]]
-            assert not failed(), f"{failed()}: ended by themselves; heard {heard}"
-            assert condition(), f"{what}; heard {heard}"
+            last = [f"{who.name}: {event}" for who, event in self.events[-20:]]
+            assert not failed(), f"candidates failed: {failed()}; last events: {last}"
+            assert condition(), f"{what}; last events: {last}"
 
     def listen(self, seconds: float) -> None:
         """Let time pass; fail at once if a candidate ends by itself."""
@@ -170,7 +169,7 @@ class Contest:
             self.wait("", lambda: True)
 
     def settle(self, seconds: float) -> None:
-        """Let that much time pass, and then more until somebody leads."""
+        """Let this much time pass, and then more until there is a leader."""
         instant = now() + seconds
 
         def leads() -> bool:
@@ -180,12 +179,13 @@ class Contest:
             lost = [event["token"] for event in self.said(leader, "lost")]
             return leader.process.returncode is None and term["token"] not in lost
 
-        self.wait("nobody leads", leads)
+        self.wait("there is no leader", leads)
 
     def leader(self, after: int = 0) -> tuple[Candidate, dict[str, Any]]:
-        """The last to have been elected, once there is one with a token above `after`."""
+        """The candidate elected last, once its token is above `after`."""
         self.wait(
-            "nobody was elected", lambda: self.elected and self.elected[-1][1]["token"] > after
+            "no candidate was elected",
+            lambda: self.elected and self.elected[-1][1]["token"] > after,
         )
         return self.elected[-1]
 
@@ -193,7 +193,7 @@ class Contest:
         return [event for who, event in self.events if who is candidate and event["event"] == kind]
 
     def failover_s(self, hurt: Callable[[Candidate], object]) -> float:
-        """Do something to the leader; how long until another has been elected."""
+        """Inject a fault into the leader. Returns the time until another was elected."""
         leader, term = self.leader()
         line = f'"token":{term["token"]},'
         eventually(lambda: line in leader.written(), "its term is in its log")
@@ -204,7 +204,7 @@ class Contest:
         return float(new["at"]) - began
 
     def report(self) -> Report:
-        """What the audit logs prove, once everybody has stopped."""
+        """Stop all candidates, and verify their audit logs."""
         for candidate in self.candidates:
             if candidate.process.poll() is None:
                 candidate.let_go()
@@ -220,7 +220,7 @@ class Contest:
             for _ in range(self._size):
                 self.add()
             self.wait(
-                "not everybody stands",
+                "not all candidates have a lease",
                 lambda: (
                     all(self.said(each, "granted") for each in self.candidates) and self.elected
                 ),
@@ -251,19 +251,19 @@ class Contest:
                     pass
 
 
-async def stand(url: str, name: str, ttl_s: float, audit: str) -> None:
+async def run_candidate(url: str, name: str, ttl_s: float, audit: str) -> None:
     """Campaign until standard input ends."""
 
-    class Tell(logging.Handler):
+    class Printer(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             event: Record | None = getattr(record, "doyen", None)
             if event is not None:
                 os.write(1, json.dumps({**event.fields(), "at": event.at}).encode() + b"\n")
             elif record.levelno >= logging.ERROR:
-                told = {"event": "trouble", "text": logging.Formatter().format(record)}
-                os.write(1, json.dumps(told).encode() + b"\n")
+                line = {"event": "error", "text": logging.Formatter().format(record)}
+                os.write(1, json.dumps(line).encode() + b"\n")
 
-    logging.getLogger("doyen").addHandler(Tell())
+    logging.getLogger("doyen").addHandler(Printer())
     logging.getLogger("doyen").setLevel(logging.DEBUG)
 
     async def campaign(session: doyen.Session) -> None:
@@ -282,4 +282,4 @@ async def stand(url: str, name: str, ttl_s: float, audit: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(stand(sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4]))
+    asyncio.run(run_candidate(sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4]))

@@ -1,17 +1,18 @@
-"""What clients of a quorum asked and were told, written down as it happens, and judged afterwards.
+"""The history of all requests of a quorum's clients, recorded during a trial and checked
+afterwards.
 
-A `Recorder` appends a line before every request and another after its answer, each with the time
-since boot, straight to a file: what a process had written is there when it is killed. Requests are
+A `Recorder` appends a line to a file before every request and another after its answer, each with
+the time since boot. The lines are not buffered, so they survive a kill of the process. Requests are
 of two kinds:
 
-- on the keyspace, a key is a register: it is read, or replaced on condition that it still holds
-  what its client last saw there (`put` with a version), or all under a prefix are read at once;
-- on the user's state machine (`Ledger`), one register is swapped and read, and everything that
-  ever was in it is kept in order.
+- on the keyspace, a key is a register: it is read, or replaced if it still has the version that its
+  client saw last (`put` with a version), or all keys under a prefix are read at once;
+- on the user's state machine (`Ledger`), one register is swapped and read, and all its values are
+  kept in order.
 
-`flaws` tells what one register per key, one request at a time, could not have answered: values
-lost, seen twice, seen too late; requests that were refused, or said not to have been carried out,
-and were. Values are unique.
+`flaws` returns what one register per key, one request at a time, could not have answered: values
+that are lost, written twice or read too late; requests that were executed although they were
+refused or reported as not executed. All values are different.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from doyen.lab.linearizability import Operation, linearizable, witnessed
 from doyen.lease.clock import SystemClock
 
 OK, NO, UNKNOWN, WRONG = "ok", "no", "unknown", "wrong"
-"""Answered; certainly not carried out; perhaps; answered with what should not occur."""
+"""Answered; not executed; outcome unknown; an error that must not occur."""
 
 _now = SystemClock().now
 
@@ -44,13 +45,13 @@ def stamp() -> int:
 
 
 class Ledger(doyen.StateMachine):
-    """A register that is swapped, and remembers."""
+    """A register that is swapped and keeps all its values."""
 
     def __init__(self) -> None:
         self.kept: list[int] = []
 
     def apply(self, command: bytes) -> list[int | None]:
-        """Its place, and what stood there before."""
+        """Returns the position of the new value, and the value before."""
         before = self.kept[-1] if self.kept else None
         self.kept.append(int(command))
         return [len(self.kept), before]
@@ -63,7 +64,7 @@ class Ledger(doyen.StateMachine):
 
 
 class Recorder:
-    """The lines of one process."""
+    """Records the requests of one process."""
 
     def __init__(self, folder: Path) -> None:
         self._process = random.getrandbits(40)
@@ -76,7 +77,7 @@ class Recorder:
         return self._process << 8 | next(self._clients)
 
     def value(self) -> int:
-        """One that nobody else writes."""
+        """A value that is written only once."""
         return self._process << 22 | next(self._numbers)
 
     def begins(self, client: int, what: str, key: str = "", **more: Any) -> int:
@@ -93,7 +94,7 @@ class Recorder:
 
 @dataclass
 class Request:
-    """One line, and the other if there is one."""
+    """A request, and its answer if there is one."""
 
     number: int
     client: int
@@ -103,7 +104,7 @@ class Request:
     began: int
     value: int | None = None
     before: int | None = None
-    """What must stand there for it to be replaced."""
+    """The value that is to be replaced."""
     how: str = UNKNOWN
     ended: float = inf
     result: Any = None
@@ -112,7 +113,7 @@ class Request:
 
 @dataclass
 class History:
-    """All that was asked, in order, and what every node's ledger holds in the end."""
+    """All requests in order, and the content of every node's ledger at the end."""
 
     requests: list[Request]
     ledgers: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -138,7 +139,7 @@ class History:
 
 
 def flaws(history: History) -> list[str]:
-    """What is wrong with it; nothing, one hopes."""
+    """The flaws of a history; none if it is sound."""
     wrong = [f"{each}" for each in history.requests if each.how == WRONG]
     return [*wrong, *_of_keyspace(history), *_of_ledger(history)]
 
@@ -147,8 +148,8 @@ def _of_keyspace(history: History) -> Iterator[str]:
     replaced = [each for each in history.requests if each.what == "replace"]
     keys = {key: number for number, key in enumerate(sorted({each.key for each in replaced}))}
     reads = [*_reads(history, keys)]
-    # A write that nobody saw may be left out, whether or not it was carried out: whoever would
-    # have come right after it would have seen it.
+    # A write whose value was never read may be left out, whether or not it was executed: the next
+    # request would have seen its value.
     seen = {each.result for each in (*replaced, *reads) if each.how == OK}
     successor: dict[tuple[str, int | None], Request] = {}
     operations = [_operation(each, keys) for each in reads]
@@ -157,12 +158,12 @@ def _of_keyspace(history: History) -> Iterator[str]:
             operations.append(_operation(each, keys))
             other = successor.setdefault((each.key, each.before), each)
             if other is not each:
-                yield f"two have replaced the same: {other} and {each}"
+                yield f"two requests replaced the same value: {other} and {each}"
     for each in replaced:
         if each.how == NO and each.result == "refused":
             follows = successor.get((each.key, each.before))
             if follows is None or follows.began > each.ended:
-                yield f"refused without a cause: {each}"
+                yield f"refused without a reason: {each}"
     unexplained = linearizable(operations)
     if unexplained is not None:
         yield f"no order explains k{unexplained[0].key}: {_tail(unexplained)}"
@@ -195,18 +196,18 @@ def _of_ledger(history: History) -> Iterator[str]:
         if list(kept) != list(longest[: len(kept)]):
             pairs = zip(kept, longest, strict=False)
             at = next(at for at, (one, other) in enumerate(pairs) if one != other)
-            yield f"the ledger of {name} differs from others' at {at + 1}"
+            yield f"the ledger of {name} differs from that of other nodes at {at + 1}"
     places = {value: place for place, value in enumerate(longest, 1)}
     if len(places) < len(longest):
-        yield f"{len(longest) - len(places)} were carried out more than once"
+        yield f"{len(longest) - len(places)} swaps were executed more than once"
     operations = []
     for each in history.requests:
         if each.what == "swap":
             place = places.get(each.value or 0)
             if each.how == OK and place != each.place:
-                yield f"acknowledged at {each.place}, stands at {place}: {each}"
+                yield f"acknowledged at {each.place}, but is at {place}: {each}"
             elif each.how == NO and place is not None:
-                yield f"said not to have been carried out, stands at {place}: {each}"
+                yield f"reported as not executed, but is at {place}: {each}"
         elif each.what == "look" and each.how == OK:
             place = each.place
         else:
@@ -221,7 +222,7 @@ def _of_ledger(history: History) -> Iterator[str]:
 
 
 def _tail(operations: Sequence[Operation]) -> str:
-    """The last of them, as the checker leaves off at no place in particular."""
+    """The last operations. The checker does not say which one cannot be explained."""
     first = min(each.began for each in operations)
     shown = sorted(operations, key=lambda each: each.began)[-40:]
     return "".join(

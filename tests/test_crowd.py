@@ -17,7 +17,7 @@ from support import TTL_S, Place, core_of, now, virtual
 
 
 class Queue(FaultyStore):
-    """A store that serves one call at a time, and renewals besides."""
+    """A store that serves one call at a time; renewals do not wait."""
 
     async def _call(self, operation: str, *rest: Any) -> Any:
         if operation != "renew":
@@ -34,7 +34,7 @@ class Queue(FaultyStore):
 
 @virtual
 async def test_a_crowd_does_not_make_itself_late(place: Place) -> None:
-    """What all of them ask takes longer than any call may; nobody asks twice all the same."""
+    """All calls together take longer than one call may, but no candidate repeats its call."""
     session = await place.open(wrap=lambda store: Queue(store, Faults()))
     store = core_of(session).store
     assert isinstance(store, Queue)

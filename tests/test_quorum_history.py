@@ -129,7 +129,7 @@ def test_the_judge_of_the_keyspace() -> None:
     twice.replace(1, 2, took=10)
     twice.replace(1, 3, how=UNKNOWN)
     twice.add("read", result=3)
-    assert "two have replaced the same" in twice.flaws()
+    assert "two requests replaced the same value" in twice.flaws()
 
     denied = Book()
     denied.replace(None, 1, how=NO, result=None)
@@ -140,7 +140,7 @@ def test_the_judge_of_the_keyspace() -> None:
     refused.replace(None, 1)
     refused.replace(1, 2, how=NO, result="refused")
     refused.replace(1, 3)
-    assert "refused without a cause" in refused.flaws()
+    assert "refused without a reason" in refused.flaws()
 
 
 def test_the_judge_of_the_ledger() -> None:
@@ -154,8 +154,8 @@ def test_the_judge_of_the_ledger() -> None:
 
     lost = Book()
     lost.swap(1, 7, None)
-    assert "acknowledged at 1, stands at None" in lost.flaws(n1=[])
-    assert "differs from others' at 1" in lost.flaws(n1=[7], n2=[8])
+    assert "acknowledged at 1, but is at None" in lost.flaws(n1=[])
+    assert "differs from that of other nodes at 1" in lost.flaws(n1=[7], n2=[8])
     assert "more than once" in lost.flaws(n1=[7, 7])
 
     stale = Book()
@@ -166,7 +166,7 @@ def test_the_judge_of_the_ledger() -> None:
 
     denied = Book()
     denied.add("swap", value=7, how=NO)
-    assert "said not to have been carried out" in denied.flaws(n1=[7])
+    assert "reported as not executed" in denied.flaws(n1=[7])
 
     late = Book()
     late.swap(2, 7, 8)

@@ -1,9 +1,9 @@
 """A thousand candidates of one election, and five thousand elections of one session, on etcd and
 ZooKeeper.
 
-What a failover costs does not depend on how many wait. All elections of a session are kept by one
-stream of renewals, and when the store has been away for longer than their lease, they are all led
-again soon after it is back.
+The cost of a failover does not depend on the number of candidates that wait. All elections of a
+session share one stream of renewals. If the store is unavailable for longer than the lease, all of
+them have a leader again soon after it is back.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class Kind:
-    """A store whose requests can be counted."""
+    """A store that counts its requests."""
 
     start: Callable[[], servers.Server]
     requests: Callable[[servers.Server], int]
@@ -49,7 +49,7 @@ def etcd_calls(server: servers.Server, *methods: str) -> int:
 
 
 def zookeeper_packets(server: servers.Server) -> int:
-    """Renewals and pings among them."""
+    """The number of requests, including renewals and pings."""
     answer = wire.zookeeper_command(server.port, b"mntr")
     return int(answer.partition("zk_packets_received\t")[2].split()[0])
 
@@ -121,7 +121,7 @@ def test_a_failover_costs_the_same_however_many_wait(name: str, tmp_path: Path) 
             await asyncio.to_thread(contest.close)
 
     async def quiet(server: servers.Server) -> int:
-        """The number of requests, once it hardly changes."""
+        """The number of requests, after it has settled."""
         seen = -100
         while seen + 2 < (seen := kind.requests(server)):  # noqa: ASYNC110
             await asyncio.sleep(0.25)
@@ -136,8 +136,8 @@ def test_a_failover_costs_the_same_however_many_wait(name: str, tmp_path: Path) 
 
 
 def kept_waiting_s() -> float:
-    """For how long doyen's thread had to wait for a processor so far. How long something takes can
-    be told only on a machine that does nothing else."""
+    """How long doyen's thread has waited for a processor so far. Durations can be measured only on
+    a machine that is otherwise idle."""
     waits = [
         int(each.read_text().split()[1]) / 1e9
         for each in Path("/proc/self/task").glob("*/schedstat")
@@ -146,7 +146,7 @@ def kept_waiting_s() -> float:
 
 
 class Elections:
-    """Many elections, each led by the same session again and again."""
+    """Many elections that one session leads again and again."""
 
     def __init__(self) -> None:
         self.leading: set[str] = set()
@@ -174,7 +174,7 @@ class Elections:
 
 @each_kind
 def test_five_thousand_elections_outlive_an_outage(name: str) -> None:
-    """Killed for twice the lease: every term is lost, and every election is led again."""
+    """The store is down for twice the ttl: every term is lost, and every election is won again."""
 
     async def main(server: servers.Server) -> None:
         elections = Elections()

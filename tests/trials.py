@@ -1,4 +1,4 @@
-"""A quorum of real processes on trial: under load, hurt in every way, judged by its history.
+"""A trial of a quorum of real processes: load, faults, and a check of the history.
 
     with Trial(tmp_path) as trial:
         trial.progress(100)
@@ -6,14 +6,15 @@
         ...
         trial.judge()
 
-Every node is a process with an embedded `doyen.Node` that proposes to a `Ledger` and reads it,
-and has clients of the keyspace that talk to this node alone, so that a node that is cut off from
-the others is asked too. One more process has clients that talk to all of them. With `lan`, every
+Every node is a process with an embedded `doyen.Node` that proposes to a `Ledger` and reads it. It
+also has clients of the keyspace that use this node alone, so that a node that is cut off from the
+others receives requests as well. One more process has clients that use all nodes. With `lan`, every
 node is on a host of its own (see `servers.Lan`), and so are those clients.
 
-Run as a program this is such a node (`node`), those clients (`load`) or one who reads everything
-in the end, from each node in turn (`survey`). A node's disk is as slow as a file beside its folder
-says, in seconds a sync; `mutant` names one of mutants_served, to be run in place of the real thing.
+Run as a program, this file is such a node (`node`), those clients (`load`) or a client that reads
+everything from each node in turn at the end (`survey`). A file beside a node's data directory sets
+how long each sync takes, in seconds. `mutant` names one of mutants_served to run instead of the
+original.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ PORT = 7400
 CLIENTS = "clients"
 KEYS = 3
 EPOCH_S = 2.0
-"""How long the same keys are used: a history of one key is searched in more than linear time."""
+"""How long the same keys are used. The search of a key's history takes more than linear time."""
 GIVE_UP_S = 4.0
 PAUSE_S = 0.02
 
@@ -65,7 +66,7 @@ PAUSE_S = 0.02
 
 
 class Member(Served):
-    """A node, or the clients, and where it says it stands."""
+    """A node or the process of clients, and the events that it prints."""
 
     def __init__(self, name: str, address: str, command: list[str], log: Path) -> None:
         self.role: str | None = None
@@ -115,12 +116,12 @@ class Member(Served):
         self.frozen = False
 
     def quieten(self) -> None:
-        """Have a node ask for nothing any more."""
+        """Stop the requests of a node's clients."""
         self.process.send_signal(signal.SIGUSR1)
         self.hear("quiet")
 
     def ledger(self) -> list[int]:
-        """All that a node's ledger holds."""
+        """The content of a node's ledger."""
         self.process.send_signal(signal.SIGUSR2)
         kept: list[int] = self.hear("ledger")["kept"]
         return kept
@@ -136,7 +137,7 @@ class Member(Served):
 
 
 class Trial:
-    """Nodes, clients, and what they have written down."""
+    """Nodes, clients, and the history of their requests."""
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class Trial:
         spare: int = 0,
         mutant: str = "",
     ) -> None:
-        """With `serve` the nodes are `doyen serve`, with the keyspace only. `spare` of them are not
+        """With `serve` the nodes run `doyen serve`, with the keyspace only. `spare` nodes are not
         started."""
         self._folder, self._mutant, self._serve = folder, mutant, serve
         self.histories = folder / "histories"
@@ -186,13 +187,13 @@ class Trial:
         return node
 
     def join(self, name: str) -> Member:
-        """Start one that is new to the quorum, and waits to be added."""
+        """Start a new node, which waits to be added to the quorum."""
         node = self.launch(name, join=True)
         node.hear("listening")
         return node
 
     def retire(self, name: str) -> None:
-        """Stop one that belongs to it no longer."""
+        """Stop a node that was removed from the quorum."""
         self.nodes.pop(name).end()
 
     def _node(self, name: str, join: bool) -> list[str]:
@@ -226,7 +227,7 @@ class Trial:
         return [] if self.lan is None else self.lan.inside(host)
 
     def _do(self, *arguments: str) -> None:
-        """Run a program to its end, on the clients' host."""
+        """Run a program on the clients' host, and wait for its end."""
         command = [*self._inside(CLIENTS), *self._program(*arguments)]
         subprocess.run(command, check=True, timeout=2 * PATIENCE_S)
 
@@ -234,15 +235,15 @@ class Trial:
         return self._folder / name
 
     def url(self, *names: str) -> str:
-        """Where clients find these."""
+        """The URL of these nodes."""
         where = ",".join(self.peers[name] for name in names)
         return f"doyen://{SECRET.replace(' ', '%20')}@{where}"
 
     # Waiting.
 
     def leader(self, *among: str, after: int = 0) -> Member:
-        """Who leads in the latest generation, by its own word, of those named; one above
-        `after`."""
+        """The node, of those named, that reports itself as the leader of the latest generation,
+        once that is above `after`."""
 
         found: list[Member] = []
 
@@ -266,29 +267,29 @@ class Trial:
         return [node for node in self.nodes.values() if node is not leader and node.running]
 
     def caught_up(self, node: Member) -> None:
-        """Wait until it follows, or leads."""
+        """Wait until the node follows or leads."""
         self._wait(
             f"{node.name} finds nobody to follow", lambda: node.role in ("following", "leading")
         )
 
     def progress(self, count: int = 100) -> None:
-        """Wait until so many more requests have been answered."""
+        """Wait until this many more requests have been answered."""
         before = self.acknowledged()
         self._wait("requests go unanswered", lambda: self.acknowledged() >= before + count)
 
     def acknowledged(self) -> int:
-        """How many requests have been answered so far."""
+        """The number of requests answered so far."""
         with contextlib.ExitStack() as stack:
             files = [stack.enter_context(path.open("rb")) for path in self.histories.iterdir()]
             return sum(line.count(b'"how": "ok"') for file in files for line in file)
 
     def let_pass(self, seconds: float) -> None:
-        """Let time pass, with whatever is hurt."""
+        """Let time pass while faults are active."""
         until = time.monotonic() + seconds
         self._wait("", lambda: time.monotonic() > until)
 
     def _wait(self, what: str, condition: Callable[[], object]) -> None:
-        """Until it is so; fail if it takes too long, or if anybody ends by itself."""
+        """Wait until the condition holds; fail if it takes too long or a process ends by itself."""
         until = time.monotonic() + PATIENCE_S
         while not condition():
             self.check_alive()
@@ -304,7 +305,7 @@ class Trial:
     # Judging.
 
     def judge(self) -> History:
-        """Heal everything, read everything, and see whether it can be true."""
+        """End all faults, read everything, and check the history."""
         if self.lan is not None:
             self.lan.heal()
         for node in self.nodes.values():
@@ -347,7 +348,7 @@ class Trial:
     # Hurting.
 
     def mend(self, node: Member) -> None:
-        """Start it if it is dead, thaw it if it is frozen."""
+        """Start a node if it is dead, or resume it if it is paused."""
         if not node.running:
             node.restart()
         elif node.frozen:
@@ -355,18 +356,18 @@ class Trial:
 
     @fault
     def slow_disk(self, name: str, seconds: float) -> None:
-        """Have every sync take so long."""
+        """Set how long every sync of a node takes."""
         self._slow(name).write_text(str(seconds))
 
     def _slow(self, name: str) -> Path:
         return self._folder / f"{name}.slow"
 
     def arrange(self, what: str, node: str) -> None:
-        """Change who belongs to the quorum, from the clients' host."""
+        """Change the membership of the quorum, from the clients' host."""
         self._do("arrange", self.url(*self.nodes), what, node, self.peers[node])
 
     def transfer(self, name: str) -> None:
-        """Have this node lead."""
+        """Transfer leadership to this node."""
         if self.leader().name != name:
             self.arrange("transfer", name)
 
@@ -376,7 +377,7 @@ class Trial:
 
 @contextlib.asynccontextmanager
 async def opened(url: str) -> AsyncIterator[Store]:
-    """A store, once there is one."""
+    """Open a store, with retries until it is available."""
     store: Store | None = None
     while store is None:
         try:
@@ -392,7 +393,7 @@ async def opened(url: str) -> AsyncIterator[Store]:
 
 @contextlib.asynccontextmanager
 async def answered(recorder: Recorder, number: int) -> AsyncIterator[None]:
-    """Write down what becomes of a request if it is not answered."""
+    """Record the outcome of a request that is not answered."""
     try:
         async with asyncio.timeout(GIVE_UP_S):
             yield
@@ -407,7 +408,7 @@ async def answered(recorder: Recorder, number: int) -> AsyncIterator[None]:
 
 
 class KeyspaceClient:
-    """Reads and replaces what stands at a few keys, one request at a time."""
+    """Reads and replaces the values of a few keys, one request at a time."""
 
     def __init__(self, recorder: Recorder, store: Store) -> None:
         self._recorder, self._store = recorder, store
@@ -415,7 +416,7 @@ class KeyspaceClient:
         self._seen: dict[str, tuple[int | None, Any]] = {}
 
     async def run(self, writing: float) -> None:
-        """Ask for something, again and again; `writing` is the share of writes."""
+        """Send requests one after the other; `writing` is the share of writes."""
         while True:
             epoch = f"h/{int(SystemClock().now() / EPOCH_S)}"
             key = f"{epoch}/{random.randrange(KEYS)}"
@@ -457,7 +458,7 @@ class KeyspaceClient:
 
 
 class LedgerClient:
-    """Swaps, and reads, through a node in its own process."""
+    """Swaps and reads the ledger through the node in its own process."""
 
     def __init__(self, recorder: Recorder, node: doyen.Node, ledger: Ledger) -> None:
         self._recorder, self._node, self._ledger = recorder, node, ledger
@@ -499,7 +500,7 @@ async def keyspace_clients(recorder: Recorder, url: str, *writing: float) -> Non
 
 
 async def until(number: signal.Signals, *work: Coroutine[Any, Any, None]) -> None:
-    """Work until this signal, or until something fails."""
+    """Run until this signal, or until something fails."""
     tasks = [asyncio.create_task(each) for each in work]
 
     def stop() -> None:
@@ -522,7 +523,7 @@ def tell(**told: Any) -> None:
 
 
 class SlowDisk(FileSystem):
-    """As slow as a file says."""
+    """A disk whose syncs take as long as a file says."""
 
     file: Path
     writes_too = False
@@ -557,7 +558,7 @@ async def run_node(folder: Path, given: dict[str, Any]) -> None:
     async with often(node):
         tell(event="listening", node=name)
         url = f"doyen://{SECRET.replace(' ', '%20')}@{peers[name]}"
-        # One of each kind that only reads: whoever writes has to wait while nobody leads.
+        # One client of each kind only reads: one that writes waits while there is no leader.
         clients = [LedgerClient(recorder, node, ledger).run(each) for each in (WRITING, 0.0)]
         await until(
             signal.SIGTERM,
