@@ -1,20 +1,20 @@
 """What the smaller protocols have in common: a log, a disk, peers, and the work of a leader.
 
-`ReplicatedServer` is the frame of a core that elects, replicates and restarts, and no more: no
-snapshots, no change of membership, no transfer. It knows nothing of elections. A protocol adds the
-messages, who may lead, and when a follower's log agrees with the leader's; `ReplicatedServer` keeps
-the following for it.
+`ReplicatedServer` is the base of a core that elects, replicates and restarts, without snapshots,
+changes of membership and transfers. It has no election. A protocol adds the messages, the election,
+and the rule by which a follower's log agrees with the leader's. `ReplicatedServer` provides:
 
-- **The disk.** `_persist` numbers what is written; `_stable` is the index up to which *this* log is
-  on disk. Whatever is cut off and written anew is not stable until the new writing is, however late
-  the word of the old one comes.
+- **The disk.** `_persist` numbers the writes; `_stable` is the index up to which the *current* log
+  is on disk. An entry that is replaced is not stable until its replacement is written, however late
+  the old write is confirmed.
 - **The leader's stream.** Per peer: up to where it has the leader's log on disk (`match`), and what
-  goes next. `match` may only be raised by an answer given in the leader's own generation.
+  is sent next. `match` is raised only by an answer of the leader's own generation.
 - **Commitment.** What a majority has on disk, the leader itself included only when its own disk has
-  it, and never before the leader's first entry, with which it ends whatever earlier leaders left.
-- **Reads.** A read waits for a majority to answer a round that began after it was asked, and for
-  the leader's first entry to be committed.
-- **The quorum check.** A leader that has not heard from a majority for an election timeout is none.
+  it, and never before the leader's first entry, which commits everything that earlier leaders left.
+- **Reads.** A read waits for a majority to answer a round that began after it was requested, and
+  for the leader's first entry to be committed.
+- **The quorum check.** A leader that has not heard from a majority for an election timeout steps
+  down.
 
 Imports `core` and the errors.
 """
@@ -74,17 +74,18 @@ def order(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 FRUITLESS = 12
-"""After so many attempts in vain patience grows no more: it is four times what it was."""
+"""The number of failed attempts after which timeouts grow no more; they are then four times as
+long."""
 WINDOW = 1024
-"""How many entries may be on their way to a peer before it has answered for the first of them."""
+"""How many entries may be in flight to a peer before it has answered for the first of them."""
 
 
 class Peer:
     """What a leader knows of another server."""
 
     __slots__ = (
-        *("again", "back", "heard", "low", "match"),
-        *("name", "next", "origin", "round", "synced"),
+        *("heard", "match", "name", "next", "origin"),
+        *("resend_at", "rewind_at", "rewound_to", "round", "synced"),
     )
 
     def __init__(self, name: str) -> None:
@@ -92,23 +93,23 @@ class Peer:
         self.match = 0
         self.next = 1
         self.origin = 0
-        """After which index the stream to it began."""
-        self.again = -inf
-        """Until when it need not be sent the same once more."""
-        self.back = -inf
-        self.low = 0
-        """Until when the stream to it goes back only if it is further than here."""
+        """The index after which the stream to it began."""
+        self.resend_at = -inf
+        """Until when the same is not sent to it again."""
+        self.rewind_at = -inf
+        self.rewound_to = 0
+        """Until `rewind_at`, the stream to it goes back only below this index."""
         self.heard = -inf
         self.round = 0
         self.synced = True
-        """Whether its log is a beginning of the leader's, so that it may be sent the rest."""
+        """Whether its log is a prefix of the leader's, so that it may be sent the rest."""
 
 
 class ReplicatedServer:
-    """The frame of a small protocol's core. See the module."""
+    """The base of a small protocol's core."""
 
     snapshots = False
-    """Whether a server may find a snapshot on its disk: whoever drives it takes none, then."""
+    """Whether a server may start from a snapshot. If not, the driver takes none."""
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class ReplicatedServer:
         self._now = now
         self._majority = membership.majority
         self._peers = {name: Peer(name) for name in membership.voters if name != id}
-        self._gone: set[str] = set()
+        self._unreachable: set[str] = set()
         self._effects: list[Effect] = []
         self._token = 0
         self._durable = 0
@@ -142,8 +143,7 @@ class ReplicatedServer:
         self._writing: deque[tuple[int, int]] = deque()
         self._floor = 0
         self._attempts = 0
-        """To have a leader, since one last led for long enough to decide something; that under way
-        included."""
+        """Attempts to get a leader since one last committed something, the current one included."""
         self._round = 0
         self._reads: deque[tuple[int, int, int]] = deque()
         self._announced: tuple[Role, int, str | None] = (Role.LOOKING, 0, None)
@@ -164,32 +164,32 @@ class ReplicatedServer:
         }
 
     def handle(self, event: CoreEvent, now: float) -> list[Effect]:
-        """Take in one event, and say what has to be done about it, in order."""
+        """Process one event and return what has to be done, in order."""
         self._now = now
         self._on[type(event)](event)
         effects = self._effects
         self._effects = []
         return effects
 
-    # What a protocol fills in.
+    # To be implemented by a protocol.
 
     def _due(self) -> None:
         """The deadline has come, and this server does not lead."""
         raise NotImplementedError
 
     def _carry(self, peer: Peer, first: int, entries: tuple[LogEntry, ...]) -> Message:
-        """The message that brings a follower these entries (or none: a heartbeat), what is
-        committed, and the round."""
+        """The message that carries these entries (or none: a heartbeat), the commit index and the
+        round to a follower."""
         raise NotImplementedError
 
     def _look(self) -> None:
-        """Have no leader, and look for one."""
+        """Give up the leader, and look for one."""
         raise NotImplementedError
 
     def _written(self) -> None:
         """More is on disk, and this server does not lead."""
 
-    def _lost_sight(self, peer: Peer) -> None:
+    def _peer_lost(self, peer: Peer) -> None:
         """The connection to the peer has ended."""
         if peer.name == self.leader:
             self._look()
@@ -199,7 +199,7 @@ class ReplicatedServer:
     def _received(self, event: Received) -> None:
         peer = self._peers.get(event.peer)
         hear = self._hear.get(type(event.message))
-        # A stranger has no voice, and least of all one who calls itself by our own name.
+        # Only members are listened to, and not a peer that uses this server's own name.
         if peer is not None and hear is not None:
             hear(peer, event.message)
 
@@ -224,13 +224,13 @@ class ReplicatedServer:
         self._written()
 
     def _connected(self, event: Connected) -> None:
-        self._gone.discard(event.peer)
+        self._unreachable.discard(event.peer)
 
     def _disconnected(self, event: Disconnected) -> None:
         peer = self._peers.get(event.peer)
         if peer is not None:
-            self._gone.add(event.peer)
-            self._lost_sight(peer)
+            self._unreachable.add(event.peer)
+            self._peer_lost(peer)
 
     def _proposed(self, event: Propose) -> None:
         if self.role is not Role.LEADING:
@@ -248,12 +248,12 @@ class ReplicatedServer:
     def _nothing(self, event: CoreEvent) -> None:
         pass
 
-    # Saying and writing.
+    # Sending and writing.
 
     def _send(self, peer: Peer, message: Message, after: int = 0) -> None:
         self._effects.append(Send(peer.name, message, after))
 
-    def _tell_all(self, message: Message, after: int = 0) -> None:
+    def _send_all(self, message: Message, after: int = 0) -> None:
         for peer in self._peers.values():
             self._send(peer, message, after)
 
@@ -271,8 +271,8 @@ class ReplicatedServer:
         return self._token
 
     def _cut(self, length: int) -> None:
-        """Keep the log up to here. Nothing beyond counts as written any more, whatever the disk
-        has yet to say of it."""
+        """Cut the log after this index. Nothing beyond counts as written, whatever the disk
+        confirms later."""
         if length < self.commit:
             raise RuntimeError(f"{self.id}: committed entries would be cut off at {length}")
         del self.log[length:]
@@ -287,8 +287,8 @@ class ReplicatedServer:
         return self.log[index - 1].generation if index else 0
 
     def _agreed(self, index: int, generation: int) -> int:
-        """`index`, if an entry of this generation stands there, and so the same log up to it; else
-        an earlier one at which it may be worth trying."""
+        """`index`, if the entry there is of this generation, so that the logs agree up to it;
+        otherwise an earlier index at which they may agree."""
         log = self.log
         if index > len(log):
             return len(log)
@@ -300,8 +300,8 @@ class ReplicatedServer:
         return index
 
     def _take(self, previous: int, entries: Sequence[LogEntry]) -> None:
-        """Have these after `previous`. What stands there already stays, and what is behind it too:
-        the message may be an old one. Only a contradiction cuts the log."""
+        """Append these after `previous`. Entries that are there already stay, and so do those
+        behind them: the message may be an old one. Only a contradiction cuts the log."""
         log = self.log
         place = previous
         for entry in entries:
@@ -323,8 +323,8 @@ class ReplicatedServer:
             self.commit = index
             self._effects.append(Committed(first, tuple(self.log[first - 1 : index])))
 
-    def _turn(self, role: Role, leader: str | None) -> None:
-        """Be this now, and say so if it is new."""
+    def _set_role(self, role: Role, leader: str | None) -> None:
+        """Set the role; emit `RoleChanged` if it differs."""
         if self.role is Role.LEADING and role is not Role.LEADING:
             self._effects.extend(ReadRefused(token) for token, _, _ in self._reads)
             self._reads.clear()
@@ -334,12 +334,12 @@ class ReplicatedServer:
             self._announced = now
             self._effects.append(RoleChanged(*now))
 
-    def _draw(self) -> float:
+    def _draw_timeout(self) -> float:
         """An election timeout."""
         return self._settings.election_timeout_s * (1 + self._jitter() / 2)
 
-    def _grown(self, patience_s: float) -> float:
-        """Longer with every attempt that came to nothing: messages may be slower than supposed."""
+    def _lengthened(self, patience_s: float) -> float:
+        """The timeout, longer with every failed attempt: messages may be slower than assumed."""
         return patience_s * (1 + min(max(0, self._attempts - 1), FRUITLESS) / 4)
 
     # Leading.
@@ -353,18 +353,17 @@ class ReplicatedServer:
             peer.origin = peer.next - 1
         self._round = 0
         self._floor = len(self.log) + 1
-        self._turn(Role.LEADING, self.id)
+        self._set_role(Role.LEADING, self.id)
         self.next_deadline = self._now + self._settings.heartbeat_s
         self._append(LogEntry(self.generation, EntryKind.NOTHING, b""))
 
     def _prepare(self, peer: Peer) -> None:
-        """What is known of a peer's log when one begins to lead: nothing, unless the election has
-        told."""
+        """Initialise what is known of a peer's log: nothing, unless the election has shown more."""
         peer.match = 0
         peer.next = len(self.log) + 1
 
     def _append(self, entry: LogEntry) -> None:
-        """Add to the leader's log: to the peers first, and to the disk meanwhile."""
+        """Append to the leader's log: send it to the peers, and write it to disk meanwhile."""
         self.log.append(entry)
         for peer in self._peers.values():
             self._stream(peer)
@@ -381,7 +380,7 @@ class ReplicatedServer:
             self._send(peer, self._carry(peer, first, entries))
 
     def _piece(self, first: int, end: int) -> tuple[LogEntry, ...]:
-        """What goes into one message of the entries from `first` to `end`."""
+        """The entries from `first` to `end` that go into one message."""
         log = self.log
         if first == end:
             return (log[first - 1],)
@@ -393,7 +392,7 @@ class ReplicatedServer:
         return tuple(log[first - 1 : last])
 
     def _beat(self) -> None:
-        """A heartbeat is due; so is the question whether anybody is there to hear it."""
+        """Send heartbeats, and check that a majority still follows."""
         if not self._supported(self._settings.election_timeout_s):
             self._look()
             return
@@ -403,7 +402,7 @@ class ReplicatedServer:
             self._confirm()
 
     def _supported(self, within_s: float) -> bool:
-        """Whether a majority has answered, as followers do, within this time."""
+        """Whether a majority has answered, as followers, within this time."""
         since = self._now - within_s
         heard = 1
         for peer in self._peers.values():
@@ -411,8 +410,9 @@ class ReplicatedServer:
         return heard >= self._majority
 
     def _established(self) -> bool:
-        """Whether we lead, have decided something in this generation, and are still followed. One
-        that has only just begun to may have a rival who has, too."""
+        """Whether this server leads, has committed something in this generation, and is still
+        followed. A server that has only just been elected may have a rival in a later
+        generation."""
         return (
             self.role is Role.LEADING
             and self.commit >= self._floor
@@ -421,10 +421,10 @@ class ReplicatedServer:
 
     def _begin_round(self) -> None:
         self._round += 1
-        self._tell_news()
+        self._send_commit()
 
-    def _tell_news(self) -> None:
-        """Tell the followers what is committed, and which round it is."""
+    def _send_commit(self) -> None:
+        """Send the followers the commit index and the round."""
         for peer in self._peers.values():
             if peer.synced:
                 self._send(peer, self._carry(peer, peer.next, ()))
@@ -446,21 +446,22 @@ class ReplicatedServer:
             self._stream(peer)
 
     def _missing(self, peer: Peer, last: int, round_: int) -> None:
-        """A follower lacks what comes after `last`."""
+        """A follower lacks what follows `last`."""
         if last + 1 < peer.next and self._may_go_back(peer, last):
             peer.origin = last
             peer.next = last + 1
         self._answered(peer, 0, round_)
 
     def _may_go_back(self, peer: Peer, last: int) -> bool:
-        """At once if it is further than before, else twice in a heartbeat at most. A peer says what
-        it lacks of every message that has overtaken another, and says it twice where the network
-        repeats messages: if each word had all of it sent again, there would be no end to it."""
-        if self._now >= peer.back:
-            peer.back = self._now + self._settings.heartbeat_s / 2
-        elif last >= peer.low:
+        """Whether to send a peer again what follows `last`: at once if that is further back than
+        before, otherwise twice in a heartbeat at most. A peer reports a gap for every message that
+        overtakes another, and twice where the network repeats messages; without a limit, resending
+        would not end."""
+        if self._now >= peer.rewind_at:
+            peer.rewind_at = self._now + self._settings.heartbeat_s / 2
+        elif last >= peer.rewound_to:
             return False
-        peer.low = last
+        peer.rewound_to = last
         return True
 
     def _decide(self) -> None:
@@ -471,7 +472,7 @@ class ReplicatedServer:
         index = matches[-self._majority]
         if index > self.commit and index >= self._floor:
             self._commit_to(index)
-            self._tell_news()
+            self._send_commit()
             if self._reads:
                 self._confirm()
 
@@ -482,7 +483,7 @@ class ReplicatedServer:
             self._effects.append(ReadRefused(event.token))
             return
         begin = not self._peers or self._round == self._confirmed()
-        # A round that is under way may have been answered before this read was asked.
+        # A round that has begun may have been answered before this read was requested.
         self._reads.append((event.token, max(self.commit, self._floor), self._round + 1))
         if begin:
             self._begin_round()
@@ -496,7 +497,7 @@ class ReplicatedServer:
         return rounds[-self._majority]
 
     def _confirm(self) -> None:
-        """Answer the reads whose time has come; the others' round begins as soon as it may."""
+        """Answer the reads whose round is confirmed, and begin the round that the others need."""
         confirmed = self._confirmed()
         reads = self._reads
         while reads and reads[0][2] <= confirmed and reads[0][1] <= self.commit:

@@ -1,33 +1,33 @@
-"""What every consensus core takes in and gives out.
+"""The interface of every consensus core: events in, effects out.
 
-A core is one server's part of a protocol: `handle(event, now)` changes its state and returns what
-has to be done about it. It is called with a clock that never runs backwards and never from two
-places at once.
+A core is one server's part of a protocol: `handle(event, now)` changes its state and returns the
+effects to carry out. Its caller passes a clock that never runs backwards, and never calls it from
+two places at once.
 
     Received, Elapsed, Persisted,    ┌──────┐   Persist, Send, Committed, RoleChanged,
-    Connected, Disconnected,    ───▶ │ core │ ───▶   Accepted, Refused, ReadReady, …
-    Proposed, ReadAsked, …           └──────┘
+    Connected, Disconnected,    ───▶ │ core │ ───▶   Accepted, ProposalRefused, ReadReady, …
+    Propose, ReadAsked, …            └──────┘
 
 **Durability order is part of the effects.** `Persist` carries a token; tokens count up. A `Send`
-whose `after` is a token may leave only when everything up to that token is on disk; the driver
-then sends it, and afterwards tells the core `Persisted(token)`. Whoever carries effects out keeps
-their order and may delay them, but never reorders them: what a core has said is then as good as
-said at the instant it was on disk, whatever the core has done since. Votes and acknowledgements
-always wait, a server's own vote included.
+whose `after` is a token may be sent only when everything up to that token is on disk; the driver
+then sends it, and afterwards passes `Persisted(token)` to the core. The driver may delay effects
+but never reorders them: what a core has sent is then as good as sent at the instant it was on disk,
+whatever the core has done since. Votes and acknowledgements always wait, a server's own vote
+included.
 
-**Time.** `next_deadline` is the instant at which the core wants to hear `Elapsed`; nothing ticks
-in between. `Elapsed` that comes early does nothing.
+**Time.** `next_deadline` is the instant at which the core needs `Elapsed`; nothing ticks in
+between. An early `Elapsed` has no effect.
 
 **Peers** are names. Messages may be lost, repeated, reordered and late. `Disconnected` is a hint
-that the peer's process may have died, never a proof; no safety rests on it.
+that the peer's process may have died, never a proof; no safety property depends on it.
 
-**Entries** are opaque. A driver puts everything proposed in one turn of its loop into one entry,
-so that the cost of a core is per turn, not per command. The index of an entry is its place in the
-log, counted from 1; it is not stored in it.
+**Entries** are opaque. A driver puts everything proposed in one iteration of its loop into one
+entry, so that a core's cost is per iteration, not per command. The index of an entry is its
+position in the log, counted from 1; it is not stored in the entry.
 
-**Making one** is the same for every protocol: `Making`. A module of a protocol also exports
-`MESSAGES`, the union of its message types, and `STATE`, the type of its `Persist.state`, for those
-who write and read them.
+**Construction** is the same for every protocol: `Making`. The module of a protocol also exports
+`MESSAGES`, the union of its message types, and `STATE`, the type of its `Persist.state`, for
+encoding and decoding.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ __all__ = [
 
 
 class Role(StrEnum):
-    """What a server is doing. Nothing is served while it is looking."""
+    """The role of a server. A looking server serves nothing."""
 
     LOOKING = "looking"
     FOLLOWING = "following"
@@ -87,17 +87,17 @@ class Role(StrEnum):
 
 
 class EntryKind(IntEnum):
-    """What an entry holds."""
+    """What an entry contains."""
 
     NOTHING = 0
-    """A leader's first entry: by committing it, it learns what is committed."""
+    """A leader's first entry. By committing it, the leader learns what is committed."""
     COMMANDS = 1
     MEMBERSHIP = 2
     """An encoded `Membership`, in force as soon as it is in the log."""
 
 
 class LogEntry(Struct, frozen=True, array_like=True, gc=False):
-    """One place in the log."""
+    """One entry of the log."""
 
     generation: int
     kind: int
@@ -105,15 +105,15 @@ class LogEntry(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Membership(Struct, frozen=True, array_like=True):
-    """Who counts. Learners get everything and count for nothing."""
+    """The servers of a cluster. Learners receive everything and do not vote."""
 
     voters: tuple[str, ...]
     learners: tuple[str, ...] = ()
     addresses: Mapping[str, str] = {}
-    """Where to reach each, for those who join later. Meaningless to a core."""
+    """The address of each, for servers that join later. Not used by a core."""
     members: Mapping[str, str] = {}
-    """The random id of each server's data folder, by name. A server that comes back with another
-    one has lost its data. Meaningless to a core; absent until the cluster has recorded it."""
+    """The random id of each server's data directory, by name. A server that comes back with another
+    one has lost its data. Not used by a core; empty until the cluster has recorded it."""
     cluster: str = ""
     """The random id of the cluster; empty until it has been recorded."""
 
@@ -127,8 +127,8 @@ class Membership(Struct, frozen=True, array_like=True):
 
 
 class Snapshot(Struct, frozen=True, array_like=True):
-    """What a snapshot stands for: every entry up to `index`, the last of that generation, and the
-    membership in force there."""
+    """What a snapshot stands for: every entry up to `index`, the last of which is of that
+    generation, and the membership in force there."""
 
     index: int
     generation: int
@@ -137,24 +137,24 @@ class Snapshot(Struct, frozen=True, array_like=True):
 
 class Position(Struct, frozen=True, array_like=True, gc=False):
     """How far a server has come: the generation that it has entered, and the last entry of its log.
-    What is on disk never goes back, as long as the disk keeps it."""
+    It never goes back, as long as the disk keeps what was written."""
 
     generation: int = 0
     last_generation: int = 0
     last_index: int = 0
 
     def covers(self, other: Position) -> bool:
-        """Whether a server that was at `other` can be here now."""
+        """Whether a server that was at `other` can be at this position now."""
         return self.generation >= other.generation and not self.behind(other)
 
     def behind(self, other: Position) -> bool:
-        """Whether the other's log is further along."""
+        """Whether the other log is longer."""
         return (self.last_generation, self.last_index) < (other.last_generation, other.last_index)
 
 
 class Message(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """What servers say to one another; each protocol has its own kinds, told apart by their
-    names. The sender is known from whence it came."""
+    """A message between servers. Each protocol has its own kinds, tagged by their class names. The
+    connection identifies the sender."""
 
     generation: int
 
@@ -163,21 +163,21 @@ class Recovered(Struct, frozen=True):
     """What a server finds on its disk when it starts."""
 
     state: Any = None
-    """The last `Persist.state`, a struct of the protocol's own; None at the very first start."""
+    """The last `Persist.state`, a struct of the protocol's own; None at the first start."""
     snapshot: Snapshot | None = None
     entries: Sequence[LogEntry] = ()
-    """Those that follow the snapshot (or begin at 1)."""
+    """The entries that follow the snapshot (or begin at 1)."""
 
 
 # Events: what happens to a server.
 
 
 class CoreEvent(Struct, frozen=True, gc=False):
-    """Something that happened."""
+    """An event."""
 
 
 class Received(CoreEvent, frozen=True, gc=False):
-    """A message of a peer's."""
+    """A message of a peer."""
 
     peer: str
     message: Message
@@ -200,41 +200,42 @@ class Connected(CoreEvent, frozen=True, gc=False):
 
 
 class Disconnected(CoreEvent, frozen=True, gc=False):
-    """The connection to the peer has ended, by its end or a reset: its process may be dead. Never
-    given for mere silence."""
+    """The other side closed or reset the connection: its process may be dead. Not passed for mere
+    silence."""
 
     peer: str
 
 
 class Propose(CoreEvent, frozen=True, gc=False):
-    """Append these to the log, one entry. Answered at once by `Accepted` or `ProposalRefused`."""
+    """Append this to the log, as one entry. Answered at once by `Accepted` or `ProposalRefused`."""
 
     data: bytes
 
 
 class ReadAsked(CoreEvent, frozen=True, gc=False):
-    """Establish up to where one must have applied the log in order to read what is current.
-    Answered by `ReadReady` or `ReadRefused` with the same token, sooner or later."""
+    """Determine up to which index the log must be applied for a linearizable read. Answered by
+    `ReadReady` or `ReadRefused` with the same token, at once or later."""
 
     token: int
 
 
 class TransferAsked(CoreEvent, frozen=True, gc=False):
-    """Have `to` lead, or, if empty, whichever voter is furthest along and not to be avoided."""
+    """Transfer leadership to `to` or, if empty, to the voter with the longest log that is not to be
+    avoided."""
 
     to: str = ""
     avoid: tuple[str, ...] = ()
 
 
 class ChangeAsked(CoreEvent, frozen=True, gc=False):
-    """Change the membership to this, which differs in one server from the one in force. Answered
+    """Change the membership to this one, which differs in one server from that in force. Answered
     at once by `Accepted` or `ProposalRefused`."""
 
     membership: Membership
 
 
 class Compacted(CoreEvent, frozen=True, gc=False):
-    """A snapshot stands for everything up to its index; the log before may be forgotten."""
+    """A snapshot stands for everything up to its index; the log before may be dropped."""
 
     snapshot: Snapshot
 
@@ -248,8 +249,8 @@ class SnapshotSent(CoreEvent, frozen=True, gc=False):
 
 
 class SnapshotReceived(CoreEvent, frozen=True, gc=False):
-    """A leader's snapshot has arrived whole and is on disk. Answered by `Install`, or by nothing
-    if it is of no use any more."""
+    """A leader's snapshot has arrived completely and is on disk. Answered by `Install`, or by
+    nothing if it is no longer needed."""
 
     peer: str
     generation: int
@@ -264,8 +265,8 @@ class Effect(Struct, frozen=True, gc=False):
 
 
 class Persist(Effect, frozen=True, gc=False):
-    """Write this to disk. `state`, if given, replaces the one before. `entries` stand at `first`
-    and after; unless `keep`, whatever stood beyond them is cut off."""
+    """Write this to disk. `state`, if given, replaces the one before. `entries` begin at index
+    `first`; unless `keep`, everything beyond them is cut off."""
 
     token: int
     state: Any = None
@@ -275,7 +276,7 @@ class Persist(Effect, frozen=True, gc=False):
 
 
 class Send(Effect, frozen=True, gc=False):
-    """Tell a peer, once everything up to `after` is on disk (0: at once)."""
+    """Send a message to a peer once everything up to `after` is on disk (0: at once)."""
 
     peer: str
     message: Message
@@ -283,15 +284,15 @@ class Send(Effect, frozen=True, gc=False):
 
 
 class Committed(Effect, frozen=True, gc=False):
-    """These entries, from index `first` on, will stand for ever: apply them. In order, no gaps,
-    each index once in the life of a core."""
+    """These entries, from index `first` on, are committed: apply them. In order, without gaps, each
+    index once in the life of a core."""
 
     first: int
     entries: Sequence[LogEntry]
 
 
 class RoleChanged(Effect, frozen=True, gc=False):
-    """The role, the generation or the leader known is another now."""
+    """The role, the generation or the known leader has changed."""
 
     role: Role
     generation: int
@@ -299,53 +300,53 @@ class RoleChanged(Effect, frozen=True, gc=False):
 
 
 class Accepted(Effect, frozen=True, gc=False):
-    """What was proposed stands in the log at `index`. It is carried out if an entry of this
-    generation is committed there, and never if one of another is."""
+    """The proposal is in the log at `index`. It is carried out if an entry of this generation is
+    committed there, and never if one of another generation is."""
 
     index: int
     generation: int
 
 
 class ProposalRefused(Effect, frozen=True, gc=False):
-    """What was asked for cannot be done by this server now, and was not."""
+    """This server cannot do what was requested now, and has not done it."""
 
     reason: str
 
 
 class ReadReady(Effect, frozen=True, gc=False):
-    """Whoever has applied the log up to `index` sees every write that was acknowledged before the
-    read was asked for."""
+    """A state machine that has applied the log up to `index` contains every write that was
+    acknowledged before the read was requested."""
 
     token: int
     index: int
 
 
 class ReadRefused(Effect, frozen=True, gc=False):
-    """The read cannot be answered here: ask whoever leads."""
+    """This server cannot answer the read: ask the leader."""
 
     token: int
 
 
 class TransferFailed(Effect, frozen=True, gc=False):
-    """Leadership stays here."""
+    """Leadership was not transferred."""
 
     reason: str
 
 
 class SendSnapshot(Effect, frozen=True, gc=False):
-    """Stream the latest snapshot to the peer, in this generation's name; tell `SnapshotSent`."""
+    """Stream the latest snapshot to the peer, in this generation; then pass `SnapshotSent`."""
 
     peer: str
     generation: int
 
 
 class Install(Effect, frozen=True, gc=False):
-    """Put the state machine and the log in the snapshot's place: nothing before it is needed, and
-    nothing beyond it is left. Then the entries of a later `Committed` follow."""
+    """Replace the state machine and the log by the snapshot: nothing before it is needed, and
+    nothing beyond it is kept. The entries of a later `Committed` follow it."""
 
     snapshot: Snapshot
     token: int
-    """Counts as a `Persist`: sends may wait for it."""
+    """Counts as a `Persist`: messages may wait for it."""
 
 
 class Core(Protocol):
@@ -355,33 +356,33 @@ class Core(Protocol):
     role: Role
     generation: int
     leader: str | None
-    """Who leads in this generation, as far as this server knows."""
+    """The leader of this generation, as far as this server knows."""
     commit: int
     """The index up to which entries are known to be committed."""
     next_deadline: float
-    """When to tell `Elapsed`; infinite if never."""
+    """When to pass `Elapsed`; infinite if never."""
     membership: Membership
-    """The one in force: the latest there is, committed or not."""
+    """The membership in force: the latest, committed or not."""
     founders: Membership
-    """The one in force before the first entry of the log."""
+    """The membership in force before the first entry of the log."""
 
     def handle(self, event: CoreEvent, now: float) -> list[Effect]:
-        """Take in one event, and say what has to be done about it, in order."""
+        """Process one event and return what has to be done, in order."""
         ...
 
 
 class ProtocolSettings(Struct, frozen=True, kw_only=True):
-    """Times and bounds that every protocol has."""
+    """Times and bounds of every protocol."""
 
     election_timeout_s: float = 1.0
-    """Silence after which a leader is given up; drawn anew between this and half as much again."""
+    """How long a leader may be silent. Each timeout is drawn between this and 1.5 times as much."""
     heartbeat_s: float = 0.1
     message_bytes: int = 1 << 20
     """How much of the log goes into one message, unless a single entry is larger."""
 
 
 class Making(Protocol):
-    """How a core is made: the class itself, as a rule."""
+    """How a core is made; usually the class itself."""
 
     def __call__(
         self,
@@ -393,6 +394,6 @@ class Making(Protocol):
         jitter: Callable[[], float],
         now: float,
     ) -> Core:
-        """`membership` is the one to begin with; a later one on disk prevails. `jitter` gives
+        """`membership` is the initial one; a later one on disk takes precedence. `jitter` returns
         numbers in [0, 1)."""
         ...

@@ -2,21 +2,21 @@
 
     check(core)               of one server, at any instant
     check_step(before, core)  of one server, from one event to the next
-    Cluster                   of all of them: looked at from above, as no server can
+    ClusterView               of all servers together
 
-`ClusterView` is told what servers do, not what they are: it keeps each one's log as its `Persist`
-and `Install` effects make it, so that any protocol can be held to it. It is incremental: an event
-in which nothing is written costs a few comparisons.
+`ClusterView` follows what servers do, not how they are implemented: it maintains each server's log
+from its `Persist` and `Install` effects, so that it can check any protocol. It is incremental: an
+event in which nothing is written costs a few comparisons.
 
-- *Election safety*: at most one leader in a generation, who leads it once, with the votes of a
+- *Election safety*: at most one leader in a generation, which leads it once, with the votes of a
   majority; and one vote per server in each, which a restart does not undo.
-- *Log matching*: an entry of one generation at one index is the same everywhere, and so is all
-  before it.
-- *Leader completeness*: whoever leads has everything that was ever committed.
-- *State machine safety*: what one server applies at an index, no other ever differs from; each
-  applies in order, without gaps, once in its life.
+- *Log matching*: an entry of one generation at one index is the same on all servers, and so is
+  everything before it.
+- *Leader completeness*: a leader has everything that was ever committed.
+- *State machine safety*: all servers apply the same entry at an index; each applies in order,
+  without gaps, once in its life.
 
-Everything raises `InvariantBroken`. Imports `core` only.
+All checks raise `InvariantBroken`. Imports `core` only.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ __all__ = [
 
 
 class InvariantBroken(Exception):
-    """Something that can never be so, is: a defect, or a disk or peer that has lied."""
+    """An invariant is violated: by a defect, or by a disk or a peer that returned wrong data."""
 
 
 class IllegalEvent(Exception):
-    """A driver has told a core what cannot be."""
+    """A driver has passed an impossible event to a core."""
 
 
 class CoreFacts(NamedTuple):
-    """What `check_step` has to remember of a core."""
+    """What `check_step` needs of a core's state before the event."""
 
     role: Role
     generation: int
@@ -73,11 +73,11 @@ def facts(core: Core) -> CoreFacts:
 
 
 def check(core: Core) -> None:
-    """Of one server, at any instant; and what its protocol adds (a method `check`)."""
+    """Check one server at any instant, including what its protocol adds (a method `check`)."""
     if (core.role is Role.LEADING) != (core.leader == core.id):
-        raise InvariantBroken(f"{core.id} is {core.role} and takes {core.leader} for the leader")
+        raise InvariantBroken(f"{core.id} is {core.role} with {core.leader} as its leader")
     if (core.role is Role.FOLLOWING) != (core.leader is not None and core.leader != core.id):
-        raise InvariantBroken(f"{core.id} is {core.role} and takes {core.leader} for the leader")
+        raise InvariantBroken(f"{core.id} is {core.role} with {core.leader} as its leader")
     if core.next_deadline != core.next_deadline:
         raise InvariantBroken(f"{core.id}: the next deadline is not a number")
     own: Callable[[], None] | None = getattr(core, "check", None)
@@ -86,7 +86,7 @@ def check(core: Core) -> None:
 
 
 def check_step(before: CoreFacts, core: Core) -> None:
-    """Of one server, from one event to the next."""
+    """Check one server from one event to the next."""
     name = core.id
     if core.generation < before.generation:
         raise InvariantBroken(
@@ -106,12 +106,13 @@ def check_step(before: CoreFacts, core: Core) -> None:
             )
     elif before.role is Role.LEADING and core.role is Role.LEADING:
         raise InvariantBroken(
-            f"{name}: leads {core.generation} straight after {before.generation}, elected by nobody"
+            f"{name}: leads {core.generation} directly after {before.generation}, without an"
+            " election"
         )
 
 
 class _Mirror:
-    """One server's log, as its effects have made it: the generation at each index."""
+    """One server's log as made by its effects: the generation at each index."""
 
     __slots__ = ("applied", "base", "base_generation", "commit", "generation", "generations")
 
@@ -123,7 +124,8 @@ class _Mirror:
         self.generations = [entry.generation for entry in recovered.entries]
 
     def at(self, index: int) -> int | None:
-        """None if there is no such entry; of what a snapshot stands for, only the last is known."""
+        """The generation at an index; None if there is no such entry. Of a snapshot's entries, only
+        the last one is known."""
         place = index - self.base - 1
         if place < 0:
             return self.base_generation if place == -1 else None
@@ -131,11 +133,12 @@ class _Mirror:
 
 
 class ClusterView:
-    """All servers of a cluster, seen from above.
+    """All servers of a cluster.
 
-    `started` and `crashed` tell of their lives, `stepped` what each event has led to, and `sent`
-    which messages have left (a `Send` that waits for a disk may never). A protocol in which a
-    value can be chosen anew in a later generation is compared by what entries hold: `ballots`.
+    The caller reports starts and crashes (`started`, `crashed`), the effects of each event
+    (`stepped`), and the messages that were sent (`sent`); a `Send` that waits for a disk may never
+    be. With `ballots`, for protocols in which a value can be chosen again in a later generation,
+    entries are compared by content only.
     """
 
     def __init__(
@@ -144,18 +147,19 @@ class ClusterView:
         self.committed: list[LogEntry] = []
         self.leaders: dict[int, str] = {}
         self._committed_in: list[int] = []
-        """In which generation each index was first known to be committed. Whoever was elected in
-        an earlier one, however late it learns of that, need not have it."""
+        """The generation in which each index was first known to be committed. A leader that was
+        elected in an earlier one, however late it learns of that, need not have it."""
         self._ballots = ballots
         self._vote_in = vote_in
         self.majorities = True
-        """Whether the votes of a leader are counted; without, one sees what comes of too few."""
+        """Whether the votes for a leader are counted. Without, one sees the consequences of too
+        few."""
         self._mirrors: dict[str, _Mirror] = {}
         self._leading: dict[str, int] = {}
         self._entries: dict[tuple[int, int], tuple[int | None, LogEntry]] = {}
         self._votes: dict[tuple[str, int], str] = {}
         self._bound: dict[str, int] = {}
-        """The latest generation in which each server has given its vote."""
+        """The latest generation in which each server has voted."""
 
     def started(self, core: Core, recovered: Recovered) -> None:
         bound = self._bound.get(core.id, 0)
@@ -196,8 +200,8 @@ class ClusterView:
             del self._leading[name]
 
     def sent(self, name: str, effect: Send) -> None:
-        """A message has left. `vote_in(effect)`: the generation and the candidate, if it binds
-        its sender to one."""
+        """A message was sent. `vote_in(effect)` returns the generation and the candidate if it
+        binds its sender to one."""
         vote = self._vote_in(effect) if self._vote_in is not None else None
         if vote is not None:
             generation, candidate = vote
@@ -232,7 +236,8 @@ class ClusterView:
                 self._has(name, index)
 
     def _has(self, name: str, index: int) -> None:
-        """The leader has the committed entry at this index; with log matching, all before it."""
+        """Check that the leader has the committed entry at this index and so, by log matching, all
+        before."""
         mirror = self._mirrors[name]
         entry = self.committed[index - 1]
         if index >= mirror.base and mirror.at(index) != entry.generation:
@@ -280,7 +285,8 @@ class ClusterView:
                 self._committed_in.append(max(before, mirror.generation))
             elif not self._same(self.committed[index - 1], entry):
                 raise InvariantBroken(
-                    f"{name} applies {entry} at {index}; another, {self.committed[index - 1]}"
+                    f"{name} applies {entry} at {index}; another server applied"
+                    f" {self.committed[index - 1]}"
                 )
         mirror.applied += len(effect.entries)
         if mirror.applied > known and not self._ballots:
@@ -300,7 +306,9 @@ class ClusterView:
                 f"{name} goes back from {mirror.applied} to a snapshot of {index}"
             )
         if index > len(self.committed):
-            raise InvariantBroken(f"{name} installs a snapshot up to {index}, committed by nobody")
+            raise InvariantBroken(
+                f"{name} installs a snapshot up to {index}, which is not committed"
+            )
         if self.committed[index - 1].generation != snapshot.generation:
             raise InvariantBroken(f"{name} installs a snapshot of another history at {index}")
         mirror.base = mirror.applied = index

@@ -1,26 +1,26 @@
 """Multi-Paxos: a log of slots, each decided by Paxos, with one first phase for all of them.
 
-    doubt       whoever misses the leader asks who else does; nobody prepares alone.
+    doubt       a server that misses the leader asks which others do. It does not prepare alone.
     prepare     with a ballot of its own, later than any it has heard of, a proposer asks for
-                promises. An acceptor promises, on disk, to take no earlier ballot's values, and
-                tells what it has accepted in the slots that are still open to the proposer, and in
+                promises. An acceptor promises, on disk, to accept no values of earlier ballots, and
+                sends what it has accepted in the slots that are still open to the proposer, and in
                 which ballots.
-    take over   with the promises of a majority: in each open slot the value accepted in the highest
-                ballot, and nothing (a no-op) where none was reported, all proposed anew in its own
-                ballot.
+    take over   with the promises of a majority, the proposer proposes in its own ballot: in each
+                open slot the value accepted in the highest ballot, and a no-op where none was
+                reported.
     outbid      an established leader that hears of a later ballot prepares one later still.
-    accept      new values take the next slots. An acceptor takes them in whatever order they come,
-                so its log may have gaps until a leader fills them.
+    accept      new values take the next slots. An acceptor accepts them in any order, so its log
+                may have gaps until a leader fills them.
     chosen      what a majority has accepted in one ballot, without a gap before it.
 
 A ballot is k · n + r for the server ranked r of n: no two servers share one, and the ballot names
-its leader. It is the core's `generation`: the latest ballot promised.
+its leader. It is the core's `generation`: the latest promised ballot.
 
 An entry keeps the generation in which it was first proposed, however often later leaders propose it
-anew: whoever proposed it can recognise it. In which ballot it was *accepted* is kept beside the
-log, in runs of slots with the same ballot. A gap is an entry of generation 0, which no leader has.
-Slots known to be chosen count as accepted in the latest ballot promised: nothing else can be chosen
-there.
+again, so that its proposer can recognise it. The ballot in which it was *accepted* is kept beside
+the log, in runs of slots with the same ballot. A gap is an entry of generation 0, which no leader
+has. Slots known to be chosen count as accepted in the latest promised ballot, since nothing else
+can be chosen there.
 """
 
 from __future__ import annotations
@@ -59,31 +59,32 @@ GAP = LogEntry(0, EntryKind.NOTHING, b"")
 
 
 class AcceptorState(Struct, frozen=True, array_like=True):
-    """What an acceptor must not forget beside its log."""
+    """What an acceptor keeps on disk besides its log."""
 
     promised: int = 0
     accepted: tuple[tuple[int, int], ...] = ()
-    """(slot, ballot): from this slot on, up to the next such pair, values were accepted in this
+    """(slot, ballot): from this slot up to the next such pair, values were accepted in this
     ballot."""
 
 
 class Doubt(Message, frozen=True, gc=False):
-    """I miss the leader. `generation` is the latest ballot I have promised."""
+    """The sender misses the leader. `generation` is its latest promised ballot."""
 
     answer: bool
-    """Said to one who doubts. Only answers count: who cannot be heard shall not prepare a ballot,
-    with which it would depose a healthy leader when it comes back."""
+    """Whether it answers another `Doubt`. Only answers count: a server that cannot be heard must
+    not prepare a ballot, with which it would depose a healthy leader when it comes back."""
 
 
 class Prepare(Message, frozen=True, gc=False):
-    """Promise me this ballot, and tell me what you have accepted from slot `first` on."""
+    """Requests a promise of this ballot, and what the receiver has accepted from slot `first`
+    on."""
 
     first: int
 
 
 class Promise(Message, frozen=True, gc=False):
-    """I promise. In slot `first` and after, these were accepted in these ballots; my last slot is
-    `last`."""
+    """The sender promises. From slot `first` on, it has accepted these values in these ballots; its
+    last slot is `last`."""
 
     first: int
     ballots: tuple[int, ...]
@@ -92,7 +93,7 @@ class Promise(Message, frozen=True, gc=False):
 
 
 class Accept(Message, frozen=True, gc=False):
-    """Accept these in this ballot."""
+    """Requests that these values are accepted in this ballot."""
 
     first: int
     entries: tuple[LogEntry, ...]
@@ -101,7 +102,7 @@ class Accept(Message, frozen=True, gc=False):
 
 
 class Chosen(Message, frozen=True, gc=False):
-    """Every slot up to `commit` is decided. Said again and again, it is the heartbeat."""
+    """Every slot up to `commit` is decided. Repeated, it is the heartbeat."""
 
     commit: int
     last: int
@@ -109,21 +110,21 @@ class Chosen(Message, frozen=True, gc=False):
 
 
 class AcceptOk(Message, frozen=True, gc=False):
-    """I have accepted every slot up to `last` in this ballot, or know it to be decided."""
+    """The sender has accepted every slot up to `last` in this ballot, or knows it to be decided."""
 
     last: int
     round: int
 
 
 class Behind(Message, frozen=True, gc=False):
-    """I lack what comes after `last`."""
+    """The sender lacks what follows `last`."""
 
     last: int
     round: int
 
 
 class Later(Message, frozen=True, gc=False):
-    """I have promised this ballot, which is later than yours."""
+    """The sender has promised this ballot, which is later than the receiver's."""
 
 
 MESSAGES = Doubt | Prepare | Promise | Accept | Chosen | AcceptOk | Behind | Later
@@ -148,24 +149,25 @@ class Paxos(ReplicatedServer):
         self.generation: int = state.promised
         self._runs = state.accepted
         self._ballots = _ballots(state.accepted, self.log)
-        """In which ballot each slot of the log was accepted."""
+        """The ballot in which each slot of the log was accepted."""
         self._names = sorted(membership.voters, key=order)
         self._seen = self.generation
-        """The latest ballot we have heard of."""
+        """The latest ballot that this server has heard of."""
         self._doubters: set[str] = set()
         self._stand_at = now
         self._patience = now
         self._promise_token = 0
-        """We prepare; our own promise counts once this is on disk."""
+        """While preparing: this server's own promise counts once this is on disk."""
         self._reported: dict[str, int] = {}
-        """Who has promised, and the slot up to which we know what it has accepted."""
+        """The servers that have promised, and the slot up to which their accepted values are
+        known."""
         self._complete: set[str] = set()
-        """Of whom we know everything."""
+        """The servers whose accepted values are all known."""
         self._found: dict[int, tuple[int, LogEntry]] = {}
         """Per open slot, the value reported in the highest ballot."""
         self._known = 0
-        """Up to here our log is the leader's: decided, or accepted in its ballot."""
-        self._timeout = self._draw()
+        """The index up to which this log is the leader's: decided, or accepted in its ballot."""
+        self._timeout = self._draw_timeout()
         self._alive_until = now
         self._hear = {
             Doubt: self._hear_doubt,
@@ -182,23 +184,24 @@ class Paxos(ReplicatedServer):
         return AcceptorState(self.generation, self._runs)
 
     def owner(self, ballot: int) -> str:
-        """Whose ballot it is."""
+        """The server that a ballot belongs to."""
         return self._names[ballot % len(self._names)]
 
     # Doubting the leader.
 
     def _look(self) -> None:
-        self._turn(Role.LOOKING, None)
+        self._set_role(Role.LOOKING, None)
         self._abandon()
         self._doubters = set()
-        self._patience = self._now + 2 * self._draw()
-        # Two who prepare at once undo each other's ballots; so they wait, longer every time.
+        self._patience = self._now + 2 * self._draw_timeout()
+        # Two servers that prepare at once void each other's ballots, so they wait longer every
+        # time.
         spread = self._settings.heartbeat_s * 2 ** min(self._attempts, 5) / 2
         self._stand_at = self._now + self._jitter() * spread
         self._ask()
 
     def _ask(self) -> None:
-        self._tell_all(Doubt(self.generation, False))
+        self._send_all(Doubt(self.generation, False))
         self.next_deadline = self._now + self._settings.heartbeat_s
         self._consider()
 
@@ -229,7 +232,7 @@ class Paxos(ReplicatedServer):
             self._send(peer, Doubt(self.generation, True))
 
     def _consider(self) -> None:
-        """Prepare, if enough others doubt; but not all at the same instant."""
+        """Prepare if enough others doubt, but not all at the same instant."""
         if self._promise_token or 1 + len(self._doubters) < self._majority:
             return
         if self._now >= self._stand_at:
@@ -251,23 +254,24 @@ class Paxos(ReplicatedServer):
         self._reported = {}
         self._complete = set()
         self._found = {}
-        self._patience = self._now + self._draw()
+        self._patience = self._now + self._draw_timeout()
         self._prepare_others()
 
     def _promise(self, ballot: int) -> None:
-        """Take no earlier ballot's values any more."""
+        """Accept no values of earlier ballots any more."""
         self._abandon()
         self.generation = ballot
         self._seen = max(self._seen, ballot)
         self._known = self.commit
-        self._turn(Role.LOOKING, None)
+        self._set_role(Role.LOOKING, None)
         self._persist(self._state())
 
     def _abandon(self) -> None:
         self._promise_token = 0
 
     def _prepare_others(self) -> None:
-        """Also those who have told everything: they are patient for as long as they hear of us."""
+        """Also sent to those that have answered completely: hearing from this server keeps them
+        waiting."""
         for name, peer in self._peers.items():
             message = Prepare(self.generation, self._reported.get(name, self.commit) + 1)
             self._send(peer, message, after=self._promise_token)
@@ -285,8 +289,8 @@ class Paxos(ReplicatedServer):
         if ballot > self.generation:
             self._promise(ballot)
         if self.role is Role.LOOKING:
-            # It is given the time to win, whoever else still doubts.
-            self._patience = self._stand_at = self._now + self._draw()
+            # It gets the time to win, whichever others still doubt.
+            self._patience = self._stand_at = self._now + self._draw_timeout()
             self.next_deadline = self._patience
             self._report(peer, max(1, message.first))
 
@@ -313,7 +317,7 @@ class Paxos(ReplicatedServer):
         ):
             if entry.generation:
                 self._find(slot, ballot, entry)
-        self._patience = self._now + self._draw()
+        self._patience = self._now + self._draw_timeout()
         upto += len(message.entries)
         self._reported[peer.name] = upto
         if upto >= message.last:
@@ -323,7 +327,8 @@ class Paxos(ReplicatedServer):
             self._send(peer, Prepare(self.generation, upto + 1))
 
     def _find(self, slot: int, ballot: int, entry: LogEntry) -> None:
-        """Of what was accepted in a slot, the highest ballot's is the one that may be chosen."""
+        """Of the values accepted in a slot, only that of the highest ballot may have been
+        chosen."""
         if slot not in self._found or ballot > self._found[slot][0]:
             self._found[slot] = (ballot, entry)
 
@@ -338,7 +343,7 @@ class Paxos(ReplicatedServer):
             self._take_over()
 
     def _take_over(self) -> None:
-        """Propose anew whatever may have been chosen, and fill the gaps."""
+        """Propose again whatever may have been chosen, and fill the gaps."""
         self._abandon()
         for slot in range(self.commit + 1, len(self.log) + 1):
             if self.log[slot - 1].generation:
@@ -367,10 +372,11 @@ class Paxos(ReplicatedServer):
                 runs.append((slot, ballot))
         return tuple(runs)
 
-    # The second phase, as an acceptor.
+    # The second phase, on an acceptor.
 
     def _from_leader(self, peer: Peer, message: Message) -> bool:
-        """Whether this is said by the leader of a ballot that we have promised, or now do."""
+        """Whether the message is of the leader of a ballot that this server has promised, or now
+        does."""
         ballot = message.generation
         if ballot < self.generation:
             self._send(peer, Later(self.generation), after=self._token)
@@ -381,8 +387,8 @@ class Paxos(ReplicatedServer):
             self._promise(ballot)
         if self.role is not Role.FOLLOWING:
             self._abandon()
-            self._timeout = self._draw()
-            self._turn(Role.FOLLOWING, peer.name)
+            self._timeout = self._draw_timeout()
+            self._set_role(Role.FOLLOWING, peer.name)
         self._alive_until = self._now + self._settings.election_timeout_s
         self.next_deadline = self._now + self._timeout
         return True
@@ -400,7 +406,7 @@ class Paxos(ReplicatedServer):
             self._send(peer, reply, after=self._token)
 
     def _accept(self, first: int, entries: tuple[LogEntry, ...]) -> None:
-        """Have these in these slots, whatever was there, unless that is decided or the same."""
+        """Write values in these slots, whatever was there, unless that is decided or the same."""
         log, ballots, ballot = self.log, self._ballots, self.generation
         skip = 0
         for slot in range(first, min(first + len(entries), len(log) + 1)):
@@ -424,7 +430,7 @@ class Paxos(ReplicatedServer):
         self._persist(state, first, entries, keep=True)
 
     def _learn(self, first: int) -> None:
-        """See how far our log is the leader's now."""
+        """Determine how far this log is the leader's now."""
         log, ballots, ballot = self.log, self._ballots, self.generation
         if first <= self._known + 1:
             known = self._known
@@ -442,7 +448,7 @@ class Paxos(ReplicatedServer):
             last = self._known if self._durable == self._token else 0
             self._send(peer, AcceptOk(self.generation, last, message.round))
 
-    # The second phase, as the leader.
+    # The second phase, on the leader.
 
     def _prepare(self, peer: Peer) -> None:
         peer.match = 0
@@ -470,8 +476,8 @@ class Paxos(ReplicatedServer):
         if message.generation <= self.generation:
             return
         if self._established():
-            # Somebody prepared that ballot and got no further. Whoever follows us promises us a
-            # later one, and nobody needs another leader.
+            # That ballot was prepared and not completed. The followers promise this server a later
+            # one, and need no other leader.
             self._stand()
         elif self.role is Role.LEADING or self._promise_token:
             self._look()

@@ -1,19 +1,20 @@
-"""PaxosLease: who holds a lease, agreed on by Paxos with nothing on disk.
+"""PaxosLease: which server holds a lease, agreed on by Paxos with nothing on disk.
 
-One decision is agreed on again and again: who holds the lease. Acceptors keep what they promised
-and accepted in memory only, and forget the latter when its time is up. Time makes that safe:
+One decision is made again and again: which server holds the lease. Acceptors keep what they
+promised and accepted in memory only, and forget the latter when its time is up. Time makes that
+safe:
 
-- The proposer's own timer starts *before* its proposal leaves, so it ends before any acceptor's
-  does, whose time is longer by what clocks may differ.
-- A server that starts stays silent for the longest lease there can be: whatever it accepted before
-  a crash has then run out. A start cannot be told from a restart, so every start counts as one.
-- Durations are counted on a clock that never jumps.
+- The proposer's own timer starts *before* its proposal is sent, so it ends before any acceptor's,
+  whose time is longer by what clocks may differ.
+- A server that starts stays silent for the longest possible lease: whatever it accepted before a
+  crash has then run out. A start cannot be told from a restart, so every start counts as one.
+- Durations are measured on a clock that never jumps.
 
 The token is the ballot: it increases from one holder to the next as long as a majority has not
-forgotten it. `floor` begins the count, for those who can tell a later life from an earlier one.
+forgotten it. `floor` is where the count begins, for callers that can number their starts.
 
-This is not a `core.Core`: there is no log. It takes `Received` and `Elapsed`, and gives `Send` and
-`LeaseChanged`. Imports `core` only.
+This is not a `core.Core`: there is no log. It takes `Received` and `Elapsed`, and returns `Send`
+and `LeaseChanged`. Imports `core` only.
 """
 
 from __future__ import annotations
@@ -36,41 +37,42 @@ __all__ = ["LeaseChanged", "PaxosLease", "Prepare", "Promise", "Propose", "Propo
 
 
 class Prepare(Message, frozen=True, gc=False):
-    """Promise me this ballot."""
+    """Requests a promise of this ballot."""
 
 
 class Promise(Message, frozen=True, gc=False):
-    """I promise; this server's lease runs, as far as I know, or nobody's."""
+    """The sender promises. As far as it knows, this server holds the lease, or none does."""
 
     holder: str | None
 
 
 class Propose(Message, frozen=True, gc=False):
-    """Let me hold the lease for this long."""
+    """Requests the lease for this long."""
 
     for_s: float
 
 
 class Proposed(Message, frozen=True, gc=False):
-    """Accepted."""
+    """The proposal is accepted."""
 
 
 class Refuse(Message, frozen=True, gc=False):
-    """I have promised this ballot, which is later than yours."""
+    """The sender has promised this ballot, which is later than the receiver's."""
 
 
 MESSAGES = Prepare | Promise | Propose | Proposed | Refuse
 
 
 class LeaseChanged(Effect, frozen=True, gc=False):
-    """We hold the lease until then, under this token; or, with `until` in the past, no more."""
+    """This server holds the lease until then, under this token; or no longer, if `until` is
+    past."""
 
     token: int
     until: float
 
 
 class PaxosLease:
-    """One server: acceptor, and proposer of itself."""
+    """One server: an acceptor, and a proposer of itself."""
 
     def __init__(
         self,
@@ -93,12 +95,12 @@ class PaxosLease:
         self._promised = self._seen = floor
         self._accepted: str | None = None
         self._expires = -inf
-        """When what we accepted is forgotten."""
+        """When the accepted proposal is forgotten."""
         self.token = 0
         self.until = -inf
-        """We hold the lease until then."""
+        """This server holds the lease until then."""
         self._ballot = 0
-        """The one we are trying for; 0: none."""
+        """The ballot of the current attempt; 0 if there is none."""
         self._timer = -inf
         """What `until` becomes if this ballot wins; set before it is proposed."""
         self._promises: set[str] = set()
@@ -107,14 +109,14 @@ class PaxosLease:
         self._effects: list[Effect] = []
 
     def _silence(self, drift: float) -> float:
-        """How long a server keeps out of it after a start."""
+        """How long a server stays silent after a start."""
         return self._accept_s * (1 + 2 * drift)
 
     def holds(self, now: float) -> bool:
         return now < self.until
 
     def handle(self, event: CoreEvent, now: float) -> list[Effect]:
-        """Take in one event, and say what has to be done about it."""
+        """Process one event and return what has to be done."""
         if now >= self._silent_until:
             if isinstance(event, Received) and event.peer in self._names:
                 self._hear(event.peer, event.message, now)
@@ -126,11 +128,11 @@ class PaxosLease:
     # Proposing.
 
     def _campaign(self, now: float) -> None:
-        """Try to get the lease, or to prolong it, with a ballot of our own."""
+        """Try to get or to prolong the lease, with a ballot of this server's own."""
         if self.token and not self.holds(now):
             self._effects.append(LeaseChanged(self.token, self.until))
             self.token = 0
-        # Those who wait try at random instants: two who try at once undo each other's ballots.
+        # Waiting servers try at random instants: two that try at once void each other's ballots.
         wait = self._lease_s / 3 if self.holds(now) else self._lease_s * (0.2 + self._jitter())
         self.next_deadline = now + wait
         n = len(self._names)
@@ -140,9 +142,9 @@ class PaxosLease:
         self._timer = -inf
         self._promises = set()
         self._votes = set()
-        self._tell_all(Prepare(self._ballot), now)
+        self._send_all(Prepare(self._ballot), now)
 
-    def _tell_all(self, message: Message, now: float) -> None:
+    def _send_all(self, message: Message, now: float) -> None:
         for name in self._names:
             if name != self.id:
                 self._effects.append(Send(name, message))
@@ -177,7 +179,7 @@ class PaxosLease:
         self._promises.add(peer)
         if len(self._promises) >= self._majority:
             self._start_timer(now)
-            self._tell_all(Propose(self._ballot, self._accept_s), now)
+            self._send_all(Propose(self._ballot, self._accept_s), now)
 
     def _won(self, now: float) -> None:
         if now >= self._timer:

@@ -1,25 +1,25 @@
 """The majority vote for the smallest id, made safe.
 
-The textbook's vote: in each round every server votes for the smallest id it knows to be up; whoever
-gets a majority leads, and a round without a winner is followed by another. If ids alone decide, two
-servers that know of different ones elect two leaders, and a leader with less of the log than others
-undoes what was agreed. So the id decides nothing here but *who stands first*:
+The textbook's vote: in each round every server votes for the smallest id it knows to be up; a
+server with a majority leads, and a round without a winner is followed by another. If ids alone
+decide, two servers that know of different ones elect two leaders, and a leader whose log is shorter
+than others' undoes what was committed. Here, the id only decides *which server campaigns first*:
 
-    look      tell everybody that one has no leader and how far one's log goes; those without a
-              leader answer in kind. Nobody stands before a majority is known to be looking.
-    stand     whoever, of those it knows to be up, has the furthest log, and among equals the
-              smallest id, opens a new generation and asks for votes. If no leader comes of it
-              the next one stands, after a patience that grows with the id and with every attempt
-              in vain, since messages may be slower than supposed.
-    vote      once per generation, for somebody whose log goes at least as far as one's own, and on
-              disk before it is said; not at all while a leader is alive.
-    lead      with the votes of a majority, its own included once that is on disk. One that is
-              established and hears of a later generation opens the next one.
+    look      a server without a leader sends that to all, and how far its log goes; others without
+              a leader answer in kind. No server campaigns before a majority is known to be looking.
+    stand     of the servers known to be up, the one with the longest log, and among equals the
+              smallest id, begins a new generation and asks for votes. If it does not win, the next
+              one campaigns, after a timeout that grows with the id and with every failed attempt,
+              since messages may be slower than assumed.
+    vote      once per generation, for a server whose log is at least as long, and on disk before it
+              is sent; not at all while a leader is alive.
+    lead      with the votes of a majority, its own included once that is on disk. An established
+              leader that hears of a later generation begins the next one.
 
-Replication is the leader's log streamed to the followers, each message saying what must stand
-before it. Only an entry of the leader's own generation is committed by being counted.
+The leader's log is streamed to the followers; each message names the entry that must precede it.
+Only an entry of the leader's own generation is committed by counting.
 
-The id "smallest" compares numbers within names as numbers: n2 stands before n10.
+The order of ids compares numbers within names as numbers: n2 comes before n10.
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ __all__ = [
 
 
 class VoterState(Struct, frozen=True, array_like=True):
-    """What a server must not forget: the generation it is in, and for whom it voted in it."""
+    """What a server keeps on disk: its generation, and its vote in it."""
 
     generation: int = 0
     vote: str | None = None
 
 
 class Looking(Message, frozen=True, gc=False):
-    """I have no leader, and my log goes this far."""
+    """The sender has no leader, and its log ends here."""
 
     last_generation: int
     last: int
     answer: bool
-    """Said because another said it; it is not answered again."""
+    """Whether it answers another `Look`; it is then not answered again."""
 
 
 class Stand(Message, frozen=True, gc=False):
-    """Vote for me in this generation; my log goes this far."""
+    """Requests a vote in this generation; the sender's log ends here."""
 
     last_generation: int
     last: int
@@ -82,7 +82,7 @@ class Vote(Message, frozen=True, gc=False):
 
 
 class Append(Message, frozen=True, gc=False):
-    """The leader's word: these entries follow `previous`. Without any, a heartbeat."""
+    """Entries of the leader that follow `previous`. Without any, a heartbeat."""
 
     previous: int
     previous_generation: int
@@ -92,15 +92,15 @@ class Append(Message, frozen=True, gc=False):
 
 
 class Appended(Message, frozen=True, gc=False):
-    """Up to here the log on my disk is the leader's. In a later generation than the leader's: you
-    lead no more."""
+    """The sender's log on disk is the leader's up to here. In a later generation than the leader's,
+    it means that the receiver leads no more."""
 
     last: int
     round: int
 
 
 class Missing(Message, frozen=True, gc=False):
-    """What you sent does not fit: begin after `last`."""
+    """The entries do not follow the sender's log: begin after `last`."""
 
     last: int
     round: int
@@ -129,19 +129,19 @@ class SmallestId(ReplicatedServer):
         self.vote: str | None = state.vote
         self._rank = {name: n for n, name in enumerate(sorted(membership.voters, key=order))}
         self._present: dict[str, tuple[int, int]] = {}
-        """Who is known to be looking in this round, and how far their logs go."""
+        """The servers known to be looking in this round, and how far their logs go."""
         self._answered_by: set[str] = set()
-        """Who of them has heard us: who is not heard shall not open a generation, with which it
-        would depose a healthy leader when it comes back."""
+        """Those of them that have heard this server: a server that is not heard must not begin a
+        generation, with which it would depose a healthy leader when it comes back."""
         self._votes: set[str] = set()
         self._vote_token = 0
-        """Our own vote for ourselves counts once this is on disk; 0: we do not stand."""
+        """This server's own vote counts once this is on disk; 0 if it does not campaign."""
         self._gathered = now
-        """Until when we wait for others to show up before we judge who should stand."""
+        """Until when to wait for other servers before deciding which one should campaign."""
         self._patience = now
-        self._timeout = self._draw()
+        self._timeout = self._draw_timeout()
         self._alive_until = now
-        """Until when the leader we follow is held to be alive."""
+        """Until when the followed leader is assumed to be alive."""
         self._hear = {
             Looking: self._hear_looking,
             Stand: self._hear_stand,
@@ -154,11 +154,12 @@ class SmallestId(ReplicatedServer):
     # Looking for one another.
 
     def _look(self) -> None:
-        self._turn(Role.LOOKING, None)
+        self._set_role(Role.LOOKING, None)
         self._new_round()
 
     def _new_round(self) -> None:
-        """Forget who was up, and ask again. A candidate remains one: its votes may yet come."""
+        """Forget which servers were up, and ask again. A candidate remains one: its votes may yet
+        come."""
         self._present = {self.id: self._last()}
         self._answered_by = {self.id}
         self._gathered = self._now + self._settings.heartbeat_s
@@ -166,9 +167,9 @@ class SmallestId(ReplicatedServer):
         patience_s = self._settings.election_timeout_s * (
             0.5 + 0.5 * stagger + 0.5 * self._jitter()
         )
-        self._patience = self._now + self._grown(patience_s)
+        self._patience = self._now + self._lengthened(patience_s)
         self.next_deadline = self._gathered
-        self._tell_all(self._looking(answer=False))
+        self._send_all(self._looking(answer=False))
         self._judge()
 
     def _looking(self, answer: bool) -> Looking:
@@ -181,11 +182,11 @@ class SmallestId(ReplicatedServer):
         elif self._now < self._patience:
             self._judge()
             if self.role is Role.LOOKING:
-                self._tell_all(self._looking(answer=False))
+                self._send_all(self._looking(answer=False))
                 self.next_deadline = min(self._now + self._settings.heartbeat_s, self._patience)
         else:
-            # A round without a winner: whoever runs out of patience first stands, and it is then
-            # for the voters to say.
+            # A round without a winner: the server whose timeout ends first campaigns, and the
+            # voters decide.
             if len(self._answered_by) >= self._majority and not self._vote_token:
                 self._stand()
             else:
@@ -207,10 +208,10 @@ class SmallestId(ReplicatedServer):
         self._judge()
 
     def _judge(self) -> None:
-        """Stand, if of all who are up it is for us to stand, and enough are."""
+        """Campaign if this server is the one to do so, and enough others are looking."""
         if self._vote_token or len(self._answered_by) < self._majority:
             return
-        everybody = len(self._present.keys() | self._gone) == len(self._rank)
+        everybody = len(self._present.keys() | self._unreachable) == len(self._rank)
         if (self._now >= self._gathered or everybody) and self._first_to_stand() == self.id:
             self._stand()
 
@@ -227,7 +228,7 @@ class SmallestId(ReplicatedServer):
         return VoterState(self.generation, self.vote)
 
     def _enter(self, generation: int, vote: str | None = None) -> None:
-        """Be in this generation, having voted for this server or for nobody."""
+        """Enter this generation, having voted for this server or for none."""
         self._attempts += generation > self.generation
         self.generation, self.vote = generation, vote
         self._abandon()
@@ -239,9 +240,9 @@ class SmallestId(ReplicatedServer):
 
     def _stand(self) -> None:
         self._enter(self.generation + 1, self.id)
-        self._turn(Role.LOOKING, None)
+        self._set_role(Role.LOOKING, None)
         self._vote_token = self._token
-        self._tell_all(Stand(self.generation, *self._last()), after=self._token)
+        self._send_all(Stand(self.generation, *self._last()), after=self._token)
 
     def _written(self) -> None:
         if self._vote_token and self._durable >= self._vote_token:
@@ -263,9 +264,9 @@ class SmallestId(ReplicatedServer):
         self._send(peer, Vote(self.generation, granted), after=self._token)
 
     def _look_on(self) -> None:
-        """Another stands: give it the time to win."""
-        self._turn(Role.LOOKING, None)
-        self._patience = max(self._patience, self._now + self._grown(self._draw()))
+        """Another server campaigns: give it the time to win."""
+        self._set_role(Role.LOOKING, None)
+        self._patience = max(self._patience, self._now + self._lengthened(self._draw_timeout()))
         self.next_deadline = self._now + self._settings.heartbeat_s
 
     def _leader_lives(self) -> bool:
@@ -274,7 +275,7 @@ class SmallestId(ReplicatedServer):
         return self.role is Role.FOLLOWING and self._now < self._alive_until
 
     def _far_enough(self, candidate: Stand) -> bool:
-        """Whether the candidate's log goes at least as far as ours."""
+        """Whether the candidate's log is at least as long as this one."""
         return (candidate.last_generation, candidate.last) >= self._last()
 
     def _hear_vote(self, peer: Peer, message: Vote) -> None:
@@ -290,9 +291,10 @@ class SmallestId(ReplicatedServer):
             self._lead()
 
     def _overtaken(self, generation: int) -> None:
-        """Others are in a later generation."""
+        """Other servers are in a later generation."""
         if self._established():
-            # Somebody opened that one and got no further: those who follow us do so in the next.
+            # That generation was begun and not completed: the followers of this server enter the
+            # next one.
             self.generation = generation
             self._present = {self.id: self._last()}
             self._answered_by = {self.id}
@@ -317,8 +319,8 @@ class SmallestId(ReplicatedServer):
             self._enter(message.generation)
         if self.leader != peer.name:
             self._abandon()
-            self._turn(Role.FOLLOWING, peer.name)
-            self._timeout = self._draw()
+            self._set_role(Role.FOLLOWING, peer.name)
+            self._timeout = self._draw_timeout()
         self._alive_until = self._now + self._settings.election_timeout_s
         self.next_deadline = self._now + self._timeout
         previous = message.previous

@@ -1,24 +1,24 @@
 """Viewstamped replication, revisited, with its view on disk.
 
-    normal        the primary of view v is server v mod n, so nobody has to be elected: it has
-                  operations prepared by the others, and tells them what is committed.
-    view change   whoever misses the primary tells the others which view it wants instead. When a
-                  majority wants it, a server *enters* the view, on disk, takes no part in earlier
-                  ones any more, and tells the new primary how far its log goes, and in which view
-                  it last was normal. Of a majority's logs, the new primary takes the one with the
-                  greatest (last normal view, op number).
+    normal        the primary of view v is server v mod n, so there is no election: it has the
+                  others prepare operations, and sends them what is committed.
+    view change   a server that misses the primary sends the others the view that it wants instead.
+                  When a majority wants it, a server *enters* the view, on disk, takes no part in
+                  earlier ones any more, and sends the new primary how far its log goes, and in
+                  which view it last was normal. Of a majority's logs, the new primary takes the one
+                  with the greatest (last normal view, op number).
     start view    the others make their logs the primary's, then write that they are normal in the
                   view, then acknowledge.
 
-The paper's servers keep nothing on disk and ask one another after a crash, which leaves them stuck
-for good when all crash at once. Here the view, the last normal view and the log are on disk. A
-server does not lead a view that it was in before a crash: of what it said there, the disk may have
-missed the last part. Nor does it lead a view again that it has led and given up.
+The paper's servers keep nothing on disk and ask one another after a crash, so they cannot recover
+when all crash at once. Here the view, the last normal view and the log are on disk. A server does
+not lead a view that it was in before a crash: the disk may lack the last part of what it sent
+there. Nor does it lead a view again that it has led and given up.
 
-An established primary that hears of a later view wants the next one that is its own. Wanting a view
-binds nobody: a server that is cut off wants the same one for ever and disturbs nobody by it, and
-those whose primary is alive do not listen. The core's `generation` is the view entered. Logs are
-brought into step from the last entry that both have of the same view, so nothing uncommitted of an
+An established primary that hears of a later view wants the next one of its own. Wanting a view
+binds no server: one that is cut off wants the same view for ever, without effect on the others, and
+servers whose primary is alive ignore it. The core's `generation` is the view entered. Logs are
+brought into step from the last entry that both have of the same view, so no uncommitted entry of an
 earlier view survives in a later one.
 """
 
@@ -57,7 +57,7 @@ __all__ = [
 
 
 class ViewState(Struct, frozen=True, array_like=True):
-    """What a server must not forget beside its log."""
+    """What a server keeps on disk besides its log."""
 
     view: int = 0
     normal: int = 0
@@ -65,22 +65,22 @@ class ViewState(Struct, frozen=True, array_like=True):
 
 
 class StartViewChange(Message, frozen=True, gc=False):
-    """I miss the primary, and want this view."""
+    """The sender misses the primary, and wants this view."""
 
     answer: bool
-    """Said because another said so; it is not answered again."""
+    """Whether it answers another; it is then not answered again."""
 
 
 class DoViewChange(Message, frozen=True, gc=False):
-    """I have entered this view, which is yours to lead; my log was last normal then, and ends
-    here."""
+    """The sender has entered this view, which the receiver leads. Its log was last normal then, and
+    ends here."""
 
     normal: int
     op: int
 
 
 class StartView(Message, frozen=True, gc=False):
-    """This view has begun, and its log is this far."""
+    """This view has begun, and its log ends here."""
 
     op: int
     op_view: int
@@ -88,7 +88,7 @@ class StartView(Message, frozen=True, gc=False):
 
 
 class GetState(Message, frozen=True, gc=False):
-    """Our logs may agree up to here: send me what follows in yours."""
+    """The logs may agree up to here: send what follows."""
 
     agreed: int
 
@@ -111,14 +111,14 @@ class Prepare(Message, frozen=True, gc=False):
 
 
 class PrepareOk(Message, frozen=True, gc=False):
-    """I have everything up to here on disk."""
+    """The sender has everything up to here on disk."""
 
     op: int
     round: int
 
 
 class Commit(Message, frozen=True, gc=False):
-    """Everything up to `commit` stands. Said again and again, it is the heartbeat."""
+    """Everything up to `commit` is committed. Repeated, it is the heartbeat."""
 
     commit: int
     op: int
@@ -126,14 +126,14 @@ class Commit(Message, frozen=True, gc=False):
 
 
 class Behind(Message, frozen=True, gc=False):
-    """I lack what comes after `op`."""
+    """The sender lacks what follows `op`."""
 
     op: int
     round: int
 
 
 class Later(Message, frozen=True, gc=False):
-    """I have entered this view, which is later than yours."""
+    """The sender has entered this view, which is later than the receiver's."""
 
 
 MESSAGES = (
@@ -170,19 +170,19 @@ class Viewstamped(ReplicatedServer):
         self.normal: int = state.normal
         self._names = sorted(membership.voters, key=order)
         self._barred = state.view
-        """Views up to here are not ours to lead any more."""
+        """This server no longer leads views up to here."""
         self.wanted = 0
-        """The view we want, if later than the one we are in."""
+        """The view that it wants, if later than the one it is in."""
         self._wants: dict[str, int] = {}
         self._reports: dict[str, tuple[int, int]] = {}
-        """To the primary of the view entered: how far whose log goes."""
+        """On the primary of the view entered: how far each server's log goes."""
         self._source: str | None = None
-        """Whose log the new primary is taking."""
+        """The server whose log the new primary is taking."""
         self._fetched = 0
-        """Up to where it may have that already."""
+        """The index up to which it may have that already."""
         self._started_token = 0
         self._state_token = 0
-        self._timeout = self._draw()
+        self._timeout = self._draw_timeout()
         self._patience = now
         self._alive_until = now
         self._hear = {
@@ -213,9 +213,9 @@ class Viewstamped(ReplicatedServer):
         """Want this view, or the first after it whose primary is not known to be gone."""
         if self.role is Role.LEADING:
             self._barred = self.generation
-        self._turn(Role.LOOKING, None)
+        self._set_role(Role.LOOKING, None)
         for _ in self._names:
-            if self.primary(view) in self._gone or self._may_not_lead(view):
+            if self.primary(view) in self._unreachable or self._may_not_lead(view):
                 view += 1
         self.wanted = view
         self._wants = {}
@@ -225,7 +225,7 @@ class Viewstamped(ReplicatedServer):
         return view <= self._barred and self.primary(view) == self.id
 
     def _ask(self) -> None:
-        self._tell_all(StartViewChange(self.wanted, False))
+        self._send_all(StartViewChange(self.wanted, False))
         self.next_deadline = self._now + self._settings.heartbeat_s
         self._count_wants()
 
@@ -238,7 +238,7 @@ class Viewstamped(ReplicatedServer):
         self._wants[peer.name] = view
         if view > max(self.wanted, self.generation):
             self.wanted = view
-            self._tell_all(StartViewChange(view, False))
+            self._send_all(StartViewChange(view, False))
         elif not message.answer:
             self._send(peer, StartViewChange(max(self.wanted, self.generation), True))
         self._count_wants()
@@ -261,18 +261,18 @@ class Viewstamped(ReplicatedServer):
         self._source = None
         self._started_token = 0
         for peer in self._peers.values():
-            peer.again = self._now
-        self._turn(Role.LOOKING, None)
+            peer.resend_at = self._now
+        self._set_role(Role.LOOKING, None)
         self._state_token = self._persist(self._state())
         self._progress()
         self._report()
 
     def _progress(self) -> None:
-        self._patience = self._now + self._draw()
+        self._patience = self._now + self._draw_timeout()
         self.next_deadline = self._now + self._settings.heartbeat_s
 
     def _report(self) -> None:
-        """Tell the primary of the view we have entered how far our log goes."""
+        """Send the primary of the entered view how far this log goes."""
         primary = self._peers.get(self.primary(self.generation))
         if primary is not None:
             message = DoViewChange(self.generation, self.normal, len(self.log))
@@ -292,7 +292,7 @@ class Viewstamped(ReplicatedServer):
             elif self.normal < self.generation:
                 self._report()
 
-    def _lost_sight(self, peer: Peer) -> None:
+    def _peer_lost(self, peer: Peer) -> None:
         if peer.name == self.primary(self.generation) and self.role is not Role.LEADING:
             self._look()
 
@@ -301,12 +301,12 @@ class Viewstamped(ReplicatedServer):
         if view <= max(self.generation, self.wanted):
             return
         if self._established():
-            # Somebody entered that view and got no further: nobody needs another primary.
+            # That view was entered and not completed: no other primary is needed.
             while self.primary(view) != self.id:
                 view += 1
         self._want(view)
 
-    # Beginning a view, as its primary.
+    # Beginning a view, on its primary.
 
     def _hear_do_view_change(self, peer: Peer, message: DoViewChange) -> None:
         view = message.generation
@@ -343,12 +343,11 @@ class Viewstamped(ReplicatedServer):
                 self._fetch(min(len(self.log), self._reports[best][1]))
 
     def _best(self) -> str:
-        """Whose log a view begins with: our own, unless another's goes further."""
+        """The server whose log a view begins with: this one, unless another's is longer."""
         return max(self._reports, key=lambda name: (self._reports[name], name == self.id))
 
     def _fetch(self, agreed: int) -> None:
-        """Take over the log that goes furthest. Its owner has entered the view: it stays as it
-        is."""
+        """Take over the longest log. Its owner has entered the view, so it does not change."""
         assert self._source is not None
         self._fetched = agreed
         self._send(self._peers[self._source], GetState(self.generation, agreed))
@@ -365,7 +364,7 @@ class Viewstamped(ReplicatedServer):
         self._state_token = self._persist(self._state())
 
     def _lead(self) -> None:
-        # Whatever was wanted meanwhile: who has entered a later view is to be heard.
+        # Whatever was wanted meanwhile, a server that has entered a later view is listened to.
         self.wanted = self.generation
         super()._lead()
 
@@ -388,7 +387,7 @@ class Viewstamped(ReplicatedServer):
             if not peer.synced:
                 self._send(peer, message)
 
-    # The state of another's log.
+    # The state of another server's log.
 
     def _hear_get_state(self, peer: Peer, message: GetState) -> None:
         if message.generation != self.generation:
@@ -398,7 +397,9 @@ class Viewstamped(ReplicatedServer):
         elif self.primary(self.generation) != peer.name or self.normal == self.generation:
             return
         agreed = min(message.agreed, len(self.log))
-        if self._now >= peer.again or (agreed < peer.origin and self._may_go_back(peer, agreed)):
+        if self._now >= peer.resend_at or (
+            agreed < peer.origin and self._may_go_back(peer, agreed)
+        ):
             peer.origin = agreed
             peer.next = agreed + 1
             self._pump(peer)
@@ -409,8 +410,8 @@ class Viewstamped(ReplicatedServer):
                 self._pump(peer)
 
     def _pump(self, peer: Peer) -> None:
-        """Send as much of the log as may be on its way at once; when that is all, say so."""
-        peer.again = self._now + 2 * self._settings.heartbeat_s
+        """Send as much of the log as the window allows and, after all of it, its end."""
+        peer.resend_at = self._now + 2 * self._settings.heartbeat_s
         end = min(len(self.log), peer.origin + WINDOW)
         while True:
             previous = peer.next - 1
@@ -449,7 +450,7 @@ class Viewstamped(ReplicatedServer):
             self._cut(op)
             self._persist(first=op + 1)
 
-    # Normal, as a replica.
+    # Normal operation, on a replica.
 
     def _hear_start_view(self, peer: Peer, message: StartView) -> None:
         if not self._from_primary(peer, message):
@@ -467,7 +468,8 @@ class Viewstamped(ReplicatedServer):
         self._send(peer, PrepareOk(self.generation, len(self.log), 0), after=self._token)
 
     def _from_primary(self, peer: Peer, message: Message) -> bool:
-        """Whether this is said by the primary of the view we are in, or now enter."""
+        """Whether the message is of the primary of the view that this server is in, or now
+        enters."""
         view = message.generation
         if view < self.generation:
             self._send(peer, Later(self.generation), after=self._token)
@@ -480,14 +482,14 @@ class Viewstamped(ReplicatedServer):
 
     def _follow(self, peer: Peer) -> None:
         if self.role is not Role.FOLLOWING:
-            self._timeout = self._draw()
+            self._timeout = self._draw_timeout()
             self.wanted = self.generation
-            self._turn(Role.FOLLOWING, peer.name)
+            self._set_role(Role.FOLLOWING, peer.name)
         self._alive_until = self._now + self._settings.election_timeout_s
         self.next_deadline = self._now + self._timeout
 
     def _in_step(self, peer: Peer, message: Message) -> bool:
-        """Whether this is the primary speaking to one whose log is a beginning of its own."""
+        """Whether the message is of the primary, and this log is a prefix of its own."""
         if not self._from_primary(peer, message) or self.normal != self.generation:
             return False
         self._follow(peer)
@@ -518,7 +520,7 @@ class Viewstamped(ReplicatedServer):
         elif self._durable >= self._state_token:
             self._send(peer, PrepareOk(self.generation, self._stable, message.round))
 
-    # Normal, as the primary.
+    # Normal operation, on the primary.
 
     def _carry(self, peer: Peer, first: int, entries: tuple[LogEntry, ...]) -> Message:
         if entries:

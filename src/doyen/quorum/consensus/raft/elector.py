@@ -1,8 +1,8 @@
-"""What every Raft server has, and how it comes by a leader.
+"""The election of a Raft server, and the state that every server has.
 
-`Elector` keeps the state, the disk's tokens and the clock, and knows all about looking for a
-leader, canvassing, standing, and being asked for votes. What a leader does, and a follower with its
-log, is in `server`, where the rules are told.
+`Elector` keeps the state, the tokens of the disk and the clock. It looks for a leader, runs
+pre-votes and campaigns, and answers requests for votes. What a leader does, and what a follower
+does with its log, is in `server`, which also explains the rules.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LOOKING, FOLLOWING, LEADING = Role.LOOKING, Role.FOLLOWING, Role.LEADING
 
 
 class ElectionPhase(IntEnum):
-    """What a looking server is doing about it."""
+    """What a looking server does to get a leader."""
 
     NONE = 0
     CANVASSING = 1
@@ -62,7 +62,7 @@ NONE, CANVASSING, STANDING = ElectionPhase.NONE, ElectionPhase.CANVASSING, Elect
 
 
 class Elector:
-    """A server, as far as elections go."""
+    """A Raft server, as far as elections go."""
 
     def __init__(
         self,
@@ -85,13 +85,13 @@ class Elector:
         self.membership = self.log.membership
         self.role = LOOKING
         self.leader: str | None = None
-        # A log without its ballot is one restored from elsewhere.
+        # A log without its ballot was restored from elsewhere.
         self.generation = max(ballot.generation, self.log.last_generation)
         self.vote = ballot.vote if self.generation == ballot.generation else None
         self.commit = self.log.base
         self.founders = ballot.founders
         self.witnessed: dict[str, Position] = {}
-        """What each peer has told this server to be on its disk: votes and acknowledgements."""
+        """What each peer has confirmed to be on its disk, by votes and acknowledgements."""
         self._jitter = jitter
         self._now = now
         self._out: list[Effect] = []
@@ -121,11 +121,11 @@ class Elector:
 
     @property
     def position(self) -> Position:
-        """How far this server has come; never less than what it has told anybody."""
+        """How far this server has come; never less than it has confirmed to any peer."""
         return Position(self.generation, self.log.last_generation, self.log.last)
 
     def handle(self, event: CoreEvent, now: float) -> list[Effect]:
-        """Take in one event, and say what has to be done about it, in order."""
+        """Process one event and return what has to be done, in order."""
         if now < self._now:
             raise IllegalEvent(f"{self.id}: the clock went back from {self._now!r} to {now!r}")
         on = self._on.get(type(event))
@@ -139,7 +139,7 @@ class Elector:
             or self.generation != self._announced[1]
             or self.leader != self._announced[2]
         ):
-            # First of all, so that a leader knows it is none before it hears of what others did.
+            # First, so that a leader learns that it is deposed before it hears what others did.
             self._announced = (self.role, self.generation, self.leader)
             out.insert(0, RoleChanged(*self._announced))
         return out
@@ -179,34 +179,35 @@ class Elector:
         if self.leader == event.peer or (
             self.vote == event.peer and self.leader is None and self._campaign is NONE
         ):
-            # Whoever leads us, or was going to, is perhaps dead.
+            # The leader, or the candidate that was about to lead, may be dead.
             self._hurry()
 
     def _lead(self) -> None:
-        """Elected."""
+        """This server is elected."""
         raise NotImplementedError
 
     def _resign(self) -> None:
-        """Lead no longer, in whatever way."""
+        """This server no longer leads, for whatever reason."""
         raise NotImplementedError
 
     def _save(self) -> None:
-        """Have generation and vote on disk."""
+        """Write the generation and the vote to disk."""
         self._token += 1
         ballot = Ballot(self.generation, self.vote, self.founders)
         self._out.append(Persist(self._token, ballot, keep=True))
 
-    # Looking and standing.
+    # Looking and campaigning.
 
     def _may_campaign(self) -> bool:
-        """Voters may; so may whoever is no voter any more only by a change that may yet be lost,
-        since until then it may be the only one with a log that others can follow."""
+        """Whether this server may campaign. Voters may. A server that was removed by a change that
+        is not committed may as well: until it is, it may be the only one with a log that the others
+        can follow."""
         return self.id in self.membership.voters or (
             self.log.membership_index > self.commit and self.id in self.log.membership_before.voters
         )
 
     def _draw(self) -> float:
-        """How long to wait before the next campaign."""
+        """The time until the next campaign."""
         timeout = self.settings.election_timeout_s
         if self._haste:
             wait, self._haste = self._haste * (1 + self._jitter()) / 2, self._haste * 2
@@ -229,21 +230,21 @@ class Elector:
         self.next_deadline = self._now + self._draw() if self._may_campaign() else inf
 
     def _hurry(self) -> None:
-        """Have no leader, and canvass soon; the more often in vain, the later."""
+        """Have no leader, and run a pre-vote soon; the more of them have failed, the later."""
         self._look()
         self._haste = 2 * self.settings.haste_s
         if self._may_campaign():
             self.next_deadline = self._now + self.settings.haste_s * self._jitter()
 
     def _adopt(self, generation: int, vote: str | None = None) -> None:
-        """Somebody is in a later generation: so are we, with no leader."""
+        """A peer is in a later generation: enter it, without a leader."""
         self.generation = generation
         self.vote = vote
         self._save()
         self._look()
 
     def _canvass(self) -> None:
-        """Ask whether a campaign would succeed, before disturbing anybody with one."""
+        """Run a pre-vote: ask whether a campaign would succeed before beginning a generation."""
         self._look()
         self._campaign = CANVASSING
         for peer in self.membership.voters:
@@ -252,7 +253,7 @@ class Elector:
         self._count(self.id)
 
     def _stand(self, *, transfer: bool) -> None:
-        """Begin a generation of our own, and ask for votes once our own is on disk."""
+        """Begin a new generation, and ask for votes once this server's own vote is on disk."""
         self._look()
         self.generation += 1
         self.vote = self.id
@@ -273,7 +274,7 @@ class Elector:
             self._out.append(Send(peer, vote, self._standing_token))
 
     def _count(self, voter: str) -> None:
-        """Somebody is for us."""
+        """Process a vote for this server."""
         self._votes.add(voter)
         if self._elected():
             if self._campaign is CANVASSING:
@@ -282,14 +283,14 @@ class Elector:
                 self._lead()
 
     def _elected(self, *more: str) -> bool:
-        """Whether a majority is for us, or would be with some more."""
+        """Whether these votes, with some more, are a majority."""
         votes = self._votes.union(more)
         return sum(voter in votes for voter in self.membership.voters) >= self.membership.majority
 
-    # Being asked for votes.
+    # Answering requests for votes.
 
     def _content(self) -> bool:
-        """Whether there is a leader to be heard: no reason then to want another."""
+        """Whether this server hears a leader, so that no other is needed."""
         return self.role is LEADING or (
             self.leader is not None and self._now - self._heard < self.settings.election_timeout_s
         )
@@ -299,7 +300,7 @@ class Elector:
         return (candidate.last_generation, candidate.last_index) >= (log.last_generation, log.last)
 
     def _free_for(self, peer: str) -> bool:
-        """Whether the vote of this generation can be the peer's."""
+        """Whether the peer can have this server's vote of this generation."""
         return self.vote == peer or (self.vote is None and self.leader is None)
 
     def _pre_vote(self, peer: str, message: PreVote) -> None:
@@ -308,7 +309,7 @@ class Elector:
             return
         granted = (future or self._free_for(peer)) and self._up_to_date(message)
         if message.generation < self.generation:
-            # Answered all the same: whoever asks has to learn that it is behind.
+            # Answered all the same: the sender has to learn that it is behind.
             granted = False
         if granted and self._goes_first(peer, message):
             self._solicit(peer)
@@ -317,9 +318,9 @@ class Elector:
         self._out.append(Send(peer, PreVoteReply(generation, granted)))
 
     def _goes_first(self, peer: str, message: PreVote) -> bool:
-        """Two who canvass at once, with logs alike, would stand at once and split the votes. The
-        one whose name comes first asks again, if the other, which is now known to want a leader,
-        is all that it lacks."""
+        """Two servers with equal logs that run a pre-vote at once would campaign at once and split
+        the votes. The one whose name comes first asks again, if the other, which is now known to
+        want a leader, is all that it lacks."""
         return (
             self._campaign is CANVASSING
             and self.id < peer

@@ -1,8 +1,8 @@
-"""A server's log, as it stands in memory, and how much of it is on disk.
+"""A server's log in memory, and how much of it is on disk.
 
-Invariants: indices `base + 1 … last` are held; generations never fall along them; `durable` is the
-index up to which what is *here* is on disk, which is not the same as what was once written there:
-an entry that has been replaced counts again only when its successor is written.
+Invariants: indices `base + 1 … last` are held; generations never decrease along them; `durable` is
+the index up to which the *current* entries are on disk. An entry that has been replaced is durable
+only when its replacement is written.
 """
 
 from __future__ import annotations
@@ -51,18 +51,19 @@ class RaftLog:
         self.last_generation = self.base_generation
         self._memberships = [(self.base, snapshot.membership)]
         self._pending: deque[tuple[int, int]] = deque()
-        """Writes not known to be on disk: their token, and the index up to which they will
-        vouch for what is here."""
+        """Writes that are not known to be on disk: their token, and the index up to which they
+        contain the current entries."""
         entries = recovered.entries
         if entries and entries[0].generation < self.base_generation:
-            # Left from before the snapshot: whatever was to replace them never reached the disk.
+            # Left from before the snapshot: the entries that were to replace them never reached the
+            # disk.
             entries = ()
         self.append(entries, token=0)
         self._pending.clear()
         self.durable = self.last
 
     def generation_at(self, index: int) -> int:
-        """-1 if there is no such entry, or no longer."""
+        """The generation at an index; -1 if there is no such entry, or no longer."""
         if index == self.last:
             return self.last_generation
         if index == self.base:
@@ -72,14 +73,14 @@ class RaftLog:
         return -1
 
     def between(self, first: int, last: int) -> Sequence[LogEntry]:
-        """Those from `first` to `last`, both included."""
+        """The entries from `first` to `last`, both included."""
         base = self.base
         return self.entries[first - base - 1 : last - base]
 
     def batch(
         self, first: int, most_entries: int, most_bytes: int
     ) -> tuple[tuple[LogEntry, ...], int]:
-        """What one message may carry from `first` on, and its size."""
+        """The entries from `first` on that fit in one message, and their size."""
         if first == self.last:
             entry = self.entries[-1]
             return (entry,), len(entry.data)
@@ -95,8 +96,9 @@ class RaftLog:
         return tuple(chosen), size
 
     def meeting_point(self, index: int, generation: int) -> int:
-        """The greatest index up to `index` whose generation is not above `generation`: where a
-        log that has `generation` at `index`, or conflicts there, can agree with this at most."""
+        """The greatest index up to `index` whose generation is not above `generation`: the last
+        point where a log that has `generation` at `index`, or conflicts there, can agree with this
+        one."""
         held = min(index, self.last) - self.base
         if held <= 0:
             return min(index, self.base)
@@ -104,7 +106,7 @@ class RaftLog:
 
     @property
     def membership(self) -> Membership:
-        """The one in force: the latest in the log, committed or not."""
+        """The membership in force: the latest in the log, committed or not."""
         return self._memberships[-1][1]
 
     @property
@@ -113,11 +115,12 @@ class RaftLog:
 
     @property
     def membership_before(self) -> Membership:
-        """The one that comes back if the latest is lost; the latest itself if there is no other."""
+        """The membership that is in force again if the latest is lost; the latest itself if there
+        is no other."""
         return self._memberships[-2 if len(self._memberships) > 1 else -1][1]
 
     def append(self, entries: Sequence[LogEntry], token: int) -> None:
-        """Add to the end what the write with this token will hold."""
+        """Append the entries of the write with this token."""
         if not entries:
             return
         self.entries.extend(entries)
@@ -129,7 +132,7 @@ class RaftLog:
         self._pending.append((token, self.last))
 
     def cut(self, last: int) -> None:
-        """Forget everything after `last`: it is about to be replaced."""
+        """Drop everything after `last`, which is about to be replaced."""
         self.last_generation = self.generation_at(last)
         del self.entries[last - self.base :]
         self.last = last
@@ -138,12 +141,12 @@ class RaftLog:
         self._disown(last)
 
     def _disown(self, last: int) -> None:
-        """Writes on their way vouch for nothing after `last` any more."""
+        """Pending writes no longer contain the current entries after `last`."""
         self.durable = min(self.durable, last)
         self._pending = deque((token, min(index, last)) for token, index in self._pending)
 
     def persisted(self, token: int) -> bool:
-        """The write with this token is on disk. Whether more is durable than before."""
+        """The write with this token is on disk. Returns whether more is durable than before."""
         before = self.durable
         pending = self._pending
         while pending and pending[0][0] <= token:
@@ -151,7 +154,7 @@ class RaftLog:
         return self.durable > before
 
     def compact(self, upto: int, tail_entries: int, tail_bytes: int) -> None:
-        """Forget what a snapshot up to `upto` stands for, but for a bounded tail."""
+        """Drop the entries that a snapshot up to `upto` replaces, except for a bounded tail."""
         keep_from = max(self.base, upto - tail_entries)
         size = 0
         for index in range(upto, keep_from, -1):
@@ -166,7 +169,7 @@ class RaftLog:
             del self._memberships[0]
 
     def replace(self, snapshot: Snapshot, token: int) -> None:
-        """Be what the snapshot stands for and nothing else."""
+        """Replace the log by the snapshot."""
         self.entries.clear()
         self.base = self.last = snapshot.index
         self.base_generation = self.last_generation = snapshot.generation
@@ -175,7 +178,7 @@ class RaftLog:
         self._pending.append((token, snapshot.index))
 
     def check(self, name: str) -> None:
-        """Raise if this is no log, as far as its end shows."""
+        """Raise if the end of the log is inconsistent."""
         generations = [self.base_generation, *map(_generation_of, self.entries[-2:])]
         if (
             self.last != self.base + len(self.entries)

@@ -1,4 +1,4 @@
-"""What Raft servers say to one another, what each keeps on disk, and what it is tuned by."""
+"""The messages of Raft, what each server keeps on disk, and the settings."""
 
 from __future__ import annotations
 
@@ -29,28 +29,29 @@ HASTE_S = 0.03
 
 
 class Ballot(Struct, frozen=True, array_like=True):
-    """What a server must never forget, besides its log."""
+    """What a server keeps on disk besides its log."""
 
     generation: int = 0
     vote: str | None = None
-    """Whom it voted for in this generation."""
+    """The candidate that it voted for in this generation."""
     founders: Membership = Membership(())
     """The membership it was first started with. In force until the log or a snapshot holds one,
     whatever a later start says: two starts with two lists would make two majorities."""
 
 
 class RaftSettings(ProtocolSettings, frozen=True, kw_only=True):
-    """The times and bounds of Raft. However small a bound, one entry always goes."""
+    """The times and bounds of Raft. One entry is always sent, however small a bound is."""
 
     haste_s: float = HASTE_S
-    """The longest wait before the first pre-vote when the leader's connection ends; it doubles
-    with each one that fails, up to the election timeout."""
+    """The longest wait before the first pre-vote when the leader's connection ends. It doubles with
+    each that fails, up to the election timeout."""
     message_entries: int = 1024
     window_messages: int = 128
-    """Appends sent to a peer and not yet answered."""
+    """Appends that may be sent to a peer without an answer."""
     window_bytes: int = 8 << 20
     tail_entries: int = 4096
-    """Entries kept behind a snapshot, so that whoever is a little behind needs no snapshot."""
+    """Entries kept behind a snapshot, so that a server that is a little behind needs no
+    snapshot."""
     tail_bytes: int = 16 << 20
 
     def __post_init__(self) -> None:
@@ -67,20 +68,20 @@ class RaftSettings(ProtocolSettings, frozen=True, kw_only=True):
 
 
 class PreVote(Message, frozen=True, array_like=True, tag=True, gc=False):
-    """Would you vote for me in this generation, which I have not begun?"""
+    """Would the receiver vote for the sender in this generation, which has not begun?"""
 
     last_index: int
     last_generation: int
 
 
 class PreVoteReply(Message, frozen=True, array_like=True, tag=True, gc=False):
-    """Granted: in the generation asked about. Refused: in that of whoever answers."""
+    """Granted: in the generation asked about. Refused: in that of the sender."""
 
     granted: bool
 
 
 class Vote(Message, frozen=True, array_like=True, tag=True, gc=False):
-    """Vote for me. With `transfer`, the leader itself wants it so."""
+    """A request for a vote. With `transfer`, the leader has asked the sender to campaign."""
 
     last_index: int
     last_generation: int
@@ -92,7 +93,7 @@ class VoteReply(Message, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class Append(Message, frozen=True, array_like=True, tag=True, gc=False):
-    """A leader's entries, which follow the one named. One message may go to several peers."""
+    """Entries that follow the named one. One message may be sent to several peers."""
 
     previous_index: int
     previous_generation: int
@@ -100,13 +101,12 @@ class Append(Message, frozen=True, array_like=True, tag=True, gc=False):
     commit: int
     round: int
     durable: int = 0
-    """Up to this entry, the leader has its log on its own disk."""
+    """The leader has its log on its own disk up to this entry."""
 
 
 class AppendReply(Message, frozen=True, array_like=True, tag=True, gc=False):
-    """Accepted: everything up to `index` is on disk and is what the leader has. Rejected: there
-    is no such entry at `index`, the one before the entries; the hint says where the logs may
-    meet."""
+    """Accepted: everything up to `index` is on disk and is what the leader has. Rejected: there is
+    no such entry at `index`, the one before the entries; the hint is where the logs may agree."""
 
     index: int
     rejected: bool = False
@@ -116,8 +116,8 @@ class AppendReply(Message, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class Heartbeat(Message, frozen=True, array_like=True, tag=True, gc=False):
-    """I lead. `commit` never goes beyond what this peer has acknowledged. Without a round it
-    only tells the commit, and wants no answer."""
+    """The sender leads. `commit` never exceeds what this peer has acknowledged. Without a round it
+    only carries the commit index, and is not answered."""
 
     commit: int
     round: int
@@ -130,7 +130,7 @@ class HeartbeatReply(Message, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class TimeoutNow(Message, frozen=True, array_like=True, tag=True, gc=False):
-    """Stand for election at once: whoever leads wants you to lead."""
+    """Campaign at once: the leader transfers leadership to the receiver."""
 
 
 MESSAGES: TypeAlias = (

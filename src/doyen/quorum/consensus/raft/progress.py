@@ -1,10 +1,11 @@
 """What a leader knows of one peer's log, and how it sends to it.
 
-    PROBING       one message at a time, to find where the logs meet
-    STREAMING     many messages on their way, within the window
-    SNAPSHOT      the peer needs what the log no longer has; nothing goes until that is there
+    PROBING       one message at a time, to find the point up to which the logs agree
+    STREAMING     many messages in flight, within the window
+    SNAPSHOT      the peer needs entries that the log no longer has; nothing is sent until it has
+                  the snapshot
 
-`match` is what the peer has acknowledged as on disk: it only grows. `next` is what goes next.
+`match` is what the peer has confirmed to be on disk; it only grows. `next` is what is sent next.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ PROBING, STREAMING, SNAPSHOT = Pace.PROBING, Pace.STREAMING, Pace.SNAPSHOT
 
 
 class Progress:
-    """One peer, as its leader sees it."""
+    """A peer, as its leader sees it."""
 
     __slots__ = (
         "_flying",
@@ -47,15 +48,15 @@ class Progress:
         self.next = following
         self.pace: Pace = PROBING
         self.paused = False
-        """While probing: a probe is out, or nobody is there to hear it."""
+        """While probing: a probe is in flight, or the peer is not connected."""
         self.active = True
-        """Heard from since the quorum was last checked; at first, taken to be there."""
+        """Whether it was heard from since the last check of the quorum; initially assumed."""
         self.lately = True
-        """The same, of the time before that."""
+        """The same for the interval before."""
         self.round = 0
-        """The latest round it has answered."""
+        """The latest round that it has answered."""
         self.told = 0
-        """The commit it was told last, as far as it could follow."""
+        """The commit index that it was sent last, as far as its log goes."""
         self._flying: deque[tuple[int, int]] = deque()
         self._flying_bytes = 0
 
@@ -69,7 +70,7 @@ class Progress:
         return self.pace is PROBING and not self.paused
 
     def sent(self, last: int, size: int) -> None:
-        """A message with entries up to `last` is on its way."""
+        """A message with entries up to `last` was sent."""
         if self.pace is STREAMING:
             self.next = last + 1
             self._flying.append((last, size))
@@ -94,8 +95,7 @@ class Progress:
         self._land(PROBING, max(following, self.match + 1))
 
     def resume(self, *, paused: bool = False) -> None:
-        """Probe where the peer was last known or thought to be: of what was on its way, nothing
-        is certain."""
+        """Probe from the last known or assumed position: everything in flight may be lost."""
         self.probe(self.match + 1 if self.pace is STREAMING else self.next)
         self.paused = paused
 

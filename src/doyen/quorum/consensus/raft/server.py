@@ -1,36 +1,37 @@
 """One Raft server: events in, effects out.
 
-What it rests on, and where each rule stands:
+The rules for safety, and where each is implemented:
 
-- A server votes once per generation, on disk before anybody hears of it (`_save`, `after`). Its own
-  vote is no exception: a candidate asks for votes, and counts its own, only when that is written.
-  The log it advertises is then on disk too, since writes are in order.
-- A vote goes to whoever has at least as much log (`_up_to_date`): so a leader has everything that
-  was ever committed.
+- A server votes once per generation, and the vote is on disk before it is sent (`_save`, `after`).
+  This includes its own vote: a candidate asks for votes, and counts its own, only when that is
+  written. The log it advertises is then on disk too, since writes are in order.
+- A vote goes only to a candidate whose log is at least as long (`_up_to_date`), so a leader has
+  everything that was ever committed.
 - An entry is committed when a majority of voters has it on disk and it is of the leader's own
-  generation (`_commit_point`); what came before is committed with it. Hence the empty entry with
-  which every leader begins. The leader counts itself only for what its own disk holds.
+  generation (`_commit_point`); everything before it is committed with it. Every leader therefore
+  begins with an empty entry. The leader counts itself only for what is on its own disk.
 - A follower cuts its log only where it contradicts the leader's (`_merge`), never because a message
   is short, and never below what is committed.
 - The membership in force is the latest in the log. It changes by one server at a time, only when
-  the last change is committed and so is an entry of this generation (`_change_refusal`): two
-  majorities that follow one another then always overlap. One that the servers which answer could
-  not agree on is refused (`_stranded`).
-- A read is answered when a majority has answered a round that began after it was asked, and the
-  leader's first entry is committed (`_serve_reads`).
+  the last change and an entry of this generation are committed (`_change_refusal`): two successive
+  majorities then always overlap. A change that the connected servers could not commit is refused
+  (`_stranded`).
+- A read is answered when a majority has answered a round that began after the read was requested,
+  and the leader's first entry is committed (`_serve_reads`).
 
-And for getting anywhere at all:
+The rules for progress:
 
-- Before a campaign comes a pre-vote, which changes nobody's generation (`_canvass`). Whoever hears
-  a leader ignores both (`_content`), unless that leader wants to be replaced. A leader that hears
-  no majority for an election timeout steps down.
-- Messages of an earlier generation are answered in one's own, never dropped: else a server that is
-  ahead of a leader could neither be reached by it nor depose it.
-- When the leader's connection ends, its followers forget it in the same generation and canvass
-  after a short random wait. A quorum has to agree, so one broken link deposes nobody.
+- A campaign follows a successful pre-vote, which changes no generation (`_canvass`). A server that
+  hears a leader ignores both (`_content`), unless that leader transfers its leadership. A leader
+  that hears no majority for an election timeout steps down.
+- Messages of an earlier generation are answered in the receiver's own, never dropped: otherwise a
+  server that is ahead of a leader could neither be reached by it nor depose it.
+- When the leader's connection ends, its followers forget it in the same generation and run a
+  pre-vote after a short random wait. A majority has to agree, so one broken connection deposes no
+  leader.
 
 Rounds are numbers: every heartbeat begins a new one, every message to a follower carries the
-latest, every answer echoes it. An answer to a later round is one to all before.
+latest, every answer echoes it. The answer to a later round also answers all before.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ _NOWHERE = Position()
 
 
 class Raft(Elector):
-    """A `Core`. See the module."""
+    """A `Core` for Raft."""
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class Raft(Elector):
         )
 
     def check(self) -> None:
-        """What must hold at any instant, beyond what must of every core."""
+        """Check the invariants of this server alone."""
         log, name = self.log, self.id
         log.check(name)
         if not log.base <= self.commit <= log.last:
@@ -181,7 +182,7 @@ class Raft(Elector):
     # Writing.
 
     def _write(self, entries: tuple[LogEntry, ...]) -> None:
-        """Add to the end of the log."""
+        """Append to the log."""
         self._token += 1
         log = self.log
         self._out.append(Persist(self._token, None, log.last + 1, entries))
@@ -193,7 +194,7 @@ class Raft(Elector):
         """Another membership is in force."""
         self.membership = self.log.membership
         if self.role is LEADING:
-            # Those who leave are served until that is committed, so that they learn of it.
+            # Removed servers are served until that is committed, so that they learn of it.
             for peer in self.membership.everyone:
                 if peer != self.id and peer not in self._peers:
                     self._peers[peer] = Progress(self.log.last)
@@ -206,7 +207,7 @@ class Raft(Elector):
     # Following.
 
     def _follow(self, peer: str, generation: int) -> None:
-        """The peer leads in this generation, which is not below ours."""
+        """The peer leads in this generation, which is not below this server's."""
         if generation > self.generation:
             self._adopt(generation)
         if self.leader != peer:
@@ -262,14 +263,14 @@ class Raft(Elector):
         if message.commit > self.commit:
             self._learn_commit(message.commit, matched)
         self._witness(peer, message.durable)
-        # Whatever is committed here, the leader has: no need to find that out entry by entry.
+        # The leader has everything that is committed here: it need not be found out entry by entry.
         reply = AppendReply(self.generation, max(matched, self.commit), round=message.round)
         self._out.append(Send(peer, reply, self._token))
 
     def _witness(self, leader: str, durable: int) -> None:
-        """Remember what the leader says to have on its own disk, as far as it is committed: that
-        much it must still have whenever it comes back. What it sends may not be on its disk
-        yet, and a majority may do without it."""
+        """Remember what the leader says to have on its own disk, as far as it is committed: it must
+        still have that much whenever it comes back. What it sends may not be on its disk yet, and a
+        majority may do without it."""
         index = min(durable, self.commit)
         mark = self.witnessed.get(leader, _NOWHERE)
         if index > mark.last_index or self.generation > mark.generation:
@@ -279,7 +280,8 @@ class Raft(Elector):
             self.witnessed[leader] = Position(self.generation, *last)
 
     def _merge(self, previous: int, entries: tuple[LogEntry, ...]) -> int:
-        """Take in what follows `previous`, where the logs agree. Up to where they do then."""
+        """Append what follows `previous`, where the logs agree. Returns the index up to which they
+        agree then."""
         log = self.log
         matched = previous + len(entries)
         if previous == log.last:
@@ -303,7 +305,7 @@ class Raft(Elector):
         return matched
 
     def _learn_commit(self, commit: int, matched: int) -> None:
-        """The leader has committed this much; beyond `matched`, our log may be another."""
+        """The leader has committed this much; beyond `matched`, this log may differ."""
         if commit > matched:
             commit = matched
         if commit > self.commit:
@@ -326,7 +328,8 @@ class Raft(Elector):
         self._out.append(Send(event.peer, reply, self._token))
 
     def _wants(self, snapshot: Snapshot) -> bool:
-        """Unless everything it stands for is in the log already, with what follows."""
+        """Install a snapshot, unless everything it stands for is in the log already, with what
+        follows."""
         return (
             snapshot.index > self.commit
             and self.log.generation_at(snapshot.index) != snapshot.generation
@@ -344,7 +347,7 @@ class Raft(Elector):
     # Leading.
 
     def _lead(self) -> None:
-        """Elected. The empty entry is what commits all that is left of earlier generations."""
+        """Begin to lead. The empty entry commits everything that is left of earlier generations."""
         self.role = LEADING
         self.leader = self.id
         self._campaign = NONE
@@ -361,7 +364,7 @@ class Raft(Elector):
         self._add(EntryKind.NOTHING, b"")
 
     def _resign(self) -> None:
-        """Lead no longer, in whatever way."""
+        """This server no longer leads, for whatever reason."""
         self._out.extend(ReadRefused(token) for _, _, token in self._reads)
         self._reads.clear()
         self._peers = {}
@@ -372,7 +375,7 @@ class Raft(Elector):
         self.next_deadline = min(self._beat_at, self._check_at, self._transfer_until)
 
     def _lead_on(self) -> None:
-        """Some deadline of a leader's has come."""
+        """A deadline of the leader has come."""
         now = self._now
         if now >= self._check_at:
             if not self._hears_majority():
@@ -403,13 +406,13 @@ class Raft(Elector):
             self._add(EntryKind.COMMANDS, event.data)
 
     def _add(self, kind: EntryKind, data: bytes) -> None:
-        """Add an entry; it goes to the peers while our own disk is still writing."""
+        """Append an entry. It is sent to the peers while this server's own disk still writes it."""
         self._write((LogEntry(self.generation, kind, data),))
         for peer, progress in self._peers.items():
             self._replicate(peer, progress)
 
     def _replicate(self, peer: str, progress: Progress) -> None:
-        """Send all that may go now."""
+        """Send everything that may be sent now."""
         log = self.log
         while progress.next <= log.last and progress.may_send(self.settings):
             if progress.next <= log.base:
@@ -422,7 +425,8 @@ class Raft(Elector):
             self._tell(peer, progress, message, last)
 
     def _message(self, following: int) -> tuple[Append, int]:
-        """The entries from here on, and their size; the same object for all who need the same."""
+        """The entries from here on, and their size; the same object for all peers that need the
+        same."""
         log = self.log
         made = self._made
         if (
@@ -450,12 +454,12 @@ class Raft(Elector):
         return made, size
 
     def _nudge(self, peer: str, progress: Progress) -> None:
-        """An append with nothing in it: if something before it was lost, the answer says so."""
+        """Send an append without entries: if something before it was lost, the answer shows it."""
         if progress.pace is SNAPSHOT:
             return
         previous = progress.next - 1
         if previous < self.log.base:
-            # Nothing can be asked there any more; the window may be full of what was lost.
+            # The connection has ended; everything in the window may be lost.
             progress.resume()
             self._replicate(peer, progress)
         else:
@@ -506,7 +510,8 @@ class Raft(Elector):
             self._tell_commit(peer, progress)
 
     def _back_off(self, peer: str, progress: Progress, message: AppendReply) -> None:
-        """The peer lacks the entry before those it was sent: try where the logs may meet."""
+        """The peer lacks the entry before those it was sent: go back to where the logs may
+        agree."""
         if message.index <= progress.match or progress.pace is SNAPSHOT:
             return
         if progress.pace is PROBING and message.index != progress.next - 1:
@@ -528,7 +533,7 @@ class Raft(Elector):
             self._hand_over(peer)
 
     def _answerer(self, peer: str, message: Message) -> Progress | None:
-        """Who answers us as the leader of this generation, and is still of interest."""
+        """The peer that answers this leader in this generation, if it is still one."""
         if message.generation != self.generation or self.role is not LEADING:
             if message.generation > self.generation:
                 self._adopt(message.generation)
@@ -543,7 +548,7 @@ class Raft(Elector):
         if progress is None or progress.pace is not SNAPSHOT:
             return
         if event.ok:
-            # Only its own word will count as a match: it may yet decline to install it.
+            # Only its own answer counts as a match: it may decline to install the snapshot.
             progress.probe(event.snapshot.index + 1)
             self._replicate(event.peer, progress)
         else:
@@ -552,7 +557,7 @@ class Raft(Elector):
     # Committing.
 
     def _advance(self) -> None:
-        """Commit what can be committed, and tell everybody."""
+        """Commit what can be committed, and send the commit index to all peers."""
         point = self._commit_point()
         if point <= self.commit:
             return
@@ -566,8 +571,8 @@ class Raft(Elector):
             self._settle()
 
     def _commit_point(self) -> int:
-        """The index up to which a majority has everything on disk, if that ends in an entry of our
-        own; otherwise what is committed already."""
+        """The index up to which a majority has everything on disk, if the entry there is of this
+        generation; otherwise the current commit index."""
         peers = self._peers
         marks = [
             self.log.durable if voter == self.id else peers[voter].match
@@ -584,7 +589,7 @@ class Raft(Elector):
             self._out.append(Send(peer, Heartbeat(self.generation, commit, 0, self.log.durable)))
 
     def _settle(self) -> None:
-        """The membership in force is committed: whoever has no part in it is let go."""
+        """The membership in force is committed: drop the peers that it does not name."""
         everyone = self.membership.everyone
         for peer in [peer for peer in self._peers if peer not in everyone]:
             del self._peers[peer]
@@ -601,7 +606,7 @@ class Raft(Elector):
             self._out.append(ReadRefused(event.token))
             return
         idle = self._confirmed() >= self._round
-        # A round that is under way may have been answered before this read was asked.
+        # A round that has begun may have been answered before this read was requested.
         self._reads.append((self._round + 1, max(self.commit, self._opening), event.token))
         if idle:
             self._begin_round(self.membership.voters)
@@ -637,7 +642,8 @@ class Raft(Elector):
         return marks[-self.membership.majority]
 
     def _serve_reads(self) -> None:
-        """Answer the reads whose time has come, and begin the round that the next ones need."""
+        """Answer the reads whose round is confirmed, and begin the round that the next ones
+        need."""
         confirmed = self._confirmed()
         reads = self._reads
         if self.commit >= self._opening:
@@ -647,7 +653,7 @@ class Raft(Elector):
         if reads and reads[-1][0] > self._round and confirmed >= self._round:
             self._begin_round(self.membership.voters)
 
-    # Handing over.
+    # Transferring leadership.
 
     def _transfer_asked(self, event: TransferAsked) -> None:
         if self.role is not LEADING:
@@ -671,7 +677,7 @@ class Raft(Elector):
             self._hand_over(heir)
 
     def _furthest(self, avoid: tuple[str, ...] = ()) -> str | None:
-        """The other voter that has most of the log, among those heard of and not avoided."""
+        """The other voter with the longest log, among those heard from and not avoided."""
         best: str | None = None
         for voter in self.membership.voters:
             progress = self._peers.get(voter)
@@ -685,7 +691,7 @@ class Raft(Elector):
         return best
 
     def _hand_over(self, peer: str) -> None:
-        """The heir may stand as soon as it has everything."""
+        """The successor may campaign as soon as it has the whole log."""
         if peer == self._heir and self._peers[peer].match == self.log.last:
             self._out.append(Send(peer, TimeoutNow(self.generation)))
 
@@ -716,12 +722,12 @@ class Raft(Elector):
         return _unlike(self.membership, wanted) or self._behind(wanted) or self._stranded(wanted)
 
     def _may_change(self) -> bool:
-        """Without an entry of this generation committed, a change left over from an earlier one
-        could still come to stand, with a majority that does not overlap ours."""
+        """Without a committed entry of this generation, a change left over from an earlier one
+        could still be committed, by a majority that does not overlap this one."""
         return self.log.membership_index <= self.commit and self.commit >= self._opening
 
     def _behind(self, wanted: Membership) -> str | None:
-        """A learner becomes a voter when it has all but what is on its way."""
+        """A learner may become a voter when it has everything but what is in flight."""
         for peer in wanted.voters:
             if peer in self.membership.learners:
                 progress = self._peers[peer]
@@ -731,7 +737,8 @@ class Raft(Elector):
         return None
 
     def _stranded(self, wanted: Membership) -> str | None:
-        """A change that those who are there could not agree on would leave nobody to undo it."""
+        """Refuse a change that the connected servers could not commit: it could not be undone
+        either."""
         silent = [voter for voter in wanted.voters if not self._is_there(voter)]
         if len(wanted.voters) - len(silent) >= wanted.majority:
             return None
@@ -746,7 +753,7 @@ class Raft(Elector):
 
 
 def _unlike(old: Membership, new: Membership) -> str | None:
-    """Why the one may not follow the other."""
+    """Why the one membership may not follow the other."""
     if not new.voters:
         return "there must be a voter"
     if len(set(new.everyone)) != len(new.everyone):

@@ -64,7 +64,7 @@ class Zab(ZabElector):
         now: float,
     ) -> None:
         super().__init__(id, membership, recovered, settings=settings, jitter=jitter, now=now)
-        self._timeout = self._draw()
+        self._timeout = self._draw_timeout()
         self._patience = now
         """Until when a server that is not in step yet is waited for."""
         self._accepted_from: str | None = None
@@ -124,10 +124,10 @@ class Zab(ZabElector):
                 peer.synced = False
             self._count_infos()
         else:
-            self._insist()
+            self._repeat()
 
     def _progress(self) -> None:
-        self._patience = self._now + self._grown(self._settings.election_timeout_s)
+        self._patience = self._now + self._lengthened(self._settings.election_timeout_s)
         self.next_deadline = self._now + self._settings.heartbeat_s
 
     def _due(self) -> None:
@@ -138,7 +138,7 @@ class Zab(ZabElector):
         else:
             self.next_deadline = self._now + self._settings.heartbeat_s
             if self.chosen != self.id:
-                self._insist()
+                self._repeat()
 
     def _heard_of(self, epoch: int) -> None:
         """Another server has accepted this epoch. The leader of an earlier one cannot have a
@@ -159,7 +159,7 @@ class Zab(ZabElector):
         if self.chosen != self.id:
             return
         peer.synced = False
-        peer.again = self._now
+        peer.resend_at = self._now
         if self._opened():
             self._send(peer, LeaderInfo(self.generation), after=self._token)
         elif peer.name not in self._infos:
@@ -179,7 +179,7 @@ class Zab(ZabElector):
     def _accept(self, epoch: int, leader: str) -> None:
         self.generation = self._seen = epoch
         self._accepted_from = leader
-        self._turn(Role.LOOKING, None)
+        self._set_role(Role.LOOKING, None)
         self._persist(self._state())
 
     def _hear_ack_epoch(self, peer: Peer, message: AckEpoch) -> None:
@@ -189,7 +189,7 @@ class Zab(ZabElector):
         last = (message.zxid_epoch, message.zxid)
         self._asked[peer.name] = last
         if self.phase is not Phase.DISCOVERY:
-            if self._now >= peer.again:
+            if self._now >= peer.resend_at:
                 self._synchronise(peer, self._guess(last))
         elif message.counts and peer.name not in self._epoch_acks:
             self._epoch_acks[peer.name] = (message.current_epoch, last)
@@ -243,7 +243,7 @@ class Zab(ZabElector):
 
     def _pump(self, peer: Peer) -> None:
         """Send as much of the history as the window allows."""
-        peer.again = self._now + 2 * self._settings.heartbeat_s
+        peer.resend_at = self._now + 2 * self._settings.heartbeat_s
         end = min(len(self.log), peer.origin + WINDOW)
         while peer.next <= end:
             previous = peer.next - 1
@@ -270,7 +270,7 @@ class Zab(ZabElector):
                 self._progress()
             if peer.next <= len(self.log):
                 self._pump(peer)
-        elif self._now >= peer.again or (
+        elif self._now >= peer.resend_at or (
             message.last < peer.origin and self._may_go_back(peer, message.last)
         ):
             self._synchronise(peer, message.last)
@@ -313,7 +313,7 @@ class Zab(ZabElector):
 
     # Discovery and synchronisation, on a follower.
 
-    def _insist(self) -> None:
+    def _repeat(self) -> None:
         """Repeat the last message: it, or its answer, may have been lost."""
         assert self.chosen is not None
         peer = self._peers[self.chosen]
@@ -344,7 +344,7 @@ class Zab(ZabElector):
                 self._progress()
             self._ack_epoch(peer)
         elif message.generation == self.generation:
-            self._insist()
+            self._repeat()
 
     def _from_leader(self, peer: Peer, message: Message) -> bool:
         """Whether the message is of the leader whose epoch this server has accepted."""
@@ -358,7 +358,7 @@ class Zab(ZabElector):
         if not self._from_leader(peer, message):
             return
         if self.phase is Phase.BROADCAST:
-            self._insist()
+            self._repeat()
             return
         self.phase = Phase.SYNCHRONISATION
         self._progress()
@@ -373,7 +373,7 @@ class Zab(ZabElector):
         if not self._from_leader(peer, message):
             return
         if self.phase is Phase.BROADCAST:
-            self._insist()
+            self._repeat()
             return
         agreed = self._agreed(message.last, message.last_epoch)
         self._progress()
@@ -390,7 +390,7 @@ class Zab(ZabElector):
                 self._persist(first=message.last + 1)
             self._settle()
         self.phase = Phase.BROADCAST
-        self._insist()
+        self._repeat()
 
     # Broadcast, on a follower.
 
@@ -400,8 +400,8 @@ class Zab(ZabElector):
         if not self._from_leader(peer, message) or self.phase is not Phase.BROADCAST:
             return False
         if self.role is not Role.FOLLOWING:
-            self._timeout = self._draw()
-            self._turn(Role.FOLLOWING, peer.name)
+            self._timeout = self._draw_timeout()
+            self._set_role(Role.FOLLOWING, peer.name)
         self.next_deadline = self._now + self._timeout
         return True
 

@@ -84,7 +84,7 @@ class ZabElector(ReplicatedServer):
         raise NotImplementedError
 
     def _look(self) -> None:
-        self._turn(Role.LOOKING, None)
+        self._set_role(Role.LOOKING, None)
         self.phase = Phase.ELECTION
         self.chosen = None
         self.clock += 1
@@ -107,7 +107,7 @@ class ZabElector(ReplicatedServer):
         return Notification(self.generation, role, self.clock, leader, *vote[:3])
 
     def _notify(self) -> None:
-        self._tell_all(self._notification())
+        self._send_all(self._notification())
         self.next_deadline = self._now + self._settings.heartbeat_s
 
     def _hear_notification(self, peer: Peer, message: Notification) -> None:
@@ -150,7 +150,7 @@ class ZabElector(ReplicatedServer):
         same = 1 + sum(vote == self.proposal for vote in self._votes.values())
         if same < self._majority:
             self._finalize = None
-        elif same + len(self._gone - self._votes.keys()) >= len(self._names):
+        elif same + len(self._unreachable - self._votes.keys()) >= len(self._names):
             self._choose(self._names[self.proposal.rank])
         elif self._finalize is None:
             self._finalize = self._now + 2 * self._settings.heartbeat_s
@@ -186,7 +186,7 @@ class ZabElector(ReplicatedServer):
             if self._finalize is not None:
                 self.next_deadline = min(self.next_deadline, self._finalize)
 
-    def _lost_sight(self, peer: Peer) -> None:
+    def _peer_lost(self, peer: Peer) -> None:
         if peer.name == self.chosen:
             self._look()
         elif self.phase is Phase.ELECTION and self.clock:
