@@ -64,7 +64,7 @@ class Administrator:
             via.process.start(self._make(via, "transfer", name))
 
     async def _make_all(self, node: NodeMachine, requests: tuple[tuple[str, str], ...]) -> None:
-        """Make requests until each has succeeded. `empty` starts the node anew as one that
+        """Make requests until each has succeeded. `empty` starts the node again as one that
         joins."""
         for request, name in requests:
             if request == "empty":

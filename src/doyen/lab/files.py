@@ -24,9 +24,9 @@ from doyen.quorum.consensus.core import Snapshot
 from doyen.quorum.node.framed_files import NO_ROOM, FileSystem
 from doyen.quorum.node.journal import RETRY_S, DirectoryIdentity, FileJournal
 
-__all__ = ["FOLDER", "Files", "LabJournal"]
+__all__ = ["DATA_DIRECTORY", "Files", "LabJournal"]
 
-FOLDER = Path("data")
+DATA_DIRECTORY = Path("data")
 SECTOR = 64
 SEGMENT_BYTES = 16 << 10
 """Small, so that a run has many segments."""
@@ -203,7 +203,7 @@ class LabJournal(FileJournal):
         count: Callable[[str], None],
     ) -> None:
         super().__init__(
-            FOLDER,
+            DATA_DIRECTORY,
             identity,
             state,
             segment_bytes=SEGMENT_BYTES,

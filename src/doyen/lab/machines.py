@@ -22,7 +22,7 @@ from msgspec.msgpack import Decoder
 from doyen.election.options import Recipe, SessionSettings
 from doyen.errors import DoyenError, OutcomeUnknown, StoreError, StoreUnusable
 from doyen.lab.faults import PendingCrash
-from doyen.lab.files import FOLDER, Files, LabJournal
+from doyen.lab.files import DATA_DIRECTORY, Files, LabJournal
 from doyen.lab.plan import stream
 from doyen.lab.processes import MachineClock, Process, ProcessKilled
 from doyen.lab.registers import Registers, encode_swap
@@ -226,10 +226,10 @@ class NodeMachine(SimulatedMachine):
             before_effect=self.before_effect,
             count=self._count,
         )
-        found, recovered = read_member(files, FOLDER), journal.recovered
+        found, recovered = read_member(files, DATA_DIRECTORY), journal.recovered
         own = start(found, blank=not (recovered.state or recovered.snapshot or recovered.entries))
         if own != found:
-            write_member(files, FOLDER, own)
+            write_member(files, DATA_DIRECTORY, own)
         return journal, own
 
     def _count(self, what: str) -> None:
@@ -242,7 +242,7 @@ class NodeMachine(SimulatedMachine):
         await asyncio.sleep(self.sync_s)
         self.before_effect()
         try:
-            write_member(self.files, FOLDER, member)
+            write_member(self.files, DATA_DIRECTORY, member)
         except (OSError, StoreUnusable) as error:
             self._abort(error)
 

@@ -3,7 +3,7 @@
 A link delivers messages in order after a random latency, unless a fault makes the network lose,
 repeat or reorder them. A link that is cut drops everything. Both servers learn when a connection is
 reset or when the process at its other end stops; they do not learn that a machine has lost power. A
-connection is made anew when both servers are up and can reach each other.
+connection is established again when both servers are up and can reach each other.
 
 Imports the types of consensus and the plan.
 """
@@ -101,7 +101,7 @@ class MessageNetwork:
         self._queue.push(link.last, link.target.receive, event)
 
     def reset(self, one: SimulatedServer, other: SimulatedServer) -> None:
-        """End a connection so that both servers learn of it. It is made anew soon after."""
+        """End a connection so that both servers learn of it. It is established again soon after."""
         for source, target in ((one, other), (other, one)):
             link = source.links[target.id]
             back = target.links[source.id]
