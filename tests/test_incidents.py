@@ -178,7 +178,7 @@ def given_back_over_the_bodys_head(patch: pytest.MonkeyPatch) -> None:
 
 
 def record_not_watched(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Leading, "_changed", lambda self: self._attempt.wakeup.wake())
+    patch.setattr(Leading, "_changed", lambda self: self.attempt.wakeup.wake())
 
 
 def calls_without_a_bound(patch: pytest.MonkeyPatch) -> None:

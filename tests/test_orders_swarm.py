@@ -435,7 +435,7 @@ def obeyed_without_waiting_for_the_body(patch: pytest.MonkeyPatch) -> None:
 
     def at_once(self: Leading) -> None:
         lost(self)
-        core, record = self._attempt.core, self._attempt.record
+        core, record = self.attempt.core, self.attempt.record
         if record is not None and "ordered it" in self.term.reason:
             core.tasks.start(core.store.delete(record.key, if_version=record.version))
 

@@ -97,6 +97,7 @@ class Candidacy:
             )
         self._leading = Leading(claiming.attempt, record)
         claiming.line.succession.close()
+        self._claiming = None
         return self._leading.term
 
     async def leave(self) -> None:
@@ -115,8 +116,9 @@ class Candidacy:
 
     def _start_leaving(self) -> asyncio.Task[None] | None:
         self._left = True
-        if self._claiming is None:
-            return None
-        self._claiming.line.succession.close()
-        successor = self._leading.successor if self._leading is not None else ""
-        return start_leaving(self._claiming.attempt, successor)
+        if self._leading is not None:
+            return start_leaving(self._leading.attempt, self._leading.successor)
+        if self._claiming is not None:
+            self._claiming.line.succession.close()
+            return start_leaving(self._claiming.attempt)
+        return None

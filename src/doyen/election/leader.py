@@ -36,14 +36,14 @@ LOOK_AFTER_S = 0.005
 class Leading:
     """The state of an attempt that leads."""
 
-    __slots__ = ("_attempt", "_body_ended", "_looking", "_order_reason", "successor", "term")
+    __slots__ = ("_body_ended", "_looking", "_order_reason", "attempt", "successor", "term")
 
     def __init__(self, attempt: Attempt, record: Entry) -> None:
         """Begin the term. Raises `LeaseGone` if the lease has expired meanwhile."""
         core, settings, keepalive = attempt.core, attempt.settings, attempt.keepalive
         if keepalive.lose_if_expired():
             raise LeaseGone("the lease expired while the record was being created")
-        self._attempt = attempt
+        self.attempt = attempt
         self._looking = False
         self._body_ended = False
         self._order_reason = ""
@@ -80,14 +80,14 @@ class Leading:
 
     def _changed(self) -> None:
         """The record, or an order below it, has changed."""
-        self._attempt.wakeup.wake()
+        self.attempt.wakeup.wake()
         if not self._body_ended and not self._looking:
             self._looking = True
-            self._attempt.core.tasks.start(self._look())
+            self.attempt.core.tasks.start(self._look())
 
     async def _look(self) -> None:
         """End the term if the record is gone or an order demands it."""
-        attempt, term = self._attempt, self.term
+        attempt, term = self.attempt, self.term
         try:
             while term.valid:
                 attempt.wakeup.woken = False
@@ -118,16 +118,16 @@ class Leading:
     def _term_ended(self) -> None:
         """Any thread. A term whose body ended first is the business of `body_ended`."""
         if self.term.state is TermState.LOST:
-            self._attempt.core.runtime.post(self._term_lost)
+            self.attempt.core.runtime.post(self._term_lost)
 
     def _term_lost(self) -> None:
-        core, settings, term = self._attempt.core, self._attempt.settings, self.term
+        core, settings, term = self.attempt.core, self.attempt.settings, self.term
         core.telemetry.emit(
             Lost(
                 election=settings.election,
                 name=settings.name,
                 token=term.token,
-                lease=self._attempt.keepalive.lease.id,
+                lease=self.attempt.keepalive.lease.id,
                 reason=term.reason,
                 ended_at=term.ended_at,
             ),
@@ -140,13 +140,13 @@ class Leading:
     def _overrun(self) -> None:
         if self._body_ended:
             return
-        core, settings = self._attempt.core, self._attempt.settings
+        core, settings = self.attempt.core, self.attempt.settings
         core.telemetry.emit(
             Overrun(
                 election=settings.election,
                 name=settings.name,
                 token=self.term.token,
-                lease=self._attempt.keepalive.lease.id,
+                lease=self.attempt.keepalive.lease.id,
             )
         )
         if settings.on_overrun == "exit":
@@ -156,7 +156,7 @@ class Leading:
 
     def body_ended(self) -> None:
         """The passage to leaving: the body has ended, so the record may be deleted."""
-        attempt, settings = self._attempt, self._attempt.settings
+        attempt, settings = self.attempt, self.attempt.settings
         self._body_ended = True
         if self.term._conclude():
             attempt.core.telemetry.emit(
