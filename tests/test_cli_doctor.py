@@ -52,10 +52,10 @@ def latencies(**seconds: float) -> dict[Operation, Latency]:
 
 
 def test_good_times_on_a_quick_store() -> None:
-    findings = [*judge_times(Timing(ttl_s=6), latencies(), asked_ttl_s=6)]
+    findings = [*judge_times(Timing(ttl_s=6), latencies(), requested_ttl_s=6)]
     assert found(findings, "ok") == {
         "request timeout": "1 s; the slowest call, a read, took 1 ms",
-        "safety margin": "320 ms are left when a renewal goes out late and is lost once;"
+        "safety margin": "320 ms are left when a renewal is sent late and lost once;"
         " the slowest renewal took 1 ms",
     }
     assert not found(findings)
@@ -68,7 +68,7 @@ def test_good_times_on_a_quick_store() -> None:
 def test_the_request_timeout_is_held_against_the_slowest_call(
     operation: str, slowest_s: float, level: str | None
 ) -> None:
-    findings = judge_times(Timing(ttl_s=6), latencies(**{operation: slowest_s}), asked_ttl_s=6)
+    findings = judge_times(Timing(ttl_s=6), latencies(**{operation: slowest_s}), requested_ttl_s=6)
     bad = [each for each in findings if each.level != "ok"]
     assert [each.level for each in bad] == ([level] if level else [])
     for each in bad:
@@ -81,7 +81,7 @@ def test_the_request_timeout_is_held_against_the_slowest_call(
 def test_a_margin_that_is_thin_against_the_latency() -> None:
     (finding,) = (
         each
-        for each in judge_times(Timing(ttl_s=6), latencies(renewal=0.2), asked_ttl_s=6)
+        for each in judge_times(Timing(ttl_s=6), latencies(renewal=0.2), requested_ttl_s=6)
         if each.level != "ok"
     )
     assert (finding.level, finding.subject) == ("warning", "safety margin")
@@ -89,12 +89,12 @@ def test_a_margin_that_is_thin_against_the_latency() -> None:
 
 def test_times_that_are_short_in_themselves() -> None:
     short = Timing(ttl_s=1.5, stop_budget_s=0.01)
-    assert set(found(judge_times(short, latencies(), asked_ttl_s=1.0), "warning")) == {
+    assert set(found(judge_times(short, latencies(), requested_ttl_s=1.0), "warning")) == {
         "ttl",
         "stop budget",
     }
-    granted = judge_times(Timing(ttl_s=6), {}, asked_ttl_s=5.5)
-    assert found(granted) == {"ttl": "asked for 5.5 s, the store grants 6 s"}
+    granted = judge_times(Timing(ttl_s=6), {}, requested_ttl_s=5.5)
+    assert found(granted) == {"ttl": "requested 5.5 s, the store grants 6 s"}
 
 
 def test_what_an_engine_cannot_do_is_noted() -> None:
@@ -103,7 +103,7 @@ def test_what_an_engine_cannot_do_is_noted() -> None:
     assert [text.split(":")[0] for text in notes] == [
         "this store has no proof of death",
         "this store may keep a lease for up to 2 times its ttl",
-        "reads of this store may lag",
+        "reads of this store may be stale",
     ]
     assert not [*judge_capabilities(Capabilities(proof_of_death=True))]
 
@@ -267,7 +267,7 @@ async def test_an_election_is_looked_at(place: Place) -> None:
         result = await examine(store, settings, place.clock, election="e")
         assert result.line is not None
         assert [each.name for each in result.line.candidates] == ["a"]
-        assert "'a' leads and nobody waits" in found(result.findings)["line"]
+        assert "'a' leads and no candidate waits" in found(result.findings)["line"]
         await store.revoke(lease)
         await store.close()
 
@@ -290,7 +290,7 @@ def test_the_times_are_those_of_the_lease_that_was_granted() -> None:
         result = await examine(store, SessionSettings(url="", ttl_s=3.2), clock)
         await store.close()
         assert result.timing == Timing(ttl_s=4)
-        assert found(result.findings)["ttl"] == "asked for 3.2 s, the store grants 4 s"
+        assert found(result.findings)["ttl"] == "requested 3.2 s, the store grants 4 s"
         assert found(result.findings, "problem") == {"coarse": "is 3.4.1"}
         assert not result.ok
 
@@ -387,7 +387,7 @@ def test_a_problem_is_told_with_its_remedy_and_ends_in_1(
     ("options", "code", "words"),
     [
         (["--ttl", "5", "--stop-budget", "2"], 2, "safety margin of -0.900 s"),
-        (["--ttl", "0.01"], 2, "below what this store can keep"),
+        (["--ttl", "0.01"], 2, "below the minimum of this store"),
         (["--store", "sqlite:///proc/none/x.db"], 69, "/proc/none/x.db"),
         (["--store", "nothing://x"], 2, "no store for nothing://"),
     ],

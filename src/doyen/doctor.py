@@ -1,10 +1,10 @@
-"""What a configuration promises on the store as it is now, and what to worry about.
+"""What a configuration promises on the store in its current state, and its problems.
 
-`examine` measures on scratch keys under a lease of its own, which it ends; the judgements
-(`judge_times`, `judge_capabilities`, `judge_line`) are pure functions of what was found. What an
-engine knows about itself it says through `Store.diagnose`.
+`examine` measures on scratch keys under a lease of its own, which it revokes. The judgements
+(`judge_times`, `judge_capabilities`, `judge_line`) are pure functions of the measurements. Findings
+about the engine itself come from `Store.diagnose`.
 
-Imports the port and what lies below it, `SessionSettings` and `line_of` of a session's inside.
+Imports the port and what is below it, the options of sessions and `line_of`.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ Operation = Literal["read", "write", "renewal"]
 
 ROUNDS = 40
 MEASURE_FOR_S = 5.0
-"""A slow store is asked less often: no round begins after this."""
-PATIENCE_S = 10.0
-"""A store that does not answer for so long cannot be measured."""
+"""No round of measurements begins after this, so a slow store is measured less often."""
+ANSWER_WITHIN_S = 10.0
+"""A store that takes longer to answer cannot be measured."""
 
 LEAST_TTL_S = 2.0
-"""Below this, pauses that any busy machine has from time to time cost leadership."""
+"""Below this, pauses that are common on a busy machine cost leadership."""
 LEAST_STOP_S = 0.1
 SPARE = 2
-"""How many times the slowest call should fit where one is allowed for."""
+"""How many times the slowest call should fit into the time that is allowed for one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """How long calls of one kind took. Of so few, the slowest is the best guess at the 99th
-    percentile."""
+    """How long calls of one kind took. They are few, so the slowest is the best estimate of the
+    99th percentile."""
 
     samples_s: tuple[float, ...]
 
@@ -73,13 +73,13 @@ class Latency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """What was found."""
+    """The results of an examination."""
 
     timing: Timing
     capabilities: Capabilities
     latencies: Mapping[Operation, Latency]
     line: Line | None
-    """Of the election that was asked about, if one was."""
+    """Of the election that was given, if any."""
     findings: tuple[Finding, ...]
 
     @property
@@ -88,7 +88,7 @@ class Examination:
 
     @property
     def worst_failover_s(self) -> float:
-        """From a leader falling silent (frozen, cut off) to its successor."""
+        """From the last action of a leader that is frozen or disconnected to its successor."""
         limits = self.capabilities
         return self.timing.worst_failover_s(
             expiry_factor=limits.expiry_factor, notice_s=limits.notice_s
@@ -96,8 +96,8 @@ class Examination:
 
     @property
     def worst_crash_failover_s(self) -> float:
-        """From the death of a leader's process to its successor. With proof of death nothing has
-        to run out; that leaves a request that is lost once."""
+        """From the death of a leader's process to its successor. With proof of death no lease has
+        to expire, so what remains is a request that is lost once."""
         if not self.capabilities.proof_of_death:
             return self.worst_failover_s
         return self.timing.worst_failover_s(expiry_factor=0, notice_s=self.capabilities.notice_s)
@@ -106,32 +106,32 @@ class Examination:
 async def examine(
     store: Store, settings: SessionSettings, clock: Clock, *, election: str | None = None
 ) -> Examination:
-    """Examine an open store, with the times that `settings` ask for.
+    """Examine an open store, with the timing of `settings`.
 
-    Raises `ConfigError` for times that no session would be given either.
+    Raises `ConfigError` for a timing that sessions refuse too.
     """
     limits = store.capabilities
-    asked_s = limits.ttl_default_s if settings.ttl_s is None else settings.ttl_s
-    if asked_s < limits.ttl_min_s:
+    requested_s = limits.ttl_default_s if settings.ttl_s is None else settings.ttl_s
+    if requested_s < limits.ttl_min_s:
         raise ConfigError(
-            f"a ttl of {asked_s:g} s is below what this store can keep: {limits.ttl_min_s:g} s"
+            f"a ttl of {requested_s:g} s is below the minimum of this store: {limits.ttl_min_s:g} s"
         )
-    settings.timing(asked_s, renewals_lag=limits.renewals_lag)
-    lease = await _answered(store.grant(asked_s))
+    settings.timing(requested_s, renewals_lag=limits.renewals_lag)
+    lease = await _answered(store.grant(requested_s))
     try:
         timing = settings.timing(lease.ttl_s, renewals_lag=limits.renewals_lag)
         latencies, failed = await _measure(store, lease, clock)
-        told = await _answered(store.diagnose())
+        diagnosed = await _answered(store.diagnose())
         line, order = await _line(store, election) if election else (None, None)
     finally:
-        with suppress(StoreError):  # it runs out by itself
+        with suppress(StoreError):  # it expires by itself
             await _answered(store.revoke(lease))
     findings = [
         *failed,
-        *judge_times(timing, latencies, asked_ttl_s=asked_s),
+        *judge_times(timing, latencies, requested_ttl_s=requested_s),
         *_judge_clock(clock),
         *judge_capabilities(limits),
-        *told,
+        *diagnosed,
         *(judge_line(line, order) if line is not None else ()),
     ]
     return Examination(
@@ -145,16 +145,16 @@ async def examine(
 
 async def _answered(request: Awaitable[T]) -> T:
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(ANSWER_WITHIN_S):
             return await request
     except TimeoutError as error:
-        raise StoreUnavailable(f"the store did not answer within {PATIENCE_S:g} s") from error
+        raise StoreUnavailable(f"the store did not answer within {ANSWER_WITHIN_S:g} s") from error
 
 
 async def _measure(
     store: Store, lease: Lease, clock: Clock
 ) -> tuple[dict[Operation, Latency], list[Finding]]:
-    """Do what a leader and its successor do, on keys of an election that nobody else knows."""
+    """Make the calls of a leader and its successor, on the keys of an election of its own."""
     key = leader_key(f"doctor-{secrets.token_hex(8)}")
     calls: dict[Operation, Callable[[], Awaitable[object]]] = {
         "renewal": lambda: store.renew(lease),
@@ -179,7 +179,7 @@ async def _measure(
                 level="problem",
                 subject="lease",
                 text=f"a lease of {lease.ttl_s:g} s ended while it was being renewed: {error}",
-                remedy="raise the ttl, and find out what holds up this machine or the store",
+                remedy="raise the ttl, and find out what delays this machine or the store",
             )
         )
     return {name: Latency(tuple(taken)) for name, taken in samples.items() if taken}, failed
@@ -193,14 +193,14 @@ async def _line(store: Store, election: str) -> tuple[Line, Order | None]:
 
 
 def judge_times(
-    timing: Timing, latencies: Mapping[Operation, Latency], *, asked_ttl_s: float
+    timing: Timing, latencies: Mapping[Operation, Latency], *, requested_ttl_s: float
 ) -> Iterator[Finding]:
-    """Whether the times of a lease suit the store's latency, and themselves."""
-    if timing.ttl_s != asked_ttl_s:
+    """Whether the timing of a lease fits the store's latency."""
+    if timing.ttl_s != requested_ttl_s:
         yield Finding(
             level="note",
             subject="ttl",
-            text=f"asked for {asked_ttl_s:g} s, the store grants {timing.ttl_s:g} s",
+            text=f"requested {requested_ttl_s:g} s, the store grants {timing.ttl_s:g} s",
         )
     if timing.ttl_s < LEAST_TTL_S:
         pause_s = timing.validity_s - timing.renew_every_s
@@ -208,7 +208,7 @@ def judge_times(
             level="warning",
             subject="ttl",
             text=f"with {timing.ttl_s:g} s, a pause of {duration(pause_s)} between two renewals"
-            " (swapping, a busy host, a long collection) costs leadership",
+            " (swapping, a busy host, garbage collection) costs leadership",
             remedy=f"a ttl of {LEAST_TTL_S:g} s or more, unless you have measured your pauses",
         )
     if timing.stop_budget_s < LEAST_STOP_S:
@@ -216,7 +216,7 @@ def judge_times(
             level="warning",
             subject="stop budget",
             text=f"after a loss the work has {duration(timing.stop_budget_s)} to end before"
-            " another may lead",
+            " another candidate may lead",
             remedy="raise the stop budget to what your work needs to stop, and the ttl with it",
         )
     if latencies:
@@ -236,16 +236,16 @@ def _judge_timeout(timing: Timing, latencies: Mapping[Operation, Latency]) -> Fi
     return Finding(
         level="problem" if given_up else "warning",
         subject="request timeout",
-        text=f"{text}: calls are given up, and leadership lost, with nothing failing"
+        text=f"{text}: calls time out, and leadership is lost, although nothing fails"
         if given_up
         else f"{text}, which is close",
-        remedy=f"a ttl of {enough_s} s or more, or a store nearer by",
+        remedy=f"a ttl of {enough_s} s or more, or a store with less latency",
     )
 
 
 def _judge_margin(timing: Timing, renewal: Latency) -> Finding:
     text = (
-        f"{duration(timing.margin_s)} are left when a renewal goes out late and is lost once;"
+        f"{duration(timing.margin_s)} are left when a renewal is sent late and lost once;"
         f" the slowest renewal took {duration(renewal.max_s)}"
     )
     if SPARE * renewal.max_s <= timing.margin_s:
@@ -263,20 +263,20 @@ def _judge_clock(clock: Clock) -> Iterator[Finding]:
         yield Finding(
             level="warning",
             subject="clock",
-            text="this system has no boot-time clock: a leader on a machine that was suspended"
-            " believes in its lease for as long again",
-            remedy="keep candidates off machines that sleep, and guard what they write by token",
+            text="this system has no boot-time clock: a leader does not count the time for which"
+            " its machine was suspended, and may regard an expired lease as valid",
+            remedy="run candidates on machines that are never suspended, and use fencing tokens",
         )
 
 
 def judge_capabilities(limits: Capabilities) -> Iterator[Finding]:
-    """What the engine cannot do, and what follows."""
+    """What the engine cannot do, and the consequences."""
     if not limits.proof_of_death:
         yield Finding(
             level="note",
             subject="failover",
             text="this store has no proof of death: a crashed leader is replaced when its lease"
-            " has run out, as a silent one is",
+            " has expired, like one that is frozen",
         )
     if limits.expiry_factor > 1:
         yield Finding(
@@ -288,29 +288,30 @@ def judge_capabilities(limits: Capabilities) -> Iterator[Finding]:
         yield Finding(
             level="note",
             subject="reads",
-            text="reads of this store may lag: leader, line and watch may show what was",
+            text="reads of this store may be stale: leader, line and observers may show an earlier"
+            " state",
         )
 
 
 def judge_line(line: Line, order: Order | None) -> Iterator[Finding]:
-    """Whether an election is in a good state."""
+    """Whether an election is in order."""
     waiting = [each for each in line.candidates if not each.leads]
     if line.leader is None and not waiting:
-        yield Finding(level="note", subject="line", text="nobody leads, and nobody waits")
+        yield Finding(level="note", subject="line", text="no leader and no candidates")
     elif line.leader is None:
         yield Finding(
             level="warning",
             subject="line",
-            text=f"nobody leads though {len(waiting)} wait: somebody has just let go, or the lease"
-            " of a silent leader is running out",
-            remedy="if it lasts, look whether the first in line is frozen: doyen line --watch",
+            text=f"no leader, though {len(waiting)} wait: the leader has just resigned, or is frozen"
+            " and its lease has not expired yet",
+            remedy="if it lasts, check whether the first in line is frozen: doyen line --watch",
         )
     elif not waiting:
         yield Finding(
             level="warning",
             subject="line",
-            text=f"{line.leader.name!r} leads and nobody waits: should it end, nobody follows",
-            remedy="start another candidate (those of the recipe 'race' are not seen here)",
+            text=f"{line.leader.name!r} leads and no candidate waits: if it ends, none follows",
+            remedy="start another candidate (those with the recipe 'race' are not shown here)",
         )
     else:
         text = f"{line.leader.name!r} leads, {len(waiting)} waiting"
@@ -321,7 +322,7 @@ def judge_line(line: Line, order: Order | None) -> Iterator[Finding]:
             yield Finding(
                 level="warning",
                 subject="line",
-                text=f"{count} candidates are named {name!r}: none can be chosen by transfer",
+                text=f"{count} candidates are named {name!r}: transfer cannot choose between them",
                 remedy="give each its own name",
             )
     if order is not None and line.leader is not None and order.token == line.leader.token:

@@ -2,11 +2,11 @@
 
 Durations are measured on the *boot-time* clock: it never jumps, and unlike the monotonic clock it
 goes on while the machine is suspended, as the store's clock does. Where the system has none, the
-monotonic clock stands in and suspend is not covered. Wall time is for people to read, never for
+monotonic clock is used and suspend is not covered. Wall time is for display only, never for
 decisions.
 
-A `Clock` is handed to whatever needs one. `now` is the bare callable behind `term.valid`, so it
-must stay cheap: no system call, no lock, any thread.
+A `Clock` is passed to all code that needs one. `term.valid` calls `now`, so it must be cheap: no
+system call, no lock, any thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Clock", "SystemClock", "VirtualClock", "boot_id"]
 
 
 class Clock(Protocol):
-    """Where time comes from."""
+    """A source of time."""
 
     @property
     def now(self) -> Callable[[], float]:
@@ -52,8 +52,8 @@ class SystemClock:
 class VirtualClock:
     """A clock moved by hand, for tests and simulation.
 
-    `advance` lets time pass; `suspend` moves boot time as a sleeping machine does, leaving
-    `monotonic` (which timers wait on) behind; `step_wall` is an administrator or NTP.
+    `advance` lets time pass; `suspend` moves boot time only, as a suspended machine does, and not
+    `monotonic`, which timers use; `step_wall` sets the wall clock, as an administrator or NTP does.
 
     >>> clock = VirtualClock()
     >>> clock.advance(2.0); clock.suspend(60.0)
@@ -93,10 +93,10 @@ class VirtualClock:
 
 @cache
 def boot_id() -> str:
-    """What tells one boot of one machine from every other; two readings of the boot-time clock
-    may be compared only under the same boot id.
+    """Identifies one boot of one machine. Two readings of the boot-time clock may be compared only
+    under the same boot id.
 
-    A time namespace shifts the clock for those inside it, so it is part of the identity.
+    A time namespace shifts the clock for the processes in it, so it is part of the id.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:

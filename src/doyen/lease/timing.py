@@ -4,16 +4,16 @@
     |------------------|---------------------------------|----- stop budget -----|
     0                                                                           ttl
 
-The one inequality everything rests on: a leader counts its lease from the instant it *sent* the
-request, which is never later than the instant the store began to count; it allows for the two
+Safety rests on one inequality. A leader counts its lease from the instant at which it *sent* the
+request, which is never later than the instant from which the store counts. It allows for the two
 clocks running at different speeds (`drift`), and it stops `stop_budget_s` early, so that its work
-has ended before the store can give the record to another.
+has ended before the store can give the record to another candidate.
 
-`margin_s` is what is left of the validity after the worst ordinary bad luck: the renewal goes out
-as late as jitter allows, is lost, and its retry takes the full request timeout. A configuration
-whose margin is not positive loses leadership with nothing failing; it is refused.
+`margin_s` is what is left of the validity in an ordinary worst case: the renewal is sent as late as
+jitter allows, is lost, and its retry takes the full request timeout. A configuration whose margin
+is not positive would lose leadership without any failure, so it is refused.
 
-Imports nothing but the standard library; no clock, no randomness: both are handed in.
+Imports the standard library and the errors only. Time and random numbers are arguments.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Timing:
     """The store's confirmation of a renewal proves only the one before it. Validity is counted
     from that one then, and renewals are sent twice as often."""
     request_timeout_s: float = math.nan
-    """When a store call without an answer is given up. Default ttl / 6, and never more."""
+    """When a store call without a response is given up. Default ttl / 6, and never more."""
 
     def __post_init__(self) -> None:
         if not 0 < self.ttl_s < float("inf"):
@@ -89,7 +89,7 @@ class Timing:
 
     @property
     def validity_s(self) -> float:
-        """How long a confirmed renewal is good for, from the instant it was sent."""
+        """How long a confirmed renewal is valid, from the instant at which it was sent."""
         return self.ttl_s * (1 - self.drift) - self.stop_budget_s
 
     @property
@@ -112,20 +112,20 @@ class Timing:
 
     @property
     def retry_every_s(self) -> float:
-        """Pause before a failed renewal or request is tried again."""
+        """Pause before a failed renewal or request is retried."""
         return self.request_timeout_s / 4
 
     def retry_pause_s(self, spread: float) -> float:
-        """How long to wait before a failed request is tried again. `spread` is a random number in
-        [-1, 1]: a fleet that lost its store together should not come back together."""
+        """How long to wait before a failed request is retried. `spread` is a random number in
+        [-1, 1]: processes that lost the store at the same instant should not retry at the same."""
         return self.retry_every_s * (1 + spread / 2)
 
     def worst_failover_s(self, *, expiry_factor: float = 1.0, notice_s: float = 0.0) -> float:
-        """From the leader falling silent to a successor holding the record, at worst.
+        """The longest time from a leader's last action to a successor that holds the record.
 
         The leader may have renewed just before; the store may keep the lease `expiry_factor`
-        times its ttl (Consul: up to 2), takes `notice_s` to tell, and the successor's request may
-        be lost once.
+        times its ttl (Consul: up to 2) and takes `notice_s` to notify; and the successor's request
+        may be lost once.
         """
         expiry_s = self.ttl_s * expiry_factor * (1 + self.drift)
         return expiry_s + notice_s + 2 * self.request_timeout_s + self.retry_pause_s(1.0)

@@ -1,17 +1,17 @@
-"""Running a command for as long as a term lasts, and not a moment longer.
+"""Running a command for as long as a term lasts, and no longer.
 
-A `Supervisor` has a guard process (see `doyen.supervise.guard`) start the command and tells it of
-each renewal. Two processes watch over each other: if this one is killed or frozen, the guard ends
-the command in time; if the guard is, this one does. When `run` returns or raises, nothing of what
+A `Supervisor` has a guard process (see `doyen.supervise.guard`) start the command, and sends it
+each renewal. The two processes watch each other: if this one is killed or frozen, the guard ends
+the command in time; if the guard is, this one does. When `run` returns or raises, no process that
 the command has started is alive.
 
-The stop budget is spent as follows: SIGTERM when the term ends, SIGKILL after 70 % of the budget,
-and if nothing has been heard of the guard after 85 %, it is killed and its work done from here.
-What remains is for the kernel to take the processes down.
+The stop budget is spent as follows: SIGTERM when the term ends, and SIGKILL after 70 % of the
+budget. If the guard has not reported the end after 85 %, it is killed and its work is done here.
+The rest is time for the kernel to end the processes.
 
-Not covered: both processes killed in the same instant (the command's own process still dies, what
-it has started may not), and what has changed its user so that we may not signal it. Only tokens
-protect then, as they do when the machine itself is paused.
+Not covered: both processes killed at the same instant (the command's own process still dies, those
+that it has started may not), and processes that have changed their user so that we may not signal
+them. Only tokens protect then, as they do when the machine itself is paused.
 
 May import the session's layers and below, but needs only a `Tenure`.
 """
@@ -32,7 +32,7 @@ from typing import Protocol
 
 from doyen._waiting import outlast, shared
 from doyen.errors import LeadershipLost
-from doyen.supervise import guard as wire
+from doyen.supervise import guard
 
 __all__ = ["Supervisor", "Tenure"]
 
@@ -41,11 +41,11 @@ log = logging.getLogger("doyen")
 GRACE_SHARE = 0.7
 """From SIGTERM to SIGKILL, as a share of the stop budget."""
 TAKEOVER_SHARE = 0.85
-"""When a guard that has not reported by then is replaced by ourselves."""
+"""When the guard is killed if it has not reported the end by then, as a share of the same."""
 
 
 class Tenure(Protocol):
-    """What of a `Term` matters here."""
+    """The part of a `Term` that is used here."""
 
     @property
     def token(self) -> int: ...
@@ -68,47 +68,50 @@ class Supervisor:
             async with session.campaign("billing") as term:
                 code = await supervisor.run(term)
 
-    Enter it before the campaign: the guard takes some 20 ms to start, which then cost nothing.
-    `environ` is what the command sees besides this process's own environment and `DOYEN_TOKEN`.
+    Enter it before the campaign, because the guard takes about 20 ms to start. `environ` is added
+    to the environment of the command, which is that of this process with `DOYEN_TOKEN`.
     """
 
     def __init__(self, command: Sequence[str], *, environ: Mapping[str, str] | None = None) -> None:
         self._command = list(command)
         self._environ = {**os.environ, **(environ or {})}
         self._guard: subprocess.Popen[bytes] | None = None
-        self._link: socket.socket | None = None
-        self._speaking = threading.Lock()
-        """Renewals are told from doyen's thread, and must not meet a descriptor being closed."""
+        self._connection: socket.socket | None = None
+        self._sending = threading.Lock()
+        """Renewals are sent from doyen's thread, and must not use a descriptor that is being
+        closed."""
         self._main: int | None = None
         self._ended: asyncio.Future[int] | None = None
         self._term: Tenure | None = None
         self._takeover: asyncio.TimerHandle | None = None
-        self._clearing: asyncio.Task[None] | None = None
-        self._whole = False
-        self._spare: frozenset[int] = frozenset()
+        self._killing: asyncio.Task[None] | None = None
+        self._sees_trees = False
+        self._unrelated: frozenset[int] = frozenset()
 
     async def __aenter__(self) -> Supervisor:
-        self._whole = wire.adopt_orphans()
-        self._spare = frozenset(wire.children(os.getpid())) if self._whole else frozenset()
+        self._sees_trees = guard.adopt_orphans()
+        self._unrelated = (
+            frozenset(guard.children(os.getpid())) if self._sees_trees else frozenset()
+        )
         self._start_guard()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._dismiss_guard()
-        wire.disown_orphans()
+        guard.disown_orphans()
 
     @property
     def running(self) -> bool:
-        """Whether anything of the command may be alive."""
+        """Whether a process of the command may be alive."""
         return self._ended is not None
 
     async def run(self, term: Tenure) -> int:
-        """Run the command and return its exit code (128 + signal, if it died of one) once nothing
-        of it is left.
+        """Run the command and return its exit code (128 + signal, if it died of one) once none of
+        its processes is left.
 
-        A command that ends by itself takes what it has left behind with it. Cancelled, which is
-        how a term's body learns of its loss, this stops the command before it raises. Should the
-        guard have stopped it before that news came, `LeadershipLost` is raised.
+        When the command ends by itself, the processes that it has started are ended too. When this
+        is cancelled, which is how a term's body is notified of a loss, it stops the command before
+        it raises. If the guard has stopped the command before that, `LeadershipLost` is raised.
         """
         if self._ended is not None:
             raise RuntimeError("the command is running already")
@@ -119,8 +122,8 @@ class Supervisor:
             term.on_renewal(partial(self._renewed, term))
         self._main = None
         ended = self._ended = asyncio.get_running_loop().create_future()
-        self._tell(
-            wire.START,
+        self._send(
+            guard.START,
             term.token,
             valid_until=term.valid_until,
             grace_s=GRACE_SHARE * term.stop_budget_s,
@@ -129,10 +132,10 @@ class Supervisor:
         try:
             return await shared(ended)
         except asyncio.CancelledError:
-            self._tell(wire.STOP)
+            self._send(guard.STOP)
             self._take_over_in(TAKEOVER_SHARE * term.stop_budget_s)
             await outlast(ended)
-            ended.exception()  # the cancellation says it already
+            ended.exception()  # retrieved; the cancellation is raised instead
             raise
         finally:
             self._ended = None
@@ -141,39 +144,40 @@ class Supervisor:
 
     def forward(self, signum: int) -> None:
         """Send a signal to the command's process group."""
-        self._tell(wire.FORWARD, signum)
+        self._send(guard.FORWARD, signum)
 
     def kill(self, *, patience_s: float = 1.0) -> None:
-        """SIGKILL everything that runs; take over from a guard that does not within the time."""
-        self._tell(wire.KILL)
+        """Have the guard SIGKILL all processes; kill them from here if it has not within the
+        time."""
+        self._send(guard.KILL)
         self._take_over_in(patience_s)
 
     def _renewed(self, term: Tenure, valid_until: float) -> None:
-        # On doyen's thread. A term that is over must not speak for the next one.
+        # On doyen's thread. A renewal of an earlier term must not extend the current one.
         if term is self._term:
-            self._tell(wire.EXTEND, valid_until=valid_until)
+            self._send(guard.EXTEND, valid_until=valid_until)
 
     def _start_guard(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", wire.__file__, str(theirs.fileno()), *self._command],
+                [sys.executable, "-I", "-S", guard.__file__, str(theirs.fileno()), *self._command],
                 env=self._environ,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a terminal's Ctrl-C is for us to pass on
+                start_new_session=True,  # a terminal's Ctrl-C is forwarded by us
             )
         ours.setblocking(False)
-        self._link = ours
-        asyncio.get_running_loop().add_reader(ours, self._hear)
+        self._connection = ours
+        asyncio.get_running_loop().add_reader(ours, self._receive)
 
     def _dismiss_guard(self) -> None:
-        """Let the guard go; it ends what still runs and then itself."""
+        """Close the connection to the guard. It ends all processes, and then itself."""
         process, self._guard = self._guard, None
-        with self._speaking:
-            link, self._link = self._link, None
-            if link is not None:
-                asyncio.get_running_loop().remove_reader(link)
-                link.close()
+        with self._sending:
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                asyncio.get_running_loop().remove_reader(connection)
+                connection.close()
         if process is not None:
             try:
                 process.wait(timeout=1.0)
@@ -181,7 +185,7 @@ class Supervisor:
                 process.kill()
                 process.wait()
 
-    def _tell(
+    def _send(
         self,
         what: bytes,
         number: int = 0,
@@ -190,38 +194,38 @@ class Supervisor:
         grace_s: float = 0.0,
         proof: tuple[int, ...] = (),
     ) -> None:
-        message = wire.FRAME.pack(what, number, valid_until, grace_s)
+        message = guard.FRAME.pack(what, number, valid_until, grace_s)
         try:
-            with self._speaking:
-                if self._link is not None:
-                    socket.send_fds(self._link, [message], proof)
+            with self._sending:
+                if self._connection is not None:
+                    socket.send_fds(self._connection, [message], proof)
         except OSError as error:
-            # It has died, which `_hear` is told of, or has been frozen for long: then the deadline
-            # it knows of stands, and whatever must happen in spite of it is ours to do in time.
-            log.debug("the guard could not be told %r: %s", what, error)
+            # The guard has died, which `_receive` notices, or has been frozen for long. Then its
+            # deadline stays, and the command is killed from here in time.
+            log.debug("message %r could not be sent to the guard: %s", what, error)
 
-    def _hear(self) -> None:
-        assert self._link is not None
+    def _receive(self) -> None:
+        assert self._connection is not None
         try:
-            data = self._link.recv(wire.FRAME.size)
+            data = self._connection.recv(guard.FRAME.size)
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        if len(data) != wire.FRAME.size:
+        if len(data) != guard.FRAME.size:
             self._guard_died()
             return
-        what, number, *_ = wire.FRAME.unpack(data)
-        if what == wire.READY and not number:
+        what, number, *_ = guard.FRAME.unpack(data)
+        if what == guard.READY and not number:
             log.warning(
-                "this system cannot tell which processes descend from the command: what leaves its"
-                " process group is not stopped with it"
+                "this system does not show which processes descend from the command: those that"
+                " leave its process group are not stopped with it"
             )
-        elif what == wire.STARTED:
+        elif what == guard.STARTED:
             self._main = number
-        elif what == wire.ENDED:
+        elif what == guard.ENDED:
             self._conclude(number)
-        elif what == wire.EXPIRED and self._ended is not None and not self._ended.done():
+        elif what == guard.EXPIRED and self._ended is not None and not self._ended.done():
             self._ended.set_exception(
                 LeadershipLost("the deadline passed, and the guard has stopped the command")
             )
@@ -247,11 +251,11 @@ class Supervisor:
             "the guard process %s was killed; the command is being killed with it",
             process.pid if process else "",
         )
-        self._clearing = asyncio.get_running_loop().create_task(self._clear_up())
+        self._killing = asyncio.get_running_loop().create_task(self._kill_orphans())
 
-    async def _clear_up(self) -> None:
-        """Do what the guard would have done. Its orphans are ours now."""
-        tree = wire.Tree(self._main, whole=self._whole, spare=self._spare)
+    async def _kill_orphans(self) -> None:
+        """Do what the guard would have done. Its orphans are children of this process now."""
+        tree = guard.Tree(self._main, sees_trees=self._sees_trees, unrelated=self._unrelated)
         while not tree.reap():
             tree.signal(signal.SIGKILL)
             await asyncio.sleep(0.005)

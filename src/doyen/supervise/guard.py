@@ -1,29 +1,29 @@
 """The guard: a small process that starts a command and makes sure that it ends in time.
 
-It stands between `doyen` and the command, so that neither a frozen nor a killed `doyen` can leave
-work running after its lease has passed on. It knows nothing of elections, only one instant on the
-boot-time clock: `valid_until`, moved forward by each renewal.
+It is the parent of the command, so that neither a frozen nor a killed `doyen` can leave work
+running after its lease has ended. It knows nothing of elections, only one instant on the boot-time
+clock: `valid_until`, moved forward by each renewal.
 
     asked to stop, or `valid_until` reached,
     or `doyen` gone, or the command ended
                       |-------- grace_s --------|
                    SIGTERM                   SIGKILL,
-              to all that runs         until nothing is left
+             to all processes          until none is left
 
 Invariants:
 
-- The *tree* is the command and everything it has started, wherever that has moved to (own group,
-  own session, orphaned): the guard is the subreaper of all of it. Nothing of it outlives the run.
+- The *tree* is the command and all processes that descend from it, also those in another group or
+  session, and orphans: the guard is the subreaper of all of them. None of them outlives the run.
 - Copies of the proof of life are held from before the command starts until the tree has been
   reaped, and the tree never inherits them.
-- SIGKILL comes no later than `valid_until + grace_s`, whatever `doyen` says or fails to say.
-- Should the guard itself be killed, the kernel kills the command with it, and `doyen`, the next
+- SIGKILL is sent no later than `valid_until + grace_s`, whatever `doyen` sends or does not send.
+- If the guard itself is killed, the kernel kills the command with it, and `doyen`, the next
   subreaper above, kills the rest.
-- It writes nowhere but to its socket, and never waits there: a full pipe cannot stop it.
+- It writes to its socket only, and never blocks there: a full pipe cannot stop it.
 
-Run as a script by path, isolated and without site packages, so that it is up in milliseconds; it
-imports only the standard library, and little of that. The doyen side imports it for `Tree` and
-the wire format.
+Run as a script by path, isolated and without site packages, so that it starts within milliseconds.
+It imports only the standard library, and little of that. `doyen.supervise` imports it for `Tree`
+and the format of messages.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from collections.abc import Callable
 from math import ceil, inf
 
 FRAME = struct.Struct("<cQdd")
-"""Every message, both ways: what, a number, `valid_until`, `grace_s`; zero where not needed."""
+"""Every message, in both directions: type, a number, `valid_until`, `grace_s`; zero if unused."""
 
 START = b"S"
-"""Start the command. Token, `valid_until`, `grace_s`; the proof's descriptors come along."""
+"""Start the command. Token, `valid_until`, `grace_s`; the descriptors of the proof are attached."""
 EXTEND = b"E"
 """Renewed. `valid_until`."""
 FORWARD = b"F"
@@ -54,16 +54,16 @@ KILL = b"K"
 """SIGKILL now."""
 
 READY = b"R"
-"""The guard is up. 1 if it sees whole trees, 0 if process groups only."""
+"""The guard has started. 1 if it sees whole trees, 0 if process groups only."""
 STARTED = b"P"
 """The command runs. Its process id, which is also its group's."""
 ENDED = b"X"
 """The tree has been reaped. The command's wait status."""
 EXPIRED = b"L"
-"""The same, after the deadline had come while the command ran."""
+"""The same, after the deadline passed while the command ran."""
 
 MAX_PROOF = 16
-"""Descriptors that may come along with `START`."""
+"""How many descriptors may be attached to `START`."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -74,7 +74,7 @@ _SLICE_S = 0.1
 _KILL_SLICE_S = 0.005
 """The same between two rounds of SIGKILL, for the first second of them."""
 
-_NOT_MEANT_FOR_US = (
+_NOT_FOR_THE_GUARD = (
     signal.SIGTERM,
     signal.SIGINT,
     signal.SIGHUP,
@@ -83,7 +83,7 @@ _NOT_MEANT_FOR_US = (
     signal.SIGUSR2,
     signal.SIGALRM,
 )
-"""Service managers signal every process they see; for the guard only `doyen`'s word counts."""
+"""Service managers send these to every process. The guard ignores them: it obeys `doyen` only."""
 
 try:
     _libc: ctypes.CDLL | None = ctypes.CDLL(None)
@@ -108,13 +108,13 @@ def _prctl(option: int, value: int | bytes) -> bool:
 def adopt_orphans() -> bool:
     """Become the subreaper of all that descends from this process.
 
-    False where the system has no such thing; then only process groups can be watched over.
+    False where the system does not support it; then only process groups can be watched.
     """
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1) and os.path.exists("/proc/thread-self/children")
 
 
 def disown_orphans() -> None:
-    """Be that no longer."""
+    """Stop being the subreaper."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
@@ -130,35 +130,35 @@ def children(pid: int) -> list[int]:
             with open(f"/proc/{pid}/task/{thread}/children") as listing:
                 found += map(int, listing.read().split())
         except OSError:
-            continue  # it is just ending: its children turn up under the subreaper
+            continue  # it has just ended: its children are those of the subreaper now
     return found
 
 
 class Tree:
-    """A command's process and all that descends from it, seen by the subreaper above them.
+    """A command's process and all that descend from it, as the subreaper above them sees them.
 
-    `main` is None if the command's process is not known. `whole` is what `adopt_orphans` said.
-    `spare` are children of this process that do not belong to the tree.
+    `main` is None if the command's process is not known. `sees_trees` is the result of
+    `adopt_orphans`. `unrelated` are children of this process that do not belong to the tree.
     """
 
     def __init__(
-        self, main: int | None, *, whole: bool, spare: frozenset[int] = frozenset()
+        self, main: int | None, *, sees_trees: bool, unrelated: frozenset[int] = frozenset()
     ) -> None:
         self.main = main
         self.status: int | None = None
         """The command's wait status, once it has ended."""
-        self._whole = whole
-        self._spare = spare
+        self._sees_trees = sees_trees
+        self._unrelated = unrelated
 
     def reap(self) -> bool:
-        """Collect what has died. True once nothing is left."""
+        """Reap processes that have died. True once none is left."""
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self.main:
                     self.status = ended[1]
         except ChildProcessError:
-            return self._whole or self._group_gone()
-        return bool(self._spare) and self._spare.issuperset(children(os.getpid()))
+            return self._sees_trees or self._group_gone()
+        return bool(self._unrelated) and self._unrelated.issuperset(children(os.getpid()))
 
     def _group_gone(self) -> bool:
         if self.main is None:
@@ -174,49 +174,49 @@ class Tree:
     def forward(self, signum: int) -> None:
         """Signal the command's group, as a terminal would."""
         if self.main is not None and self.status is None:
-            _send(os.killpg, self.main, signum)
+            _kill(os.killpg, self.main, signum)
 
     def signal(self, signum: int) -> None:
-        """Signal every process once, wherever it has moved to."""
-        # Once its leader is reaped, the group's number may belong to somebody else.
+        """Signal every process once, whatever group or session it is in."""
+        # Once its leader is reaped, the group's number may be used by another group.
         grouped = self.main is not None and self.status is None
-        if self.main is not None and (grouped or not self._whole):
-            _send(os.killpg, self.main, signum)
-        for pid in self._descendants() if self._whole else ():
+        if self.main is not None and (grouped or not self._sees_trees):
+            _kill(os.killpg, self.main, signum)
+        for pid in self._descendants() if self._sees_trees else ():
             try:
                 reached = grouped and os.getpgid(pid) == self.main
             except ProcessLookupError:
                 continue
             if not reached:
-                _send(os.kill, pid, signum)
+                _kill(os.kill, pid, signum)
 
     def _descendants(self) -> list[int]:
-        found = [pid for pid in children(os.getpid()) if pid not in self._spare]
-        for pid in found:  # grows as we go
+        found = [pid for pid in children(os.getpid()) if pid not in self._unrelated]
+        for pid in found:  # the list grows meanwhile
             found += children(pid)
         return found
 
 
-def _send(send: Callable[[int, int], None], target: int, signum: int) -> None:
+def _kill(send: Callable[[int, int], None], target: int, signum: int) -> None:
     try:
         send(target, signum)
     except ProcessLookupError:
         pass
     except PermissionError:
-        pass  # it has changed its user: we go on holding the proof while it lives
+        pass  # it has changed its user: the proof of life is held for as long as it lives
 
 
 def _spawn(command: list[str], token: int) -> int:
     """Start the command in a group of its own; it dies when this process does."""
     guard = os.getpid()
-    # Until it has become the command, the child has our handlers: a signal that is meant for it
-    # must wait, or it would be lost.
-    unhandled = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_MEANT_FOR_US)
+    # Until the child has executed the command it has our handlers. A signal that is sent to it must
+    # wait until then, or it would be lost.
+    unhandled = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_THE_GUARD)
     pid = os.fork()
     if pid:
         signal.pthread_sigmask(signal.SIG_SETMASK, unhandled)
         try:
-            os.setpgid(pid, pid)  # both sides do it, so that neither can be too early
+            os.setpgid(pid, pid)  # both processes do it, because either may be first
         except OSError:
             pass
         return pid
@@ -224,10 +224,13 @@ def _spawn(command: list[str], token: int) -> int:
         os.setpgid(0, 0)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == guard:
-            for signum in _NOT_MEANT_FOR_US:
+            for signum in _NOT_FOR_THE_GUARD:
                 if signal.getsignal(signum) is not signal.SIG_IGN:
                     signal.signal(signum, signal.SIG_DFL)
-            for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and exec keeps
+            for signum in (
+                signal.SIGPIPE,
+                signal.SIGXFSZ,
+            ):  # Python ignores these, and exec would keep that
                 signal.signal(signum, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, unhandled)
             os.execvpe(command[0], command, {**os.environ, "DOYEN_TOKEN": str(token)})
@@ -239,38 +242,38 @@ def _spawn(command: list[str], token: int) -> int:
 
 
 class _Guard:
-    """One run after another, as `doyen` asks."""
+    """Runs the command, once for each `START`."""
 
-    def __init__(self, link: socket.socket, command: list[str]) -> None:
-        link.setblocking(False)
-        self._link = link
+    def __init__(self, connection: socket.socket, command: list[str]) -> None:
+        connection.setblocking(False)
+        self._connection = connection
         self._command = command
-        self._whole = adopt_orphans()
+        self._sees_trees = adopt_orphans()
         self._tree: Tree | None = None
         self._valid_until = -inf
         self._grace_s = 0.0
         self._kill_at = inf
         self._report = ENDED
         self._proof: list[int] = []
-        self._deserted = False
+        self._orphaned = False
         self._wake = _wake_on_child()
 
     def serve(self) -> None:
-        self._tell(READY, int(self._whole))
+        self._send(READY, int(self._sees_trees))
         poller = select.poll()
-        poller.register(self._link, select.POLLIN)
+        poller.register(self._connection, select.POLLIN)
         poller.register(self._wake, select.POLLIN)
-        while self._tree is not None or not self._deserted:
-            for descriptor, _ in poller.poll(self._patience_ms()):
+        while self._tree is not None or not self._orphaned:
+            for descriptor, _ in poller.poll(self._timeout_ms()):
                 if descriptor == self._wake:
                     os.read(self._wake, 512)
-                elif not self._hear_all():
-                    self._deserted = True
-                    poller.unregister(self._link)
+                elif not self._receive_all():
+                    self._orphaned = True
+                    poller.unregister(self._connection)
                     self._stop()
             self._watch()
 
-    def _patience_ms(self) -> int | None:
+    def _timeout_ms(self) -> int | None:
         if self._tree is None:
             return None
         stopping = self._kill_at != inf
@@ -280,7 +283,7 @@ class _Guard:
         return ceil(1000 * min(max(left_s, 0.0), _SLICE_S))
 
     def _watch(self) -> None:
-        """Everything that time and dying children bring about."""
+        """Act on the deadline and on children that have ended."""
         tree = self._tree
         if tree is None:
             return
@@ -306,11 +309,11 @@ class _Guard:
             return
         self._report = ENDED
         main = _spawn(self._command, token)
-        self._tree = Tree(main, whole=self._whole)
-        self._tell(STARTED, main)
+        self._tree = Tree(main, sees_trees=self._sees_trees)
+        self._send(STARTED, main)
 
     def _stop(self) -> None:
-        """The run is over, since the deadline at the latest."""
+        """Send SIGTERM. The grace is counted from now, or from the deadline if that was earlier."""
         if self._tree is not None and self._kill_at == inf:
             self._kill_at = min(now(), self._valid_until) + self._grace_s
             self._tree.signal(signal.SIGTERM)
@@ -321,14 +324,14 @@ class _Guard:
         for descriptor in self._proof:
             os.close(descriptor)
         self._proof = []
-        self._tell(self._report, status)
+        self._send(self._report, status)
 
-    def _hear_all(self) -> bool:
-        """Do as the messages say, all of them, before time is judged: a renewal may be among
-        them. False once `doyen` is gone."""
+    def _receive_all(self) -> bool:
+        """Handle all messages that have arrived, before the deadline is checked: a renewal may be
+        among them. False once `doyen` is gone."""
         while True:
             try:
-                data, descriptors, _, _ = socket.recv_fds(self._link, FRAME.size, MAX_PROOF)
+                data, descriptors, _, _ = socket.recv_fds(self._connection, FRAME.size, MAX_PROOF)
             except BlockingIOError:
                 return True
             except OSError:
@@ -354,15 +357,15 @@ class _Guard:
             self._stop()
             self._kill_at = min(now(), self._kill_at)
 
-    def _tell(self, what: bytes, number: int) -> None:
+    def _send(self, what: bytes, number: int) -> None:
         try:
-            self._link.send(FRAME.pack(what, number, 0.0, 0.0))
+            self._connection.send(FRAME.pack(what, number, 0.0, 0.0))
         except OSError:
-            pass  # nobody is listening; the end of the link says the rest
+            pass  # `doyen` is gone, or does not read; the end of the connection is noticed
 
 
 def _wake_on_child() -> int:
-    """A descriptor that turns readable when a child ends."""
+    """A descriptor that becomes readable when a child ends."""
     wake, poke = os.pipe()
     os.set_blocking(poke, False)
     signal.set_wakeup_fd(poke, warn_on_full_buffer=False)
@@ -375,13 +378,13 @@ def _nothing(signum: int, frame: object) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    link, *command = arguments
-    for signum in _NOT_MEANT_FOR_US:
-        if signal.getsignal(signum) is not signal.SIG_IGN:  # the command is to inherit that
+    descriptor, *command = arguments
+    for signum in _NOT_FOR_THE_GUARD:
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # the command must inherit that
             signal.signal(signum, _nothing)
     _prctl(_PR_SET_NAME, b"doyen-guard")
-    os.set_inheritable(int(link), False)
-    _Guard(socket.socket(fileno=int(link)), command).serve()
+    os.set_inheritable(int(descriptor), False)
+    _Guard(socket.socket(fileno=int(descriptor)), command).serve()
 
 
 if __name__ == "__main__":
