@@ -302,7 +302,7 @@ def judge_line(line: Line, order: Order | None) -> Iterator[Finding]:
         yield Finding(
             level="warning",
             subject="line",
-            text=f"no leader, though {len(waiting)} wait: the leader has just resigned, or is frozen"
+            text=f"no leader, though {len(waiting)} wait: it has just resigned, or is frozen,"
             " and its lease has not expired yet",
             remedy="if it lasts, check whether the first in line is frozen: doyen line --watch",
         )
