@@ -448,7 +448,7 @@ def test_when_every_disk_is_full_one_leader_stays(caplog: pytest.LogCaptureFixtu
         told = [record.getMessage() for record in caplog.records if "is full" in record.message]
         assert len(told) == len({*told}) == 3, "each node says so once, followers too"
         assert all(node.status().full for node in world.nodes.values())
-        with pytest.raises(OrderFailed, match="no other voter is there that could lead"):
+        with pytest.raises(OrderFailed, match="no other voter is connected that could lead"):
             await leader.admin.transfer()
         other = follower_of(world).id
         with pytest.raises(OrderFailed, match=f"the disk of {other} is full"):

@@ -532,12 +532,12 @@ def test_what_is_wrong_with_a_quorum_is_told() -> None:
     extra = told(
         leads, *led[1:], NodeAnswer("h3", condition("n3")), NodeAnswer("h4", condition("n4"))
     )
-    assert extra["note"] == ["this node runs, and does not belong to the quorum"]
+    assert extra["note"] == ["this node runs, but is not a member of the quorum"]
     mixed = told(*(NodeAnswer(f"h{n}", condition(f"n{n}", version=str(n))) for n in (1, 2, 3)))
     assert any("1, 2, 3" in text for text in mixed["note"])
     alone = told(NodeAnswer("h1", condition("n1", voters=("n1",), learners=("n2",))))
     assert any("one voter" in text for text in alone["note"])
-    assert any("n2 only learn" in text for text in alone["note"])
+    assert any("n2 do not vote" in text for text in alone["note"])
 
 
 def test_nodes_are_asked_how_they_are(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ class ReplicatedServer:
         self._effects.append(Accepted(len(self.log), self.generation))
 
     def _transfer_asked(self, event: TransferAsked) -> None:
-        self._effects.append(TransferFailed("this protocol cannot hand leadership over"))
+        self._effects.append(TransferFailed("this protocol cannot transfer leadership"))
 
     def _change_asked(self, event: ChangeAsked) -> None:
         self._effects.append(ProposalRefused("this protocol's membership is fixed"))
@@ -517,4 +517,6 @@ def _check(id: str, membership: Membership, recovered: Recovered) -> None:  # no
     if membership.learners:
         raise ConfigError("this protocol has no learners: make them voters, or use raft")
     if recovered.snapshot is not None:
-        raise ConfigError("this protocol cannot start from a snapshot: use raft with this folder")
+        raise ConfigError(
+            "this protocol cannot start from a snapshot: use raft with this data directory"
+        )

@@ -2,7 +2,7 @@
 
 Every node applies the same log, so a command, or a new meaning of a known command, may enter the
 log only when every member understands it. The cluster therefore has a version, kept in the
-replicated state. Each node says in its handshake which versions it supports. The leader raises the
+replicated state. Each node sends the versions it supports in its handshake. The leader raises the
 cluster's version when all members are connected and support a newer one; a member that is down
 counts as one that does not. From then on, nodes that do not support it are refused as peers.
 
@@ -20,7 +20,7 @@ from typing import Final
 __all__ = ["FIRST", "NEWEST", "OLDEST"]
 
 FIRST: Final = 1
-"""What a node supports whose handshake does not say, and what a new cluster begins with."""
+"""The version of a new cluster, and of a node whose handshake names none."""
 OLDEST: Final = 1
 NEWEST: Final = 2
-"""What this release supports: from `OLDEST` to `NEWEST`."""
+"""This release supports the versions from `OLDEST` to `NEWEST`."""

@@ -1,4 +1,4 @@
-"""What the nodes say of themselves, as findings for people. Pure."""
+"""The findings of `doyen doctor` about a quorum, from the statuses of its nodes. Pure."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ BEHIND = 1000
 
 
 class NodeAnswer(NamedTuple):
-    """What one node named in the URL said, or why it said nothing."""
+    """The status of one node, or why it could not be fetched."""
 
     address: str
     condition: NodeStatus | None
     silent_because: str = ""
     node: str = ""
-    """Who should be there, if others know."""
+    """The name of the node at this address, if other nodes have named it."""
 
 
 def outsiders(states: Sequence[NodeAnswer]) -> set[str]:
-    """Who runs and does not belong to the quorum, any more or yet: by its leader's word, since one
-    that was taken out may not have heard of it."""
+    """The nodes that run and are not members, according to the leader: a removed node may not
+    know that it was removed."""
     up = [state.condition for state in states if state.condition is not None]
     leaders = [each for each in up if each.role == "leading"]
     if not leaders:
@@ -36,8 +36,8 @@ def outsiders(states: Sequence[NodeAnswer]) -> set[str]:
 
 
 def risks_of_removal(states: Sequence[NodeAnswer], node: str) -> list[str]:
-    """What would be dangerous about removing this node now. Whether the change can be agreed on at
-    all is for the leader to say."""
+    """The risks of removing this node now. The leader decides whether the change can be committed
+    at all."""
     up = {state.condition.node: state.condition for state in states if state.condition}
     leads = max(
         (each for each in up.values() if each.role == "leading"),
@@ -65,7 +65,7 @@ def risks_of_removal(states: Sequence[NodeAnswer], node: str) -> list[str]:
 
 
 def findings(states: Sequence[NodeAnswer]) -> list[Finding]:
-    """What is worth knowing about a quorum."""
+    """All findings about a quorum."""
     up = [state.condition for state in states if state.condition is not None]
     return [*_nodes(states), *_leadership(up), *_members(up), *_versions(up), *_disks(up)]
 
@@ -86,20 +86,20 @@ def _nodes(states: Sequence[NodeAnswer]) -> Iterator[Finding]:
             yield Finding(
                 level="warning",
                 subject=each.node,
-                text="this node runs, and knows of no leader, though there is one",
-                remedy="its log names the reason: it cannot reach the others, or they refuse it",
+                text="this node runs, but knows no leader although there is one",
+                remedy="see its log: it cannot reach the others, or they refuse it",
             )
     for node in sorted(outside):
         yield Finding(
             level="note",
             subject=node,
-            text="this node runs, and does not belong to the quorum",
-            remedy="stop it, and take it out of the URL; or add it",
+            text="this node runs, but is not a member of the quorum",
+            remedy="stop it and remove it from the URL, or add it to the quorum",
         )
 
 
 def _led(up: Sequence[NodeStatus]) -> list[NodeStatus]:
-    """Those who know of a leader. Others run, and take no part."""
+    """The nodes that know a leader. The others run without taking part."""
     return [each for each in up if each.leader is not None]
 
 
@@ -139,20 +139,20 @@ def _members(up: Sequence[NodeStatus]) -> Iterator[Finding]:
             subject="quorum",
             text=f"at risk: of {len(voters)} voters, {names} cannot be reached from here, or"
             " has no leader; if one more fails, nothing can be written",
-            remedy="start what is missing, and name every node in the URL",
+            remedy="start the missing nodes, and name every node in the URL",
         )
     if len(voters) == 1:
         yield Finding(
             level="note",
             subject="quorum",
-            text="one voter only: it is as available as that one node",
-            remedy="three nodes outlive the failure of one",
+            text="there is only one voter: if it fails, the quorum is unavailable",
+            remedy="add nodes: three tolerate the failure of one",
         )
     elif len(voters) % 2 == 0:
         yield Finding(
             level="warning",
             subject="quorum",
-            text=f"an even number of voters ({len(voters)}): it outlives no more failures than"
+            text=f"an even number of voters ({len(voters)}): it tolerates no more failures than"
             f" {len(voters) - 1} would",
             remedy="add a node, or remove one",
         )
@@ -160,7 +160,7 @@ def _members(up: Sequence[NodeStatus]) -> Iterator[Finding]:
         yield Finding(
             level="note",
             subject="quorum",
-            text=f"of {known} nodes, {', '.join(sorted(latest.learners))} only learn",
+            text=f"of {known} nodes, {', '.join(sorted(latest.learners))} do not vote (learners)",
             remedy="promote them when they have caught up",
         )
 
@@ -185,7 +185,7 @@ def _disks(up: Sequence[NodeStatus]) -> Iterator[Finding]:
                 level="problem",
                 subject=each.node,
                 text="its disk is full: while it leads, nothing can be written",
-                remedy="make room in its data folder's file system",
+                remedy="free space in the file system of its data directory",
             )
     latest = max(up, key=lambda each: each.commit, default=None)
     if latest is not None and latest.alarm:

@@ -107,7 +107,7 @@ class Raft(Elector):
         self._opening = 0
         self._round = 0
         self._reads: deque[tuple[int, int, int]] = deque()
-        self._heir: str | None = None
+        self._successor: str | None = None
         self._beat_at = self._check_at = self._transfer_until = inf
         self._made = Append(0, 0, 0, (), 0, 0)
         self._on.update(
@@ -137,12 +137,12 @@ class Raft(Elector):
         if not log.base <= self.commit <= log.last:
             raise InvariantBroken(f"{name}: commit {self.commit} in {log.base} to {log.last}")
         if self.membership is not log.membership:
-            raise InvariantBroken(f"{name}: another membership is in force than the log's latest")
+            raise InvariantBroken(f"{name}: the membership in force is not the latest of the log")
         if log.last_generation > self.generation:
             raise InvariantBroken(f"{name}: an entry of a generation not begun")
         if self.role is not LEADING:
-            if self._peers or self._reads or self._heir is not None:
-                raise InvariantBroken(f"{name} does not lead and keeps what leaders keep")
+            if self._peers or self._reads or self._successor is not None:
+                raise InvariantBroken(f"{name} does not lead and has the state of a leader")
             return
         if self._campaign is not NONE:
             raise InvariantBroken(f"{name} leads and campaigns")
@@ -176,7 +176,7 @@ class Raft(Elector):
         if progress is not None:
             progress.active = progress.lately = False
             progress.resume(paused=True)
-            if self._heir == event.peer:
+            if self._successor == event.peer:
                 self._keep_leading(f"the connection to {event.peer} has ended")
 
     # Writing.
@@ -368,7 +368,7 @@ class Raft(Elector):
         self._out.extend(ReadRefused(token) for _, _, token in self._reads)
         self._reads.clear()
         self._peers = {}
-        self._heir = None
+        self._successor = None
         self._transfer_until = inf
 
     def _arm(self) -> None:
@@ -385,7 +385,7 @@ class Raft(Elector):
                 progress.lately, progress.active = progress.active, False
             self._check_at = now + self.settings.election_timeout_s
         if now >= self._transfer_until:
-            self._keep_leading(f"{self._heir} did not take over in time")
+            self._keep_leading(f"{self._successor} did not take over in time")
         if now >= self._beat_at:
             self._beat_at = now + self.settings.heartbeat_s
             self._begin_round(self._peers)
@@ -399,8 +399,10 @@ class Raft(Elector):
     def _proposed(self, event: Propose) -> None:
         if self.role is not LEADING:
             self._out.append(ProposalRefused("this server does not lead"))
-        elif self._heir is not None:
-            self._out.append(ProposalRefused(f"leadership is being handed over to {self._heir}"))
+        elif self._successor is not None:
+            self._out.append(
+                ProposalRefused(f"leadership is being transferred to {self._successor}")
+            )
         else:
             self._out.append(Accepted(self.log.last + 1, self.generation))
             self._add(EntryKind.COMMANDS, event.data)
@@ -529,7 +531,7 @@ class Raft(Elector):
         if progress.match < self.log.last:
             # What was sent may have been lost, or is still being written there.
             self._nudge(peer, progress)
-        elif self._heir == peer:
+        elif self._successor == peer:
             self._hand_over(peer)
 
     def _answerer(self, peer: str, message: Message) -> Progress | None:
@@ -594,9 +596,9 @@ class Raft(Elector):
         for peer in [peer for peer in self._peers if peer not in everyone]:
             del self._peers[peer]
         if self.id not in self.membership.voters:
-            heir = self._furthest()
-            if heir is not None and self._peers[heir].match == self.log.last:
-                self._out.append(Send(heir, TimeoutNow(self.generation)))
+            successor = self._furthest()
+            if successor is not None and self._peers[successor].match == self.log.last:
+                self._out.append(Send(successor, TimeoutNow(self.generation)))
             self._look()
 
     # Reading.
@@ -659,22 +661,22 @@ class Raft(Elector):
         if self.role is not LEADING:
             self._out.append(TransferFailed("this server does not lead"))
             return
-        heir = event.to or self._furthest(event.avoid)
-        if heir == self._heir and heir is not None:
+        successor = event.to or self._furthest(event.avoid)
+        if successor == self._successor and successor is not None:
             return
-        if self._heir is not None:
-            self._keep_leading(f"{heir} is to lead instead of {self._heir}")
-        if heir is None:
-            self._out.append(TransferFailed("no other voter is there that could lead"))
-        elif heir == self.id:
+        if self._successor is not None:
+            self._keep_leading(f"{successor} is to lead instead of {self._successor}")
+        if successor is None:
+            self._out.append(TransferFailed("no other voter is connected that could lead"))
+        elif successor == self.id:
             self._out.append(TransferFailed("this server leads already"))
-        elif heir not in self.membership.voters:
-            self._out.append(TransferFailed(f"{heir} is not a voter"))
+        elif successor not in self.membership.voters:
+            self._out.append(TransferFailed(f"{successor} is not a voter"))
         else:
-            self._heir = heir
+            self._successor = successor
             self._transfer_until = self._now + self.settings.election_timeout_s
             self._arm()
-            self._hand_over(heir)
+            self._hand_over(successor)
 
     def _furthest(self, avoid: tuple[str, ...] = ()) -> str | None:
         """The other voter with the longest log, among those heard from and not avoided."""
@@ -692,11 +694,11 @@ class Raft(Elector):
 
     def _hand_over(self, peer: str) -> None:
         """The successor may campaign as soon as it has the whole log."""
-        if peer == self._heir and self._peers[peer].match == self.log.last:
+        if peer == self._successor and self._peers[peer].match == self.log.last:
             self._out.append(Send(peer, TimeoutNow(self.generation)))
 
     def _keep_leading(self, reason: str) -> None:
-        self._heir = None
+        self._successor = None
         self._transfer_until = inf
         self._out.append(TransferFailed(reason))
 
@@ -715,8 +717,8 @@ class Raft(Elector):
     def _change_refusal(self, wanted: Membership) -> str | None:
         if self.role is not LEADING:
             return "this server does not lead"
-        if self._heir is not None:
-            return f"leadership is being handed over to {self._heir}"
+        if self._successor is not None:
+            return f"leadership is being transferred to {self._successor}"
         if not self._may_change():
             return "the last change is not committed yet; ask again in a moment"
         return _unlike(self.membership, wanted) or self._behind(wanted) or self._stranded(wanted)
@@ -733,7 +735,7 @@ class Raft(Elector):
                 progress = self._peers[peer]
                 missing = self.log.last - progress.match
                 if progress.match == 0 or missing > self.settings.message_entries:
-                    return f"{peer} is {missing} entries behind; ask again when it has caught up"
+                    return f"{peer} is {missing} entries behind; retry when it has caught up"
         return None
 
     def _stranded(self, wanted: Membership) -> str | None:
