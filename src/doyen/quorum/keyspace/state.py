@@ -359,13 +359,14 @@ class Keyspace:
         return encode(Written(entry.revision, version))
 
     def _delete(self, command: Delete) -> bytes:
-        entry = self.get(command.key)
+        position = self._entries.seek(command.key)
+        entry = self._live(position[2])
         if entry is None or command.if_version not in (0, entry.version):
             return _CONDITION_FAILED
         self.revision += 1
         if entry.lease and (held := self._leases.get(entry.lease)) is not None:
             del held.keys[entry.key]
-        self._remove(entry, ChangeKind.DELETE)
+        self._remove(entry, ChangeKind.DELETE, position)
         return _DONE
 
     def _enqueue(self, command: Enqueue) -> bytes:
@@ -460,10 +461,11 @@ class Keyspace:
                 break
 
     def _remove_bound(self, key: str, lease: int) -> bool:
-        entry = self._entries.get(key)
+        position = self._entries.seek(key)
+        entry = position[2]
         if entry is None or entry.lease != lease:
             return False
-        self._remove(entry, ChangeKind.END)
+        self._remove(entry, ChangeKind.END, position)
         return True
 
     def _write(
@@ -485,11 +487,14 @@ class Keyspace:
         self.history.add(Change(revision, key, _PUT, entry.lease))
         return None
 
-    def _remove(self, entry: StoredEntry, kind: ChangeKind) -> None:
-        self.bytes -= _size(entry)
+    def _remove(
+        self, entry: StoredEntry, kind: ChangeKind, position: tuple[int, int, StoredEntry | None]
+    ) -> None:
+        key = entry.key
+        self.bytes -= len(key) + len(entry.value) + OVERHEAD
         self._update_alarm()
-        self._entries.remove(entry.key)
-        self.history.add(Change(self.revision, entry.key, kind, entry.lease))
+        self._entries.remove(key, position)
+        self.history.add(Change(self.revision, key, kind, entry.lease))
 
     def _full(self, more: int) -> bytes | None:
         """The result of a command that needs this many more bytes, if the quota has no room for
