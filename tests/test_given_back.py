@@ -1,4 +1,4 @@
-"""What a session opens, watches or listens for is given back; nothing is asked for in vain."""
+"""A session closes all watches, listeners and connections that it has opened."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from support import TTL_S, Place, keepalive_of, lead_until_set, soon, until, vir
 
 @virtual
 async def test_outside_a_task_nothing_is_entered(place: Place) -> None:
-    """A loss cancels the body's task. Without one the campaign is refused, before it stands."""
+    """A loss cancels the task of the body. Without a task the campaign is refused, before anything
+    is sent."""
     session = await place.open()
     told: list[BaseException] = []
 
@@ -53,7 +54,7 @@ async def test_listeners_for_renewals_end_with_their_term(place: Place) -> None:
 
 @virtual
 async def test_cancelled_at_every_instant_of_opening(place: Place) -> None:
-    """Between any two turns of the loop: what was opened is closed again."""
+    """Cancelled between any two turns of the loop: what was opened is closed again."""
     turns, entered = 0, False
     while not entered:
         turns += 1
@@ -68,7 +69,7 @@ async def test_cancelled_at_every_instant_of_opening(place: Place) -> None:
         await asyncio.wait({task})
         if entered:
             await session.__aexit__()
-        elif turns > 1:  # before that nothing was begun
+        elif turns > 1:  # before that, nothing had begun
             assert closed, turns
     assert turns > 2
 
@@ -86,7 +87,8 @@ def _tells_of_closing(closed: list[bool], store: Store) -> Store:
 
 @virtual
 async def test_a_slow_observer_keeps_the_newest(place: Place) -> None:
-    """What waits for an observer is bounded; in the end it knows who leads."""
+    """The number of changes that wait for an observer is bounded. In the end it knows the
+    leader."""
     watcher, session, stop = await place.open(), await place.open(), asyncio.Event()
     leaders = watcher.observe("e")
     assert await anext(leaders) is None
