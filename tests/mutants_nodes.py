@@ -156,10 +156,10 @@ def removed_by_key(patch: pytest.MonkeyPatch) -> None:
     """The removal of an ended lease's keys also removes entries that were written there since."""
 
     def remove(self: Keyspace, key: str, lease: int) -> bool:
-        position = self._entries.seek(key)
-        if position[2] is None:
+        record = self._entries.get(key)
+        if record is None:
             return False
-        self._remove(position[2], ChangeKind.END, position)
+        self._remove(record, ChangeKind.END)
         return True
 
     patch.setattr(Keyspace, "_remove_bound", remove)

@@ -1,8 +1,8 @@
-"""A world in virtual time: processes with clocks of their own, faulty connections, and an oracle.
+"""A world in virtual time: processes with clocks of their own, links that fail, and an oracle.
 
-Everything runs on the code that users run (sessions, campaigns, memory store). The oracle checks
-after *every* turn of the event loop, and is notified of every record that is created or deleted,
-and by which client. One seed gives one run.
+Everything runs on the code that users run (sessions, campaigns, memory store). The oracle looks
+after *every* turn of the event loop, and is told of every record that is made or removed, and by
+whom. One seed gives one run.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ ROUGH = Odds(late=0.05, lost=0.03, unanswered=0.04, refused=0.03, stray=0.03, de
 
 
 class SafetyViolated(AssertionError):
-    """The oracle has found a violation."""
+    """The oracle's word."""
 
 
 class Oracle:
     """Sees every term that was ever entered, after every turn of the loop.
 
-    It checks for each election and each lock:
+    What it asks, of each election and each lock:
 
     - at most one term is valid at any instant, and each has a record of its own;
     - tokens increase;
-    - no record is deleted while its term is valid; and only its holder deletes it, or ends its
-      lease, and only after the body has ended;
-    - no process deletes an entry of another, unless the entry is void.
+    - no record goes while its term is valid; and nobody but its holder deletes it, or ends its
+      lease, and that only after the body has ended;
+    - nobody deletes what another has laid, unless it has become void.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Oracle:
 
     @contextmanager
     def body(self, term: Term) -> Iterator[None]:
-        """Surrounds the body of a term."""
+        """Around the body of a term."""
         self.terms += 1
         self.somebody_leads.set()
         self._valid.append(term)
@@ -95,7 +95,7 @@ class Oracle:
             self._orders[election_of(entry.key)] = entry
 
     def gone(self, entry: Entry) -> None:
-        """An entry is gone, for whatever reason, such as the end of its lease."""
+        """Whatever the cause, be it the end of its lease."""
         if entry.key.endswith("/order"):
             self._orders.pop(election_of(entry.key))
         term = self._bodies.get((election_of(entry.key), entry.revision))
@@ -103,7 +103,7 @@ class Oracle:
             self.object(f"its record went while it was valid: {term}")
 
     def deleted(self, entry: Entry, *, mine: bool) -> None:
-        """A client deletes an entry: `mine` if it is bound to a lease of that client."""
+        """By one client: `mine` if the entry is bound to a lease of that client's."""
         election = election_of(entry.key)
         if is_record(entry.key) and (election, entry.revision) in self._bodies:
             self.object(f"{entry.key} ({entry.revision}) was deleted while its body ran")
@@ -111,7 +111,7 @@ class Oracle:
             self.object(f"{entry.key} ({entry.revision}) was deleted by somebody else")
 
     def _is_void(self, entry: Entry) -> bool:
-        """An order for a term that is over, or a notice whose order is gone."""
+        """An order for a term that is over, or mail of one whose order does not stand."""
         election = election_of(entry.key)
         if "/mail/" in entry.key:
             order = self._orders.get(election)
@@ -137,7 +137,7 @@ def election_of(key: str) -> str:
 
 
 class WatchedServer(MemoryServer):
-    """A store that notifies the oracle of changes of its entries."""
+    """A store that tells the oracle what becomes of its entries."""
 
     def __init__(self, clock: Clock, oracle: Oracle) -> None:
         super().__init__(clock)
@@ -154,7 +154,7 @@ class WatchedServer(MemoryServer):
 
 
 class WatchedClient(MemoryStore):
-    """A client of such a store, which notifies the oracle before it deletes an entry."""
+    """A client of such a store, which tells the oracle what it is about to delete."""
 
     def __init__(self, server: WatchedServer, clock: Clock) -> None:
         super().__init__(server, Context(clock, lambda event: None))
@@ -174,7 +174,7 @@ class WatchedClient(MemoryStore):
 
 
 class WatchedLoop(VirtualLoop):
-    """A virtual loop on which the oracle checks after every turn."""
+    """A virtual loop on which the oracle looks after every turn."""
 
     def __init__(self, clock: VirtualClock, look: Callable[[], None]) -> None:
         super().__init__(clock)
@@ -187,7 +187,7 @@ class WatchedLoop(VirtualLoop):
 
 @dataclass
 class OwnClock:
-    """A machine's clock: starts anywhere, runs a little slow, and has an arbitrary wall time."""
+    """A machine's clock: begins anywhere, runs a little slow, and its wall time means nothing."""
 
     true: VirtualClock
     offset: float
@@ -201,8 +201,7 @@ class OwnClock:
 
 
 class Process:
-    """A process with a session on a faulty connection; by default a candidate that never gives
-    up."""
+    """A process with a session on a faulty link; by default a candidate that never gives up."""
 
     def __init__(self, world: World, name: str) -> None:
         rng = world.rng
@@ -217,7 +216,7 @@ class Process:
         self.task = asyncio.get_running_loop().create_task(self._live())
 
     def prepare(self) -> None:
-        """Choose the properties of the process."""
+        """Decide what it will be like."""
         self.rank = self.world.rng.choice([0, 0, 0, 1, 2])
         self.recipe: Recipe = self.world.rng.choice(RECIPES)
 
@@ -235,7 +234,7 @@ class Process:
             await self.act(session)
 
     async def act(self, session: Session) -> None:
-        """What the process does until it is stopped."""
+        """What it does, until it is stopped."""
         world = self.world
         async for campaign in session.campaigns(
             "swarm", name=self.name, priority=self.rank, recipe=self.recipe
@@ -245,25 +244,25 @@ class Process:
                     await asyncio.sleep(world.rng.uniform(0, 1) * world.body_s)
 
     def crash(self) -> None:
-        """End without notice: no request is answered, and none is sent any more."""
+        """Gone without a word: nothing it has sent is answered, nothing more is sent."""
         self.crashed = True
         self.faults.cut()
         self.task.cancel()
 
     def calm(self) -> None:
-        """From now on the connection has no faults."""
+        """From now on its link is as good as a link can be."""
         self.faults.odds = FAIR
         self.faults.heal()
 
 
 class World:
-    """A store, its candidates, and their faults."""
+    """A store, its candidates, and what happens to them."""
 
     happenings: ClassVar = {"join": 4, "leave": 1, "crash": 2, "cut": 3, "heal": 4, "wall": 1}
     """What may happen at any time, and how often."""
 
     def __init__(self, seed: int, drift: float = 0.005, stop_budget_s: float = 0.01) -> None:
-        """The stop budget is almost zero, because it would hide violations from the oracle."""
+        """The stop budget is as good as none: it would hide what the oracle is to see."""
         self.rng = random.Random(seed)
         self.drift = drift
         self.stop_budget_s = stop_budget_s
@@ -279,7 +278,7 @@ class World:
         self.processes.append(Process(self, f"p{self.started}"))
 
     def happen(self) -> None:
-        """One random action or fault."""
+        """One thing, at random."""
         kind = self.rng.choices(list(self.happenings), list(self.happenings.values()))[0]
         if kind == "join" or not self.processes:
             self.start()
@@ -321,7 +320,7 @@ class World:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def watch_over(self, life: Coroutine[Any, Any, None]) -> None:
-        """Run it with the oracle checking."""
+        """Run it under the eyes of the oracle."""
         loop = WatchedLoop(self.clock, self.oracle.look)
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
             try:

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from doyen.audit import AuditLog, LogLine, Report, Where, verify, verify_lines
 from doyen.errors import ConfigError
 from doyen.events import Elected, Record
+from doyen.events.telemetry import Telemetry
 from doyen.lease.clock import VirtualClock, boot_id
-from doyen.telemetry import Telemetry
 
 EPOCH = 1_700_000_000.0
 

@@ -10,8 +10,8 @@ import pytest
 from doyen.audit import AuditLog
 from doyen.cli import main
 from doyen.events import Elected, Event, Gap, Resigned
+from doyen.events.telemetry import Telemetry
 from doyen.lease.clock import VirtualClock
-from doyen.telemetry import Telemetry
 
 
 class Logs:

@@ -1,4 +1,5 @@
-"""Many elections on one session: thousands at once delay neither one another nor the renewals."""
+"""Many elections on one session: thousands at once are not in one another's way, nor in the way of
+renewals."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ CROWD = 3 * ENTERING
 
 
 class Turns:
-    """Counts how many calls of a store are under way at once. Each takes a moment."""
+    """Counts how many calls of a store are under way at once, each taking a moment."""
 
     def __init__(self) -> None:
         self.under_way = self.most = 0
@@ -96,7 +97,7 @@ async def test_a_crowd_before_a_store_that_is_down_still_ends_in_time(place: Pla
 
 
 def test_work_begins_a_little_in_each_turn_of_the_loop() -> None:
-    """However much is submitted at once. Work that is cancelled before it began never runs."""
+    """However much is handed in at once; and what is cancelled before it began never runs."""
     runtime = ThreadRuntime()
     begun: list[int] = []
     blocked, all_handed_in = threading.Event(), threading.Event()

@@ -42,12 +42,12 @@ from doyen.events import (
     Waiting,
     merge_gap,
 )
+from doyen.events.telemetry import AWAIT_S, Backlog, DeliveryQueue, DirectOutlet, Outlet, Telemetry
 from doyen.lease.clock import SystemClock, VirtualClock
 from doyen.lease.runtime import InlineRuntime
 from doyen.model import leader_key
 from doyen.stores.memory import MemoryStore
 from doyen.stores.port import Context
-from doyen.telemetry import AWAIT_S, Backlog, DeliveryQueue, DirectOutlet, Outlet, Telemetry
 from doyen.testing import Faults
 from doyen.testing.faults import Odds
 from support import Place, until_blocking, virtual
@@ -523,7 +523,7 @@ def test_stuck_sinks_hold_up_the_end_of_the_process_once() -> None:
     """The waits for several stuck sinks at the end of the process do not add up."""
     program = (
         "import threading, time\n"
-        "from doyen.telemetry import DeliveryQueue\n"
+        "from doyen.events.telemetry import DeliveryQueue\n"
         "stuck = threading.Event()\n"
         "for _ in range(30):\n"
         "    DeliveryQueue(lambda _: stuck.wait(), merge=lambda _, item: item, name='x').put(1)\n"

@@ -21,8 +21,8 @@ from doyen import BlockingSession, SessionClosed, Term, TermState
 from doyen import term as term_module
 from doyen.election.options import SessionSettings
 from doyen.events import Hindered, Record
+from doyen.events.telemetry import DeliveryQueue
 from doyen.lease.runtime import ThreadRuntime
-from doyen.telemetry import DeliveryQueue
 from support import core_of, keepalive_of, until_blocking
 
 # From 3.12 on Python warns of forks in a process with threads, which is what is on trial here.

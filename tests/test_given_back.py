@@ -1,4 +1,4 @@
-"""A session closes all watches, listeners and connections that it has opened."""
+"""What a session opens, watches or listens for is given back; nothing is asked for in vain."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from support import TTL_S, Place, keepalive_of, lead_until_set, soon, until, vir
 
 @virtual
 async def test_outside_a_task_nothing_is_entered(place: Place) -> None:
-    """A loss cancels the task of the body. Without a task the campaign is refused, before anything
-    is sent."""
+    """A loss cancels the body's task. Without one the campaign is refused, before it stands."""
     session = await place.open()
     told: list[BaseException] = []
 
@@ -54,7 +53,7 @@ async def test_listeners_for_renewals_end_with_their_term(place: Place) -> None:
 
 @virtual
 async def test_cancelled_at_every_instant_of_opening(place: Place) -> None:
-    """Cancelled between any two turns of the loop: what was opened is closed again."""
+    """Between any two turns of the loop: what was opened is closed again."""
     turns, entered = 0, False
     while not entered:
         turns += 1
@@ -69,7 +68,7 @@ async def test_cancelled_at_every_instant_of_opening(place: Place) -> None:
         await asyncio.wait({task})
         if entered:
             await session.__aexit__()
-        elif turns > 1:  # before that, nothing had begun
+        elif turns > 1:  # before that nothing was begun
             assert closed, turns
     assert turns > 2
 
@@ -87,8 +86,7 @@ def _tells_of_closing(closed: list[bool], store: Store) -> Store:
 
 @virtual
 async def test_a_slow_observer_keeps_the_newest(place: Place) -> None:
-    """The number of changes that wait for an observer is bounded. In the end it knows the
-    leader."""
+    """What waits for an observer is bounded; in the end it knows who leads."""
     watcher, session, stop = await place.open(), await place.open(), asyncio.Event()
     leaders = watcher.observe("e")
     assert await anext(leaders) is None

@@ -1,4 +1,4 @@
-"""Observing the line: in order, the leader marked, every change delivered and nothing else."""
+"""The line as others see it: in order, the leader marked, every change told and nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def names(line: Line) -> list[str]:
 
 
 class Observer:
-    """What a session that only observes has seen so far."""
+    """What a session that only looks has seen so far."""
 
     def __init__(self, session: Session, election: str = "e") -> None:
         self.seen: list[Line] = []
@@ -81,7 +81,7 @@ async def test_a_leader_without_a_ticket_is_seen_to_lead(place: Place) -> None:
 
 @virtual
 async def test_a_store_that_refuses_is_asked_again(place: Place) -> None:
-    """Both watches must be open in the end, or changes of the line would not be delivered."""
+    """Both watches must stand in the end, or changes of the line would go untold."""
     faults = Faults()
     faults.next("watch", Late(before_s=0), RefusedCall())
     faults.next("list", RefusedCall())

@@ -16,7 +16,7 @@ from support import TTL_S, VALID_S, Place, core_of, now, until, virtual
 
 
 class Candidate:
-    """Campaigns repeatedly. Each body lasts until it is cancelled, plus `slow_s`."""
+    """Campaigns over and over; each body lasts until it is cancelled, plus `slow_s`."""
 
     def __init__(self, session: Session, name: str, *, slow_s: float = 0.0, **options: Any) -> None:
         self.name = name
@@ -44,7 +44,7 @@ class Candidate:
 
 
 async def lined_up(place: Place, *names: str, **options: Any) -> list[Candidate]:
-    """Candidates in line in this order, each with a session of its own. The first leads."""
+    """Candidates in line in this order, each a process of its own; the first leads."""
     candidates = []
     for name in names:
         candidates.append(Candidate(await place.open(), name, **options))
@@ -55,7 +55,7 @@ async def lined_up(place: Place, *names: str, **options: Any) -> list[Candidate]
 
 @virtual
 async def test_an_order_that_is_refused_leaves_no_watch_open(place: Place) -> None:
-    """The watch may be opened after the order has been refused."""
+    """Its watch may be opened when it has been refused already."""
     faults = Faults()
     leader, giver = await lined_up(place, "a"), await place.open(faults)
     leader[0].slow_s = TTL_S / 4
@@ -97,8 +97,8 @@ async def test_a_leader_that_is_told_to_resign_lets_the_next_one_lead(place: Pla
 
 @virtual
 async def test_the_record_stays_until_the_body_has_ended(place: Place) -> None:
-    """An order is obeyed, not enforced: a slow body keeps its record and its lease until it has
-    ended."""
+    """An order is obeyed, not enforced: a slow body holds its record, and its lease, until it is
+    done."""
     a, b = await lined_up(place, "a", "b", slow_s=2 * TTL_S)
     ops = await place.open()
     told = asyncio.create_task(ops.resign("e", wait_s=100))
@@ -114,7 +114,7 @@ async def test_the_record_stays_until_the_body_has_ended(place: Place) -> None:
 
 @virtual
 async def test_a_leader_that_ignores_an_order_goes_on(place: Place) -> None:
-    """The record of a live leader is not deleted. The giver of the order gets an error."""
+    """Nothing takes its record from a live holder; the giver hears that it did not work."""
     (a,) = await lined_up(place, "a", slow_s=1000)
     ops = await place.open()
     with pytest.raises(OrderFailed, match="'a' was ordered to let go of 'e' and has not done so"):
@@ -144,7 +144,7 @@ async def test_orders_to_nobody_fail_with_the_reason(place: Place) -> None:
 
 @virtual
 async def test_an_order_to_a_dead_leader_ends_with_its_lease(place: Place) -> None:
-    """The order waits for the lease to expire and has no effect afterwards."""
+    """The order waits for the lease, as everyone does, and harms nobody after."""
     faults = Faults()
     a = Candidate(await place.open(faults), "a")
     await until(lambda: a.leads)
@@ -180,7 +180,7 @@ async def test_transfer_goes_to_the_heir_out_of_turn(place: Place) -> None:
 
 @virtual
 async def test_the_heir_is_ready_before_the_leader_is_told(place: Place) -> None:
-    """While the successor does not answer, the leader goes on, and the order is withdrawn."""
+    """While the heir cannot answer, the leader leads on, and the order is taken back."""
     (a,) = await lined_up(place, "a")
     faults = Faults()
     b = Candidate(await place.open(faults), "b")
@@ -230,7 +230,7 @@ async def test_transfer_needs_exactly_one_of_that_name(place: Place) -> None:
 
 @virtual
 async def test_two_orders_at_once(place: Place) -> None:
-    """One is carried out. The other fails because it is too late or because one is under way."""
+    """One goes through, the other is told that it is too late or that one is under way."""
     a, b, c = await lined_up(place, "a", "b", "c", slow_s=1.0)
     ops, other = await place.open(), await place.open()
     outcomes = await asyncio.gather(
@@ -312,8 +312,8 @@ async def test_preemption_waits_for_the_cooldown_and_does_not_flap(place: Place)
 
 @virtual
 async def test_an_unstable_favourite_is_held_back_by_the_cooldown(place: Place) -> None:
-    """A candidate of high priority that repeatedly loses its lease does not end the terms of the
-    others: each of them leads at least for the cooldown."""
+    """A candidate of high priority that keeps losing its lease does not take the others down with
+    it: each of them leads for the cooldown at least."""
     faults = Faults()
     steady = Candidate(await place.open(), "steady")
     await until(lambda: steady.leads)
@@ -453,7 +453,7 @@ async def test_options_that_make_no_sense_are_refused(place: Place) -> None:
 async def test_a_leader_whose_look_failed_still_hears_orders(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If reading its record fails for whatever reason, the leader reads it again."""
+    """Whatever goes wrong while it looks at its record, it looks again."""
     session, giver = await place.open(), await place.open()
     store = core_of(session).store
     get, wrong = store.get, [ValueError("unforeseen")]

@@ -1,6 +1,6 @@
-"""Orders with one fault at a time: the defects that the swarm has found, as readable cases.
+"""Orders, one fault at a time: what the swarm has found, told so that it can be read.
 
-In each of them an order was lost, mistaken for another, or left behind.
+Each case is one in which an order was lost, taken for another, or left behind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def attempt_of(place: Place, name: str) -> str:
 
 @virtual
 async def test_transfer_by_a_leader_that_was_let_in_out_of_turn(place: Place) -> None:
-    """Others are ahead of it in the line. None of them overtakes the successor."""
+    """Others stand before it in the line; none of them overtakes the heir."""
     a, b, c, d = await lined_up(place, "a", "b", "c", "d")
     ops = await place.open()
     for heir in ("d", "c", "a", "d", "b"):
@@ -53,7 +53,7 @@ async def test_transfer_past_candidates_of_a_higher_rank(place: Place) -> None:
 
 @virtual
 async def test_the_line_waits_for_an_heir_that_is_slow(place: Place) -> None:
-    """The first in line, which has been there for long, gives way for a while."""
+    """Who is first in line, and was so long before, makes way for a while."""
     (a,) = await lined_up(place, "a", slow_s=0.5)
     faults = Faults()
     heir = Candidate(await place.open(faults), "heir", priority=-1)
@@ -112,7 +112,7 @@ async def test_the_line_goes_on_past_the_heir_of_one_let_in_out_of_turn(place: P
 
 @virtual
 async def test_an_order_that_comes_before_the_leader_knows_that_it_leads(place: Place) -> None:
-    """Its record exists, and the response to its creation has not arrived yet."""
+    """Its record stands, and the answer that says so is still on its way."""
     faults = Faults()
     a, b = Candidate(await place.open(faults), "a"), None
     faults.next("create", Late(after_s=0.5))
@@ -143,7 +143,7 @@ async def test_a_record_that_goes_before_the_leader_knows_that_it_leads(place: P
 
 @virtual
 async def test_the_same_order_given_twice_at_once(place: Place) -> None:
-    """Two processes give the same order under the same name. Neither withdraws the other's."""
+    """Of two who ask for the same thing in the same name, neither takes back the other's."""
     a, b = await lined_up(place, "a", "b", slow_s=2.0)
     ops, other = await place.open(), await place.open()
     first = asyncio.create_task(ops.resign("e"))
@@ -158,7 +158,7 @@ async def test_the_same_order_given_twice_at_once(place: Place) -> None:
 
 @virtual
 async def test_an_order_that_arrives_after_its_giver_has_given_up(place: Place) -> None:
-    """The giver's session goes on, and nothing of the order remains."""
+    """The giver's session lives on, and nothing of the order does."""
     (a,) = await lined_up(place, "a")
     faults = Faults()
     ops = await place.open(faults)
@@ -190,7 +190,7 @@ async def test_a_giver_that_loses_its_lease_says_so(place: Place) -> None:
 
 @virtual
 async def test_an_order_for_an_earlier_term_is_in_nobodys_way(place: Place) -> None:
-    """A leader deletes it. A claim of priority that it prevented is made again."""
+    """A leader removes it; a claim of priority that was refused for it is made again."""
     a, b = await lined_up(place, "a", "b")
     old = a.terms[0].token
     lease = place.server.grant(1000)
@@ -207,8 +207,7 @@ async def test_an_order_for_an_earlier_term_is_in_nobodys_way(place: Place) -> N
 
 @virtual
 async def test_a_claim_of_priority_waits_for_another_order_to_end(place: Place) -> None:
-    """The successor of that order never becomes ready, and the order is withdrawn. Then the claim
-    is made."""
+    """That order's heir never becomes ready, and it is taken back: then the claim is made."""
     (a,) = await lined_up(place, "a")
     deaf = Faults()
     b = Candidate(await place.open(deaf), "b")
@@ -226,7 +225,7 @@ async def test_a_claim_of_priority_waits_for_another_order_to_end(place: Place) 
 
 @virtual
 async def test_an_heir_with_two_tickets_is_still_one(place: Place) -> None:
-    """A response was lost, and the request was carried out late."""
+    """An answer was lost, and the request behind it came late."""
     (a,) = await lined_up(place, "a")
     faults = Faults()
     faults.next("enqueue", Stray(after_s=TTL_S / 3))
@@ -240,8 +239,7 @@ async def test_an_heir_with_two_tickets_is_still_one(place: Place) -> None:
 
 @virtual
 async def test_readiness_for_an_earlier_order_does_not_count(place: Place) -> None:
-    """The ready marker was written late, when its order was gone. Now the successor cannot be
-    reached."""
+    """The heir's word came late, when that order was gone. Now it cannot be reached."""
     (a,) = await lined_up(place, "a")
     faults = Faults()
     b = Candidate(await place.open(faults), "b")
@@ -285,9 +283,8 @@ async def test_word_to_be_ready_is_taken_back_although_its_answer_was_lost(place
 
 @virtual
 async def test_a_record_that_came_late_is_known_to_one_who_no_longer_is_first(place: Place) -> None:
-    """Its creation was sent at the head of the line, refused at the second try, and carried out
-    after a candidate of higher rank had joined. All would wait for a leader that does not know it
-    leads."""
+    """Its creation was sent at the head of the line, refused at the second try, and landed when
+    somebody of a higher rank had come before. Everyone would wait for one who does not know."""
     faults, late = Faults(), Faults()
     (a,) = await lined_up(place, "a")
     b = Candidate(await place.open(faults), "b")

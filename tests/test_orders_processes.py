@@ -1,8 +1,8 @@
-"""Orders among real processes on the local store: killed, frozen, stubborn; checked by audit logs.
+"""Orders among real processes on the local store: killed, frozen, stubborn; judged by audit logs.
 
-Run as a program, this file is one such process: a candidate that repeatedly campaigns or takes a
-lock, or a process that gives one order. It prints what happens as one JSON object a line. A
-candidate leaves when its standard input ends.
+Run as a program, this file is one such process: a candidate that campaigns, or takes a lock, again
+and again; or somebody who gives one order. It tells what happens, a JSON object a line, and a
+candidate lets go when its standard input ends.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Said = dict[str, Any]
 
 
 class Actor:
-    """One process."""
+    """A process of its own."""
 
     def __init__(self, stage: Stage, role: str, who: str, options: dict[str, Any]) -> None:
         self.who = who
@@ -74,7 +74,7 @@ class Actor:
         self.process.wait()
 
     def go(self) -> None:
-        """Have a process that waits for this give its order."""
+        """Have one that waits for a word give its order."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
@@ -97,7 +97,7 @@ class Actor:
 
 
 class Stage:
-    """Processes on one store, and their output in the order in which it was read."""
+    """Actors on one store, and all that they have said, in the order in which it was heard."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -113,13 +113,13 @@ class Stage:
             self._news.notify_all()
 
     def join(self, who: str, *, waits: bool = True, **options: Any) -> Actor:
-        """Start a candidate. When this returns it leads, or it `waits`."""
+        """A candidate; it leads when this returns, or it `waits`."""
         actor = self._start("candidate", who, options)
         self.wait(who, "waiting" if waits else "entered")
         return actor
 
     def give(self, who: str, **order: Any) -> Actor:
-        """Start a process that gives an order."""
+        """Somebody gives an order."""
         return self._start("giver", who, order)
 
     def _start(self, role: str, who: str, options: dict[str, Any]) -> Actor:
@@ -132,7 +132,7 @@ class Stage:
         return [said for said in self.heard if (said["who"], said["said"]) == (who, what)]
 
     def wait(self, who: str, what: str, count: int = 1) -> Said:
-        """Wait until a process has printed this, so many times."""
+        """Wait until it has said so, so many times."""
         self.until(lambda: len(self.said(who, what)) >= count, f"{who} has not said {what}")
         return self.said(who, what)[count - 1]
 
@@ -141,7 +141,7 @@ class Stage:
             assert self._news.wait_for(condition, PATIENCE_S), f"{otherwise}: {self.heard}"
 
     def outcome(self, giver: str) -> Said:
-        """The outcome of an order."""
+        """What came of an order."""
         return self.wait(giver, "outcome")
 
     def leader(self) -> str | None:
@@ -150,7 +150,7 @@ class Stage:
         return leader.name if leader else None
 
     def led(self) -> list[str]:
-        """The leaders in order. The current one has entered its body when this returns."""
+        """Who has led, in order; whoever leads now has entered its body when this returns."""
         leader = self.leader()
 
         def entered() -> list[str]:
@@ -160,7 +160,7 @@ class Stage:
         return entered()
 
     def report(self) -> Report:
-        """What the audit logs prove, once all processes have stopped."""
+        """What the audit logs prove, once everybody has stopped."""
         for actor in self._actors:
             actor.let_go()
         for actor in self._actors:
@@ -229,7 +229,7 @@ def test_the_leader_is_killed_in_the_middle_of_a_transfer(stage: Stage) -> None:
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_the_heir_fails_in_the_middle_of_a_transfer(stage: Stage, how: str) -> None:
-    """The leader has already let go. The line goes on in its order."""
+    """The leader has let go for it. The line goes on, in its order."""
     ttl_s = LONG_TTL_S if how == "killed" else 6.0
     stage.join("a", waits=False, slow_s=1.0, ttl_s=ttl_s)
     stage.join("b", ttl_s=ttl_s)
@@ -264,7 +264,7 @@ def test_a_leader_goes_on_while_its_heir_is_not_ready(stage: Stage) -> None:
 
 
 def test_an_order_dies_with_its_giver(stage: Stage) -> None:
-    """Its successor is frozen, so the order remains and prevents others."""
+    """Its heir is frozen, so it lies there and keeps others from giving theirs."""
     stage.join("a", waits=False)
     stage.join("b")
     heir = stage.join("c")
@@ -319,7 +319,7 @@ def test_a_frozen_holder_of_a_lock_is_succeeded_after_its_lease(stage: Stage) ->
 
 
 def test_preemption_across_processes(stage: Stage) -> None:
-    """After the cooldown the favourite leads. When it has gone, the other leads again."""
+    """After the cooldown the favourite leads; when it has gone, the other one leads again."""
     cooldown_s = 0.5
     stage.join("low", waits=False, slow_s=0.2)
     since = stage.wait("low", "entered")["at"]
@@ -336,7 +336,7 @@ def test_preemption_across_processes(stage: Stage) -> None:
 
 
 def test_a_process_that_ignores_an_order_is_ended_if_it_asked_for_it(stage: Stage) -> None:
-    """Its body swallows the cancellation. When the stop budget has passed, the process exits."""
+    """Its body swallows the cancellation. The stop budget passes; the process goes."""
     budget_s = 0.5
     a = stage.join("a", waits=False, stubborn=True, on_overrun="exit", stop_budget_s=budget_s)
     stage.join("b")
@@ -352,11 +352,11 @@ def test_a_process_that_ignores_an_order_is_ended_if_it_asked_for_it(stage: Stag
 
 
 def test_a_process_that_ignores_an_order_keeps_its_record(stage: Stage) -> None:
-    """The record of a live leader is not deleted, and the giver gets an error."""
+    """Nothing takes it from a live holder, and the giver is told."""
     a = stage.join("a", waits=False, stubborn=True, stop_budget_s=0.2)
     stage.join("b")
     stage.give("g", to=None, wait_s=1.0)
-    assert "was ordered to let go" in stage.outcome("g")["error"]
+    assert "has been told and has not let go" in stage.outcome("g")["error"]
     stage.wait("a", "overrun")
     assert stage.leader() == "a"
     assert stage.led() == ["a"]

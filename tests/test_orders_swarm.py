@@ -1,9 +1,9 @@
-"""Orders, priority, stalls and locks under many faults: never two leaders, and no leftovers.
+"""Orders, priority, stalls and locks in much trouble: never two at once, and nothing stays behind.
 
-Candidates of all ranks join, leave, crash, are disconnected and come back with another rank. Some
-preempt, some stop making progress, some take long to stop. Operators with equally bad connections
-give orders. The oracle (see `swarm`) checks after every turn of the loop. Then the faults end, and
-everything must settle. That these checks can fail is shown at the end.
+Candidates of all ranks join, leave, crash, are cut off and come back with another rank; some
+preempt, some stop making progress, some take their time to stop. Operators, as badly connected,
+order leaders about. The oracle (see `swarm`) looks after every turn. Then the weather turns fair,
+and everything must come right. That all this can be seen to fail is shown at the end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SETTLED_S = 20 * TTL_S
 
 
 class OrdersOracle(Oracle):
-    """Checks orders too: that they are written as agreed, and that only valid ones are obeyed."""
+    """Asks of orders, besides: that they are laid as agreed and that only valid ones are obeyed."""
 
     def __init__(self, world: OrdersWorld) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class OrdersOracle(Oracle):
 
 
 class Candidate(Process):
-    """Campaigns, and takes a lock at times. Its work may stall, or take long to stop."""
+    """Campaigns, and takes a lock at times; its work may stall, or take its time to stop."""
 
     world: OrdersWorld
 
@@ -108,7 +108,7 @@ class Candidate(Process):
         self.term: Term | None = None
 
     async def act(self, session: Session) -> None:
-        # Not in a task group, which cancels in the order of a set: one seed must give one run.
+        # Not in a task group: it cancels in the order of a set, and one seed must give one run.
         locking = asyncio.create_task(self._lock(session)) if self.takes_lock else None
         try:
             await self._campaign(session)
@@ -161,7 +161,7 @@ class Candidate(Process):
 
 
 class Operator(Process):
-    """Gives orders to leaders at random."""
+    """Orders leaders about, at random."""
 
     world: OrdersWorld
 
@@ -228,8 +228,7 @@ class OrdersWorld(World):
                 self.oracle.object(f"{process.name} ended: {process.task.exception()!r}")
 
     def rerank(self, process: Process) -> None:
-        """It leaves while it is disconnected, and comes back with another rank while its old lease
-        lives."""
+        """It leaves, cut off, and comes back with another rank while its old lease lives."""
         process.faults.cut()
         self.leave(process)
         self.processes.append(Candidate(self, process.name))
@@ -256,7 +255,7 @@ class OrdersWorld(World):
             self.cut(leader)
 
     def holder(self) -> Candidate | None:
-        """The live process that holds the record."""
+        """The live process whose record stands."""
         record = self.server.get(leader_key(ELECTION))
         for process in self.processes:
             assert isinstance(process, Candidate)
@@ -288,7 +287,7 @@ class OrdersWorld(World):
             operator.calm()
 
     def unsettled(self) -> str:
-        """What is wrong once there are no faults; empty if all is well."""
+        """What is not as it should be, in fair weather; empty if all is well."""
         leader = self.holder()
         if leader is None or leader.term is None or not leader.term.valid:
             return "nobody leads"
@@ -307,7 +306,7 @@ class OrdersWorld(World):
     async def settle(self) -> None:
         try:
             async with asyncio.timeout(SETTLED_S + self.cooldown_s * len(self.processes)):
-                await asyncio.sleep(0.05)  # requests under way take no time, only turns of the loop
+                await asyncio.sleep(0.05)  # what is under way takes no time, but turns of the loop
                 while self.unsettled():  # noqa: ASYNC110 - virtual time
                     await asyncio.sleep(0.05)
         except TimeoutError:
@@ -324,7 +323,7 @@ class OrdersWorld(World):
 
 
 class Ceremony(Process):
-    """An operator without faults, whose orders are carried out at once and exactly."""
+    """An operator in fair weather, whose orders are carried out at once and to the letter."""
 
     world: OrdersWorld
 
@@ -392,7 +391,7 @@ def run_orders_world(
         for _ in range(3):
             world.start()
         world.calm()
-        await asyncio.sleep(2 * TTL_S)  # requests that were lost time out
+        await asyncio.sleep(2 * TTL_S)  # what was lost on its way is given up
         await world.settle()
         await Ceremony(world, "ceremony").task
         await world.end()
@@ -416,8 +415,7 @@ def test_orders_in_a_crowd(seed: int) -> None:
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_by_force_tokens_still_increase(seed: int) -> None:
-    """Two may lead at once then. Resources that check tokens are safe, and everything settles
-    too."""
+    """Two may then lead at once; whoever checks tokens is safe, and the rest comes right too."""
     assert run_orders_world(seed, force=True).oracle.orders > 0
 
 
@@ -428,11 +426,11 @@ def test_one_seed_gives_one_run() -> None:
     assert trace(7) == trace(7)
 
 
-# Violations that must be detected. Each variant breaks one rule of the code that users run.
+# What must be seen. Each variant breaks one rule of the code that users run.
 
 
 def obeyed_without_waiting_for_the_body(patch: pytest.MonkeyPatch) -> None:
-    """The record is deleted with the order, although the body runs."""
+    """The record goes with the order, whatever the body is doing."""
     lost = Leading._term_lost
 
     def at_once(self: Leading) -> None:
@@ -445,7 +443,7 @@ def obeyed_without_waiting_for_the_body(patch: pytest.MonkeyPatch) -> None:
 
 
 def heir_enters_without_the_record(patch: pytest.MonkeyPatch) -> None:
-    """A candidate that is named as the successor regards itself as elected."""
+    """To be called is taken for being elected."""
     create = Claiming._create
 
     async def called(self: Claiming) -> Entry | None:
@@ -462,7 +460,7 @@ def heir_enters_without_the_record(patch: pytest.MonkeyPatch) -> None:
 
 
 def any_order_obeyed(patch: pytest.MonkeyPatch) -> None:
-    """An order is obeyed whatever term it is for."""
+    """An order is obeyed whatever term it was meant for."""
 
     async def any_order(attempt: Attempt, term: Term) -> Order | None:
         entry = await attempt.get(order_key(attempt.settings.election, attempt.settings.kind))
@@ -472,7 +470,7 @@ def any_order_obeyed(patch: pytest.MonkeyPatch) -> None:
 
 
 def ready_without_a_lease(patch: pytest.MonkeyPatch) -> None:
-    """The ready marker outlives the successor."""
+    """The heir's word outlives the heir."""
     write_marker = Attempt.write_marker
 
     async def for_ever(self: Attempt, key: str, value: bytes) -> Entry:
@@ -498,22 +496,22 @@ def _claiming(patch: pytest.MonkeyPatch, rank: int, cooldown_s: float | None) ->
 
 
 def preempts_its_equals(patch: pytest.MonkeyPatch) -> None:
-    """Rank is ignored."""
+    """Rank is not looked at."""
     _claiming(patch, rank=-99, cooldown_s=None)
 
 
 def no_cooldown(patch: pytest.MonkeyPatch) -> None:
-    """A leader is preempted as soon as it is known."""
+    """A leader is preempted as soon as it is seen."""
     _claiming(patch, rank=0, cooldown_s=0.0)
 
 
 def orders_not_taken_back(patch: pytest.MonkeyPatch) -> None:
-    """An order remains for as long as the session of its giver."""
+    """Whoever gives an order leaves it there, as long as its session lives."""
     patch.setattr(LeaseKeeper, "release", lambda self, keepalive: None)
 
 
 def record_removed_by_the_heir(patch: pytest.MonkeyPatch) -> None:
-    """A named successor does not wait for the leader to delete its record."""
+    """An heir that has been called does not wait for the leader to let go."""
     wait_for = InLine.wait_for
 
     async def shove(self: InLine, entry: Entry, *until: float) -> None:
@@ -545,7 +543,7 @@ SEEDS = 60
 def test_it_is_seen(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one rule broken some world fails; with the rule intact the same world does not."""
+    """With one rule broken some world goes wrong; unbroken, the same world does not."""
     with monkeypatch.context() as patch:
         broken(patch)
         seed, _ = next((seed, why) for seed in range(SEEDS) if (why := gone_wrong(seed)))

@@ -1,8 +1,8 @@
-"""The store is unavailable and returns: how long until there is a leader.
+"""The store goes away and comes back: how long until somebody leads.
 
-A process that lost its lease in the outage revokes it as soon as it can. Leases that no process
-revokes expire together. The bound is `Timing.worst_failover_s` for any number of candidates. That
-the bound can be missed is shown at the end, on a store that expires stale tickets one by one.
+Who lost a lease to the outage gives it back as soon as it can, and whatever nobody gives back
+expires together: the bound is `Timing.worst_failover_s`, for any number of candidates. That it can
+be missed is shown at the end, on a store that judges stale tickets one after the other.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from support import TTL_S, Place, keepalive_of, lead_until_set, now, until, virt
 
 @virtual
 async def test_a_lease_that_was_lost_is_given_back_when_the_store_returns(place: Place) -> None:
-    """A store that was restarted may give all leases their full ttl again. No candidate should wait
-    for that."""
+    """A store that has been restarted may begin all leases anew: nobody should wait for that."""
     faults = Faults()
     cut_off, other = await place.open(faults), await place.open()
     stop = asyncio.Event()
@@ -46,8 +45,7 @@ async def test_a_lease_that_was_lost_is_given_back_when_the_store_returns(place:
 
 
 class RestartedServer(MemoryServer):
-    """A store that can be unavailable for a while. When it is back, every lease has its full
-    ttl."""
+    """A store that can be gone for a while. When it is back it begins every lease anew."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock)
@@ -71,7 +69,7 @@ class RestartedServer(MemoryServer):
 
 
 class SerialServer(RestartedServer):
-    """The broken variant: of the leases that were not renewed, only one is judged at a time.
+    """The broken variant: of the leases that were silent together, only one is judged at a time.
     Whenever one has expired, the next is given a full ttl."""
 
     def __init__(self, clock: Clock) -> None:
@@ -102,8 +100,8 @@ WORST_S = Timing(ttl_s=TTL_S).worst_failover_s()
 
 
 def recovery_s(server: type[RestartedServer], candidates: int, *, killed: bool) -> float:
-    """How long there was no leader after an outage of five ttls, with this many candidates: the
-    same ones throughout, or killed in the outage and replaced by new ones after it."""
+    """How long nobody led after an outage of five ttls, with this many candidates: the same ones
+    throughout, or killed in the outage and as many new ones started when it is over."""
     place = Place()
     place.server = store = server(place.clock)
 
@@ -154,18 +152,18 @@ CROWDS = [1, 6, 50]
 
 @pytest.mark.parametrize("candidates", CROWDS)
 def test_those_who_lived_through_an_outage_wait_for_no_expiry(candidates: int) -> None:
-    """Each revokes its own lost lease, and so its old ticket, when the store returns."""
+    """Each gives back its own lost lease, and with it its old ticket, when the store returns."""
     assert recovery_s(RestartedServer, candidates, killed=False) < TTL_S / 2
 
 
 @pytest.mark.parametrize("candidates", CROWDS)
 def test_after_an_outage_one_ttl_and_a_handover_are_enough(candidates: int) -> None:
-    """The leases of killed processes are revoked by none. They expire, all together."""
+    """The tickets of killed processes are nobody's to give back: they expire, all together."""
     assert TTL_S <= recovery_s(RestartedServer, candidates, killed=True) <= WORST_S
 
 
 def test_judging_stale_tickets_one_after_the_other_is_caught() -> None:
     assert recovery_s(SerialServer, 1, killed=True) <= WORST_S
     assert recovery_s(SerialServer, 6, killed=True) > 5 * TTL_S
-    # Live processes revoke their own leases.
+    # Those who live give theirs back, and need no judge.
     assert recovery_s(SerialServer, 6, killed=False) < TTL_S / 2

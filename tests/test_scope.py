@@ -1,8 +1,8 @@
-"""Leadership as a cancel scope: all combinations of a body's end, a loss and a cancellation.
+"""Leadership as a cancel scope: every way in which a body, a loss and a cancellation can meet.
 
-The rules are those of `asyncio.timeout`: a cancellation by the user is never swallowed, ours never
-leaves the scope, and a loss is always reported. All tests run in virtual time. `virtual` adds to
-each of them that no cancellation is pending and no entry is left in the store at the end.
+The rules are those of `asyncio.timeout`: the user's own cancellation is never eaten, ours never
+leaks out, and what was lost is always told. All in virtual time; `virtual` adds to each test that
+no cancellation is left over and that nothing is left in the store.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def lose(term: Term) -> None:
     term._lose("the test says so")
 
 
-# A loss, and how the body reacts.
+# A loss, and how the body takes it.
 
 
 @virtual
@@ -192,8 +192,8 @@ async def test_cancellation_from_outside_passes_and_resigns(place: Place) -> Non
 @pytest.mark.parametrize("swallowed", [False, True])
 @virtual
 async def test_cancellation_and_loss_in_one_tick(place: Place, order: str, swallowed: bool) -> None:
-    """The user's cancellation has precedence, in either order. If the body swallows it, the loss is
-    raised: a lost term always raises."""
+    """The user's cancellation wins, in either order. One that the body swallowed is the body's
+    affair, and then the loss is told: a lost term never ends in silence."""
     session = await place.open()
     cancelling: list[int] = []
 
@@ -235,8 +235,8 @@ async def test_cancelling_oneself_as_the_term_is_lost(place: Place) -> None:
 
 @virtual
 async def test_entering_while_cancelling(place: Place) -> None:
-    """A task with an earlier cancellation in its count, for example one that cleans up, can still
-    lead and is still notified of a loss."""
+    """A task that has an old cancellation on its count (it cleans up, say) can still lead, and
+    still be told of loss."""
     session = await place.open()
 
     async def campaign() -> int:
@@ -297,8 +297,7 @@ async def test_a_loss_after_the_exit_is_nobodys_affair(place: Place) -> None:
 
 @virtual
 async def test_a_term_lost_before_it_was_entered_is_not_entered(place: Place) -> None:
-    """The candidate is elected and loses the term before the caller's loop could enter it: it
-    campaigns again."""
+    """Elected, and lost again before the caller's loop came round to it: stand anew."""
     session = await place.open()
     lost: list[Term] = []
     make = Term.__init__
@@ -425,8 +424,7 @@ async def test_a_task_group_inside_with_a_failing_child(place: Place, when: str)
 
 
 async def in_a_group(*children: Coroutine[Any, Any, None]) -> None:
-    """Run in a task of its own: before 3.13 a group may leave a cancellation in its parent's
-    count."""
+    """In a task of its own: before 3.13 a group may leave a cancellation on its parent's count."""
     async with asyncio.TaskGroup() as group:
         for child in children:
             group.create_task(child)
@@ -434,7 +432,7 @@ async def in_a_group(*children: Coroutine[Any, Any, None]) -> None:
 
 @virtual
 async def test_a_task_group_outside(place: Place) -> None:
-    """A leader in a task group: its loss ends the group, as any error of a child does."""
+    """One that leads among siblings: its loss ends the group, as any error of a child does."""
     session = await place.open()
     sibling_ended = False
 
@@ -481,8 +479,7 @@ async def test_a_failing_sibling_ends_the_term_and_the_leader_resigns(place: Pla
 @pytest.mark.parametrize("lost", ["outer", "inner", "both", "both, inner first", "the lease"])
 @virtual
 async def test_nested_terms(place: Place, lost: str) -> None:
-    """Each scope reports its own loss. The term that was lost first ends first, the outermost
-    last."""
+    """Each scope answers for its own loss: whoever lost first ends first, outermost last."""
     session = await place.open()
     raised: list[str] = []
     try:
@@ -526,7 +523,7 @@ async def test_the_same_election_nested_is_refused(place: Place) -> None:
         assert again.valid
 
 
-# Leaving.
+# Letting go.
 
 
 @virtual
@@ -595,7 +592,7 @@ async def test_a_cancellation_while_closing_does_not_stop_the_closing(place: Pla
 
 @virtual
 async def test_a_body_may_take_its_time_to_clean_up(place: Place) -> None:
-    """The record is deleted when the body has ended, not when it is cancelled."""
+    """The record is let go when the body has ended, not when it was told to."""
     session = await place.open()
     with pytest.raises(LeadershipLost):
         async with stand(session) as term:
@@ -625,8 +622,7 @@ async def test_cancelled_while_waiting_leaves_nothing_behind(place: Place, at: s
 
 @virtual
 async def test_cancelled_at_every_instant_of_entering(place: Place) -> None:
-    """Cancelled between any two turns of the loop: no entry is left, and no term goes on without a
-    body."""
+    """Between any two turns of the loop: nothing is left behind, and nobody leads unawares."""
     other = await place.open()
     turns, entered = 0, False
     while not entered:
@@ -660,7 +656,7 @@ async def test_cancelled_while_an_answer_is_missing_leaves_nothing_behind(place:
         await until(lambda: (place.holder(), place.line()) == (None, []), 1)
 
 
-# Waiting, and failing to be elected.
+# Waiting, and failing to win.
 
 
 @pytest.mark.parametrize("wait_s", [0, 2.5])
@@ -712,7 +708,7 @@ async def test_a_campaign_is_entered_once(place: Place) -> None:
         await campaign.__aenter__()
 
 
-# campaigns(): the loop campaigns again after a loss.
+# campaigns(): a loss is what the loop is for.
 
 
 @virtual

@@ -1,6 +1,6 @@
 """Sessions: renewals, doubt and loss; lines and races; observers; closing; settings.
 
-In virtual time, except for processes that must really end. doyen's own threads are tested in
+In virtual time, but for processes that must really end; doyen's own threads are on trial in
 `test_session_threads`.
 """
 
@@ -115,7 +115,7 @@ async def test_the_stream_of_events_is_in_order(place: Place) -> None:
     assert story == [
         *(Granted, Elected, Renewed, Resigned),
         *(Elected, Unsure, Lost, LeaseLost),
-        *(Granted, Waiting, Elected, Resigned),  # for the old lease, which could not be revoked
+        *(Granted, Waiting, Elected, Resigned),  # for the old lease, which could not be given back
     ]
     assert [record.at for record in place.events] == sorted(record.at for record in place.events)
     lost, lease_lost = place.seen(Lost, LeaseLost)
@@ -141,8 +141,7 @@ async def test_a_sink_that_fails_costs_nobody_a_lease(place: Place) -> None:
 
 @virtual
 async def test_a_suspended_machine_knows_at_once_that_it_has_lost(place: Place) -> None:
-    """Its timers stopped; its boot-time clock did not. Meanwhile another leads: never are both
-    valid."""
+    """Timers slept with it; the clock did not. Meanwhile another leads: never both are valid."""
     sleeper, other = await place.open(), await place.open()
     terms: list[Term] = []
     woken: list[float] = []
@@ -236,7 +235,7 @@ async def test_a_line_is_served_in_order_of_rank_and_arrival(place: Place) -> No
 @pytest.mark.parametrize("recipe", ["line", "race"])
 @virtual
 async def test_tasks_of_one_session_take_turns(place: Place, recipe: Recipe) -> None:
-    """Concurrent campaigns for one election on one session queue like any others."""
+    """Concurrent campaigns of one election on one session queue up like any others."""
     session = await place.open()
     inside: list[str] = []
     tokens: list[int] = []
@@ -306,8 +305,8 @@ async def test_a_ticket_removed_by_somebody_is_taken_anew(place: Place) -> None:
 
 @virtual
 async def test_without_its_ticket_a_candidate_still_knows_its_own_record(place: Place) -> None:
-    """Its create has no response yet, its ticket is removed by another process, and the record
-    appears while it takes another ticket: it must not wait for itself."""
+    """Its create is under way without an answer, somebody removes its ticket, and the record
+    appears while it takes another: it must not wait for itself."""
     faults = Faults()
     session = await place.open(faults)
     faults.next("create", Stray(after_s=1.5))
@@ -324,14 +323,14 @@ def forgetful(store: Store) -> Store:
 
 
 def resurrect(place: Place, entries: list[Entry]) -> None:
-    """Do what a failover does that loses the deletion of these entries."""
+    """What a failover does that loses the deletion of these."""
     for entry in entries:
         line = "elections/e/line" if "/line/" in entry.key else None
         place.server._insert(entry.key, entry.value, entry.lease, line)
 
 
 async def resign(place: Place, session: doyen.Session, recipe: Recipe, of: str) -> list[Entry]:
-    """Lead `e` for a moment, and return what was deleted then: the record, the ticket or both."""
+    """Lead `e` for a moment; the record, the ticket or both that were deleted then."""
     async with session.campaign("e", name="a", recipe=recipe):
         record = place.server.get("elections/e/leader")
         tickets = place.server.list("elections/e/line")
@@ -350,8 +349,8 @@ LOST_DELETIONS = pytest.mark.parametrize(
 async def test_a_candidate_does_not_wait_for_its_own_former_record(
     place: Place, recipe: Recipe, of: str, options: dict[str, Any]
 ) -> None:
-    """A failover has lost the confirmed deletion of a record, a ticket or both. They exist again
-    under a lease that lives. Candidates of the same session that find them delete them."""
+    """A failover has lost the confirmed deletion of a record, a ticket or both: they stand again
+    under a lease that lives. Candidates of the same session that come to them delete them."""
     session, other = await place.open(wrap=forgetful), await place.open()
     deleted = await resign(place, session, recipe, of)
     resurrect(place, deleted)
@@ -373,8 +372,8 @@ async def test_a_candidate_does_not_wait_for_its_own_former_record(
 async def test_a_session_checks_that_what_it_deleted_has_not_come_back(
     place: Place, recipe: Recipe, of: str
 ) -> None:
-    """As above, but the session has no candidate that would find the entry. Its other terms, on
-    the same lease, go on."""
+    """As above, and the session has no candidate that would come to what stands there. Its other
+    terms, on the same lease, go on."""
     faults = Faults()
     session, other = await place.open(faults, wrap=forgetful), await place.open()
     async with session.campaign("another", name="a") as kept:
@@ -392,8 +391,7 @@ async def test_a_session_checks_that_what_it_deleted_has_not_come_back(
 
 @virtual
 async def test_a_lease_lost_while_taking_a_ticket(place: Place) -> None:
-    """The ticket is gone with the lease. The candidate takes another at once, not when it is
-    woken."""
+    """The ticket went with the lease: the candidate takes another at once, not when it is woken."""
     faults = Faults()
     a, b = await place.open(), await place.open(faults)
     async with a.campaign("e", name="a"):
@@ -538,7 +536,7 @@ async def test_closing_waits_for_a_body_no_longer_than_its_budget(place: Place) 
         await until(lambda: place.holder() == "a")
         began = now()
     assert now() - began == pytest.approx(STOP_BUDGET_S)
-    # The lease is not revoked while the body runs: it expires by itself.
+    # The lease is not given back over the body's head: it runs out by itself.
     with pytest.raises(NotElected, match="'a' leads"):
         async with other.campaign("e", wait_s=STOP_BUDGET_S):
             pass
@@ -716,7 +714,7 @@ async def test_the_granted_ttl_counts_not_the_asked(place: Place) -> None:
 async def test_doubt_is_told_with_the_time_that_is_left(
     place: Place, campaigning: bool, seed: int
 ) -> None:
-    """A renewal may fail after the deadline has passed. That is a loss, not doubt."""
+    """A renewal may fail when the deadline has passed: that is a loss, not doubt."""
     faults = Faults(seed)
     session = await place.open(faults)
     core = core_of(session)
@@ -738,8 +736,8 @@ async def test_doubt_is_told_with_the_time_that_is_left(
 
 
 def test_a_store_that_fails_at_once_is_not_asked_without_end() -> None:
-    """Renewals that fail at once, up to the deadline, where timers are coarser than the clock and
-    fire early: their number is bounded."""
+    """Renewals that fail in no time, up to the very deadline, where timers are coarser than the
+    clock and so early: a bounded number of them."""
     place, faults = Place(), Faults()
     place.clock.advance(1e6)
 

@@ -1,6 +1,6 @@
 """Sessions on doyen's own threads: what only threads can show, on the system's clock.
 
-The times are long enough for a busy machine.
+The times are such that a busy machine can keep them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from support import (
 
 
 def test_a_blocked_loop_does_not_cost_the_leader_its_term() -> None:
-    """The caller's loop is blocked for longer than the ttl. doyen renews on its own thread."""
+    """The caller's loop stands still for longer than the ttl; doyen renews on its own thread."""
 
     async def main() -> None:
         session = doyen.connect("memory://blocked", ttl_s=1.0)
@@ -58,7 +58,7 @@ def test_a_blocked_loop_does_not_cost_the_leader_its_term() -> None:
 
 @pytest.fixture
 def full_pipe() -> Iterator[int]:
-    """The end of a full pipe that is never read: writing to it blocks."""
+    """The end of a pipe that nobody reads: whoever writes to it waits."""
     unread, full = os.pipe()
     os.set_blocking(full, False)
     with contextlib.suppress(BlockingIOError):
@@ -66,13 +66,13 @@ def full_pipe() -> Iterator[int]:
             os.write(full, bytes(4096))
     os.set_blocking(full, True)
     yield full
-    os.close(unread)  # a blocked writer gets an error now
+    os.close(unread)  # whoever waits there has an error now
     os.close(full)
 
 
 @pytest.mark.parametrize("stuck", ["audit", "log", "sink"])
 def test_whoever_reports_can_block_and_costs_no_lease(full_pipe: int, stuck: str) -> None:
-    """An audit log, a logging handler or a sink of the user that blocks without end."""
+    """An audit log, a logging handler or a sink of the user's that hangs for ever."""
     renewals = 0
 
     def count(record: Record) -> None:
@@ -119,7 +119,7 @@ def test_log_lines_reach_the_handlers_in_order_before_the_session_is_closed(
 
 
 def test_log_lines_that_are_dropped_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("doyen.telemetry.QUEUED", 5)
+    monkeypatch.setattr("doyen.events.telemetry.QUEUED", 5)
     told, go_on = [], threading.Event()
 
     class Stuck(logging.Handler):
@@ -141,11 +141,11 @@ def test_log_lines_that_are_dropped_are_counted(monkeypatch: pytest.MonkeyPatch)
     assert told[:2] == ["line 0", "line 1"]
     dropped = int(told[-1].split()[0])
     assert "log lines were dropped" in told[-1]
-    assert len(told) - 1 + dropped == 21  # with the line that reports dropped lines
+    assert len(told) - 1 + dropped == 21  # with the line that says that lines are dropped
 
 
 def test_renewing_on_the_callers_loop_would_lose_it() -> None:
-    """The same on one loop shows what the thread is for."""
+    """The same on one loop: what the thread is for."""
 
     async def main() -> None:
         clock = SystemClock()
@@ -161,8 +161,7 @@ def test_renewing_on_the_callers_loop_would_lose_it() -> None:
 
 
 def test_the_watchdog_trips_although_doyens_own_loop_hangs() -> None:
-    """For example because a store adapter blocks. A thread that does no I/O ends the term in
-    time."""
+    """A store adapter that blocks, say: the body is told in time by a thread that does no I/O."""
 
     async def main() -> None:
         async with doyen.connect("memory://hung", ttl_s=1.0) as session:
@@ -189,8 +188,8 @@ def test_the_watchdog_trips_although_doyens_own_loop_hangs() -> None:
 
 
 def test_a_closed_loop_does_not_break_the_watchdog() -> None:
-    """The loop of one body is closed while its term lasts. Its notification fails; the other body
-    on the same lease is notified nevertheless."""
+    """One body's loop is closed in mid-term. The watchdog's word to it goes nowhere; the body
+    next to it, on the same lease, is told all the same."""
     server, faults = real_server(), Faults()
 
     async def main() -> None:
@@ -208,7 +207,7 @@ def test_a_closed_loop_does_not_break_the_watchdog() -> None:
             faults.heal()
             async with session.campaign("e", wait_s=5):
                 pass
-            # That scope can never be left, so it would keep doyen's thread running.
+            # That scope can never be left; it would keep doyen's thread for ever.
             core_of(session).runtime.release()
 
     asyncio.run(main())
@@ -243,7 +242,7 @@ def test_a_connection_cancelled_half_way_leaves_no_thread(tmp_path: Path) -> Non
 def test_a_session_cancelled_when_it_had_been_opened_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store was opened on doyen's thread, and the caller's loop had not been notified yet."""
+    """The store was opened on doyen's thread, and the caller's loop had not seen it yet."""
     opened: queue.SimpleQueue[SessionCore] = queue.SimpleQueue()
     opening = SessionCore.open
 
@@ -293,7 +292,7 @@ def test_an_interrupt_when_the_session_had_been_opened_closes_it(
 
 
 def test_a_body_that_outlives_its_session_still_ends_in_loss() -> None:
-    """doyen's thread runs until the last scope is left."""
+    """doyen's thread goes on until the last scope is left."""
 
     async def main() -> None:
         entered, leave = asyncio.Event(), asyncio.Event()
@@ -372,8 +371,7 @@ def test_a_second_cancellation_does_not_stop_the_closing_on_threads() -> None:
 def test_an_audit_log_that_hangs_on_opening_stops_nobody_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a network file system whose server is gone. A caller that gives up leaves no file
-    open."""
+    """As on a network file system whose server is gone. Whoever gives up leaves no file open."""
     asked, back, closed = threading.Event(), threading.Event(), threading.Event()
 
     class Hanging(doyen.audit.AuditLog):

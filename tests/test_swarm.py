@@ -1,7 +1,7 @@
-"""Many candidates, a faulty store, one seed: at most one valid leader at any true instant.
+"""Many candidates, a hostile store, one seed: at most one valid leader at any true instant.
 
-The world and its oracle are in `swarm`. That the oracle detects violations is shown at the end, on
-variants of the code with one rule broken each.
+The world and its oracle are in `swarm`. That the oracle can see is shown at the end, on variants
+of the code with one rule broken each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from swarm import FAIR, TTL_S, OwnClock, SafetyViolated, World
 
 
 def run_world(seed: int, *, candidates: int = 4, steps: int = 150) -> World:
-    """Run a world to its end: faults, then a time without faults in which a leader must emerge."""
+    """Run a world to its end: trouble, then fair weather in which somebody must lead."""
     world = World(seed)
 
     async def live() -> None:
@@ -44,8 +44,8 @@ def run_world(seed: int, *, candidates: int = 4, steps: int = 150) -> World:
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_a_hundred_candidates_come_and_go(seed: int) -> None:
-    """Candidates join, leave, crash and are disconnected at random: never two leaders at once,
-    tokens increase, and once the faults end there is a leader."""
+    """Joining, leaving, crashing and cut off at random on a rough link: never two at once, tokens
+    increase, and once the weather is fair somebody leads."""
     assert run_world(seed, candidates=100, steps=60).oracle.terms > 0
 
 
@@ -62,11 +62,11 @@ def test_one_seed_gives_one_run() -> None:
     assert trace(7) == trace(7)
 
 
-# Violations that the oracle must detect. Each variant breaks one rule of the code that users run.
+# What the oracle must see. Each variant breaks one rule of the code that users run.
 
 
 def from_the_reply(patch: pytest.MonkeyPatch) -> None:
-    """Validity is counted from the response, not from the sending."""
+    """Validity is counted from the answer, not from the sending."""
     confirm = Keepalive._confirm
     patch.setattr(Keepalive, "_confirm", lambda self, _: confirm(self, self._clock.now()))
 
@@ -77,7 +77,7 @@ def on_the_wall_clock(patch: pytest.MonkeyPatch) -> None:
 
 
 def unknown_is_victory(patch: pytest.MonkeyPatch) -> None:
-    """A create without a response is taken for a success."""
+    """A create that was never answered is believed."""
     write = Attempt.write
 
     async def believe(self: Attempt, request: Awaitable[object]) -> object:
@@ -94,12 +94,12 @@ def unknown_is_victory(patch: pytest.MonkeyPatch) -> None:
 
 
 def let_go_too_early(patch: pytest.MonkeyPatch) -> None:
-    """The record is deleted while the term is still valid."""
+    """The record is deleted while the term still counts as valid."""
     patch.setattr(Term, "_conclude", lambda self: True)
 
 
 def clocks_too_far_apart(patch: pytest.MonkeyPatch) -> None:
-    """A leader's clock runs slower than the configured drift."""
+    """A leader's clock runs slower than the drift allowed for."""
     start = World.__init__
 
     def slow(self: World, seed: int) -> None:
@@ -126,8 +126,7 @@ SEEDS = 60
 def test_the_oracle_sees(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one rule broken some world has a violation; with the rule intact the same world does
-    not."""
+    """With one rule broken some world ends in a violation; unbroken, the same world does not."""
     with monkeypatch.context() as patch:
         broken(patch)
         seed = next(seed for seed in range(SEEDS) if violated(seed))
@@ -140,12 +139,12 @@ def violated(seed: int) -> bool:
     except SafetyViolated:
         return True
     except TimeoutError:
-        return False  # a broken rule may also stop all progress
+        return False  # a broken rule may as well stop everything
     return False
 
 
 def late_and_then_silent() -> None:
-    """A renewal of the leader is answered late, and it is disconnected after that."""
+    """The leader's renewal is answered late, and nothing gets through to it after that."""
     world = World(0, drift=0.0)
 
     async def live() -> None:

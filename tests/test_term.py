@@ -1,4 +1,4 @@
-"""A term by itself: its state at every instant, and that an end is final."""
+"""A term alone: what it says at every instant, and that what has ended stays ended."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 
 from doyen import LeadershipLost, Term, TermState
 from doyen import term as term_module
+from doyen.events.telemetry import Telemetry
 from doyen.lease.clock import VirtualClock
 from doyen.lease.keepalive import NEVER, Keepalive
 from doyen.lease.timing import Timing
 from doyen.model import Lease
-from doyen.telemetry import Telemetry
 from doyen.testing import run_virtual
 from support import STOP_BUDGET_S, TTL_S, VALID_S
 
@@ -63,7 +63,7 @@ def test_valid_is_two_numbers_compared() -> None:
 
 
 def test_reading_takes_no_lock() -> None:
-    """`valid` answers even if another thread holds the locks for ever."""
+    """Whoever holds the locks, stuck or dead: `valid` still answers."""
     clock = VirtualClock()
     keepalive, term = keepalive_and_term(clock)
     answers: list[object] = []
@@ -93,9 +93,8 @@ def test_renewals_move_the_deadline_and_suspension_counts() -> None:
 
 
 def test_what_was_seen_invalid_is_never_valid_again() -> None:
-    """The machine is suspended past the deadline with a renewal under way. After waking, the
-    response arrives before the watchdog runs: the term must not become valid again, although the
-    store has renewed the lease."""
+    """The machine sleeps past the deadline with a renewal under way, and wakes. The answer comes
+    before the watchdog: nobody may see the term revive, though the store would have it."""
     clock = VirtualClock()
     keepalive, term = keepalive_and_term(clock)
     clock.advance(2)
@@ -150,8 +149,8 @@ STEPS: dict[str, Step] = {
 @pytest.mark.parametrize("second", STEPS)
 @pytest.mark.parametrize("first", [*STEPS][:5])
 def test_every_end_is_final(first: str, second: str) -> None:
-    """Whatever ended the term, and whatever follows: it stays invalid, its end is notified once,
-    and only a body that ended first counts as kept."""
+    """Whatever ended it, whatever comes after: it stays invalid, its end is told once, and only a
+    body that ended first counts as kept."""
     clock = VirtualClock()
     keepalive, term = keepalive_and_term(clock)
 
@@ -175,7 +174,7 @@ def test_every_end_is_final(first: str, second: str) -> None:
 
 
 def test_a_body_that_ends_while_the_lease_is_being_lost() -> None:
-    """The watchdog has declared the lease lost and has not ended the term yet."""
+    """The watchdog has marked the lease and not yet reached the term."""
     clock = VirtualClock()
     keepalive, term = keepalive_and_term(clock)
     clock.advance(1)

@@ -168,7 +168,7 @@ class Claim:
 class Order:
     """A request that a leader resign, or transfer its leadership to a successor.
 
-    An order, and the notice to its successor, are bound to a lease of the giver. They
+    An order, and the notice to its successor, are bound to a lease of whoever gives it. They
     disappear if that process dies.
     """
 

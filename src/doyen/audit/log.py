@@ -11,9 +11,9 @@ import logging
 import os
 import threading
 
-from doyen._log_lines import log_line
 from doyen.errors import ConfigError
 from doyen.events import Record, merge_gap
+from doyen.events.log_lines import log_line
 from doyen.lease.clock import boot_id
 
 __all__ = ["AuditLog"]

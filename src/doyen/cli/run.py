@@ -19,11 +19,11 @@ import sys
 from types import TracebackType
 
 import doyen
-from doyen._log_lines import OutageEnded
 from doyen.cli._manual import manual
 from doyen.cli._output import add_store_option, seconds, store_url
 from doyen.errors import ConfigError, LeadershipLost
 from doyen.events import Elected, Hindered, Lost, Overrun, Record, Resigned, Unsure, Waiting
+from doyen.events.log_lines import OutageEnded
 from doyen.supervise import Supervisor
 
 ENDING = (signal.SIGTERM, signal.SIGINT)

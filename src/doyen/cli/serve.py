@@ -22,11 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from doyen._log_lines import iso_time, log_line
 from doyen.cli._manual import manual
 from doyen.cli._output import Exit, print_json, seconds
 from doyen.errors import ConfigError
-from doyen.telemetry import FLUSH_S, DeliveryQueue
+from doyen.events.log_lines import iso_time, log_line
+from doyen.events.telemetry import FLUSH_S, DeliveryQueue
 
 if TYPE_CHECKING:
     from doyen.quorum.consensus.core import Role

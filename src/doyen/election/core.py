@@ -21,12 +21,12 @@ from doyen._waiting import BackgroundTasks
 from doyen.election.deletions import Deletions
 from doyen.election.options import SessionSettings
 from doyen.errors import ConfigError, SessionClosed
+from doyen.events.telemetry import Telemetry
 from doyen.lease.calls import StoreCalls
 from doyen.lease.keeper import LeaseKeeper
 from doyen.lease.runtime import Runtime
 from doyen.lease.timing import Timing
 from doyen.stores.port import Context, Store, open_store
-from doyen.telemetry import Telemetry
 
 __all__ = ["ENTERING", "SessionCore"]
 

@@ -26,11 +26,11 @@ from collections.abc import Callable
 
 from doyen.errors import LeaseGone
 from doyen.events import Granted, LeaseLost, Renewed, Unsure
+from doyen.events.telemetry import Telemetry
 from doyen.lease.clock import Clock
 from doyen.lease.timing import Timing
 from doyen.model import Lease
 from doyen.stores.port import Store
-from doyen.telemetry import Telemetry
 
 __all__ = ["NEVER", "Keepalive"]
 

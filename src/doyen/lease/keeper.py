@@ -17,11 +17,11 @@ from collections.abc import Callable
 
 from doyen._waiting import BackgroundTasks
 from doyen.errors import OutcomeUnknown, StoreError, StoreUnavailable
+from doyen.events.telemetry import Telemetry
 from doyen.lease.calls import StoreCalls
 from doyen.lease.keepalive import Keepalive
 from doyen.lease.runtime import Runtime
 from doyen.lease.timing import Timing
-from doyen.telemetry import Telemetry
 
 __all__ = ["LeaseKeeper"]
 

@@ -2,7 +2,7 @@
 
 A handler may write to a full pipe or a slow disk. Called on doyen's loop, it would delay renewals.
 
-Imports the delivery queues of `doyen.telemetry`.
+Imports the delivery queues of `doyen.events.telemetry`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from doyen.telemetry import FLUSH_S, DeliveryQueue
+from doyen.events.telemetry import FLUSH_S, DeliveryQueue
 
 __all__ = ["LOGGERS", "LogRelay"]
 

@@ -5,7 +5,7 @@ classes reach it through a `Runtime`; tests and the lab use `InlineRuntime`, whe
 shares one (virtual-time) loop.
 
 Nothing that reports blocks the loop: sinks have queues and threads of their own (see
-`doyen.telemetry`), and so have the handlers of `logging` (see `doyen.lease.log_relay`).
+`doyen.events.telemetry`), and so have the handlers of `logging` (see `doyen.lease.log_relay`).
 
 Imports the watchdog, the log relay, and what is below them.
 """
@@ -25,11 +25,11 @@ from typing import Any, Protocol, TypeVar
 
 from doyen._waiting import log_failure, outlast, retrieve, shared
 from doyen.events import Sink, merge_gap
+from doyen.events.telemetry import DeliveryQueue, DirectOutlet, Outlet, WaitAllowance
 from doyen.lease.clock import Clock, SystemClock
 from doyen.lease.keepalive import Keepalive
 from doyen.lease.log_relay import LogRelay
 from doyen.lease.watchdog import SLICE_S, Watchdog
-from doyen.telemetry import DeliveryQueue, DirectOutlet, Outlet, WaitAllowance
 
 __all__ = ["InlineRuntime", "Runtime", "ThreadRuntime"]
 

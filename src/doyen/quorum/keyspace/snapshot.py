@@ -1,9 +1,9 @@
 """Snapshots of the keyspace: the pieces that one consists of, encoded and decoded.
 
-The first piece is the `Head`. Leases, ended leases, entries and the history follow in this order,
-each in pieces of limited size. Format 1 is that of version 1 of the state; it has no ended leases
-and no history. Format 2 is that of all later versions. Imports msgspec, `commands`, `history`,
-`sorted_map` and `versions`.
+The first piece is the `SnapshotHeader`. Leases, ended leases, entries and the history follow in
+this order, each in pieces of limited size. Format 1 is that of version 1 of the state; it has no
+ended leases and no history. Format 2 is that of all later versions. Imports msgspec, `commands`,
+`history`, `sorted_map` and `versions`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = [
     "Changes",
     "EndedLeases",
     "Entries",
-    "Head",
     "Leases",
+    "SnapshotHeader",
     "decode_piece",
     "encode_pieces",
 ]
@@ -39,7 +39,7 @@ PIECE_ITEMS: Final = 2**12
 FORMATS: Final = (1, 2)
 
 
-class Head(Struct, frozen=True, array_like=True, tag=0):
+class SnapshotHeader(Struct, frozen=True, array_like=True, tag=0):
     """The first piece of a snapshot. Format 1 ends with the era."""
 
     format: int
@@ -77,12 +77,12 @@ class Changes(Struct, frozen=True, array_like=True, tag=4):
     changes: list[Change]
 
 
-Piece = Head | Leases | Entries | EndedLeases | Changes
+Piece = SnapshotHeader | Leases | Entries | EndedLeases | Changes
 decode_piece: Callable[[bytes], Piece] = msgspec.msgpack.Decoder(Piece).decode
 
 
 def encode_pieces(
-    head: Head,
+    head: SnapshotHeader,
     leases: Iterable[tuple[int, float]],
     ended: list[int],
     blocks: list[Block[str, StoredEntry]],

@@ -99,9 +99,9 @@ class SortedMap(Generic[K, V]):
         if len(more) > FULL:
             self._split(index)
 
-    def remove(self, key: K, position: tuple[int, int, V | None] | None = None) -> None:
-        """Remove `key`, which must be present. `position` is as in `put`."""
-        index, at, present = position or self.seek(key)
+    def remove(self, key: K) -> None:
+        """Remove `key`, which must be present."""
+        index, at, present = self.seek(key)
         if present is None:
             raise KeyError(key)
         keys, values = self._blocks[index]

@@ -70,8 +70,8 @@ from doyen.quorum.keyspace.snapshot import (
     Changes,
     EndedLeases,
     Entries,
-    Head,
     Leases,
+    SnapshotHeader,
     decode_piece,
     encode_pieces,
 )
@@ -240,7 +240,7 @@ class Keyspace:
     def snapshot(self) -> Iterator[bytes]:
         """The state as of now, in pieces. Each piece is encoded when it is taken."""
         first = self.version == FIRST  # whose members know format 1 only
-        head = Head(
+        head = SnapshotHeader(
             FORMATS[0] if first else FORMATS[1],
             self.revision,
             self.era,
@@ -267,7 +267,7 @@ class Keyspace:
         nothing, if it cannot be read."""
         unread = iter(pieces)
         head = decode_piece(next(unread, b""))
-        if not isinstance(head, Head):
+        if not isinstance(head, SnapshotHeader):
             raise ValueError("not a snapshot of a keyspace")  # noqa: TRY004
         if head.format not in FORMATS or head.version > NEWEST:
             raise UnknownCommand(
@@ -359,14 +359,13 @@ class Keyspace:
         return encode(Written(entry.revision, version))
 
     def _delete(self, command: Delete) -> bytes:
-        position = self._entries.seek(command.key)
-        entry = self._live(position[2])
+        entry = self.get(command.key)
         if entry is None or command.if_version not in (0, entry.version):
             return _CONDITION_FAILED
         self.revision += 1
         if entry.lease and (held := self._leases.get(entry.lease)) is not None:
             del held.keys[entry.key]
-        self._remove(entry, ChangeKind.DELETE, position)
+        self._remove(entry, ChangeKind.DELETE)
         return _DONE
 
     def _enqueue(self, command: Enqueue) -> bytes:
@@ -461,11 +460,10 @@ class Keyspace:
                 break
 
     def _remove_bound(self, key: str, lease: int) -> bool:
-        position = self._entries.seek(key)
-        entry = position[2]
+        entry = self._entries.get(key)
         if entry is None or entry.lease != lease:
             return False
-        self._remove(entry, ChangeKind.END, position)
+        self._remove(entry, ChangeKind.END)
         return True
 
     def _write(
@@ -487,14 +485,11 @@ class Keyspace:
         self.history.add(Change(revision, key, _PUT, entry.lease))
         return None
 
-    def _remove(
-        self, entry: StoredEntry, kind: ChangeKind, position: tuple[int, int, StoredEntry | None]
-    ) -> None:
-        key = entry.key
-        self.bytes -= len(key) + len(entry.value) + OVERHEAD
+    def _remove(self, entry: StoredEntry, kind: ChangeKind) -> None:
+        self.bytes -= _size(entry)
         self._update_alarm()
-        self._entries.remove(key, position)
-        self.history.add(Change(self.revision, key, kind, entry.lease))
+        self._entries.remove(entry.key)
+        self.history.add(Change(self.revision, entry.key, kind, entry.lease))
 
     def _full(self, more: int) -> bytes | None:
         """The result of a command that needs this many more bytes, if the quota has no room for

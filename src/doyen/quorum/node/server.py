@@ -24,6 +24,7 @@ from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
 from doyen.errors import ConfigError, StoreUnusable
+from doyen.events.telemetry import FLUSH_S
 from doyen.lease.clock import SystemClock
 from doyen.lease.log_relay import LogRelay
 from doyen.quorum.consensus.core import ChangeAsked, Making, Membership, ProtocolSettings, Role
@@ -45,7 +46,6 @@ from doyen.quorum.node.state_machine import StateMachine
 from doyen.quorum.protocol.connection import ConnectionErrors
 from doyen.quorum.protocol.handshake import ConnectionIdentity
 from doyen.quorum.protocol.security import TLS, Security, check_exposure, parse_address
-from doyen.telemetry import FLUSH_S
 
 __all__ = ["PROTOCOLS", "NodeOptions", "NodeServer", "record_members"]
 

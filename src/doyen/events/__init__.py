@@ -1,8 +1,8 @@
 """The events of a session: what happened, as typed values.
 
 Logs, the audit log, metrics and dashboards receive the same events. An event is delivered as a
-`Record`, which adds when and where, to *sinks*: callables that take a `Record`. `doyen.telemetry`
-delivers them.
+`Record`, which adds when and where, to *sinks*: callables that take a `Record`.
+`doyen.events.telemetry` delivers them.
 
 This module imports nothing of doyen.
 """

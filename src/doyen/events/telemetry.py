@@ -25,8 +25,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
-from doyen._log_lines import LogReporter, log_line
 from doyen.events import Event, Record, Sink
+from doyen.events.log_lines import LogReporter, log_line
 from doyen.lease.clock import Clock
 
 __all__ = [
