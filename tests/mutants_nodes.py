@@ -127,18 +127,18 @@ def confirmed_without_an_era(patch: pytest.MonkeyPatch) -> None:
     """A leader confirms renewals before it has begun an era, and ends of leases take effect in
     any."""
 
-    def begin(self: keeper.LeaseKeeper) -> None:
+    def begin(self: keeper.KeyspaceLeases) -> None:
         self._era = self._keyspace.era
         self._clock = LeaseClock(self._keyspace)
         self._take_in()
 
-    patch.setattr(keeper.LeaseKeeper, "_begin", begin)
+    patch.setattr(keeper.KeyspaceLeases, "_begin", begin)
     era_ignored(patch)
 
 
 def never_ended(patch: pytest.MonkeyPatch) -> None:
     """Leaders do not end leases whose ttl has passed."""
-    patch.setattr(keeper.LeaseKeeper, "_end_due", lambda self: None)
+    patch.setattr(keeper.KeyspaceLeases, "_end_due", lambda self: None)
 
 
 def ended_late(patch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from doyen.quorum.keyspace.commands import (
 from doyen.quorum.keyspace.state import QUOTA, Keyspace
 from doyen.quorum.node import lease_clock as module
 from doyen.quorum.node.lease_clock import OVERSLEPT_S, LeaseClock
-from doyen.quorum.node.lease_keeper import CONFIRMED, LeaseKeeper, decode_leases
+from doyen.quorum.node.lease_keeper import CONFIRMED, KeyspaceLeases, decode_leases
 from doyen.quorum.node.proposals import Settle
 from doyen.testing.virtual import run_virtual
 
@@ -434,7 +434,7 @@ def test_the_end_of_a_lease_that_is_refused_is_tried_again_and_restarts_no_other
         keyspace = Keyspace()
         dead, silent, live = (do(keyspace, Grant(ttl_s)).lease for ttl_s in (1.0, 2.0, 5.0))
         driver = Refusing(keyspace)
-        keeper = LeaseKeeper(driver, keyspace, loop.clock, QUOTA)  # type: ignore[arg-type]
+        keeper = KeyspaceLeases(driver, keyspace, loop.clock, QUOTA)  # type: ignore[arg-type]
         began = loop.time()
         keeper.role_changed(1)
         await asyncio.sleep(0.01)

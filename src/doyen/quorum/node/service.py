@@ -32,7 +32,7 @@ from doyen.quorum.keyspace.state import QUOTA, Keyspace
 from doyen.quorum.node import roles
 from doyen.quorum.node.clients import ClientConnection, ClientLimits, ServedClient
 from doyen.quorum.node.driver import Driver
-from doyen.quorum.node.lease_keeper import LeaseKeeper
+from doyen.quorum.node.lease_keeper import KeyspaceLeases
 from doyen.quorum.node.lists import Lists
 from doyen.quorum.node.watches import Watches
 from doyen.quorum.node.writes import Renewals, Writes
@@ -86,7 +86,7 @@ class Service:
         self._giving_up: asyncio.TimerHandle | None = None
         self._watches = Watches(driver, keyspace, limits)
         self._lists = lists = Lists(driver, keyspace, self._start, self._serve)
-        self._keeper = LeaseKeeper(driver, keyspace, clock, quota_bytes)
+        self._keeper = KeyspaceLeases(driver, keyspace, clock, quota_bytes)
         writes = Writes(driver, limits)
         renewals = Renewals(driver, election_s, self._start)
         self._handlers: dict[type, Callable[[ServedClient, Any], None]] = {
