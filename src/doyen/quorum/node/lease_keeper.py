@@ -44,7 +44,7 @@ from doyen.quorum.node.lease_clock import LeaseClock
 from doyen.quorum.node.proposals import Settle
 from doyen.quorum.node.replicated import KEYSPACE
 
-__all__ = ["CONFIRMED", "GONE", "NOT_NOW", "RETRY_S", "LeaseKeeper", "decode_leases"]
+__all__ = ["CONFIRMED", "GONE", "NOT_NOW", "RETRY_S", "KeyspaceLeases", "decode_leases"]
 
 TIMER_S: Final = 1e-3
 """The shortest wait for the end of a lease."""
@@ -59,7 +59,7 @@ CONFIRMED, GONE, NOT_NOW = 0, 1, 2
 decode_leases: Callable[[bytes], list[int]] = msgspec.msgpack.Decoder(list[int]).decode
 
 
-class LeaseKeeper:
+class KeyspaceLeases:
     """Keeps the leases while this node leads."""
 
     def __init__(self, driver: Driver, keyspace: Keyspace, clock: Clock, quota_bytes: int) -> None:
