@@ -1,4 +1,4 @@
-"""Multi-Paxos with one rule left out at a time: what the tests must be able to catch.
+"""Multi-Paxos with one rule left out at a time: mutants that the tests must detect.
 
 The numbers are those of the project's list of mutants, of which these are Paxos's forms.
 """
@@ -18,21 +18,21 @@ class ForgetsPromise(Paxos):
 
 
 class PromisesBeforeWriting(Paxos):
-    """2: a promise is heard of before it is on disk."""
+    """2: a promise is sent before it is on disk."""
 
     def _send(self, peer: Peer, message: Message, after: int = 0) -> None:
         super()._send(peer, message, 0 if isinstance(message, Promise) else after)
 
 
 class AcceptsBeforeWriting(Paxos):
-    """An acceptance is heard of before it is on disk."""
+    """An acceptance is sent before it is on disk."""
 
     def _send(self, peer: Peer, message: Message, after: int = 0) -> None:
         super()._send(peer, message, 0 if isinstance(message, AcceptOk) else after)
 
 
 class FirstReportWins(Paxos):
-    """6: of several values reported in a slot, any is proposed anew."""
+    """6: of several values reported in a slot, any one is proposed again."""
 
     def _find(self, slot: int, ballot: int, entry: LogEntry) -> None:
         super()._find(slot, 0, entry)
@@ -47,7 +47,7 @@ class HearsNoReports(Paxos):
 
 
 class ForgetsBallots(Paxos):
-    """In which ballots values were accepted is not on disk."""
+    """The ballots in which values were accepted are not on disk."""
 
     def _state(self) -> AcceptorState:
         return AcceptorState(self.generation, ((1, 1),))

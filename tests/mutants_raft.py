@@ -1,7 +1,7 @@
-"""Raft with one rule left out at a time: what the tests and the lab must be able to catch.
+"""Raft with one rule left out at a time: mutants that the tests and the lab must detect.
 
 The numbers are those of the project's list of mutants. Each is a subclass that overrides the one
-small method in which the rule stands.
+small method that implements the rule.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class VotesTwice(Raft):
 
 
 class VotesBeforeWriting(Raft):
-    """2: a vote is heard of before it is on disk."""
+    """2: a vote is sent before it is on disk."""
 
     def _grant(self, peer: str) -> None:
         super()._grant(peer)
@@ -46,7 +46,7 @@ class CountsItselfBeforeWriting(Raft):
 
 
 class ForgetsGeneration(Raft):
-    """3: the generation is not on disk, but for what the log shows of it."""
+    """3: the generation is not on disk, except for what the log shows of it."""
 
     def __init__(self, id: str, membership: Any, recovered: Recovered, **others: Any) -> None:  # noqa: A002
         if recovered.state is not None:
@@ -99,7 +99,7 @@ class ComparesNothing(Raft):
 
 
 class CutsOnStaleAppend(Raft):
-    """8: whatever an append does not mention is cut off."""
+    """8: everything that an append does not contain is cut off."""
 
     def _merge(self, previous: int, entries: tuple[LogEntry, ...]) -> int:
         matched = super()._merge(previous, entries)
@@ -112,7 +112,8 @@ class CutsOnStaleAppend(Raft):
 
 
 class CommitsBeyondMatch(Raft):
-    """9: what the leader has committed is committed here, though our log may be another there."""
+    """9: what the leader has committed counts as committed here, though this log may differ
+    there."""
 
     def _learn_commit(self, commit: int, matched: int) -> None:
         super()._learn_commit(commit, self.log.last)
@@ -127,14 +128,14 @@ class ReadsBeforeCommitting(Raft):
 
 
 class ReadsWithoutRounds(Raft):
-    """10: reads are answered though somebody else may lead by now."""
+    """10: reads are answered though another server may lead by now."""
 
     def _confirmed(self) -> int:
         return self._round
 
 
 class ListensToEveryCampaign(Raft):
-    """11: a leader that is heard is no reason to ignore a campaign."""
+    """11: a server that hears a leader does not ignore a campaign."""
 
     def _content(self) -> bool:
         return False
@@ -148,7 +149,7 @@ class ChangesTooSoon(Raft):
 
 
 class DropsStalePreVotes(Raft):
-    """13: whoever is behind never learns of it."""
+    """13: a server that is behind never learns of it."""
 
     def _pre_vote(self, peer: str, message: PreVote) -> None:
         if message.generation > self.generation:
@@ -170,7 +171,7 @@ class _TrustingLog(RaftLog):
 
 
 class TrustsOldWrites(Raft):
-    """15: a late word of the disk vouches for entries that have been replaced since."""
+    """15: a late confirmation of the disk counts for entries that have been replaced since."""
 
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
@@ -178,14 +179,14 @@ class TrustsOldWrites(Raft):
 
 
 class InstallsEverySnapshot(Raft):
-    """19: a snapshot replaces a log that goes further."""
+    """19: a snapshot replaces a longer log."""
 
     def _wants(self, snapshot: Snapshot) -> bool:
         return True
 
 
 class LeaderCountsItselfAtOnce(Raft):
-    """A leader, and so a single voter, calls committed what its own disk does not have."""
+    """A leader, and so a single voter, commits what its own disk does not have."""
 
     def _commit_point(self) -> int:
         self.log.durable = self.log.last
@@ -203,7 +204,7 @@ class AcksBeforeWriting(Raft):
 
 
 class GrantsInItsOwnGeneration(Raft):
-    """A server that has voted votes again when asked by somebody else."""
+    """A server that has voted votes again when another server asks."""
 
     def _free_for(self, peer: str) -> bool:
         return True
@@ -233,7 +234,7 @@ UNSAFE: tuple[type[Raft], ...] = (
     AcksBeforeWriting,
     GrantsInItsOwnGeneration,
 )
-"""Those that break what must never break."""
+"""Mutants that break safety."""
 
 STUCK: tuple[type[Raft], ...] = (ListensToEveryCampaign, DropsStalePreVotes, KeepsItsLeader)
-"""Those under which the cluster gets nowhere, or is disturbed."""
+"""Mutants under which the cluster makes no progress, or is disturbed."""

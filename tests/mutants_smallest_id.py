@@ -1,4 +1,4 @@
-"""The smallest-id vote with one rule left out at a time: what the tests must be able to catch.
+"""The smallest-id vote with one rule left out at a time: mutants that the tests must detect.
 
 The numbers are those of the project's list of mutants.
 """
@@ -21,14 +21,14 @@ class VotesTwice(SmallestId):
 
 
 class VotesBeforeWriting(SmallestId):
-    """2: a vote is heard of before it is on disk."""
+    """2: a vote is sent before it is on disk."""
 
     def _send(self, peer: Peer, message: Message, after: int = 0) -> None:
         super()._send(peer, message, 0 if isinstance(message, Vote | Stand) else after)
 
 
 class ForgetsGeneration(SmallestId):
-    """3: the generation is not on disk, but for what the log shows of it."""
+    """3: the generation is not on disk, except for what the log shows of it."""
 
     def _state(self) -> VoterState:
         return VoterState(self.log[-1].generation if self.log else 0, None)
@@ -49,16 +49,16 @@ class LooksAtIndexOnly(SmallestId):
 
 
 class LooksAtNoLog(SmallestId):
-    """7: a later generation is granted a vote with no look at the log, as the document's Java has
-    it."""
+    """7: a later generation is granted a vote regardless of the log, as in the document's Java
+    code."""
 
     def _far_enough(self, candidate: Stand) -> bool:
         return True
 
 
 class IdAloneDecides(SmallestId):
-    """The textbook's own: the smallest id of those that are up stands, however short its log, and
-    everybody votes for it."""
+    """The textbook's rule: of the servers that are up, the one with the smallest id campaigns,
+    however short its log, and all vote for it."""
 
     def _first_to_stand(self) -> str:
         return min(self._present, key=self._rank.__getitem__)

@@ -1,4 +1,4 @@
-"""Viewstamped replication with one rule left out at a time: what the tests must be able to catch.
+"""Viewstamped replication with one rule left out at a time: mutants that the tests must detect.
 
 The numbers are those of the project's list of mutants.
 """
@@ -21,7 +21,7 @@ class LongestLogWins(Viewstamped):
 
 
 class ForgetsView(Viewstamped):
-    """3: the view entered is not on disk, but for the last one that was normal."""
+    """3: the view entered is not on disk, except for the last one that was normal."""
 
     def _state(self) -> ViewState:
         return ViewState(self.normal, self.normal)
@@ -42,7 +42,7 @@ class AcknowledgesBeforeWriting(Viewstamped):
 
 
 class LeadsOnAfterRestart(Viewstamped):
-    """A primary that restarts leads its old view again, without what its disk has missed."""
+    """A primary that restarts leads its old view again, without what its disk lacks."""
 
     def __init__(self, id: str, membership: Any, recovered: Recovered, **others: Any) -> None:  # noqa: A002
         super().__init__(id, membership, recovered, **others)

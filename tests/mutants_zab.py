@@ -1,4 +1,4 @@
-"""Zab with one rule left out at a time: what the tests must be able to catch.
+"""Zab with one rule left out at a time: mutants that the tests must detect.
 
 The numbers are those of the project's list of mutants.
 """
@@ -22,21 +22,21 @@ class EpochBeforeLog(Zab):
 
 
 class AcknowledgesBeforeWriting(Zab):
-    """20, of the acknowledgement: it leaves before the transactions and the epoch are on disk."""
+    """20, of the acknowledgement: it is sent before the transactions and the epoch are on disk."""
 
     def _send(self, peer: Peer, message: Message, after: int = 0) -> None:
         super()._send(peer, message, 0 if isinstance(message, AckLeader | Ack) else after)
 
 
 class FollowsOnHearsay(Zab):
-    """21: a majority's word that somebody leads is taken for its own."""
+    """21: a majority's statement that a server leads is taken for the server's own."""
 
     def _says_it_leads(self, leader: str) -> bool:
         return True
 
 
 class ForgetsEpoch(Zab):
-    """3: the accepted epoch is not on disk, but for what the current one shows of it."""
+    """3: the accepted epoch is not on disk, except for what the current one shows of it."""
 
     def _state(self) -> ZabState:
         return ZabState(self.current_epoch, self.current_epoch)
@@ -58,8 +58,8 @@ class ForgetsCurrentEpoch(Zab):
 
 
 class AcceptsAnyLeader(Zab):
-    """6: whoever got through the election leads, even if a follower of its majority is ahead, and
-    the election goes by id."""
+    """6: the elected server leads even if a follower of its majority is ahead, and the election
+    goes by id."""
 
     def _own_vote(self) -> Any:
         return super()._own_vote()._replace(epoch=0, zxid_epoch=0, zxid=0)

@@ -1,9 +1,9 @@
-"""A small cluster of Raft cores in which every step is chosen by the test.
+"""A small cluster of Raft cores in which the test chooses every step.
 
-Nothing happens by itself: a test delivers, loses or repeats a message, lets a disk finish a write,
-crashes a server (whatever was not on its disk is gone), lets a deadline come. `Chaos` chooses at
-random, from one seed, and `heal` then lets everything run in order. After every event the
-invariants are checked, and what was acknowledged is compared with a dumb model: a list.
+Nothing happens by itself: a test delivers, loses or repeats a message, completes a write of a disk,
+crashes a server (which loses what is not on its disk), or reaches a deadline. `Chaos` chooses at
+random, from one seed, and `heal` then runs everything in order. After every event the invariants
+are checked, and what was acknowledged is compared with a simple model: a list.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def vote_in(effect: Send) -> tuple[int, str] | None:
 
 
 class Disk:
-    """What is written, and what waits to be."""
+    """What is on disk, and what waits to be written."""
 
     def __init__(self) -> None:
         self.state: Any = None
@@ -75,7 +75,8 @@ class Disk:
         return self.snapshot.index if self.snapshot is not None else 0
 
     def sync(self, count: int) -> int:
-        """Write the first `count` of what waits; the last token among them, or 0."""
+        """Write the first `count` of the waiting writes; returns the last token among them, or
+        0."""
         token = 0
         for write in self.queue[:count]:
             if isinstance(write, Compacted):
@@ -115,11 +116,11 @@ class Box:
 
 
 Parcel = tuple[str, str, Any]
-"""From whom, to whom, and a message or a snapshot with its generation."""
+"""The sender, the receiver, and a message or a snapshot with its generation."""
 
 
 class RaftCluster:
-    """Servers, their disks, and what is on its way between them."""
+    """Servers, their disks, and the messages in flight between them."""
 
     def __init__(
         self,
@@ -181,7 +182,7 @@ class RaftCluster:
         self.checker.started(core, recovered)
 
     def crash(self, name: str, keep: int = 0) -> None:
-        """Of what waits for the disk, the first `keep` writes got there, unknown to anybody."""
+        """Crash. The first `keep` of the waiting writes reached the disk, unconfirmed."""
         box = self.boxes[name]
         box.disk.sync(keep)
         box.disk.queue.clear()
@@ -190,7 +191,7 @@ class RaftCluster:
         self.checker.crashed(name)
 
     def tell(self, name: str, event: CoreEvent) -> list[Effect]:
-        """Have the server handle an event, and carry out what it says."""
+        """Have the server handle an event, and carry out its effects."""
         core = self.core(name)
         before = facts(core)
         self.events += 1
@@ -251,7 +252,8 @@ class RaftCluster:
             self.flying.append((name, effect.peer, effect.message))
 
     def sync(self, name: str, count: int = 1 << 30) -> None:
-        """The disk finishes some of what waits: sends that waited go out, then the core hears."""
+        """The disk completes some of the waiting writes: messages that waited are sent, then the
+        core gets `Persisted`."""
         box = self.boxes[name]
         token = box.disk.sync(count)
         if token and box.core is not None:
@@ -282,7 +284,7 @@ class RaftCluster:
             self.tell(sender, SnapshotSent(receiver, what[1], False))
 
     def elapse(self, name: str) -> None:
-        """Its deadline comes."""
+        """The server's deadline comes."""
         core = self.core(name)
         if core.next_deadline < float("inf"):
             self.now = max(self.now, core.next_deadline)
@@ -293,7 +295,7 @@ class RaftCluster:
         self.tell(name, ReadAsked(token))
 
     def compact(self, name: str) -> None:
-        """A snapshot of what is applied; in force on disk behind what was written before."""
+        """Take a snapshot of what is applied; it is on disk after what was written before."""
         box = self.boxes[name]
         core = self.core(name)
         if box.applied > box.disk.base and core.log.generation_at(box.applied) > 0:
@@ -310,10 +312,10 @@ class RaftCluster:
     def cut(self, one: str, other: str) -> None:
         self.cuts |= {(one, other), (other, one)}
 
-    # Letting things run.
+    # Running without faults.
 
     def settle(self, rounds: int = 10_000) -> None:
-        """Deliver and write everything there is, in order, with no time passing."""
+        """Deliver and write everything, in order, with no time passing."""
         for _ in range(rounds):
             busy = [name for name, box in self.boxes.items() if box.core and box.disk.queue]
             if self.flying:
@@ -338,7 +340,7 @@ class RaftCluster:
             self.settle()
 
     def heal(self) -> Raft:
-        """Everybody is up and hears everybody: there must soon be a leader that gets work done."""
+        """All servers are up and connected: there must soon be a leader that makes progress."""
         self.cuts.clear()
         for name, box in self.boxes.items():
             if box.core is None:
@@ -365,7 +367,7 @@ class RaftCluster:
 
 
 class Chaos:
-    """A cluster to which anything may happen, from one seed."""
+    """A cluster with random faults, from one seed."""
 
     def __init__(self, rng: random.Random, make: type[Raft] = Raft) -> None:
         self.rng = rng
@@ -382,7 +384,7 @@ class Chaos:
         self.proposals = 0
         self.tokens = 0
         if rng.random() < 0.2:
-            # Leaders come and go before they have got anything across.
+            # Leaders fail before they have replicated anything.
             self.odds = {
                 self.deliver: 60,
                 self.sync: 40,
@@ -393,7 +395,7 @@ class Chaos:
                 self.change: rng.choice([0, 0, 10]),
             }
             return
-        # Swarm: every run leaves some kinds of trouble out, so that others come to the fore.
+        # Swarm testing: every run leaves out some kinds of faults, so that others occur more often.
         self.odds = {
             self.deliver: 60,
             self.sync: 25,
@@ -427,7 +429,7 @@ class Chaos:
     def deliver(self) -> None:
         flying = self.cluster.flying
         if flying:
-            # Mostly in order, now and then not.
+            # Mostly in order, sometimes not.
             late = self.rng.random() < 0.3
             self.cluster.deliver(self.rng.randrange(len(flying)) if late else 0)
 
@@ -474,7 +476,7 @@ class Chaos:
                     self.cluster.tell(other.id, Disconnected(name))
 
     def behead(self) -> None:
-        """Whoever leads is gone, with all that it had not written or said."""
+        """The leader crashes, with everything that it had not written or sent."""
         if self.cluster.leaders:
             self.cluster.crash(self.rng.choice(self.cluster.leaders).id)
 
@@ -530,7 +532,7 @@ class Chaos:
 
 
 def chaos(seed: int, make: type[Raft] = Raft, steps: int = 1500) -> RaftCluster:
-    """One run of random trouble, then of healing. Raises if anything does not hold."""
+    """One run of random faults, then of healing. Raises if a check fails."""
     cluster = Chaos(random.Random(seed), make).run(steps)
     cluster.heal()
     return cluster

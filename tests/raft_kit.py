@@ -1,4 +1,4 @@
-"""What the tests of Raft's rules are told with: one server, in the role one wants it in."""
+"""For the tests of Raft's rules: one server, in the role that the test needs."""
 
 from __future__ import annotations
 

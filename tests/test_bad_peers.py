@@ -33,7 +33,7 @@ from doyen.quorum.protocol.security import Security
 from neighbours import HOST, SECRET, SNAPSHOT, Neighbour, Street, call, run
 from servers.certificates import Certificates
 from support import until
-from test_wire_links import tls
+from test_connections import tls
 
 FRIEND = ConnectionIdentity("c", "n2", 22)
 

@@ -1,4 +1,4 @@
-"""The invariants can fail: each is broken here by hand."""
+"""The invariants can fail: each is broken here on purpose."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ABC = Membership(("a", "b", "c"))
 
 
 class Puppet:
-    """A core that is whatever it is told to be."""
+    """A core whose state the test sets."""
 
     def __init__(self, name: str, generation: int = 1) -> None:
         self.id = name

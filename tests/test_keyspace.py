@@ -62,8 +62,8 @@ def do(keyspace: Keyspace, command: KeyspaceCommand) -> Any:
 
 
 class Same(RuleBasedStateMachine):
-    """The keyspace and the memory store do the same, but for how high they count; and a keyspace
-    restored from a snapshot does exactly what the one it was taken from does."""
+    """The keyspace behaves as the memory store does, except for the numbers; and a keyspace
+    restored from a snapshot behaves exactly as the original."""
 
     version = 1
 
@@ -78,9 +78,9 @@ class Same(RuleBasedStateMachine):
         self.real, self.twin = self.new(), self.new()
         self.leases: list[tuple[str, int]] = []
         self.keys: dict[str, str] = {key: key for key in KEYS}
-        """By their keys in the model; tickets have others in ours."""
+        """Entries by their keys in the model; tickets have other keys in the keyspace."""
         self.pairs: dict[int, int] = {0: 0}
-        """Numbers of the model, and what they are with us."""
+        """Numbers of the model, and the corresponding ones of the keyspace."""
         self.old: list[tuple[Iterator[bytes], list[bytes]]] = []
 
     def do(self, command: KeyspaceCommand) -> Result:
@@ -264,13 +264,13 @@ class Same(RuleBasedStateMachine):
 
 
 class SameInSlices(Same):
-    """Likewise while leases end a key or two at a time."""
+    """The same while leases end a key or two at a time."""
 
     version = 2
 
     @initialize(size=st.integers(1, 2))
     def begin_with_small_slices(self, size: int) -> None:
-        """Before or after `begin`, as it happens, and before anything is done."""
+        """Called before or after `begin`, and before any command."""
         self.slice_keys = size
         self.real, self.twin = self.new(), self.new()
 
@@ -350,7 +350,8 @@ def test_ends_of_many_leases_share_a_slice(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_in_the_first_version_a_lease_ends_whole_and_snapshots_are_as_they_were() -> None:
-    """Members of the first release do the same with the same log, and read these snapshots."""
+    """Members of the first release compute the same from the same log, and can read these
+    snapshots."""
     keyspace = Keyspace(FIRST)
     lease = do(keyspace, Grant(1.5)).lease
     for number in range(state.SLICE + 1):
@@ -461,7 +462,7 @@ def test_a_rank_of_more_than_64_bits_is_refused() -> None:
 
 
 def test_a_nest_of_lists_behind_a_command_is_refused_however_deep_it_is() -> None:
-    """A node that skipped it would run out of stack, or not, by how deep in its own calls it is."""
+    """Whether a node that skips it exhausts the stack depends on the depth of its own calls."""
     keyspace = Keyspace(FIRST)
     put = b"\x95" + encode(Put("k", b"", 0))[1:]
     for depth in (0, 10, 960, 10_000):
@@ -507,7 +508,7 @@ def test_what_history_has_forgotten_counts_as_changed(monkeypatch: pytest.Monkey
 
 
 def test_what_is_kept_of_the_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its size too. What does not fit counts as changed; what does is told apart."""
+    """Also by size. Changes that do not fit count as changed; the others are distinguished."""
     monkeypatch.setattr(histories, "MAX_BYTES", 50_000)
     monkeypatch.setattr(histories, "INDEX_BYTES", 20_000)
     history, seen = History(), 0
@@ -542,7 +543,7 @@ def test_a_list_is_of_one_instant_however_late_it_is_taken() -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_what_a_restored_node_remembers_of_the_history(version: int) -> None:
-    """Snapshots of the first version hold none: then everything before them counts as changed."""
+    """Snapshots of the first version hold no history: everything before them counts as changed."""
     keyspace, other = Keyspace(version), Keyspace()
     do(keyspace, Put("a", b"", 0))
     do(keyspace, Put("b", b"", 0))
@@ -582,7 +583,7 @@ def test_pieces_may_be_taken_on_another_thread_while_commands_go_on() -> None:
 
 
 class Sorted(RuleBasedStateMachine):
-    """The sorted map against a dict, with blocks small enough to split and vanish."""
+    """The sorted map against a dict, with blocks small enough to split and disappear."""
 
     @initialize(items=st.dictionaries(st.integers(0, 999), st.integers(1, 9)))
     def begin(self, items: dict[int, int]) -> None:
@@ -644,7 +645,7 @@ def test_the_collector_has_nothing_to_follow_in_what_is_kept() -> None:
     keyspace = Keyspace()
     for number in range(3 * FULL):
         keyspace.apply(encode(Put(f"key/{number}", b"value", 0)))
-    for _ in range(2):  # inner tuples are let go of first
+    for _ in range(2):  # the inner tuples are untracked first
         gc.collect()
     assert not any(gc.is_tracked(block) for block in keyspace._entries._blocks)
 

@@ -137,8 +137,8 @@ def test_a_ballot_that_is_not_the_senders_is_ignored() -> None:
 
 
 def test_whoever_is_not_answered_prepares_nothing() -> None:
-    """It hears the others doubt, and they do not hear it. A ballot of its own would be of no use
-    but to depose, when it is heard again, the leader that they have found meanwhile."""
+    """It hears the others doubt, and they do not hear it. A ballot of its own would only depose,
+    when it is heard again, the leader that they have elected meanwhile."""
     core = one("n0")
     core._look()
     for doubter in ("n1", "n2"):
@@ -150,7 +150,7 @@ def test_whoever_is_not_answered_prepares_nothing() -> None:
 
 
 def test_who_has_told_everything_is_kept_patient_while_others_are_asked() -> None:
-    """Else it would stand itself before all there is to read has been read."""
+    """Otherwise it would campaign before it has received everything."""
     core = Paxos(
         "n0",
         Membership(("n0", "n1", "n2", "n3", "n4")),
@@ -170,7 +170,7 @@ def test_who_has_told_everything_is_kept_patient_while_others_are_asked() -> Non
 
 
 def test_a_ballot_that_came_to_nothing_deposes_nobody() -> None:
-    """Its proposer was gone as soon as it had promised it to itself."""
+    """Its proposer failed as soon as it had promised it to itself."""
     room = Room(Paxos, THREE)
     room.start("n1", "n2")
     room.run(2.0)
@@ -209,7 +209,7 @@ def test_gaps_are_filled_with_nothing() -> None:
     effects = hear(core, "n1", report)
     assert [entry.data for entry in core.log] == [b"a", b"", b"c", b""]
     assert core.log[1] == LogEntry(ballot, EntryKind.NOTHING, b"")
-    # Entries keep the generation in which they were proposed first.
+    # Entries keep the generation in which they were first proposed.
     assert [entry.generation for entry in core.log] == [1, ballot, 1, ballot]
     persist = next(e for e in effects if isinstance(e, Persist))
     assert persist.state == AcceptorState(ballot, ((1, ballot),))
@@ -221,7 +221,7 @@ def test_the_first_phase_takes_all_the_pieces_it_needs() -> None:
     effects = hear(core, "n1", Promise(ballot, 1, (1,), (value("a"),), 2))
     assert role_of(core) is Role.LOOKING
     assert sent(effects, Prepare, "n1") == [Prepare(ballot, 2)]
-    hear(core, "n1", Promise(ballot, 1, (1,), (value("a"),), 2))  # once more: no matter
+    hear(core, "n1", Promise(ballot, 1, (1,), (value("a"),), 2))  # repeated, without effect
     hear(core, "n1", Promise(ballot, 2, (1,), (value("b"),), 2))
     assert role_of(core) is Role.LEADING
     assert [entry.data for entry in core.log] == [b"a", b"b", b""]
@@ -277,11 +277,12 @@ def test_a_proposer_recognises_what_a_later_leader_has_finished() -> None:
 
 @pytest.mark.parametrize("make", [Paxos, mutants.ForgetsPromise, mutants.PromisesBeforeWriting])
 def test_a_promise_made_before_a_crash_keeps_an_old_leader_out(make: Any) -> None:
-    """n1 promises n2 a later ballot, crashes, and is asked by the leader of the earlier one."""
+    """n1 promises n2 a later ballot, crashes, and receives a request of the earlier ballot's
+    leader."""
     core = one("n1", AcceptorState(3, ((1, 3),)), (value("a", 3),), make)
     effects = hear(core, "n2", Prepare(5, 1))
     said = [e for e in effects if isinstance(e, Sending) and isinstance(e.message, Promise)]
-    # The crash comes when the promise has left, and not a moment later.
+    # It crashes when the promise has been sent, and not later.
     state = AcceptorState(3, ((1, 3),))
     for effect in effects:
         if isinstance(effect, Persist) and effect.token <= said[0].after:

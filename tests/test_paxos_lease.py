@@ -37,7 +37,7 @@ class TimerStartedLate(PaxosLease):
 
 
 class Overlap(Exception):
-    """Two hold the lease."""
+    """Two servers hold the lease."""
 
 
 class Hall:

@@ -1,4 +1,5 @@
-"""The client of a quorum: on nodes that fail, fall silent, forget it, or are not of one cluster."""
+"""The client of a quorum: on nodes that fail, fall silent, forget it, or are of different
+clusters."""
 
 from __future__ import annotations
 
@@ -117,7 +118,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def test_clients_move_on_when_nodes_stop_one_after_the_other(tmp_path: Path) -> None:
-    """A rolling restart: no write is lost, none is done twice, none is in doubt."""
+    """A rolling restart: no write is lost, carried out twice or of unknown outcome."""
 
     async def main() -> None:
         async with nodes(tmp_path, 3) as quorum, opened(quorum.url()) as store:
@@ -150,7 +151,7 @@ def test_clients_move_on_when_nodes_stop_one_after_the_other(tmp_path: Path) -> 
 
 
 def test_an_answer_that_was_lost_is_had_by_asking_again(tmp_path: Path) -> None:
-    """The request was done and the connection broke before its answer came."""
+    """The request was carried out, and the connection broke before its response arrived."""
 
     async def main() -> None:
         async with nodes(tmp_path) as quorum:
@@ -176,7 +177,7 @@ class _Place:
 
 
 def test_a_silent_node_is_left_for_another() -> None:
-    """Frozen, not dead: its connection stays open, and nothing comes."""
+    """Frozen, not dead: its connection stays open, and nothing is received."""
     with QuorumCluster() as quorum:
 
         async def main() -> None:
@@ -188,7 +189,7 @@ def test_a_silent_node_is_left_for_another() -> None:
                 lease = await store.grant(60.0)
                 told = asyncio.Event()
                 await store.watch("k", told.set)
-                # Have both connections at the node that is frozen.
+                # Make both connections use the node that is frozen.
                 store._renewals._dialler.next = 0
                 store._requests._dialler.next = 2
                 assert store._requests._connection is not None
@@ -621,8 +622,8 @@ def test_a_node_that_names_many_others_has_a_bounded_number_of_them_dialled(
 def test_many_reads_of_large_values_at_once_are_all_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Answered as fast as the client takes them: at most one value more than the socket's buffer
-    waits in the node."""
+    """Sent as fast as the client reads: at most one value more than the socket's buffer waits in
+    the node."""
     most = 0
     send = FrameConnection.send
 

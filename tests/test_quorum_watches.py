@@ -1,5 +1,6 @@
-"""Watches that are resumed: a real client and a real service, on links that break between any two
-frames."""
+"""Watches that are resumed: a real client and a real service, on connections that break between any
+two frames.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ class Follower:
 
 
 class ServerSide:
-    """The node's end of a link; what it sends waits in `out`."""
+    """The node's end of a connection; what it sends waits in `out`."""
 
     role, granted, closed = "client", "client", False
 
@@ -89,7 +90,7 @@ class ServerSide:
 
 
 class ClientSide:
-    """The client's end; what it sends is taken at once."""
+    """The client's end; what it sends is processed at once."""
 
     address, ending, closed = "n", False, False
 
@@ -104,7 +105,7 @@ class ClientSide:
 
 
 class Node:
-    """A node that serves watches out of a keyspace."""
+    """A node that serves watches of a keyspace."""
 
     def __init__(self, keyspace: Keyspace, cluster_id: str = "the cluster") -> None:
         self.driver = Follower(cluster_id)
@@ -127,29 +128,29 @@ class Node:
 
 
 class Client:
-    """A client whose links are made and broken by the test."""
+    """A client whose connections are made and broken by the test."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
-        self.wire = QuorumConnection(
+        self.connection = QuorumConnection(
             Dialler(["n:1"], Security(), ExpectedCluster("c"), connect_timeout_s=1)
         )
-        self.wire._connect = lambda: None  # type: ignore[method-assign]
+        self.connection._connect = lambda: None  # type: ignore[method-assign]
 
     def dial(self, node: Node, supports: tuple[int, int] = (1, 2)) -> None:
         self.link = ClientSide(node.server, supports)
-        self.wire._connected(self.link)  # type: ignore[arg-type]
+        self.connection._connected(self.link)  # type: ignore[arg-type]
 
     def hear(self, frames: Sequence[Frame]) -> None:
-        self.wire._received(self.link, frames)  # type: ignore[arg-type]
+        self.connection._received(self.link, frames)  # type: ignore[arg-type]
 
     def cut(self) -> None:
-        self.wire._disconnected(self.link, End.LEFT)  # type: ignore[arg-type]
+        self.connection._disconnected(self.link, End.LEFT)  # type: ignore[arg-type]
 
     async def watch(self, node: Node, *scopes: str) -> None:
         self.dial(node)
         asked = [
-            asyncio.ensure_future(self.wire.watch(scope, partial(self.told.append, scope)))
+            asyncio.ensure_future(self.connection.watch(scope, partial(self.told.append, scope)))
             for scope in scopes
         ]
         await asyncio.sleep(0)
@@ -165,8 +166,9 @@ def put(keyspace: Keyspace, key: str) -> None:
 
 @pytest.mark.parametrize("heard", range(5))
 def test_a_link_that_breaks_between_two_frames_costs_no_watch_its_change(heard: int) -> None:
-    """Both scopes change while there is no link. The next node answers, and its link breaks after
-    `heard` of its frames; whatever they were, the node after it tells what was not told."""
+    """Both scopes change while there is no connection. The next node answers, and its connection
+    breaks after `heard` of its frames; whatever they were, the node after it notifies of the
+    rest."""
 
     async def main() -> None:
         keyspace, client = Keyspace(), Client()
@@ -197,8 +199,8 @@ def test_one_position_for_all_watches_would_cost_one_of_them_its_change(
 
 
 def test_a_quiet_watch_keeps_up_with_its_connection() -> None:
-    """A watch that nothing happened to resumes from what its connection was told last, not from
-    where it began: that may lie beyond what nodes remember."""
+    """A watch in whose scope nothing changed resumes from the last revision that its connection was
+    notified of, not from where it began: that may be older than what nodes remember."""
 
     async def main() -> None:
         keyspace, client = Keyspace(), Client()
@@ -228,7 +230,7 @@ def test_a_quiet_watch_keeps_up_with_its_connection() -> None:
 
 
 def test_a_node_of_an_earlier_release_is_not_relied_on() -> None:
-    """It confirms a resumed watch before it tells what the watch missed."""
+    """It confirms a resumed watch before it notifies of what the watch missed."""
 
     async def main() -> None:
         keyspace, client = Keyspace(), Client()
@@ -271,7 +273,7 @@ def test_a_node_that_is_behind_catches_up_before_it_confirms() -> None:
 def test_a_position_of_another_history_is_told_to_read_again(
     cluster_id: str, since: int, missed: bool
 ) -> None:
-    """Another cluster's, or one that this cluster has not come to although it is up to date."""
+    """Of another cluster, or one that this cluster has not reached although it is up to date."""
 
     async def main() -> None:
         keyspace = Keyspace()

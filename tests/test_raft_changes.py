@@ -1,4 +1,4 @@
-"""Raft: leadership handed over, and the membership changed."""
+"""Raft: transfers of leadership, and changes of the membership."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_change_refused(voters: str, learners: str, word: str) -> None:
 
 
 def beating(core: Raft, until: float, *answering: str) -> None:
-    """Time goes on, and these answer every heartbeat."""
+    """Time passes, and these servers answer every heartbeat."""
     while core.next_deadline < until:
         core.handle(Elapsed(), core.next_deadline)
         for peer in answering:
@@ -131,7 +131,7 @@ def beating(core: Raft, until: float, *answering: str) -> None:
 
 
 def test_a_change_that_would_leave_no_majority_is_refused() -> None:
-    """With one of three dead, to remove another would leave two who can agree on nothing."""
+    """With one of three dead, removing another would leave two that cannot commit anything."""
     core = leading()
     beating(core, 5.0, "b")
     (refused,) = core.handle(ChangeAsked(Membership(("a", "c"))), 5.0)
@@ -204,7 +204,7 @@ def test_leader_that_removes_itself_leads_until_that_is_committed() -> None:
 
 
 def test_removal_that_may_be_lost_does_not_strand_its_server() -> None:
-    """a removed itself, alone knows of it, and restarts: b cannot win without a's vote."""
+    """a removed itself, is the only one to know, and restarts: b cannot win without a's vote."""
     cluster = RaftCluster(["a", "b"])
     cluster.elapse("a")
     cluster.settle()

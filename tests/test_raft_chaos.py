@@ -1,4 +1,4 @@
-"""Raft under random trouble, and what happens to the cluster with one rule left out.
+"""Raft under random faults, and what happens to the cluster with one rule left out.
 
 Pinned seeds run here. When Raft or the chaos changes, some mutant may survive its seed: find
 another by running this file (`python tests/test_raft_chaos.py [seconds per mutant]`).
@@ -69,7 +69,7 @@ def test_chaos_gets_work_done() -> None:
 )
 @given(rng=st.randoms(note_method_calls=False), steps=st.integers(10, 120))
 def test_whatever_happens(rng: random.Random, steps: int) -> None:
-    """The same, with trouble that can be shrunk."""
+    """The same, with faults that Hypothesis can shrink."""
     Chaos(rng).run(steps).heal()
 
 
@@ -81,7 +81,7 @@ def test_unsafe_mutant_is_caught(mutant: type[Raft]) -> None:
 
 
 def elect(cluster: RaftCluster, name: str) -> None:
-    """Have this server elected by whoever is up; nothing that it then says has been heard."""
+    """Have this server elected by those that are up; none of its later messages is delivered."""
     cluster.now += 3
     for _ in range(200):
         if cluster.core(name).role is Role.LEADING:
@@ -97,7 +97,7 @@ def elect(cluster: RaftCluster, name: str) -> None:
 
 
 def silence(cluster: RaftCluster) -> None:
-    """Whatever is on its way is lost."""
+    """Everything in flight is lost."""
     while cluster.flying:
         cluster.lose()
 
@@ -155,7 +155,7 @@ SCHEDULES: dict[type[Raft], Callable[[type[Raft]], None]] = {
     mutants.CommitsOldGenerations: old_entry_on_a_majority,
     mutants.ChangesTooSoon: majorities_that_do_not_meet,
 }
-"""Those that chance finds too seldom."""
+"""Those that random runs find too seldom."""
 
 
 @pytest.mark.parametrize("mutant", SCHEDULES, ids=lambda mutant: mutant.__name__)
@@ -171,7 +171,7 @@ def test_every_mutant_has_its_end() -> None:
 
 
 def silent_link(make: type[Raft]) -> None:
-    """A follower that its leader cannot reach, and that has every entry, deposes nobody."""
+    """A follower that its leader cannot reach, and that has every entry, deposes no leader."""
     cluster = RaftCluster(["a", "b", "c"], make=make)
     cluster.elapse("a")
     cluster.settle()
@@ -182,7 +182,7 @@ def silent_link(make: type[Raft]) -> None:
 
 
 def two_that_are_behind(make: type[Raft]) -> None:
-    """One has more log, the other a later generation, and there are only these two."""
+    """One has the longer log, the other a later generation, and there are only these two."""
     cluster = RaftCluster(["a", "b", "c"], make=make)
     cluster.elapse("a")
     cluster.settle()
@@ -233,7 +233,7 @@ def test_stuck_mutant_is_caught(mutant: type[Raft]) -> None:
 
 
 def hunt(mutant: type[Raft], seconds: float) -> int | None:
-    """The first seed that the mutant does not survive."""
+    """The first seed that detects the mutant."""
     seed = 0
     end = time.monotonic() + seconds
     while time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""Raft elections, rule by rule: each known way to get them wrong has a test by its name."""
+"""Raft elections, rule by rule: each known defect has a test by its name."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_two_who_canvass_at_once_do_not_split_the_votes() -> None:
 
 
 def test_nobody_goes_first_who_has_less_log() -> None:
-    """Whoever canvasses must not stand in the way of the one that can win."""
+    """A server that runs a pre-vote must not prevent the election of one that can win."""
     core = raft(recovered=recovered(2, 1, 1))
     core.handle(Elapsed(), core.next_deadline)
     reply = only(hear(core, PreVote(3, 2, 2), now=core._now), PreVoteReply)
@@ -243,7 +243,8 @@ def test_check_quorum_counts_voters_only() -> None:
 
 
 def test_partial_connectivity_makes_progress() -> None:
-    """The leader loses all but one link; somebody with a quorum takes over, and keeps it."""
+    """The leader loses all but one connection; a server with a majority takes over, and stays
+    leader."""
     cluster = RaftCluster(["a", "b", "c", "d", "e"])
     cluster.elapse("a")
     cluster.settle()
@@ -251,7 +252,7 @@ def test_partial_connectivity_makes_progress() -> None:
         cluster.cut("a", other)
     cluster.cut("b", "c")
     cluster.cut("b", "d")
-    cluster.cut("c", "d")  # everybody hears only e
+    cluster.cut("c", "d")  # all servers hear only e
     cluster.run(30)
     leaders = [core for core in cluster.leaders if core._hears_majority()]
     assert [core.id for core in leaders] == ["e"]

@@ -1,4 +1,4 @@
-"""Raft: what cannot be is named; every role meets every event and every message."""
+"""Raft: impossible events are refused by name; every role handles every event and every message."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def answered_at_once(event: CoreEvent, effects: list[Effect]) -> bool:
 
 
 def told(effects: list[Effect], before: tuple[Role, int, str | None], core: Raft) -> bool:
-    """A change of role is announced once, first; no change, not at all."""
+    """A change of role is emitted once, first; without a change, not at all."""
     after = (core.role, core.generation, core.leader)
     changes = [e for e in effects if isinstance(e, RoleChanged)]
     if before == after:
@@ -300,7 +300,7 @@ def test_every_role_and_message(make: Callable[[], Raft], shift: int) -> None:
         try:
             effects = hear(core, message, "b", core._now)
         except InvariantBroken:
-            # Leaders of our own generation cannot hear another one.
+            # A leader cannot receive messages of another leader of its own generation.
             assert shift == 0
             assert before.role is Role.LEADING
             assert isinstance(message, Append | Heartbeat)
@@ -318,7 +318,7 @@ def test_every_role_and_message(make: Callable[[], Raft], shift: int) -> None:
             )
             ignored = isinstance(message, Vote) and content and not message.transfer
             if prospective:
-                # A pre-vote that is granted may be the one that lets us stand ourselves.
+                # A granted pre-vote may be the one that lets this server campaign.
                 assert core.generation in (before.generation, before.generation + 1)
             elif isinstance(message, TimeoutNow):
                 assert core.generation in (generation, generation + 1)

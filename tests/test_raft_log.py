@@ -120,7 +120,7 @@ def test_a_leader_is_held_to_what_it_has_on_disk_and_not_to_what_it_has_sent() -
     assert core.witnessed["b"] == Position(1, 1, 1)
     hear(core, Heartbeat(1, 2, 1, durable=3))  # the third entry may yet be cut off
     assert core.witnessed["b"] == Position(1, 1, 2)
-    hear(core, Heartbeat(2, 2, 1), "c")  # a release that does not say: it has the generation
+    hear(core, Heartbeat(2, 2, 1), "c")  # a release that does not send it: it has the generation
     assert core.witnessed["c"] == Position(2)
 
 
@@ -236,7 +236,8 @@ def test_follower_that_was_disconnected_is_probed_again() -> None:
 
 
 def test_connection_that_blinks_needs_no_snapshot() -> None:
-    """A new leader does not know what its peers have; that is no reason to send everything."""
+    """A new leader does not know what its peers have; it must not send everything for that
+    reason."""
     core = leading(start=Recovered(Ballot(2, None, ABC), Snapshot(5, 2, ABC), ()), committed=False)
     core.handle(Disconnected("b"), 2.0)
     (send,) = sends(core.handle(Connected("b"), 2.0))
@@ -263,7 +264,7 @@ def test_read_waits_for_an_entry_of_this_generation() -> None:
 
 
 def test_read_is_not_answered_by_a_round_begun_before() -> None:
-    """etcd 20418, and the like: an old answer must not confirm a new question."""
+    """etcd 20418 and others: an old answer must not confirm a new request."""
     core = leading()
     core.handle(ReadAsked(1), 2.0)
     begun = core._round
@@ -354,7 +355,7 @@ def test_snapshot_that_failed_is_tried_again_on_a_sign_of_life() -> None:
 
 
 def test_follower_whose_lost_stream_is_compacted_away_gets_a_snapshot() -> None:
-    """The window is full of what was lost in silence, and nothing in it can be asked about."""
+    """The window is full of lost messages, and nothing in it can be asked about."""
     settings = RaftSettings(window_messages=3, tail_entries=0)
     cluster = RaftCluster(["a", "b", "c"], settings=settings)
     cluster.elapse("a")

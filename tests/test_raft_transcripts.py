@@ -1,6 +1,6 @@
-"""Raft's behaviour, told in transcripts (see `raft_transcript`).
+"""Raft's behaviour, as transcripts (see `raft_transcript`).
 
-`DOYEN_REWRITE=1 pytest tests/test_raft_transcripts.py` writes them anew; explain the difference.
+`DOYEN_REWRITE=1 pytest tests/test_raft_transcripts.py` rewrites them; explain the difference.
 """
 
 from __future__ import annotations

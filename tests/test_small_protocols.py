@@ -1,7 +1,7 @@
 """What the smaller protocols have in common: one suite for all four.
 
-The lab throws everything at them, from pinned seeds; here and in each one's own file are the steps
-that have to be seen one by one.
+The lab runs them with random faults, from pinned seeds; this file and each one's own test single
+steps.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def test_a_read_waits_for_a_majority(room: Room) -> None:
 
 
 def test_answers_given_before_a_read_do_not_count(room: Room) -> None:
-    """A round under way may have been answered before the read was asked for."""
+    """A round that has begun may have been answered before the read was requested."""
     leader = room.leader() or ""
     room.read(1)
     room.drop = lambda sender, to, message: True
@@ -228,7 +228,7 @@ def test_what_cannot_work_is_refused_at_once(protocol: str) -> None:
 
 
 def test_a_late_word_of_the_disk_does_not_vouch_for_what_was_rewritten(protocol: str) -> None:
-    """The storage's acknowledgement of what has been cut off since (ABA)."""
+    """The disk confirms a write of entries that have been cut off since (ABA)."""
     core = make(protocol, THREE)
     core.log.extend([LogEntry(1, 1, b"a"), LogEntry(1, 1, b"b")])
     first = core._persist(first=1, entries=tuple(core.log))
@@ -269,12 +269,12 @@ def samples(kind: type[msgspec.Struct], generation: int) -> list[Any]:
 
 @pytest.mark.parametrize("role", list(Role))
 def test_every_message_in_every_role(protocol: str, role: Role) -> None:
-    """Whatever arrives, late or early: nothing raises, and nothing that must hold is broken."""
+    """Whatever arrives, late or early: nothing raises, and no invariant is broken."""
     for kind, ahead in itertools.product(kinds(protocol), (-1, 0, 1, 7)):
         room, name = in_role(protocol, role)
         core = room.cores[name]
         peers = [peer for peer in THREE if peer != name]
-        # Two leaders of one generation are what no protocol survives: let only one speak.
+        # No protocol tolerates two leaders of one generation: only one of them may send.
         sender = core.leader if core.leader in peers else peers[0]
         for message in samples(kind, max(0, core.generation + ahead)):
             if ahead == 0 and role is Role.LEADING and not spoken_to_leaders(kind):
@@ -284,7 +284,7 @@ def test_every_message_in_every_role(protocol: str, role: Role) -> None:
 
 
 def spoken_to_leaders(kind: type[msgspec.Struct]) -> bool:
-    """Whether a leader may hear this in its own generation."""
+    """Whether a leader may receive this in its own generation."""
     return kind.__name__ not in (
         "Append",
         "LeaderInfo",

@@ -1,4 +1,5 @@
-"""The smaller protocols under a real node: files, sockets, a leader that goes, a restart of all."""
+"""The smaller protocols in a real node: files, sockets, a failing leader, a restart of all
+nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def test_three_nodes_on_real_sockets(protocol: str, tmp_path: Path) -> None:
 
 
 async def _live(protocol: str, folder: Path, peers: dict[str, str], written: int) -> int:
-    """Start all, write through each, lose the leader, write on; gives how much was written."""
+    """Start all nodes, write through each, stop the leader, write on; returns the number of
+    writes."""
     notes = {name: Notes() for name in peers}
     stacks = {name: AsyncExitStack() for name in peers}
     nodes: dict[str, doyen.Node] = {}

@@ -1,4 +1,5 @@
-"""The vote for the smallest id: who stands, who votes, and why ids alone must not decide."""
+"""The vote for the smallest id: which server campaigns, which ones vote, and why ids alone must not
+decide."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ def test_a_smaller_id_that_returns_deposes_nobody() -> None:
 
 
 def test_a_generation_that_came_to_nothing_deposes_nobody() -> None:
-    """Whoever opened it was gone as soon as it had voted for itself."""
+    """The server that began it failed as soon as it had voted for itself."""
     room = Room(SmallestId, FIVE)
     room.start("n3", "n4", "n5")
     room.run(1.0)
@@ -131,7 +132,7 @@ def test_whoever_is_not_answered_stands_not() -> None:
 
 
 def test_without_a_majority_nobody_stands_round_after_round() -> None:
-    """Nobody votes too early, and nobody's generation runs away meanwhile."""
+    """No server votes too early, and no generation runs away meanwhile."""
     room = Room(SmallestId, FIVE)
     room.start("n1", "n2")
     room.run(20.0)
@@ -142,7 +143,7 @@ def test_without_a_majority_nobody_stands_round_after_round() -> None:
 
 
 def test_a_round_without_a_winner_is_followed_by_another() -> None:
-    """The one that should stand is heard of by all, and hears nobody."""
+    """All servers hear the one that should campaign, and it hears none."""
     room = Room(SmallestId, ("n1", "n2", "n3"))
     room.cuts = {("n2", "n1"), ("n3", "n1")}
     room.start()
@@ -183,7 +184,7 @@ def test_no_vote_while_a_leader_lives() -> None:
 
 
 def candidate(make: Any) -> Any:
-    """A server of five that stands, its own vote on disk."""
+    """A server of five that campaigns, its own vote on disk."""
     core = make(
         "n1",
         Membership(FIVE),

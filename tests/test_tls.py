@@ -1,6 +1,6 @@
-"""Every engine over TLS with certificates on both sides, and what those are told who are refused.
+"""Every engine over TLS with certificates on both sides, and the errors of refused clients.
 
-ZooKeeper keeps its certificates in Java's way: see test_zookeeper.
+ZooKeeper keeps its certificates in Java's format: see test_zookeeper.
 """
 
 from __future__ import annotations
@@ -285,8 +285,8 @@ def test_who_is_refused_is_told_why(
 def test_a_certificate_that_python_refuses_is_explained(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engines whose clients use Python's default settings for TLS. Those are strict from 3.13
-    on; here they are in every version."""
+    """The engines whose clients use Python's default settings for TLS, which are strict from 3.13
+    on. Here they are strict in every version."""
     strict(monkeypatch)
     without = [each for each in AUTHORITY if not each.startswith("keyUsage")]
     certificates = Certificates(tmp_path, authority=tuple(without))
@@ -319,7 +319,7 @@ def test_the_remedy_suits_the_reason_of_a_failed_verification(cause: str, remedy
 
 @pytest.mark.parametrize("words", ["Connection reset by peer", "Connection lost"])
 def test_a_server_that_hangs_up_may_want_a_certificate(words: str) -> None:
-    """Python before 3.14 says the first, 3.14 the second."""
+    """Python before 3.14 reports the first, 3.14 the second."""
     assert "cert= and key=" in _tls_remedy(StoreURL.parse("redis://h?tls=true"), words.lower())
 
 
@@ -335,8 +335,8 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_redis_that_does_not_say_farewell_is_left_at_once(certificates: Certificates) -> None:
-    """It shakes hands, refuses, and is heard of no more. What was opened is closed when the loop
-    ends; if it were not, the collector would complain."""
+    """The server completes the TLS handshake, refuses, and disappears. What was opened is closed
+    when the loop ends; otherwise the garbage collector would warn."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificates.certificate("server"), certificates.key("server"))
 

@@ -142,7 +142,7 @@ def test_log_then_normal_view_then_acknowledgement() -> None:
 
 @pytest.mark.parametrize("make", [Viewstamped, mutants.KeepsTheRest])
 def test_nothing_uncommitted_of_an_earlier_view_survives(make: Any) -> None:
-    """State transfer into a newer view: what is beyond its log goes."""
+    """State transfer into a newer view: entries beyond its log are dropped."""
     core = one("n0", ViewState(1, 1), (1, 1, 1), make)
     hear(core, "n2", StartView(2, 1, 1, 0))
     assert (len(core.log) == 1) == (make is Viewstamped)
@@ -183,8 +183,8 @@ def test_a_view_that_was_led_and_given_up_is_not_led_again() -> None:
     core.handle(Persisted(1), 0.0)
     core.handle(Persisted(2), 0.0)
     assert core.role is Role.LEADING
-    core.handle(Elapsed(), 5.0)  # nobody has answered for so long
-    core.handle(Persisted(3), 5.0)  # its disk has, meanwhile
+    core.handle(Elapsed(), 5.0)  # no answer for this long
+    core.handle(Persisted(3), 5.0)  # its disk has completed the write meanwhile
     core.handle(Persisted(4), 5.0)
     assert (core.role, core.generation, core.wanted) == (Role.LOOKING, 1, 2)
 
@@ -204,7 +204,8 @@ def test_a_primary_that_wanted_another_view_hears_of_those_who_have_entered_it()
 
 
 def test_a_view_that_came_to_nothing_deposes_nobody() -> None:
-    """Whoever entered it was gone at once. The primary goes on in the next view of its own."""
+    """The server that entered it failed at once. The primary goes on in the next view of its
+    own."""
     room = Room(Viewstamped, THREE)
     room.start()
     room.run(2.0)
@@ -225,8 +226,8 @@ def test_a_view_that_came_to_nothing_deposes_nobody() -> None:
 
 
 def test_two_primaries_do_not_outbid_each_other_for_ever() -> None:
-    """Messages take as long as heartbeats are apart: each hears of the other's view before it has
-    decided anything in its own."""
+    """Messages take as long as the heartbeat interval: each hears of the other's view before it has
+    committed anything in its own."""
     for seed in range(8):
         plan = Plan(
             protocol="viewstamped",

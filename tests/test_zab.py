@@ -1,4 +1,4 @@
-"""Fast leader election and Zab: the documents' stories, and what went wrong in production."""
+"""Fast leader election and Zab: the examples of its documents, and defects seen in production."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def sent(effects: list[Any], kind: type) -> list[Any]:
 
 
 def test_five_servers_started_in_order_the_third_leads() -> None:
-    """As the document has it: one and two keep looking, three leads, four and five follow."""
+    """As in the document: one and two keep looking, three leads, four and five follow."""
     room = Room(Zab, FIVE)
     room.start("1")
     room.run(1.0)
@@ -128,7 +128,7 @@ def test_a_newer_round_replaces_ones_own() -> None:
     core = one(epochs=(1, 1), state=ZabState(1, 1))
     core._votes = {"2": ZabVote(9, 9, 9, 1)}
     hear(core, "3", looking(7, "3", 1, 1))
-    # Our own vote is better than theirs; what was heard in the old round counts no more.
+    # This server's own vote is better than theirs; votes of the old round no longer count.
     assert (core.clock, core.proposal) == (7, ZabVote(1, 1, 2, 0))
     assert list(core._votes) == ["3"]
 
@@ -145,7 +145,7 @@ def test_epoch_then_zxid_then_id() -> None:
 
 
 def test_a_zxid_does_not_roll_over() -> None:
-    """ZOOKEEPER-1277: the counter has no 32 bits to run out of, and never touches the epoch."""
+    """ZOOKEEPER-1277: the counter is not limited to 32 bits, and never touches the epoch."""
     assert ZabVote(1, 1, 2**32 + 1, 0) > ZabVote(1, 1, 2**32 - 1, 0)
     assert ZabVote(1, 1, 2**40, 0) < ZabVote(1, 2, 1, 0)
 
@@ -167,7 +167,7 @@ def test_the_round_waits_for_something_better() -> None:
 
 @pytest.mark.parametrize("make", [Zab, mutants.FollowsOnHearsay])
 def test_nobody_follows_on_hearsay(make: Any) -> None:
-    """21: those who follow a leader are the last to know that it is gone."""
+    """21: the followers of a leader are the last to learn that it is gone."""
     core = one("1", make=make)
     for peer in ("2", "3"):
         hear(core, peer, Notification(1, Role.FOLLOWING, 9, "3" if peer == "2" else "2", 1, 1, 1))
@@ -176,7 +176,7 @@ def test_nobody_follows_on_hearsay(make: Any) -> None:
 
 
 def test_joining_an_ensemble_whose_votes_are_from_other_rounds() -> None:
-    """ZOOKEEPER-1732, -1805: its members came to it in different rounds, with different votes."""
+    """ZOOKEEPER-1732, -1805: its members joined it in different rounds, with different votes."""
     core = one("1", voters=FIVE)
     hear(core, "2", Notification(4, Role.FOLLOWING, 3, "3", 1, 1, 7))
     hear(core, "4", Notification(4, Role.FOLLOWING, 8, "3", 3, 3, 12))
@@ -195,7 +195,7 @@ def follower(state: ZabState, epochs: tuple[int, ...], make: Any = Zab) -> Any:
 
 
 def written(effects: list[Any]) -> list[str]:
-    """In which order transactions, the epoch and the acknowledgement go."""
+    """The order of the transactions, the epoch and the acknowledgement."""
     order = []
     token = 0
     for effect in effects:
@@ -285,7 +285,7 @@ def test_a_follower_is_synchronised_by_diff_trunc_or_the_whole() -> None:
         said = hear(core, "1", AckEpoch(4, True, 0, *last))
         peer = follower(ZabState(3, 2), epochs)
         ways = []
-        for effect in said:  # which grows as they talk
+        for effect in said:  # which grows meanwhile
             if isinstance(effect, Sending) and effect.peer == "1":
                 ways += [effect.message.how] if isinstance(effect.message, Sync) else []
                 for answer in hear(peer, "3", effect.message):

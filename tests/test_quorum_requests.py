@@ -1,4 +1,4 @@
-"""A client's connection on links that the test holds in its hand: what goes out, and as what."""
+"""A client's requests on fake connections: what is sent, and under which ids."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from doyen.stores.quorum.dialling import Dialler, ExpectedCluster
 
 
 class FakeLink:
-    """An open link to a node; the test answers in the node's place."""
+    """An open connection to a node; the test answers in the node's place."""
 
     address = "a node"
     closed = ending = full = False
@@ -86,7 +86,7 @@ class FakeLink:
         return [each.client for each in self.asked if isinstance(each, IdentifyClient)]
 
 
-def on_wire(
+def with_client(
     test: Callable[[QuorumConnection, list[FakeLink]], Coroutine[Any, Any, None]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -109,7 +109,7 @@ def on_wire(
 
 
 async def settle() -> None:
-    """Let everything go out that is about to."""
+    """Let everything that is scheduled be sent."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -127,7 +127,7 @@ def results(*versions: int) -> list[bytes]:
 
 
 def values(writes: Sequence[Write]) -> list[list[bytes]]:
-    """What is to be written, frame by frame."""
+    """The values to be written, frame by frame."""
     commands = [[decode_command(body) for body in each.bodies] for each in writes]
     return [[each.value for each in frame if isinstance(each, Put)] for frame in commands]
 
@@ -149,7 +149,7 @@ def test_writes_of_one_turn_go_out_together(monkeypatch: pytest.MonkeyPatch) -> 
         links[0].answer(WriteResults(links[0].writes[-1].ids, results(1)))
         await asyncio.gather(*more)
 
-    on_wire(test, monkeypatch)
+    with_client(test, monkeypatch)
 
 
 def test_large_writes_go_out_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_large_writes_go_out_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None
         links[0].answer(WriteResults([1, 3], results(7, 8)))
         assert (await small, await large) == (Written(7, 7), Written(8, 8))
 
-    on_wire(test, monkeypatch)
+    with_client(test, monkeypatch)
 
 
 def test_what_nobody_waits_for_any_more_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,11 +177,11 @@ def test_what_nobody_waits_for_any_more_is_not_sent(monkeypatch: pytest.MonkeyPa
         links[0].answer(WriteResults([1, 2], results(1, 2)))
         await asyncio.gather(*first, kept)
 
-    on_wire(test, monkeypatch)
+    with_client(test, monkeypatch)
 
 
 def test_a_write_has_a_number_only_when_it_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the floor would pass over one that is asked for, and begun later than others."""
+    """Otherwise the floor would skip a write that is sent later than others with higher numbers."""
 
     async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
         (first,) = asked(client, b"first")
@@ -196,11 +196,11 @@ def test_a_write_has_a_number_only_when_it_is_under_way(monkeypatch: pytest.Monk
             links[0].answer(WriteResults([number], results(number)))
             assert await task == Written(number, number)
 
-    on_wire(test, monkeypatch)
+    with_client(test, monkeypatch)
 
 
 def test_a_link_that_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was sent before, on another link, may have been carried out."""
+    """What was sent before, on another connection, may have been carried out."""
 
     async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
         (sent,) = asked(client, b"sent")
@@ -218,11 +218,11 @@ def test_a_link_that_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(OutcomeUnknown, match="more slowly than they are made"):
             await sent
 
-    on_wire(test, monkeypatch)
+    with_client(test, monkeypatch)
 
 
 def test_a_link_that_does_not_take_the_new_name_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The node would count under the old one what the next is then asked for under the new."""
+    """Otherwise the node would number under the old name what is then sent under the new one."""
 
     async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
         (first,) = asked(client, b"first")
@@ -241,11 +241,11 @@ def test_a_link_that_does_not_take_the_new_name_is_left(monkeypatch: pytest.Monk
         links[1].answer(WriteResults([2], results(2)))
         assert await refused == Written(2, 2)
 
-    on_wire(test, monkeypatch)
+    with_client(test, monkeypatch)
 
 
 def test_a_new_link_is_asked_for_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for what was on its way out when the old one ended."""
+    """Also for writes that were in flight when the old connection ended."""
 
     async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
         writes = asked(client, b"sent")
@@ -259,12 +259,12 @@ def test_a_new_link_is_asked_for_everything_once(monkeypatch: pytest.MonkeyPatch
         links[1].answer(WriteResults([1, 2], results(1, 2)))
         await asyncio.gather(*writes)
 
-    on_wire(test, monkeypatch)
+    with_client(test, monkeypatch)
 
 
 def test_under_another_name_nothing_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The quorum has forgotten the client, and the link ends. What was asked under the old name
-    may have been carried out: under the new one it would be carried out once more."""
+    """The quorum has forgotten the client, and the connection ends. What was sent under the old
+    name may have been carried out: under the new one it would be carried out again."""
 
     async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
         (first,) = asked(client, b"first")
@@ -288,13 +288,13 @@ def test_under_another_name_nothing_is_asked_again(monkeypatch: pytest.MonkeyPat
         links[1].answer(WriteResults([3], results(9)))
         assert await refused == Written(9, 9)
 
-    on_wire(test, monkeypatch)
+    with_client(test, monkeypatch)
 
 
 def test_a_first_write_is_not_asked_again_though_a_later_one_was_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It would be sent as a new client's first writes are: nothing below it has been answered."""
+    """It would look like the first write of a new client: nothing below it has been answered."""
 
     async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
         monkeypatch.setattr(connection, "REMEMBERED_S", -1.0)
@@ -306,14 +306,14 @@ def test_a_first_write_is_not_asked_again_though_a_later_one_was_answered(
         with pytest.raises(OutcomeUnknown, match="forgotten"):
             await asyncio.wait_for(first, 1.0)
 
-    on_wire(test, monkeypatch)
+    with_client(test, monkeypatch)
 
 
 def test_a_first_write_is_not_asked_again_after_a_long_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The quorum may have carried it out and forgotten the client since. Once it has answered
-    anything under this name, it can tell."""
+    """The quorum may have carried it out and forgotten the client since. Once it has answered a
+    write under this name, it notices that."""
 
     async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
         monkeypatch.setattr(connection, "REMEMBERED_S", -1.0)
@@ -333,7 +333,7 @@ def test_a_first_write_is_not_asked_again_after_a_long_time(
         links[-1].answer(WriteResults(links[-1].writes[0].ids, results(3)))
         assert await third == Written(3, 3)
 
-    on_wire(test, monkeypatch)
+    with_client(test, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -351,4 +351,4 @@ def test_an_answer_that_makes_no_sense_ends_the_link(
         links[1].answer(WriteResults([1], results(3)))
         assert await write == Written(3, 3)
 
-    on_wire(test, monkeypatch)
+    with_client(test, monkeypatch)

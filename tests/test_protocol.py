@@ -1,4 +1,4 @@
-"""The wire with no sockets: frames however they are cut, the handshake, secrets, settings."""
+"""The protocol without sockets: frames however they are split, the handshake, secrets, settings."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_wires_own_frames_are_kept_apart() -> None:
 
 
 def shake(dialler: ClientHandshake, listener: ServerHandshake) -> tuple[bytes, ...]:
-    """The whole handshake; gives what was said, in turn."""
+    """Run the whole handshake; returns the frames that were sent, in turn."""
     said = [dialler.begin()]
     while said[-1]:
         side: ClientHandshake | ServerHandshake = listener if len(said) % 2 else dialler
@@ -228,7 +228,7 @@ def test_a_refusal_is_told_to_the_dialler() -> None:
 
 
 def test_what_was_heard_is_worth_nothing_on_another_connection() -> None:
-    """Replay: the whole of a dialler's side, once more."""
+    """Replay: everything that the client sent, once more."""
     dialler, listener = ClientHandshake(N1, "peer", "n2", SECRET), ServerHandshake(N2, SECRET)
     hello, _, proof, _ = shake(dialler, listener)
     again = ServerHandshake(N2, SECRET)
@@ -248,7 +248,7 @@ def test_a_listeners_answers_are_worth_nothing_to_another_dialler() -> None:
 
 
 def test_a_dialler_is_not_fooled_by_its_own_words() -> None:
-    """Reflection: whoever listens knows no secret, and sends everything back."""
+    """Reflection: the server knows no secret, and sends everything back."""
     dialler = ClientHandshake(N1, "peer", ANY, SECRET)
     with pytest.raises(FrameError) as caught:
         dialler.receive(*only(dialler.begin()))
@@ -262,7 +262,7 @@ def test_a_dialler_is_not_fooled_by_its_own_words() -> None:
 
 
 def test_a_listener_that_wants_the_proof_made_for_another_is_not_helped() -> None:
-    """The proof covers the challenge: in front of another node it is void."""
+    """The proof covers the challenge: it is void on another node."""
     dialler, real = ClientHandshake(N1, "peer", ANY, SECRET), ServerHandshake(N2, SECRET)
     real.receive(*only(dialler.begin()))
     fake = ServerHandshake(ConnectionIdentity("c", "n3", 3), SECRET + b"?")
@@ -274,7 +274,7 @@ def test_a_listener_that_wants_the_proof_made_for_another_is_not_helped() -> Non
 @pytest.mark.parametrize("secret", [None, SECRET])
 @pytest.mark.parametrize("kind", [0, *FrameKind, FIRST_FREE - 1])
 def test_every_frame_out_of_turn_is_refused(kind: int, secret: bytes | None) -> None:
-    """Every state of both sides with every kind of frame: never past the handshake."""
+    """Every state of both sides with every kind of frame: none gets past the handshake."""
     for steps in range(3):
         dialler, listener = ClientHandshake(N1, "peer", "n2", secret), ServerHandshake(N2, secret)
         said = [dialler.begin()]
@@ -386,7 +386,7 @@ def test_what_is_no_address(text: str) -> None:
 
 
 def test_both_sides_say_which_versions_of_the_state_they_support() -> None:
-    """A node of the first release says nothing, which means the first version."""
+    """A node of the first release sends no versions, which means the first."""
     dialler, listener = ClientHandshake(N1, "peer"), ServerHandshake(N2)
     shake(dialler, listener)
     assert dialler.supports == listener.supports == handshake.SUPPORTED

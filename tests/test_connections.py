@@ -1,4 +1,4 @@
-"""Links over real sockets: the door, TLS, flow control, silence, and pages over HTTP."""
+"""Connections over real sockets: the listener, TLS, flow control, silence, and HTTP pages."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_the_largest_frame_passes_and_a_larger_one_is_not_sent() -> None:
 
 
 def test_what_follows_the_welcome_is_judged_as_any_frame() -> None:
-    """It may come in the same piece, and be larger than a greeting may."""
+    """It may arrive in the same read, and be larger than a frame of the handshake may."""
 
     async def body() -> None:
         async with Street() as street:
@@ -134,7 +134,7 @@ def test_what_follows_the_welcome_is_judged_as_any_frame() -> None:
 
 
 class _Held(_Spy):
-    """Writes everything at once, in the end."""
+    """Holds back all writes, and then makes them at once."""
 
     def __init__(self, transport: Any) -> None:
         super().__init__(transport, [])
@@ -148,7 +148,8 @@ class _Held(_Spy):
 
 
 def test_a_link_whose_other_side_does_not_read_is_full_in_the_end() -> None:
-    """And can be waited for, and goes on when it is read again, with nothing lost between."""
+    """Its owner can wait for room, and sending resumes when the other side reads again, without
+    loss."""
 
     async def body() -> None:
         async with Street() as street:
