@@ -96,7 +96,10 @@ def importing(*, trials: int = 20) -> list[Figure]:
             asyncio_ms.append(first)
             doyen_ms.append(second)
             time.sleep(0.01)
-    heavy = [name for name in modules if name in CLIENTS or name.startswith("doyen.stores")]
+    adapters = [f"{name}." for name in modules if name.startswith("doyen.stores.")]
+    light = ("doyen.stores.port.", "doyen.stores.kit.")
+    heavy = [name[:-1] for name in adapters if not name.startswith(light)]
+    heavy += [name for name in modules if name in CLIENTS]
     return [
         Figure(
             name="import doyen and connect, after asyncio",

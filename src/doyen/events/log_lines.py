@@ -13,7 +13,6 @@ import logging
 import math
 import re
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from typing import ClassVar
 
 from doyen.events import (
@@ -62,6 +61,8 @@ def iso_time(wall: float) -> str:
     >>> iso_time(1767225600.25)
     '2026-01-01T00:00:00.250Z'
     """
+    from datetime import UTC, datetime  # costs more than the rest of the import
+
     try:
         moment = datetime.fromtimestamp(wall, UTC)
     except (OverflowError, ValueError, OSError):
