@@ -1,4 +1,4 @@
-"""Nodes without a driver: a door, its peers, and a record of what they were told."""
+"""Nodes without a driver: a listener, its peers, and a record of what they were told."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.msgpack import Decoder
 
 from doyen.quorum.consensus.core import Membership, Message, Snapshot
-from doyen.quorum.node.listener import Door
+from doyen.quorum.node.listener import Listener
 from doyen.quorum.node.peers import Peers
 from doyen.quorum.protocol.connection import ConnectionErrors, End, FrameConnection, dial
 from doyen.quorum.protocol.handshake import ConnectionIdentity
@@ -65,24 +65,24 @@ class Neighbour:
         cluster: str = "c",
         incarnation: int = 0,
         security: Security = OPEN,
-        door: dict[str, Any] | None = None,
+        listener: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         self.me = ConnectionIdentity(cluster, name, incarnation or hash(name))
-        self.tally = ConnectionErrors()
+        self.errors = ConnectionErrors()
         decode = Decoder(Beat | Word).decode
-        self.peers = Peers(self.me, security, decode=decode, tally=self.tally, **settings)
+        self.peers = Peers(self.me, security, decode=decode, errors=self.errors, **settings)
         self.clients: list[FrameConnection] = []
         self.frames: list[tuple[int, bytes]] = []
         self.ends: list[End] = []
-        self.door = Door(
+        self.listener = Listener(
             self.me,
             security,
             peers=self.peers.admit,
             clients=self._welcome,
             pages={"/healthz": lambda: (200, "text/plain", b"fine\n"), "/bug": _bug},
-            tally=self.tally,
-            **(door or {}),
+            errors=self.errors,
+            **(listener or {}),
         )
         self.port = 0
         self.events: list[tuple[Any, ...]] = []
@@ -101,7 +101,7 @@ class Neighbour:
 
     @property
     def counts(self) -> dict[str, int]:
-        return dict(self.tally.counts)
+        return dict(self.errors.counts)
 
     def _welcome(self, link: FrameConnection) -> None:
         self.clients.append(link)
@@ -110,7 +110,7 @@ class Neighbour:
         )
 
     async def open(self, port: int = 0) -> Neighbour:
-        self.port = await self.door.listen(HOST, port)
+        self.port = await self.listener.listen(HOST, port)
         self.peers.start(
             lambda peer, message: self.events.append(("received", peer, message)),
             lambda peer: self.events.append(("connected", peer)),
@@ -140,12 +140,12 @@ class Neighbour:
         return [event for event in self.events if event[0] != "received"]
 
     async def close(self) -> None:
-        await self.door.close()
+        await self.listener.close()
         await self.peers.close()
 
     def die(self) -> None:
         """As a process does: every connection ends, nobody is told why."""
-        self.door.stop_listening()
+        self.listener.stop_listening()
         for link in [
             *self.peers.connections.values(),
             *(c.connection for c in self.peers.incoming.values()),

@@ -241,7 +241,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "node": lambda: stubs(
         ("doyen.quorum.node", "Node"),
         ("doyen.quorum.node.state_machine", "StateMachine"),
-        ("doyen.quorum.node", "NodeStanding"),
+        ("doyen.quorum.node", "NodeRole"),
         ("doyen.quorum.node.interfaces", "Status"),
     ),
     "fencing": lambda: stubs(("doyen.fencing", "SQLGuard"), ("doyen.fencing", "GuardedFile")),

@@ -1,4 +1,4 @@
-"""Whoever comes to the door with ill intent, or none: each costs little and breaks nothing.
+"""Whoever comes to the listener with ill intent, or none: each costs little and breaks nothing.
 
 After each, a node that belongs here is let in and heard.
 """
@@ -59,7 +59,7 @@ async def still_serves(node: Neighbour, security: Security | None = None) -> Non
     friend.link.send(QUESTION, bytes(8), b"?")
     await until(lambda: friend.frames == [(ANSWER, bytes(8) + b"re: ?")])
     friend.link.abort()
-    await until(lambda: not node.door.strangers and not node.peers.incoming)
+    await until(lambda: not node.listener.pending and not node.peers.incoming)
 
 
 def hello() -> bytes:
@@ -105,10 +105,10 @@ def test_strangers_that_say_anything_at_all(security: Security) -> None:
 
     async def body(words: list[bytes]) -> None:
         async with Street() as street:
-            node = await street.add("n1", security=security, door={"handshake_s": 0.01})
+            node = await street.add("n1", security=security, listener={"handshake_s": 0.01})
             for word in words:
                 await said_to(node, word)
-            node.door.handshake_s = 5
+            node.listener.handshake_s = 5
             await still_serves(node, security)
             assert not node.heard()
 
@@ -167,7 +167,7 @@ def test_a_peer_that_answers_nonsense(kind: int) -> None:
                 link.welcome(lambda *_: None, lambda *_: None)
                 link.send(kind, b"nonsense"[: 3 if kind != MESSAGE else None])
 
-            bad.door._peers = admit
+            bad.listener._peers = admit
             node.know(bad)
             await until(lambda: sum(node.counts.values()) > 2)
             assert set(node.counts) <= {"malformed", "out-of-turn"}
@@ -188,7 +188,7 @@ def test_answers_to_what_was_never_asked_are_passed_over() -> None:
                 link.send(CREDIT, struct.pack(">QI", 77, 1))
                 link.send(STORED, struct.pack(">QB", 77, 1))
 
-            odd.door._peers = admit
+            odd.listener._peers = admit
             node.know(odd)
             await until(node.links)
             assert await node.peers.connections["n2"].alive(10)
@@ -229,7 +229,7 @@ def test_a_snapshot_sent_without_credit_is_cut_off() -> None:
 def test_a_peer_that_asks_and_reads_no_answers() -> None:
     async def body() -> None:
         async with Street() as street:
-            node = await street.add("n1", door={"client_bound": 1 << 20})
+            node = await street.add("n1", listener={"client_bound": 1 << 20})
             node.answer = lambda question, answer: answer(bytes(100_000))
             bad = await call(node.address, FRIEND, "peer")
             bad.link.pause()
@@ -260,9 +260,9 @@ def test_those_who_do_not_know_the_secret(theirs: Security, told: str) -> None:
                 await call(node.address, FRIEND, "peer", security=theirs)
             stray = await street.add("n2", security=theirs)
             stray.know(node)
-            await until(lambda: "secret" in stray.peers.errors["n1"])
+            await until(lambda: "secret" in stray.peers.connection_errors["n1"])
             node.know(stray)
-            await until(lambda: "secret" in node.peers.errors["n2"])
+            await until(lambda: "secret" in node.peers.connection_errors["n2"])
             assert not node.links()
             node.peers.reach({})
             stray.peers.reach({})
@@ -330,10 +330,10 @@ def test_whoever_takes_for_ever_is_shown_out(
 
     async def body() -> None:
         async with Street() as street:
-            node = await street.add("n1", security=security, door={"handshake_s": 0.2})
+            node = await street.add("n1", security=security, listener={"handshake_s": 0.2})
             reader, writer = await asyncio.open_connection(HOST, node.port)
             try:
-                await until(lambda: node.door.strangers == 1)
+                await until(lambda: node.listener.pending == 1)
                 if not secured or way is silence:
                     await way(node, writer)
                 else:
@@ -344,7 +344,7 @@ def test_whoever_takes_for_ever_is_shown_out(
                     pass
             finally:
                 writer.transport.abort()
-            await until(lambda: not node.door.strangers)
+            await until(lambda: not node.listener.pending)
             assert node.counts == {"deadline": 1}
 
     run(body())
@@ -353,20 +353,20 @@ def test_whoever_takes_for_ever_is_shown_out(
 def test_strangers_beyond_the_bound_go_in_the_order_they_came() -> None:
     async def body() -> None:
         async with Street() as street:
-            node = await street.add("n1", door={"max_strangers": 20})
+            node = await street.add("n1", listener={"max_pending": 20})
             strangers = [socket.create_connection((HOST, node.port)) for _ in range(100)]
             try:
                 await until(lambda: node.counts.get("crowded") == 80)
-                assert node.door.strangers == 20
+                assert node.listener.pending == 20
                 friend = await call(node.address)
                 assert friend.link.open
                 friend.link.abort()
-                await until(lambda: not node.door.clients)
+                await until(lambda: not node.listener.clients)
                 assert node.counts == {"crowded": 81}
             finally:
                 for stranger in strangers:
                     stranger.close()
-            await until(lambda: not node.door.strangers)
+            await until(lambda: not node.listener.pending)
             await still_serves(node)
 
     run(body())
@@ -401,7 +401,7 @@ def test_ten_thousand_connections_opened_and_dropped() -> None:
                 began = loop.time()
                 assert await friend.peers.ask("n1", b"%d" % wave) == b"re: %d" % wave
                 longest = max(longest, loop.time() - began)
-            await until(lambda: not node.door.strangers)
+            await until(lambda: not node.listener.pending)
             assert longest < 1
             assert friend.links() == [("connected", "n1")]
             assert set(node.counts) <= {"garbage", "crowded"}
@@ -421,7 +421,7 @@ def test_complaints_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture
     caplog.set_level(logging.INFO)
     run(body())
     (line,) = [record for record in caplog.records if record.name == "doyen"]
-    assert "spoke neither HTTP nor ours [garbage]" in line.getMessage()
+    assert "sent neither HTTP nor frames [garbage]" in line.getMessage()
 
 
 def test_a_door_that_is_closed_lets_nobody_in() -> None:
@@ -429,9 +429,9 @@ def test_a_door_that_is_closed_lets_nobody_in() -> None:
         async with Street() as street:
             node = await street.add("n1")
             with socket.create_connection((HOST, node.port)):
-                await until(lambda: node.door.strangers == 1)
+                await until(lambda: node.listener.pending == 1)
                 await node.close()
-                assert not node.door.strangers
+                assert not node.listener.pending
                 with pytest.raises(StoreUnavailable):
                     await call(node.address)
 
@@ -448,7 +448,7 @@ def test_a_door_that_is_closed_as_somebody_arrives_leaves_no_socket_open(turns: 
             arriving = [socket.create_connection((HOST, node.port)) for _ in range(3)]
             for _ in range(turns):
                 await asyncio.sleep(0)
-            await node.door.close()
+            await node.listener.close()
             for each in arriving:
                 each.close()
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from doyen.errors import ConfigError, StoreUnavailable, StoreUnusable
-from doyen.quorum.node.listener import Door
+from doyen.quorum.node.listener import Listener
 from doyen.quorum.protocol.connection import HIGH_WATER, End, FrameConnection
 from doyen.quorum.protocol.frames import (
     MAX_FRAME,
@@ -124,7 +124,7 @@ def test_what_follows_the_welcome_is_judged_as_any_frame() -> None:
                 link._transport.write(frame(20, big) + frame(FrameKind.PING) + frame(21, b"x"))
                 link._transport.release()
 
-            node.door._clients = welcome
+            node.listener._clients = welcome
             caller = await call(node.address)
             await until(lambda: len(caller.frames) == 2)
             assert caller.frames == [(20, big), (21, b"x")]
@@ -196,7 +196,7 @@ def test_whoever_waits_for_room_is_told_of_the_end() -> None:
 def test_silence_is_not_an_end_and_is_noticed() -> None:
     async def body() -> None:
         async with Street() as street:
-            node = await street.add("n1", door={"keepalive_s": 0.02})
+            node = await street.add("n1", listener={"keepalive_s": 0.02})
             with Proxy(node) as proxy:
                 caller = await call(f"{HOST}:{proxy.port}", keepalive_s=0.02)
                 pings: list[bytes] = []
@@ -261,11 +261,11 @@ def test_a_dialler_that_is_cancelled_leaves_nothing_behind() -> None:
             with Proxy(node) as proxy:
                 proxy.cut("down")
                 dialling = asyncio.create_task(call(f"{HOST}:{proxy.port}"))
-                await until(lambda: node.door.strangers)
+                await until(lambda: node.listener.pending)
                 dialling.cancel()
                 await asyncio.wait([dialling])
                 assert dialling.cancelled()
-                await until(lambda: not node.door.strangers)
+                await until(lambda: not node.listener.pending)
 
     run(body())
 
@@ -275,17 +275,17 @@ def test_a_client_that_is_not_wanted_is_told_why(fault: CloseReason) -> None:
     async def body() -> None:
         async with Street() as street:
             limit = {"max_clients": 1 if fault is CloseReason.CROWDED else 10}
-            node = await street.add("n1", door=limit)
+            node = await street.add("n1", listener=limit)
             first = await call(node.address)
             if fault is CloseReason.NOT_SERVING:
-                node.door._clients = lambda link: link.refuse(fault, "no leader is known")
+                node.listener._clients = lambda link: link.refuse(fault, "no leader is known")
             with pytest.raises(
-                ConnectionRefused, match=r"1 clients are here|no leader is known"
+                ConnectionRefused, match=r"1 clients are connected|no leader is known"
             ) as caught:
                 await call(node.address)
             assert caught.value.reason is fault
             first.link.close()
-            await until(lambda: not node.door.clients)
+            await until(lambda: not node.listener.clients)
 
     run(body())
 
@@ -293,16 +293,16 @@ def test_a_client_that_is_not_wanted_is_told_why(fault: CloseReason) -> None:
 def test_listening_beyond_loopback_is_refused_without_a_secret() -> None:
     async def body() -> None:
         options: dict[str, Any] = {"peers": lambda _: None, "clients": lambda _: None, "pages": {}}
-        door = Door(ConnectionIdentity("c", "n1", 1), OPEN, **options)
+        listener = Listener(ConnectionIdentity("c", "n1", 1), OPEN, **options)
         with pytest.raises(ConfigError, match="neither a shared secret nor mutual TLS"):
-            await door.listen("0.0.0.0", 0)
-        door = Door(ConnectionIdentity("c", "n1", 1), Security(secret=SECRET), **options)
-        port = await door.listen("0.0.0.0", 0)
+            await listener.listen("0.0.0.0", 0)
+        listener = Listener(ConnectionIdentity("c", "n1", 1), Security(secret=SECRET), **options)
+        port = await listener.listen("0.0.0.0", 0)
         with pytest.raises(StoreUnusable, match=f"port {port}: Address already in use. Stop"):
-            await door.listen("0.0.0.0", port)
+            await listener.listen("0.0.0.0", port)
         with pytest.raises(StoreUnusable, match="cannot listen on 'no"):
-            await door.listen("no.such.host.invalid", 0)
-        await door.close()
+            await listener.listen("no.such.host.invalid", 0)
+        await listener.close()
 
     run(body())
 
@@ -311,7 +311,7 @@ def test_every_address_of_a_name() -> None:
     async def body() -> None:
         async with Street() as street:
             node = await street.add("n1")
-            port = await node.door.listen("localhost", 0)
+            port = await node.listener.listen("localhost", 0)
             (await call(f"localhost:{port}")).link.abort()
             (await call(f"{HOST}:{port}")).link.abort()
 
@@ -372,7 +372,7 @@ def test_tls_without_a_certificate_that_is_known(certificates: Certificates, own
             node = await street.add("n1", security=tls(certificates, "server"))
             with pytest.raises((ConnectionRefused, StoreUnavailable)):
                 await call(node.address, security=tls(certificates, own))
-            await until(lambda: not node.door.strangers)
+            await until(lambda: not node.listener.pending)
             assert node.counts == {"tls": 1}
 
     run(body())
@@ -413,7 +413,7 @@ def test_tls_on_one_side_only(certificates: Certificates, caplog: pytest.LogCapt
             with pytest.raises((ConnectionRefused, StoreUnavailable)):
                 await call(plain.address, security=tls(certificates, "client"))
             assert plain.counts == {"tls": 1}
-            assert "spoke TLS, which this port does not" in caplog.text
+            assert "sent TLS, which this port does not use" in caplog.text
             secured = await street.add("n2", security=tls(certificates, "server"))
             with pytest.raises(
                 StoreUnavailable, match="closed the connection before the handshake ended"
@@ -444,8 +444,12 @@ async def http(port: int, request: bytes) -> bytes:
         (b"GET /nothing HTTP/1.1", b"404 Not Found", b"no such page\n"),
         (b"POST /healthz HTTP/1.1", b"405 Method Not Allowed", b"GET only\n"),
         (b"GET /healthz", b"400 Bad Request", b"not a request\n"),
-        (b"GET /bug HTTP/1.1", b"500 Internal Server Error", b"could not say\n"),
-        (b"GET /" + b"x" * 9000, b"431 Request Header Fields Too Large", b"too much\n"),
+        (b"GET /bug HTTP/1.1", b"500 Internal Server Error", b"see the log of the node\n"),
+        (
+            b"GET /" + b"x" * 9000,
+            b"431 Request Header Fields Too Large",
+            b"the request is too long\n",
+        ),
     ],
 )
 def test_pages(request_line: bytes, status: bytes, end: bytes) -> None:
@@ -455,7 +459,7 @@ def test_pages(request_line: bytes, status: bytes, end: bytes) -> None:
             said = await http(node.port, request_line + b"\r\nHost: n1\r\n\r\n")
             assert said.startswith(b"HTTP/1.1 " + status + b"\r\n")
             assert said.endswith(end)
-            await until(lambda: not node.door.strangers)
+            await until(lambda: not node.listener.pending)
 
     run(body())
 
@@ -484,7 +488,7 @@ def test_pages_over_tls_and_on_a_port_of_their_own(certificates: Certificates) -
             writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
             assert (await reader.read()).endswith(b"fine\n")
             writer.close()
-            pages = await node.door.listen(HOST, 0, http_only=True)
+            pages = await node.listener.listen(HOST, 0, http_only=True)
             assert (await http(pages, b"GET /healthz HTTP/1.1\r\n\r\n")).endswith(b"fine\n")
             with pytest.raises(StoreUnavailable):
                 await call(f"{HOST}:{pages}")

@@ -10,7 +10,7 @@ import pytest
 from doyen.errors import OrderFailed, StoreUnusable
 from doyen.quorum.consensus.core import Membership, Position
 from doyen.quorum.node.admin import MAX_MEMBERS, AdminRequest, changed
-from doyen.quorum.node.membership import FOUNDING, JOINING, Members, NodeMember, opening
+from doyen.quorum.node.membership import FOUNDING, JOINING, Members, NodeMember, initial_member
 from doyen.quorum.protocol.frames import ConnectionRefused
 from doyen.quorum.protocol.handshake import ConnectionIdentity, MemberInfo
 
@@ -58,7 +58,7 @@ def says(member: str = "m2", position: Position = HERE, cluster_id: str = "c") -
 
 def start(found: NodeMember | None, *, blank: bool, **how: bool) -> NodeMember:
     given = {"founding": False, "joining": False} | how
-    return opening(found, blank=blank, node="n1", peers=PEERS, folder="data", **given)
+    return initial_member(found, blank=blank, node="n1", peers=PEERS, folder="data", **given)
 
 
 def test_an_empty_folder_needs_to_know_what_for() -> None:
@@ -89,7 +89,7 @@ def test_a_folder_that_waits_keeps_its_id() -> None:
 
 
 def test_a_cluster_of_one_is_founded_at_once() -> None:
-    own = opening(
+    own = initial_member(
         None,
         blank=True,
         node="n1",
@@ -108,9 +108,9 @@ def test_a_cluster_of_one_is_founded_at_once() -> None:
         ("n2", says(), None),
         ("n2", says(position=Position(9, 9, 900)), None),
         ("n2", says("m9"), "has id m9, not m2.*doyen cluster remove n2.*add n2 h2:1"),
-        ("n2", says("m9", Position()), "has lost what it has promised"),
+        ("n2", says("m9", Position()), "has lost data that it has acknowledged"),
         ("n2", MemberInfo(), "runs an earlier release"),
-        ("n2", MemberInfo("", "m9", founding="x"), "its data folder is empty"),
+        ("n2", MemberInfo("", "m9", founding="x"), "its data directory is empty"),
         ("n2", MemberInfo("", "m2", founding="x"), None),
         ("n4", says("m4"), "not a member of this cluster: add it"),
         ("n4", says("m4", Position(4, 3, 101)), None),
@@ -147,7 +147,7 @@ def test_whoever_has_acknowledged_more_than_it_has(position: Position, heard: bo
     node = founded()
     assert isinstance(node.core, Core)
     node.core.witnessed["n2"] = Position(4, 3, 90)
-    judging = node.judging("n2")
+    judging = node.checker("n2")
     # What is acknowledged while the node is being dialled is not held against it.
     node.core.witnessed["n2"] = Position(4, 3, 95)
     if heard:
@@ -161,13 +161,13 @@ def test_what_was_heard_of_one_folder_says_nothing_of_the_next() -> None:
     node = founded()
     core = node.core
     assert isinstance(core, Core)
-    node.reformed()
+    node.membership_changed()
     core.witnessed["n2"] = Position(4, 3, 90)
     core.witnessed["n3"] = Position(4, 3, 80)
     core.membership = Membership(("n1", "n3"), (), PEERS, {"n1": "m1", "n3": "m3"}, "c")
-    node.reformed()
+    node.membership_changed()
     core.membership = Membership(("n1", "n3"), ("n2",), PEERS, {"n1": "m1", "n3": "m3"}, "c")
-    node.reformed()
+    node.membership_changed()
     judge(node, "n2", says("m22", Position()))
     node.lost = "it was told so"
     with pytest.raises(ConnectionRefused, match="it was told so"):
@@ -205,15 +205,15 @@ def waiting() -> dict[str, Node]:
 def dial(node: Node, other: Node) -> bool:
     """A handshake, and what follows it. Whether the other one has been founded by it."""
     try:
-        node.judging(other.node)(ConnectionIdentity("doyen", other.node, 7), other.info())
+        node.checker(other.node)(ConnectionIdentity("doyen", other.node, 7), other.info())
         other.admit(ConnectionIdentity("doyen", node.node, 7), node.info(), None)
     except ConnectionRefused:
-        node.parted(other.node)
+        node.founder_disconnected(other.node)
         return False
     if node.waiting or other.waiting:
-        node.met(other.node, other.info())
+        node.founder_connected(other.node, other.info())
     if other.waiting and (record := node.record()):
-        return asyncio.run(other.told(record))
+        return asyncio.run(other.take_record(record))
     return False
 
 
@@ -268,11 +268,11 @@ def test_wiped_nodes_found_nothing_while_one_has_data(wiped: tuple[str, ...], kn
 def test_nodes_that_were_told_of_others_do_not_found() -> None:
     one, other = waiting()["n1"], waiting()["n2"]
     other._peers = {**PEERS, "n3": "elsewhere:1"}
-    with pytest.raises(ConnectionRefused, match="told of different peers"):
+    with pytest.raises(ConnectionRefused, match="have different lists of peers"):
         judge(one, "n2", other.info())
-    with pytest.raises(ConnectionRefused, match="not among the peers"):
+    with pytest.raises(ConnectionRefused, match="not in the list of peers"):
         judge(one, "n4", MemberInfo("", "m4", founding="x"))
-    with pytest.raises(ConnectionRefused, match="every node to have an empty data folder"):
+    with pytest.raises(ConnectionRefused, match="every node to have an empty data directory"):
         judge(one, "n2", says(cluster_id=""))
     assert not asyncio.run(one.found())
 
@@ -282,8 +282,8 @@ def test_nodes_that_were_told_of_others_do_not_found() -> None:
 )
 def test_a_record_of_another_founding_is_refused(founders: dict[str, str]) -> None:
     teller, node = Node("n1", NodeMember("m1", "c", founders)), waiting()["n2"]
-    with pytest.raises(ConnectionRefused, match="founded with another data folder"):
-        asyncio.run(node.told(teller.record()))
+    with pytest.raises(ConnectionRefused, match="founded with another data directory"):
+        asyncio.run(node.take_record(teller.record()))
     assert node.waiting
     assert node.disk.cluster_id == ""
 
@@ -291,7 +291,7 @@ def test_a_record_of_another_founding_is_refused(founders: dict[str, str]) -> No
 def test_a_founding_under_way_is_not_begun_again() -> None:
     node = waiting()["n1"]
     for other in ("n2", "n3"):
-        node.met(other, MemberInfo("", IDS[other], founding="x"))
+        node.founder_connected(other, MemberInfo("", IDS[other], founding="x"))
 
     async def twice() -> list[bool]:
         return [*await asyncio.gather(node.found(), node.found())]

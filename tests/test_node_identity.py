@@ -1,4 +1,4 @@
-"""Nodes that have lost their data folders, or come with another's: turned away with the remedy."""
+"""Nodes with a lost or foreign data directory are refused, and the error names the remedy."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_an_emptied_folder_takes_no_acknowledged_write_with_it(
         for how in ("found", "join"):
             await nodes.start("n1", **{"found": False, how: True})
             await nodes.start("n2")
-            await until(lambda: "has lost what it has promised" in caplog.text)
+            await until(lambda: "has lost data that it has acknowledged" in caplog.text)
             assert "doyen cluster remove n1" in caplog.text
             caplog.clear()
             assert nodes.nodes["n1"].leader is None
@@ -100,7 +100,7 @@ def test_two_emptied_folders_of_three_found_no_second_cluster(
             shutil.rmtree(tmp_path / name)
             await nodes.start(name)
         await nodes.start("n3")
-        await until(lambda: caplog.text.count("has lost what it has promised") >= 2)
+        await until(lambda: caplog.text.count("has lost data that it has acknowledged") >= 2)
         assert {node.leader for node in nodes.nodes.values()} == {None}
         assert nodes.notes["n3"].kept == []
 
@@ -129,7 +129,7 @@ def test_an_older_copy_of_a_folder_is_refused(
         shutil.rmtree(tmp_path / follower)
         shutil.move(tmp_path / "copy", tmp_path / follower)
         again = await nodes.start(follower)
-        await until(lambda: "its data folder is an older copy" in caplog.text)
+        await until(lambda: "its data directory is an older copy" in caplog.text)
         assert f"doyen cluster remove {follower}" in caplog.text
         await until(lambda: f"node {follower} takes no part any more" in caplog.text)
         assert again.leader is None

@@ -11,7 +11,10 @@ import pytest
 import uvloop
 
 from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable
+from doyen.quorum.consensus.core import Membership, Recovered
+from doyen.quorum.consensus.raft import Raft, RaftSettings
 from doyen.quorum.keyspace.versions import NEWEST
+from doyen.quorum.node.membership import Members, NodeMember
 from doyen.quorum.node.peer_frames import FOUNDED
 from doyen.quorum.node.snapshot_transfer import CHUNK_SIZE, MAX_PIECE, WINDOW
 from doyen.quorum.protocol.connection import FrameConnection
@@ -72,10 +75,10 @@ def test_nodes_that_know_one_another(
             one.peers.send_snapshot("n2", 5, SNAPSHOT, pieces_of(bytes(MAX_PIECE)), done.set_result)
             assert await done
             with socket.create_connection((HOST, one.port)):
-                await until(lambda: one.door.strangers == 1)
+                await until(lambda: one.listener.pending == 1)
                 other.die()
                 await until(lambda: ("disconnected", "n2") in one.events)
-            await until(lambda: not one.door.strangers)
+            await until(lambda: not one.listener.pending)
 
     run(body(), new_loop=new_loop)
 
@@ -91,7 +94,7 @@ def test_a_peer_that_ends_every_link_is_not_dialled_without_pause() -> None:
 
             one = await street.add("n1", jitter=jitter)
             other = await street.add("n2")
-            other.door._peers = _show_out
+            other.listener._peers = _show_out
             one.know(other)
             await until(lambda: len(pauses) == 4)
             assert pauses[3] - pauses[0] > 0.01 + 0.02 + 0.04
@@ -231,7 +234,7 @@ def test_a_peer_that_dies_is_noticed_and_found_again_when_it_is_back() -> None:
             other.die()
             await until(lambda: ("disconnected", "n2") in one.events)
             assert loop.time() - died < 1
-            await until(lambda: "refused" in one.peers.errors.get("n2", ""))
+            await until(lambda: "refused" in one.peers.connection_errors.get("n2", ""))
             again = await street.add("n2", port=other.port, incarnation=99)
             again.know(one)
             await until(lambda: one.links()[-1] == ("connected", "n2"))
@@ -250,7 +253,7 @@ def test_a_peer_that_is_back_is_dialled_at_once_when_it_calls() -> None:
             other = Neighbour("n2")
             other.port = await free()
             one.know(other)
-            await until(lambda: "refused" in one.peers.errors["n2"])
+            await until(lambda: "refused" in one.peers.connection_errors["n2"])
             other = await street.add("n2", port=other.port)
             other.know(one)
             await until(lambda: one.links() == [("connected", "n2")])
@@ -279,7 +282,7 @@ def test_silence_is_not_told_as_an_end() -> None:
                 proxy.half_open()
                 assert isinstance(await failure(asked), OutcomeUnknown)
                 assert one.links() == [("connected", "n2")]
-                assert "nothing was received" in one.peers.errors["n2"]
+                assert "nothing was received" in one.peers.connection_errors["n2"]
                 proxy.heal()
                 await until(lambda: len(one.links()) == 2)
                 assert one.links() == [("connected", "n2")] * 2
@@ -294,7 +297,7 @@ def test_a_second_process_with_the_id_of_a_peer_is_refused() -> None:
             one, other = await two(street)
             double = await street.add("n2", incarnation=99)
             double.know(one)
-            await until(lambda: "another process" in double.peers.errors["n1"])
+            await until(lambda: "another process" in double.peers.connection_errors["n1"])
             assert double.counts["duplicate"] >= 1
             assert await one.peers.ask("n2", b"?") == b"re: ?"
             assert one.links() == [("connected", "n2")]
@@ -313,7 +316,7 @@ def test_a_second_process_at_the_address_of_a_peer_is_not_taken_for_it() -> None
             one, other = await two(street)
             double = await street.add("n2", incarnation=99)
             one.know(double)
-            await until(lambda: "every node needs an id" in one.peers.errors["n2"])
+            await until(lambda: "every node needs an id" in one.peers.connection_errors["n2"])
             assert [event[0] for event in one.links()] == ["connected"]
             assert other.peers.connections["n1"].open
 
@@ -346,10 +349,10 @@ def test_a_node_is_not_its_own_peer() -> None:
         async with Street() as street:
             one = await street.add("n1")
             one.peers.reach({"n2": one.address})
-            await until(lambda: "this is node 'n1', not 'n2'" in one.peers.errors["n2"])
+            await until(lambda: "this is node 'n1', not 'n2'" in one.peers.connection_errors["n2"])
             double = await street.add("n1", incarnation=99)
             double.peers.reach({"n2": one.address})
-            await until(lambda: "this is node 'n1'" in double.peers.errors["n2"])
+            await until(lambda: "this is node 'n1'" in double.peers.connection_errors["n2"])
             assert not one.links()
 
     run(body())
@@ -361,7 +364,7 @@ def test_a_node_of_another_cluster_is_refused() -> None:
             one = await street.add("n1")
             stray = await street.add("n2", cluster="d")
             stray.know(one)
-            await until(lambda: "belongs to cluster 'c'" in stray.peers.errors["n1"])
+            await until(lambda: "belongs to cluster 'c'" in stray.peers.connection_errors["n1"])
             assert one.counts["cluster"] >= 1
             assert not one.peers.incoming
 
@@ -375,8 +378,9 @@ def test_a_peer_below_the_clusters_version_is_refused_with_the_remedy() -> None:
             assert one.peers.supports("n2") == NEWEST
             assert one.peers.supports("n3") == 0
             one.peers.require(NEWEST + 1)
-            await until(lambda: "install the release" in other.peers.errors.get("n1", ""))
-            await until(lambda: "install the release" in one.peers.errors.get("n2", ""))
+            remedy, here, there = "install the release", one.peers, other.peers
+            await until(lambda: remedy in there.connection_errors.get("n1", ""))
+            await until(lambda: remedy in here.connection_errors.get("n2", ""))
             assert one.peers.supports("n2") == 0
             assert one.counts["version"] >= 1
             assert not one.peers.incoming
@@ -579,6 +583,38 @@ def test_whoever_stores_a_snapshot_learns_that_the_link_has_ended() -> None:
             one.die()
             await until(lambda: not other.peers.incoming)
             await until(lambda: len(other.peers._tasks) == 1)  # the one that dials
+
+    run(body())
+
+
+def test_a_connection_is_not_used_once_the_data_directory_is_known_to_be_older() -> None:
+    """A peer reports it after the handshake of this connection was checked, and before the
+    connection is used."""
+
+    async def save(member: NodeMember) -> None: ...
+
+    async def body() -> None:
+        async with Street() as street:
+            members = Members("n1", {}, NodeMember("m1"), save)
+            members.core = Raft(
+                "n1",
+                Membership(("n1", "n2")),
+                Recovered(),
+                settings=RaftSettings(),
+                jitter=lambda: 0.5,
+                now=0.0,
+            )
+            one, other = await street.add("n1", members=members), await street.add("n2")
+
+            async def report(them: object) -> bool:
+                members.lost = "its data directory is an older copy"
+                return True
+
+            vars(one.peers)["is_unique"] = report
+            one.peers.reach({"n2": other.address})
+            await until(lambda: "older copy" in one.peers.connection_errors.get("n2", ""))
+            assert not one.peers.connections
+            assert not one.links()
 
     run(body())
 

@@ -23,7 +23,7 @@ from doyen.errors import (
 from doyen.lease.clock import SystemClock
 from doyen.quorum.keyspace.commands import StoredEntry, encode
 from doyen.quorum.node import replicated as machines
-from doyen.quorum.node.listener import Door
+from doyen.quorum.node.listener import Listener
 from doyen.quorum.node.server import NodeOptions, NodeServer
 from doyen.quorum.protocol.connection import End, FrameConnection
 from doyen.quorum.protocol.handshake import ConnectionIdentity
@@ -579,10 +579,10 @@ def test_a_node_that_answers_nonsense_is_one_that_is_silent(kind: int, answer: b
         def admit(link: FrameConnection) -> None:
             link.welcome(reply, lambda link, end: None)
 
-        door = Door(
+        listener = Listener(
             ConnectionIdentity("c", "n1", 1), Security(), peers=admit, clients=admit, pages={}
         )
-        port = await door.listen("127.0.0.1", 0)
+        port = await listener.listen("127.0.0.1", 0)
         try:
             store = make_store(StoreURL.parse(f"doyen://127.0.0.1:{port}"))
             (state,) = await store.inspect()
@@ -592,7 +592,7 @@ def test_a_node_that_answers_nonsense_is_one_that_is_silent(kind: int, answer: b
             )
             await store.close()
         finally:
-            await door.close()
+            await listener.close()
         assert not amiss
 
     run(main)

@@ -34,7 +34,7 @@ from doyen.quorum.node.data_directory import read_member, write_member
 from doyen.quorum.node.driver import Answer, Driver, ProposalLimits
 from doyen.quorum.node.journal import DirectoryIdentity
 from doyen.quorum.node.lease_keeper import decode_leases
-from doyen.quorum.node.membership import Members, NodeMember, opening
+from doyen.quorum.node.membership import Members, NodeMember, initial_member
 from doyen.quorum.node.peers import Peers
 from doyen.quorum.node.replicated import KEYSPACE, USER, Command, ReplicatedMachines
 from doyen.quorum.node.server import record_members
@@ -210,7 +210,7 @@ class NodeMachine(SimulatedMachine):
         """Open the journal and the identity, as `node.server` does."""
         world, files = self.world, self.files
         start = partial(
-            opening,
+            initial_member,
             node=self.name,
             peers=world.participants.addresses_for(self),
             founding=not self.joining,
@@ -262,7 +262,7 @@ class NodeMachine(SimulatedMachine):
             SECURITY,
             decode=Decoder(self._module.MESSAGES).decode,
             members=members,
-            tally=errors,
+            errors=errors,
             jitter=self.rng.random,
         )
         core = members.core = world.log.make_core(
@@ -313,7 +313,7 @@ class NodeMachine(SimulatedMachine):
             ),
         )
         if world.protocol.membership:
-            driver.on_role(lambda *_: members.news.set())
+            driver.on_role(lambda *_: members.changes.set())
             driver.pump.start_task(record_members(driver, members))
         await self._propose(driver)
 

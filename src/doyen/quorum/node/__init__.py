@@ -13,7 +13,7 @@ crosses over as one piece, and so do the answers.
     journal      memory in a folder (with `folder`)
     members      who this node is, whom it hears as a peer, founding
     roles        what peers, administrators, clients and onlookers may do
-    peers, door  links to other nodes; who may come in
+    peers, listener  links to other nodes; who may come in
     service      the Store port for clients (with `keeper` and `leases`, for the one that leads)
     server       a real node, put together
 
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from doyen.quorum.protocol.security import TLS
     from doyen.session import Session
 
-__all__ = ["Node", "NodeStanding", "StateMachine"]
+__all__ = ["Node", "NodeRole", "StateMachine"]
 
 T = TypeVar("T")
 
 
-class NodeStanding(NamedTuple):
+class NodeRole(NamedTuple):
     """Where a node stands: what it does, in which generation, and who leads."""
 
     role: str
@@ -190,18 +190,18 @@ class Node:
         """How this node is doing."""
         return self._running.driver.status()
 
-    async def observe(self) -> AsyncGenerator[NodeStanding, None]:
+    async def observe(self) -> AsyncGenerator[NodeRole, None]:
         """Where this node stands now, then every change, until the node is closed.
 
         async for standing in node.observe():
             print(standing.role, standing.leader)
         """
         driver, loop = self._running.driver, asyncio.get_running_loop()
-        changes: asyncio.Queue[NodeStanding | None] = asyncio.Queue()
+        changes: asyncio.Queue[NodeRole | None] = asyncio.Queue()
         end_of_changes = partial(_NodeThread.call, loop, changes.put_nowait, None)
 
         def deliver(role: str, generation: int, leader: str | None) -> None:
-            standing = NodeStanding(str(role), generation, leader)
+            standing = NodeRole(str(role), generation, leader)
             self._inside.call(loop, changes.put_nowait, standing)
 
         async def begin() -> None:
@@ -286,8 +286,8 @@ class _NodeThread:
     def __init__(self, node: str) -> None:
         self.forked = False
         self.loop = new_loop()
-        self._desk: tuple[int, asyncio.AbstractEventLoop, _Desk] | None = None
-        self._desks: dict[asyncio.AbstractEventLoop, _Desk] = {}
+        self._desk: tuple[int, asyncio.AbstractEventLoop, _ProposalBridge] | None = None
+        self._desks: dict[asyncio.AbstractEventLoop, _ProposalBridge] = {}
         self._thread = threading.Thread(target=self._run, name=f"doyen-{node}", daemon=True)
         self._thread.start()
         _track(self)
@@ -310,7 +310,7 @@ class _NodeThread:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
 
-    def desk(self, submit: Submit) -> _Desk:
+    def desk(self, submit: Submit) -> _ProposalBridge:
         """Where the calling loop hands its proposals in."""
         last, here = self._desk, threading.get_ident()
         # Asking asyncio which loop runs is a system call in some versions of Python.
@@ -321,7 +321,7 @@ class _NodeThread:
         if desk is None:
             for each in [each for each in [*self._desks] if each.is_closed()]:
                 self._desks.pop(each, None)
-            desk = self._desks[loop] = _Desk(loop, self.loop, submit)
+            desk = self._desks[loop] = _ProposalBridge(loop, self.loop, submit)
         self._desk = here, loop, desk
         return desk
 
@@ -363,7 +363,7 @@ def new_loop() -> asyncio.AbstractEventLoop:
 Submit = Callable[[int, bytes, Callable[[int, Any, BaseException | None], None]], None]
 
 
-class _Desk:
+class _ProposalBridge:
     """Proposals of one loop, on their way to the node's and back: one crossing per turn, each
     way, however many there are. `propose` and `_give_out` run on the caller's loop, the rest on
     the node's."""

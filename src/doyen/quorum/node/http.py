@@ -13,7 +13,7 @@ from doyen.quorum.protocol.connection import ConnectionErrors
 __all__ = ["pages"]
 
 
-def pages(driver: Driver, service: Service, tally: ConnectionErrors) -> dict[str, Page]:
+def pages(driver: Driver, service: Service, errors: ConnectionErrors) -> dict[str, Page]:
     """Each page by its path."""
     leaders = _Leaders(driver)
 
@@ -29,7 +29,7 @@ def pages(driver: Driver, service: Service, tally: ConnectionErrors) -> dict[str
         return text(200 if leads else 503, driver.leader or "nobody is known to lead")
 
     def metrics() -> tuple[int, str, bytes]:
-        lines = _metrics(driver, service, tally, leaders.seen)
+        lines = _metrics(driver, service, errors, leaders.seen)
         return 200, "text/plain; version=0.0.4; charset=utf-8", "".join(lines).encode()
 
     return {
@@ -55,7 +55,7 @@ class _Leaders:
 
 
 def _metrics(
-    driver: Driver, service: Service, tally: ConnectionErrors, leaders: int
+    driver: Driver, service: Service, errors: ConnectionErrors, leaders: int
 ) -> Iterator[str]:
     status, condition = driver.status(), service.condition()
     gauges: dict[str, tuple[int, str]] = {
@@ -87,6 +87,6 @@ def _metrics(
     yield f"doyen_node_leader_changes_total {leaders}\n"
     yield "# HELP doyen_node_connection_faults_total Connections that were at fault, by how.\n"
     yield "# TYPE doyen_node_connection_faults_total counter\n"
-    for fault, count in sorted(tally.counts.items(), key=lambda item: str(item[0])):
+    for fault, count in sorted(errors.counts.items(), key=lambda item: str(item[0])):
         name = str(getattr(fault, "name", fault)).lower()
         yield f'doyen_node_connection_faults_total{{kind="{name}"}} {count}\n'

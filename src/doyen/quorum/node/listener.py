@@ -1,22 +1,22 @@
-"""The door of a node: the sockets it listens on, and who comes in.
+"""The sockets that a node listens on, and the connections that arrive there.
 
 Peers, clients and plain HTTP share a port; the first byte tells them apart (a frame begins with 0,
-a request with a letter). Where the port speaks TLS, all of them do; `http_only` opens a second port
-for probes that have no certificate.
+an HTTP request with a letter). Where the port uses TLS, all of them do; `http_only` opens a second
+port for probes that have no certificate.
 
-    door = Door(me, security, peers=peers.admit, clients=service.admit,
-                pages={"/healthz": lambda: (200, "text/plain", b"ok\\n")})
-    port = await door.listen("127.0.0.1", 7400)
-    await door.close()
+    listener = Listener(me, security, peers=peers.admit, clients=service.admit,
+                        pages={"/healthz": lambda: (200, "text/plain", b"ok\\n")})
+    port = await listener.listen("127.0.0.1", 7400)
+    await listener.close()
 
-`peers` and `clients` are called with a `FrameConnection` that has proved who it is; they let it in
-with `link.welcome(on_frames, on_end)` or send it away with `link.refuse(fault, text)`. From then on
-it is theirs: `link.send`, `await link.drain()`, `link.pause()`, `link.closed`
-(`doyen.quorum.protocol.connection`).
+`peers` and `clients` are called with a `FrameConnection` that has proved its identity. They admit
+it with `connection.welcome(on_frames, on_end)` or refuse it with `connection.refuse(reason, text)`,
+and own it from then on (`doyen.quorum.protocol.connection`).
 
-Strangers are kept small: each has `handshake_s` for everything, TLS included, up to the end of the
-handshake or of the request; of more than `max_strangers` at a time, the one that has taken longest
-is shown out; more than `max_clients` are refused. Pages are for anyone who can reach the port.
+Connections that have not proved their identity are bounded. Each has `handshake_s` for everything,
+TLS included, up to the end of the handshake or of the HTTP request. Of more than `max_pending` of
+them, the oldest is closed; more than `max_clients` clients are refused. Pages are served to anyone
+who can reach the port.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ from doyen.quorum.protocol.frames import CloseReason
 from doyen.quorum.protocol.handshake import ConnectionIdentity, MemberInfo, ServerHandshake
 from doyen.quorum.protocol.security import Security, check_exposure
 
-__all__ = ["Door", "Page"]
+__all__ = ["Listener", "Page"]
 
 log = logging.getLogger("doyen")
 
 Page = Callable[[], tuple[int, str, bytes]]
 """Status, content type, body."""
 
-MAX_STRANGERS = 512
+MAX_PENDING = 512
 MAX_CLIENTS = 10_000
 MAX_REQUEST = 8192
 BACKLOG = 1024
 ACCEPTED_AT_ONCE = 16
-"""More would hold up the loop, heartbeats and all."""
-ACCEPT_AGAIN_S = 0.05
+"""More would delay the event loop, and heartbeats with it."""
+ACCEPT_RETRY_S = 0.05
 NO_SUCH_NETWORK = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}
 
 
-class Door:
-    """Listens, and hands over who has proved who they are."""
+class Listener:
+    """Listens, and hands over connections that have proved their identity."""
 
     def __init__(
         self,
@@ -73,43 +73,43 @@ class Door:
         pages: Mapping[str, Page],
         insecure: bool = False,
         info: Callable[[], MemberInfo] = MemberInfo,
-        tally: ConnectionErrors | None = None,
+        errors: ConnectionErrors | None = None,
         handshake_s: float = HANDSHAKE_S,
         keepalive_s: float = KEEPALIVE_S,
         client_bound: int = BOUND,
-        max_strangers: int = MAX_STRANGERS,
+        max_pending: int = MAX_PENDING,
         max_clients: int = MAX_CLIENTS,
     ) -> None:
         self.me = me
         self.security = security
         self.pages = pages
         self.info = info
-        self.tally = tally or ConnectionErrors()
+        self.errors = errors or ConnectionErrors()
         self.handshake_s = handshake_s
         self.keepalive_s = keepalive_s
         self.client_bound = client_bound
         self._peers = peers
         self._clients = clients
         self._insecure = insecure
-        self._max_strangers = max_strangers
+        self._max_pending = max_pending
         self._max_clients = max_clients
         self._listening: list[socket.socket] = []
-        self._strangers: dict[Visitor, None] = {}
-        self._inside: set[FrameConnection] = set()
+        self._pending: dict[PendingConnection, None] = {}
+        self._admitted: set[FrameConnection] = set()
         self._closed = False
         security.listening  # noqa: B018 - files that cannot be used are found here
 
     @property
-    def strangers(self) -> int:
-        """Connections that have not yet said who they are."""
-        return len(self._strangers)
+    def pending(self) -> int:
+        """How many connections have not proved their identity yet."""
+        return len(self._pending)
 
     @property
     def clients(self) -> int:
-        return len(self._inside)
+        return len(self._admitted)
 
     async def listen(self, host: str, port: int, *, http_only: bool = False) -> int:
-        """Listen there too; 0 takes a free port. Gives the port."""
+        """Listen there too; 0 takes a free port. Returns the port."""
         if not http_only:
             check_exposure(host, self.security, insecure=self._insecure)
         loop = asyncio.get_running_loop()
@@ -140,72 +140,72 @@ class Door:
         return port
 
     def _accept(self, listening: socket.socket, http_only: bool) -> None:
-        """Take in who waits. A callback, not a task: a task that is cancelled just after a
-        connection was accepted would lose it without closing it."""
+        """Accept waiting connections. This is a callback, since a task that is cancelled just after
+        it accepted a connection would not close that."""
         try:
             for _ in range(ACCEPTED_AT_ONCE):
                 arrived, where = listening.accept()
                 arrived.setblocking(False)
-                Visitor(self, http_only, where[0]).begin(arrived)
+                PendingConnection(self, http_only, where[0]).begin(arrived)
         except (BlockingIOError, InterruptedError):
-            pass  # all of them are in
-        except OSError as error:  # it was gone already, or there are no descriptors left
-            self.tally.record(CloseReason.CROWDED, f"nobody could be let in: {error}")
+            pass  # no more are waiting
+        except OSError as error:  # the peer has gone already, or no descriptors are left
+            self.errors.record(CloseReason.CROWDED, f"connections could not be accepted: {error}")
             loop = asyncio.get_running_loop()
             loop.remove_reader(listening)
-            loop.call_later(ACCEPT_AGAIN_S, self._accept_again, listening, http_only)
+            loop.call_later(ACCEPT_RETRY_S, self._resume_accepting, listening, http_only)
 
-    def _accept_again(self, listening: socket.socket, http_only: bool) -> None:
+    def _resume_accepting(self, listening: socket.socket, http_only: bool) -> None:
         if listening in self._listening:
             loop = asyncio.get_running_loop()
             loop.add_reader(listening, self._accept, listening, http_only)
 
-    def enter(self, visitor: Visitor) -> None:
-        """A stranger is at the door."""
-        self._strangers[visitor] = None
-        if len(self._strangers) > self._max_strangers:
-            longest = next(iter(self._strangers))
-            longest.turn_away(
-                CloseReason.CROWDED, "too many connections that do not say who they are"
-            )
+    def add(self, connection: PendingConnection) -> None:
+        self._pending[connection] = None
+        if len(self._pending) > self._max_pending:
+            oldest = next(iter(self._pending))
+            text = "too many connections that have not proved their identity"
+            oldest.drop(CloseReason.CROWDED, text)
 
-    def leave(self, visitor: Visitor) -> None:
-        """A stranger has gone, or is none any more."""
-        self._strangers.pop(visitor, None)
+    def remove(self, connection: PendingConnection) -> None:
+        """The connection has ended, or proved its identity."""
+        self._pending.pop(connection, None)
 
-    def admit(self, link: FrameConnection) -> None:
-        """Somebody has proved who they are."""
+    def admit(self, connection: FrameConnection) -> None:
+        """A connection has proved its identity."""
         if self._closed:
-            link.abort()
-        elif link.role == "peer":
-            self._peers(link)
-        elif len(self._inside) >= self._max_clients:
-            link.refuse(CloseReason.CROWDED, f"{self._max_clients} clients are here already")
+            connection.abort()
+        elif connection.role == "peer":
+            self._peers(connection)
+        elif len(self._admitted) >= self._max_clients:
+            connection.refuse(
+                CloseReason.CROWDED, f"{self._max_clients} clients are connected already"
+            )
         else:
-            self._inside.add(link)
-            link.when_gone(self._inside.discard)
-            self._clients(link)
+            self._admitted.add(connection)
+            connection.when_gone(self._admitted.discard)
+            self._clients(connection)
 
     def stop_listening(self) -> None:
-        """Let nobody in any more; who is in stays."""
+        """Accept no more connections; those that were admitted stay."""
         for listening in self._listening:
             asyncio.get_running_loop().remove_reader(listening)
             listening.close()
         self._listening.clear()
 
     async def close(self) -> None:
-        """Listen no more, send strangers away, and end the clients' links."""
+        """Stop listening, and close pending connections and those of clients."""
         self._closed = True
         self.stop_listening()
-        strangers = list(self._strangers)
-        for visitor in strangers:
-            visitor.turn_away(None, "")
-        for visitor in strangers:
-            await visitor.wait()
-        for link in list(self._inside):
-            link.close()
-        for link in list(self._inside):
-            await link.wait()
+        pending = list(self._pending)
+        for connection in pending:
+            connection.drop(None, "")
+        for connection in pending:
+            await connection.wait()
+        for admitted in list(self._admitted):
+            admitted.close()
+        for admitted in list(self._admitted):
+            await admitted.wait()
 
 
 def _bind(family: int, where: tuple[Any, ...]) -> socket.socket:
@@ -223,19 +223,19 @@ def _bind(family: int, where: tuple[Any, ...]) -> socket.socket:
     return listening
 
 
-class Visitor(asyncio.Protocol):
-    """A connection until one knows what it wants.
+class PendingConnection(asyncio.Protocol):
+    """A connection that has not proved its identity, or that is an HTTP request.
 
-    It is counted, and its time runs, from before TLS: a server of asyncio's own would show us only
-    those who are through with that.
+    It counts, and its time runs, from before the TLS handshake; `asyncio.start_server` would show a
+    connection only after that.
     """
 
-    def __init__(self, door: Door, http_only: bool, where: str) -> None:
-        self._door = door
+    def __init__(self, listener: Listener, http_only: bool, where: str) -> None:
+        self._listener = listener
         self._http_only = http_only
         self._where = where
         self._transport: Any = None
-        self._link: FrameConnection | None = None
+        self._connection: FrameConnection | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._connecting = False
@@ -243,14 +243,14 @@ class Visitor(asyncio.Protocol):
         self._over = False
 
     def begin(self, arrived: socket.socket) -> None:
-        """Have it speak to us, over TLS if that is set."""
+        """Start the protocol on an accepted socket, over TLS if that is set."""
         loop = asyncio.get_running_loop()
-        door = self._door
+        listener = self._listener
         self._task = loop.create_task(self._connect(arrived))
         self._deadline = loop.call_later(
-            door.handshake_s, self.turn_away, CloseReason.DEADLINE, "took too long to greet"
+            listener.handshake_s, self.drop, CloseReason.DEADLINE, "the handshake took too long"
         )
-        door.enter(self)
+        listener.add(self)
 
     async def _connect(self, arrived: socket.socket) -> None:
         if self._over:
@@ -258,14 +258,15 @@ class Visitor(asyncio.Protocol):
             return
         self._connecting = True
         loop = asyncio.get_running_loop()
-        context = None if self._http_only else self._door.security.listening
-        patience_s = self._door.handshake_s + 1 if context else None  # ours runs out first
+        context = None if self._http_only else self._listener.security.listening
+        # A little more than the deadline of this connection, which is to end it.
+        patience_s = self._listener.handshake_s + 1 if context else None
         try:
             await loop.connect_accepted_socket(
                 lambda: self, arrived, ssl=context, ssl_handshake_timeout=patience_s
             )
         except OSError as error:
-            self.turn_away(
+            self.drop(
                 CloseReason.TLS if context else CloseReason.GARBAGE, f"did not connect: {error}"
             )
         finally:
@@ -282,63 +283,63 @@ class Visitor(asyncio.Protocol):
         if self._request or data[:1].isalpha():
             self._read_request(data)
         elif data[0] == 0 and not self._http_only:
-            self._make_link(data)
+            self._make_connection(data)
         else:
             tls = data[0] == 0x16
-            self.turn_away(
+            self.drop(
                 CloseReason.TLS if tls else CloseReason.GARBAGE,
-                "spoke TLS, which this port does not" if tls else "spoke neither HTTP nor ours",
+                "sent TLS, which this port does not use" if tls else "sent neither HTTP nor frames",
             )
 
-    def _make_link(self, data: bytes) -> None:
-        door = self._door
-        link = FrameConnection(
-            ServerHandshake(door.me, security=door.security, info=door.info),
-            door.tally,
-            admit=door.admit,
-            keepalive_s=door.keepalive_s,
-            bound=door.client_bound,
+    def _make_connection(self, data: bytes) -> None:
+        listener = self._listener
+        connection = FrameConnection(
+            ServerHandshake(listener.me, security=listener.security, info=listener.info),
+            listener.errors,
+            admit=listener.admit,
+            keepalive_s=listener.keepalive_s,
+            bound=listener.client_bound,
         )
-        link.established.add_done_callback(lambda _: self._end())
-        self._link = link
-        self._transport.set_protocol(link)
-        link.connection_made(self._transport)
-        link.data_received(data)
+        connection.established.add_done_callback(lambda _: self._end())
+        self._connection = connection
+        self._transport.set_protocol(connection)
+        connection.connection_made(self._transport)
+        connection.data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end()
 
-    def turn_away(self, fault: CloseReason | None, text: str) -> None:
-        """Show the stranger out."""
+    def drop(self, fault: CloseReason | None, text: str) -> None:
+        """Close it, and record why."""
         if self._over:
             return
         if fault is not None:
-            self._door.tally.record(fault, f"{self._where}: {text}")
+            self._listener.errors.record(fault, f"{self._where}: {text}")
         self._end()
-        if self._link is not None:
-            self._link.abort(End.FAULT)
+        if self._connection is not None:
+            self._connection.abort(End.FAULT)
         elif self._transport is not None:
             self._transport.abort()
         elif self._connecting and self._task is not None:
             self._task.cancel()
 
     async def wait(self) -> None:
-        """Until its connection is in the hands of a transport, or closed."""
+        """Wait until the socket belongs to a transport, or is closed."""
         if self._task is not None:
             await asyncio.wait({self._task})
 
     def _end(self) -> None:
         self._over = True
-        self._door.leave(self)
+        self._listener.remove(self)
         if self._deadline is not None:
             self._deadline.cancel()
 
-    # HTTP: one small request, one answer, the end.
+    # HTTP: one small request per connection.
 
     def _read_request(self, data: bytes) -> None:
         self._request += data
         if len(self._request) > MAX_REQUEST:
-            self._answer(431, "text/plain", b"too much\n")
+            self._answer(431, "text/plain", b"the request is too long\n")
         elif b"\r\n\r\n" in self._request:
             self._answer(*self._page())
 
@@ -349,14 +350,14 @@ class Visitor(asyncio.Protocol):
             return 400, "text/plain", b"not a request\n"
         if method not in {b"GET", b"HEAD"}:
             return 405, "text/plain", b"GET only\n"
-        page = self._door.pages.get(target.partition(b"?")[0].decode("latin-1"))
+        page = self._listener.pages.get(target.partition(b"?")[0].decode("latin-1"))
         if page is None:
             return 404, "text/plain", b"no such page\n"
         try:
             return page()
         except Exception:
-            log.exception("no page at %s", target)
-            return 500, "text/plain", b"the node could not say\n"
+            log.exception("the page %s failed", target)
+            return 500, "text/plain", b"internal error: see the log of the node\n"
 
     def _answer(self, status: int, kind: str, body: bytes) -> None:
         reason = HTTPStatus(status).phrase

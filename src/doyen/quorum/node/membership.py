@@ -1,27 +1,28 @@
-"""Who this node is, and which nodes it hears as peers.
+"""The identity of this node, and which nodes it accepts as peers.
 
-Every data folder has a random **member id**, drawn when it is made; every cluster has a random
-**cluster id**, drawn when it is founded. The cluster records the member id of each node, so a node
-that comes back with an emptied folder is not taken for the one that voted and acknowledged writes.
+Every data directory has a random **member id**, created with it; every cluster has a random
+**cluster id**, created when it is founded. The cluster records the member id of each node, so a
+node that comes back with an emptied data directory is not taken for the one that voted and
+acknowledged writes.
 
-**Founding** happens once. A node with an empty folder takes part only if it was told to
-(`found=True`), and only together with every other node that it was told of: each of them must be
-there, with an empty folder and the same list. The first by name then draws the cluster id, writes
-it to its disk together with the member ids of all, and tells the others, which write it too. Nobody
-votes before that. So a node that has lost its folder cannot found a second cluster: at least one of
-those it needs has data, and refuses.
+**Founding** happens once. A node with an empty data directory takes part only if it was started
+with `found=True`, and only together with every other node in its list of peers: each of them must
+be connected, with an empty data directory and the same list. The first by name then creates the
+cluster id, writes it to its disk together with the member ids of all, and sends this record to the
+others, which write it too. No node votes before that. So a node that has lost its data directory
+cannot found a second cluster: at least one of the nodes that it needs has data, and refuses.
 
-**Joining**: a node with an empty folder that was told to join waits until the leader dials it. The
-leader records its member id, by an entry of the log, as soon as it has connected.
+**Joining.** A node with an empty data directory that was started with `join=True` waits until the
+leader dials it. The leader records its member id, in a log entry, as soon as it has connected.
 
-**Peers** are judged when a connection is made (`judge`): by cluster id, by member id, and by how
-far they have come. Whoever has acknowledged more than it now says to have has lost data.
+**Peers** are checked when a connection is made (`check`): by cluster id, by member id, and by how
+far their log reaches. A node that has acknowledged more than it now has, has lost data.
 
-**Clusters of earlier releases** have no ids. Their leader records them all in one entry, when every
-member is connected and has told its own; until then no member is refused for lack of one.
+**Clusters of earlier releases** have no ids. Their leader records all of them in one entry when
+every member is connected and has stated its own; until then no member is refused for lack of one.
 
-What is agreed in the log (`Membership.members`) prevails over what was written at the founding.
-Knows no sockets and no files: `save` writes, and `peers` carries.
+The ids in the log (`Membership.members`) take precedence over the founding record. Knows no sockets
+and no files: `save` writes, and `peers` exchanges the records.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from doyen.quorum.protocol.frames import CloseReason, ConnectionRefused
 from doyen.quorum.protocol.handshake import CheckRemote, ConnectionIdentity, MemberInfo
 from doyen.quorum.protocol.security import certificate_names
 
-__all__ = ["FolderRolledBack", "Members", "NodeMember", "opening"]
+__all__ = ["DataDirectoryRolledBack", "Members", "NodeMember", "initial_member"]
 
 log = logging.getLogger("doyen.quorum.node")
 
@@ -51,19 +52,19 @@ FOUNDING, JOINING = "founding", "joining"
 
 
 class NodeMember(Struct, frozen=True):
-    """What the folder keeps of its own identity."""
+    """The identity that is kept in a data directory."""
 
     member: str
-    """The random id of this folder."""
+    """The random id of the data directory."""
     cluster_id: str = ""
     founders: dict[str, str] = {}
-    """The member ids of those who founded the cluster, by name."""
+    """The member ids of the nodes that founded the cluster, by name."""
     pending: str = ""
-    """`founding` or `joining`: the folder was made for that, and it has not happened yet."""
+    """`founding` or `joining`, until that has happened."""
 
 
 class _Founding(Struct, frozen=True, array_like=True):
-    """The founding record, as it is told to others."""
+    """The founding record, as it is sent to peers."""
 
     cluster_id: str
     founders: dict[str, str]
@@ -72,12 +73,12 @@ class _Founding(Struct, frozen=True, array_like=True):
 _founding = Decoder(_Founding).decode
 
 REMEDY = (
-    "Remove it from the cluster (doyen cluster remove {node}), empty its data folder, start it with"
-    " --join, and add it anew (doyen cluster add {node} {address})."
+    "Remove it from the cluster (doyen cluster remove {node}), empty its data directory, start it"
+    " with --join, and add it again (doyen cluster add {node} {address})."
 )
 
 
-def opening(
+def initial_member(
     found: NodeMember | None,
     *,
     blank: bool,
@@ -87,9 +88,10 @@ def opening(
     joining: bool,
     folder: str,
 ) -> NodeMember:
-    """The identity with which a node starts. `found` is what its folder says, `blank` whether its
-    log has nothing at all. Raises if an empty folder was given without saying what for."""
-    if found is None and not blank:  # a folder of an earlier release, or one that was restored
+    """The identity with which a node starts. `found` is the one in its data directory, and `blank`
+    whether its log is empty. Raises if the directory is empty and the node was started neither to
+    found a cluster nor to join one."""
+    if found is None and not blank:  # of an earlier release, or restored from a backup
         return NodeMember(token_hex(8))
     if found is not None and (not found.pending or (found.pending == JOINING and not blank)):
         return replace(found, pending="")
@@ -101,20 +103,21 @@ def opening(
     if joining:
         return NodeMember(member, pending=JOINING)
     raise StoreUnusable(
-        f"{folder} is empty: it is not known what node {node!r} has promised. To found a new"
+        f"{folder} is empty, so what node {node!r} has acknowledged is not known. To found a new"
         " cluster, start every node with --found (found=True). To add this node to a cluster that"
-        f" exists, use --join (join=True) and doyen cluster add. If {node!r} is a member and has"
-        f" lost its folder: {REMEDY.format(node=node, address=peers.get(node, 'HOST:PORT'))}"
+        f" exists, use --join (join=True) and doyen cluster add. If {node!r} is a member that has"
+        " lost its data directory: "
+        + REMEDY.format(node=node, address=peers.get(node, "HOST:PORT"))
     )
 
 
-class FolderRolledBack(ConnectionRefused):
-    """The node's own folder, and an older copy of it: it must take no part any more."""
+class DataDirectoryRolledBack(ConnectionRefused):
+    """The node's data directory is an older copy of itself: the node must take no part any more."""
 
 
 class MemberCore(Protocol):
-    """What is needed of a consensus core. Only Raft has `position`, `witnessed` and a `log` with
-    the membership before the one in force."""
+    """What is needed of a consensus core. Only Raft also has `position`, `witnessed` and a `log`
+    with the membership before the one in force."""
 
     membership: Membership
     generation: int
@@ -122,7 +125,7 @@ class MemberCore(Protocol):
 
 
 class Members:
-    """The members of the cluster, as this node knows them."""
+    """The members of the cluster as this node knows them."""
 
     def __init__(
         self,
@@ -135,19 +138,19 @@ class Members:
         self.own = own
         self.core: MemberCore | None = None
         self.infos: dict[str, MemberInfo] = {}
-        """What each connected peer has said of itself."""
+        """What each connected peer has stated about itself."""
         self.lost = ""
-        """Why this node takes no part any more, if a peer has told it so."""
+        """Why this node takes no part any more, if a peer has said so."""
         self._peers = dict(peers)
         self._save = save
-        self._settling = False
+        self._adopting = False
         self._recorded: Mapping[str, str] = {}
-        self.news = asyncio.Event()
-        """Set when there may be something to record."""
-        self._met: dict[str, str] = {}
-        """Those who wait to be founded together with this node, and are connected."""
+        self.changes = asyncio.Event()
+        """Set when there may be something to record (`to_record`)."""
+        self._founders: dict[str, str] = {}
+        """Member ids of connected nodes that wait to found the cluster with this one, by name."""
 
-    # Who this node is.
+    # This node.
 
     @property
     def membership(self) -> Membership:
@@ -155,13 +158,13 @@ class Members:
 
     @property
     def everyone(self) -> tuple[str, ...]:
-        """The members; until a change is committed, those before it too, who may have to hear of
-        it, or to undo it."""
+        """The members. Until a change is committed, also those before it: they may have to learn of
+        the change, or to undo it."""
         return self.membership.everyone + self._before.everyone
 
     @property
     def _before(self) -> Membership:
-        """The membership before a change that is not committed; empty if there is none."""
+        """The membership before a change that is not committed; empty if there is no change."""
         log = getattr(self.core, "log", None)
         if self.core is None or log is None or not hasattr(log, "membership_before"):
             return Membership(())
@@ -174,12 +177,12 @@ class Members:
 
     @property
     def ids(self) -> Mapping[str, str]:
-        """The member id of each node, as far as it is recorded."""
+        """The recorded member ids, by node."""
         return self.membership.members or self.own.founders
 
     @property
     def waiting(self) -> bool:
-        """Whether this node waits to be founded. It takes no part in anything until then."""
+        """Whether this node waits for the founding. It takes no part in anything until then."""
         return self.own.pending == FOUNDING
 
     @property
@@ -189,7 +192,7 @@ class Members:
         return position
 
     def info(self) -> MemberInfo:
-        """What this node says of itself when it connects."""
+        """What this node states about itself when it connects."""
         waiting = self.waiting
         return MemberInfo(
             self.cluster_id,
@@ -199,19 +202,19 @@ class Members:
         )
 
     def _digest(self) -> str:
-        """Of the nodes that are to found the cluster together."""
+        """A digest of the list of peers, which all founders must share."""
         return sha256(encode(sorted(self._peers.items()))).hexdigest()[:32]
 
-    # Who is heard.
+    # Checks of peers.
 
-    def judging(self, node: str) -> CheckRemote:
+    def checker(self, node: str) -> CheckRemote:
         """`judge`, for a node that is about to be dialled. What it acknowledges meanwhile, on a
         connection of its own, may be more than it is going to say on this one."""
         mark = self._mark(node)
-        return lambda them, info: self.judge(them, info, mark)
+        return lambda them, info: self.check(them, info, mark)
 
     def _mark(self, node: str) -> Position:
-        """How far the node has come, by its own word."""
+        """The position that the node has acknowledged."""
         witnessed: Mapping[str, Position] = getattr(self.core, "witnessed", {})
         return witnessed.get(node, Position())
 
@@ -220,19 +223,19 @@ class Members:
     ) -> None:
         """`judge`, for a node that has dialled this one."""
         self._check_certificate(them.node, certificate)
-        self.judge(them, info, self._mark(them.node))
+        self.check(them, info, self._mark(them.node))
 
-    def judge(self, them: ConnectionIdentity, info: MemberInfo, mark: Position) -> None:
-        """Raise `ConnectionRefused` unless this is a node to be heard as a peer."""
+    def check(self, them: ConnectionIdentity, info: MemberInfo, mark: Position) -> None:
+        """Raise `ConnectionRefused` unless this node may be a peer."""
         node = them.node
         if self.lost:
             raise ConnectionRefused(CloseReason.MEMBER, self.lost)
         if self.waiting:
-            self._check_fellow(node, info)
+            self._check_founder(node, info)
             return
         if info.founding:
             if self.ids.get(node) != info.member or not self.own.founders:
-                raise self._lost(node, "its data folder is empty, and this cluster has data")
+                raise self._lost(node, "its data directory is empty, and this cluster has data")
             return
         if not self._ahead(info):
             if node not in self.everyone:
@@ -245,7 +248,7 @@ class Members:
         self._check_position(node, info, mark)
 
     def _check_certificate(self, node: str, certificate: Mapping[str, Any] | None) -> None:
-        """A certificate lets in the node that it names, by its id or its host."""
+        """A certificate is valid for the node that it names, by its id or its host."""
         if certificate is None:
             return
         address = self.membership.addresses.get(node) or self._peers.get(node, "")
@@ -254,35 +257,35 @@ class Members:
         if node not in names and host not in names:
             raise ConnectionRefused(
                 CloseReason.ROLE,
-                f"the certificate is for {', '.join(sorted(names)) or 'nobody'}, not for node"
+                f"the certificate is for {', '.join(sorted(names)) or 'no name'}, not for node"
                 f" {node!r} or its host {host or '(unknown)'!r}: every node needs one of its own",
             )
 
-    def _check_fellow(self, node: str, info: MemberInfo) -> None:
+    def _check_founder(self, node: str, info: MemberInfo) -> None:
         if node not in self._peers:
             raise ConnectionRefused(
                 CloseReason.NODE,
-                f"node {node!r} is not among the peers that node {self.node!r} was told of",
+                f"node {node!r} is not in the list of peers of node {self.node!r}",
             )
         if info.cluster_id:
-            return  # it knows the founding record, and is going to tell
+            return  # it has the founding record, and is going to send it
         if not info.founding:
             raise ConnectionRefused(
                 CloseReason.MEMBER,
                 f"node {self.node!r} waits for a cluster to be founded, which needs every node to"
-                f" have an empty data folder and --found, and node {node!r} has data or no --found."
-                f" If {self.node!r} has lost its data folder: {self._remedy(self.node)}",
+                f" have an empty data directory and --found; node {node!r} has data or no --found."
+                f" If {self.node!r} has lost its data directory: {self._remedy(self.node)}",
             )
         if info.founding != self._digest():
             raise ConnectionRefused(
                 CloseReason.MEMBER,
-                f"nodes {node!r} and {self.node!r} were told of different peers: a cluster is"
-                " founded by nodes that were all told of the same names and addresses",
+                f"nodes {node!r} and {self.node!r} have different lists of peers: all founders of a"
+                " cluster must be started with the same names and addresses",
             )
 
     def _ahead(self, info: MemberInfo) -> bool:
-        """Whether a node of this cluster has a log that is further along: then it may have been
-        added, or added anew, by entries that are not here yet."""
+        """Whether a node of this cluster has a longer log: then entries that this node lacks may
+        have added it, or added it again."""
         same = not self.cluster_id or info.cluster_id == self.cluster_id
         return same and bool(info.member) and self.position.behind(info.position)
 
@@ -295,27 +298,27 @@ class Members:
                 " members of this cluster have one: run the later release there",
             )
         if expected and info.member != expected:
-            raise self._lost(node, f"its data folder has id {info.member}, not {expected}")
+            raise self._lost(node, f"its data directory has id {info.member}, not {expected}")
         blank = info.position == Position() and self.position != Position()
         if not expected and info.member and blank and node in self.membership.voters:
-            raise self._lost(node, "its data folder is empty, and it is a voter")
+            raise self._lost(node, "its data directory is empty, and it is a voter")
 
     def _check_position(self, node: str, info: MemberInfo, mark: Position) -> None:
         if info.member and not info.position.covers(mark):
             had, has = mark, info.position
-            raise FolderRolledBack(
+            raise DataDirectoryRolledBack(
                 CloseReason.MEMBER,
-                f"node {node!r} has lost what it has promised: it has acknowledged entry"
+                f"node {node!r} has lost data that it has acknowledged: it had entry"
                 f" {had.last_index} of generation {had.last_generation} in generation"
                 f" {had.generation}, and now has entry {has.last_index} of generation"
-                f" {has.last_generation} in generation {has.generation}: its data folder is an"
+                f" {has.last_generation} in generation {has.generation}: its data directory is an"
                 f" older copy. {self._remedy(node)}",
             )
 
     def _lost(self, node: str, why: str) -> ConnectionRefused:
         return ConnectionRefused(
             CloseReason.MEMBER,
-            f"node {node!r} has lost what it has promised: {why}. {self._remedy(node)}",
+            f"node {node!r} has lost data that it has acknowledged: {why}. {self._remedy(node)}",
         )
 
     def _remedy(self, node: str) -> str:
@@ -323,12 +326,13 @@ class Members:
         return REMEDY.format(node=node, address=address)
 
     def connected(self, node: str, info: MemberInfo) -> None:
-        """A peer that was heard out is connected."""
+        """A peer that passed the checks is connected."""
         self.infos[node] = info
-        self.news.set()
+        self.changes.set()
 
-    def reformed(self) -> None:
-        """Another membership is in force: what was heard of a folder says nothing of another."""
+    def membership_changed(self) -> None:
+        """Another membership is in force: forget the positions of data directories that it does not
+        name."""
         ids, witnessed = dict(self.ids), getattr(self.core, "witnessed", {})
         everyone = self.everyone
         for node in [*witnessed]:
@@ -336,72 +340,76 @@ class Members:
             if node not in everyone or (known and ids.get(node) != known):
                 del witnessed[node]
         self._recorded = ids
-        self.news.set()
+        self.changes.set()
 
     def disconnected(self, node: str) -> None:
         self.infos.pop(node, None)
 
     # Founding.
 
-    def met(self, node: str, info: MemberInfo) -> None:
-        """This node has dialled one that waits to be founded, or that knows the record."""
+    def founder_connected(self, node: str, info: MemberInfo) -> None:
+        """This node has dialled one that waits for the founding, or that has the record."""
         if info.founding:
-            self._met[node] = info.member
+            self._founders[node] = info.member
 
-    def parted(self, node: str) -> None:
-        self._met.pop(node, None)
+    def founder_disconnected(self, node: str) -> None:
+        self._founders.pop(node, None)
 
     async def found(self) -> bool:
-        """Found the cluster if that is for this node to do and everybody is there. Whether it has
-        been founded now."""
-        mine_to_do = self.waiting and self.node == min(self._peers) and not self.missing()
-        if self._settling or not mine_to_do:
+        """Found the cluster if that is up to this node and all founders are connected. Returns
+        whether it did."""
+        first = self.waiting and self.node == min(self._peers) and not self.missing()
+        if self._adopting or not first:
             return False
-        founders = {**self._met, self.node: self.own.member}
-        await self._settle(_Founding(token_hex(8), founders))
+        founders = {**self._founders, self.node: self.own.member}
+        await self._adopt(_Founding(token_hex(8), founders))
         return True
 
     def record(self) -> bytes:
-        """The founding record, for those who wait for it; empty if this node has none."""
+        """The founding record, for nodes that wait for it; empty if this node has none."""
         if self.waiting or not self.own.founders:
             return b""
         return encode(_Founding(self.own.cluster_id, self.own.founders))
 
-    async def told(self, record: bytes) -> bool:
-        """A peer tells the founding record. Whether this node has been founded by it."""
+    async def take_record(self, record: bytes) -> bool:
+        """A peer has sent the founding record. Returns whether this node has adopted it."""
         try:
             founding = _founding(record)
         except MsgspecError as error:
             raise ConfigError(f"not a founding record: {error}") from None
-        if not self.waiting or self._settling:
+        if not self.waiting or self._adopting:
             return False
         if (
             founding.founders.get(self.node) != self.own.member
             or founding.founders.keys() != self._peers.keys()
         ):
-            raise self._lost(self.node, "the cluster was founded with another data folder of it")
-        await self._settle(founding)
+            raise self._lost(
+                self.node, "the cluster was founded with another data directory of this node"
+            )
+        await self._adopt(founding)
         return True
 
-    async def _settle(self, founding: _Founding) -> None:
-        self._settling = True
+    async def _adopt(self, founding: _Founding) -> None:
+        self._adopting = True
         try:
             own = NodeMember(self.own.member, founding.cluster_id, founding.founders)
             await self._save(own)
         finally:
-            self._settling = False
+            self._adopting = False
         self.own = own
-        self.news.set()
+        self.changes.set()
         log.info("node %s: cluster founded, id %s", self.node, founding.cluster_id)
 
     def missing(self) -> list[str]:
-        """Whom this node waits for, to be founded."""
-        return sorted(self._peers.keys() - self._met.keys() - {self.node}) if self.waiting else []
+        """The founders that are not connected."""
+        return (
+            sorted(self._peers.keys() - self._founders.keys() - {self.node}) if self.waiting else []
+        )
 
-    # What the leader has to record.
+    # What the leader records.
 
     def to_record(self) -> Membership | None:
-        """The membership in force with the ids that are missing from it, if they are known now."""
+        """The membership with the ids that are missing from it, if they are known now."""
         membership = self.membership
         if self.waiting or self.node not in membership.everyone:
             return None
@@ -411,7 +419,7 @@ class Members:
         cluster = self.cluster_id
         if not cluster:
             if len(ids) < len(membership.everyone):
-                return None  # a cluster of an earlier release, of which not everybody is there
+                return None  # a cluster of an earlier release, with members that are not connected
             cluster = sha256(encode(sorted(ids.items()))).hexdigest()[:16]
         wanted = replace(membership, members=ids, cluster=cluster)
         return wanted if wanted != membership else None

@@ -110,7 +110,7 @@ class OutgoingPeer:
                 self.dialling = False
                 self.error = str(error)
                 if isinstance(error, ConnectionRefused):
-                    self._peers.tally.record(
+                    self._peers.errors.record(
                         error.reason, f"node {self.node!r} not reached: {error}"
                     )
             else:
@@ -119,7 +119,7 @@ class OutgoingPeer:
                 await connection.wait()
                 if self._waiting is not None and self._peers.members is not None:
                     self._waiting = None
-                    self._peers.members.parted(self.node)
+                    self._peers.members.founder_disconnected(self.node)
                 if loop.time() - began > HELD_S:
                     pause = SOONEST_S
                     continue
@@ -138,11 +138,11 @@ class OutgoingPeer:
             role="peer",
             wanted=self.node,
             info=info,
-            check=members.judging(self.node) if members is not None else None,
+            check=members.checker(self.node) if members is not None else None,
             security=peers.security,
             on_frames=self._take,
             on_end=self._ended,
-            errors=peers.tally,
+            errors=peers.errors,
             handshake_s=peers.handshake_s,
             keepalive_s=peers.keepalive_s,
             bound=peers.bound,
@@ -156,6 +156,9 @@ class OutgoingPeer:
                     f"another process is connected as node {self.node!r} than the one at "
                     f"{self.address}: every node needs an id of its own",
                 )
+            if members is not None and members.lost:
+                # A peer has said so since the handshake of this connection was checked.
+                raise ConnectionRefused(CloseReason.MEMBER, members.lost)
             if connection.closed:
                 raise StoreUnavailable(f"{self.address} ended the connection")
         except BaseException:
@@ -178,7 +181,7 @@ class OutgoingPeer:
             connection.close()
             return
         self._waiting = connection
-        members.met(self.node, connection.info)
+        members.founder_connected(self.node, connection.info)
         self._peers.start_task(self._peers.found())
 
     def _ended(self, connection: FrameConnection, end: End) -> None:

@@ -42,7 +42,7 @@ from doyen.errors import DoyenError, StoreUnavailable
 from doyen.quorum.consensus.core import Message, Snapshot
 from doyen.quorum.keyspace.versions import FIRST
 from doyen.quorum.node.incoming import IncomingPeer
-from doyen.quorum.node.membership import FolderRolledBack, Members
+from doyen.quorum.node.membership import DataDirectoryRolledBack, Members
 from doyen.quorum.node.outgoing import OutgoingPeer
 from doyen.quorum.node.peer_frames import FOUNDED, LOST, MESSAGE, encode
 from doyen.quorum.protocol.connection import (
@@ -79,7 +79,7 @@ class Peers:
         *,
         decode: Callable[[bytes], Message],
         members: Members | None = None,
-        tally: ConnectionErrors | None = None,
+        errors: ConnectionErrors | None = None,
         jitter: Callable[[], float] = random.random,
         bound: int = BOUND,
         handshake_s: float = HANDSHAKE_S,
@@ -89,7 +89,7 @@ class Peers:
         self.me = me
         self.security = security
         self.members = members
-        self.tally = tally or ConnectionErrors()
+        self.errors = errors or ConnectionErrors()
         self.dropped: Counter[str] = Counter()
         """Messages that did not fit into a peer's queue, or found no connection, by peer."""
         self.decode = decode
@@ -134,7 +134,7 @@ class Peers:
             if node != self.me.node and node not in self.outgoing:
                 self.outgoing[node] = OutgoingPeer(self, node, address)
         if self.members is not None:
-            self.members.reformed()
+            self.members.membership_changed()
             heard = {*addresses, *self.members.everyone}
             for node, incoming in list(self.incoming.items()):
                 if node not in heard:
@@ -174,7 +174,7 @@ class Peers:
                 self._encoded = message, data
             if len(data) >= MAX_FRAME:
                 text = f"a message of {len(data)} bytes was not sent"
-                self.tally.record(CloseReason.TOO_LARGE, text)
+                self.errors.record(CloseReason.TOO_LARGE, text)
             elif connection.send(MESSAGE, data):
                 return
         self.dropped[peer] += 1
@@ -219,7 +219,7 @@ class Peers:
             await connection.wait()
 
     @property
-    def errors(self) -> dict[str, str]:
+    def connection_errors(self) -> dict[str, str]:
         """Why each peer that is not connected is not."""
         outgoing = self.outgoing.items()
         return {node: peer.error for node, peer in outgoing if peer.connection is None}
@@ -247,7 +247,7 @@ class Peers:
         if members is not None:
             try:
                 members.admit(them, connection.info, connection.certificate)
-            except FolderRolledBack as error:
+            except DataDirectoryRolledBack as error:
                 self._refuse_rolled_back(connection, str(error))
                 return
             except ConnectionRefused as error:
@@ -271,7 +271,7 @@ class Peers:
         """Tell a node with an older copy of its data directory to stop taking part: it could form a
         majority with nodes that do not know. It is admitted for this, since only then does it know
         that a member of its cluster says so."""
-        self.tally.record(CloseReason.MEMBER, f"{connection}: {text}")
+        self.errors.record(CloseReason.MEMBER, f"{connection}: {text}")
         connection.welcome(lambda *_: None, lambda *_: None)
         connection.send(LOST, text.encode())
         connection.close()
@@ -316,7 +316,7 @@ class Peers:
     async def _take_founding_record(self, connection: FrameConnection, record: bytes) -> None:
         assert self.members is not None
         try:
-            if await self.members.told(record):
+            if await self.members.take_record(record):
                 self._founded()
         except DoyenError as error:
             connection.fail(CloseReason.MEMBER, str(error))

@@ -36,8 +36,8 @@ from doyen.quorum.node.framed_files import FileSystem
 from doyen.quorum.node.http import pages
 from doyen.quorum.node.journal import DirectoryIdentity as Owner
 from doyen.quorum.node.journal import FileJournal
-from doyen.quorum.node.listener import Door
-from doyen.quorum.node.membership import Members, NodeMember, opening
+from doyen.quorum.node.listener import Listener
+from doyen.quorum.node.membership import Members, NodeMember, initial_member
 from doyen.quorum.node.peers import Peers
 from doyen.quorum.node.proposals import Batch
 from doyen.quorum.node.replicated import KEYSPACE, USER, ReplicatedMachines
@@ -191,7 +191,7 @@ def _open(
     """Read the folder, or make it if that was asked for: its journal, and who it is."""
     disk, folder = FileSystem(), Path(options.data_dir)
     start = partial(
-        opening,
+        initial_member,
         node=options.id,
         peers=options.peers,
         founding=options.found,
@@ -220,13 +220,13 @@ def _open(
 async def record_members(driver: Driver, members: Members) -> None:
     """While this node leads, have the log name the member ids that are known and missing there."""
     while True:
-        members.news.clear()
+        members.changes.clear()
         wanted = members.to_record() if driver.role is Role.LEADING else None
         if wanted is not None:
             driver.own_entries.append(ChangeAsked(wanted), Batch([], []))
         with suppress(TimeoutError):
             async with asyncio.timeout(RECORD_AGAIN_S if wanted is not None else None):
-                await members.news.wait()
+                await members.changes.wait()
 
 
 def _tell_apart(options: NodeOptions, members: Membership) -> None:
@@ -267,13 +267,13 @@ class NodeServer:
     """A node on the running loop. Made by `open`."""
 
     def __init__(
-        self, driver: Driver, door: Door, keyspace: Keyspace, service: Service, port: int
+        self, driver: Driver, listener: Listener, keyspace: Keyspace, service: Service, port: int
     ) -> None:
         self.driver = driver
         self.keyspace = keyspace
         self.service = service
         self.port = port
-        self._door = door
+        self._listener = listener
         self._relay: LogRelay | None = None
 
     @classmethod
@@ -314,7 +314,7 @@ class NodeServer:
         host, port = parse_address(options.listen or options.peers[options.id])
         # Before there is a folder: what is refused leaves nothing behind.
         check_exposure(host, security, insecure=options.insecure)
-        tally = ConnectionErrors()
+        errors = ConnectionErrors()
         owner = Owner(options.cluster, options.id, options.protocol)
         journal, own, save = await asyncio.to_thread(_open, options, owner, protocol.STATE)
 
@@ -327,7 +327,7 @@ class NodeServer:
 
         members = Members(options.id, options.peers, own, save_or_end)
         peers = Peers(
-            me, security, decode=Decoder(protocol.MESSAGES).decode, members=members, tally=tally
+            me, security, decode=Decoder(protocol.MESSAGES).decode, members=members, errors=errors
         )
         driver: Driver | None = None
         try:
@@ -365,35 +365,35 @@ class NodeServer:
                 protocol=options.protocol,
                 quota_bytes=options.quota_bytes,
             )
-            door = Door(
+            listener = Listener(
                 me,
                 security,
                 peers=peers.admit,
                 clients=service.admit,
-                pages=pages(driver, service, tally),
+                pages=pages(driver, service, errors),
                 info=members.info,
                 insecure=options.insecure,
-                tally=tally,
+                errors=errors,
             )
             await driver.start()
-            port = await door.listen(host, port)
+            port = await listener.listen(host, port)
             if options.protocol == "raft":  # the others' membership is fixed
-                driver.on_role(lambda *_: members.news.set())
+                driver.on_role(lambda *_: members.changes.set())
                 driver.pump.start_task(record_members(driver, members))
             if http is not None:
-                await door.listen(*parse_address(http), http_only=True)
+                await listener.listen(*parse_address(http), http_only=True)
         except BaseException:
             if driver is not None:
                 driver.crash()
             await peers.close()
             await journal.close()
             raise
-        return cls(driver, door, keyspace, service, port)
+        return cls(driver, listener, keyspace, service, port)
 
     async def close(self) -> None:
         """Send clients to the others, hand leadership over, and stop."""
         self.service.close()
-        await self._door.close()  # those who are here stay until the driver lets them go
+        await self._listener.close()  # those who are here stay until the driver lets them go
         await self.driver.stop()
         for _ in range(LAST_TURNS):
             await asyncio.sleep(0)
