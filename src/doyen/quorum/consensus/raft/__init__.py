@@ -1,15 +1,15 @@
-"""Raft, with what it takes to operate a cluster.
+"""Raft, with everything that operating a cluster needs.
 
-    messages   what servers say, what each keeps on disk, settings
+    messages   the messages, what each server keeps on disk, the settings
     log        entries by index, and how much of them is on disk
     progress   what a leader knows of one peer
-    elector    what every server has, and how it comes by a leader
-    server     the core: following, leading, committing, reading, handing over, changing
+    elector    the state of every server, and the election
+    server     the core: following, leading, committing, reading, transfers, changes of membership
 
-Elections go through a pre-vote, so that a server that was cut off comes back without deposing
-anybody; a leader that hears no majority steps down; whoever hears a leader ignores the campaigns of
-others. Reads wait for a round of answers, never for a clock. The membership changes by one server
-at a time. See `server` for the rules and why each is there.
+Elections begin with a pre-vote, so that a server that was cut off rejoins without deposing the
+leader; a leader that hears no majority steps down; a server that hears a leader ignores the
+campaigns of others. Reads wait for a round of answers, never for a clock. The membership changes by
+one server at a time. `server` states the rules and the reason for each.
 """
 
 from doyen.quorum.consensus.raft.messages import (
