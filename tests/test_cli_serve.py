@@ -238,7 +238,7 @@ def test_peers_that_are_not_those_on_disk_are_told_apart(
     asyncio.run(begin(n1=one))
     assert "quorum is" not in caplog.text
     asyncio.run(begin(n1=other, n2=one))
-    assert f"the quorum is n1={one}; the peers named at this start are others" in caplog.text
+    assert f"using the recorded ones: n1={one}" in caplog.text
 
 
 def fetch(node: Served, path: str) -> tuple[int, str]:

@@ -324,7 +324,7 @@ def test_a_client_that_keeps_its_own_count_is_served_once() -> None:
         assert await leader.propose(USER, b"a", request=("client", 1, 1)) == 1
         assert await follower.propose(USER, b"a", request=("client", 1, 1)) == 1
         assert await leader.propose(USER, b"b", request=("client", 2, 2)) == 2
-        with pytest.raises(OutcomeUnknown, match="was had before"):
+        with pytest.raises(OutcomeUnknown, match="has confirmed its result"):
             await follower.propose(USER, b"a", request=("client", 1, 1))
         with pytest.raises(OutcomeUnknown, match="forgotten"):
             await follower.propose(USER, b"a", request=("stranger", 7, 5))

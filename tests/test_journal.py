@@ -217,7 +217,7 @@ sys.stdin.read()
 
     def test_a_later_format_is_refused(self, tmp_path: Path) -> None:
         asyncio.run(FileJournal(tmp_path, DirectoryIdentity("c1", "n1", "raft", format=2)).close())
-        assert "later doyen (format 2" in refusal(tmp_path)
+        assert "later release of doyen (format 2" in refusal(tmp_path)
 
     def test_a_lost_log_is_not_begun_anew(self, tmp_path: Path) -> None:
         found(tmp_path)
@@ -490,7 +490,7 @@ class TestBackups:
         for at in range(len(whole)):
             for damaged in (whole[:at], whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :]):
                 file.write_bytes(damaged)
-                with pytest.raises(StoreUnusable, match=r"another backup|later doyen"):
+                with pytest.raises(StoreUnusable, match=r"another backup|later release of doyen"):
                     restore(file, new, DirectoryIdentity("c2", "m1", "raft"), MEMBERS)
         assert not new.exists()
 
@@ -510,7 +510,7 @@ class TestBackups:
         ):
             with pytest.raises(StoreUnusable, match=words):
                 restore(file, folder, identity, MEMBERS)
-        with pytest.raises(StoreUnusable, match="holds no journal"):
+        with pytest.raises(StoreUnusable, match="has no journal"):
             inspect(tmp_path)
         with pytest.raises(StoreUnusable, match="does not exist"):
             backup(tmp_path / "nowhere", file)

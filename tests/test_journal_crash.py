@@ -345,7 +345,9 @@ def flip_everything(story: Story) -> set[str]:
             if isinstance(found, int):
                 assert found == rig.acknowledged, f"{name} at {at}"
             else:
-                assert "Restore this node from its peers" in found or "later doyen" in found
+                assert (
+                    "Restore this node from its peers" in found or "later release of doyen" in found
+                )
                 assert name in found
                 refused.add(name)
     return refused

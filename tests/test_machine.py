@@ -249,7 +249,7 @@ class Odd(Tally):
 @pytest.mark.parametrize("result", [object(), 1 << 70, {1: object()}, lambda: None])
 def test_a_result_that_cannot_be_carried_is_said_to_be_so(result: Any) -> None:
     replica = ReplicatedMachines({USER: Odd(result)})
-    assert "msgpack cannot carry" in one(replica, 1, "a", 1, 1, USER, b"x").reason
+    assert "msgpack cannot encode" in one(replica, 1, "a", 1, 1, USER, b"x").reason
 
 
 def test_a_result_is_not_changed_afterwards() -> None:

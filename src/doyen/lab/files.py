@@ -251,7 +251,7 @@ class LabJournal(FileJournal):
             if not left and self._rng.random() < SEALED:
                 self._seal()
             if self.full and not left:
-                self.full = not self._set_aside()
+                self.full = not self._restore_reserve()
         except Exception as error:  # noqa: BLE001 - as on the thread: what is on disk is unknown
             self._failed(error)
             return

@@ -3,21 +3,22 @@
     async with doyen.Node("n1", peers={...}, data_dir="/var/lib/app", found=True) as node:
         await node.propose(b"...")
 
-A node runs on a thread of its own, with its own loop, so that code which blocks the caller's loop
-cannot starve its heartbeats; `Node` is the bridge. What a caller proposes in one turn of its loop
-crosses over as one piece, and so do the answers.
+A node runs on a thread with an event loop of its own, so that code which blocks the caller's loop
+cannot delay its heartbeats. `Node` is the bridge: what a caller proposes in one turn of its loop is
+handed to that thread together, and so are the results.
 
-    ports        what a node stands on
-    driver       carries out what a consensus core says (with `applied`, `proposals`)
-    machine      commands, exactly once, and the state machines behind them
-    journal      memory in a folder (with `folder`)
-    members      who this node is, whom it hears as a peer, founding
-    roles        what peers, administrators, clients and onlookers may do
-    peers, listener  links to other nodes; who may come in
-    service      the Store port for clients (with `keeper` and `leases`, for the one that leads)
-    server       a real node, put together
+    driver            one node's consensus (its docstring lists the parts)
+    service           the store port for clients (its docstring lists the parts)
+    lease_keeper      eras, renewals and ends of leases, on the node that leads
+    replicated        commands carried out once, and the state machines behind them
+    journal           the log and the snapshots on disk (with `data_directory`, `framed_files`)
+    membership        the ids of nodes and clusters, founding
+    roles             what peers, administrators, clients and onlookers may do
+    peers, listener   connections to other nodes; the sockets that a node listens on
+    interfaces        what the driver needs: a journal, a transport
+    server            a real node, put together
 
-Importing this imports none of those: msgspec is asked for when a node is made.
+Importing this imports none of those, so msgspec is needed only when a node is made.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ T = TypeVar("T")
 
 
 class NodeRole(NamedTuple):
-    """Where a node stands: what it does, in which generation, and who leads."""
+    """What a node does, in which generation, and which node leads."""
 
     role: str
     generation: int
@@ -62,17 +63,17 @@ class Node:
             print(node.role, node.leader)
             total = await node.propose(b"add 1")
 
-    `peers` names every node's address, this one's included; all nodes are started with the same.
-    With `found`, nodes whose folders are empty found a cluster, once all of them are there; with
-    `join`, this one waits to be added to a cluster that exists. An empty folder needs one of them;
-    with a folder that has data neither means anything. Entered when the node runs, which is before
-    anyone leads. On leaving, leadership is handed over first. The quorum agrees on what `machine`
-    (see `StateMachine`) carries out.
+    `peers` names every node's address, including this one's; all nodes are started with the same
+    list. With `found`, nodes with empty data directories found a cluster once all of them are
+    connected. With `join`, this node waits to be added to a cluster that exists. An empty data
+    directory needs one of the two; with one that has data, neither has an effect. The context is
+    entered when the node runs, which may be before a leader is elected. On exit, leadership is
+    transferred first. `machine` (see `StateMachine`) carries out what the quorum agrees on.
     """
 
     def __init__(
         self,
-        id: str,  # noqa: A002  (what everyone calls it)
+        id: str,  # noqa: A002  (the usual name)
         *,
         peers: Mapping[str, str],
         data_dir: str | os.PathLike[str],
@@ -178,31 +179,31 @@ class Node:
 
     @property
     def generation(self) -> int:
-        """Counts the leaders that the quorum has had, and the attempts at one."""
+        """The number of the current leadership, or of the latest attempt at one. It only grows."""
         return self._running.driver.generation
 
     @property
     def leader(self) -> str | None:
-        """Who leads in this generation, as far as this node knows."""
+        """The node that leads in this generation, as far as this node knows."""
         return self._running.driver.leader
 
     def status(self) -> Status:
-        """How this node is doing."""
+        """The state of this node."""
         return self._running.driver.status()
 
     async def observe(self) -> AsyncGenerator[NodeRole, None]:
-        """Where this node stands now, then every change, until the node is closed.
+        """The role, generation and leader now, then after every change, until the node is closed.
 
-        async for standing in node.observe():
-            print(standing.role, standing.leader)
+        async for now in node.observe():
+            print(now.role, now.leader)
         """
         driver, loop = self._running.driver, asyncio.get_running_loop()
         changes: asyncio.Queue[NodeRole | None] = asyncio.Queue()
         end_of_changes = partial(_NodeThread.call, loop, changes.put_nowait, None)
 
         def deliver(role: str, generation: int, leader: str | None) -> None:
-            standing = NodeRole(str(role), generation, leader)
-            self._inside.call(loop, changes.put_nowait, standing)
+            change = NodeRole(str(role), generation, leader)
+            self._inside.call(loop, changes.put_nowait, change)
 
         async def begin() -> None:
             driver.on_role(deliver)
@@ -214,8 +215,8 @@ class Node:
         self._observers.append(end_of_changes)
         try:
             await self._do(begin())
-            while (standing := await changes.get()) is not None:
-                yield standing
+            while (change := await changes.get()) is not None:
+                yield change
         finally:
             self._observers.remove(end_of_changes)
             if self._opened is not None:
@@ -224,16 +225,16 @@ class Node:
     async def propose(self, command: bytes) -> Any:
         """Have the state machine of every node carry out `command`; return its result.
 
-        Returns once a majority has it on disk and this quorum's leader has carried it out. May be
-        called on any node: it goes to whoever leads, and round again if a leader is lost, and is
+        Returns once a majority has it on disk and the leader has carried it out. May be called on
+        any node: the command goes to the leader, is proposed again if a leader is lost, and is
         carried out once. Raises `CommandFailed` with the machine's own error, `StoreUnavailable`
-        if it was certainly not carried out, `OutcomeUnknown` if nobody could say in time.
+        if it was certainly not carried out, `OutcomeUnknown` if that is not known in time.
         """
-        return await self._inside.desk(self._running.driver.submit).propose(command)
+        return await self._inside.bridge(self._running.driver.submit).propose(command)
 
     async def barrier(self) -> None:
-        """When this returns, the state machine of this node shows every command whose result
-        anyone had before the call: read it then, and what you read is current."""
+        """When this returns, the state machine of this node shows every command that was
+        acknowledged before the call, so what is read from it is current."""
         await self._do(self._running.driver.barrier())
 
     def session(
@@ -245,12 +246,12 @@ class Node:
         audit: str | os.PathLike[str] | None = None,
         on_event: Sink | None = None,
     ) -> Session:
-        """A session on the store that this quorum is, as `doyen.connect` gives it.
+        """A session with this quorum as its store, as `doyen.connect` returns it.
 
             async with node.session(ttl_s=2) as session:
                 async with session.campaign("billing") as term: ...
 
-        It goes to this node, and to another one while this knows of no leader.
+        It connects to this node, and to another one while this one knows of no leader.
         """
         from doyen.session import connect
 
@@ -264,30 +265,30 @@ class Node:
         )
 
     async def transfer(self, to: str = "") -> None:
-        """Have `to` lead, or whichever node is furthest along; return when it does."""
+        """Transfer leadership to `to`, or to the voter with the longest log. Waits for it."""
         await self._do(self._running.driver.admin.transfer(to))
 
     async def add(self, node: str, address: str) -> None:
-        """Add a node, which gets everything and counts for nothing until it is promoted."""
+        """Add a learner: it receives the log and does not vote until it is promoted."""
         await self._do(self._running.driver.admin.add(node, address))
 
     async def promote(self, node: str) -> None:
-        """Let a node that was added count."""
+        """Make a learner a voter."""
         await self._do(self._running.driver.admin.promote(node))
 
     async def remove(self, node: str) -> None:
-        """Take a node out of the quorum."""
+        """Remove a member from the quorum."""
         await self._do(self._running.driver.admin.remove(node))
 
 
 class _NodeThread:
-    """A thread with a loop of its own."""
+    """A thread with an event loop of its own."""
 
     def __init__(self, node: str) -> None:
         self.forked = False
         self.loop = new_loop()
-        self._desk: tuple[int, asyncio.AbstractEventLoop, _ProposalBridge] | None = None
-        self._desks: dict[asyncio.AbstractEventLoop, _ProposalBridge] = {}
+        self._bridge: tuple[int, asyncio.AbstractEventLoop, _ProposalBridge] | None = None
+        self._bridges: dict[asyncio.AbstractEventLoop, _ProposalBridge] = {}
         self._thread = threading.Thread(target=self._run, name=f"doyen-{node}", daemon=True)
         self._thread.start()
         _track(self)
@@ -310,27 +311,27 @@ class _NodeThread:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
 
-    def desk(self, submit: Submit) -> _ProposalBridge:
-        """Where the calling loop hands its proposals in."""
-        last, here = self._desk, threading.get_ident()
-        # Asking asyncio which loop runs is a system call in some versions of Python.
+    def bridge(self, submit: Submit) -> _ProposalBridge:
+        """The bridge for the calling loop's proposals."""
+        last, here = self._bridge, threading.get_ident()
+        # `get_running_loop` is a system call in some versions of Python.
         if last is not None and last[0] == here and last[1].is_running():
             return last[2]
         loop = asyncio.get_running_loop()
-        desk = self._desks.get(loop)
-        if desk is None:
-            for each in [each for each in [*self._desks] if each.is_closed()]:
-                self._desks.pop(each, None)
-            desk = self._desks[loop] = _ProposalBridge(loop, self.loop, submit)
-        self._desk = here, loop, desk
-        return desk
+        bridge = self._bridges.get(loop)
+        if bridge is None:
+            for each in [each for each in [*self._bridges] if each.is_closed()]:
+                self._bridges.pop(each, None)
+            bridge = self._bridges[loop] = _ProposalBridge(loop, self.loop, submit)
+        self._bridge = here, loop, bridge
+        return bridge
 
     @staticmethod
     def call(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *given: object) -> None:
         try:
             loop.call_soon_threadsafe(call, *given)
         except RuntimeError:
-            pass  # that loop has been closed, and nobody waits there
+            pass  # that loop is closed: nothing waits there any more
 
 
 _threads: weakref.WeakSet[_NodeThread] = weakref.WeakSet()
@@ -338,7 +339,7 @@ _fork_hook_installed = False
 
 
 def _track(thread: _NodeThread) -> None:
-    """Have a thread's absence noticed in forked children."""
+    """Mark the thread in forked children, in which it does not exist."""
     global _fork_hook_installed
     if not _fork_hook_installed:
         _fork_hook_installed = True
@@ -364,9 +365,9 @@ Submit = Callable[[int, bytes, Callable[[int, Any, BaseException | None], None]]
 
 
 class _ProposalBridge:
-    """Proposals of one loop, on their way to the node's and back: one crossing per turn, each
-    way, however many there are. `propose` and `_give_out` run on the caller's loop, the rest on
-    the node's."""
+    """Takes proposals of one loop to the node's loop, and the results back: one call between the
+    threads per turn and direction. `propose`, `_hand_in` and `_set_results` run on the caller's
+    loop, the rest on the node's."""
 
     def __init__(
         self, home: asyncio.AbstractEventLoop, node: asyncio.AbstractEventLoop, submit: Submit
@@ -400,7 +401,7 @@ class _ProposalBridge:
             settle = partial(self._settled, future)
             try:
                 self._submit(_USER, command, settle)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is the proposer's
+            except Exception as error:  # noqa: BLE001 - the proposer receives it
                 settle(0, None, error)
 
     def _settled(
@@ -413,10 +414,10 @@ class _ProposalBridge:
 
     def _hand_out(self) -> None:
         outbox, self._outbox = self._outbox, []
-        _NodeThread.call(self._home, _give_out, outbox)
+        _NodeThread.call(self._home, _set_results, outbox)
 
 
-def _give_out(outbox: list[tuple[asyncio.Future[Any], Any, BaseException | None]]) -> None:
+def _set_results(outbox: list[tuple[asyncio.Future[Any], Any, BaseException | None]]) -> None:
     for future, value, error in outbox:
         if future.done():
             continue
@@ -427,4 +428,4 @@ def _give_out(outbox: list[tuple[asyncio.Future[Any], Any, BaseException | None]
 
 
 _USER = 1
-"""The user's state machine, as `machine` numbers it."""
+"""The number of the user's state machine (see `replicated`)."""

@@ -1,12 +1,12 @@
-"""What can be done to a journal's folder while its node is stopped: look, copy, restore.
+"""Inspects, copies and restores the data directory of a stopped node.
 
-A backup is one file, checksummed throughout: the state of a snapshot and the entries that follow
-it. Entries at its end may never have been committed; a cluster restored from it commits them, as
-it might have without the restoring. A restored cluster is another cluster: it has an identity of
-its own, so that no node of the old one can take part in it, and whoever restores appends the
-command that lifts tokens above all that the old cluster may have given out since.
+A backup is one checksummed file: the state of a snapshot and the entries that follow it. Its last
+entries may never have been committed; a restored cluster commits them, as the old one might have. A
+restored cluster is another cluster: it has an identity of its own, so no node of the old one can
+take part in it, and a command is appended that raises the token floor above all tokens that the old
+cluster may have given out since.
 
-Imports `folder`, `frames`, the words of consensus, errors, msgspec.
+Imports `data_directory`, `framed_files`, the consensus types, errors, msgspec.
 """
 
 from __future__ import annotations
@@ -43,28 +43,27 @@ __all__ = ["Contents", "backup", "inspect", "restore", "write_backup"]
 REMEDY = "Use another backup."
 ATTEMPTS = 3
 CHUNK_BYTES = 1 << 20
-"""About how much of the log goes into one piece of a backup."""
+"""About how much of the log is in one piece of a backup."""
 
 
 class Contents(Struct, frozen=True):
-    """What is in a folder, or in a backup."""
+    """The contents of a data directory, or of a backup."""
 
     identity: DirectoryIdentity
     state: Any
-    """The protocol's own, in plain values."""
+    """The protocol's own state, as plain values."""
     snapshot: Snapshot | None
     first: int
     """The index of the first entry that follows the snapshot."""
     last: int
     """The index of the last entry: `first - 1` if there is none."""
     generation: int
-    """Of the last entry, or of the snapshot. The later it is, and then the higher the index, the
-    more a folder has."""
+    """Of the last entry, or of the snapshot. Of two data directories, the one with the higher
+    generation, and then the higher index, has more."""
     bytes: int
     segments: Sequence[Segment] = ()
     torn: int = 0
-    """How many bytes of an unfinished batch there are at the end; nothing of it was
-    acknowledged."""
+    """How many bytes of an unfinished batch are at the end; it was not acknowledged."""
 
 
 class _Head(Struct, frozen=True, array_like=True):
@@ -74,7 +73,7 @@ class _Head(Struct, frozen=True, array_like=True):
 
 
 class _Piece(Struct, frozen=True, array_like=True, tag=0):
-    """A piece of the snapshot. What follows them are `PutEntries`s."""
+    """A piece of the snapshot. Pieces of the log (`PutEntries`) follow."""
 
     data: bytes
 
@@ -83,13 +82,13 @@ _decode = msgspec.msgpack.Decoder(_Piece | PutEntries).decode
 
 
 def inspect(folder: Path) -> Contents:
-    """What is in a folder. Changes nothing; a node may be running there, and the answer is then as
-    old as the reading."""
+    """Read a data directory, without changes. A node may be using it; then the result is a state
+    that it had during the reading."""
     for attempt in range(ATTEMPTS):
         try:
             return _inspect(FileSystem(), folder)
         except (FileNotFoundError, StoreUnusable):
-            # A running node may have begun a segment or removed a file while we read.
+            # A running node may have created a segment or removed a file meanwhile.
             if attempt == ATTEMPTS - 1:
                 raise
     raise AssertionError
@@ -116,10 +115,10 @@ def _inspect(disk: FileSystem, folder: Path) -> Contents:
 
 
 def backup(folder: Path, target: Path) -> Contents:
-    """Copy what is in the folder of a node that is stopped into one file."""
+    """Copy the data directory of a stopped node into one file."""
     disk = FileSystem()
     if not folder.is_dir():
-        raise StoreUnusable(f"{folder} does not exist: name the folder of a node.")
+        raise StoreUnusable(f"{folder} does not exist: name the data directory of a node.")
     lock = claim(disk, folder)
     try:
         identity, findings = _read(disk, folder)
@@ -142,7 +141,7 @@ def write_backup(
     pieces: Iterable[bytes],
     entries: Sequence[LogEntry] = (),
 ) -> Contents:
-    """Make a backup of what somebody else has read: a running node's snapshot, say."""
+    """Write a backup from pieces, for instance from a snapshot of a running node."""
     writer = FrameWriter(FileSystem(), target, _Head(identity, state, snapshot))
     first = snapshot.index + 1 if snapshot else 1
     try:
@@ -172,8 +171,8 @@ def restore(
     membership: Membership,
     commands: Sequence[bytes] = (),
 ) -> Contents:
-    """Begin a new cluster with what a backup holds, in a folder that is empty. `commands` are
-    appended, each the data of an entry: the one that lifts tokens among them."""
+    """Create a data directory, for a new cluster, from a backup. `commands` are appended, each the
+    data of an entry; one of them raises the token floor."""
     disk = FileSystem()
     with closing(FrameReader(disk, source, _Head, REMEDY)) as reader:
         head: _Head = reader.head
@@ -188,7 +187,7 @@ def restore(
                 _fill(disk, folder, log, reader, membership, commands)
             finally:
                 log.close()
-            # Last: a folder with a log and no identity is refused, so half of it is never used.
+            # Last: a directory without an identity is refused, so a partial one is never used.
             write_identity(disk, folder, identity)
         finally:
             disk.close(lock)
@@ -207,7 +206,7 @@ def _check_restorable(head: _Head, source: Path, folder: Path, identity: Directo
             " name (--cluster), so that no node of the old one can take part in it."
         )
     if folder.exists() and any(folder.iterdir()):
-        raise StoreUnusable(f"{folder} is not empty: restore into a new folder.")
+        raise StoreUnusable(f"{folder} is not empty: restore into a new data directory.")
 
 
 def _fill(
@@ -229,7 +228,7 @@ def _fill(
     for record in _records(reader):
         if isinstance(record, _Piece):
             if writer is None:
-                raise StoreUnusable(f"{reader.path} makes no sense: pieces of no snapshot.")
+                raise StoreUnusable(f"{reader.path} is malformed: pieces without a snapshot.")
             writer.write(record.data)
             continue
         if writer:
@@ -248,7 +247,7 @@ def _fill(
 
 
 def _without_members(entry: LogEntry) -> LogEntry:
-    """The members of the old cluster mean nothing to the new one."""
+    """Drop the memberships of the old cluster, which do not apply to the new one."""
     return (
         LogEntry(entry.generation, EntryKind.NOTHING, b"")
         if entry.kind == EntryKind.MEMBERSHIP
@@ -276,7 +275,7 @@ def _read(disk: FileSystem, folder: Path) -> tuple[DirectoryIdentity, Findings]:
     identity = read_identity(disk, folder) if folder.is_dir() else None
     findings = survey(disk, folder) if identity else None
     if identity is None or findings is None:
-        raise StoreUnusable(f"{folder} holds no journal: name the folder of a node.")
+        raise StoreUnusable(f"{folder} has no journal: name the data directory of a node.")
     return identity, findings
 
 

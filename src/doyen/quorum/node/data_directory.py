@@ -1,32 +1,32 @@
-"""What a journal's folder holds, and how it is read after a crash.
+"""The files in a node's data directory, and how they are read after a crash.
 
-    identity                     whose folder this is: cluster, node, protocol
-    member                       its random id, and the cluster's (see `members`)
-    lock                         held by the one process that writes here
+    identity                     cluster, node and protocol that the directory belongs to
+    member                       its random id, and the cluster's (see `membership`)
+    lock                         held by the process that writes here
     log-0000000001, …            segments of the log
-    snapshot-<index>-<unique>    snapshots; the one in force is named by the log
-    reserve                      room set aside: freed when the disk is full, for votes
+    snapshot-<index>-<unique>    snapshots; the log names the one in force
+    reserve                      space in reserve, released for votes when the disk is full
 
-The log and the snapshots are files of frames (see `frames`).
+The log and the snapshots are files of frames (see `framed_files`).
 
-A frame of the log is a *batch*: records that are written in one piece and synced before anything
-else is written. From this follows how a damaged log is read:
+A frame of the log is a *batch*: records that are written together and synced before anything else
+is written. How a damaged log is read follows from that:
 
-- At most one batch, the last, was not yet on disk when the process ended. If it is damaged it has
-  been acknowledged to nobody: it is cut off.
-- Damage with a batch after it is damage to something acknowledged: the folder is refused. When
-  nothing has followed a batch for a moment, or nothing will, an empty *seal* is written behind it
-  (and overwritten by the next), so this holds for the last batch of a node at rest too. If a node
-  is killed at its work, a last batch that is damaged afterwards looks like one never finished.
-- The next segment exists before the batch that fills the last one up is written; that batch says
-  so, and a log that ends with it has lost a segment.
+- At most one batch, the last, was not yet on disk when the process ended. If it is damaged, it was
+  not acknowledged, and is cut off.
+- Damage before an intact batch is damage to acknowledged data: the directory is refused. When no
+  batch follows for a moment, or at the end, an empty *seal* is written after the last batch (and
+  overwritten by the next), so this also holds for the last batch of an idle node. If a node is
+  killed while it writes, damage to its last batch cannot be told from an unfinished write.
+- The next segment is created before the batch that fills the current one is written. That batch is
+  marked, and a log that ends with it has lost a segment.
 
-The head of a segment holds all that earlier segments decide, apart from entries: the protocol's
-state, the snapshot in force, where the log ended. They can go as soon as the snapshot covers their
-entries. A snapshot is in force when the log says so: a file that no record names is litter.
+The head of a segment holds everything that earlier segments determine, except for entries: the
+protocol's state, the snapshot in force, where the log ended. Earlier segments can be removed as
+soon as the snapshot covers their entries. A snapshot is in force when the log says so; a file that
+no record names is unused.
 
-Nothing here knows of event loops or threads. Imports `frames`, the words of consensus, errors,
-msgspec.
+Knows no event loops and no threads. Imports `framed_files`, the consensus types, errors, msgspec.
 """
 
 from __future__ import annotations
@@ -91,16 +91,16 @@ __all__ = [
 
 SEGMENT_BYTES = 64 << 20
 AHEAD_BYTES = 1 << 20
-"""How much of a segment is filled with zeros ahead of what is written."""
+"""How many zeros are written ahead of the batches in a segment."""
 
 
 S = TypeVar("S", bound=Struct)
 
-# Whose folder it is.
+# Identity.
 
 
 class DirectoryIdentity(Struct, frozen=True):
-    """Whose memory this is. A node that votes from another's could vote twice."""
+    """The node that a data directory belongs to. A node that used another's could vote twice."""
 
     cluster: str
     node: str
@@ -109,7 +109,7 @@ class DirectoryIdentity(Struct, frozen=True):
 
 
 def claim(disk: FileSystem, folder: Path) -> int:
-    """Lock the folder for this process; the lock goes with the descriptor."""
+    """Lock the data directory for this process, until the returned descriptor is closed."""
     disk.make_folder(folder)
     path = folder / "lock"
     try:
@@ -120,10 +120,10 @@ def claim(disk: FileSystem, folder: Path) -> int:
         pid = disk.read(fd, 20, 0).decode(errors="replace").strip() or "unknown"
         disk.close(fd)
         raise StoreUnusable(
-            f"{folder} is in use by process {pid}: stop that one, or give this node a folder of"
-            " its own."
+            f"{folder} is in use by process {pid}: stop that process, or give this node a data"
+            " directory of its own."
         )
-    with suppress(OSError):  # For people to read; a full disk must not keep us from opening.
+    with suppress(OSError):  # for operators; a full disk must not prevent the opening
         disk.write(fd, b"%-19d\n" % os.getpid(), 0)
     return fd
 
@@ -137,7 +137,7 @@ def read_identity(disk: FileSystem, folder: Path) -> DirectoryIdentity | None:
 
 
 def write_member(disk: FileSystem, folder: Path, member: NodeMember) -> None:
-    """Apart from `identity`, which earlier releases read too."""
+    """In a file of its own, since earlier releases read `identity`."""
     _write(disk, folder / "member", member)
 
 
@@ -161,7 +161,9 @@ def _read(disk: FileSystem, path: Path, kind: type[S]) -> S | None:
         checksum = about.pop("checksum")
         found = msgspec.convert(about, kind)
     except (ValueError, KeyError, AttributeError, msgspec.ValidationError):
-        raise frames.damaged(path, 0, "it does not say whose folder this is") from None
+        raise frames.damaged(
+            path, 0, "it does not name the node that this directory belongs to"
+        ) from None
     if checksum != zlib.crc32(msgspec.json.encode(found)):
         raise frames.damaged(path, 0, "its checksum is wrong")
     return found
@@ -170,8 +172,8 @@ def _read(disk: FileSystem, path: Path, kind: type[S]) -> S | None:
 def check_identity(folder: Path, found: DirectoryIdentity, wanted: DirectoryIdentity) -> None:
     if found.format > wanted.format:
         raise StoreUnusable(
-            f"{folder} was written by a later doyen (format {found.format}, this one knows"
-            f" {wanted.format}): run that one."
+            f"{folder} was written by a later release of doyen (format {found.format}; this one"
+            f" supports {wanted.format}): install that release."
         )
     for field in ("cluster", "node", "protocol"):
         theirs, ours = getattr(found, field), getattr(wanted, field)
@@ -207,13 +209,13 @@ class Stated(Struct, frozen=True, array_like=True, tag=2, gc=False):
 
 
 class Took(Struct, frozen=True, array_like=True, tag=3):
-    """A snapshot of our own is in force."""
+    """A snapshot that this node took is in force."""
 
     kept: Kept
 
 
 class Installed(Struct, frozen=True, array_like=True, tag=4):
-    """A leader's snapshot is in force, and the log is empty behind it."""
+    """A snapshot of the leader is in force, and the log after it is empty."""
 
     kept: Kept
 
@@ -224,11 +226,11 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[Record]).decode
 
 HOLE = LogEntry(0, EntryKind.NOTHING, b"")
-"""Stands where a protocol that fills its log out of order has put nothing yet."""
+"""A gap in the log of a protocol that fills it out of order."""
 
 
 class Mark:
-    """What the log amounts to, apart from its entries."""
+    """The state that the log leads to, without its entries."""
 
     __slots__ = ("end", "kept", "state")
 
@@ -240,7 +242,7 @@ class Mark:
 
     @property
     def base(self) -> int:
-        """The index up to which the snapshot stands for the log."""
+        """The index up to which the snapshot replaces the log."""
         return self.kept.snapshot.index if self.kept else 0
 
     def advance(self, record: Record) -> None:
@@ -258,8 +260,8 @@ class Mark:
 
 
 class Ledger(Mark):
-    """What the log amounts to. `entries` begin at `start`, which may lie before the snapshot's
-    end."""
+    """The state that the log leads to. `entries` begin at `start`, which may be before the end of
+    the snapshot."""
 
     __slots__ = ("entries", "start")
 
@@ -271,7 +273,7 @@ class Ledger(Mark):
     def advance(self, record: Record) -> None:
         if (
             isinstance(record, PutEntries) and record.first == self.end + 1
-        ):  # By far the most frequent.
+        ):  # the most frequent case
             self.entries += record.entries
             self.end += len(record.entries)
             return
@@ -306,46 +308,46 @@ class Ledger(Mark):
 
 
 class SegmentHead(Struct, frozen=True, array_like=True):
-    """What a segment begins with: all that the ones before it decide, apart from entries."""
+    """The head of a segment: everything that earlier segments determine, except for entries."""
 
     number: int
     batch: int
     """The number of its first batch."""
     first: int
-    """The index after the last entry, at its beginning."""
+    """The index after the last entry when the segment was created."""
     state: bytes
     kept: Kept | None
 
 
 class Segment(Struct, frozen=True):
-    """A segment as it was found."""
+    """A segment that was read."""
 
     number: int
     file: str
     bytes: int
     batches: int
     end: int
-    """The index of the last entry, at its end."""
+    """The index of the last entry at the end of the segment."""
 
 
 class Findings(Struct):
-    """What a reading of the folder has shown."""
+    """The result of reading the log."""
 
     ledger: Ledger
     segments: list[Segment]
     salt: int = 0
-    """Of the last segment, as are the following."""
+    """Of the last segment, like the fields below."""
     batch: int = 1
     """The number of the next batch."""
     offset: int = 0
-    """Where it goes."""
+    """The offset at which it goes."""
     last: tuple[str, int, int] | None = None
-    """Where the last batch is: in which file, from, to. It may be the segment before."""
+    """File, start and end of the last batch, which may be in the segment before."""
     sealed: bool = False
     torn: int = 0
     """How many bytes of an unfinished batch follow."""
-    litter: list[str] = []
-    """Files that nothing refers to: left behind by a crash."""
+    unused: list[str] = []
+    """Files that nothing refers to, left by a crash."""
 
 
 _SEGMENT = re.compile(r"log-(\d{10})")
@@ -357,12 +359,12 @@ def _segment_name(number: int) -> str:
 
 
 def survey(disk: FileSystem, folder: Path) -> Findings | None:
-    """Read everything, change nothing. None if no log was ever begun here."""
+    """Read the log, without changes. None if there is none."""
     names = disk.names(folder)
     numbers = sorted(int(found[1]) for name in names if (found := _SEGMENT.fullmatch(name)))
     if not numbers:
         return None
-    # Segments are removed oldest first, but a crash may keep an old one and not a later one.
+    # Segments are removed oldest first, but after a crash an older one may still be there.
     first = next(n for n in range(numbers[-1], -1, -1) if n - 1 not in numbers)
     collecting = gc.isenabled()
     gc.disable()
@@ -374,7 +376,7 @@ def survey(disk: FileSystem, folder: Path) -> Findings | None:
     in_force = {segment.file for segment in findings.segments}
     if findings.ledger.kept:
         in_force.add(findings.ledger.kept.file)
-    findings.litter = [n for n in names if _OURS.fullmatch(n) and n not in in_force]
+    findings.unused = [n for n in names if _OURS.fullmatch(n) and n not in in_force]
     return findings
 
 
@@ -385,13 +387,15 @@ def _replay(disk: FileSystem, folder: Path, numbers: Sequence[int]) -> Findings:
         data = frames.read_all(disk, path)
         salt, head, start = frames.read_head(path, data, SegmentHead)
         if head.number != number:
-            raise frames.damaged(path, 0, f"it is segment {head.number}, under the name of another")
+            raise frames.damaged(
+                path, 0, f"it is segment {head.number} under the name of another one"
+            )
         if findings is None:
             ledger = Ledger(head.first - 1, head.state, head.kept)
             findings = Findings(ledger, [], batch=head.batch)
         elif findings.offset >= 0:
-            # The last segment was not filled up. Then this one was made for a batch that was
-            # never finished, and nothing can be in it.
+            # The segment before was not filled, so this one was created for a batch that was never
+            # finished, and is empty.
             if number != numbers[-1] or frames.valid_after(data, start, salt) is not None:
                 before = folder / _segment_name(number - 1)
                 raise frames.damaged(before, findings.offset, "its last batch is missing")
@@ -415,7 +419,7 @@ def _replay(disk: FileSystem, folder: Path, numbers: Sequence[int]) -> Findings:
 
 
 def _replay_segment(findings: Findings, path: Path, data: bytes, offset: int, number: int) -> None:
-    """Take in the batches of one segment; `findings.offset` is negative if it was filled up."""
+    """Read the batches of one segment; `findings.offset` is negative if it was filled."""
     ledger, salt, batch = findings.ledger, findings.salt, findings.batch
     begun, flag, last = batch, ORDINARY, 0
     advance = ledger.advance
@@ -431,7 +435,7 @@ def _replay_segment(findings: Findings, path: Path, data: bytes, offset: int, nu
             for record in _decode(view[offset + FRAME_SIZE : end]):
                 advance(record)
         except (msgspec.MsgspecError, ValueError) as error:
-            raise frames.damaged(path, offset, f"its batch makes no sense ({error})") from None
+            raise frames.damaged(path, offset, f"a batch cannot be decoded ({error})") from None
         last, offset, batch = offset, end, batch + 1
     if last:
         findings.last = (path.name, last, offset)
@@ -451,7 +455,7 @@ def _replay_segment(findings: Findings, path: Path, data: bytes, offset: int, nu
 
 
 class LogWriter:
-    """The log of a folder, open for writing. What `append` has returned from is on disk."""
+    """The log, open for writing. When `append` returns, the batch is on disk."""
 
     def __init__(
         self,
@@ -467,7 +471,7 @@ class LogWriter:
         self._segment_bytes = segment_bytes
         self._ahead_bytes = ahead_bytes
         self._older: list[tuple[str, int]] = []
-        """Filled segments, oldest first: name and the index of the last entry at their end."""
+        """Filled segments, oldest first: the name, and the index of the last entry at the end."""
         self.unused: list[str] = []
         """Files that nothing refers to any more."""
         if findings is None:
@@ -495,14 +499,14 @@ class LogWriter:
             self._allocated = self._offset
         frames.sync(self._disk, self._fd, self._path)
         if findings.last and not findings.sealed:
-            self._write_again(*findings.last)
-        for name in findings.litter:
+            self._rewrite(*findings.last)
+        for name in findings.unused:
             self._disk.remove(self._folder / name)
         frames.sync_folder(self._disk, self._folder)
 
-    def _write_again(self, name: str, start: int, end: int) -> None:
-        """Make sure of a batch of which it is not known whether it was synced. After a failed sync
-        the kernel may hold it, call it clean, and never have written it."""
+    def _rewrite(self, name: str, start: int, end: int) -> None:
+        """Write a batch again of which it is not known whether it was synced. After a failed sync
+        the kernel may have it in memory, marked as clean, without having written it."""
         path = self._folder / name
         fd = self._disk.open(path, write=True)
         try:
@@ -512,8 +516,8 @@ class LogWriter:
             self._disk.close(fd)
 
     def append(self, records: Sequence[Record]) -> None:
-        """Write one batch. If there is no room, nothing has happened, and it can be tried again;
-        after any other error nothing is certain."""
+        """Write one batch. If there is no space, nothing has changed and it can be retried; after
+        any other error the state of the disk is unknown."""
         after = Mark(self._mark.end, self._mark.state, self._mark.kept)
         replaced = []
         for record in records:
@@ -546,7 +550,7 @@ class LogWriter:
             self.unused.append(self._older.pop(0)[0])
 
     def seal(self) -> None:
-        """Show that the last batch was synced. Nothing depends on its getting to disk."""
+        """Mark the last batch as synced. The mark itself need not reach the disk."""
         self._disk.write(self._fd, frames.frame(b"", SEAL, self._batch, self._salt), self._offset)
 
     def take_unused(self) -> list[Path]:
@@ -562,7 +566,7 @@ class LogWriter:
         self._disk.write(self._fd, frame, self._offset)
         end = self._offset + len(frame)
         if end > self._allocated:
-            # A sync that need not record a new length of the file is a good deal faster.
+            # A sync that need not record a new length of the file is much faster.
             self._allocated = end
             try:
                 self._disk.write(self._fd, bytes(self._ahead_bytes), end)
@@ -573,7 +577,7 @@ class LogWriter:
                 self._allocated += self._ahead_bytes
 
     def _create(self, number: int, batch: int, mark: Mark) -> tuple[int, int, int]:
-        """Make a segment, durably: its descriptor, its salt, and where its first batch goes."""
+        """Create a segment durably. Returns descriptor, salt and the offset of the first batch."""
         path = self._folder / _segment_name(number)
         new = path.with_name(path.name + ".new")
         head = SegmentHead(number, batch, mark.end + 1, mark.state, mark.kept)
@@ -602,7 +606,7 @@ class LogWriter:
 
 
 class SnapshotWriter(FrameWriter):
-    """A snapshot on its way to disk."""
+    """Writes a snapshot."""
 
     def __init__(self, disk: FileSystem, folder: Path, snapshot: Snapshot) -> None:
         name = f"snapshot-{snapshot.index}-{secrets.token_hex(4)}"
@@ -611,7 +615,7 @@ class SnapshotWriter(FrameWriter):
 
 
 class SnapshotReader(FrameReader):
-    """A snapshot to be read."""
+    """Reads a snapshot."""
 
     def __init__(self, disk: FileSystem, folder: Path, kept: Kept) -> None:
         super().__init__(disk, folder / kept.file, Snapshot)

@@ -1,11 +1,10 @@
-"""Files made of frames, and the disk they are on.
+"""Files of checksummed frames, and the file system functions that the journal uses.
 
-A frame is magic, checksum, length, flag, number, payload. The first one of a file, its head, says
-what the file is and holds its salt; the checksums of the others are taken with that salt, so that
-nothing but a frame of this very file passes for one, not even a copy of another file among the
-data.
+A frame is magic, checksum, length, flag, number, payload. The first frame of a file, its head,
+states what the file is and holds a random salt. The checksums of the other frames include the salt,
+so bytes of another file, or a copy of one within the data, are not taken for a frame of this file.
 
-`FileSystem` is the seam through which all files are touched. Imports errors, msgspec.
+`FileSystem` is the only way to the disk, so that tests can simulate one. Imports errors, msgspec.
 """
 
 from __future__ import annotations
@@ -50,21 +49,21 @@ __all__ = [
 
 FORMAT = 1
 FRAME_LIMIT = 64 << 20
-"""No frame is longer: a longer one in a file is damage."""
+"""The longest frame. A longer one in a file is damage."""
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 REMEDY = (
-    "Restore this node from its peers: remove it from the cluster, delete the folder and add it"
-    " again; or restore the cluster from a backup."
+    "Restore this node from its peers: remove it from the cluster, delete the data directory and"
+    " add it again; or restore the cluster from a backup."
 )
 
 
 class SyncFailed(StoreUnusable):
-    """The disk could not say that what was written is there. Asking again proves nothing: the
-    kernel may have dropped the pages and call them clean."""
+    """The operating system did not confirm that data is on disk. Another sync proves nothing: the
+    kernel may have dropped the pages and marked them as clean."""
 
 
 class FileSystem:
-    """The files, as the operating system gives them."""
+    """The files of the operating system."""
 
     def make_folder(self, path: Path) -> None:
         if not path.is_dir():
@@ -139,14 +138,14 @@ class FileSystem:
 _locks: set[int] = set()
 
 
-def _let_go_after_fork() -> None:
-    """A child has its parent's descriptors, and would hold the lock when the parent is gone."""
+def _close_locks_after_fork() -> None:
+    """A forked child inherits the descriptors, and would keep the lock after the parent's end."""
     for fd in _locks:
         os.close(fd)
     _locks.clear()
 
 
-os.register_at_fork(after_in_child=_let_go_after_fork)
+os.register_at_fork(after_in_child=_close_locks_after_fork)
 
 
 def sync(disk: FileSystem, fd: int, path: Path) -> None:
@@ -176,7 +175,7 @@ def damaged(path: Path, offset: int, what: str, remedy: str = REMEDY) -> StoreUn
 
 
 def put_file(disk: FileSystem, path: Path, data: bytes) -> None:
-    """Have a file with this content, whole or not at all."""
+    """Replace a file by this content, atomically."""
     new = path.with_name(path.name + ".new")
     fd = disk.create(new)
     try:
@@ -193,7 +192,7 @@ _FRAME = Layout("<4sIIIQ")
 _CHECKED = Layout("<IIQ")
 FRAME_SIZE = _FRAME.size
 _COVERED = 8
-"""What precedes the part that the checksum covers."""
+"""The size of what precedes the part that the checksum covers."""
 
 ORDINARY, HEAD, LAST, SEAL, END = range(5)
 
@@ -204,7 +203,7 @@ def frame(payload: bytes, flag: int, number: int, salt: int) -> bytes:
 
 
 def valid_at(data: memoryview, offset: int, salt: int) -> tuple[int, int, int] | None:
-    """The (flag, number, end) of the frame that stands there, if one does."""
+    """Flag, number and end of the frame at this offset, if there is a valid one."""
     if offset + FRAME_SIZE > len(data):
         return None
     magic, checksum, length, flag, number = _FRAME.unpack_from(data, offset)
@@ -217,7 +216,7 @@ def valid_at(data: memoryview, offset: int, salt: int) -> tuple[int, int, int] |
 
 
 def valid_after(data: bytes, offset: int, salt: int) -> int | None:
-    """Where, from there on, the next frame of this file stands."""
+    """The offset of the next valid frame of this file."""
     view = memoryview(data)
     while (offset := data.find(MAGIC, offset)) >= 0:
         if valid_at(view, offset, salt):
@@ -227,13 +226,13 @@ def valid_after(data: bytes, offset: int, salt: int) -> int | None:
 
 
 def new_head(head: Any) -> tuple[int, bytes]:
-    """A salt, and the frame that a file with this head begins with."""
+    """A salt, and the first frame of a file with this head."""
     salt = secrets.randbits(32) | 1
     return salt, frame(msgspec.msgpack.encode((salt, FORMAT, head)), HEAD, 0, 0)
 
 
 class FrameWriter:
-    """A new file of frames, written piece by piece: it has its name only when it is whole."""
+    """Writes a file of frames, piece by piece. The file gets its name when it is complete."""
 
     def __init__(self, disk: FileSystem, path: Path, head: Any) -> None:
         self.path = path
@@ -251,7 +250,7 @@ class FrameWriter:
 
     def write(self, payload: bytes, flag: int = ORDINARY) -> None:
         if len(payload) > FRAME_LIMIT:
-            raise ValueError(f"a piece of {len(payload)} bytes is too long; give smaller ones")
+            raise ValueError(f"a piece of {len(payload)} bytes is too long: split it")
         self._number += 1
         self._write(frame(payload, flag, self._number, self._salt))
 
@@ -278,7 +277,7 @@ class FrameWriter:
 
 
 class FrameReader:
-    """A finished file of frames. Opening checks its head and its end, reading every frame."""
+    """Reads a complete file of frames. Opening checks its head and its end, reading each frame."""
 
     def __init__(self, disk: FileSystem, path: Path, head: Any, remedy: str = REMEDY) -> None:
         self.path = path
@@ -329,19 +328,19 @@ class FrameReader:
 
 
 def read_head(path: Path, data: bytes, kind: Any, remedy: str = REMEDY) -> tuple[int, Any, int]:
-    """The salt and the head of a file, and where what follows begins."""
+    """The salt and the head of a file, and the offset of what follows."""
     found = valid_at(memoryview(data), 0, 0)
     if found is None or found[0] != HEAD:
-        raise damaged(path, 0, "its head is not readable", remedy)
+        raise damaged(path, 0, "its head cannot be read", remedy)
     try:
         salt, version, head = msgspec.msgpack.decode(
             data[FRAME_SIZE : found[2]], type=tuple[int, int, msgspec.Raw]
         )
         if version > FORMAT:
             raise StoreUnusable(
-                f"{path} was written by a later doyen (format {version}, this one knows {FORMAT}):"
-                " run that one."
+                f"{path} was written by a later release of doyen (format {version}; this one"
+                f" supports {FORMAT}): install that release."
             )
         return salt, msgspec.msgpack.decode(head, type=kind), found[2]
     except msgspec.MsgspecError as error:
-        raise damaged(path, 0, f"its head makes no sense ({error})", remedy) from None
+        raise damaged(path, 0, f"its head cannot be decoded ({error})", remedy) from None

@@ -1,4 +1,4 @@
-"""What a node tells anyone who asks over HTTP: load balancers, orchestrators, Prometheus."""
+"""The pages that a node serves over HTTP, for load balancers, orchestrators and Prometheus."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pages(driver: Driver, service: Service, errors: ConnectionErrors) -> dict[st
 
     def leader() -> tuple[int, str, bytes]:
         leads = driver.role is Role.LEADING
-        return text(200 if leads else 503, driver.leader or "nobody is known to lead")
+        return text(200 if leads else 503, driver.leader or "no leader is known")
 
     def metrics() -> tuple[int, str, bytes]:
         lines = _metrics(driver, service, errors, leaders.seen)
@@ -41,7 +41,7 @@ def pages(driver: Driver, service: Service, errors: ConnectionErrors) -> dict[st
 
 
 class _Leaders:
-    """How often the leader has changed, as this node saw it."""
+    """Counts the changes of leader that this node has seen."""
 
     def __init__(self, driver: Driver) -> None:
         self.seen = 0
@@ -60,24 +60,27 @@ def _metrics(
     status, condition = driver.status(), service.condition()
     gauges: dict[str, tuple[int, str]] = {
         "leading": (status.role is Role.LEADING, "Whether this node leads."),
-        "leader_known": (status.leader is not None, "Whether this node knows who leads."),
+        "leader_known": (status.leader is not None, "Whether this node knows a leader."),
         "generation": (status.generation, "The generation this node is in."),
-        "commit_index": (status.commit, "Up to where the log is known to be committed."),
-        "applied_index": (status.applied, "Up to where the log has been carried out."),
-        "snapshot_index": (status.snapshot, "Up to where a snapshot stands for the log."),
+        "commit_index": (status.commit, "The last log index known to be committed."),
+        "applied_index": (status.applied, "The last log index applied to the state machine."),
+        "snapshot_index": (status.snapshot, "The last log index that a snapshot replaces."),
         "proposals_pending": (status.pending, "Proposals whose outcome is not known yet."),
-        "disk_full": (status.full, "Whether the disk has no room for more."),
-        "voters": (len(status.membership.voters), "Nodes that count."),
-        "learners": (len(status.membership.learners), "Nodes that do not count yet."),
+        "disk_full": (status.full, "Whether the disk has no room for more proposals."),
+        "voters": (len(status.membership.voters), "Members that vote."),
+        "learners": (len(status.membership.learners), "Members that do not vote."),
         "clients": (condition.clients, "Connections of clients."),
         "watches": (condition.watches, "Watches of clients."),
         "keys": (condition.keys, "Entries in the keyspace."),
         "leases": (condition.leases, "Leases that have not ended."),
         "keyspace_bytes": (condition.bytes, "The size of the keyspace, as its quota counts it."),
-        "keyspace_quota_bytes": (condition.quota, "How large the keyspace may become."),
+        "keyspace_quota_bytes": (condition.quota, "The size limit of the keyspace."),
         "keyspace_alarm": (condition.alarm, "Whether writes were refused because of the quota."),
         "state_version": (condition.state, "The version of the replicated state."),
-        "revision": (condition.revision, "The revision of the keyspace: tokens are of these."),
+        "revision": (
+            condition.revision,
+            "The revision of the keyspace, of which tokens are taken.",
+        ),
     }
     for name, (value, meaning) in gauges.items():
         yield f"# HELP doyen_node_{name} {meaning}\n# TYPE doyen_node_{name} gauge\n"

@@ -1,8 +1,7 @@
-"""What a node stands on: a journal, a transport, a state machine; and how it is doing.
+"""What a driver needs of its node: a journal and a transport; and the status that it reports.
 
-A `Driver` (see `driver`) carries out what a consensus core says, over these three. A real node has
-files and sockets; the lab has its own, with faults. All of it lives on one event loop and is called
-from there only.
+A real node uses files and sockets; the lab has implementations with faults. Everything lives on one
+event loop and is called only from there.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ __all__ = ["Journal", "StateMachine", "Status", "Transport"]
 
 
 class Journal(Protocol):
-    """A node's memory: what was persisted is there again after a crash at any instant."""
+    """The log and the snapshots on a node's disk. What was reported as persisted survives a crash
+    at any instant."""
 
     recovered: Recovered
     """What was found at opening; `start` may drop its entries."""
@@ -43,35 +43,34 @@ class Journal(Protocol):
     def start(
         self, persisted: Callable[[int], None], failed: Callable[[BaseException], None]
     ) -> None:
-        """Have `persisted(token)` called, on the loop, when everything up to it is on disk; tokens
-        may be skipped, never reordered. `failed` means that nothing is certain any more: the
-        process must end."""
+        """Begin. `persisted(token)` is called on the loop when everything up to the token is on
+        disk; tokens may be skipped and are never reordered. `failed` means that the state of the
+        disk is unknown, so the process must end."""
 
     def persist(self, effect: Persist) -> None:
-        """Queue a write. All that is queued while the disk is busy goes down in one piece."""
+        """Queue a write. Everything that is queued while the disk is busy is written together."""
 
     async def take_snapshot(self, snapshot: Snapshot, pieces: Iterator[bytes]) -> None:
-        """Write a snapshot of our own, durably, in small steps; then forget what it stands for in
-        the log, but for a tail that helps those who are a little behind."""
+        """Write a snapshot of this node durably, in small steps; then drop the log entries that it
+        replaces, except for a tail that serves followers which are a little behind."""
 
     async def read_snapshot(self) -> tuple[Snapshot, AsyncIterator[bytes]]:
-        """The latest snapshot and its pieces, for a peer or for restoring from. It stays readable
-        until the iterator is closed, whatever is taken meanwhile."""
+        """The latest snapshot and its pieces, to send or to restore. It stays readable until the
+        iterator is closed, even if another snapshot is taken meanwhile."""
 
     async def receive_snapshot(self, snapshot: Snapshot, pieces: AsyncIterator[bytes]) -> None:
-        """Store a snapshot that a leader streams, durably and beside what is in force. Only
-        `install` puts it in force."""
+        """Store a snapshot of the leader durably, without using it. `install` puts it in force."""
 
     def install(self, effect: Install) -> None:
-        """Queue: the received snapshot is in force and the log is empty behind it."""
+        """Queue a write: the received snapshot is in force, and the log after it is empty."""
 
     async def close(self) -> None:
-        """Write what is queued, and let go of the folder."""
+        """Write what is queued, and release the data directory."""
 
 
 class Transport(Protocol):
-    """The links to the other nodes. Each is connected or not; messages go in order or not at all,
-    and whoever sends is never held up: what does not fit into a link's bounds is dropped."""
+    """The connections to the other nodes. Messages arrive in order or not at all. Sending never
+    waits: a message that does not fit into a connection's queue is dropped."""
 
     def start(
         self,
@@ -81,30 +80,30 @@ class Transport(Protocol):
         asked: Callable[[str, bytes, Callable[[bytes], None]], None],
         streamed: Callable[[str, int, Snapshot, AsyncIterator[bytes]], Awaitable[None]],
     ) -> None:
-        """Begin. `disconnected` is told for an end or a reset only, never for silence. `asked`
-        is called with a peer's question and with how to answer it. `streamed` is run for a
-        snapshot that a peer sends, with the generation and the pieces as they come: when it
-        returns, the peer is told that all of it is on disk; when it raises (as the pieces do if
-        the link ends), that it is not."""
+        """Begin. `disconnected` is called when a connection was closed or reset, never for silence.
+        `asked` is called with a peer's question and a function that answers it. `streamed` runs
+        for a snapshot that a peer sends, with the generation and the pieces as they arrive. When it
+        returns, the peer learns that all of it is on disk; when it raises (as the pieces do if the
+        connection ends), that it is not."""
 
     def reach(self, addresses: dict[str, str]) -> None:
-        """These are the peers now, and where they are; links to others are let go."""
+        """Connect to these peers, at these addresses, and close the connections to others."""
 
     def supports(self, peer: str) -> int:
         """The newest version of the replicated state that a connected peer supports (see
-        `quorum.versions`); 0 if it is not connected."""
+        `keyspace.versions`); 0 if it is not connected."""
         ...
 
     def require(self, version: int) -> None:
-        """Refuse peers that do not support this version from now on, and let go of those that are
-        connected."""
+        """Refuse peers that do not support this version from now on, and close the connections to
+        such peers."""
 
     def send(self, peer: str, message: Message) -> None:
-        """Queue a message. Everything queued in one turn of the loop goes out as one write."""
+        """Queue a message. Everything that is queued in one turn of the loop is one write."""
 
     async def ask(self, peer: str, question: bytes) -> bytes:
-        """Put a question and wait for the answer. Raises `StoreUnavailable` if it has certainly
-        not been heard, `OutcomeUnknown` if the link ended before the answer came."""
+        """Send a question and wait for the answer. Raises `StoreUnavailable` if it has certainly
+        not arrived, `OutcomeUnknown` if the connection ended before the answer came."""
         ...
 
     def send_snapshot(
@@ -115,15 +114,15 @@ class Transport(Protocol):
         pieces: AsyncIterator[bytes],
         done: Callable[[bool], None],
     ) -> None:
-        """Stream a snapshot, slowly enough to leave room for everything else. `done` is called
-        on the loop, exactly once: with True only if the peer has said that all of it is on disk."""
+        """Send a snapshot, slowly enough not to delay other messages. `done` is called on the loop,
+        exactly once: with True only if the peer has confirmed that all of it is on disk."""
 
     async def close(self) -> None:
-        """Take leave of everybody."""
+        """Close all connections."""
 
 
 class Status(NamedTuple):
-    """How a node is doing."""
+    """The state of a node."""
 
     id: str
     role: Role
@@ -132,9 +131,9 @@ class Status(NamedTuple):
     commit: int
     applied: int
     snapshot: int
-    """The index up to which a snapshot stands for the log."""
+    """The index up to which a snapshot replaces the log."""
     pending: int
     """Proposals whose outcome is not known yet."""
     full: bool
-    """The disk has no room for more; nothing is accepted."""
+    """The disk has no room for more proposals."""
     membership: Membership

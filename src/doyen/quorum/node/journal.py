@@ -1,20 +1,20 @@
-"""A node's memory, in a folder (`FileJournal`) and in memory (`MemoryJournal`).
+"""A node's log and snapshots, on disk (`FileJournal`) and in memory (`MemoryJournal`).
 
-One thread writes the log. It takes all that is queued, writes it as one batch, syncs, reports to
-the loop and takes what was queued meanwhile: one sync is in flight at most, and its cost is shared
-by everything that came during the one before. Snapshots are written and read on another thread, in
-small steps, so that neither the loop nor the log waits for them.
+One thread writes the log. It takes everything that is queued, writes it as one batch, syncs,
+reports to the event loop, and takes what was queued meanwhile. At most one sync is in flight, and
+its cost is shared by everything that arrived during the one before. Snapshots are written and read
+on another thread, in small steps, so that neither the event loop nor the log waits for them.
 
-What the disk may do to us:
+Failures of the disk:
 
-- **A sync fails.** Nothing is certain any more. It is not tried again: `failed` is called, and the
-  process must end. Opening the folder afterwards shows what is really there.
-- **It is full.** The journal keeps room in reserve. It frees that room, so that votes and what is
-  on its way still find some, and is `full` until the reserve could be put back; what does not
-  fit even so waits, unacknowledged, until there is room.
-- **It was damaged.** See `folder`.
+- **A sync fails.** The state of the disk is unknown. The sync is not repeated: `failed` is called,
+  and the process must end. Opening the data directory afterwards shows what is on disk.
+- **The disk is full.** The journal keeps space in reserve. It releases the reserve, so that votes
+  and what is under way can still be written, and is `full` until the reserve can be restored. What
+  does not fit even so waits, unacknowledged, until there is space.
+- **A file is damaged.** See `data_directory`.
 
-Imports `folder`, `frames`, the words of consensus, errors, msgspec.
+Imports `data_directory`, `framed_files`, the consensus types, errors, msgspec.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ __all__ = ["DirectoryIdentity", "FileJournal", "MemoryJournal"]
 
 RESERVE_BYTES = 16 << 20
 BATCH_BYTES = 4 << 20
-"""About as much as goes down in one piece. Whatever is longer goes down in several."""
+"""About how much is written as one batch. A longer write is split into several."""
 STEP_BYTES = 256 << 10
 STEP_S = 0.003
-"""How much of a snapshot is written or read at a time, and for how long at most."""
+"""How much of a snapshot is written or read at a time, and the longest time that it may take."""
 SYNC_BYTES = 8 << 20
-"""How much of a snapshot may wait to be synced: a long sync delays those of the log."""
+"""How much of a snapshot is written between syncs: a long sync delays those of the log."""
 IDLE_S = 0.005
-"""How long nothing has to come until the last batch is sealed: under load another comes sooner, and
-shows as well that the one before it was synced."""
+"""How long the queue has to be empty until the last batch is sealed. Under load the next batch
+comes sooner, and shows as well that the one before it was synced."""
 RETRY_S = 0.25
-"""How often a full disk is looked at again."""
+"""How often a full disk is checked for space."""
 
 T = TypeVar("T")
 
@@ -84,8 +84,8 @@ class _Write(NamedTuple):
 
 
 class FileJournal:
-    """The journal of a real node. Opening one reads it all, and may take a while: do it before
-    the loop runs, or on a thread."""
+    """The journal of a real node. Opening one reads all of it, which may take a while, so open it
+    on a thread."""
 
     def __init__(
         self,
@@ -105,9 +105,9 @@ class FileJournal:
         try:
             ledger = self._open(identity, state, segment_bytes, ahead_bytes)
         except OSError as error:
-            raise StoreUnusable(f"{folder} cannot be used as it is: {error}") from error
+            raise StoreUnusable(f"{folder} cannot be used: {error}") from error
         self._mark = Mark(ledger.end, b"", ledger.kept)
-        """What the log will amount to when all that is queued is written."""
+        """The state of the log when everything that is queued is written."""
         self._received: Kept | None = None
         self.queued = 0
         self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
@@ -129,14 +129,14 @@ class FileJournal:
             )
             if not known:
                 write_identity(disk, folder, identity)
-            self.full = not self._set_aside()
+            self.full = not self._restore_reserve()
         except BaseException:
             disk.close(self._lock)
             raise
         return ledger
 
     def _examine(self, identity: DirectoryIdentity) -> tuple[bool, Findings | None]:
-        """Whether the folder is known to be ours, and what is in it."""
+        """Whether the data directory has an identity, and what is in its log."""
         found = read_identity(self._disk, self._folder)
         if found:
             check_identity(self._folder, found, identity)
@@ -144,13 +144,12 @@ class FileJournal:
         if found and findings is None:
             raise StoreUnusable(
                 f"{self._folder} has lost its log: a node that has forgotten its votes could vote"
-                " twice. Remove it from the cluster, delete the folder and add it again."
+                " twice. Remove it from the cluster, delete the data directory and add it again."
             )
         if findings and not found and findings.batch > 1:
             raise StoreUnusable(
-                f"{self._folder} holds a log and does not say whose: its file 'identity' is"
-                " missing. Put it back, or remove the node from the cluster, delete the folder"
-                " and add it again."
+                f"{self._folder} has a log, and its file 'identity' is missing. Put that file back,"
+                " or remove the node from the cluster, delete the data directory and add it again."
             )
         if findings and findings.ledger.kept:
             SnapshotReader(self._disk, self._folder, findings.ledger.kept).close()
@@ -162,7 +161,7 @@ class FileJournal:
         self._persisted = persisted
         self._failed = failed
         self._loop = asyncio.get_running_loop()
-        # The core has its own; these would be kept for ever.
+        # The core has its own copy; this one would be kept for ever.
         self.recovered = Recovered(self.recovered.state, self.recovered.snapshot)
         self._writer = threading.Thread(target=self._run, name="doyen-journal", daemon=True)
         self._writer.start()
@@ -217,7 +216,7 @@ class FileJournal:
         snapshot: Snapshot,
         step: Callable[[Callable[[Iterator[bytes]], bool]], Awaitable[bool]],
     ) -> Kept:
-        """Write a snapshot durably, without putting it in force."""
+        """Write a snapshot durably, without using it."""
         storing: _Storing | None = None
         try:
             storing = await self._on_aside(_Storing, self._disk, self._folder, snapshot)
@@ -238,7 +237,7 @@ class FileJournal:
         kept = self._mark.kept
         if kept is None:
             raise LookupError("there is no snapshot yet")
-        # Opened here and now: from then on the file can be removed and is still readable.
+        # Opened here, so that it stays readable when the file is removed.
         reader = SnapshotReader(self._disk, self._folder, kept)
         return kept.snapshot, _Pieces(reader, self._on_aside, self._aside)
 
@@ -261,7 +260,7 @@ class FileJournal:
         self._disk.close(self._lock)
 
     def abandon(self) -> None:
-        """Let go of the folder before `start`."""
+        """Release the data directory, before `start`."""
         self._aside.shutdown()
         self._log.close()
         self._disk.close(self._lock)
@@ -269,18 +268,18 @@ class FileJournal:
     def _on_aside(self, do: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._aside, do, *arguments)
 
-    # From here on: on the writing thread.
+    # The rest runs on the writing thread.
 
     def _run(self) -> None:
         try:
             while (writes := self._next()) and self._write(writes):
                 pass
             self._seal()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, nothing is certain now
+        except BaseException as error:  # noqa: BLE001 - the state of the disk is unknown
             self._tell(self._failed, error)
 
     def _next(self) -> list[_Write]:
-        """All that is queued, within reason; empty when it is time to end."""
+        """Everything that is queued, up to the size of a batch; empty when the journal closes."""
         try:
             first = self._queue.get_nowait()
         except queue.Empty:
@@ -311,14 +310,14 @@ class FileJournal:
         while self.full:
             with suppress(queue.Empty):
                 return self._queue.get(timeout=RETRY_S)
-            self.full = not self._set_aside()
+            self.full = not self._restore_reserve()
         return self._queue.get()
 
     def _write(self, writes: list[_Write]) -> bool:
-        """Have this on disk, however long it takes. False if the journal was closed before there
-        was room: then nothing may follow."""
+        """Write this to disk, however long it takes. Returns False if the journal was closed before
+        there was space; then nothing may be written after it."""
         while True:
-            if self.full and len(writes) > 1:  # What fits goes down, instead of nothing.
+            if self.full and len(writes) > 1:  # so that what fits is written
                 return all(self._write([write]) for write in writes)
             try:
                 self._append(writes)
@@ -348,8 +347,8 @@ class FileJournal:
         if self._log.unused:
             self._remove(self._log.take_unused())
 
-    def _set_aside(self) -> bool:
-        """Put the reserve in place, if there is room for it."""
+    def _restore_reserve(self) -> bool:
+        """Restore the reserve, if there is space for it."""
         if self._reserved() >= self._reserve_bytes:
             return True
         new = self._folder / "reserve.new"
@@ -378,12 +377,11 @@ class FileJournal:
         finally:
             self._disk.close(fd)
 
-    def _remove(self, litter: list[Path]) -> None:
-        """Remove what nothing refers to. What is left behind goes when the folder is next
-        opened."""
+    def _remove(self, unused: list[Path]) -> None:
+        """Remove files that nothing refers to. If that fails, the next opening removes them."""
 
         def remove() -> None:
-            for path in litter:
+            for path in unused:
                 with suppress(OSError):
                     self._disk.remove(path)
 
@@ -391,7 +389,7 @@ class FileJournal:
             self._aside.submit(remove)
 
     def _tell(self, what: Callable[..., None], *arguments: Any) -> None:
-        with suppress(RuntimeError):  # The loop has been closed over us.
+        with suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(what, *arguments)
 
     def _report(self, token: int, size: int, done: list[asyncio.Future[None]]) -> None:
@@ -404,14 +402,14 @@ class FileJournal:
 
 
 class _Storing(SnapshotWriter):
-    """A snapshot on its way to disk, in steps."""
+    """A snapshot that is written in steps."""
 
     def __init__(self, disk: FileSystem, folder: Path, snapshot: Snapshot) -> None:
         super().__init__(disk, folder, snapshot)
         self._synced = 0
 
     def step(self, pieces: Iterator[bytes]) -> bool:
-        """Write some of the pieces; false when there are no more."""
+        """Write some of the pieces. Returns False when there are no more."""
         until = time.monotonic() + STEP_S
         enough = self.bytes + STEP_BYTES
         for piece in pieces:
@@ -459,7 +457,7 @@ class _Pieces(AsyncIterator[bytes]):
         self._close()
 
     def _close(self) -> None:
-        try:  # After a read that may still be going on.
+        try:  # after a read that may be in progress
             self._aside.submit(self._reader.close)
         except RuntimeError:
             self._reader.close()
@@ -477,8 +475,8 @@ def _recovered(ledger: Ledger, state: Any) -> Recovered:
 
 
 class MemoryJournal:
-    """A journal that lasts as long as this object. `reopen` gives what a restart would find;
-    whatever was not yet reported as persisted is lost."""
+    """A journal that lives as long as this object. `reopen` returns what a restart would find:
+    what was not yet reported as persisted is lost."""
 
     def __init__(self, state: Any = None) -> None:
         self._type = state
@@ -527,7 +525,7 @@ class MemoryJournal:
         )
 
     def fill(self, full: bool) -> None:
-        """Have the disk be full, or no longer."""
+        """Simulate a full disk, or end that."""
         self.full = full
 
     async def take_snapshot(self, snapshot: Snapshot, pieces: Iterator[bytes]) -> None:

@@ -1,20 +1,20 @@
-"""The clock that a quorum's leader counts leases on.
+"""The clock on which the leader counts leases.
 
-Grants and ends of leases are in the log; renewals are not, or every heartbeat would be written to
-disk. Whoever leads keeps the deadlines, in memory, on its own boot-time clock:
+Grants and ends of leases are in the log. Renewals are not, since every one would be written to
+disk. The leader keeps the deadlines in memory, on its own boot-time clock:
 
-- A lease's time begins when this leader first sees it, which for all that exist is its election.
-  Whatever an earlier leader confirmed was confirmed before that, so no lease ends early because
-  leaders changed; it may be kept for up to twice its ttl and the election.
-- A renewal counts from its arrival. It extends the lease at once, since more time harms nobody,
-  and is confirmed only by `confirmed`, after a majority has shown that this leader still led.
-- What is due is not renewed any more from the moment that `due` has named it: its end is on the
-  way. `due` must be asked only when everything that has arrived has been handed in.
-- Whoever overslept may have renewals waiting that nobody handed in: what would be due then is
-  kept, once, for as long again as was slept, within its ttl.
+- The time of a lease begins when this leader first sees it; for all existing leases that is its
+  election. An earlier leader confirmed its renewals before that, so no lease ends early because the
+  leader changed. A lease may live for up to twice its ttl and the election.
+- A renewal counts from its arrival. It extends the lease at once, since a longer time does no harm,
+  and is confirmed only after a majority has shown that this leader still leads (`confirmed`).
+- A lease that `due` has returned is not renewed any more, since its end is on the way. `due` may be
+  called only when every renewal that has arrived has been handed in.
+- After a pause of the process, renewals may be waiting that were not handed in. A lease that would
+  be due then is kept once more, for as long as the pause, up to its ttl.
 
-A new leader takes the leases in by slices, so that a million of them stop nothing; those that come
-later get more time, not less. Pure: every instant is handed in.
+A new leader takes in the leases in slices, so that a million of them do not block it. Leases that
+are taken in later get more time, not less. Pure: every instant is an argument.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from doyen.quorum.keyspace.state import Keyspace
 __all__ = ["LeaseClock"]
 
 SLICE = 4096
-"""Leases taken in at a time."""
+"""Leases that are taken in at a time."""
 AT_ONCE = 512
-"""Leases that end in one command."""
+"""Leases that one command ends."""
 OVERSLEPT_S = 0.25
 
 
@@ -52,23 +52,23 @@ class LeaseClock:
         self.taken_in = 0
         """Leases up to this number have been seen."""
         self._until: dict[int, float] = {}
-        # One item a lease. A renewal leaves it where it is; it is moved on when it comes up.
+        # One item per lease. A renewal does not move it; it is moved when it comes first.
         self._heap: list[tuple[float, int]] = []
         self.ending: dict[int, None] = {}
         self._spared: set[int] = set()
-        """Those kept once because we overslept, and not renewed since."""
+        """Leases that were kept once more after a pause, and not renewed since."""
         self._looked_at = -inf
         self._slept_s = 0.0
         self._unfinished = False
-        """Whether `due` had more to name than it may at once."""
+        """Whether `due` has more leases to return than it may at a time."""
 
     @property
     def next_deadline(self) -> float:
-        """When `due` may have something to say."""
+        """When `due` may return a lease."""
         return self._heap[0][0] if self._heap else inf
 
     def take_in(self, now: float) -> bool:
-        """Begin the time of leases not seen before. True if there are more of them."""
+        """Begin the time of leases not seen before. Returns whether there are more of them."""
         taken = 0
         for lease, ttl_s in islice(self._keyspace.leases(after=self.taken_in), SLICE):
             taken += 1
@@ -87,7 +87,7 @@ class LeaseClock:
         return now + ttl_s
 
     def renew(self, lease: int, now: float) -> bool:
-        """A renewal arrives. False if it comes too late."""
+        """A renewal arrives. Returns False if it is too late."""
         ttl_s = self._keyspace.lease(lease)
         if ttl_s is None or lease in self.ending:
             return False
@@ -97,12 +97,12 @@ class LeaseClock:
         return True
 
     def confirmed(self, lease: int) -> bool:
-        """Whether a renewal that arrived stands, now that a majority has spoken."""
+        """Whether a renewal counts, now that a majority has confirmed the leader."""
         return lease not in self.ending and self._keyspace.lease(lease) is not None
 
     def due(self, now: float) -> tuple[int, ...]:
-        """Leases whose time is over, some of them if they are many: ask until there are none. They
-        are not renewed again."""
+        """Leases whose time is over, at most `AT_ONCE`: call it until there are none. They are not
+        renewed again."""
         heap = self._heap
         found: list[int] = []
         if not self._unfinished:
@@ -128,7 +128,7 @@ class LeaseClock:
         return tuple(found)
 
     def settle(self) -> None:
-        """Forget those whose end has come about."""
+        """Forget leases that have ended."""
         for lease in [lease for lease in self.ending if self._keyspace.lease(lease) is None]:
             self._forget(lease)
 
@@ -138,7 +138,7 @@ class LeaseClock:
         self._spared.discard(lease)
 
     def _tidy(self) -> None:
-        """Let go of what was revoked long before its time."""
+        """Forget leases that were revoked before their time."""
         alive = self._keyspace.lease
         self._until = {
             lease: until for lease, until in self._until.items() if alive(lease) is not None

@@ -1,28 +1,28 @@
-"""What every node of a quorum does with what has been agreed on.
+"""Carries out committed commands, each once, on the state machines of a node.
 
-An entry of the log is a batch of `Command`s. Each names who asks (`client`, `seq`), so that a
-command which is proposed twice, because nobody knew whether the first time counted, is carried out
-once: `ReplicatedMachines` keeps the result of everything whose answer may still be asked for. It
-hands the body to one of the state machines behind it:
+A log entry is a batch of `Command`s. Each names its client and request number (`client`, `seq`), so
+a command that is proposed twice, because its first outcome was unknown, is carried out once:
+`ReplicatedMachines` keeps the result of every command that may be repeated. It hands the body to
+one of the state machines behind it:
 
-    0   the keyspace, which makes a quorum of nodes a Store
+    0   the keyspace, which makes a quorum a store
     1   the user's own `StateMachine`
 
-Everything here is a function of the log: the same entries give the same results, the same table
-and the same snapshot on every node.
+Everything here depends on the log alone: the same entries give the same results, the same table of
+results and the same snapshot on every node.
 
-- A client counts its commands from 1. `floor` says that it has had the answer to everything
-  below; those results are let go, and a command below it is refused.
-- A client that was idle for `FORGOTTEN_AFTER` entries is forgotten. A command of one that is not
-  known, yet has a history (`floor` > 1), is refused: its first attempt may have counted.
-- The results that are kept for one client take `RESULT_BYTES` at most, and those for all of them
-  `TABLE_BYTES`. What does not fit is remembered as carried out, without its result: whoever asks
-  again is told that the outcome is unknown.
-- An exception in `apply` is a result like any other: every node gets the same, and the proposer
-  is told. But what this node cannot carry out while others can, since it lacks the state machine or
-  is of an older release, raises: the node must stop, or it would differ from the others.
+- A client numbers its commands from 1. `floor` says that it has the results of everything below;
+  those are dropped, and a command below it is refused.
+- A client that was idle for `FORGOTTEN_AFTER` entries is forgotten. A command of a client that is
+  not known and yet has a history (`floor` > 1) is refused: it may have been carried out before.
+- The kept results take at most `RESULT_BYTES` for one client and `TABLE_BYTES` in all. A command
+  whose result does not fit is remembered as carried out, without its result; a client that repeats
+  it is told that the outcome is unknown.
+- An exception in `apply` is a result: it is the same on every node, and the proposer receives it.
+  But a command that this node cannot carry out while others can, because it lacks the state machine
+  or is an older release, raises: the node must stop, or its state would differ from the others'.
 
-Imports the keyspace and msgspec; no clock, no chance, no I/O.
+Imports the keyspace and msgspec; no clock, no random numbers, no I/O.
 """
 
 from __future__ import annotations
@@ -55,24 +55,22 @@ USER = 1
 FORGOTTEN_AFTER = 1 << 20
 """Entries of the log after which an idle client is forgotten."""
 CLIENTS = 1 << 17
-"""How many clients are remembered; beyond, whoever was idle longest is forgotten."""
+"""How many clients are remembered; beyond, the one that was idle longest is forgotten."""
 RESULTS = 1 << 14
-"""How many results of one client are kept for it to ask again."""
-
-
+"""How many results are kept for one client."""
 RESULT_BYTES = 1 << 18
-"""How many bytes the results take that are kept for one client."""
+"""How many bytes of results are kept for one client."""
 TABLE_BYTES = 64 << 20
-"""How many bytes the results of all clients take; beyond, those of whoever was idle longest are let
-go. The client is not forgotten for that: if it has had no answer yet, it could not be told from a
-new one, and what it asks again would be carried out again."""
+"""How many bytes of results are kept in all; beyond, those of the client that was idle longest are
+dropped. The client itself is not forgotten: it could not be told from a new one if it has had no
+answer yet, and what it repeats would be carried out again."""
 LARGE = 1024
-"""In version 1 of the state, a result of the keyspace beyond this many bytes was not kept, and its
-command was carried out again if it was asked for again."""
+"""In version 1 of the state, a result of the keyspace of more bytes is not kept, and its command is
+carried out again when it is repeated."""
 
 
 class Command(Struct, frozen=True, array_like=True, gc=False):
-    """One thing to do, and who asks for it, for the how manieth time."""
+    """A command for one of the state machines, with the request id of its client."""
 
     client: str
     seq: int
@@ -82,7 +80,7 @@ class Command(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Target(Protocol):
-    """A `StateMachine`, by its shape."""
+    """A `StateMachine`, structurally."""
 
     def apply(self, command: bytes, /) -> Any: ...
 
@@ -92,15 +90,15 @@ class Target(Protocol):
 
 
 class Failure(Struct, frozen=True, array_like=True, gc=False):
-    """Stands where a result would."""
+    """Takes the place of a result."""
 
     reason: str
     forgotten: bool = False
-    """Not carried out now, and nobody knows any more whether it once was."""
+    """Not carried out now; whether it was carried out earlier is not known any more."""
 
 
-_IDLE = Failure("its proposer was idle for so long that it was forgotten", True)
-_HAD = Failure("its result was had before, and is not kept", True)
+_IDLE = Failure("its client was idle for so long that it was forgotten", True)
+_HAD = Failure("the client has confirmed its result, which is not kept", True)
 _TOO_LARGE = Failure("it was carried out before, and its result was too large to be kept", True)
 
 _encode = Encoder().encode
@@ -112,7 +110,7 @@ encode_batch: Callable[[Sequence[Command]], bytes] = _encode
 
 
 class _Client:
-    """What is remembered of a client. Belongs to an epoch, and is not changed after it."""
+    """What is remembered of a client. Belongs to an epoch, and does not change after it."""
 
     __slots__ = ("bytes", "epoch", "floor", "last", "results")
 
@@ -122,10 +120,10 @@ class _Client:
         self.last = last
         self.results = results
         self.bytes = 0
-        """What its results take."""
+        """The size of its results."""
 
     def settle_below(self, floor: int) -> int:
-        """Let the results below go; how many bytes that frees."""
+        """Drop the results below `floor`; returns how many bytes that frees."""
         results, freed = self.results, 0
         near = floor - self.floor <= len(results)
         for seq in range(self.floor, floor) if near else [each for each in results if each < floor]:
@@ -146,8 +144,8 @@ class _Kept(Struct, array_like=True):
 
 
 class _Remembered(Struct, array_like=True):
-    """A client in a snapshot. Its results are in the order they came: those that came first are
-    the first to be let go if there are too many."""
+    """A client in a snapshot. Its results are in the order in which they were added, which is the
+    order in which they are dropped if there are too many."""
 
     name: str
     floor: int
@@ -156,29 +154,29 @@ class _Remembered(Struct, array_like=True):
 
 
 class ReplicatedMachines:
-    """The state machines of a node, behind a memory of what has been done already."""
+    """The state machines of a node, and the results of the commands carried out on them."""
 
     def __init__(self, targets: Mapping[int, Target]) -> None:
         self.targets = dict(targets)
         keyspace = targets.get(KEYSPACE)
         self._keyspace = keyspace if isinstance(keyspace, Keyspace) else None
         self._applies = {number: target.apply for number, target in targets.items()}
-        # The one that was idle longest stands first.
+        # In the order of their last commands, the longest idle first.
         self._clients: dict[str, _Client] = {}
-        # In the same order, all that have results, and perhaps some that have none.
+        # Clients with results in the same order, and perhaps some without.
         self._keeping: dict[str, None] = {}
-        # Every snapshot ends one: whoever is changed later is copied first, so that a snapshot
-        # can take its time over those that it has seen.
+        # A snapshot begins a new epoch: a client of an earlier one is copied before it changes, so
+        # a snapshot can be read while commands are carried out.
         self._epoch = 0
         self._bytes = 0
 
     @property
     def version(self) -> int:
-        """The cluster's; see `versions`."""
+        """The version of the cluster; see `keyspace.versions`."""
         return NEWEST if self._keyspace is None else self._keyspace.version
 
     def apply(self, index: int, commands: Sequence[Command]) -> list[Any]:
-        """Carry out the batch at `index` of the log: a result, or a `Failure`, for each."""
+        """Carry out the batch at `index` of the log; returns a result or a `Failure` for each."""
         results: list[Any] = []
         name, client = "", None
         applies, grown = self._applies, 0
@@ -199,7 +197,7 @@ class ReplicatedMachines:
                 else:
                     apply = applies.get(command.target)
                     if apply is None:
-                        raise StoreUnusable(_nobody(command.target))
+                        raise StoreUnusable(_no_machine(command.target))
                     try:
                         result = apply(command.body)
                         if type(result) is bytes:
@@ -232,15 +230,15 @@ class ReplicatedMachines:
         return results
 
     def require(self, entries: Iterable[bytes]) -> None:
-        """Raise if the data of these entries needs a state machine that this node has not."""
+        """Raise if the data of these entries needs a state machine that this node does not have."""
         for data in entries:
             with suppress(MsgspecError):
                 for command in decode_batch(data):
                     if command.target not in self.targets:
-                        raise StoreUnusable(_nobody(command.target))
+                        raise StoreUnusable(_no_machine(command.target))
 
     def _keep_large(self, client: _Client, command: Command, result: Any, size: int) -> None:
-        """Remember that a command was carried out, and its result if there is room for it."""
+        """Remember that a command was carried out, and its result if it fits."""
         if self.version == FIRST:
             if command.target == KEYSPACE and type(result) is bytes and size > LARGE:
                 return
@@ -278,10 +276,10 @@ class ReplicatedMachines:
             self._keeping.pop(name, None)
         if self.version > FIRST:
             while self._bytes > TABLE_BYTES:
-                self._let_go(next(iter(self._keeping)))
+                self._drop_results(next(iter(self._keeping)))
 
-    def _let_go(self, name: str) -> None:
-        """Keep of a client only up to where it has counted."""
+    def _drop_results(self, name: str) -> None:
+        """Drop a client's results, and refuse the commands that had them."""
         del self._keeping[name]
         client = self._clients[name]
         if client.results:
@@ -289,14 +287,14 @@ class ReplicatedMachines:
             self._clients[name] = _Client(self._epoch, max(client.results) + 1, client.last, {})
 
     def snapshot(self) -> Iterator[bytes]:
-        """Everything as it is now, in pieces; see `StateMachine.snapshot`."""
+        """The state as of now, in pieces; see `StateMachine.snapshot`."""
         table = _pieces_of(self._clients.copy())
         self._epoch += 1
         parts = [(number, self.targets[number].snapshot()) for number in sorted(self.targets)]
         return _framed([(_TABLE, table), *parts])
 
     def restore(self, pieces: Iterable[bytes]) -> None:
-        """Put a snapshot in the place of everything."""
+        """Replace the state by a snapshot."""
         frames = _Frames(pieces)
         self._clients.clear()
         self._keeping.clear()
@@ -313,7 +311,7 @@ class ReplicatedMachines:
             self.targets[number].restore(frames.of(number))
             frames.skip(number)
         if frames.next is not None:
-            raise StoreUnusable(_nobody(frames.next[0]))
+            raise StoreUnusable(_no_machine(frames.next[0]))
 
 
 NO_MACHINE = "this node has no state machine for it; give every node one, with machine="
@@ -323,7 +321,7 @@ _decode_remembered: Callable[[bytes], list[_Remembered]] = Decoder(list[_Remembe
 _PLAIN = (bytes, type(None), bool, str, float, Failure)
 
 
-def _nobody(target: int) -> str:
+def _no_machine(target: int) -> str:
     if target == USER:
         return (
             "the log or a snapshot of this node needs the application's own state machine, which"
@@ -337,7 +335,7 @@ def _nobody(target: int) -> str:
 
 
 def _size(result: Any) -> int:
-    """How many bytes a result takes, about, and the same on every node."""
+    """The size of a result, which is the same on every node."""
     if result is None:
         return 0
     if type(result) is bytes:
@@ -348,14 +346,14 @@ def _size(result: Any) -> int:
 
 
 def _plain(result: Any) -> Any:
-    """A result as msgpack carries it, apart from whatever the machine may change later."""
+    """A copy of a result as msgpack encodes it, which the machine cannot change later."""
     kind = type(result)
     if kind in _PLAIN or (kind is int and -(1 << 63) <= result < 1 << 63):
         return result
     try:
         return _decode_any.decode(_encode(result))
     except (MsgspecError, TypeError, OverflowError, NotImplementedError) as error:
-        return Failure(f"carried out, but msgpack cannot carry its result: {error}")
+        return Failure(f"carried out, but msgpack cannot encode its result: {error}")
 
 
 _TABLE = 255
@@ -379,8 +377,8 @@ def _pieces_of(clients: Mapping[str, _Client]) -> Iterator[bytes]:
 
 
 def _framed(parts: Sequence[tuple[int, Iterator[bytes]]]) -> Iterator[bytes]:
-    """Pieces, each saying whose it is and how long: they may be cut elsewhere on their way, and
-    are here, since a user's may be longer than disks and links take in one piece."""
+    """Pieces with their part and length in front. They are cut here into lengths that disks and
+    connections accept, since those of a user's machine may be longer."""
     for number, pieces in parts:
         for piece in pieces:
             framed = _FRAME.pack(number, len(piece)) + piece
@@ -389,7 +387,7 @@ def _framed(parts: Sequence[tuple[int, Iterator[bytes]]]) -> Iterator[bytes]:
 
 
 class _Frames:
-    """Framed pieces, taken apart again."""
+    """Reads framed pieces."""
 
     def __init__(self, pieces: Iterable[bytes]) -> None:
         self._pieces = iter(pieces)
@@ -405,7 +403,7 @@ class _Frames:
             yield piece
 
     def skip(self, number: int) -> None:
-        """Pass over what is left of a part."""
+        """Skip the rest of a part."""
         for _ in self.of(number):
             pass
 

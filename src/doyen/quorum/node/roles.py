@@ -1,12 +1,12 @@
-"""What each role may do. The table in docs/stores/quorum.md is this one.
+"""What each role may do. The table in docs/stores/quorum.md shows the same.
 
     onlooker    status, reads, watches
     client      also writes and leases
-    admin       also the members, who leads, backups, and how far tokens are lifted
-    peer        speaks for a node of the cluster
+    admin       also changes of members and leader, backups, raising the token floor
+    peer        acts as a node of the cluster
 
-A node checks what its own clients ask. What it forwards to the leader carries the role too: a batch
-that holds an administrator's command says so, and the leader refuses one that does not.
+A node checks the requests of its own clients. A batch that it forwards to the leader carries the
+role too: one with an administrator's command is marked, and the leader refuses it otherwise.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ NEEDED: dict[type[requests.Request], Role] = {
 }
 
 ADMIN_COMMANDS: tuple[type[AdvanceRevision], ...] = (AdvanceRevision,)
-"""Commands of the keyspace that only an administrator may have carried out."""
+"""Commands of the keyspace that only an administrator may propose."""
 
 _TAGS = {kind.__struct_config__.tag for kind in ADMIN_COMMANDS}
 
 
 def allowed(role: Role) -> frozenset[type[requests.Request]]:
-    """What a client with this role may ask."""
+    """The requests that a client with this role may send."""
     return frozenset(kind for kind, needed in NEEDED.items() if allows(role, needed))
 
 
 def refusal(role: Role, needed: Role) -> str:
-    """Why it was not done."""
+    """The text of a refusal."""
     return (
         f"this needs the role {needed!r}, and this connection has {role!r}: use the secret or the"
         " certificate of that role"
@@ -57,11 +57,11 @@ def refusal(role: Role, needed: Role) -> str:
 
 
 def needs_admin(commands: Iterable[Command]) -> bool:
-    """Whether one of them is for administrators only."""
+    """Whether one of these commands is reserved for administrators."""
     for command in commands:
         body = command.body
-        # Every write that is forwarded is looked at, so the tag is read in place where it is
-        # encoded in the usual way: a short array that begins with a small number.
+        # This runs for every forwarded write, so the tag is read in place if the encoding is the
+        # usual one: a short array that begins with a small number.
         usual = len(body) >= 2 and 0x90 < body[0] <= 0x9F and body[1] <= 0x7F
         if command.target == KEYSPACE and (body[1] in _TAGS if usual else _is_admins(body)):
             return True
@@ -69,7 +69,7 @@ def needs_admin(commands: Iterable[Command]) -> bool:
 
 
 def _is_admins(body: bytes) -> bool:
-    """`needs_admin` for a command that is encoded in an unusual way, or is none."""
+    """`needs_admin` for bytes with an unusual encoding, or that are not a command."""
     try:
         return isinstance(decode_command(body), ADMIN_COMMANDS)
     except (MsgspecError, UnicodeDecodeError):

@@ -1,6 +1,6 @@
-"""A real node, put together: a core on a journal in a folder and on links over TCP.
+"""A real node, put together: a driver on a journal in a data directory and on TCP connections.
 
-`NodeOptions` says what a node is to be; `NodeServer.open` starts it on the running loop.
+`NodeOptions` are the checked settings of a node; `NodeServer.open` starts it on the running loop.
 `doyen.Node` runs one on a thread of its own, `doyen serve` in a process of its own.
 """
 
@@ -58,56 +58,57 @@ PROTOCOLS = {
     "paxos": ("doyen.quorum.consensus.paxos", "Paxos"),
     "smallest-id": ("doyen.quorum.consensus.smallest_id", "SmallestId"),
 }
-"""Where each protocol lives. Raft has everything; the others elect, replicate and restart."""
+"""Module and class of each protocol. Only Raft has everything; the others elect, replicate and
+restart."""
 
 MIN_QUOTA = 1 << 20
-RECORD_AGAIN_S = 0.1
-"""How soon member ids are offered again that could not be recorded: another change is under way."""
+RECORD_RETRY_S = 0.1
+"""Pause before member ids are proposed again, if another change was under way."""
 LAST_TURNS = 5
-"""Connections that were broken off are closed by the loop itself, a turn or two later."""
+"""Turns of the loop at the end, in which it closes aborted connections."""
 CANNOT_GO_ON = 70
-"""The exit code of a process whose node had to end it."""
+"""The exit code of a process that was ended by its node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions:
-    """What a node is to be. Checked as a whole when made."""
+    """The settings of a node, checked together when the object is made."""
 
     id: str
     peers: Mapping[str, str]
-    """Every node's address, `host:port`, this one's included."""
+    """Every node's address, `host:port`, including this one's."""
     data_dir: str | os.PathLike[str]
     listen: str | None = None
     """Where to listen, if not at this node's own address."""
     cluster: str = "doyen"
-    """Nodes of one name talk to one another, and to nobody else."""
+    """The name of the cluster. Nodes accept only connections of the same name."""
     secret: str | None = None
-    """What clients prove that they know. Each of the four may have several lines: all are accepted,
-    and the first is used."""
+    """The secret that clients have to know. Each of the four secrets may have several lines: all
+    are accepted, and the first is used."""
     peer_secret: str | None = None
-    """What nodes prove to one another."""
+    """The secret that nodes have to know."""
     admin_secret: str | None = None
     onlooker_secret: str | None = None
     tls: TLS | None = None
     insecure: bool = False
-    """Listen beyond this machine with neither secret nor TLS."""
+    """Allow listening beyond this machine with neither secret nor TLS."""
     join: bool = False
-    """This node is new to a quorum that exists: it waits until it is added there."""
+    """Wait to be added to a cluster that exists."""
     found: bool = False
-    """Found a new cluster if the data folder is empty, together with all peers. With a folder that
-    has data it means nothing, so it may stay in a node's settings."""
+    """Found a new cluster with all peers if the data directory is empty. It has no effect if the
+    directory has data, so it may stay in a node's settings."""
     election_s: float = 1.0
     heartbeat_s: float = 0.1
     protocol: str = "raft"
     quota_bytes: int = QUOTA
-    """How large the keyspace may become. That of the node that leads applies."""
+    """The size limit of the keyspace. The setting of the node that leads applies."""
     limits: ProposalLimits = field(default_factory=ProposalLimits)
 
     def __post_init__(self) -> None:
         if self.id not in self.peers:
             raise ConfigError(
-                f"node {self.id!r} is not among its peers {sorted(self.peers)}: name its own"
-                " address too"
+                f"node {self.id!r} is not among its peers {sorted(self.peers)}: include its own"
+                " address"
             )
         for address in (*self.peers.values(), self.listen):
             if address is not None:
@@ -118,7 +119,7 @@ class NodeOptions:
         peers_known = self.peer_secret or security.certified or len(self.peers) == 1
         if security.accepted and not peers_known:
             raise ConfigError(
-                "a secret is set and no peer secret: whoever is a client could act as a node."
+                "a secret is set and no peer secret, so any client could act as a node."
                 " Set a peer secret that only nodes have (--peer-secret-file, peer_secret=)."
                 " While a cluster of an earlier release is upgraded, it has to be the secret"
                 " that the nodes shared until now"
@@ -143,7 +144,7 @@ class NodeOptions:
 
     @property
     def membership(self) -> Membership:
-        """Who counts when the quorum is founded; what is on disk prevails."""
+        """The membership at the founding. A membership on disk takes precedence."""
         others = tuple(sorted(peer for peer in self.peers if peer != self.id))
         if self.join:
             return Membership(others, (self.id,), dict(self.peers))
@@ -151,7 +152,7 @@ class NodeOptions:
 
     @property
     def url(self) -> str:
-        """Where clients find this quorum, this node first."""
+        """The URL of this quorum for clients, with this node first."""
         from urllib.parse import quote, urlencode
 
         hosts = [self.peers[self.id], *(self.peers[peer] for peer in self.peers if peer != self.id)]
@@ -179,7 +180,7 @@ def _encoded(secret: str | None) -> bytes | None:
 
 
 def _limits(options: NodeOptions, making: Making) -> ProposalLimits:
-    """A protocol that cannot start from a snapshot must never be given one."""
+    """The limits, without snapshots for a protocol that cannot start from one."""
     if getattr(making, "snapshots", True):
         return options.limits
     return replace(options.limits, snapshot_entries=sys.maxsize, snapshot_bytes=sys.maxsize)
@@ -188,7 +189,8 @@ def _limits(options: NodeOptions, making: Making) -> ProposalLimits:
 def _open(
     options: NodeOptions, owner: Owner, state: Any
 ) -> tuple[FileJournal, NodeMember, Callable[[NodeMember], Awaitable[None]]]:
-    """Read the folder, or make it if that was asked for: its journal, and who it is."""
+    """Open the data directory, or create it if the options say so. Returns the journal, the node's
+    identity, and how to save that."""
     disk, folder = FileSystem(), Path(options.data_dir)
     start = partial(
         initial_member,
@@ -218,24 +220,24 @@ def _open(
 
 
 async def record_members(driver: Driver, members: Members) -> None:
-    """While this node leads, have the log name the member ids that are known and missing there."""
+    """While this node leads, record in the log the member ids that are known and missing there."""
     while True:
         members.changes.clear()
         wanted = members.to_record() if driver.role is Role.LEADING else None
         if wanted is not None:
             driver.own_entries.append(ChangeAsked(wanted), Batch([], []))
         with suppress(TimeoutError):
-            async with asyncio.timeout(RECORD_AGAIN_S if wanted is not None else None):
+            async with asyncio.timeout(RECORD_RETRY_S if wanted is not None else None):
                 await members.changes.wait()
 
 
-def _tell_apart(options: NodeOptions, members: Membership) -> None:
-    """Say so if a start names others than the quorum has agreed on."""
+def _warn_of_other_peers(options: NodeOptions, members: Membership) -> None:
+    """Log a warning if the configured peers differ from the membership on disk."""
     if dict(members.addresses) != dict(options.peers):
         where = ", ".join(f"{node}={members.addresses.get(node, '?')}" for node in members.everyone)
         log.warning(
-            "node %s: by what is in %s, the quorum is %s; the peers named at this start are"
-            " others, and are not used (doyen cluster add, remove)",
+            "node %s: the configured peers differ from the members recorded in %s; using the"
+            " recorded ones: %s (change them with doyen cluster add, remove)",
             options.id,
             options.data_dir,
             where,
@@ -243,7 +245,7 @@ def _tell_apart(options: NodeOptions, members: Membership) -> None:
 
 
 def _end_process(error: BaseException) -> None:
-    """The journal can no longer be believed, so this process must not say another word."""
+    """End the process at once, since the state of the journal is unknown."""
     log.critical("ending the process: %s", error)
 
     def write_out() -> None:
@@ -251,7 +253,7 @@ def _end_process(error: BaseException) -> None:
             relay.flush(FLUSH_S)
         logging.shutdown()
 
-    # Whoever reads the log may not read any more, and this process must end all the same.
+    # A handler that blocks must not keep the process from ending.
     writing = threading.Thread(target=write_out, daemon=True)
     writing.start()
     writing.join(2 * FLUSH_S)
@@ -259,8 +261,8 @@ def _end_process(error: BaseException) -> None:
 
 
 _relays: list[LogRelay] = []
-"""Those of the nodes in this process. They hand log lines to the handlers of `logging` from a
-thread: a handler that blocks, on a pipe that nobody reads, must not stop a node."""
+"""Those of the nodes in this process. They call the handlers of `logging` on a thread, so that a
+handler that blocks, on a full pipe for instance, does not stop a node."""
 
 
 class NodeServer:
@@ -285,7 +287,7 @@ class NodeServer:
         http: str | None = None,
         abort: Callable[[BaseException], None] = _end_process,
     ) -> NodeServer:
-        """Read the folder, listen, and take part. `http` is a second address, for probes."""
+        """Open the data directory, listen, and take part. `http` is an address for probes only."""
         relay = LogRelay()
         _relays.append(relay)
         try:
@@ -312,7 +314,7 @@ class NodeServer:
         me = ConnectionIdentity(options.cluster, options.id, chance.getrandbits(63))
         security = options.security
         host, port = parse_address(options.listen or options.peers[options.id])
-        # Before there is a folder: what is refused leaves nothing behind.
+        # Before the data directory is created, so that a refusal leaves nothing behind.
         check_exposure(host, security, insecure=options.insecure)
         errors = ConnectionErrors()
         owner = Owner(options.cluster, options.id, options.protocol)
@@ -341,7 +343,7 @@ class NodeServer:
                 jitter=random.random,
                 now=clock.now(),
             )
-            _tell_apart(options, core.membership)
+            _warn_of_other_peers(options, core.membership)
             keyspace = Keyspace(FIRST)
             targets: dict[int, Any] = {KEYSPACE: keyspace}
             if machine is not None:
@@ -377,7 +379,7 @@ class NodeServer:
             )
             await driver.start()
             port = await listener.listen(host, port)
-            if options.protocol == "raft":  # the others' membership is fixed
+            if options.protocol == "raft":  # the membership of the others is fixed
                 driver.on_role(lambda *_: members.changes.set())
                 driver.pump.start_task(record_members(driver, members))
             if http is not None:
@@ -391,9 +393,9 @@ class NodeServer:
         return cls(driver, listener, keyspace, service, port)
 
     async def close(self) -> None:
-        """Send clients to the others, hand leadership over, and stop."""
+        """Close clients' connections, transfer leadership, and stop."""
         self.service.close()
-        await self._listener.close()  # those who are here stay until the driver lets them go
+        await self._listener.close()  # peers stay connected until the driver stops
         await self.driver.stop()
         for _ in range(LAST_TURNS):
             await asyncio.sleep(0)
@@ -402,6 +404,6 @@ class NodeServer:
 
 
 async def _stop_relay(relay: LogRelay) -> None:
-    """Have it write what it has, if anybody reads it."""
+    """Let it write what it holds, within its time limit."""
     _relays.remove(relay)
     await asyncio.to_thread(relay.close)

@@ -1,7 +1,7 @@
-"""Sending a snapshot to a peer in chunks, with flow control.
+"""Sends a snapshot to a peer in chunks, with flow control.
 
 The receiver grants credit for what it has taken, so at most `WINDOW` bytes of a snapshot are under
-way and other messages never wait behind more than that.
+way, and other messages wait behind no more than that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHUNK_SIZE = 32 << 10
 WINDOW = 256 << 10
 MAX_PIECE = MAX_FRAME
 MORE, WHOLE, LAST = 0, 1, 2
-"""What a chunk ends: nothing, a piece, or the stream."""
+"""What a chunk ends: nothing, a piece, or the snapshot."""
 
 
 class Chunk(Struct):
@@ -42,7 +42,7 @@ def cut_into_chunks(piece: bytes) -> list[Chunk]:
 
 
 class OutgoingSnapshot:
-    """A snapshot on its way out: how much of it may still go."""
+    """A snapshot that is sent, and how much of it may be sent now."""
 
     def __init__(self) -> None:
         self.outcome: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -54,7 +54,7 @@ class OutgoingSnapshot:
             self._more.clear()
             await self._more.wait()
         if self.outcome.done():
-            raise StoreUnavailable("the peer takes no more of it")
+            raise StoreUnavailable("the peer accepts no more of the snapshot")
         self._left -= size
 
     def credit(self, size: int) -> None:
@@ -68,15 +68,15 @@ class OutgoingSnapshot:
 
 
 class IncomingSnapshot:
-    """A snapshot that comes in, chunk by chunk.
+    """A snapshot that is received, chunk by chunk.
 
-    Credit for what has come is given when nothing whole waits to be taken, so that no more is
-    held here than one piece, whatever its size, and a window.
+    Credit is granted while no whole piece waits to be taken, so at most one piece and a window are
+    held in memory.
     """
 
-    def __init__(self, link: FrameConnection, number: int) -> None:
+    def __init__(self, connection: FrameConnection, number: int) -> None:
         self.number = number
-        self._link = link
+        self._connection = connection
         self._part: list[bytes] = []
         self._pieces: deque[bytes] = deque()
         self._held = 0
@@ -89,7 +89,7 @@ class IncomingSnapshot:
         self._held += len(data)
         self._owed += len(data)
         if self._held > MAX_PIECE + WINDOW:
-            raise FrameError(CloseReason.OVERFLOW, "sends more of a snapshot than it was asked for")
+            raise FrameError(CloseReason.OVERFLOW, "sent more of a snapshot than it had credit for")
         if ends == LAST:
             self._whole = True
             self._more.set()
@@ -104,7 +104,7 @@ class IncomingSnapshot:
 
     def _credit(self) -> None:
         if self._owed:
-            self._link.send(CREDIT, CREDIT_LAYOUT.pack(self.number, self._owed))
+            self._connection.send(CREDIT, CREDIT_LAYOUT.pack(self.number, self._owed))
             self._owed = 0
 
     def end(self, why: str) -> None:
@@ -120,7 +120,7 @@ class IncomingSnapshot:
                     self._credit()
                 yield piece
             if self._why:
-                raise StoreUnavailable(f"it is not whole: {self._why}")
+                raise StoreUnavailable(f"the snapshot is incomplete: {self._why}")
             if self._whole:
                 return
             self._more.clear()

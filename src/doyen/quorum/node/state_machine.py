@@ -1,5 +1,6 @@
-"""`StateMachine`: what users of an embedded quorum write. Imports nothing, so that it can be had
-without the quorum's extra."""
+"""`StateMachine`, which users of an embedded quorum implement. Imports nothing, so that it is
+available without the quorum's extra.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +12,25 @@ __all__ = ["StateMachine"]
 
 
 class StateMachine(ABC):
-    """What a quorum replicates: the same commands, in the same order, on every node.
+    """Carries out the same commands, in the same order, on every node of a quorum.
 
-    `apply` must be a function of the machine's state and the command alone: no clock, no chance,
-    nothing of this process. Its result must be something msgpack can carry.
+    `apply` must depend only on the machine's state and the command: not on a clock, on random
+    numbers or on anything else of this process. Its result must be a value that msgpack can
+    encode.
     """
 
     @abstractmethod
     def apply(self, command: bytes) -> Any:
-        """Carry out one command that has been agreed on."""
+        """Carry out one committed command."""
 
     @abstractmethod
     def snapshot(self) -> Iterator[bytes]:
-        """The whole state as it is now, in pieces of moderate size.
+        """The whole state as of now, in pieces of moderate size.
 
-        Called between two commands and must return at once; the pieces are taken one by one
-        while further commands are applied, perhaps on another thread, and must not show those.
+        Called between two commands; must return at once. The pieces are taken one by one while
+        further commands are applied, perhaps on another thread, and must not show those.
         """
 
     @abstractmethod
     def restore(self, pieces: Iterable[bytes]) -> None:
-        """Put the state of a snapshot in the place of this one."""
+        """Replace the state by that of a snapshot."""

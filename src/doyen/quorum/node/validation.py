@@ -29,8 +29,8 @@ _FREEING = {kind.__struct_config__.tag for kind in (Revoke, Delete)}
 
 
 def frees(command: Command) -> bool:
-    """Whether a command only removes something. The tag is read in place where it is encoded in
-    the usual way: a short array that begins with a small number."""
+    """Whether a command only removes something. The tag is read in place if the encoding is the
+    usual one: a short array that begins with a small number."""
     body = command.body
     usual = command.target == KEYSPACE and len(body) >= 2 and 0x90 < body[0] <= 0x9F
     return usual and body[1] in _FREEING
