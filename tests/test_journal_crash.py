@@ -456,7 +456,7 @@ def test_damage_says_where_and_what_to_do() -> None:
         opened(FragileDisk(files | {"log-0000000001": bytes(data)}))
     words = str(refused.value)
     assert "data/log-0000000001 is damaged at byte " in words
-    assert "remove it from the cluster, delete the folder and add it again" in words
+    assert "remove it from the cluster, delete the data directory and add it again" in words
 
 
 def test_a_torn_tail_is_cut_and_written_over() -> None:
@@ -548,7 +548,7 @@ class TestMutants:
             crash_everywhere(snapshotting)
 
     def test_a_batch_found_but_never_synced(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(folder.LogWriter, "_write_again", lambda log, name, start, end: None)
+        monkeypatch.setattr(folder.LogWriter, "_rewrite", lambda log, name, start, end: None)
         with pytest.raises(AssertionError):
             for story in STORIES:
                 found_is_kept(story)
