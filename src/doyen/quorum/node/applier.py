@@ -117,22 +117,21 @@ class Applier:
             raise RuntimeError(f"entry {effect.first} is committed after {self._queued}")
         self._queue.extend(effect.entries)
         self._queued += len(effect.entries)
-        self._schedule()
+        if not self._paused and not self._scheduled:
+            self._scheduled = True
+            self._pump.after_step.append(self._apply_slice)
 
     def _install(self, effect: Install) -> None:
         self._journal.install(effect)
         self._queue.clear()
         self._queue.append(effect)
         self._queued = effect.snapshot.index
-        self._schedule()
-
-    def _schedule(self) -> None:
-        """Apply what is queued: a slice after this step, the rest in the next turns."""
         if not self._paused and not self._scheduled:
             self._scheduled = True
             self._pump.after_step.append(self._apply_slice)
 
     def _apply_slice(self) -> None:
+        """Apply what is queued: a slice now, the rest in the next turns of the loop."""
         self._scheduled = False
         queue, budget = self._queue, self._limits.apply_commands
         try:

@@ -166,22 +166,24 @@ class _SendQueue:
 
     def _flush(self) -> None:
         self._scheduled = False
-        if not self.blocked:
-            self._write()
-            if self._waiters:
-                self._wake()
-
-    def _write(self) -> None:
+        if self.blocked:
+            return
         if self._parts and self.transport is not None:
             data = b"".join(self._parts)
             self._parts.clear()
             self.size = 0
             self.written = self.accepted
             self.transport.write(data)
+        if self._waiters:
+            self._wake()
 
     def finish(self) -> None:
         """Write what is queued, and accept no more."""
-        self._write()
+        if self._parts and self.transport is not None:
+            self.transport.write(b"".join(self._parts))
+            self._parts.clear()
+            self.size = 0
+            self.written = self.accepted
         self.transport = None
 
     def discard(self) -> None:
