@@ -36,7 +36,7 @@ layers: $(VENV)/.dev
 	@$(call stage,layers,$(BIN)/lint-imports --no-logo)
 
 tests: $(VENV)/.dev
-	@$(call stage,tests,$(BIN)/pytest --numprocesses 3 --dist loadfile)
+	@$(call stage,tests,$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder)
 
 chaos: $(VENV)/.dev
 	@$(call stage,chaos,$(BIN)/pytest -m chaos --numprocesses 2 --dist loadgroup)

@@ -24,10 +24,48 @@ hypothesis.settings.register_profile("doyen", deadline=None)
 hypothesis.settings.load_profile("doyen")
 
 
+LONG = (
+    "test_lab_quorum",
+    "test_quorum_history",
+    "test_quorum_elections",
+    "test_engines",
+    "test_orders_processes",
+    "test_node_processes",
+    "test_sqlite_processes",
+    "test_cli_up",
+    "test_cli_run",
+    "test_docs_stories",
+    "test_docs",
+    "test_bench_smoke",
+    "test_lab_mutants",
+    "test_swarm",
+    "test_orders_swarm",
+    "test_zookeeper_failures",
+    "test_quorum_upgrade",
+    "test_quorum_siege",
+    "test_fencing_servers",
+    "test_fencing_paused",
+    "test_postgresql_failover",
+    "test_redis_cluster",
+    "test_node",
+    "test_scenarios",
+    "test_incidents",
+    "test_examples",
+    "test_supervise",
+)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "chaos":
         config.pluginmanager.register(summary.Summary())
     _restore_signals()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with long tests come first, so that no worker is left alone with one at the end."""
+    ranks = {name: rank for rank, name in enumerate(LONG)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(LONG)))
 
 
 def _restore_signals() -> None:
