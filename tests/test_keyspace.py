@@ -420,6 +420,21 @@ def test_beyond_the_quota_only_what_makes_room_is_carried_out() -> None:
     assert twin(keyspace).bytes == keyspace.bytes
 
 
+def test_a_put_of_a_smaller_value_ends_the_alarm_when_a_tenth_of_the_quota_is_free() -> None:
+    keyspace = Keyspace()
+    version = do(keyspace, Put("k", b"x" * 900, 0)).version
+    do(keyspace, SetQuota(keyspace.bytes))
+    tenth = keyspace.quota // 10
+    assert isinstance(do(keyspace, Put("more", b"", 0)), QuotaExceeded)
+    version = do(keyspace, Put("k", b"x" * (901 - tenth), version)).version
+    assert (keyspace.alarm, twin(keyspace).alarm) == (True, True), "less than a tenth is free"
+    other = twin(keyspace)
+    for each in (keyspace, other):
+        assert isinstance(do(each, Put("k", b"x" * (900 - tenth), version)), Written)
+        assert not each.alarm
+    assert [*keyspace.snapshot()] == [*other.snapshot()]
+
+
 def test_the_size_is_that_of_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "SLICE", 1)
     keyspace = Keyspace()

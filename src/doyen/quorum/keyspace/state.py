@@ -480,6 +480,8 @@ class Keyspace:
         if size > self.quota and (full := self._full(more)) is not None:
             return full
         self.bytes = size
+        if more < 0:
+            self._update_alarm()
         self.revision = revision = self.revision + 1
         self._entries.put(key, entry, position)
         self.history.add(Change(revision, key, _PUT, entry.lease))
