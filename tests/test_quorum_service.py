@@ -686,47 +686,6 @@ def test_nodes_that_restart_serve_again() -> None:
     on_quorum(test)
 
 
-def versions(quorum: Quorum) -> list[int]:
-    return [quorum.keyspace(node).version for node in quorum.world.nodes]
-
-
-def test_the_version_rises_when_every_member_supports_it() -> None:
-    """One that is down, or of an older release, keeps it where it is."""
-
-    async def main() -> None:
-        quorum = Quorum()
-        quorum.world.supports |= {"n1": 1, "n2": 1}
-        await quorum.start(raised=False)
-        client = Client(quorum.services["n1"])
-        for number in range(1, 4):
-            await client.do(number, Put(f"k{number}", b"", 0))
-            await asyncio.sleep(2.0)
-        assert versions(quorum) == [1, 1, 1]
-        down = await quorum.follower()
-        quorum.crash(down)
-        quorum.world.supports.clear()
-        await asyncio.sleep(5.0)
-        assert versions(quorum) == [1, 1]
-        await quorum.restart(down)
-        await quorum.world.until(lambda: versions(quorum) == [NEWEST] * 3)
-        for node in quorum.world.nodes:
-            assert quorum.world.links[node].required == NEWEST
-
-    run_virtual(main)
-
-
-def test_an_unknown_command_stops_the_node_that_does_not_know_it() -> None:
-    async def test(quorum: Quorum) -> None:
-        leader = await quorum.world.leader()
-        leader.submit(KEYSPACE, encode([99, "of a later release"]), lambda *_: None)
-        # Two of them commit it; a third that is left alone does not get so far.
-        await quorum.world.until(lambda: len(quorum.world.aborted) >= 2)
-        for _, error in quorum.world.aborted:
-            assert "install the release" in str(error)
-
-    on_quorum(test)
-
-
 def test_a_lease_with_many_keys_ends_a_slice_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Absent at once for whoever reads; told to whoever watches slice by slice, by every node."""
     monkeypatch.setattr(state, "SLICE", 10)

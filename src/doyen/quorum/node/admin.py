@@ -15,6 +15,7 @@ from msgspec.msgpack import Decoder, Encoder
 
 from doyen.errors import ConfigError, OrderFailed, OutcomeUnknown
 from doyen.quorum.consensus.core import ChangeAsked, Membership, Role, TransferAsked
+from doyen.quorum.node.applier import Applier
 from doyen.quorum.node.disk_space import DiskSpace
 from doyen.quorum.node.leader_calls import (
     ADMIN,
@@ -122,11 +123,13 @@ class Administration:
         self,
         pump: Pump,
         entries: OwnEntries,
+        applier: Applier,
         disk_space: DiskSpace,
         leader_calls: LeaderCalls,
     ) -> None:
         self._pump = pump
         self._entries = entries
+        self._applier = applier
         self._disk_space = disk_space
         self._leader_calls = leader_calls
         self._transfers: list[asyncio.Future[None]] = []
@@ -218,11 +221,23 @@ class Administration:
             wanted = changed(core.membership, request)
             if wanted == core.membership:
                 return True
-            reason = self._entries.append(ChangeAsked(wanted), Batch.forwarded([], respond))
+            if len(wanted.everyone) > len(core.membership.everyone) and self._version_in_flux():
+                reason = "the version of the cluster is being raised; ask again in a moment"
+            else:
+                reason = self._entries.append(ChangeAsked(wanted), Batch.forwarded([], respond))
             if reason is None:
                 return False
             await self._pump.pause()
         raise OrderFailed(reason or "")
+
+    def _version_in_flux(self) -> bool:
+        """Whether the log may hold a command, not applied yet, that raises the cluster's version.
+        It was proposed because all members supported that version, so no member may be added before
+        it is applied. Once an entry of this generation is applied, only this node can have appended
+        such a command."""
+        return (
+            self._applier.generation != self._pump.core.generation or self._entries.raises_version()
+        )
 
     async def _transfer(self, to: str) -> None:
         core = self._pump.core

@@ -89,7 +89,7 @@ class Driver:
         self.applier = Applier(pump, machine, journal, self.own_entries, limits)
         self.reads = LinearizableReads(pump, self.applier, calls, limits.patience_s)
         self.disk_space = DiskSpace(pump, journal, calls, limits)
-        self.admin = Administration(pump, self.own_entries, self.disk_space, calls)
+        self.admin = Administration(pump, self.own_entries, self.applier, self.disk_space, calls)
         self._proposer = Proposer(
             pump,
             machine,

@@ -13,6 +13,7 @@ from doyen.quorum.consensus.core import Accepted, CoreEvent
 from doyen.quorum.node.leader_calls import DONE, UNKNOWN
 from doyen.quorum.node.proposals import Batch, Proposals, encode_results
 from doyen.quorum.node.pump import Pump
+from doyen.quorum.node.validation import raises_version
 
 __all__ = ["OwnEntries"]
 
@@ -47,6 +48,14 @@ class OwnEntries:
             self._appending = None
             if before is not None:  # of an earlier leadership: another leader has removed it
                 self._retry(before)
+
+    def raises_version(self) -> bool:
+        """Whether a command that raises the cluster's version waits to be appended or applied."""
+        proposals = self._proposals
+        waiting = (command for batch in self.waiting.values() for command in batch.commands)
+        return any(raises_version(each.target, each.body) for each in proposals.internal) or any(
+            raises_version(each.target, each.body) for each in waiting
+        )
 
     def refused(self, reason: str) -> bool:
         """The core refused something. False if that was not an entry."""

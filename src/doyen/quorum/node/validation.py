@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from msgspec import MsgspecError
@@ -14,6 +14,7 @@ from doyen.quorum.keyspace.commands import (
     Enqueue,
     Grant,
     Put,
+    RaiseVersion,
     Revoke,
     decode_command,
 )
@@ -23,17 +24,27 @@ from doyen.quorum.protocol.requests import MAX_KEY, MAX_LEVELS, MAX_TTL_S, MAX_V
 from doyen.quorum.protocol.security import Role as Power
 from doyen.quorum.protocol.security import allows
 
-__all__ = ["flaw", "frees"]
+__all__ = ["flaw", "frees", "raises_version"]
 
 _FREEING = {kind.__struct_config__.tag for kind in (Revoke, Delete)}
+_RAISING = {RaiseVersion.__struct_config__.tag}
 
 
 def frees(command: Command) -> bool:
-    """Whether a command only removes something. The tag is read in place if the encoding is the
-    usual one: a short array that begins with a small number."""
-    body = command.body
-    usual = command.target == KEYSPACE and len(body) >= 2 and 0x90 < body[0] <= 0x9F
-    return usual and body[1] in _FREEING
+    """Whether a command only removes something."""
+    return _has_tag(command.target, command.body, _FREEING)
+
+
+def raises_version(target: int, body: bytes) -> bool:
+    """Whether a command raises the version of the cluster."""
+    return _has_tag(target, body, _RAISING)
+
+
+def _has_tag(target: int, body: bytes, tags: Container[object]) -> bool:
+    """The tag is read in place if the encoding is the usual one: a short array that begins with a
+    small number."""
+    usual = target == KEYSPACE and len(body) >= 2 and 0x90 < body[0] <= 0x9F
+    return usual and body[1] in tags
 
 
 def flaw(body: bytes, role: Power) -> str | None:

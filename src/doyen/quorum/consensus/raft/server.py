@@ -735,7 +735,7 @@ class Raft(Elector):
                 progress = self._peers[peer]
                 missing = self.log.last - progress.match
                 if progress.match == 0 or missing > self.settings.message_entries:
-                    return f"{peer} is {missing} entries behind; retry when it has caught up"
+                    return f"{peer} is {missing} entries behind; ask again when it has caught up"
         return None
 
     def _stranded(self, wanted: Membership) -> str | None:

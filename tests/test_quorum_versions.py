@@ -1,0 +1,124 @@
+"""The version of a cluster: when it rises, and which nodes take part in it."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from doyen.errors import OrderFailed
+from doyen.quorum.consensus.core import Membership
+from doyen.quorum.keyspace.commands import Put, encode
+from doyen.quorum.keyspace.versions import FIRST, NEWEST
+from doyen.quorum.node.replicated import KEYSPACE
+from doyen.testing.virtual import run_virtual
+from mutants_nodes import added_while_raising
+from test_quorum_service import Client, Quorum, on_quorum
+
+
+def versions(quorum: Quorum) -> list[int]:
+    return [quorum.keyspace(node).version for node in quorum.world.nodes]
+
+
+def test_the_version_rises_when_every_member_supports_it() -> None:
+    """One that is down, or of an older release, keeps it where it is."""
+
+    async def main() -> None:
+        quorum = Quorum()
+        quorum.world.supports |= {"n1": 1, "n2": 1}
+        await quorum.start(raised=False)
+        client = Client(quorum.services["n1"])
+        for number in range(1, 4):
+            await client.do(number, Put(f"k{number}", b"", 0))
+            await asyncio.sleep(2.0)
+        assert versions(quorum) == [1, 1, 1]
+        down = await quorum.follower()
+        quorum.crash(down)
+        quorum.world.supports.clear()
+        await asyncio.sleep(5.0)
+        assert versions(quorum) == [1, 1]
+        await quorum.restart(down)
+        await quorum.world.until(lambda: versions(quorum) == [NEWEST] * 3)
+        for node in quorum.world.nodes:
+            assert quorum.world.links[node].required == NEWEST
+
+    run_virtual(main)
+
+
+async def versions_around_an_addition(delay_s: float) -> tuple[int, int]:
+    """A node of an older release is added this long after the command that raises the version is
+    queued. The version when the node became a member in the leader's log, and at the end."""
+    quorum = Quorum()
+    quorum.world.supports |= {"n1": 1, "n2": 1, "n3": 1}
+    await quorum.start(raised=False)
+    leader = await quorum.world.leader()
+    await quorum.world.until(lambda: quorum.keyspace(leader.id).era)
+    await quorum.world.boot_one("n4", Membership(quorum.world.voters, ("n4",)))
+    quorum.world.supports = {"n4": 1}
+    quorum.services[leader.id]._keeper._start_upkeep()
+    if delay_s:
+        await asyncio.sleep(delay_s)
+    adding = asyncio.ensure_future(leader.admin.add("n4", "h4:1"))
+    await quorum.world.until(lambda: "n4" in leader.membership.everyone)
+    added_at = quorum.keyspace(leader.id).version
+    await adding
+    await asyncio.sleep(5.0)
+    return added_at, quorum.keyspace(leader.id).version
+
+
+DELAYS_S = [0.0, *(0.0002 * step for step in range(1, 20))]
+"""From the proposal of a command until it is applied everywhere."""
+
+
+def test_a_node_is_not_added_while_the_version_is_being_raised() -> None:
+    """The node would receive a command that it does not know."""
+    for delay_s in DELAYS_S:
+        added_at, at_the_end = run_virtual(partial(versions_around_an_addition, delay_s))
+        assert added_at == at_the_end, f"added {delay_s:g} s after the version was to be raised"
+
+
+def test_an_addition_that_ignores_the_raising_of_the_version_is_detected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    added_while_raising(monkeypatch)
+    outcomes = [run_virtual(partial(versions_around_an_addition, each)) for each in DELAYS_S]
+    assert (FIRST, NEWEST) in outcomes
+
+
+def test_a_new_leader_adds_no_node_before_it_knows_the_version() -> None:
+    """The command that raises it may be in its log, and not applied yet."""
+
+    async def main() -> None:
+        quorum = Quorum()
+        quorum.world.supports |= {"n1": 1, "n2": 1, "n3": 1}
+        await quorum.start(raised=False)
+        leader = await quorum.world.leader()
+        await quorum.world.until(lambda: quorum.keyspace(leader.id).era)
+        heir = quorum.world.nodes[await quorum.follower()]
+        heir.applier._paused = True  # as while it restores a snapshot
+        quorum.world.supports.clear()
+        quorum.services[leader.id]._keeper._start_upkeep()
+        await quorum.world.until(lambda: quorum.keyspace(leader.id).version == NEWEST)
+        await leader.admin.transfer(heir.id)
+        assert quorum.keyspace(heir.id).version == FIRST
+        with pytest.raises(OrderFailed, match="ask again"):
+            await heir.admin.add("n4", "h4:1")
+        heir.applier._paused = False
+        heir.applier._apply_slice()
+        await heir.admin.add("n4", "h4:1")
+        assert quorum.keyspace(heir.id).version == NEWEST
+
+    run_virtual(main)
+
+
+def test_an_unknown_command_stops_the_node_that_does_not_know_it() -> None:
+    async def test(quorum: Quorum) -> None:
+        leader = await quorum.world.leader()
+        leader.submit(KEYSPACE, encode([99, "of a later release"]), lambda *_: None)
+        # Two of them commit it; a third that is left alone does not get so far.
+        await quorum.world.until(lambda: len(quorum.world.aborted) >= 2)
+        for _, error in quorum.world.aborted:
+            assert "install the release" in str(error)
+
+    on_quorum(test)
