@@ -42,7 +42,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
         def configure(parser: argparse.ArgumentParser) -> None:
             _output.add_store_option(parser)
 
-        module: Any = SimpleNamespace(configure=configure, run=run)
+        module: Any = SimpleNamespace(MANUAL="", configure=configure, run=run)
         monkeypatch.setitem(sys.modules, "doyen.cli.leader", module)
 
     monkeypatch.delenv("DOYEN_DEBUG", raising=False)

@@ -1,9 +1,11 @@
 """The command line: imports the module of the command, runs it, and turns errors into one line of
 text and an exit code.
 
-The module of a command has `configure(parser)`, which adds its arguments and its manual, and
-`run(args) -> int`, which returns the exit code. Every command has `--json`, which is added here. A
-command imports what it needs beyond the standard library only when it runs.
+The module of a command has `configure(parser)`, which adds its arguments, `run(args) -> int`, which
+returns the exit code, and its manual. Every command has `--json`, which is added here. A command
+imports what it needs beyond the standard library only when it runs.
+
+The part of a manual before the exit codes is printed before the options, the rest after them.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ import io
 import os
 import signal
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 
 import doyen
-from doyen.cli._manual import Manual, manual
 from doyen.cli._output import Exit
 from doyen.errors import (
     ConfigError,
@@ -30,8 +32,6 @@ from doyen.errors import (
     SessionClosed,
     StoreError,
 )
-
-__all__ = ["COMMANDS", "main", "parsers"]
 
 COMMANDS = {
     "run": "run a command while this process leads, and stop it when leadership ends",
@@ -156,25 +156,45 @@ def _load(name: str) -> ModuleType:
         raise ConfigError(f"the command {name!r} is missing from this installation") from error
 
 
+class _Manual(argparse.HelpFormatter):
+    """Wraps paragraphs to the width of the terminal, and prints blocks with an indented line, such
+    as lists and examples, as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        blocks = text.strip("\n").split("\n\n")
+        return "\n\n".join(
+            block if "\n " in f"\n{block}" else textwrap.fill(" ".join(block.split()), width)
+            for block in blocks
+        )
+
+
+def _add_manual(parser: argparse.ArgumentParser, text: str) -> None:
+    before, codes, after = text.partition("exit codes:\n")
+    parser.description = f"{parser.description}\n\n{before}".strip("\n")
+    parser.epilog = (codes + after).strip("\n")
+
+
 def parsers(*names: str) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """The parser of `doyen` and the parsers of its commands. Only the commands in `names` are
     imported, and only their parsers have arguments."""
     parser = argparse.ArgumentParser(
         prog="doyen",
         description="Leader election for the processes of one machine or of many.",
-        formatter_class=Manual,
+        formatter_class=_Manual,
         allow_abbrev=False,
     )
-    manual(parser, MANUAL)
+    _add_manual(parser, MANUAL)
     parser.add_argument("--version", action="version", version=f"doyen {doyen.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     subparsers = {}
     for each, summary in COMMANDS.items():
         described = f"{summary[0].upper()}{summary[1:]}."
         subparser = subparsers[each] = commands.add_parser(
-            each, help=summary, description=described, formatter_class=Manual, allow_abbrev=False
+            each, help=summary, description=described, formatter_class=_Manual, allow_abbrev=False
         )
         if each in names:
-            _load(each).configure(subparser)
+            module = _load(each)
+            _add_manual(subparser, module.MANUAL)
+            module.configure(subparser)
             subparser.add_argument("--json", action="store_true", help="print JSON for programs")
     return parser, subparsers

@@ -15,7 +15,7 @@ import signal
 import stat
 import sys
 import unicodedata
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -27,21 +27,6 @@ from doyen.stores.port import split_url
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
-
-__all__ = [
-    "Console",
-    "Exit",
-    "Table",
-    "add_election_arguments",
-    "add_store_option",
-    "console",
-    "follow",
-    "print_json",
-    "printable",
-    "seconds",
-    "store_url",
-    "without_password",
-]
 
 
 class Exit(IntEnum):
@@ -220,14 +205,58 @@ def _cancel_when_unread(following: asyncio.Future[None]) -> asyncio.Event:
     return unread
 
 
+def add_option(
+    parser: argparse.ArgumentParser, spec: str, text: str, default: str | None = None, **more: Any
+) -> None:
+    """Add an option. `spec` is its name and the form of its value, such as `--wait SECONDS`; an
+    option without a form is a flag. The default is as a user would write it; the help states it."""
+    name, _, form = spec.partition(" ")
+    if not form:
+        parser.add_argument(name, action="store_true", help=text)
+        return
+    if form == "SECONDS":
+        more.setdefault("type", seconds)
+    if default is not None and "(default" not in text:
+        text = f"{text} (default: {default})"
+    parser.add_argument(name, metavar=form, help=text, default=default, **more)
+
+
+def add_actions(
+    parser: argparse.ArgumentParser,
+) -> Callable[[str, str], argparse.ArgumentParser]:
+    """Give a command actions. Returns a function that adds one, with its name and its summary."""
+    actions = parser.add_subparsers(
+        dest="action", required=True, metavar="ACTION", title="actions", help="the action"
+    )
+
+    def action(name: str, summary: str) -> argparse.ArgumentParser:
+        added = actions.add_parser(
+            name, help=summary, description=f"{summary.capitalize()}.", allow_abbrev=False
+        )
+        added.add_argument(
+            "--json", action="store_true", default=argparse.SUPPRESS, help="print JSON for programs"
+        )
+        return added
+
+    return action
+
+
 def add_store_option(parser: argparse.ArgumentParser) -> None:
     """Add `--store`. Read it with `store_url`."""
-    parser.add_argument(
-        "--store",
-        metavar="URL",
-        help="the store, such as sqlite:///var/lib/app/doyen.db"
+    add_option(
+        parser,
+        "--store URL",
+        "the store, such as sqlite:///var/lib/app/doyen.db"
         " (default: $DOYEN_STORE, else a file in the home directory)",
     )
+
+
+def add_lease_options(parser: argparse.ArgumentParser, work: str) -> None:
+    """Add `--ttl` and `--stop-budget`. `work` is what must end after a loss."""
+    lives = "how long the lease lives without a renewal (default: depends on the store)"
+    add_option(parser, "--ttl SECONDS", lives)
+    ends = f"the time in which the {work} must end after a loss (default: a sixth of the ttl)"
+    add_option(parser, "--stop-budget SECONDS", ends)
 
 
 def add_election_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,8 +12,16 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from doyen.cli._manual import manual
-from doyen.cli._output import Exit, Table, console, print_json, printable, seconds, store_url
+from doyen.cli._output import (
+    Exit,
+    Table,
+    add_actions,
+    add_option,
+    console,
+    print_json,
+    printable,
+    store_url,
+)
 from doyen.errors import ConfigError, OrderFailed, StoreUnavailable, StoreUnusable
 from doyen.stores.port import StoreURL
 
@@ -23,8 +31,6 @@ if TYPE_CHECKING:
     from doyen.quorum.protocol.requests import BackupChunk, BackupOrigin
     from doyen.stores.quorum.diagnosis import NodeAnswer
     from doyen.stores.quorum.store import QuorumStore
-
-__all__ = ["MANUAL", "configure", "run"]
 
 MANUAL = """\
 For quorums of doyen's own nodes (doyen serve). --store names one or more of the nodes, such as
@@ -73,34 +79,14 @@ TOKENS = 10**9
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command."""
-    manual(parser, MANUAL)
-    actions = parser.add_subparsers(
-        dest="action", required=True, metavar="ACTION", title="actions", help="the action"
-    )
+    add_action = add_actions(parser)
 
     def action(name: str, summary: str) -> argparse.ArgumentParser:
-        added = actions.add_parser(
-            name, help=summary, description=f"{summary.capitalize()}.", allow_abbrev=False
-        )
-        added.add_argument(
-            "--json",
-            action="store_true",
-            default=argparse.SUPPRESS,
-            help="print JSON for programs",
-        )
+        added = add_action(name, summary)
         if name != "restore":
-            added.add_argument(
-                "--store", metavar="URL", help="such as doyen://h1:7400,… (default: $DOYEN_STORE)"
-            )
+            add_option(added, "--store URL", "such as doyen://h1:7400,… (default: $DOYEN_STORE)")
         if name not in ("status", "backup", "restore"):
-            added.add_argument(
-                "--wait",
-                type=seconds,
-                default=10.0,
-                metavar="SECONDS",
-                help="the time limit (default: 10)",
-            )
+            add_option(added, "--wait SECONDS", "the time limit", "10")
         return added
 
     action("status", "show the role, progress and contents of every node")
@@ -111,39 +97,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
     promote.add_argument("node", metavar="NAME", help="the node's name")
     remove = action("remove", "remove a node")
     remove.add_argument("node", metavar="NAME", help="the node's name")
-    remove.add_argument(
-        "--force", action="store_true", help="remove a node that is needed without confirmation"
-    )
+    add_option(remove, "--force", "remove a node that is needed without confirmation")
     transfer = action("transfer", "transfer leadership to another node")
-    transfer.add_argument(
-        "node",
-        metavar="NAME",
-        nargs="?",
-        default="",
-        help="the node's name (default: the most up-to-date)",
-    )
+    most = "the node's name (default: the most up-to-date)"
+    transfer.add_argument("node", metavar="NAME", nargs="?", default="", help=most)
     backup = action("backup", "copy all data to a file")
     backup.add_argument("file", metavar="FILE", help="the file to create")
-    backup.add_argument(
-        "--data-dir",
-        metavar="DIRECTORY",
-        help="copy from the data directory of a stopped node (default: from the running quorum)",
-    )
+    stopped = "copy from the data directory of a stopped node (default: from the running quorum)"
+    add_option(backup, "--data-dir DIRECTORY", stopped)
     restore = action("restore", "restore a backup on this node, as part of a new cluster")
     restore.add_argument("file", metavar="FILE", help="a file written by backup")
-    restore.add_argument(
-        "--config", metavar="FILE", help="the node's settings, as for doyen serve (default: none)"
-    )
-    for option, form, meaning in (
-        ("--cluster", "NAME", "the name of the new cluster; not that of the old one"),
-        ("--id", "NAME", "this node's name"),
-        ("--peers", "NAME=HOST:PORT,…", "the addresses of all nodes, including this one"),
-        ("--data-dir", "DIRECTORY", "the data directory of this node; must be empty"),
+    add_option(restore, "--config FILE", "the node's settings, as for doyen serve (default: none)")
+    for option, meaning in (
+        ("--cluster NAME", "the name of the new cluster; not that of the old one"),
+        ("--id NAME", "this node's name"),
+        ("--peers NAME=HOST:PORT,…", "the addresses of all nodes, including this one"),
+        ("--data-dir DIRECTORY", "the data directory of this node; must be empty"),
     ):
-        restore.add_argument(option, metavar=form, help=f"{meaning} (default: as configured)")
-    restore.add_argument(
-        "--token-floor", type=int, metavar="N", help="issue only tokens above N (default: none)"
-    )
+        add_option(restore, option, f"{meaning} (default: as configured)")
+    add_option(restore, "--token-floor N", "issue only tokens above N (default: none)", type=int)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,10 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from doyen.cli import COMMANDS, parsers
-from doyen.cli._manual import manual
 from doyen.cli._output import Exit, print_json
-
-__all__ = ["MANUAL", "CompletionWord", "configure", "run", "words"]
 
 MANUAL = """\
 Prints a script that completes commands, options and their values, for bash, zsh or fish. The script
@@ -40,8 +37,6 @@ _COMMANDS = {"CMD"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command."""
-    manual(parser, MANUAL)
     parser.add_argument("shell", metavar="SHELL", choices=list(_SHELLS), help="bash, zsh or fish")
 
 

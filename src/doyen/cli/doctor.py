@@ -9,15 +9,14 @@ from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any
 
-from doyen.cli._manual import manual
 from doyen.cli._output import (
     Console,
     Exit,
     Table,
+    add_lease_options,
     add_store_option,
     console,
     print_json,
-    seconds,
     store_url,
     without_password,
 )
@@ -28,8 +27,6 @@ from doyen.lease.clock import SystemClock
 from doyen.lease.timing import Timing
 from doyen.model import Level
 from doyen.stores.port import Context, open_store
-
-__all__ = ["MANUAL", "configure", "run"]
 
 OPEN_WITHIN_S = 10.0
 """The time limit for opening the store."""
@@ -66,24 +63,11 @@ _STYLES: dict[Level, str | None] = {
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command."""
-    manual(parser, MANUAL)
     parser.add_argument(
         "election", nargs="?", metavar="ELECTION", help="an election to check (default: none)"
     )
     add_store_option(parser)
-    parser.add_argument(
-        "--ttl",
-        type=seconds,
-        metavar="SECONDS",
-        help="how long the lease lives without a renewal (default: depends on the store)",
-    )
-    parser.add_argument(
-        "--stop-budget",
-        type=seconds,
-        metavar="SECONDS",
-        help="the time in which the work must end after a loss (default: a sixth of the ttl)",
-    )
+    add_lease_options(parser, "work")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 
 from doyen.cli import COMMANDS, parsers
-from doyen.cli._manual import manual
 from doyen.cli._output import Exit, print_json
-
-__all__ = ["MANUAL", "configure", "run"]
 
 MANUAL = """\
 Prints the same as `doyen COMMAND --help`; without a command, the same as `doyen --help`.
@@ -24,8 +21,6 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command."""
-    manual(parser, MANUAL)
     parser.add_argument(
         "command",
         nargs="?",

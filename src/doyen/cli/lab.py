@@ -10,15 +10,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from doyen.cli._manual import manual
-from doyen.cli._output import Console, Exit, Table, console, print_json
+from doyen.cli._output import Console, Exit, Table, add_actions, add_option, console, print_json
 from doyen.errors import ConfigError
 
 if TYPE_CHECKING:
     from doyen.lab.outcome import RunOutcome
     from doyen.lab.runner import Comparison, FoundFailure, HuntProgress
-
-__all__ = ["MANUAL", "configure", "run"]
 
 MANUAL = """\
 Runs the same protocols, nodes, sessions and elections as on real machines in a simulation, where
@@ -78,59 +75,19 @@ def number(text: str) -> int:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command."""
-    manual(parser, MANUAL)
-    actions = parser.add_subparsers(
-        dest="action", required=True, metavar="ACTION", title="actions", help="the action"
-    )
-
-    def action(name: str, summary: str) -> argparse.ArgumentParser:
-        added = actions.add_parser(
-            name, help=summary, description=f"{summary.capitalize()}.", allow_abbrev=False
-        )
-        added.add_argument(
-            "--json",
-            action="store_true",
-            default=argparse.SUPPRESS,
-            help="print JSON for programs",
-        )
-        return added
-
+    action = add_actions(parser)
     one = action("run", "run one seed")
-    one.add_argument(
-        "--protocol", default="raft", metavar="NAME", help="the protocol (default: raft)"
-    )
-    one.add_argument("--seed", type=int, default=0, metavar="N", help="the seed (default: 0)")
-    one.add_argument("--tell", action="store_true", help="print what happened, one line per event")
-    one.add_argument(
-        "--save", metavar="FILE", help="write the run to this file (default: only if it fails)"
-    )
+    add_option(one, "--protocol NAME", "the protocol", "raft")
+    add_option(one, "--seed N", "the seed", "0", type=int)
+    add_option(one, "--tell", "print what happened, one line per event")
+    add_option(one, "--save FILE", "write the run to this file (default: only if it fails)")
     many = action("hunt", "run seed after seed, on all CPUs, and report violations")
-    many.add_argument(
-        "--protocols",
-        default="raft",
-        metavar="NAME,…",
-        help="the protocols, or all (default: raft)",
-    )
-    many.add_argument(
-        "--limit", type=duration, default=60.0, metavar="TIME", help="the time limit (default: 60s)"
-    )
-    many.add_argument(
-        "--jobs",
-        type=number,
-        default=os.cpu_count() or 1,
-        metavar="N",
-        help="the number of processes (default: the number of CPUs)",
-    )
-    many.add_argument(
-        "--first", type=int, default=0, metavar="SEED", help="the first seed (default: 0)"
-    )
-    many.add_argument(
-        "--out",
-        default=".",
-        metavar="DIRECTORY",
-        help="the directory for failed runs (default: here)",
-    )
+    add_option(many, "--protocols NAME,…", "the protocols, or all", "raft")
+    add_option(many, "--limit TIME", "the time limit", "60s", type=duration)
+    processes = "the number of processes (default: the number of CPUs)"
+    add_option(many, "--jobs N", processes, str(os.cpu_count() or 1), type=number)
+    add_option(many, "--first SEED", "the first seed", "0", type=int)
+    add_option(many, "--out DIRECTORY", "the directory for failed runs (default: here)", ".")
     for each in (one, many):
         each.add_argument(
             "--world",
@@ -139,45 +96,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
             help="protocol cores only, or whole nodes with candidates (default: cores)",
         )
     side = action("compare", "run all protocols with the same faults, and compare them")
-    side.add_argument(
-        "--protocols", default="all", metavar="NAME,…", help="the protocols (default: all)"
-    )
-    side.add_argument(
-        "--seeds", type=number, default=10, metavar="N", help="the number of seeds (default: 10)"
-    )
+    add_option(side, "--protocols NAME,…", "the protocols", "all")
+    add_option(side, "--seeds N", "the number of seeds", "10", type=number)
     for each in (one, side):
-        each.add_argument(
-            "--nodes", type=number, default=5, metavar="N", help="the number of nodes (default: 5)"
-        )
+        add_option(each, "--nodes N", "the number of nodes", "5", type=number)
     for each in (one, many, side):
-        each.add_argument(
-            "--faults",
-            default="all",
-            metavar="KIND,…",
-            help="kinds, or none, or a fault sequence: seesaw, remnant, rivals (default: all)",
-        )
-        each.add_argument(
-            "--for",
-            dest="for_s",
-            type=duration,
-            default=20.0,
-            metavar="TIME",
-            help="how long faults are injected, in virtual time (default: 20s)",
-        )
+        kinds = "kinds, or none, or a fault sequence: seesaw, remnant, rivals"
+        add_option(each, "--faults KIND,…", kinds, "all")
+        lasts = "how long faults are injected, in virtual time"
+        add_option(each, "--for TIME", lasts, "20s", dest="for_s", type=duration)
     cost = action("scale", "measure the cost of an election with 10 to 100,000 candidates")
-    cost.add_argument(
-        "--most",
-        type=number,
-        default=1000,
-        metavar="N",
-        help="the largest number of candidates (default: 1000)",
-    )
+    add_option(cost, "--most N", "the largest number of candidates", "1000", type=number)
     for each in (side, cost):
-        each.add_argument(
-            "--plot",
-            metavar="FILE",
-            help="draw a chart: .svg, or .png with matplotlib (default: none)",
-        )
+        chart = "draw a chart: .svg, or .png with matplotlib (default: none)"
+        add_option(each, "--plot FILE", chart)
     scenario = action("scenario", "run a scenario of the documentation, with explanations")
     scenario.add_argument(
         "name", nargs="?", metavar="NAME", help="the scenario (default: list all)"

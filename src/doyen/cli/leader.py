@@ -6,7 +6,6 @@ import argparse
 from typing import Any
 
 from doyen.blocking import connect_blocking
-from doyen.cli._manual import manual
 from doyen.cli._output import (
     Exit,
     add_election_arguments,
@@ -16,8 +15,6 @@ from doyen.cli._output import (
     store_url,
 )
 from doyen.model import Leader
-
-__all__ = ["MANUAL", "as_dict", "configure", "leader_dict", "leader_text", "run"]
 
 MANUAL = """\
 Reads the store once and prints the leader's name, its token and its metadata. The leader may change
@@ -38,8 +35,6 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command."""
-    manual(parser, MANUAL)
     add_election_arguments(parser)
 
 

@@ -13,11 +13,11 @@ from contextlib import AbstractContextManager, aclosing, nullcontext
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from doyen.cli._manual import manual
 from doyen.cli._output import (
     Exit,
     Table,
     add_election_arguments,
+    add_option,
     console,
     follow,
     print_json,
@@ -30,8 +30,6 @@ from doyen.session import connect
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
-
-__all__ = ["MANUAL", "configure", "run"]
 
 MANUAL = """\
 Shows the line of an election in the order in which candidates will lead: by priority, then by
@@ -55,10 +53,8 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command."""
-    manual(parser, MANUAL)
     add_election_arguments(parser)
-    parser.add_argument("--watch", action="store_true", help="show every change, until interrupted")
+    add_option(parser, "--watch", "show every change, until interrupted")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,22 +8,19 @@ import sys
 from contextlib import aclosing
 
 from doyen.blocking import connect_blocking
-from doyen.cli._manual import manual
 from doyen.cli._output import (
     Exit,
     add_election_arguments,
+    add_option,
     console,
     print_json,
     printable,
-    seconds,
     store_url,
 )
 from doyen.cli.leader import leader_dict
 from doyen.errors import ConfigError, OrderFailed
 from doyen.model import Leader
 from doyen.session import Session, connect
-
-__all__ = ["MANUAL", "configure", "run"]
 
 FOLLOWED_WITHIN_S = 1.0
 """How long to wait for the next leader, to name it."""
@@ -60,22 +57,10 @@ leader that has crashed ends without any command.
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command."""
-    manual(parser, MANUAL)
     add_election_arguments(parser)
-    parser.add_argument(
-        "--wait",
-        type=seconds,
-        default=10.0,
-        metavar="SECONDS",
-        help="the time in which the leader must resign (default: 10)",
-    )
-    parser.add_argument(
-        "--force", action="store_true", help="delete the leader record without an order"
-    )
-    parser.add_argument(
-        "--yes", action="store_true", help="with --force: do not ask for confirmation"
-    )
+    add_option(parser, "--wait SECONDS", "the time in which the leader must resign", "10")
+    add_option(parser, "--force", "delete the leader record without an order")
+    add_option(parser, "--yes", "with --force: do not ask for confirmation")
 
 
 def run(args: argparse.Namespace) -> int:

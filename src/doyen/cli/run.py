@@ -19,8 +19,7 @@ import sys
 from types import TracebackType
 
 import doyen
-from doyen.cli._manual import manual
-from doyen.cli._output import add_store_option, seconds, store_url
+from doyen.cli._output import add_lease_options, add_option, add_store_option, store_url
 from doyen.errors import ConfigError, LeadershipLost
 from doyen.events import Elected, Hindered, Lost, Overrun, Record, Resigned, Unsure, Waiting
 from doyen.events.log_lines import OutageEnded
@@ -70,63 +69,25 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command."""
     parser.usage = "doyen run [options] ELECTION -- CMD [ARG ...]"
-    manual(parser, MANUAL)
     parser.add_argument("election", metavar="ELECTION", help="the election's name")
     parser.add_argument("command", nargs="+", metavar="CMD", help="the command to run")
     add_store_option(parser)
     parser.add_argument("--name", help="the candidate's name (default: host name and process id)")
-    parser.add_argument(
-        "--priority",
-        type=int,
-        default=0,
-        help="candidates with a higher priority lead first (default: 0)",
+    first = "candidates with a higher priority lead first"
+    add_option(parser, "--priority PRIORITY", first, "0", type=int)
+    add_option(
+        parser, "--preempt", "order a leader of lower priority to hand over, instead of waiting"
     )
-    parser.add_argument(
-        "--preempt",
-        action="store_true",
-        help="order a leader of lower priority to hand over, instead of waiting",
-    )
-    parser.add_argument(
-        "--cooldown",
-        type=seconds,
-        default=60.0,
-        metavar="SECONDS",
-        help="with --preempt: the least time for which a leader may lead (default: 60)",
-    )
-    parser.add_argument(
-        "--ttl",
-        type=seconds,
-        metavar="SECONDS",
-        help="how long the lease lives without a renewal (default: depends on the store)",
-    )
-    parser.add_argument(
-        "--stop-budget",
-        type=seconds,
-        metavar="SECONDS",
-        help="the time in which the command must end after a loss (default: a sixth of the ttl)",
-    )
-    parser.add_argument(
-        "--wait",
-        type=seconds,
-        metavar="SECONDS",
-        help="give up if not elected within this time (default: no limit)",
-    )
-    parser.add_argument(
-        "--once", action="store_true", help="end after a loss instead of campaigning again"
-    )
-    parser.add_argument(
-        "--restart",
-        action="store_true",
-        help="restart the command whenever it ends while this process leads",
-    )
-    parser.add_argument(
-        "--audit", metavar="FILE", help="append events to this audit log (default: none)"
-    )
-    parser.add_argument(
-        "--verbose", action="store_true", help="also report waiting, election and resignation"
-    )
+    least = "with --preempt: the least time for which a leader may lead"
+    add_option(parser, "--cooldown SECONDS", least, "60")
+    add_lease_options(parser, "command")
+    give_up = "give up if not elected within this time (default: no limit)"
+    add_option(parser, "--wait SECONDS", give_up)
+    add_option(parser, "--once", "end after a loss instead of campaigning again")
+    add_option(parser, "--restart", "restart the command whenever it ends while this process leads")
+    add_option(parser, "--audit FILE", "append events to this audit log (default: none)")
+    add_option(parser, "--verbose", "also report waiting, election and resignation")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,8 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from doyen.cli._manual import manual
-from doyen.cli._output import Exit, print_json, seconds
+from doyen.cli._output import Exit, add_option, print_json, seconds
 from doyen.errors import ConfigError
 from doyen.events.log_lines import iso_time, log_line
 from doyen.events.telemetry import FLUSH_S, DeliveryQueue
@@ -31,8 +30,6 @@ from doyen.events.telemetry import FLUSH_S, DeliveryQueue
 if TYPE_CHECKING:
     from doyen.quorum.consensus.core import Role
     from doyen.quorum.node.server import NodeOptions, NodeServer
-
-__all__ = ["MANUAL", "configure", "options", "read_peers", "run"]
 
 MANUAL = """\
 Runs one node of a quorum. Three or five nodes on different machines form a store that depends on no
@@ -144,11 +141,7 @@ SETTINGS: dict[str, tuple[Callable[[str], Any], str, str]] = {
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command."""
-    manual(parser, MANUAL)
-    parser.add_argument(
-        "--config", metavar="FILE", help="a TOML file (default: $DOYEN_NODE_CONFIG)"
-    )
+    add_option(parser, "--config FILE", "a TOML file (default: $DOYEN_NODE_CONFIG)")
     for name, (_, form, meaning) in SETTINGS.items():
         option = f"--{name.replace('_', '-')}"
         if form == "true|false" and name != "tls_mutual":

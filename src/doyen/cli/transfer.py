@@ -5,20 +5,17 @@ from __future__ import annotations
 import argparse
 
 from doyen.blocking import connect_blocking
-from doyen.cli._manual import manual
 from doyen.cli._output import (
     Exit,
     add_election_arguments,
+    add_option,
     console,
     print_json,
     printable,
-    seconds,
     store_url,
 )
 from doyen.cli.leader import leader_dict
 from doyen.model import Leader
-
-__all__ = ["MANUAL", "configure", "run"]
 
 MANUAL = """\
 Transfers leadership to a candidate at any place in the line. The successor confirms that it is
@@ -40,19 +37,9 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command."""
-    manual(parser, MANUAL)
     add_election_arguments(parser)
-    parser.add_argument(
-        "--to", required=True, metavar="NAME", help="the name of the successor (required)"
-    )
-    parser.add_argument(
-        "--wait",
-        type=seconds,
-        default=10.0,
-        metavar="SECONDS",
-        help="the time limit of the transfer (default: 10)",
-    )
+    add_option(parser, "--to NAME", "the name of the successor (required)", required=True)
+    add_option(parser, "--wait SECONDS", "the time limit of the transfer", "10")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,10 +6,7 @@ import argparse
 from collections.abc import Iterable
 
 from doyen.audit import Report, verify
-from doyen.cli._manual import manual
-from doyen.cli._output import Console, Exit, console, print_json
-
-__all__ = ["MANUAL", "configure", "run"]
+from doyen.cli._output import Console, Exit, add_option, console, print_json
 
 MANUAL = """\
 Reads the audit logs of all processes of one store and proves or disproves that no two terms of an
@@ -36,17 +33,9 @@ SHOWN = 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command."""
-    manual(parser, MANUAL)
     parser.add_argument("logs", nargs="+", metavar="LOG", help="an audit log")
-    parser.add_argument(
-        "--tolerance",
-        dest="tolerance_s",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="the greatest difference between the wall clocks of the machines (default: 0)",
-    )
+    text = "the greatest difference between the wall clocks of the machines"
+    add_option(parser, "--tolerance SECONDS", text, "0", dest="tolerance_s", type=float)
 
 
 def run(args: argparse.Namespace) -> int:

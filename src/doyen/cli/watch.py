@@ -6,13 +6,10 @@ import argparse
 from collections.abc import Callable
 from datetime import datetime
 
-from doyen.cli._manual import manual
 from doyen.cli._output import add_election_arguments, console, follow, print_json, store_url
 from doyen.cli.leader import as_dict, leader_text
 from doyen.model import Leader
 from doyen.session import connect
-
-__all__ = ["MANUAL", "configure", "run"]
 
 MANUAL = """\
 Prints the leader, then a line for every change, as soon as the store notifies this process; nothing
@@ -33,8 +30,6 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command."""
-    manual(parser, MANUAL)
     add_election_arguments(parser)
 
 

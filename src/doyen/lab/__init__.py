@@ -25,5 +25,6 @@
     chart              results as charts
     scenarios          lessons of documents, as runs with a transcript
 
-Nothing that users run needs it. It imports msgspec, of the extra `doyen[quorum]`.
+Nothing that users run needs it. It imports msgspec, of the extra `doyen[quorum]`. Bare cores need
+only `quorum.consensus`; whole nodes and scenarios also import nodes, sessions and stores.
 """

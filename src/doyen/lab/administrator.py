@@ -2,8 +2,6 @@
 
 Requests may be refused or get no answer while there are faults, so each is repeated, on one node
 after another, until it succeeds.
-
-Imports the machines and the node's driver.
 """
 
 from __future__ import annotations
@@ -17,8 +15,6 @@ from doyen.lab.machines import NodeMachine
 
 if TYPE_CHECKING:
     from doyen.lab.quorum import QuorumWorld
-
-__all__ = ["Administrator"]
 
 ATTEMPTS = 10
 """How often a request is made on one node."""

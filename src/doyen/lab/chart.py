@@ -1,8 +1,6 @@
 """Charts: bars, and lines over logarithmic axes, as SVG.
 
 PNG files are drawn by matplotlib if it is installed. Nothing else needs it.
-
-Imports the runner's results.
 """
 
 from __future__ import annotations
@@ -18,8 +16,6 @@ from msgspec import Struct
 
 from doyen.errors import ConfigError
 from doyen.lab.runner import Comparison
-
-__all__ = ["Panel", "check_format", "comparison_panels", "write_chart"]
 
 WIDTH, HEIGHT, MARGIN = 360, 220, 48
 COLOURS = ("#2a6fbb", "#c2571a", "#2f8f4e", "#8a4fa3", "#b8a12b", "#5b6770", "#c23a6b")

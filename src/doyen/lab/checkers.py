@@ -13,8 +13,6 @@ only a world can know is checked here:
 - after all faults have ended, the cluster recovers.
 
 The checks are incremental: an event that writes nothing costs next to nothing.
-
-Imports the types of consensus, its invariants, and the workload.
 """
 
 from __future__ import annotations
@@ -31,8 +29,6 @@ from doyen.quorum.consensus.invariants import ClusterView
 if TYPE_CHECKING:
     from doyen.lab.server import SimulatedServer
     from doyen.lab.world import World
-
-__all__ = ["Checkers", "RecoveryChecker", "StabilityChecker", "ViolationFound"]
 
 
 class ViolationFound(Exception):

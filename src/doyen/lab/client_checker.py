@@ -11,8 +11,6 @@
   After all faults have ended, the leases of dead processes end.
 - **Watches.** A client that reads over a connection is notified, at the latest with the answer, of
   every change that its watches on this connection cover.
-
-Imports the reference, the processes and the store's values.
 """
 
 from __future__ import annotations
@@ -30,15 +28,6 @@ from doyen.quorum.keyspace.state import Keyspace
 
 if TYPE_CHECKING:
     from doyen.lab.quorum import QuorumWorld
-
-__all__ = [
-    "CLIENT_TTL_S",
-    "ClientChecker",
-    "ObservedWatch",
-    "RequestStart",
-    "same_entry",
-    "version_number",
-]
 
 CLIENT_TTL_S = 1.0
 """The ttl of clients' leases."""

@@ -3,8 +3,6 @@
 A `ClientMachine` is a process with a store on `doyen://`. It keeps leases, has a dozen watches, and
 creates, puts, deletes, queues and reads. `ClientChecker` checks what it sees. It also tries to
 connect as a peer and to raise tokens with a client's secret, which must be refused.
-
-Imports the store and the lab's machines.
 """
 
 from __future__ import annotations
@@ -27,8 +25,6 @@ from doyen.quorum.protocol.connection import dial
 from doyen.quorum.protocol.handshake import ConnectionIdentity
 from doyen.quorum.protocol.security import Security
 from doyen.stores.port import Context, Store, open_store
-
-__all__ = ["ClientMachine"]
 
 GROUPS, KEYS = 5, 3
 LEASES = 2

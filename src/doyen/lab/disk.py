@@ -6,8 +6,6 @@ A bit that flips in durable data is detected at the next start, and the server r
 
 The three rules of recovery (`recover`, `crash`, `failed`) are small methods, so that tests can
 break them one by one.
-
-Imports the types of consensus.
 """
 
 from __future__ import annotations
@@ -17,8 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from doyen.quorum.consensus.core import EntryKind, Install, LogEntry, Persist, Recovered, Snapshot
-
-__all__ = ["CorruptDisk", "SimulatedDisk"]
 
 _HOLE = LogEntry(0, EntryKind.NOTHING, b"")
 

@@ -3,8 +3,6 @@
 Every event has a number of its own, so two events at the same instant have a defined order. `trace`
 is a running hash of what every core received and how it changed: two runs with the same trace are
 the same run.
-
-Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any
-
-__all__ = ["EventQueue", "QueueOverflow"]
 
 LIMIT = 200_000
 """A queue grows beyond this only if a protocol answers its own messages with ever more of them."""

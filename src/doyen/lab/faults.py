@@ -3,8 +3,6 @@
 A fault names servers, or `leader` for the server that leads when it begins. Beginning a fault
 returns a function that undoes exactly what was begun, because faults may overlap. A fault that no
 protocol promises to survive (the corruption of a majority's disks) is skipped.
-
-Imports the types of consensus and the plan.
 """
 
 from __future__ import annotations
@@ -20,8 +18,6 @@ if TYPE_CHECKING:
     from doyen.lab.network import SimulatedLink
     from doyen.lab.server import SimulatedServer
     from doyen.lab.world import World
-
-__all__ = ["ActiveFaults", "PendingCrash", "Undo", "begin", "describe_cut"]
 
 MAX_VOTERS = 7
 MAX_SERVERS = 12

@@ -7,8 +7,6 @@ name and by sector.
 `LabJournal` is `FileJournal` without its threads. A timer does the work of the writing thread after
 `sync_s`, and the work of the snapshot thread is done at once. Segments, frames,
 recovery, the reserve and snapshots are the journal's own code.
-
-Imports the journal and the types of consensus.
 """
 
 from __future__ import annotations
@@ -23,8 +21,6 @@ from typing import Any
 from doyen.quorum.consensus.core import Snapshot
 from doyen.quorum.node.framed_files import NO_ROOM, FileSystem
 from doyen.quorum.node.journal import RETRY_S, DirectoryIdentity, FileJournal
-
-__all__ = ["DATA_DIRECTORY", "Files", "LabJournal"]
 
 DATA_DIRECTORY = Path("data")
 SECTOR = 64

@@ -7,8 +7,6 @@ key (Wing and Gong's, with Lowe's memory of visited states) decides.
 
 Every request swaps or reads: the answer to a write is the value that it replaced, so writes
 constrain one another too. All values written in a history are different.
-
-Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -16,8 +14,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from math import inf
-
-__all__ = ["Operation", "linearizable", "witnessed"]
 
 
 class Operation:

@@ -3,8 +3,6 @@
 A node is assembled as `node.server` does it, on a data directory in memory (see `files`), with
 small limits: what happens to a real node once an hour happens here several times in a run. A
 candidate is a session on `doyen://` that campaigns in one election.
-
-Imports the node, the session and the processes.
 """
 
 from __future__ import annotations
@@ -47,14 +45,6 @@ from doyen.stores.port import Context, open_store
 
 if TYPE_CHECKING:
     from doyen.lab.quorum import QuorumWorld
-
-__all__ = [
-    "CLIENT_SECRET",
-    "SLICE_KEYS",
-    "CandidateMachine",
-    "NodeMachine",
-    "SimulatedMachine",
-]
 
 RECIPES: list[Recipe] = ["line", "line", "race"]
 TTL_S = 2.0

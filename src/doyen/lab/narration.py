@@ -3,8 +3,6 @@
 It contains what a reader needs to understand a failure: what happened to the servers, elections
 (each vote once), leaders and followers, and at the end what did not hold. Heartbeats and log
 entries are left out.
-
-Imports the world.
 """
 
 from __future__ import annotations
@@ -21,8 +19,6 @@ from doyen.quorum.consensus.core import CoreEvent, Effect, Send
 
 if TYPE_CHECKING:
     from doyen.lab.quorum import QuorumWorld
-
-__all__ = ["make_world", "narrate"]
 
 
 class _Narrator:

@@ -4,8 +4,6 @@ A link delivers messages in order after a random latency, unless a fault makes t
 repeat or reorder them. A link that is cut drops everything. Both servers learn when a connection is
 reset or when the process at its other end stops; they do not learn that a machine has lost power. A
 connection is established again when both servers are up and can reach each other.
-
-Imports the types of consensus and the plan.
 """
 
 from __future__ import annotations
@@ -20,8 +18,6 @@ from doyen.quorum.consensus.core import Connected, CoreEvent, Disconnected, Rece
 if TYPE_CHECKING:
     from doyen.lab.server import SimulatedServer
     from doyen.lab.world import World
-
-__all__ = ["MessageNetwork", "SimulatedLink"]
 
 _BITS = 10
 

@@ -2,8 +2,6 @@
 
 As in `faults`, beginning a fault returns a function that undoes exactly what was begun. A fault
 that a quorum does not promise to survive (two nodes without their data at once) is skipped.
-
-Imports the machines.
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ from doyen.lab.plan import Fault
 
 if TYPE_CHECKING:
     from doyen.lab.quorum import QuorumWorld
-
-__all__ = ["BEGIN", "DRIFT"]
 
 DRIFT = 0.004
 """The share by which the clocks of machines may be slow."""

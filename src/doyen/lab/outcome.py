@@ -1,7 +1,4 @@
-"""The result of a run: what did not hold, and the figures.
-
-Imports the plan and msgspec.
-"""
+"""The result of a run: what did not hold, and the figures."""
 
 from __future__ import annotations
 
@@ -10,8 +7,6 @@ from math import inf
 from msgspec import Struct
 
 from doyen.lab.plan import Plan
-
-__all__ = ["Measurements", "RunOutcome", "Statistics", "Violation"]
 
 
 class Violation(Struct, frozen=True):

@@ -1,7 +1,4 @@
-"""The machines of a world of whole nodes, by name.
-
-Imports the machines and their processes.
-"""
+"""The machines of a world of whole nodes, by name."""
 
 from __future__ import annotations
 
@@ -16,8 +13,6 @@ from doyen.quorum.consensus.core import Membership, Role
 
 if TYPE_CHECKING:
     from doyen.lab.quorum import QuorumWorld
-
-__all__ = ["Participants"]
 
 
 class Participants:

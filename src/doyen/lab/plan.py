@@ -8,8 +8,6 @@ hardly ever reach.
 
 Randomness is split: `stream(seed, purpose)` gives every purpose its own random numbers, so that one
 more draw for one purpose changes nothing for another.
-
-Imports msgspec and the standard library's pure parts.
 """
 
 from __future__ import annotations
@@ -20,19 +18,6 @@ from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
-
-__all__ = [
-    "FAULT_SEQUENCES",
-    "KINDS",
-    "LEADER",
-    "NODE_KINDS",
-    "REQUESTS",
-    "Fault",
-    "Latencies",
-    "Plan",
-    "draw",
-    "stream",
-]
 
 LEADER = "leader"
 """In a fault, names the server that leads when the fault begins."""

@@ -11,8 +11,6 @@ arrives after the cut. When a process dies its connections are closed; when a ma
 they are not.
 
 The code on top is the same that runs on sockets: connections, peers, listeners, services, stores.
-
-Imports `doyen.testing.virtual`, the plan and the standard library.
 """
 
 from __future__ import annotations
@@ -31,8 +29,6 @@ from typing import Any
 from doyen.lab.plan import Latencies, stream
 from doyen.lease.clock import VirtualClock
 from doyen.testing.virtual import VirtualLoop
-
-__all__ = ["LabLoop", "MachineClock", "Process", "ProcessKilled", "StreamNetwork", "quiet"]
 
 WRITE_BUFFER_BYTES = 1 << 18
 """A connection that buffers more than this asks its writer to pause."""

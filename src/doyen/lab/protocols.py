@@ -1,7 +1,4 @@
-"""The protocols of the lab, and the features of each.
-
-Imports each core on first use.
-"""
+"""The protocols of the lab, and the features of each."""
 
 from __future__ import annotations
 
@@ -13,8 +10,6 @@ from doyen.errors import ConfigError
 from doyen.lab.disk import SimulatedDisk
 from doyen.lab.plan import Plan
 from doyen.quorum.consensus.core import LogEntry, Making, ProtocolSettings, Send
-
-__all__ = ["PROTOCOLS", "Protocol", "known"]
 
 
 def settings_of(plan: Plan) -> ProtocolSettings:

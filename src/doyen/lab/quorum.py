@@ -16,8 +16,6 @@ What must hold is checked after every turn of the event loop:
 - a node that has lost its data directory does not take part until it was added again;
 - without faults, requests are answered (`quorum_checkers.OUTAGE_S`); and after all faults have
   ended, a candidate is elected, commands are executed, and the leases of dead processes end.
-
-Imports the node, the session and the rest of the lab.
 """
 
 from __future__ import annotations
@@ -53,8 +51,6 @@ from doyen.quorum.consensus.core import Role
 from doyen.quorum.consensus.invariants import InvariantBroken
 from doyen.quorum.keyspace.state import UnknownCommand
 from doyen.quorum.node.framed_files import SyncFailed
-
-__all__ = ["QuorumWorld"]
 
 LIVENESS_S = 60.0
 """The time, after the end of all faults, within which the quorum must have recovered."""

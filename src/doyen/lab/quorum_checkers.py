@@ -2,8 +2,6 @@
 
 What clients of the keyspace see is checked in `client_checker`, and what proposers see in
 `registers`.
-
-Imports the machines, the reference and the invariants of consensus.
 """
 
 from __future__ import annotations
@@ -21,8 +19,6 @@ from doyen.term import Term
 
 if TYPE_CHECKING:
     from doyen.lab.quorum import QuorumWorld
-
-__all__ = ["LogChecker", "QuorumRecoveryChecker", "ServiceChecker", "TermChecker"]
 
 STEADY_S = 1.0
 """A leader that has committed nothing for this long does not count as steady."""

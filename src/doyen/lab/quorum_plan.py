@@ -1,7 +1,4 @@
-"""Plans for a world of whole nodes.
-
-Imports the plan.
-"""
+"""Plans for a world of whole nodes."""
 
 from __future__ import annotations
 
@@ -12,8 +9,6 @@ import msgspec
 from doyen.lab.plan import KINDS as ALL
 from doyen.lab.plan import LEADER, Fault, Latencies, Plan, stream
 from doyen.lab.plan import draw as draw_plan
-
-__all__ = ["CLIENTS", "HOLDER", "KINDS", "NAMED", "draw"]
 
 HOLDER = "holder"
 """In a fault, names the candidate whose term is valid when the fault begins."""

@@ -8,8 +8,6 @@ the log, and when each lease began and ended.
 
 It shares nothing with `keyspace` and `node.replicated` but the types of commands and results. What
 only very large runs reach (forgotten clients, too many results) is left out.
-
-Imports the types of the keyspace and of consensus.
 """
 
 from __future__ import annotations
@@ -25,8 +23,6 @@ from doyen.quorum.keyspace import commands
 from doyen.quorum.keyspace.commands import StoredEntry, decode_command, encode
 from doyen.quorum.keyspace.state import OVERHEAD, QUOTA
 from doyen.quorum.node.replicated import KEYSPACE, Command, Failure, decode_batch
-
-__all__ = ["KeyHistory", "LoggedWrite", "Reference", "ReferenceKeyspace", "ReferenceLease"]
 
 LARGE = 1024
 """In version 1, a larger result of the keyspace was not kept."""

@@ -4,8 +4,6 @@
 history of all operations. During the run it checks that all nodes apply the same commands in the
 same order; at the end, that each was executed at most once, that refused ones were not executed,
 and that the history is linearizable.
-
-Imports the linearizability checker and the node's state machine.
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ from msgspec.msgpack import Decoder
 
 from doyen.lab.linearizability import Operation, linearizable, witnessed
 from doyen.quorum.node.state_machine import StateMachine
-
-__all__ = ["RegisterChecker", "Registers", "decode_swap", "encode_swap"]
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_state = Decoder(tuple[int, dict[int, int]]).decode

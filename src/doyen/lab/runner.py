@@ -6,8 +6,6 @@
     save, replay   a run as a file, and a file as a run
 
 Results are data; the command line prints them.
-
-Imports the rest of the lab, and processes and the monotonic clock of the standard library.
 """
 
 from __future__ import annotations
@@ -38,26 +36,6 @@ from doyen.lab.protocols import Protocol, known
 from doyen.lab.shrink import shrink
 from doyen.lab.world import World
 from doyen.quorum.consensus.core import Making, Message
-
-__all__ = [
-    "Comparison",
-    "FoundFailure",
-    "Hunt",
-    "HuntProgress",
-    "RunFile",
-    "compare",
-    "hunt",
-    "hunt_mutant",
-    "keep",
-    "kinds_of",
-    "nodes_for",
-    "plan_for",
-    "reduce",
-    "replay",
-    "run",
-    "save",
-    "unreduced",
-]
 
 FOR_S = 20.0
 _BATCH = 8

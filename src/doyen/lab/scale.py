@@ -6,8 +6,6 @@ notifications are counted as messages, their keys and values as bytes.
 
     crowd      many candidates of one election; the leader resigns, or dies
     holdings   many elections of one session; it dies, and a session that waits for all takes over
-
-Imports sessions, the memory store and virtual time.
 """
 
 from __future__ import annotations
@@ -29,8 +27,6 @@ from doyen.session import Session
 from doyen.stores.memory import MemoryServer, MemoryStore
 from doyen.stores.port import Context, Creation, Store, Watch
 from doyen.testing.virtual import run_virtual
-
-__all__ = ["DISTANCES", "SIZES", "Cost", "crowd", "holdings", "measure", "panels"]
 
 T = TypeVar("T")
 

@@ -5,8 +5,6 @@ contract: a message waits for the disk where it must, effects keep their order, 
 of its writes when they are durable. A `SimulatedServer` is the machine: it can lose the process
 between any two effects, pause it, and start the next one from what the disk kept. Its clock is its
 own: true time multiplied by a rate, with jumps.
-
-Imports the types of consensus and the rest of the lab below the world.
 """
 
 from __future__ import annotations
@@ -55,8 +53,6 @@ if TYPE_CHECKING:
     from doyen.lab.faults import PendingCrash
     from doyen.lab.network import SimulatedLink
     from doyen.lab.world import World
-
-__all__ = ["ServerProcess", "SimulatedServer"]
 
 _NUMBERS = {kind: number for number, kind in enumerate(CoreEvent.__subclasses__())}
 _ELAPSED = Elapsed()

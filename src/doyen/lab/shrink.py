@@ -3,8 +3,6 @@
 Faults are dropped by delta debugging, in halves and then in smaller and smaller parts, as long as a
 violation of the same kind remains. A smaller plan has other latencies and other random outcomes of
 crashes, so each is run with several (`Plan.noise`) before it counts as one that does not fail.
-
-Imports the plan. The function that runs a plan is a parameter.
 """
 
 from __future__ import annotations
@@ -15,8 +13,6 @@ import msgspec
 
 from doyen.lab.outcome import RunOutcome
 from doyen.lab.plan import Fault, Plan
-
-__all__ = ["shrink"]
 
 Run = Callable[[Plan], RunOutcome]
 

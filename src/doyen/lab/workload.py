@@ -4,8 +4,6 @@ A client has one request under way at a time. It sends it to a server, follows a
 and tries the next server if there is no answer, under the same request number for as long as it
 takes: the state machine executes a numbered request once. The client keeps what it saw for the
 linearizability checker.
-
-Imports msgspec, the types of consensus and the plan.
 """
 
 from __future__ import annotations
@@ -21,8 +19,6 @@ from doyen.quorum.consensus.core import Membership
 
 if TYPE_CHECKING:
     from doyen.lab.world import World
-
-__all__ = ["Client", "RegisterMachine", "WorkloadRequest", "membership_of"]
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[int, int, int, int]).decode

@@ -15,8 +15,6 @@ gives the same run.
 
 A run has two phases. In the first the plan's faults begin and end. Then all faults end, and within
 a bounded time there must be a leader, a new write must be answered, and every voter must have it.
-
-Imports the rest of the lab.
 """
 
 from __future__ import annotations
@@ -48,8 +46,6 @@ from doyen.quorum.consensus.core import (
     RoleChanged,
 )
 from doyen.quorum.consensus.invariants import InvariantBroken
-
-__all__ = ["World", "run_plan"]
 
 LIVENESS_S = 40.0
 """The time, after the end of all faults, within which the cluster must have recovered."""

@@ -31,19 +31,6 @@ from doyen.errors import OutcomeUnknown, StoreUnavailable
 from doyen.model import Entry, Finding, Lease, Version
 from doyen.stores.port import Creation, Store, Watch
 
-__all__ = [
-    "Expired",
-    "Fault",
-    "Faults",
-    "FaultyStore",
-    "Late",
-    "LostCall",
-    "Odds",
-    "RefusedCall",
-    "Stray",
-    "Unanswered",
-]
-
 T = TypeVar("T")
 
 

@@ -17,8 +17,6 @@ from typing import Any, TypeVar
 
 from doyen.lease.clock import VirtualClock
 
-__all__ = ["VirtualDeadlock", "VirtualLoop", "run_virtual"]
-
 T = TypeVar("T")
 
 

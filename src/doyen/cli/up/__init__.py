@@ -21,15 +21,12 @@ from types import FrameType
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from doyen.cli._manual import manual
-from doyen.cli._output import Exit, console, print_json
+from doyen.cli._output import Exit, add_option, console, print_json
 from doyen.errors import ConfigError
 
 if TYPE_CHECKING:
     from doyen.cli.up.drill import DrillResult
     from doyen.cli.up.quorum import NodeGroup
-
-__all__ = ["MANUAL", "configure", "run"]
 
 _DRILL_S = 10.0
 
@@ -55,35 +52,13 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command."""
-    manual(parser, MANUAL)
-    parser.add_argument(
-        "--candidates",
-        type=int,
-        default=3,
-        metavar="N",
-        help="the number of candidates, 2 to 9 (default: 3)",
-    )
-    parser.add_argument(
-        "--ttl",
-        dest="ttl_s",
-        type=float,
-        default=2.0,
-        metavar="SECONDS",
-        help="how long a lease lives without a renewal (default: 2)",
-    )
-    parser.add_argument(
-        "--for",
-        dest="for_s",
-        type=float,
-        metavar="SECONDS",
-        help=f"run unattended for about this long (default without a terminal: {_DRILL_S:g})",
-    )
-    parser.add_argument(
-        "--store",
-        metavar="URL",
-        help="the store of the candidates (default: a quorum of three nodes, removed afterwards)",
-    )
+    add_option(parser, "--candidates N", "the number of candidates, 2 to 9", "3", type=int)
+    lives = "how long a lease lives without a renewal"
+    add_option(parser, "--ttl SECONDS", lives, "2", dest="ttl_s", type=float)
+    lasts = f"run unattended for about this long (default without a terminal: {_DRILL_S:g})"
+    add_option(parser, "--for SECONDS", lasts, dest="for_s", type=float)
+    store = "the store of the candidates (default: a quorum of three nodes, removed afterwards)"
+    add_option(parser, "--store URL", store)
 
 
 def run(args: argparse.Namespace) -> int:

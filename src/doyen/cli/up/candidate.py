@@ -21,8 +21,6 @@ from doyen.fencing import GuardedFile
 from doyen.session import Session, connect
 from doyen.term import Term
 
-__all__ = ["ELECTION", "WORK_FILE", "command"]
-
 ELECTION = "demo"
 WORK_FILE = "work"
 _WORK_EVERY_S = 0.05

@@ -28,17 +28,6 @@ from doyen.stores.port import Capabilities, Context, StoreURL, open_store
 if TYPE_CHECKING:
     from doyen.cli.up.quorum import NodeGroup
 
-__all__ = [
-    "CandidateGroup",
-    "CandidateProcess",
-    "ElectionHistory",
-    "Failover",
-    "InjectedFault",
-    "Kind",
-    "ObservedTerm",
-    "timing_on",
-]
-
 RESTART_AFTER_S = 1.0
 """How long after its end a candidate is restarted."""
 STOP_WITHIN_S = 2.0

@@ -18,8 +18,6 @@ from doyen.cli.up.cluster import CandidateGroup, Failover, InjectedFault, Kind
 if TYPE_CHECKING:
     from doyen.cli.up.quorum import NodeLeaderChange
 
-__all__ = ["Drill", "DrillResult", "duration", "judge", "summary"]
-
 _START_WITHIN_S = 15.0
 """How long the first election may take, including the start of the processes."""
 _PATIENCE = 3

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
-__all__ = ["show"]
-
 _FRAME_S = 0.1
 _BAR = 24
 

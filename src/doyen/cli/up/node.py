@@ -9,8 +9,6 @@ from pathlib import Path
 
 from doyen.cli.up.parent import die_with
 
-__all__ = ["ELECTION_S", "command"]
-
 ELECTION_S = 0.5
 """The election timeout. It is short, because all nodes are on one machine."""
 

@@ -24,8 +24,6 @@ from doyen.cli.up.node import ELECTION_S, command
 from doyen.errors import StoreUnavailable
 from doyen.lease.clock import SystemClock
 
-__all__ = ["NodeGroup", "NodeLeaderChange", "NodeProcess"]
-
 SIZE = 3
 RESTART_AFTER_S = 1.0
 THAW_AFTER_S = 4 * ELECTION_S

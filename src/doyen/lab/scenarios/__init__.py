@@ -16,8 +16,6 @@ scenario is always the same.
     >>> result = run_scenario("five-servers")
     >>> result.ok, result.facts[2].text
     (True, 'server3 has three votes of five and leads')
-
-Imports the rest of the lab, sessions and stores.
 """
 
 from __future__ import annotations

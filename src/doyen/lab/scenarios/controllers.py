@@ -17,8 +17,6 @@ from doyen.lab.scenarios.transcript import Transcript
 from doyen.session import Session
 from doyen.term import Term
 
-__all__ = ["Broker", "CredulousBroker", "controller"]
-
 BROKERS = ("broker1", "broker2", "broker3")
 PARTITIONS = ("orders-0", "orders-1", "orders-2")
 REACH_S = 0.002

@@ -2,8 +2,6 @@
 
 The servers, the network, the disks and the checkers are the lab's. The servers have the names of
 the documents, and start, crash and are cut off when the scenario says so.
-
-Imports the lab's world and the types of consensus.
 """
 
 from __future__ import annotations
@@ -23,9 +21,6 @@ from doyen.lab.workload import Client, WorkloadRequest
 from doyen.lab.world import World
 from doyen.quorum.consensus.core import Core, CoreEvent, Effect, Send
 from doyen.quorum.consensus.invariants import InvariantBroken
-
-__all__ = ["CoreWorld", "ScenarioClient", "server_names", "violation_of"]
-
 
 SEED = 1
 """The times in a transcript depend on the seed. The facts do not."""

@@ -20,8 +20,6 @@ from doyen.lab.scenarios.transcript import Transcript
 from doyen.session import Session
 from doyen.term import Term
 
-__all__ = ["MasterRow", "Register", "herd", "master_row", "paused_leader"]
-
 
 async def forever() -> None:
     await asyncio.get_running_loop().create_future()

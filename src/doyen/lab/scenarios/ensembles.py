@@ -15,8 +15,6 @@ from doyen.quorum.consensus.core import CoreEvent, Effect, Received, Role, Send
 from doyen.quorum.consensus.smallest_id import Looking
 from doyen.quorum.consensus.zab import Notification
 
-__all__ = ["by_ids_alone", "five_servers", "no_majority", "restarted_cluster"]
-
 
 class Ensemble(CoreWorld):
     """Servers of ZooKeeper's protocol. Their votes are recorded."""

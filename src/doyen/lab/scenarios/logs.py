@@ -21,17 +21,6 @@ from doyen.lab.scenarios.transcript import Transcript
 from doyen.quorum.consensus.core import Connected, Core, Disconnected, Role
 from doyen.quorum.consensus.raft import Raft, Vote
 
-__all__ = [
-    "AsPrinted",
-    "CountsWhoIsUp",
-    "Replicas",
-    "StandsAtOnce",
-    "partition_heals",
-    "quorum_anomaly",
-    "vote_without_log",
-    "votes_too_early",
-]
-
 THREE = server_names(3)
 FIVE = server_names(5)
 

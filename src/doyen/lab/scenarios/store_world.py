@@ -3,8 +3,6 @@
 Each process has a session of its own, with everything that users run from the session downward, on
 a memory store at a distance of one millisecond. A process can be killed or paused, as by a signal:
 its session, its timers and the answers on their way to it stop with it; the store does not.
-
-Imports the lab's processes, the session and the memory store.
 """
 
 from __future__ import annotations
@@ -26,8 +24,6 @@ from doyen.session import Session
 from doyen.stores.memory import MemoryServer, MemoryStore
 from doyen.stores.port import Context, Watch
 from doyen.testing.faults import Faults, FaultyStore
-
-__all__ = ["TTL_S", "Participant", "StoreWorld", "run_store_world"]
 
 T = TypeVar("T")
 

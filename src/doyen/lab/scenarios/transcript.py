@@ -3,8 +3,6 @@
 A scenario takes a `Transcript`, runs something in a world of the lab, records what it sees and
 finally asserts what the document teaches. It uses no randomness and no time from outside, so its
 transcript is always the same.
-
-Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
-
-__all__ = ["Scenario", "ScenarioFact", "ScenarioResult", "Transcript", "listed"]
 
 TOGETHER_S = 0.5
 """What several servers do within this time is one line."""

@@ -14,8 +14,6 @@ from doyen.lease.clock import Clock, SystemClock
 from doyen.model import Lease
 from doyen.stores.port import Context, Store
 
-__all__ = ["StoreHarness", "leased", "listed", "promise"]
-
 
 class StoreHarness(ABC):
     """How the suite reaches one store. Each test has a harness of its own."""

@@ -19,8 +19,6 @@ from doyen.model import Lease, leader_key, line_key, order_key
 from doyen.stores.port import Creation, Store
 from doyen.testing.conformance.harness import StoreHarness, leased, listed, promise
 
-__all__ = ["BreakableConnection", "LinkedHarness", "NetworkConformance"]
-
 
 class BreakableConnection(Protocol):
     """The network path of one client to the store, which the suite can break."""
