@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import select
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from psycopg.pq import TransactionStatus
 
 import servers
 from doyen.errors import ConfigError, StoreUnavailable, StoreUnusable
@@ -13,7 +16,7 @@ from doyen.lease.clock import SystemClock
 from doyen.model import leader_key
 from doyen.stores.port import Context, Store, open_store
 from doyen.stores.sql import connection as connection_module
-from doyen.stores.sql.diagnosis import PostgreSQLFacts, findings_of_postgresql
+from doyen.stores.sql.diagnosis import findings_of_postgresql
 from relational import Place, run, until
 
 KEY = leader_key("e")
@@ -252,16 +255,16 @@ def test_encryption_is_required_if_asked_for(place: Place) -> None:
     run(main)
 
 
-FINE = PostgreSQLFacts(
-    version="15.0",
-    pooled=False,
-    poll_s=None,
-    fsync=True,
-    full_page_writes=True,
-    timelines=True,
-    lagging_standbys=0,
-    connections=2,
-)
+FINE: dict[str, Any] = {
+    "version": "15.0",
+    "pooled": False,
+    "poll_s": None,
+    "fsync": True,
+    "full_page_writes": True,
+    "timelines": True,
+    "lagging_standbys": 0,
+    "connections": 2,
+}
 
 
 @pytest.mark.parametrize(
@@ -274,10 +277,8 @@ FINE = PostgreSQLFacts(
     ],
 )
 def test_unsafe_settings_are_found(change: dict[str, int], says: str) -> None:
-    from dataclasses import replace
-
-    assert all(finding.level == "ok" for finding in findings_of_postgresql(FINE))
-    found = list(findings_of_postgresql(replace(FINE, **change)))  # type: ignore[arg-type]
+    assert all(finding.level == "ok" for finding in findings_of_postgresql(**FINE))
+    found = list(findings_of_postgresql(**FINE | change))
     warnings = [finding for finding in found if finding.level == "warning"]
     assert len(warnings) == 1
     assert says in warnings[0].text
@@ -290,5 +291,42 @@ def test_the_server_is_diagnosed(place: Place) -> None:
             found = {finding.text for finding in await store.diagnose()}
         assert any("fsync is off" in text for text in found)
         assert "changes are notified by LISTEN" in found
+
+    run(main)
+
+
+def test_a_dropped_connection_is_closed_even_if_its_last_call_was_answered(place: Place) -> None:
+    """psycopg warns of a connection that is deleted while it is open."""
+
+    async def main() -> None:
+        async with place.stores() as (store,):
+            connection = store._connection
+            present: Any = await connection.connected()
+            call = asyncio.create_task(connection.read("SELECT 1", {}))
+            active, info = TransactionStatus.ACTIVE, present.psycopg.info
+            while info.transaction_status != active:  # noqa: ASYNC110 - nothing signals it
+                await asyncio.sleep(0)
+            select.select([present.psycopg.fileno()], [], [], 10)
+            connection.leave_others("another server")
+            assert not present.psycopg.closed, "a call is in flight on it"
+            with pytest.raises(StoreUnavailable, match="another server had become the primary"):
+                await call
+            assert present.psycopg.closed
+
+    run(main)
+
+
+def test_a_dropped_connection_is_closed_even_if_its_last_call_was_abandoned(place: Place) -> None:
+    """As when the loop ends: for libpq, the call is then in flight for ever."""
+
+    async def main() -> None:
+        async with place.stores() as (store,):
+            present: Any = await store._connection.connected()
+            execution = present.execute("SELECT pg_sleep(60)", {})
+            execution.send(None)
+            assert present.psycopg.info.transaction_status == TransactionStatus.ACTIVE
+            execution.close()
+            present.hang_up()
+            assert present.psycopg.closed
 
     run(main)

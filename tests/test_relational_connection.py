@@ -16,7 +16,7 @@ from doyen.stores.sql.connection import (
     Given,
     Primary,
     Row,
-    SqlAddress,
+    ServerConnection,
     SqlConnection,
     SqlEngine,
     TransactionUndone,
@@ -26,26 +26,45 @@ from doyen.stores.sql.psycopg_engine import PsycopgEngine, keep_connected
 from doyen.testing import run_virtual
 
 
-class FakeConnection:
+class FakeConnection(ServerConnection):
     """A connection that responds after a while, with an error if there is one to come."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, engine: FakeEngine, host: str) -> None:
+        self.engine = engine
         self.host = host
         self.up = True
         self.sent: list[str] = []
         self.ended = asyncio.Event()
 
+    @property
+    def usable(self) -> bool:
+        return self.up
 
-ADDRESS = SqlAddress(
-    hosts=(Host("db", 1), Host("spare", 1)), user=None, password=None, database="d"
-)
+    async def execute(self, text: str, given: Given) -> list[list[Row]]:
+        engine = self.engine
+        text, identity = text.removesuffix("who").removesuffix("; "), engine.servers[self.host]
+        if not text:
+            return [[identity]]
+        self.sent.append(text)
+        try:
+            async with asyncio.timeout(engine.answers_after_s):
+                await self.ended.wait()
+        except TimeoutError:
+            if engine.errors:
+                raise engine.errors.pop(0) from None
+            return [[(text,)], [engine.servers[self.host]]]
+        raise OSError("hung up")
+
+    def hang_up(self) -> None:
+        self.up = False
+        self.ended.set()
 
 
-class FakeEngine(SqlEngine[FakeConnection]):
+class FakeEngine(SqlEngine):
     name = "Fake"
 
-    def __init__(self) -> None:
-        super().__init__(ADDRESS, 60.0)
+    def __init__(self, url: str = "x://db:1,spare:1/d?connect_timeout_s=60") -> None:
+        super().__init__(StoreURL.parse(url), 5)
         self.servers: dict[str, tuple[str, str, int, bool]] = {"db": ("first", "", 0, True)}
         self.connections: list[FakeConnection] = []
         self.errors: list[Exception] = []
@@ -59,22 +78,8 @@ class FakeEngine(SqlEngine[FakeConnection]):
         await asyncio.sleep(self.connects_after_s)
         if self.refuses:
             raise StoreUnavailable("connection refused")
-        self.connections.append(FakeConnection(host.name))
+        self.connections.append(FakeConnection(self, host.name))
         return self.connections[-1]
-
-    async def execute(self, connection: FakeConnection, text: str, given: Given) -> list[list[Row]]:
-        text, identity = text.removesuffix("who").removesuffix("; "), self.servers[connection.host]
-        if not text:
-            return [[identity]]
-        connection.sent.append(text)
-        try:
-            async with asyncio.timeout(self.answers_after_s):
-                await connection.ended.wait()
-        except TimeoutError:
-            if self.errors:
-                raise self.errors.pop(0) from None
-            return [[(text,)], [self.servers[connection.host]]]
-        raise OSError("hung up")
 
     def transaction(self, script: str, *, early: bool) -> str:
         return f"<{script}>"
@@ -82,18 +87,8 @@ class FakeEngine(SqlEngine[FakeConnection]):
     def translate(self, error: Exception) -> Exception:
         return ConnectionLost(str(error)) if isinstance(error, OSError) else error
 
-    def hang_up(self, connection: FakeConnection) -> None:
-        connection.up = False
-        connection.ended.set()
 
-    def usable(self, connection: FakeConnection) -> bool:
-        return connection.up
-
-
-Fake = SqlConnection[FakeConnection]
-
-
-def virtually(test: Callable[[Fake, FakeEngine], Coroutine[Any, Any, None]]) -> None:
+def virtually(test: Callable[[SqlConnection, FakeEngine], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
         engine = FakeEngine()
         connection = SqlConnection(engine, Primary("who"))
@@ -105,7 +100,7 @@ def virtually(test: Callable[[Fake, FakeEngine], Coroutine[Any, Any, None]]) -> 
 
 
 def test_calls_take_turns_on_one_connection() -> None:
-    async def test(connection: Fake, engine: FakeEngine) -> None:
+    async def test(connection: SqlConnection, engine: FakeEngine) -> None:
         calls = (connection.read("a", {}), connection.write("b", {}), connection.read("c", {}))
         answers = [*await asyncio.gather(*calls)]
         assert answers == [[("a",)], [("<b>",)], [("c",)]]
@@ -115,7 +110,7 @@ def test_calls_take_turns_on_one_connection() -> None:
 
 
 def test_a_call_cancelled_before_its_turn_is_never_sent() -> None:
-    async def test(connection: Fake, engine: FakeEngine) -> None:
+    async def test(connection: SqlConnection, engine: FakeEngine) -> None:
         first = asyncio.create_task(connection.read("a", {}))
         second = asyncio.create_task(connection.write("b", {}))
         await asyncio.sleep(1.5)
@@ -129,7 +124,7 @@ def test_a_call_cancelled_before_its_turn_is_never_sent() -> None:
 def test_a_call_cancelled_later_drops_the_connection() -> None:
     """The next call gets another connection at once, however long the server is silent."""
 
-    async def test(connection: Fake, engine: FakeEngine) -> None:
+    async def test(connection: SqlConnection, engine: FakeEngine) -> None:
         engine.answers_after_s = 1000
         call = asyncio.create_task(connection.write("a", {}))
         await asyncio.sleep(1.5)
@@ -145,7 +140,7 @@ def test_a_call_cancelled_later_drops_the_connection() -> None:
 
 
 def test_connecting_goes_on_when_its_first_caller_gives_up() -> None:
-    async def test(connection: Fake, engine: FakeEngine) -> None:
+    async def test(connection: SqlConnection, engine: FakeEngine) -> None:
         engine.connects_after_s = 5
         for _ in range(4):
             with pytest.raises(TimeoutError):
@@ -159,7 +154,7 @@ def test_connecting_goes_on_when_its_first_caller_gives_up() -> None:
 
 
 def test_a_transaction_that_was_rolled_back_is_retried() -> None:
-    async def test(connection: Fake, engine: FakeEngine) -> None:
+    async def test(connection: SqlConnection, engine: FakeEngine) -> None:
         engine.errors = [TransactionUndone("deadlock")] * 3
         assert await connection.write("a", {}) == [("<a>",)]
         assert engine.connections[0].sent == ["<a>"] * 4
@@ -172,7 +167,7 @@ def test_a_transaction_that_was_rolled_back_is_retried() -> None:
 
 
 def test_after_a_lost_connection_the_outcome_of_a_write_is_unknown() -> None:
-    async def test(connection: Fake, engine: FakeEngine) -> None:
+    async def test(connection: SqlConnection, engine: FakeEngine) -> None:
         engine.errors = [OSError("reset"), OSError("reset")]
         with pytest.raises(OutcomeUnknown, match=r"spare:1: .*during a transaction \(reset\)"):
             await connection.write("a", {})
@@ -185,7 +180,7 @@ def test_after_a_lost_connection_the_outcome_of_a_write_is_unknown() -> None:
 
 
 def test_a_server_that_can_no_longer_be_written_to_is_left() -> None:
-    async def test(connection: Fake, engine: FakeEngine) -> None:
+    async def test(connection: SqlConnection, engine: FakeEngine) -> None:
         engine.errors = [WrongServer("a standby")]
         with pytest.raises(StoreUnavailable):
             await connection.write("a", {})
@@ -196,7 +191,7 @@ def test_a_server_that_can_no_longer_be_written_to_is_left() -> None:
 
 
 def test_calls_fail_until_there_is_a_connection() -> None:
-    async def test(connection: Fake, engine: FakeEngine) -> None:
+    async def test(connection: SqlConnection, engine: FakeEngine) -> None:
         engine.refuses = True
         for _ in range(2):
             with pytest.raises(StoreUnavailable, match="connection refused"):
@@ -208,7 +203,7 @@ def test_calls_fail_until_there_is_a_connection() -> None:
 
 
 def test_calls_on_a_closed_connection_fail() -> None:
-    async def test(connection: Fake, engine: FakeEngine) -> None:
+    async def test(connection: SqlConnection, engine: FakeEngine) -> None:
         waiting = asyncio.create_task(connection.read("a", {}))
         await asyncio.sleep(0.5)
         await connection.close()
@@ -256,7 +251,7 @@ def test_a_response_of_a_deposed_primary_does_not_count(call: str) -> None:
 
 @pytest.mark.parametrize(("order", "ends_at"), [(2, "spare"), (0, "db")])
 def test_an_earlier_primary_is_refused(order: int, ends_at: str) -> None:
-    async def test(connection: Fake, engine: FakeEngine) -> None:
+    async def test(connection: SqlConnection, engine: FakeEngine) -> None:
         engine.servers = {"db": ("first", "system", 1, True)}
         await connection.read("a", {})
         failover(engine, order=order)
@@ -278,7 +273,7 @@ def test_an_earlier_primary_is_refused(order: int, ends_at: str) -> None:
 def test_a_server_that_changes_behind_a_connection_is_noticed() -> None:
     """A pooler or a moved address: the response comes from another server than before."""
 
-    async def test(connection: Fake, engine: FakeEngine) -> None:
+    async def test(connection: SqlConnection, engine: FakeEngine) -> None:
         await connection.read("a", {})
         engine.servers["db"] = ("second", "", 0, True)
         with pytest.raises(OutcomeUnknown, match="another server"):
@@ -294,36 +289,28 @@ def test_a_server_that_changes_behind_a_connection_is_noticed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "hosts", "user", "password", "database"),
+    ("url", "hosts", "login", "database"),
     [
-        ("x://h/d", (("h", 5),), None, None, "d"),
-        ("x://u:p@h:1/d", (("h", 1),), "u", "p", "d"),
-        ("x://u%40e:p%2F@h1:1,h2,[::1]:3/", (("h1", 1), ("h2", 5), ("::1", 3)), "u@e", "p/", ""),
-        ("x://[::1]/d", (("::1", 5),), None, None, "d"),
-        ("x://%2Frun%2Fpg/d", (("/run/pg", 5),), None, None, "d"),
-        ("x:///d", (("", 5),), None, None, "d"),
+        ("x://h/d", [("h", 5)], ("", None), "d"),
+        ("x://u:p@h:1/d", [("h", 1)], ("u", "p"), "d"),
+        ("x://u%40e:p%2F@h1:1,h2,[::1]:3/", [("h1", 1), ("h2", 5), ("::1", 3)], ("u@e", "p/"), ""),
+        ("x://[::1]/d", [("::1", 5)], ("", None), "d"),
+        ("x://%2Frun%2Fpg/d", [("/run/pg", 5)], ("", None), "d"),
+        ("x:///d", [("", 5)], ("", None), "d"),
     ],
 )
 def test_addresses(
-    url: str,
-    hosts: tuple[tuple[str, int], ...],
-    user: str | None,
-    password: str | None,
-    database: str,
+    url: str, hosts: list[tuple[str, int]], login: tuple[str, str | None], database: str
 ) -> None:
-    address = SqlAddress.of(StoreURL.parse(url), 5)
-    assert (address.hosts, address.user, address.password, address.database) == (
-        hosts,
-        user,
-        password,
-        database,
-    )
-    assert "p/" not in str(address)
+    engine = FakeEngine(url)
+    assert ([*engine.hosts], engine.database) == (hosts, database)
+    assert (engine.user, engine.password) == login
+    assert "p/" not in engine.where
 
 
 def test_a_wrong_port_is_refused() -> None:
     with pytest.raises(ConfigError, match="a port is a number"):
-        SqlAddress.of(StoreURL.parse("x://h:http/d"), 5)
+        FakeEngine("x://h:http/d")
 
 
 def test_an_unexpected_error_does_not_end_listening(
@@ -353,5 +340,5 @@ def test_an_unexpected_error_does_not_end_listening(
 
     run_virtual(main())
     (line,) = caplog.records
-    assert line.levelname == "ERROR"
+    assert (line.levelname, line.message) == ("ERROR", "event=listening_failed server=db:5432")
     assert "a defect" in (line.exc_text or "")

@@ -11,8 +11,8 @@ the identity of the server. If it differs from before, there was a failover: all
 the old server, and a response that arrives on a dropped connection does not count. A leader thus
 never renews its lease on one server while its record is taken over on another.
 
-What is particular to an engine is in its `SqlEngine`. Imports the kit of the stores, the error tree
-and the standard library.
+What is particular to an engine is in its `SqlEngine` and its `ServerConnection`. Imports the kit of
+the stores, the error tree and the standard library.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import asyncio
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 from urllib.parse import unquote
 
 from doyen._waiting import retrieve
@@ -37,15 +36,13 @@ __all__ = [
     "Given",
     "Primary",
     "Row",
-    "SqlAddress",
+    "ServerConnection",
     "SqlConnection",
     "SqlEngine",
     "TransactionUndone",
     "WrongServer",
     "text_of",
 ]
-
-C = TypeVar("C")
 
 Row = Sequence[Any]
 Given = Mapping[str, object]
@@ -63,51 +60,52 @@ class WrongServer(StoreUnavailable):
     """Nothing was written, because this server is not the primary. Connect again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SqlAddress:
-    """The servers, the login and the database."""
+class ServerConnection(ABC):
+    """One connection of an engine's client library."""
 
-    hosts: tuple[Host, ...]
-    user: str | None
-    password: str | None
-    database: str
+    incarnation = ""
+    """The incarnation of the server."""
+    used_at = 0.0
+    """When the last message was sent, by the loop's time."""
 
-    @classmethod
-    def of(cls, url: StoreURL, default_port: int) -> SqlAddress:
-        """Parse `scheme://user:password@h1:p1,h2:p2/database`."""
-        user, password = options.login(url)
-        return cls(
-            hosts=options.hosts(url, default_port, empty=""),
-            user=user or None,
-            password=password or None,
-            database=unquote(url.parts.path.strip("/")),
-        )
+    @property
+    @abstractmethod
+    def usable(self) -> bool:
+        """Whether the connection is still open, as far as is known."""
 
-    def __str__(self) -> str:
-        return ", ".join(map(_shown, self.hosts))
+    def begin(self) -> None:
+        """Called when the connection is in use. Raises errors that `SqlEngine.translate` knows."""
+        return
+
+    @abstractmethod
+    async def execute(self, text: str, given: Given) -> list[list[Row]]:
+        """Send one message, and return the rows of each query in it."""
+
+    @abstractmethod
+    def hang_up(self) -> None:
+        """End the connection at once. A call in flight on it fails, unless its response has
+        arrived."""
+
+    async def close(self) -> None:
+        """End the connection in an orderly way, if that can be done at once."""
+        self.hang_up()
 
 
-def _shown(host: Host) -> str:
-    return str(host if host.name else host._replace(name="localhost"))
-
-
-class SqlEngine(ABC, Generic[C]):
-    """What is particular to an engine and its client library. `C` is the library's connection."""
+class SqlEngine(ABC):
+    """What is particular to an engine: `scheme://user:password@h1:p1,h2:p2/database`."""
 
     name: ClassVar[str]
 
-    def __init__(self, address: SqlAddress, timeout_s: float) -> None:
-        self.address = address
-        self.where = str(address)
-        self.timeout_s = timeout_s
+    def __init__(self, url: StoreURL, default_port: int, least_timeout_s: float = 1) -> None:
+        self.hosts = options.hosts(url, default_port, empty="")
+        self.user, self.password = options.login(url)
+        self.database = unquote(url.parts.path.strip("/"))
+        self.where = ", ".join(map(_shown, self.hosts))
+        self.timeout_s = options.number(url, "connect_timeout_s", 3, least_timeout_s, 60)
 
     @abstractmethod
-    async def connect(self, host: Host) -> C:
+    async def connect(self, host: Host) -> ServerConnection:
         """A new connection. Raises a `StoreError`, or an error that `translate` knows."""
-
-    @abstractmethod
-    async def execute(self, connection: C, text: str, given: Given) -> list[list[Row]]:
-        """Send one message, and return the rows of each query in it."""
 
     @abstractmethod
     def transaction(self, script: str, *, early: bool) -> str:
@@ -124,25 +122,13 @@ class SqlEngine(ABC, Generic[C]):
     def translate(self, error: Exception) -> Exception:
         """Map an error: a `StoreError` if nothing was done, or `ConnectionLost`."""
 
-    @abstractmethod
-    def hang_up(self, connection: C) -> None:
-        """End a connection at once. A call in flight on it fails, unless its response has arrived;
-        this is called again when that call has ended."""
-
-    async def close(self, connection: C) -> None:
-        """End a connection in an orderly way, if that can be done at once."""
-        self.hang_up(connection)
-
-    def usable(self, connection: C) -> bool:
-        """Whether an idle connection is still open, as far as is known."""
-        return True
-
     def greeting(self) -> str:
         """What is sent first on a new connection."""
         return ""
 
-    def connected(self, connection: C) -> None:
-        """Called when a new connection is in use. Raises errors that `translate` knows."""
+
+def _shown(host: Host) -> str:
+    return str(host if host.name else host._replace(name="localhost"))
 
 
 class Primary:
@@ -153,19 +139,12 @@ class Primary:
         """A query of four columns: the incarnation of the server; an id that it has in common with
         the primaries before and after it; its number among these; whether it can be written to."""
         self.incarnation = ""
+        self.host: Host | None = None
+        self.connections: list[SqlConnection] = []
+        """They leave their server when another one has become the primary."""
         self._lineage, self._order = "", 0
-        self._host: Host | None = None
-        self._connections: list[SqlConnection[Any]] = []
 
-    def add(self, connection: SqlConnection[Any]) -> None:
-        """Have a connection leave its server when another one has become the primary."""
-        self._connections.append(connection)
-
-    def last_first(self, hosts: Sequence[Host]) -> Sequence[Host]:
-        """The hosts in the order in which to try them: the last primary first."""
-        return sorted(hosts, key=lambda host: host != self._host)
-
-    def accept(self, identity: Row, host: Host | None = None) -> str:
+    def accept(self, identity: Row) -> str:
         """Take the server with this identity for the primary, and return its incarnation. Raises
         `WrongServer` if it is a replica, or was the primary before a failover."""
         incarnation, lineage = text_of(identity[0]), text_of(identity[1])
@@ -174,41 +153,33 @@ class Primary:
             raise WrongServer("it is read-only: a replica?")
         if lineage == self._lineage and order < self._order:
             raise WrongServer("it was the primary before a failover, and is not any more")
-        self._host = host or self._host
         self._lineage, self._order = lineage, order
         if incarnation != self.incarnation:
             self.incarnation = incarnation
-            for connection in self._connections:
+            for connection in self.connections:
                 connection.leave_others(incarnation)
         return incarnation
 
 
-class SqlConnection(Generic[C]):
+class SqlConnection:
     """A connection to the primary, replaced when it ends."""
 
-    def __init__(self, engine: SqlEngine[C], primary: Primary) -> None:
+    def __init__(self, engine: SqlEngine, primary: Primary) -> None:
         self.engine = engine
+        self.where = engine.where
         self._primary = primary
-        primary.add(self)
+        primary.connections.append(self)
         self._loop = asyncio.get_running_loop()
         self._turn = asyncio.Lock()
-        self._present: tuple[C, str] | None = None
-        """The connection, and the incarnation of its server."""
-        self._connecting: asyncio.Task[tuple[C, str]] | None = None
+        self._present: ServerConnection | None = None
+        self._connecting: asyncio.Task[ServerConnection] | None = None
         self._executions: set[asyncio.Task[list[list[Row]]]] = set()
         self._closed = False
 
     @property
-    def where(self) -> str:
-        """The servers, for messages."""
-        return self.engine.where
-
-    @property
-    def present(self) -> C | None:
+    def present(self) -> ServerConnection | None:
         """The connection, if there is one that is not known to have ended."""
-        if self._present is None or not self.engine.usable(self._present[0]):
-            return None
-        return self._present[0]
+        return self._present if self._present is not None and self._present.usable else None
 
     async def read(self, query: str, given: Given) -> list[Row]:
         """Run a query that changes nothing."""
@@ -241,25 +212,25 @@ class SqlConnection(Generic[C]):
             await asyncio.wait({self._connecting})
         present, self._present = self._present, None
         if present is not None:
-            await self.engine.close(present[0])
+            await present.close()
         if self._executions:  # on connections that were hung up
             await asyncio.wait(self._executions, timeout=_CLOSE_S)
 
     def leave_others(self, incarnation: str) -> None:
         """Drop the connection if it leads to another server than this."""
-        if self._present is not None and self._present[1] != incarnation:
-            self._drop(self._present[0])
+        if self._present is not None and self._present.incarnation != incarnation:
+            self._drop(self._present)
 
-    async def connected(self) -> C:
+    async def connected(self) -> ServerConnection:
         """The connection; a new one if there is none."""
-        while True:
-            self._require_open()
+        while not self._closed:
             if (present := self.present) is not None:
                 return present
             connecting = self._connect_in_background()
             await asyncio.wait({connecting})
             if not connecting.cancelled():
                 connecting.result()
+        raise StoreUnusable(CLOSED)
 
     def reconnect(self) -> None:
         """Begin to connect if there is no connection. One that is not used would not notice that
@@ -267,35 +238,37 @@ class SqlConnection(Generic[C]):
         if not self._closed and self.present is None:
             self._connect_in_background()
 
-    def _drop(self, connection: C) -> None:
-        if self._present is not None and self._present[0] is connection:
+    def _drop(self, connection: ServerConnection) -> None:
+        if self._present is connection:
             self._present = None
-        self.engine.hang_up(connection)
+        connection.hang_up()
 
-    def _connect_in_background(self) -> asyncio.Task[tuple[C, str]]:
+    def _connect_in_background(self) -> asyncio.Task[ServerConnection]:
         if self._present is not None:
-            self._drop(self._present[0])
+            self._drop(self._present)
         if self._connecting is None:
             self._connecting = self._loop.create_task(self._connect())
             self._connecting.add_done_callback(self._on_connected)
         return self._connecting
 
-    async def _connect(self) -> tuple[C, str]:
-        """A connection to the first host that is the primary, and its incarnation."""
-        engine, timeout_s = self.engine, self.engine.timeout_s
+    async def _connect(self) -> ServerConnection:
+        """A connection to the first host that is the primary. The last primary is tried first."""
+        engine, primary, timeout_s = self.engine, self._primary, self.engine.timeout_s
         causes = []
-        for host in self._primary.last_first(engine.address.hosts):
+        for host in sorted(engine.hosts, key=lambda host: host != primary.host):
             try:
                 connection = await engine.connect(host)
                 try:
                     async with asyncio.timeout(timeout_s):
                         *_, (identity,) = await self._execute(
-                            connection, f"{engine.greeting()}{self._primary.identity_query}", {}
+                            connection, f"{engine.greeting()}{primary.identity_query}", {}
                         )
-                    return connection, self._primary.accept(identity, host)
+                    connection.incarnation = primary.accept(identity)
                 except BaseException:
-                    engine.hang_up(connection)
+                    connection.hang_up()
                     raise
+                primary.host = host
+                return connection
             except TimeoutError:
                 causes.append(f"{_shown(host)} did not answer within {timeout_s:g} s")
             except Exception as error:
@@ -305,21 +278,17 @@ class SqlConnection(Generic[C]):
                 causes.append(f"{_shown(host)}: {meaning}")
         raise StoreUnavailable(f"no connection to {engine.name}: {'; '.join(causes)}")
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise StoreUnusable(CLOSED)
-
-    def _on_connected(self, connecting: asyncio.Task[tuple[C, str]]) -> None:
+    def _on_connected(self, connecting: asyncio.Task[ServerConnection]) -> None:
         self._connecting = None
         if connecting.cancelled() or connecting.exception() is not None:
             return
-        connection, incarnation = connecting.result()
-        if self._closed or incarnation != self._primary.incarnation:
-            self.engine.hang_up(connection)
+        connection = connecting.result()
+        if self._closed or connection.incarnation != self._primary.incarnation:
+            connection.hang_up()
             return
-        self._present = connection, incarnation
+        self._present = connection
         try:
-            self.engine.connected(connection)
+            connection.begin()
         except Exception as error:
             if not isinstance(self.engine.translate(error), ConnectionLost):
                 raise
@@ -340,27 +309,28 @@ class SqlConnection(Generic[C]):
             self._require_primary(connection, identity)
             return results[-1] if results else []
 
-    async def _execute(self, connection: C, text: str, given: Given) -> list[list[Row]]:
+    async def _execute(
+        self, connection: ServerConnection, text: str, given: Given
+    ) -> list[list[Row]]:
         """Send a message. If the caller is cancelled before the response, drop the connection."""
-        execution = self._loop.create_task(self.engine.execute(connection, text, given))
+        connection.used_at = self._loop.time()
+        execution = self._loop.create_task(connection.execute(text, given))
         self._executions.add(execution)
         execution.add_done_callback(self._executions.discard)
         try:
             await asyncio.wait({execution})  # asyncio.shield logs later failures, from 3.14 on
         except asyncio.CancelledError:
             self._drop(connection)
-            execution.add_done_callback(lambda _: self.engine.hang_up(connection))
             execution.add_done_callback(retrieve)
             raise
         return execution.result()
 
-    def _require_primary(self, connection: C, identity: Row) -> None:
+    def _require_primary(self, connection: ServerConnection, identity: Row) -> None:
         """Accept a response only if it comes from the server that all connections use now."""
-        if self._present is None or self._present[0] is not connection:
+        if self._present is not connection:
             raise ConnectionLost("the response came after another server had become the primary")
-        incarnation = self._present[1]
         try:
-            if self._primary.accept(identity) == incarnation:
+            if self._primary.accept(identity) == connection.incarnation:
                 return
         except WrongServer as error:
             self._drop(connection)

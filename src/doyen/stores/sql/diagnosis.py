@@ -6,69 +6,50 @@ Imports the model.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from doyen.model import Finding
 
-__all__ = ["MySQLFacts", "PostgreSQLFacts", "findings_of_mysql", "findings_of_postgresql"]
+__all__ = ["findings_of_mysql", "findings_of_postgresql"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PostgreSQLFacts:
-    """The state of a PostgreSQL server."""
-
-    version: str
-    pooled: bool
-    poll_s: float | None
-    fsync: bool
-    full_page_writes: bool
-    timelines: bool
-    lagging_standbys: int
-    """Standbys that may lack confirmed commits."""
-    connections: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MySQLFacts:
-    """The state of a server of MySQL or MariaDB."""
-
-    version: str
-    poll_s: float
-    flush_log: int
-    logs_binary: bool
-    sync_binary_log: int
-    galera: bool
-
-
-def findings_of_postgresql(facts: PostgreSQLFacts) -> Iterator[Finding]:
-    """What the state of a PostgreSQL server means for elections."""
+def findings_of_postgresql(
+    *,
+    version: str,
+    connections: int,
+    pooled: bool,
+    poll_s: float | None,
+    fsync: bool,
+    full_page_writes: bool,
+    timelines: bool,
+    lagging_standbys: int,
+) -> Iterator[Finding]:
+    """What the state of a PostgreSQL server means for elections. `lagging_standbys` counts standbys
+    that may lack confirmed commits."""
     subject = "postgresql"
     yield Finding(
         level="ok",
         subject=subject,
-        text=f"PostgreSQL {facts.version}, {facts.connections} connections of doyen",
+        text=f"PostgreSQL {version}, {connections} connections of doyen",
     )
-    if facts.poll_s is None:
+    if poll_s is None:
         yield Finding(level="ok", subject="changes", text="changes are notified by LISTEN")
     else:
-        why = "the connection goes through a pooler, so " if facts.pooled else ""
+        why = "the connection goes through a pooler, so " if pooled else ""
         yield Finding(
             level="note",
             subject="changes",
-            text=f"{why}changes are asked for every {facts.poll_s * 1000:g} ms",
+            text=f"{why}changes are asked for every {poll_s * 1000:g} ms",
             remedy="add listen=postgresql://... with the server's own address",
         )
-    if not facts.fsync:
+    if not fsync:
         yield _not_durable(subject, "fsync is off", "set fsync = on")
-    elif not facts.full_page_writes:
+    elif not full_page_writes:
         yield _not_durable(subject, "full_page_writes is off", "set full_page_writes = on")
-    if facts.lagging_standbys:
-        counted = (
-            "a standby" if facts.lagging_standbys == 1 else f"{facts.lagging_standbys} standbys"
-        )
+    if lagging_standbys:
+        counted = "a standby" if lagging_standbys == 1 else f"{lagging_standbys} standbys"
         tokens = (
             "tokens still grow, so fenced resources are safe"
-            if facts.timelines
+            if timelines
             else "tokens may be given out twice"
         )
         yield Finding(
@@ -77,31 +58,34 @@ def findings_of_postgresql(facts: PostgreSQLFacts) -> Iterator[Finding]:
             text=f"{counted} may lack the last commits: after a failover a leader record can be"
             f" lost while its leader is still valid; {tokens}",
             remedy="replicate synchronously (synchronous_standby_names)"
-            + ("" if facts.timelines else ", or set token_floor after a failover"),
+            + ("" if timelines else ", or set token_floor after a failover"),
         )
 
 
-def findings_of_mysql(facts: MySQLFacts) -> Iterator[Finding]:
-    """What the state of a server of MySQL or MariaDB means for elections."""
+def findings_of_mysql(
+    *, version: str, poll_s: float, flush_log: int, sync_binary_log: int | None, galera: bool
+) -> Iterator[Finding]:
+    """What the state of a server of MySQL or MariaDB means for elections. `sync_binary_log` is None
+    if it keeps no binary log."""
     subject = "mysql"
-    yield Finding(level="ok", subject=subject, text=facts.version)
+    yield Finding(level="ok", subject=subject, text=version)
     yield Finding(
         level="ok",
         subject="changes",
-        text=f"while something is watched, changes are asked for every {facts.poll_s * 1000:g} ms",
+        text=f"while something is watched, changes are asked for every {poll_s * 1000:g} ms",
     )
-    if facts.flush_log != 1:
+    if flush_log != 1:
         name = "innodb_flush_log_at_trx_commit"
-        yield _not_durable(subject, f"{name} is {facts.flush_log}", f"set {name} = 1")
-    if facts.logs_binary and facts.sync_binary_log != 1:
+        yield _not_durable(subject, f"{name} is {flush_log}", f"set {name} = 1")
+    if sync_binary_log not in (None, 1):
         yield Finding(
             level="note",
             subject="replication",
-            text=f"sync_binlog is {facts.sync_binary_log}: after a crash of the machine, replicas"
+            text=f"sync_binlog is {sync_binary_log}: after a crash of the machine, replicas"
             " may lack the last commits",
             remedy="set sync_binlog = 1",
         )
-    if facts.galera:
+    if galera:
         yield Finding(
             level="note",
             subject="replication",

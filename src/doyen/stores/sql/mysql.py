@@ -40,14 +40,14 @@ from doyen.stores.sql.connection import (
     Given,
     Primary,
     Row,
-    SqlAddress,
+    ServerConnection,
     SqlConnection,
     SqlEngine,
     TransactionUndone,
     WrongServer,
 )
-from doyen.stores.sql.diagnosis import MySQLFacts, findings_of_mysql
-from doyen.stores.sql.store import LAYOUT, Dialect, RelationalStore, check_layout
+from doyen.stores.sql.diagnosis import findings_of_mysql
+from doyen.stores.sql.store import LAYOUT, RelationalStore, check_layout
 
 with options.requires("mysql", "asyncmy"):
     import asyncmy
@@ -122,22 +122,26 @@ async def open_store(url: StoreURL, context: Context) -> MySQLStore:
         raise
     server = "'group'" if grouped else _SERVER
     step = f"IF(server IN ('', {server}), 1, {_SKIPPED})"
-    dialect = Dialect(
-        **names,
-        clock=CLOCK,
-        # MySQL evaluates assignments from left to right.
-        numbering=f"revision = GREATEST(revision + {step}, {CLOCK}), server = {server}",
-        incarnation=_SERVER,
+    store = MySQLStore(
+        {
+            **names,
+            "clock": CLOCK,
+            # MySQL evaluates assignments from left to right.
+            "numbering": f"revision = GREATEST(revision + {step}, {CLOCK}), server = {server}",
+            "incarnation": _SERVER,
+        },
+        context,
         logs=True,
+        connection=connection,
+        renewals=SqlConnection(AsyncmyEngine(url), primary),
+        poll_s=poll_s,
     )
-    renewals = SqlConnection(AsyncmyEngine(url), primary)
-    store = MySQLStore(dialect, context, connection=connection, renewals=renewals, poll_s=poll_s)
     store.version = version
     await store.open(floor)
     return store
 
 
-async def _check_version(connection: SqlConnection[Connection]) -> str:
+async def _check_version(connection: SqlConnection) -> str:
     ((version,),) = await connection.read("SELECT VERSION()", {})
     number = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     name, oldest = ("MySQL", _OLDEST)
@@ -151,9 +155,7 @@ async def _check_version(connection: SqlConnection[Connection]) -> str:
     return f"{name} {version}"
 
 
-async def _create_tables(
-    connection: SqlConnection[Connection], names: dict[str, str], prefix: str
-) -> None:
+async def _create_tables(connection: SqlConnection, names: dict[str, str], prefix: str) -> None:
     query = f"SELECT layout FROM {names['meta']}"
     try:
         rows = await connection.read(query, {})
@@ -173,7 +175,7 @@ async def _create_tables(
         await _add_server(connection, names)
 
 
-async def _add_server(connection: SqlConnection[Connection], names: dict[str, str]) -> None:
+async def _add_server(connection: SqlConnection, names: dict[str, str]) -> None:
     """Adapt tables that an earlier version of doyen has created."""
     statement = _ADD_SERVER.format(**names)
     try:
@@ -193,16 +195,50 @@ class _NoTable(StoreUnusable):
     """doyen's tables do not exist."""
 
 
-class AsyncmyEngine(SqlEngine[Connection]):
+class AsyncmyConnection(ServerConnection):
+    """One connection of asyncmy."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._asyncmy = connection
+
+    @property
+    def usable(self) -> bool:
+        return self._asyncmy.connected and not getattr(self._asyncmy, "_stream_broken", False)
+
+    async def execute(self, text: str, given: Given) -> list[list[Row]]:
+        results: list[list[Row]] = []
+        try:
+            async with self._asyncmy.cursor() as cursor:
+                await cursor.execute(text, dict(given) or None)
+                while True:
+                    if cursor.description is not None:
+                        results.append(list(await cursor.fetchall()))
+                    if not await cursor.nextset():
+                        return results
+        except MySQLError:
+            if self._asyncmy.connected and text.startswith(_BEGIN):
+                await self._asyncmy.rollback()
+            raise
+
+    def hang_up(self) -> None:
+        self._asyncmy.close()
+
+    async def close(self) -> None:
+        try:
+            async with asyncio.timeout(0.5):
+                await self._asyncmy.ensure_closed()
+        except (MySQLError, OSError, TimeoutError):
+            self.hang_up()
+
+
+class AsyncmyEngine(SqlEngine):
     """MySQL or MariaDB, through asyncmy."""
 
     name = "MySQL"
 
     def __init__(self, url: StoreURL) -> None:
-        super().__init__(
-            SqlAddress.of(url, 3306), options.number(url, "connect_timeout_s", 3, 1, 60)
-        )
-        if not self.address.database:
+        super().__init__(url, 3306)
+        if not self.database:
             raise ConfigError(
                 f"{url.parts.scheme}:// needs a database: {url.parts.scheme}://user@host/database"
             )
@@ -212,15 +248,15 @@ class AsyncmyEngine(SqlEngine[Connection]):
     def transaction(self, script: str, *, early: bool) -> str:
         return f"{_BEGIN}{script}; COMMIT"
 
-    async def connect(self, host: Host) -> Connection:
+    async def connect(self, host: Host) -> AsyncmyConnection:
         try:
             async with asyncio.timeout(self.timeout_s):
-                return await asyncmy.connect(
+                connection = await asyncmy.connect(
                     host=host.name or "localhost",
                     port=host.port,
-                    user=self.address.user,
-                    password=self.address.password or "",
-                    database=self.address.database,
+                    user=self.user or None,
+                    password=self.password or "",
+                    database=self.database,
                     charset="utf8mb4",
                     autocommit=True,
                     binary_prefix=True,
@@ -239,21 +275,7 @@ class AsyncmyEngine(SqlEngine[Connection]):
                     " check the URL's user, password and database"
                 ) from error
             raise StoreUnavailable(_cause(error)) from error
-
-    async def execute(self, connection: Connection, text: str, given: Given) -> list[list[Row]]:
-        results: list[list[Row]] = []
-        try:
-            async with connection.cursor() as cursor:
-                await cursor.execute(text, dict(given) or None)
-                while True:
-                    if cursor.description is not None:
-                        results.append(list(await cursor.fetchall()))
-                    if not await cursor.nextset():
-                        return results
-        except MySQLError:
-            if connection.connected and text.startswith(_BEGIN):
-                await connection.rollback()
-            raise
+        return AsyncmyConnection(connection)
 
     def translate(self, error: Exception) -> Exception:
         if isinstance(error, OSError):
@@ -290,19 +312,6 @@ class AsyncmyEngine(SqlEngine[Connection]):
             )
         return StoreUnusable(f"{self.where}: {cause}")
 
-    def hang_up(self, connection: Connection) -> None:
-        connection.close()
-
-    async def close(self, connection: Connection) -> None:
-        try:
-            async with asyncio.timeout(0.5):
-                await connection.ensure_closed()
-        except (MySQLError, OSError, TimeoutError):
-            connection.close()
-
-    def usable(self, connection: Connection) -> bool:
-        return connection.connected and not getattr(connection, "_stream_broken", False)
-
 
 def _code(error: BaseException | None) -> int:
     code = error.args[0] if error is not None and error.args else 0
@@ -322,12 +331,12 @@ class MySQLStore(RelationalStore):
         self._require_usable()
         ((flush, logs, sync),) = await self._connection.read(_FACTS, {})
         galera = await self._connection.read("SHOW GLOBAL VARIABLES LIKE 'wsrep_on'", {})
-        facts = MySQLFacts(
-            version=self.version,
-            poll_s=self.capabilities.notice_s,
-            flush_log=int(flush),
-            logs_binary=bool(logs),
-            sync_binary_log=int(sync),
-            galera=bool(galera) and galera[0][1] == "ON",
+        return list(
+            findings_of_mysql(
+                version=self.version,
+                poll_s=self.capabilities.notice_s,
+                flush_log=int(flush),
+                sync_binary_log=int(sync) if logs else None,
+                galera=bool(galera) and galera[0][1] == "ON",
+            )
         )
-        return list(findings_of_mysql(facts))

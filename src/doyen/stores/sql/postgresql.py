@@ -27,7 +27,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from doyen.errors import ConfigError, StoreUnavailable, StoreUnusable
@@ -35,16 +34,15 @@ from doyen.model import Finding
 from doyen.stores.kit import url as options
 from doyen.stores.port import Context, StoreURL, Watch
 from doyen.stores.sql.connection import Primary, SqlConnection, WrongServer
-from doyen.stores.sql.diagnosis import PostgreSQLFacts, findings_of_postgresql
+from doyen.stores.sql.diagnosis import findings_of_postgresql
 from doyen.stores.sql.psycopg_engine import (
     FLUSH,
-    PostgreSQLConnection,
     PsycopgEngine,
     errors,
     keep_connected,
     one_line,
 )
-from doyen.stores.sql.store import KEPT, LAYOUT, Dialect, RelationalStore, check_layout
+from doyen.stores.sql.store import KEPT, LAYOUT, RelationalStore, check_layout
 
 __all__ = ["CLOCK", "PostgreSQLStore", "open_store"]
 
@@ -122,75 +120,62 @@ _ANOTHER_WAS_FIRST = (
 async def open_store(url: StoreURL, context: Context) -> PostgreSQLStore:
     """Open the store at `url`, creating its schema if there is none."""
     url.refuse_unknown(*_OPTIONS)
-    chosen = _Options.of(url)
+    schema = url.options.get("schema", "doyen")
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,62}", schema):
+        raise ConfigError(
+            f"schema is a name of at most 63 letters, digits and underscores, not {schema!r}"
+        )
+    notify = options.choice(url, "notify", "", "", "listen", "poll")
+    listen = _listen(url, notify)
     floor = options.whole_number(url, "token_floor")
+    poll_s = options.number(url, "poll_s", _POLL_S, 0.005, 10)
     primary = Primary(_IDENTITY)
     engine = PsycopgEngine(url)
     connection = SqlConnection(engine, primary)
     try:
-        server = await _inspect(connection, engine, primary)
-        if server.pooled and chosen.notify == "listen" and chosen.listen is None:
+        pooled = await _inspect(connection, engine, primary)
+        if pooled and notify == "listen" and listen is None:
             raise ConfigError(
                 f"notify=listen: {connection.where} is a transaction pooler, through which LISTEN"
                 " does not work; give the server's address (listen=postgresql://...), or"
                 " notify=poll"
             )
-        await _create_tables(connection, chosen.schema)
+        await _create_tables(connection, schema)
     except BaseException:
         await connection.close()
         raise
-    store = PostgreSQLStore(url, context, chosen, server, connection, primary)
+    polls = notify == "poll" or (pooled and listen is None)
+    store = PostgreSQLStore(
+        url,
+        context,
+        schema,
+        listen=listen,
+        poll_s=poll_s if polls else None,
+        pooled=pooled,
+        timelines=engine.commits_early,
+        connection=connection,
+        primary=primary,
+    )
     await store.open(floor)
     return store
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    """The options of the URL, checked."""
-
-    schema: str
-    notify: str
-    listen: StoreURL | None
-    poll_s: float
-
-    @classmethod
-    def of(cls, url: StoreURL) -> _Options:
-        schema = url.options.get("schema", "doyen")
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,62}", schema):
-            raise ConfigError(
-                f"schema is a name of at most 63 letters, digits and underscores, not {schema!r}"
-            )
-        notify = options.choice(url, "notify", "", "", "listen", "poll")
-        listen = None
-        if "listen" in url.options:
-            listen = StoreURL.parse(url.options["listen"])
-            if listen.parts.scheme != url.parts.scheme:
-                raise ConfigError(f"listen is a postgresql:// URL, not {listen.text!r}")
-            listen.refuse_unknown("connect_timeout_s", *options.TLS_OPTIONS, "sslmode")
-            if notify == "poll":
-                raise ConfigError("notify=poll does not listen: leave out one of the two")
-        return cls(
-            schema=schema,
-            notify=notify,
-            listen=listen,
-            poll_s=options.number(url, "poll_s", _POLL_S, 0.005, 10),
-        )
+def _listen(url: StoreURL, notify: str) -> StoreURL | None:
+    if "listen" not in url.options:
+        return None
+    listen = StoreURL.parse(url.options["listen"])
+    if listen.parts.scheme != url.parts.scheme:
+        raise ConfigError(f"listen is a postgresql:// URL, not {listen.text!r}")
+    listen.refuse_unknown("connect_timeout_s", *options.TLS_OPTIONS, "sslmode")
+    if notify == "poll":
+        raise ConfigError("notify=poll does not listen: leave out one of the two")
+    return listen
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Server:
-    """Properties of the server."""
-
-    version: int
-    pooled: bool
-    timelines: bool
-
-
-async def _inspect(
-    connection: SqlConnection[PostgreSQLConnection], engine: PsycopgEngine, primary: Primary
-) -> _Server:
-    info = (await connection.connected()).psycopg.info
-    version, announced = info.server_version, info.backend_pid
+async def _inspect(connection: SqlConnection, engine: PsycopgEngine, primary: Primary) -> bool:
+    """Check the server, and whether it has timelines. Returns whether it is a pooler."""
+    present: Any = await connection.connected()
+    version, announced = present.psycopg.info.server_version, present.psycopg.info.backend_pid
     if version < _OLDEST:
         raise StoreUnusable(
             f"{connection.where} runs PostgreSQL {version // 10000}; doyen needs 12 or later"
@@ -200,13 +185,13 @@ async def _inspect(
         await connection.read(_IDENTITY_BY_TIMELINE, {})
         await connection.read(FLUSH, {})
         primary.identity_query = _IDENTITY_BY_TIMELINE
-        engine.commits_early = timelines = True
+        engine.commits_early = True
     except (StoreUnusable, WrongServer):
-        timelines = False  # a relative of PostgreSQL with another kind of log
-    return _Server(version=version, pooled=pid != announced, timelines=timelines)
+        pass  # a relative of PostgreSQL with another kind of log
+    return bool(pid != announced)
 
 
-async def _create_tables(connection: SqlConnection[Any], schema: str) -> None:
+async def _create_tables(connection: SqlConnection, schema: str) -> None:
     names = _names(schema)
     for _ in range(_CREATIONS):
         query = "SELECT to_regnamespace(%(schema)s) IS NULL, to_regclass(%(meta)s) IS NULL"
@@ -237,47 +222,45 @@ def _names(schema: str) -> dict[str, str]:
 
 
 class PostgreSQLStore(RelationalStore):
-    """One handle on a schema in PostgreSQL."""
+    """One handle on a schema in PostgreSQL. Without `poll_s` it listens, at the server `listen` if
+    that is given."""
 
     def __init__(
         self,
         url: StoreURL,
         context: Context,
-        chosen: _Options,
-        server: _Server,
-        connection: SqlConnection[PostgreSQLConnection],
+        schema: str,
+        *,
+        listen: StoreURL | None,
+        poll_s: float | None,
+        pooled: bool,
+        timelines: bool,
+        connection: SqlConnection,
         primary: Primary,
     ) -> None:
-        self._server = server
-        polls = chosen.notify == "poll" or (server.pooled and chosen.listen is None)
-        shared = not polls and chosen.listen is None
-        listening = PsycopgEngine(chosen.listen or url, chosen.schema, self._notified)
-        renewals = SqlConnection(listening if shared else PsycopgEngine(url), primary)
-        self._listener: SqlConnection[PostgreSQLConnection] | None = None
-        if not polls:
-            self._listener = renewals if shared else SqlConnection(listening, primary)
-        self._listening_engine = listening
+        self._pooled, self._timelines = pooled, timelines
+        self._engine = PsycopgEngine(listen or url, schema, self._notified)
+        shared = poll_s is None and listen is None
+        renewals = SqlConnection(self._engine if shared else PsycopgEngine(url), primary)
+        self._listener: SqlConnection | None = None
+        if poll_s is None:
+            self._listener = renewals if shared else SqlConnection(self._engine, primary)
         self._listening: asyncio.Task[None] | None = None
-        names = _names(chosen.schema)
         numbering = "revision = revision + 1"
-        if server.timelines:
+        if timelines:
             numbering = f"revision = GREATEST(revision, ({_TIMELINE} - 1) * {_TIMELINE_STEP}) + 1"
-        dialect = Dialect(
-            meta=names["meta"],
-            leases=names["leases"],
-            entries=names["entries"],
-            changes=names["changes"],
-            clock=CLOCK,
-            numbering=numbering,
-            incarnation=_STARTED,
-            logs=False,
-        )
         super().__init__(
-            dialect,
+            {
+                **_names(schema),
+                "clock": CLOCK,
+                "numbering": numbering,
+                "incarnation": _STARTED,
+            },
             context,
+            logs=False,
             connection=connection,
             renewals=renewals,
-            poll_s=chosen.poll_s if polls else None,
+            poll_s=poll_s,
         )
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
@@ -287,7 +270,7 @@ class PostgreSQLStore(RelationalStore):
             if self._listening is None:
                 shared = self._listener is self._renewals
                 ping_after_s = _PING_RENEWALS_AFTER_S if shared else _PING_AFTER_S
-                listening = keep_connected(self._listener, self._listening_engine, ping_after_s)
+                listening = keep_connected(self._listener, self._engine, ping_after_s)
                 self._listening = asyncio.get_running_loop().create_task(listening)
         return await super().watch(scope, notify)
 
@@ -296,24 +279,25 @@ class PostgreSQLStore(RelationalStore):
             self._listening.cancel()
         await super()._release()
 
-    def _connections(self) -> Iterable[SqlConnection[Any]]:
+    def _connections(self) -> Iterable[SqlConnection]:
         connections = dict.fromkeys((*super()._connections(), self._listener))
         return [connection for connection in connections if connection is not None]
 
     async def diagnose(self) -> Sequence[Finding]:
         self._require_usable()
         ((version, fsync, full, lagging, connections),) = await self._connection.read(_FACTS, {})
-        facts = PostgreSQLFacts(
-            version=str(version),
-            pooled=self._server.pooled,
-            poll_s=self.capabilities.notice_s or None,
-            fsync=fsync == "on",
-            full_page_writes=full == "on",
-            timelines=self._server.timelines,
-            lagging_standbys=int(lagging),
-            connections=int(connections),
+        return list(
+            findings_of_postgresql(
+                version=str(version),
+                connections=int(connections),
+                pooled=self._pooled,
+                poll_s=self.capabilities.notice_s or None,
+                fsync=fsync == "on",
+                full_page_writes=full == "on",
+                timelines=self._timelines,
+                lagging_standbys=int(lagging),
+            )
         )
-        return list(findings_of_postgresql(facts))
 
     def _notified(self, path: str | None) -> None:
         if path is None:

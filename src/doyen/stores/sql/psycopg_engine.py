@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from doyen.errors import ConfigError, StoreError, StoreUnavailable, StoreUnusable
+from doyen.events.log_lines import log_line
 from doyen.stores.kit import url as options
 from doyen.stores.kit.failover import ConnectionLost
 from doyen.stores.kit.url import Host
@@ -25,7 +26,7 @@ from doyen.stores.port import StoreURL
 from doyen.stores.sql.connection import (
     Given,
     Row,
-    SqlAddress,
+    ServerConnection,
     SqlConnection,
     SqlEngine,
     TransactionUndone,
@@ -41,7 +42,6 @@ __all__ = ["FLUSH", "PostgreSQLConnection", "PsycopgEngine", "errors", "keep_con
 
 log = logging.getLogger("doyen")
 
-PORT = 5432
 _LOCK_TIMEOUT_MS = 700
 """Below the request timeout of a session with the default ttl, so that the error has the cause."""
 _PING_TIMEOUT_S = 2.0
@@ -65,7 +65,7 @@ _STANDBY = ("25006", "0A000", "55000")
 """Errors of a server in recovery: for a write, for BEGIN READ WRITE, for a query of its log."""
 
 
-class PostgreSQLConnection:
+class PostgreSQLConnection(ServerConnection):
     """One connection of psycopg. After `begin`, its socket is watched while it is idle."""
 
     def __init__(
@@ -75,22 +75,21 @@ class PostgreSQLConnection:
         ended: Callable[[], None],
     ) -> None:
         self.psycopg = connection
-        self.used_at = 0.0
         self._notified = notified
         self._ended = ended
         self._loop = asyncio.get_running_loop()
-        self._in_use = False
+        self._in_use = self._executing = self._hung_up = False
         self._watched: int | None = None
         """The descriptor that the loop watches. libpq may have closed it by itself."""
         if notified is not None:
             connection.add_notify_handler(lambda notify: notified(notify.payload))
 
     @property
-    def closed(self) -> bool:
-        return self.psycopg.closed
+    def usable(self) -> bool:
+        return not self.psycopg.closed
 
     def begin(self) -> None:
-        """The connection is in use. What happened before was not notified."""
+        """What happened before was not notified."""
         self._in_use = True
         self._watch_socket()
         if self._notified is not None:
@@ -98,7 +97,7 @@ class PostgreSQLConnection:
 
     async def execute(self, text: str, given: Given) -> list[list[Row]]:
         self._unwatch_socket()
-        self.used_at = self._loop.time()
+        self._executing = True
         results: list[list[Row]] = []
         try:
             async with self.psycopg.cursor() as cursor:
@@ -113,23 +112,24 @@ class PostgreSQLConnection:
                 await self.psycopg.execute("ROLLBACK")
             raise
         finally:
-            if self._in_use and not self.closed:
+            self._executing = False
+            if self._hung_up:
+                self.psycopg.pgconn.finish()
+            elif self._in_use and self.usable:
                 self._watch_socket()
 
     def hang_up(self) -> None:
-        self._in_use = False
+        self._hung_up = True
         self._unwatch_socket()
         self._ended()
-        if self.closed:
-            return
-        if self.psycopg.info.transaction_status == TransactionStatus.ACTIVE:
+        if not self._executing:
+            self.psycopg.pgconn.finish()
+        elif self.usable:
             # The call in flight sees the end of the stream at once, and fails.
             with suppress(OSError, psycopg.Error):
                 stream = socket.socket(fileno=os.dup(self.psycopg.pgconn.socket))
                 with stream:
                     stream.shutdown(socket.SHUT_RDWR)
-        else:
-            self.psycopg.pgconn.finish()
 
     def _watch_socket(self) -> None:
         self._watched = self.psycopg.pgconn.socket
@@ -151,7 +151,7 @@ class PostgreSQLConnection:
             self.hang_up()
 
 
-class PsycopgEngine(SqlEngine[PostgreSQLConnection]):
+class PsycopgEngine(SqlEngine):
     """PostgreSQL. With a channel, `notified` is called with the path of every change, and with None
     each time that listening has begun: changes before that were not notified."""
 
@@ -163,38 +163,30 @@ class PsycopgEngine(SqlEngine[PostgreSQLConnection]):
         channel: str = "",
         notified: Callable[[str | None], None] | None = None,
     ) -> None:
-        super().__init__(
-            SqlAddress.of(url, PORT), options.number(url, "connect_timeout_s", 3, 2, 60)
-        )
+        super().__init__(url, 5432, 2)
         self.commits_early = False
         """Whether the server keeps a log in which a later commit makes earlier ones durable."""
         self.lost = asyncio.Event()
         """Set when a connection has ended."""
-        self._parameters = self._connect_parameters(url)
+        self._tls = _tls(url)
         self._channel = channel
         self._notified = notified
-
-    def _connect_parameters(self, url: StoreURL) -> dict[str, Any]:
-        given: dict[str, Any] = {
-            "user": self.address.user,
-            "password": self.address.password,
-            "dbname": self.address.database or None,
-            "connect_timeout": round(self.timeout_s),
-            "application_name": "doyen",
-            "gssencmode": "disable",
-            "keepalives_idle": 10,
-            "keepalives_interval": 3,
-            "keepalives_count": 3,
-            **_tls(url),
-        }
-        return {name: value for name, value in given.items() if value is not None}
 
     async def connect(self, host: Host) -> PostgreSQLConnection:
         try:
             connection = await AsyncConnection.connect(
-                **self._parameters,
+                **self._tls,
                 host=host.name or None,
                 port=host.port,
+                user=self.user or None,
+                password=self.password or None,
+                dbname=self.database or None,
+                connect_timeout=round(self.timeout_s),
+                application_name="doyen",
+                gssencmode="disable",
+                keepalives_idle=10,
+                keepalives_interval=3,
+                keepalives_count=3,
                 target_session_attrs="read-write",
                 autocommit=True,
                 prepare_threshold=None,
@@ -206,20 +198,6 @@ class PsycopgEngine(SqlEngine[PostgreSQLConnection]):
 
     def greeting(self) -> str:
         return "" if self._notified is None else f'LISTEN "{self._channel}"; '
-
-    def connected(self, connection: PostgreSQLConnection) -> None:
-        connection.begin()
-
-    async def execute(
-        self, connection: PostgreSQLConnection, text: str, given: Given
-    ) -> list[list[Row]]:
-        return await connection.execute(text, given)
-
-    def hang_up(self, connection: PostgreSQLConnection) -> None:
-        connection.hang_up()
-
-    def usable(self, connection: PostgreSQLConnection) -> bool:
-        return not connection.closed
 
     def transaction(self, script: str, *, early: bool) -> str:
         if early and self.commits_early:
@@ -261,7 +239,7 @@ class PsycopgEngine(SqlEngine[PostgreSQLConnection]):
 
 
 async def keep_connected(
-    connection: SqlConnection[PostgreSQLConnection], engine: PsycopgEngine, ping_after_s: float
+    connection: SqlConnection, engine: PsycopgEngine, ping_after_s: float
 ) -> None:
     """Replace the connection as soon as it is lost, and probe it when it was idle for
     `ping_after_s`, until cancelled."""
@@ -283,13 +261,13 @@ async def keep_connected(
             pause_s = _FIRST_PAUSE_S
         except Exception as error:
             if not isinstance(error, StoreError | TimeoutError):
-                log.exception("listening to %s failed; retrying", connection.where)
+                log.exception(log_line(event="listening_failed", server=connection.where))
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             engine.lost.set()
 
 
-def _tls(url: StoreURL) -> dict[str, str | None]:
+def _tls(url: StoreURL) -> dict[str, Any]:
     tls = options.choice(url, "tls", "", "", "true", "false")
     mode = url.options.get("sslmode")
     if tls and mode is not None:

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
 
 from doyen.errors import ConfigError, LeaseGone, StoreUnusable, TicketGone
 from doyen.events import LeaseEnded
@@ -31,7 +29,6 @@ from doyen.stores.sql.connection import Given, Row, SqlConnection, text_of
 __all__ = [
     "KEPT",
     "LAYOUT",
-    "Dialect",
     "RelationalStore",
     "check_layout",
 ]
@@ -47,24 +44,6 @@ KEPT = 1000
 """For how many positions the changed paths are kept."""
 _AT_ONCE = 50
 """How many scopes are surveyed in one query."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
-    """The parts of the statements that differ between engines."""
-
-    meta: str
-    leases: str
-    entries: str
-    changes: str
-    clock: str
-    """Microseconds of the database's clock."""
-    numbering: str
-    """Assignments that advance the counter in `meta`."""
-    incarnation: str
-    """Differs if a server may have lost what an earlier one confirmed."""
-    logs: bool
-    """Whether the statements log changes. Otherwise a trigger does."""
 
 
 _LEASE = "l.ttl_us, l.counter, {clock} - l.renewed_us, {incarnation}"
@@ -151,21 +130,28 @@ def _statements(*, logs: bool) -> dict[str, str]:
 
 
 class RelationalStore(GuardedStore):
-    """One handle on the tables. Subclasses connect, and diagnose the server."""
+    """One handle on the tables. Subclasses connect, and diagnose the server.
+
+    The `dialect` has the parts of the statements that differ between engines: the names of the four
+    tables; `clock`, microseconds of the database's clock; `numbering`, assignments that advance the
+    counter in `meta`; `incarnation`, which differs if a server may have lost what an earlier one
+    confirmed. With `logs`, the statements log changes. Otherwise a trigger does.
+    """
 
     def __init__(
         self,
-        dialect: Dialect,
+        dialect: Mapping[str, str],
         context: Context,
         *,
-        connection: SqlConnection[Any],
-        renewals: SqlConnection[Any],
+        logs: bool,
+        connection: SqlConnection,
+        renewals: SqlConnection,
         poll_s: float | None,
     ) -> None:
         self._emit = context.emit
-        self._names = asdict(dialect)
-        texts = _statements(logs=dialect.logs)
-        self._sql = {name: text.format_map(self._names) for name, text in texts.items()}
+        self._names = dialect
+        texts = _statements(logs=logs)
+        self._sql = {name: text.format_map(dialect) for name, text in texts.items()}
         self._connection = connection
         self._renewals = renewals
         self._own: set[str] = set()
@@ -392,7 +378,7 @@ class RelationalStore(GuardedStore):
         for connection in self._connections():
             await connection.close()
 
-    def _connections(self) -> Iterable[SqlConnection[Any]]:
+    def _connections(self) -> Iterable[SqlConnection]:
         return (self._connection, self._renewals)
 
 
