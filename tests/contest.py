@@ -170,7 +170,7 @@ class Contest:
     def join(self) -> Candidate:
         """Add a candidate, and wait until it has a lease."""
         candidate = self.add()
-        self.wait("the new candidate has no lease", lambda: self.said(candidate, "granted"))
+        self.wait("the new candidate has no lease", lambda: self.seen(candidate, "granted"))
         return candidate
 
     def wait(self, what: str, condition: Callable[[], object]) -> None:
@@ -203,7 +203,7 @@ class Contest:
             if not any(event.get("at", 0.0) >= instant for _, event in self.events):
                 return False
             leader, term = self.elected[-1]
-            lost = [event["token"] for event in self.said(leader, "lost")]
+            lost = [event["token"] for event in self.seen(leader, "lost")]
             return leader.process.returncode is None and term["token"] not in lost
 
         self.wait("there is no leader", leads)
@@ -216,7 +216,7 @@ class Contest:
         )
         return self.elected[-1]
 
-    def said(self, candidate: Candidate, kind: str) -> list[dict[str, Any]]:
+    def seen(self, candidate: Candidate, kind: str) -> list[dict[str, Any]]:
         return [event for who, event in self.events if who is candidate and event["event"] == kind]
 
     def failover_s(self, hurt: Callable[[Candidate], object]) -> float:
@@ -252,7 +252,7 @@ class Contest:
             self.wait(
                 "not all candidates have a lease",
                 lambda: (
-                    all(self.said(each, "granted") for each in self.candidates) and self.elected
+                    all(self.seen(each, "granted") for each in self.candidates) and self.elected
                 ),
             )
         except BaseException:

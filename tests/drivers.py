@@ -2,7 +2,7 @@
 
 `World` holds them to the invariants of consensus after every step. `storm` has clients write and
 read while nodes crash (between any two effects), are cut off and come back; then everything heals,
-and what the clients were told is held against what is there.
+and what the clients received is compared with what is there.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Disk(MemoryJournal):
         self._queue.append((records, token))
 
     def crash(self, written: int) -> None:
-        """The first few of what was queued are on disk all the same; nobody was told."""
+        """The first few of what was queued are on disk all the same; no one was notified."""
         queued, self._queue = self._queue, []
         for records, _ in queued[:written]:
             for record in records:
@@ -364,7 +364,7 @@ class World:
 
 
 class Clients:
-    """Those who write and read, and what they were told."""
+    """Those who write and read, and what they received."""
 
     def __init__(self, world: World) -> None:
         self.world = world

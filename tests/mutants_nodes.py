@@ -59,13 +59,13 @@ def removed_by_another(patch: pytest.MonkeyPatch) -> None:
     """The first candidate in line deletes the leader record of a live holder (28)."""
     wait_for = InLine.wait_for
 
-    async def shove(self: InLine, entry: Entry, *until: float) -> None:
+    async def remove(self: InLine, entry: Entry, *until: float) -> None:
         if entry.key == self.attempt.record_key:
             await self.attempt.core.call(self.attempt.core.store.delete(entry.key))
         else:
             await wait_for(self, entry, *until)
 
-    patch.setattr(InLine, "wait_for", shove)
+    patch.setattr(InLine, "wait_for", remove)
 
 
 def announced_unread(patch: pytest.MonkeyPatch) -> None:
@@ -272,7 +272,7 @@ def never_too_old(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(History, "changed", changed)
 
 
-def ends_untold(patch: pytest.MonkeyPatch) -> None:
+def ends_without_notification(patch: pytest.MonkeyPatch) -> None:
     """Watches are not notified of the removal of an ended lease's entries."""
     add = History.add
 
@@ -293,7 +293,7 @@ def history_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(state, "encode_pieces", fewer)
 
 
-def installed_untold(patch: pytest.MonkeyPatch) -> None:
+def installed_without_notification(patch: pytest.MonkeyPatch) -> None:
     """Watches are not notified of changes that a snapshot from the leader contains."""
     restore, notify = Keyspace.restore, Watches.notify
     fresh: dict[Keyspace, None] = {}
@@ -313,7 +313,7 @@ def installed_untold(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_position(patch: pytest.MonkeyPatch) -> None:
-    """All watches of a client are resumed from the last revision that any of them was told of. That
+    """All watches of a client are resumed from the last revision that any of them received. That
     harms a watch if the link breaks after another was confirmed, and before it was itself. The lab
     delivers what a node writes in one turn as a whole, so only `test_quorum_watches` sees it."""
     use = QuorumConnection._connected
@@ -387,7 +387,7 @@ def peers_by_any_secret(patch: pytest.MonkeyPatch) -> None:
     """A client's secret is accepted as a peer's."""
     accepted = vars(security.Security)["accepted"].fget
 
-    def anybody(self: security.Security) -> list[tuple[security.Role, bytes]]:
+    def accept_all(self: security.Security) -> list[tuple[security.Role, bytes]]:
         return [("peer", secret) for _, secret in accepted(self)]
 
-    patch.setattr(security.Security, "accepted", property(anybody))
+    patch.setattr(security.Security, "accepted", property(accept_all))

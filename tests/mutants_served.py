@@ -28,7 +28,7 @@ class AcknowledgesFromMemory(AcksBeforeWriting, LeaderCountsItselfAtOnce):
 
 
 class DoesItAgain(ReplicatedMachines):
-    """What is asked again, because nobody answered, is done again."""
+    """What is asked again, because no answer came, is done again."""
 
     def apply(self, index: int, commands: Sequence[Command]) -> list[Any]:
         return [self._applies[command.target](command.body) for command in commands]

@@ -1,4 +1,4 @@
-"""Nodes without a driver: a listener, its peers, and a record of what they were told."""
+"""Nodes without a driver: a listener, its peers, and a record of what they received."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from doyen.quorum.protocol.security import Role, Security
 HOST = "127.0.0.1"
 SECRET = b"a secret long enough"
 OPEN = Security()
-SOMEBODY = ConnectionIdentity("", "", 5)
+UNNAMED_CLIENT = ConnectionIdentity("", "", 5)
 SNAPSHOT = Snapshot(7, 3, Membership(("n1", "n2")))
 
 
@@ -29,7 +29,7 @@ class Beat(Message, frozen=True, array_like=True, tag=True, gc=False):
     data: bytes = b""
 
 
-class Word(Message, frozen=True, array_like=True, tag=True, gc=False):
+class Text(Message, frozen=True, array_like=True, tag=True, gc=False):
     text: str
 
 
@@ -42,7 +42,9 @@ def run(
 
     async def watched() -> None:
         complaints: list[dict[str, Any]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, told: complaints.append(told))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: complaints.append(context)
+        )
         async with asyncio.timeout(within_s):
             await work
         assert not complaints
@@ -55,8 +57,8 @@ def _bug() -> tuple[int, str, bytes]:
     raise LookupError("a bug")
 
 
-class Neighbour:
-    """A node that others can reach. `events` is what its transport has told, in order."""
+class Node:
+    """A node that others can reach. `events` is what its transport reported, in order."""
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class Neighbour:
     ) -> None:
         self.me = ConnectionIdentity(cluster, name, incarnation or hash(name))
         self.errors = ConnectionErrors()
-        decode = Decoder(Beat | Word).decode
+        decode = Decoder(Beat | Text).decode
         self.peers = Peers(self.me, security, decode=decode, errors=self.errors, **settings)
         self.clients: list[FrameConnection] = []
         self.frames: list[tuple[int, bytes]] = []
@@ -109,7 +111,7 @@ class Neighbour:
             lambda _, frames: self.frames.extend(frames), lambda _, end: self.ends.append(end)
         )
 
-    async def open(self, port: int = 0) -> Neighbour:
+    async def open(self, port: int = 0) -> Node:
         self.port = await self.listener.listen(HOST, port)
         self.peers.start(
             lambda peer, message: self.events.append(("received", peer, message)),
@@ -130,7 +132,7 @@ class Neighbour:
                 await self.slowly()
             got.append(piece)
 
-    def know(self, *others: Neighbour) -> None:
+    def know(self, *others: Node) -> None:
         self.peers.reach({other.me.node: other.address for other in others})
 
     def heard(self) -> list[Message]:
@@ -144,7 +146,7 @@ class Neighbour:
         await self.peers.close()
 
     def die(self) -> None:
-        """As a process does: every connection ends, nobody is told why."""
+        """As a process does: every connection ends without a reason."""
         self.listener.stop_listening()
         for link in [
             *self.peers.connections.values(),
@@ -156,20 +158,20 @@ class Neighbour:
         self.peers.reach({})
 
 
-class Street:
+class Nodes:
     """Neighbours that are gone when it is left."""
 
     def __init__(self) -> None:
         self._stack = AsyncExitStack()
 
-    async def __aenter__(self) -> Street:
+    async def __aenter__(self) -> Nodes:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    async def add(self, name: str, port: int = 0, **settings: Any) -> Neighbour:
-        neighbour = Neighbour(name, **settings)
+    async def add(self, name: str, port: int = 0, **settings: Any) -> Node:
+        neighbour = Node(name, **settings)
         self._stack.push_async_callback(neighbour.close)
         return await neighbour.open(port)
 
@@ -184,7 +186,7 @@ class Caller:
 
 
 async def call(
-    address: str, me: ConnectionIdentity = SOMEBODY, role: Role = "client", **settings: Any
+    address: str, me: ConnectionIdentity = UNNAMED_CLIENT, role: Role = "client", **settings: Any
 ) -> Caller:
     frames: list[tuple[int, bytes]] = []
     ends: list[End] = []

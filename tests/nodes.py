@@ -151,7 +151,7 @@ class Quorum:
             if len(said) == 1 and (name := said.pop()) not in (None, but):
                 return self.nodes[name]
             time.sleep(0.01)
-        raise TimeoutError("nobody leads")
+        raise TimeoutError("there is no leader")
 
     def close(self) -> None:
         for node in self.nodes.values():

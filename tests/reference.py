@@ -166,9 +166,9 @@ def stores() -> str:
     """What each adapter says of its URL, before it says how it works."""
 
     def part(where: str) -> str:
-        told = (ast.get_docstring(module(where)) or "").split("\n\n")
-        headline = " ".join(told[0].split())
-        urls = told[1] if len(told) > 1 and told[1].startswith("    ") else ""
+        paragraphs = (ast.get_docstring(module(where)) or "").split("\n\n")
+        headline = " ".join(paragraphs[0].split())
+        urls = paragraphs[1] if len(paragraphs) > 1 and paragraphs[1].startswith("    ") else ""
         block = f"\n\n```text\n{textwrap.dedent(urls)}\n```" if urls else ""
         schemes = (scheme for scheme in sorted(_BUILT_IN) if _BUILT_IN[scheme] == where)
         return f"### {', '.join(f'`{scheme}`' for scheme in schemes)}\n\n{headline}{block}"
@@ -183,16 +183,16 @@ def commands() -> str:
 def _command(name: str) -> str:
     parser = parsers(name)[1][name]
     codes = textwrap.dedent((parser.epilog or "").partition("\n")[2].partition("\n\n")[0])
-    told = f"### `doyen {name}`\n\n{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.\n\n"
+    page = f"### `doyen {name}`\n\n{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.\n\n"
     choices: Any = next((each.choices for each in parser._actions if each.dest == "action"), None)
     if choices is None:
-        told += _arguments(f"doyen {name}", parser)
+        page += _arguments(f"doyen {name}", parser)
     else:
-        told += "\n\n".join(
+        page += "\n\n".join(
             f"{each.description}\n\n{_arguments(f'doyen {name} {action}', each)}"
             for action, each in choices.items()
         )
-    return f"{told}\n\nExit codes:\n\n```text\n{codes}\n```"
+    return f"{page}\n\nExit codes:\n\n```text\n{codes}\n```"
 
 
 def _arguments(command: str, parser: argparse.ArgumentParser) -> str:
@@ -220,8 +220,8 @@ def _shown(action: argparse.Action) -> str:
 
 
 def exit_codes() -> str:
-    told = MANUAL.partition("exit codes:\n")[2].partition("\n\n")[0]
-    return f"```text\n{textwrap.dedent(told)}\n```"
+    codes = MANUAL.partition("exit codes:\n")[2].partition("\n\n")[0]
+    return f"```text\n{textwrap.dedent(codes)}\n```"
 
 
 PARTS: dict[str, Callable[[], str]] = {

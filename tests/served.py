@@ -31,7 +31,7 @@ class Served:
         self.start()
 
     def start(self) -> None:
-        self.told: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         with (self._log or Path(os.devnull)).open("a") as log:
             self.process = subprocess.Popen(
@@ -47,14 +47,14 @@ class Served:
                 self.heard(line)
 
     def heard(self, line: str) -> None:
-        """On a thread: it has told something."""
+        """Runs on a thread, for each line that the process prints."""
         self._lines.put(line)
 
     def hear(self, event: str, **fields: Any) -> dict[str, Any]:
-        """Wait until it tells of this."""
+        """Wait until it prints this event."""
         while True:
             line = json.loads(self._lines.get(timeout=PATIENCE_S))
-            self.told.append(line)
+            self.events.append(line)
             if line["event"] == event and fields.items() <= line.items():
                 found: dict[str, Any] = line
                 return found
@@ -105,7 +105,7 @@ class Quorum:
         return self.start(name, "--join")
 
     def leader(self) -> Served:
-        """Whoever says of itself that it leads; waits until somebody does."""
+        """Whoever says of itself that it leads; waits until there is one."""
         until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
             for node in self.nodes.values():
@@ -116,7 +116,7 @@ class Quorum:
                     refusal.close()
                 except OSError:
                     continue
-        raise TimeoutError("nobody leads")
+        raise TimeoutError("there is no leader")
 
     def __enter__(self) -> Self:
         try:

@@ -100,9 +100,9 @@ class Event:
 
     def wait(self, timeout: float | None = None) -> bool:
         if not self._is_set:
-            told = self._strands.loop.create_future()
-            self._waiting.append(told)
-            self._strands.wait(told, timeout)
+            waiter = self._strands.loop.create_future()
+            self._waiting.append(waiter)
+            self._strands.wait(waiter, timeout)
         return self._is_set
 
 

@@ -129,7 +129,7 @@ def test_resigning_hands_over(lines: list[LogLine], a: Process, b: Process) -> N
     assert not report.wall_clocks_compared
 
 
-def test_a_killed_leader_is_ended_by_the_kernels_word(
+def test_a_term_of_a_killed_leader_ends_with_the_proof_of_death(
     lines: list[LogLine], a: Process, b: Process
 ) -> None:
     a.elected(1, 10, until=5)
@@ -139,7 +139,7 @@ def test_a_killed_leader_is_ended_by_the_kernels_word(
     assert report.gap_max_s == pytest.approx(0.01)
 
 
-def test_a_killed_leader_without_further_evidence_is_ended_by_its_deadline(
+def test_a_term_of_a_killed_leader_without_proof_ends_at_its_deadline(
     lines: list[LogLine], a: Process, b: Process
 ) -> None:
     a.elected(1, 10, until=5)
@@ -194,7 +194,7 @@ def test_elections_are_independent(lines: list[LogLine], a: Process, b: Process)
     assert (report.elections, report.terms, report.gaps_s) == (3, 3, ())
 
 
-def test_a_term_over_before_it_was_announced_was_none(
+def test_a_term_over_before_it_was_announced_was_never_valid(
     lines: list[LogLine], a: Process, b: Process
 ) -> None:
     b.elected(6, 11, until=9)
@@ -231,8 +231,8 @@ def test_two_terms_that_overlap(lines: list[LogLine], a: Process, b: Process) ->
     report = check(lines, "overlap")
     violation = report.violations[0]
     assert violation.by_s == pytest.approx(0.5)
-    for told in ("'billing'", "0.500 s", "a, token 10", "b, token 11", "a.jsonl:2", "b.jsonl:3"):
-        assert told in violation.story
+    for part in ("'billing'", "0.500 s", "a, token 10", "b, token 11", "a.jsonl:2", "b.jsonl:3"):
+        assert part in violation.story
     assert not report.ok
 
 
@@ -333,7 +333,7 @@ def test_a_body_at_work_in_anothers_term(lines: list[LogLine], a: Process, b: Pr
     assert report.violations[0].by_s == pytest.approx(0.5)
 
 
-def test_an_overrun_with_nobody_else_leading_is_a_warning(lines: list[LogLine], a: Process) -> None:
+def test_an_overrun_without_another_leader_is_a_warning(lines: list[LogLine], a: Process) -> None:
     a.elected(1, 10, until=5)
     a.lost(5, 10, ended_at=5)
     a.term("overrun", 6, 10)
@@ -680,7 +680,7 @@ def test_a_disk_that_stays_full_leaves_the_gap_at_the_end(
     assert (report.missing, report.verdict) == (2, "incomplete")
 
 
-def test_a_named_pipe_that_nobody_reads_is_refused(tmp_path: Path) -> None:
+def test_a_named_pipe_without_a_reader_is_refused(tmp_path: Path) -> None:
     """Opening it would block doyen's loop until it has a reader."""
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="cannot be written"):

@@ -30,7 +30,7 @@ from doyen.quorum.protocol.frames import (
 )
 from doyen.quorum.protocol.handshake import ClientHandshake, ConnectionIdentity
 from doyen.quorum.protocol.security import Security
-from neighbours import HOST, SECRET, SNAPSHOT, Neighbour, Street, call, run
+from neighbours import HOST, SECRET, SNAPSHOT, Node, Nodes, call, run
 from servers.certificates import Certificates
 from support import until
 from test_connections import tls
@@ -38,7 +38,7 @@ from test_connections import tls
 FRIEND = ConnectionIdentity("c", "n2", 22)
 
 
-async def said_to(node: Neighbour, *words: bytes) -> bytes:
+async def answer_to(node: Node, *words: bytes) -> bytes:
     """What a stranger is answered until it is shown out."""
     reader, writer = await asyncio.open_connection(HOST, node.port)
     heard = b""
@@ -53,7 +53,7 @@ async def said_to(node: Neighbour, *words: bytes) -> bytes:
     return heard
 
 
-async def still_serves(node: Neighbour, security: Security | None = None) -> None:
+async def still_serves(node: Node, security: Security | None = None) -> None:
     given = {} if security is None else {"security": security}
     friend = await call(node.address, FRIEND, "peer", **given)
     friend.link.send(QUESTION, bytes(8), b"?")
@@ -88,11 +88,11 @@ def hello() -> bytes:
     ],
     ids=lambda word: None if isinstance(word, str) else "word",
 )
-def test_a_stranger_that_speaks_nonsense(word: bytes, fault: str) -> None:
+def test_a_stranger_that_sends_garbage(word: bytes, fault: str) -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1")
-            await said_to(node, word)
+        async with Nodes() as nodes:
+            node = await nodes.add("n1")
+            await answer_to(node, word)
             assert node.counts == {fault: 1}
             await still_serves(node)
 
@@ -100,14 +100,14 @@ def test_a_stranger_that_speaks_nonsense(word: bytes, fault: str) -> None:
 
 
 @pytest.mark.parametrize("security", [Security(), Security(peer_secret=SECRET)])
-def test_strangers_that_say_anything_at_all(security: Security) -> None:
+def test_strangers_that_send_random_bytes(security: Security) -> None:
     beginnings = st.sampled_from([b"", hello(), b"GET /healthz HTTP/1.1\r\n", b"\0\0\0"])
 
     async def body(words: list[bytes]) -> None:
-        async with Street() as street:
-            node = await street.add("n1", security=security, listener={"handshake_s": 0.01})
+        async with Nodes() as nodes:
+            node = await nodes.add("n1", security=security, listener={"handshake_s": 0.01})
             for word in words:
-                await said_to(node, word)
+                await answer_to(node, word)
             node.listener.handshake_s = 5
             await still_serves(node, security)
             assert not node.heard()
@@ -143,10 +143,10 @@ def test_strangers_that_say_anything_at_all(security: Security) -> None:
         (FrameKind.PING, b"too much", "out-of-turn"),
     ],
 )
-def test_a_peer_that_speaks_nonsense(kind: int, payload: bytes, fault: str) -> None:
+def test_a_peer_that_sends_garbage(kind: int, payload: bytes, fault: str) -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1")
+        async with Nodes() as nodes:
+            node = await nodes.add("n1")
             bad = await call(node.address, FRIEND, "peer")
             bad.link.send(kind, payload)
             await bad.link.wait()
@@ -157,11 +157,11 @@ def test_a_peer_that_speaks_nonsense(kind: int, payload: bytes, fault: str) -> N
 
 
 @pytest.mark.parametrize("kind", [ANSWER, CREDIT, STORED, MESSAGE, 200])
-def test_a_peer_that_answers_nonsense(kind: int) -> None:
+def test_a_peer_that_answers_garbage(kind: int) -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1")
-            bad = await street.add("n2")
+        async with Nodes() as nodes:
+            node = await nodes.add("n1")
+            bad = await nodes.add("n2")
 
             def admit(link: FrameConnection) -> None:
                 link.welcome(lambda *_: None, lambda *_: None)
@@ -176,11 +176,11 @@ def test_a_peer_that_answers_nonsense(kind: int) -> None:
     run(body())
 
 
-def test_answers_to_what_was_never_asked_are_passed_over() -> None:
+def test_answers_to_unknown_requests_are_ignored() -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1")
-            odd = await street.add("n2")
+        async with Nodes() as nodes:
+            node = await nodes.add("n1")
+            odd = await nodes.add("n2")
 
             def admit(link: FrameConnection) -> None:
                 link.welcome(lambda *_: None, lambda *_: None)
@@ -199,8 +199,8 @@ def test_answers_to_what_was_never_asked_are_passed_over() -> None:
 
 def test_a_frame_too_large_is_not_waited_for() -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1")
+        async with Nodes() as nodes:
+            node = await nodes.add("n1")
             bad = await call(node.address, FRIEND, "peer")
             bad.link._transport.write(struct.pack(">IB", MAX_FRAME + 1, MESSAGE))
             await bad.link.wait()
@@ -212,8 +212,8 @@ def test_a_frame_too_large_is_not_waited_for() -> None:
 
 def test_a_snapshot_sent_without_credit_is_cut_off() -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1")
+        async with Nodes() as nodes:
+            node = await nodes.add("n1")
             node.slowly = asyncio.Event().wait
             bad = await call(node.address, FRIEND, "peer", bound=64 << 20)
             bad.link.send(STREAM, encode((1, 5, SNAPSHOT)))
@@ -228,8 +228,8 @@ def test_a_snapshot_sent_without_credit_is_cut_off() -> None:
 
 def test_a_peer_that_asks_and_reads_no_answers() -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1", listener={"client_bound": 1 << 20})
+        async with Nodes() as nodes:
+            node = await nodes.add("n1", listener={"client_bound": 1 << 20})
             node.answer = lambda question, answer: answer(bytes(100_000))
             bad = await call(node.address, FRIEND, "peer")
             bad.link.pause()
@@ -245,20 +245,20 @@ def test_a_peer_that_asks_and_reads_no_answers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("theirs", "told"),
+    ("theirs", "complaint"),
     [
         (Security(), "none is set here"),
         (Security(peer_secret=b"guess" * 4), "not the one that is set"),
     ],
 )
-def test_those_who_do_not_know_the_secret(theirs: Security, told: str) -> None:
+def test_peers_without_the_secret_are_refused(theirs: Security, complaint: str) -> None:
     async def body() -> None:
-        async with Street() as street:
+        async with Nodes() as nodes:
             ours = Security(peer_secret=SECRET)
-            node = await street.add("n1", security=ours)
-            with pytest.raises(ConnectionRefused, match=told):
+            node = await nodes.add("n1", security=ours)
+            with pytest.raises(ConnectionRefused, match=complaint):
                 await call(node.address, FRIEND, "peer", security=theirs)
-            stray = await street.add("n2", security=theirs)
+            stray = await nodes.add("n2", security=theirs)
             stray.know(node)
             await until(lambda: "secret" in stray.peers.connection_errors["n1"])
             node.know(stray)
@@ -273,9 +273,9 @@ def test_those_who_do_not_know_the_secret(theirs: Security, told: str) -> None:
 
 def test_a_recorded_conversation_is_worth_nothing() -> None:
     async def body() -> None:
-        async with Street() as street:
+        async with Nodes() as nodes:
             security = Security(peer_secret=SECRET)
-            node = await street.add("n1", security=security)
+            node = await nodes.add("n1", security=security)
             recorded: list[bytes] = []
 
             async def record(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -295,31 +295,31 @@ def test_a_recorded_conversation_is_worth_nothing() -> None:
                 await until(lambda: len(recorded) == 3)
                 friend.link.abort()
                 await until(lambda: not node.peers.incoming)
-            assert b"not the one" in await said_to(node, *recorded[:2])
+            assert b"not the one" in await answer_to(node, *recorded[:2])
             assert node.counts == {"secret": 1}
             await still_serves(node, security)
 
     run(body())
 
 
-async def slow_frame(node: Neighbour, writer: asyncio.StreamWriter) -> None:
+async def slow_frame(node: Node, writer: asyncio.StreamWriter) -> None:
     for byte in hello()[:-1]:
         writer.write(bytes([byte]))
         await asyncio.sleep(0.001)
 
 
-async def slow_request(node: Neighbour, writer: asyncio.StreamWriter) -> None:
+async def slow_request(node: Node, writer: asyncio.StreamWriter) -> None:
     writer.write(b"GET /healthz HTTP/1.1\r\n")
 
 
-async def silence(node: Neighbour, writer: asyncio.StreamWriter) -> None:
+async def silence(node: Node, writer: asyncio.StreamWriter) -> None:
     pass
 
 
 @pytest.mark.parametrize("secured", [False, True])
 @pytest.mark.parametrize("way", [slow_frame, slow_request, silence])
-def test_whoever_takes_for_ever_is_shown_out(
-    way: Callable[[Neighbour, asyncio.StreamWriter], Awaitable[None]],
+def test_a_slow_client_is_disconnected_at_the_deadline(
+    way: Callable[[Node, asyncio.StreamWriter], Awaitable[None]],
     secured: bool,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
@@ -329,8 +329,8 @@ def test_whoever_takes_for_ever_is_shown_out(
         security = tls(Certificates(tmp_path_factory.mktemp("tls")), "server")
 
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1", security=security, listener={"handshake_s": 0.2})
+        async with Nodes() as nodes:
+            node = await nodes.add("n1", security=security, listener={"handshake_s": 0.2})
             reader, writer = await asyncio.open_connection(HOST, node.port)
             try:
                 await until(lambda: node.listener.pending == 1)
@@ -352,8 +352,8 @@ def test_whoever_takes_for_ever_is_shown_out(
 
 def test_strangers_beyond_the_bound_go_in_the_order_they_came() -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1", listener={"max_pending": 20})
+        async with Nodes() as nodes:
+            node = await nodes.add("n1", listener={"max_pending": 20})
             strangers = [socket.create_connection((HOST, node.port)) for _ in range(100)]
             try:
                 await until(lambda: node.counts.get("crowded") == 80)
@@ -376,9 +376,9 @@ def test_ten_thousand_connections_opened_and_dropped() -> None:
     """In waves, some with a word and some without, while a peer is served all along."""
 
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1")
-            friend = await street.add("n2")
+        async with Nodes() as nodes:
+            node = await nodes.add("n1")
+            friend = await nodes.add("n2")
             friend.know(node)
             await until(friend.links)
             loop = asyncio.get_running_loop()
@@ -412,10 +412,10 @@ def test_ten_thousand_connections_opened_and_dropped() -> None:
 
 def test_complaints_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1")
+        async with Nodes() as nodes:
+            node = await nodes.add("n1")
             for _ in range(30):
-                await said_to(node, b"\x80")
+                await answer_to(node, b"\x80")
             assert node.counts == {"garbage": 30}
 
     caplog.set_level(logging.INFO)
@@ -424,10 +424,10 @@ def test_complaints_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture
     assert "sent neither HTTP nor frames [garbage]" in line.getMessage()
 
 
-def test_a_door_that_is_closed_lets_nobody_in() -> None:
+def test_a_closed_listener_drops_pending_connections_and_accepts_none() -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1")
+        async with Nodes() as nodes:
+            node = await nodes.add("n1")
             with socket.create_connection((HOST, node.port)):
                 await until(lambda: node.listener.pending == 1)
                 await node.close()
@@ -439,12 +439,12 @@ def test_a_door_that_is_closed_lets_nobody_in() -> None:
 
 
 @pytest.mark.parametrize("turns", range(4))
-def test_a_door_that_is_closed_as_somebody_arrives_leaves_no_socket_open(turns: int) -> None:
+def test_a_listener_closed_during_an_accept_leaves_no_socket_open(turns: int) -> None:
     """An unclosed socket is a warning, and warnings are errors here."""
 
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1")
+        async with Nodes() as nodes:
+            node = await nodes.add("n1")
             arriving = [socket.create_connection((HOST, node.port)) for _ in range(3)]
             for _ in range(turns):
                 await asyncio.sleep(0)

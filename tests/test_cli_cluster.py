@@ -22,7 +22,7 @@ from served import Quorum
 NAMES = [("n1", "leading"), ("n2", "following")]
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
+def output(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
     assert main(["cluster", *arguments, "--json"]) == code
     return json.loads(capsys.readouterr().out)
 
@@ -37,22 +37,22 @@ def test_a_node_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert main(["cluster", "add", "n4", new.address, *store]) == 0
         assert "is a member: a learner" in capsys.readouterr().out
         new.hear("role", role="following")
-        assert told(capsys, "promote", "n4", *store)["voters"] == ["n1", "n2", "n3", "n4"]
-        done = told(capsys, "remove", old.name, *store)
+        assert output(capsys, "promote", "n4", *store)["voters"] == ["n1", "n2", "n3", "n4"]
+        done = output(capsys, "remove", old.name, *store)
         assert old.name not in done["voters"]
-        status = told(capsys, "status", *store)
+        status = output(capsys, "status", *store)
         assert [node["node"] for node in status["nodes"] if node["outside"]] == [old.name]
         assert main(["cluster", "status", *store]) == 0
         assert f"{old.name}    {old.address}  outside" in capsys.readouterr().out
         assert old.stop() == 0
         store = ["--store", quorum.url]
-        status = told(capsys, "status", *store, code=1)  # the removed node does not answer
+        status = output(capsys, "status", *store, code=1)  # the removed node does not answer
         assert sum("silent_because" in node for node in status["nodes"]) == 1
         with doyen.connect_blocking(quorum.url) as session, session.campaign("e") as term:
             assert term.token > token
 
 
-def test_a_removal_that_puts_something_at_risk_is_asked_about(
+def test_a_risky_removal_needs_confirmation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Quorum(tmp_path) as quorum:
@@ -73,11 +73,11 @@ def test_a_removal_that_puts_something_at_risk_is_asked_about(
         monkeypatch.setattr("sys.stdin", Terminal("y\n"))
         assert main(["cluster", "remove", "n1", *store]) == 0
         capsys.readouterr()
-        assert told(capsys, "remove", "n2", "--force", *store)["voters"] == ["n3"]
+        assert output(capsys, "remove", "n2", "--force", *store)["voters"] == ["n3"]
 
 
 def condition(node: str, role: str = "following", applied: int = 5000, **other: Any) -> NodeAnswer:
-    told: dict[str, Any] = {
+    status: dict[str, Any] = {
         "id": 0,
         "node": node,
         "version": "",
@@ -97,11 +97,11 @@ def condition(node: str, role: str = "following", applied: int = 5000, **other: 
         "clients": 1,
         "watches": 1,
     }
-    return NodeAnswer(f"{node}:1", NodeStatus(**told | other))
+    return NodeAnswer(f"{node}:1", NodeStatus(**status | other))
 
 
 @pytest.mark.parametrize(
-    ("states", "node", "told"),
+    ("states", "node", "expected"),
     [
         ([condition("n1", "leading"), condition("n2"), condition("n3")], "n2", ["2 voters"]),
         ([condition("n1", "leading"), condition("n2"), condition("n3")], "n4", []),
@@ -129,23 +129,25 @@ def condition(node: str, role: str = "following", applied: int = 5000, **other: 
         ),  # without a leader no change is possible anyway
     ],
 )
-def test_what_a_removal_puts_at_risk(states: list[NodeAnswer], node: str, told: list[str]) -> None:
+def test_what_a_removal_puts_at_risk(
+    states: list[NodeAnswer], node: str, expected: list[str]
+) -> None:
     risks = risks_of_removal(states, node)
-    assert len(risks) == len(told)
-    assert all(part in risk for part, risk in zip(told, risks, strict=True))
+    assert len(risks) == len(expected)
+    assert all(part in risk for part, risk in zip(expected, risks, strict=True))
 
 
 def test_leadership_is_transferred(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Quorum(tmp_path) as quorum:
         before = quorum.leader().name
-        heir = next(name for name in quorum.nodes if name != before)
-        assert told(capsys, "transfer", heir, "--store", quorum.url)["leader"] == heir
-        assert quorum.leader().name == heir
+        successor = next(name for name in quorum.nodes if name != before)
+        assert output(capsys, "transfer", successor, "--store", quorum.url)["leader"] == successor
+        assert quorum.leader().name == successor
         assert main(["cluster", "transfer", "nobody", "--store", quorum.url]) == 1
         assert "nobody" in capsys.readouterr().err
 
 
-def test_status_in_words_and_with_nobody_leading(
+def test_status_as_text_and_without_a_leader(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Quorum(tmp_path) as quorum:
@@ -202,16 +204,14 @@ def test_status_of_nodes_that_do_not_all_know_who_leads(
     assert "outside" in capsys.readouterr().out
 
 
-def test_whoever_is_silent_is_named_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_silent_node_is_listed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The nodes know each other as 127.0.0.1, while the user writes localhost."""
     with Quorum(tmp_path) as quorum:
         store = ["--store", quorum.url.replace("127.0.0.1", "localhost")]
         leader = quorum.leader()
         silent = next(name for name in quorum.nodes if name != leader.name)
         quorum.nodes[silent].kill()
-        nodes = told(capsys, "status", *store, code=1)["nodes"]
+        nodes = output(capsys, "status", *store, code=1)["nodes"]
         assert len(nodes) == 3
         assert [node["node"] for node in nodes if "silent_because" in node] == [silent]
         (kept,) = {*quorum.nodes} - {silent, leader.name}
@@ -231,7 +231,7 @@ def test_a_backup_is_restored_as_another_cluster(
         quorum.leader()
         with doyen.connect_blocking(quorum.url) as session, session.campaign("e") as term:
             token = term.token
-            made = told(capsys, "backup", str(file), "--store", quorum.url)
+            made = output(capsys, "backup", str(file), "--store", quorum.url)
         assert made["bytes"] == file.stat().st_size
         assert main(["cluster", "backup", str(file), "--store", quorum.url]) == 2
         assert "exists: choose another name" in capsys.readouterr().err
@@ -242,7 +242,7 @@ def test_a_backup_is_restored_as_another_cluster(
     assert "--cluster" in capsys.readouterr().err
     for name in new.peers:
         folder = str(tmp_path / "new" / name)
-        told(capsys, *arguments, "--cluster", "test-2", "--id", name, "--data-dir", folder)
+        output(capsys, *arguments, "--cluster", "test-2", "--id", name, "--data-dir", folder)
     with new:
         new.leader()
         with doyen.connect_blocking(new.url) as session:
@@ -263,7 +263,7 @@ def test_when_the_majority_is_lost_a_folder_is_a_backup(
             assert main(["cluster", "backup", str(tmp_path / "none"), *running]) == 69
             assert "in use by process" in capsys.readouterr().err
     made = {
-        name: told(capsys, "backup", str(tmp_path / name), "--data-dir", f"{tmp_path}/old/{name}")
+        name: output(capsys, "backup", str(tmp_path / name), "--data-dir", f"{tmp_path}/old/{name}")
         for name in quorum.peers
     }
     best = max(made, key=lambda name: (made[name]["generation"], made[name]["index"]))
@@ -271,7 +271,7 @@ def test_when_the_majority_is_lost_a_folder_is_a_backup(
     for name in new.peers:
         where = ["--id", name, "--data-dir", str(tmp_path / "new" / name)]
         shared = ["--peers", new.peers_text, "--cluster", "test-2"]
-        told(capsys, "restore", str(tmp_path / best), *shared, *where)
+        output(capsys, "restore", str(tmp_path / best), *shared, *where)
     with new:
         new.leader()
         with doyen.connect_blocking(new.url) as session, session.campaign("e") as term:
@@ -287,7 +287,7 @@ def test_when_the_majority_is_lost_a_folder_is_a_backup(
         (["status", "--store", "doyen://127.0.0.1:1"], 1, ""),
     ],
 )
-def test_what_cannot_be_done_is_said(
+def test_impossible_requests_are_refused_with_the_reason(
     arguments: list[str], code: int, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["cluster", *arguments]) == code

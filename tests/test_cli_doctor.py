@@ -224,7 +224,7 @@ async def test_a_store_that_falls_silent_is_unavailable(place: Place) -> None:
 
 
 @virtual
-async def test_a_store_that_refuses_says_why(place: Place) -> None:
+async def test_a_refusal_of_a_store_has_a_reason(place: Place) -> None:
     faults = Faults()
     faults.next("delete", RefusedCall())
     with pytest.raises(StoreUnavailable, match="refused"):
@@ -232,7 +232,7 @@ async def test_a_store_that_refuses_says_why(place: Place) -> None:
 
 
 @virtual
-async def test_given_up_by_its_user_it_leaves_nothing(place: Place) -> None:
+async def test_a_cancelled_examination_leaves_nothing(place: Place) -> None:
     faults = Faults()
     faults.next("get", Late(before_s=5.0))
     task = asyncio.ensure_future(Patient(place, faults).examine(ttl_s=60.0))
@@ -256,7 +256,7 @@ def test_times_that_no_session_is_given(settings: dict[str, float]) -> None:
 
 
 @virtual
-async def test_an_election_is_looked_at(place: Place) -> None:
+async def test_an_election_is_examined(place: Place) -> None:
     session = await place.open()
     async with session.campaign("e", name="a"):
         context = Context(place.clock, lambda event: None)
@@ -325,20 +325,20 @@ def test_a_real_store_in_json(
 ) -> None:
     options = ["--ttl", "60", "--stop-budget", "5", "--json"]
     assert main(["doctor", "billing", "--store", store, *options]) == 0
-    told = json.loads(capsys.readouterr().out)
+    shown = json.loads(capsys.readouterr().out)
     timing = Timing(ttl_s=60, stop_budget_s=5)
-    assert told["ok"] is True
-    assert (told["store"], told["election"]) == (store, "billing")
-    assert told["timing"]["margin_s"] == timing.margin_s
-    assert told["timing"]["stop_budget_s"] == 5
-    assert told["latency"]["renewal"]["count"] > 0
-    assert 0 < told["latency"]["write"]["p50_s"] <= told["latency"]["write"]["max_s"]
-    assert told["failover"] == {
+    assert shown["ok"] is True
+    assert (shown["store"], shown["election"]) == (store, "billing")
+    assert shown["timing"]["margin_s"] == timing.margin_s
+    assert shown["timing"]["stop_budget_s"] == 5
+    assert shown["latency"]["renewal"]["count"] > 0
+    assert 0 < shown["latency"]["write"]["p50_s"] <= shown["latency"]["write"]["max_s"]
+    assert shown["failover"] == {
         "crashed_worst_s": timing.worst_failover_s(expiry_factor=0),
         "silent_worst_s": timing.worst_failover_s(),
         "proof_of_death": True,
     }
-    assert {each["subject"] for each in told["findings"]} >= {"sqlite", "disk", "sessions", "line"}
+    assert {each["subject"] for each in shown["findings"]} >= {"sqlite", "disk", "sessions", "line"}
     assert not [*(tmp_path / "doyen.db.sessions").iterdir()], "a lease was left behind"
     with doyen.connect_blocking(store) as session:
         assert session.leader("billing") is None
@@ -352,7 +352,7 @@ def test_a_real_store_in_words(store: str, capsys: pytest.CaptureFixture[str]) -
     assert max(map(len, out.replace(store, "").splitlines())) <= 80
 
 
-def test_a_problem_is_told_with_its_remedy_and_ends_in_1(
+def test_a_problem_is_printed_with_its_remedy_and_exits_with_1(
     store: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def troubled(*_: Any, **__: Any) -> Examination:

@@ -22,20 +22,20 @@ from mutants_raft import ComparesNothing
 BROKEN = known("raft").replace(make=ComparesNothing)
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
+def output(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
     assert main(["lab", *arguments, "--json"]) == code
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_run_tells_programs_its_story(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prints_its_narration_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["run", "--nodes", "3", "--faults", "none", "--for", "3s"]
-    assert "story" not in told(capsys, *arguments)
-    assert any(" leads in " in line for line in told(capsys, *arguments, "--tell")["story"])
+    assert "story" not in output(capsys, *arguments)
+    assert any(" leads in " in line for line in output(capsys, *arguments, "--tell")["story"])
 
 
 def test_a_run_is_the_same_twice(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["run", "--nodes", "3", "--seed", "7", "--for", "5s"]
-    one, two = (told(capsys, *arguments) for _ in range(2))
+    one, two = (output(capsys, *arguments) for _ in range(2))
     assert one["ok"]
     assert (one["protocol"], one["nodes"], one["seed"], one["for_s"]) == ("raft", 3, 7, 5.0)
     assert one["trace_hash"] == two["trace_hash"]
@@ -49,8 +49,8 @@ def test_a_run_is_written_down_and_replayed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = str(tmp_path / "run.json")
-    one = told(capsys, "run", "--nodes", "3", "--for", "3s", "--save", file)
-    again = told(capsys, "replay", file)
+    one = output(capsys, "run", "--nodes", "3", "--for", "3s", "--save", file)
+    again = output(capsys, "replay", file)
     assert again["same"]
     assert again["trace_hash"] == one["trace_hash"]
     assert main(["lab", "replay", str(tmp_path / "nothing")]) == 2
@@ -61,7 +61,7 @@ def test_a_hunt_shows_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[
     """At least some seeds are run, even if the time is over before the first process has
     started."""
     arguments = ["hunt", "--limit", "0.01s", "--jobs", "1", "--for", "2s", "--out", str(tmp_path)]
-    hunted = told(capsys, *arguments)
+    hunted = output(capsys, *arguments)
     assert hunted["seeds"] > 0
     assert hunted["failures"] == []
     assert main(["lab", *arguments]) == 0
@@ -89,7 +89,7 @@ def test_a_failure_is_reduced_narrated_and_saved(
 
     monkeypatch.setattr(runner, "reduce", interrupted)
     capsys.readouterr()
-    again = told(capsys, "run", "--seed", str(seed), "--nodes", "3", code=130)
+    again = output(capsys, "run", "--seed", str(seed), "--nodes", "3", code=130)
     assert again["file"] == f"lab-raft-{seed}-2.json"
     assert again["violations"]
     assert main(["lab", "replay", again["file"]]) == 1
@@ -115,7 +115,7 @@ def test_an_interrupted_hunt_reports_and_saves_what_it_has_found(
     capsys.readouterr()
     monkeypatch.setattr(runner, "keep", lambda *given: (tmp_path / "no" / "such").open("xb"))
     by = signal.SIGTERM
-    hunted = told(capsys, "hunt", "--out", str(tmp_path), code=143)
+    hunted = output(capsys, "hunt", "--out", str(tmp_path), code=143)
     assert hunted["interrupted"]
     assert [each["file"] for each in hunted["failures"]] == [None]
 
@@ -126,7 +126,7 @@ def test_protocols_side_by_side_in_a_table_and_a_chart(
     chart = tmp_path / "chart.svg"
     arguments = ["compare", "--protocols", "raft,smallest-id", "--seeds", "1", "--for", "3s"]
     arguments += ["--nodes", "3", "--faults", "crash"]
-    rows = told(capsys, *arguments, "--plot", str(chart))["rows"]
+    rows = output(capsys, *arguments, "--plot", str(chart))["rows"]
     assert [row["protocol"] for row in rows] == ["raft", "smallest-id"]
     assert all(row["violations"] == 0 for row in rows)
     drawn = ElementTree.fromstring(chart.read_text())
@@ -144,7 +144,7 @@ def test_charts_are_drawn_as_png_too(
         ("lines.png", "scale", "--most", "100"),
     ):
         chart = tmp_path / name
-        assert told(capsys, *arguments, "--plot", str(chart))
+        assert output(capsys, *arguments, "--plot", str(chart))
         head = chart.read_bytes()[:24]
         assert head.startswith(b"\x89PNG\r\n\x1a\n")
         assert int.from_bytes(head[16:20]) == 1800  # three panels wide
@@ -157,7 +157,7 @@ def test_a_change_of_leader_costs_the_same_however_many_wait(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chart = tmp_path / "scale.svg"
-    costs = told(capsys, "scale", "--most", "100", "--plot", str(chart))["costs"]
+    costs = output(capsys, "scale", "--most", "100", "--plot", str(chart))["costs"]
     assert "candidates" in "".join(ElementTree.fromstring(chart.read_text()).itertext())
     by_what: dict[str, set[int]] = {}
     for cost in costs:

@@ -27,7 +27,7 @@ def store(tmp_path: Path) -> str:
     return f"sqlite://{tmp_path}/doyen.db"
 
 
-def test_leader_is_told_in_words_and_in_json(
+def test_leader_is_printed_as_text_and_as_json(
     store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with (
@@ -45,7 +45,7 @@ def test_leader_is_told_in_words_and_in_json(
         }
 
 
-def test_nobody_leads_is_an_answer_with_a_code_of_its_own(
+def test_leader_without_a_leader_exits_with_1(
     store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["leader", "billing", "--store", store]) == 1
@@ -93,7 +93,7 @@ def watching(*options: str) -> Iterator[Watching]:
             process.kill()
 
 
-def test_watch_tells_every_change_in_a_pipe_until_interrupted(store: str) -> None:
+def test_watch_prints_every_change_in_a_pipe_until_interrupted(store: str) -> None:
     with watching("billing", "--store", store) as watch:
         assert watch.line().endswith("billing has no leader")
         with doyen.connect_blocking(store) as session:
@@ -113,13 +113,13 @@ def test_watch_writes_json_lines(store: str) -> None:
             doyen.connect_blocking(store) as session,
             session.campaign("billing", name="server1") as term,
         ):
-            told = json.loads(watch.line())
-    assert told["leader"] == {"name": "server1", "token": term.token, "meta": {}}
-    assert told["election"] == "billing"
-    assert told["at"][:2] == "20"
+            printed = json.loads(watch.line())
+    assert printed["leader"] == {"name": "server1", "token": term.token, "meta": {}}
+    assert printed["election"] == "billing"
+    assert printed["at"][:2] == "20"
 
 
-def test_watch_ends_quietly_once_nobody_reads(store: str) -> None:
+def test_watch_ends_by_sigpipe_when_its_output_is_closed(store: str) -> None:
     """It ends at once, and not only at the next change, which may never come."""
     with watching("billing", "--store", store) as watch:
         watch.line()

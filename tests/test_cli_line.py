@@ -27,7 +27,7 @@ def store(tmp_path: Path) -> str:
     return f"sqlite://{tmp_path}/doyen.db"
 
 
-def test_the_line_in_order_in_words_and_in_json(
+def test_the_line_in_order_as_text_and_as_json(
     store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with candidates(store, "server1", "server2") as started:
@@ -45,28 +45,28 @@ def test_the_line_in_order_in_words_and_in_json(
             "3  server2  waits         0",
         ]
         assert main(["line", "billing", "--json", "--store", store]) == 0
-        told = json.loads(capsys.readouterr().out)
-        assert told["election"] == "billing"
-        assert told["leader"] == {"name": "server1", "token": leader.token, "meta": {}}
-        assert [list(each.values()) for each in told["line"]] == [
+        printed = json.loads(capsys.readouterr().out)
+        assert printed["election"] == "billing"
+        assert printed["leader"] == {"name": "server1", "token": leader.token, "meta": {}}
+        assert [list(each.values()) for each in printed["line"]] == [
             [1, "server3", 10, False, {}],
             [2, "server1", 0, True, {}],
             [3, "server2", 0, False, {}],
         ]
-        assert list(told["line"][0]) == ["position", "name", "priority", "leads", "meta"]
+        assert list(printed["line"][0]) == ["position", "name", "priority", "leads", "meta"]
 
 
-def test_nobody_is_an_answer_with_a_code_of_its_own(
-    store: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_line_without_a_leader_exits_with_1(store: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["line", "billing", "--store", store]) == 1
     assert capsys.readouterr().out == "billing has no leader; none waiting\n"
     assert main(["line", "billing", "--json", "--store", store]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told == {"election": "billing", "leader": None, "line": []}
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == {"election": "billing", "leader": None, "line": []}
 
 
-def test_one_that_leads_without_a_ticket(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_leader_without_a_ticket_is_not_listed_as_waiting(
+    store: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with doyen.connect_blocking(store) as session, session.campaign("e", name="a", recipe="race"):
         assert main(["line", "e", "--store", store]) == 0
     assert capsys.readouterr().out.endswith("; none waiting\n")
@@ -176,7 +176,7 @@ def test_json_lines(store: str) -> None:
             watch.until(r'"position": 1, "name": "a", "priority": 0, "leads": true')
 
 
-def test_it_ends_quietly_once_nobody_reads(store: str) -> None:
+def test_it_ends_by_sigpipe_when_its_output_is_closed(store: str) -> None:
     with following("billing", "--store", store) as watch:
         watch.until("\n\n")
         assert watch.process.stdout is not None

@@ -103,7 +103,7 @@ def test_an_interrupt_is_130(play: Play) -> None:
     assert cli.main(["leader"]) == 130
 
 
-def test_a_bug_is_not_hidden(play: Play) -> None:
+def test_an_unexpected_exception_is_not_hidden(play: Play) -> None:
     play(raiser(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
         cli.main(["leader"])

@@ -29,7 +29,7 @@ def leader(store: str) -> doyen.Leader:
         return found
 
 
-def test_resign_says_who_let_go_and_who_leads_now(
+def test_resign_prints_the_former_and_the_new_leader(
     store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with candidates(store, "server1", "server2"):
@@ -53,7 +53,9 @@ def test_resign_says_who_let_go_and_who_leads_now(
         }
 
 
-def test_one_that_stands_alone_stands_again(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_candidate_campaigns_again_after_resigning(
+    store: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with candidates(store, "server1"):
         assert main(["resign", "billing", "--store", store]) == 0
         token = leader(store).token
@@ -62,7 +64,9 @@ def test_one_that_stands_alone_stands_again(store: str, capsys: pytest.CaptureFi
     )
 
 
-def test_nobody_follows_where_nobody_stands(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resigning_without_candidates_leaves_no_leader(
+    store: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with candidates(store) as started:
         started.add("server1", "--once")
         assert main(["resign", "billing", "--store", store]) == 0
@@ -72,7 +76,7 @@ def test_nobody_follows_where_nobody_stands(store: str, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     "order", [["resign", "billing"], ["resign", "billing", "--force", "--yes"]], ids=" ".join
 )
-def test_nobody_leads_is_an_answer(
+def test_no_leader_is_a_valid_answer(
     store: str, capsys: pytest.CaptureFixture[str], order: list[str]
 ) -> None:
     assert main([*order, "--store", store]) == 1
@@ -109,7 +113,7 @@ def test_a_leader_that_does_not_obey_goes_on_until_forced(
             )
 
 
-def test_transfer_to_whoever_is_named(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_transfer_to_a_named_candidate(store: str, capsys: pytest.CaptureFixture[str]) -> None:
     with candidates(store, "server1", "server2", "server3"):
         assert main(["transfer", "billing", "--to", "server3", "--store", store]) == 0
         third = leader(store)
@@ -160,7 +164,7 @@ def test_yes_without_force_is_a_mistake(store: str, capsys: pytest.CaptureFixtur
     assert "--force" in capsys.readouterr().err
 
 
-def test_force_is_not_assumed_where_nobody_can_be_asked(store: str) -> None:
+def test_force_without_a_terminal_needs_yes(store: str) -> None:
     with candidates(store, "server1") as started:
         result = subprocess.run(
             [*DOYEN, "resign", "billing", "--force", "--store", started.store],
@@ -202,7 +206,7 @@ class Terminal:
 
 
 @pytest.mark.parametrize("answer", ["y", "n", ""])
-def test_force_asks_at_a_terminal_and_says_what_it_costs(store: str, answer: str) -> None:
+def test_force_asks_at_a_terminal_and_prints_the_cost(store: str, answer: str) -> None:
     with candidates(store, "server1", "server2"):
         before = leader(store)
         terminal = Terminal("resign", "billing", "--force", "--store", store)
@@ -218,7 +222,7 @@ def test_force_asks_at_a_terminal_and_says_what_it_costs(store: str, answer: str
         assert leader(store).name == ("server2" if answer == "y" else "server1")
 
 
-def test_one_that_lost_meanwhile_is_left_alone(store: str) -> None:
+def test_force_does_not_remove_a_leader_that_was_not_confirmed(store: str) -> None:
     """The confirmation is valid only for the leader that was shown."""
     with candidates(store, "server1", "server2"):
         terminal = Terminal("resign", "billing", "--force", "--store", store)

@@ -170,7 +170,7 @@ def test_not_elected_in_time(bench: Bench) -> None:
     assert "first" in err
 
 
-def test_it_says_what_happens_if_asked(bench: Bench) -> None:
+def test_verbose_and_json_report_events(bench: Bench) -> None:
     _, _, words = ends(bench.start("--verbose", "--", "true"))
     assert "leading 'billing', token" in words
     assert "resigned from 'billing'" in words
@@ -309,7 +309,9 @@ def test_no_two_commands_run_at_once(bench: Bench, fault: str) -> None:
     assert report.terms == 2
 
 
-def test_a_meek_command_of_a_killed_doyen_is_followed_at_once(bench: Bench) -> None:
+def test_a_command_that_ends_on_sigterm_is_followed_at_once_after_doyen_is_killed(
+    bench: Bench,
+) -> None:
     first, second = bench.stay("first"), bench.stay("second")
     leader = bench.start("--ttl", "3600", "--", *first.command)
     until(lambda: first.begun, "the first leads")
@@ -335,7 +337,7 @@ def test_the_one_of_higher_priority_takes_over_if_it_may(bench: Bench) -> None:
     assert first.poll() is None
 
 
-def test_every_event_that_is_told_is_told_as_text() -> None:
+def test_an_overrun_is_reported_as_text() -> None:
     event = Overrun(election="e", name="a", token=7, lease="l")
     words = _as_text(Record(event, at=1.0, wall=1.0, session="s", pid=1))
     assert words is not None

@@ -38,7 +38,7 @@ authority = "ca.pem"
 """
 
 
-def test_a_file_says_it_all(tmp_path: Path) -> None:
+def test_a_settings_file_is_sufficient(tmp_path: Path) -> None:
     (tmp_path / "node.toml").write_text(FILE)
     asked = options({"config": str(tmp_path / "node.toml")}, {})
     tls = asked.pop("tls")
@@ -106,7 +106,7 @@ def test_what_makes_no_sense_is_refused(change: dict[str, str | None], complaint
     ("variable", "hint"),
     [("DOYEN_NODE_ELECTIONS_S", "did you mean DOYEN_NODE_ELECTION_S"), ("DOYEN_NODE_X", "ID")],
 )
-def test_a_variable_that_nobody_reads_is_refused(variable: str, hint: str) -> None:
+def test_an_unknown_variable_is_refused(variable: str, hint: str) -> None:
     given = {"id": "n1", "data_dir": "d", "peers": PEERS}
     with pytest.raises(ConfigError, match=f"unknown variable {variable}; .*{hint}"):
         options(given, {"DOYEN_NODE_ID": "n1", variable: "1"})
@@ -223,7 +223,7 @@ def test_a_port_that_is_taken_is_named_with_the_remedy(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_peers_that_are_not_those_on_disk_are_told_apart(
+def test_peers_that_differ_from_those_on_disk_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Other tests run two `doyen run` in one process, which may leave it false.

@@ -117,26 +117,29 @@ def drill(
 
 def test_an_unattended_run_proves_one_leader_through_kills_and_freezes(tmp_path: Path) -> None:
     tmp = tmp_path / "tmp"
-    code, told = drill(tmp, "--for", "4", "--ttl", "1.5")
-    assert (code, told["ok"], told["problems"]) == (0, True, [])
-    assert {"killed", "frozen"} == {failover["fault"] for failover in told["failovers"]}
-    for failover in told["failovers"]:
+    code, outcome = drill(tmp, "--for", "4", "--ttl", "1.5")
+    assert (code, outcome["ok"], outcome["problems"]) == (0, True, [])
+    assert {"killed", "frozen"} == {failover["fault"] for failover in outcome["failovers"]}
+    for failover in outcome["failovers"]:
         assert failover["successor_token"] > failover["token"]
-        assert 0 < failover["failover_s"] <= told["worst_failover_s"]
-    assert told["summary"]["killed"]["max_s"] < told["summary"]["frozen"]["p50_s"]
-    assert told["audit"]["terms"] > len(told["failovers"])
-    assert told["work_done"] > 0
+        assert 0 < failover["failover_s"] <= outcome["worst_failover_s"]
+    assert outcome["summary"]["killed"]["max_s"] < outcome["summary"]["frozen"]["p50_s"]
+    assert outcome["audit"]["terms"] > len(outcome["failovers"])
+    assert outcome["work_done"] > 0
     assert list(tmp.iterdir()) == []
     assert candidates(tmp) == {}
 
 
 def test_a_quorum_of_its_own_is_disturbed_as_well(tmp_path: Path) -> None:
     tmp = tmp_path / "tmp"
-    code, told = drill(tmp, "--for", "2", "--ttl", "1.5", quorum=True)
-    assert (code, told["ok"], told["problems"]) == (0, True, [])
-    assert {"killed", "frozen"} == {failover["fault"] for failover in told["failovers"]}
-    assert {change["struck"].partition(" ")[2] for change in told["quorum"]} >= {"killed", "frozen"}
-    generations = [change["generation"] for change in told["quorum"]]
+    code, outcome = drill(tmp, "--for", "2", "--ttl", "1.5", quorum=True)
+    assert (code, outcome["ok"], outcome["problems"]) == (0, True, [])
+    assert {"killed", "frozen"} == {failover["fault"] for failover in outcome["failovers"]}
+    assert {change["struck"].partition(" ")[2] for change in outcome["quorum"]} >= {
+        "killed",
+        "frozen",
+    }
+    generations = [change["generation"] for change in outcome["quorum"]]
     assert generations == sorted(set(generations))
     assert list(tmp.iterdir()) == []
     assert candidates(tmp) == {}
@@ -151,23 +154,23 @@ def test_leaders_that_trust_their_lease_too_long_are_found_out(tmp_path: Path) -
         "timing.Timing.valid_until = lambda self, sent_at: true(self, sent_at) + 60\n",
     )
     tmp = tmp_path / "tmp"
-    code, told = drill(tmp, "--for", "1", "--ttl", "0.6", PYTHONPATH=lie)
+    code, outcome = drill(tmp, "--for", "1", "--ttl", "0.6", PYTHONPATH=lie)
     assert code == 1
-    assert "overlap" in {violation["kind"] for violation in told["audit"]["violations"]}
-    kept = Path(told["evidence"])
+    assert "overlap" in {violation["kind"] for violation in outcome["audit"]["violations"]}
+    kept = Path(outcome["evidence"])
     assert kept.parent == tmp
     assert list(kept.glob("*.audit.jsonl"))
     assert candidates(tmp) == {}
 
 
-def test_a_leader_that_nobody_follows_is_a_failure(tmp_path: Path) -> None:
+def test_a_leader_without_followers_is_a_failure(tmp_path: Path) -> None:
     deaf = saboteur(
         tmp_path / "deaf",
         "from doyen.election import attempt\nattempt.Wakeup.wake = lambda self: None\n",
     )
-    code, told = drill(tmp_path / "tmp", "--for", "1", "--ttl", "0.4", PYTHONPATH=deaf)
+    code, outcome = drill(tmp_path / "tmp", "--for", "1", "--ttl", "0.4", PYTHONPATH=deaf)
     assert code == 1
-    assert "no candidate was elected within" in told["problems"][0]
+    assert "no candidate was elected within" in outcome["problems"][0]
 
 
 def test_candidates_that_cannot_start_are_quoted(tmp_path: Path) -> None:
@@ -178,9 +181,9 @@ def test_candidates_that_cannot_start_are_quoted(tmp_path: Path) -> None:
         "    print('out of order', file=sys.stderr, flush=True)\n"
         "    os._exit(3)\n",
     )
-    code, told = drill(tmp_path / "tmp", "--for", "1", PYTHONPATH=broken)
+    code, outcome = drill(tmp_path / "tmp", "--for", "1", PYTHONPATH=broken)
     assert code == 1
-    assert any("out of order" in problem for problem in told["problems"])
+    assert any("out of order" in problem for problem in outcome["problems"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -404,7 +407,7 @@ def test_a_failover_later_than_the_worst_case_is_a_failure(tmp_path: Path) -> No
     assert "this exceeds the worst case" in summary(late)[-1]
 
 
-def test_a_run_in_which_nobody_led_proves_nothing(tmp_path: Path) -> None:
+def test_a_run_without_a_leader_proves_nothing(tmp_path: Path) -> None:
     cluster = CandidateGroup(
         tmp_path, candidates=2, store="-", timing=Timing(ttl_s=0.6), worst_s=1.0
     )

@@ -153,7 +153,7 @@ def test_a_log_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err.startswith("doyen: the audit log ")
 
 
-def test_a_tolerance_that_is_none(logs: Logs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tolerance_that_is_not_a_number(logs: Logs, capsys: pytest.CaptureFixture[str]) -> None:
     logs.close()
     assert main(["verify", *logs.paths, "--tolerance", "nan"]) == 2
     assert "tolerance" in capsys.readouterr().err

@@ -62,7 +62,7 @@ def test_time_does_not_run_backwards(move: str) -> None:
         getattr(VirtualClock(), move)(-1.0)
 
 
-def test_wall_time_may() -> None:
+def test_wall_time_may_go_back() -> None:
     clock = VirtualClock()
     before = clock.now(), clock.wall()
     clock.step_wall(-3600.0)

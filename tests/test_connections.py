@@ -23,7 +23,7 @@ from doyen.quorum.protocol.frames import (
 )
 from doyen.quorum.protocol.handshake import ConnectionIdentity
 from doyen.quorum.protocol.security import TLS, Security
-from neighbours import HOST, OPEN, SECRET, Street, call, run
+from neighbours import HOST, OPEN, SECRET, Nodes, call, run
 from servers import Proxy
 from servers.certificates import Certificates
 from support import until
@@ -31,8 +31,8 @@ from support import until
 
 def test_frames_go_both_ways_and_many_at_a_time() -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1")
+        async with Nodes() as nodes:
+            node = await nodes.add("n1")
             caller = await call(node.address)
             assert caller.link.remote == node.me
             sent = [(20 + number % 3, b"%d" % number) for number in range(10_000)]
@@ -53,8 +53,8 @@ def test_frames_go_both_ways_and_many_at_a_time() -> None:
 
 def test_what_is_sent_in_one_turn_is_one_write() -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1")
+        async with Nodes() as nodes:
+            node = await nodes.add("n1")
             caller = await call(node.address)
             writes: list[bytes] = []
             queue = caller.link._queue
@@ -83,8 +83,8 @@ class _Spy:
 
 def test_what_was_sent_goes_before_the_end() -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1")
+        async with Nodes() as nodes:
+            node = await nodes.add("n1")
             caller = await call(node.address)
             for _ in range(50):
                 caller.link.send(20, bytes(100_000))
@@ -97,8 +97,8 @@ def test_what_was_sent_goes_before_the_end() -> None:
 
 def test_the_largest_frame_passes_and_a_larger_one_is_not_sent() -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1")
+        async with Nodes() as nodes:
+            node = await nodes.add("n1")
             caller = await call(node.address)
             with pytest.raises(ValueError, match="are allowed"):
                 caller.link.send(20, bytes(MAX_FRAME))
@@ -114,8 +114,8 @@ def test_what_follows_the_welcome_is_judged_as_any_frame() -> None:
     """It may arrive in the same read, and be larger than a frame of the handshake may."""
 
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1")
+        async with Nodes() as nodes:
+            node = await nodes.add("n1")
             big = bytes(MAX_GREETING + 1)
 
             def welcome(link: FrameConnection) -> None:
@@ -152,8 +152,8 @@ def test_a_link_whose_other_side_does_not_read_is_full_in_the_end() -> None:
     loss."""
 
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1")
+        async with Nodes() as nodes:
+            node = await nodes.add("n1")
             caller = await call(node.address, bound=1 << 20)
             await until(lambda: node.clients)
             node.clients[0].pause()
@@ -175,10 +175,10 @@ def test_a_link_whose_other_side_does_not_read_is_full_in_the_end() -> None:
     run(body())
 
 
-def test_whoever_waits_for_room_is_told_of_the_end() -> None:
+def test_a_sender_waiting_for_room_learns_of_the_end() -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1")
+        async with Nodes() as nodes:
+            node = await nodes.add("n1")
             caller = await call(node.address, bound=1 << 20)
             await until(lambda: node.clients)
             node.clients[0].pause()
@@ -195,8 +195,8 @@ def test_whoever_waits_for_room_is_told_of_the_end() -> None:
 
 def test_silence_is_not_an_end_and_is_noticed() -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1", listener={"keepalive_s": 0.02})
+        async with Nodes() as nodes:
+            node = await nodes.add("n1", listener={"keepalive_s": 0.02})
             with Proxy(node) as proxy:
                 caller = await call(f"{HOST}:{proxy.port}", keepalive_s=0.02)
                 pings: list[bytes] = []
@@ -214,8 +214,8 @@ def test_silence_is_not_an_end_and_is_noticed() -> None:
 
 def test_a_reset_is_an_end() -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1")
+        async with Nodes() as nodes:
+            node = await nodes.add("n1")
             with Proxy(node) as proxy:
                 caller = await call(f"{HOST}:{proxy.port}")
                 proxy.reset()
@@ -225,10 +225,10 @@ def test_a_reset_is_an_end() -> None:
     run(body())
 
 
-def test_whoever_is_asked_whether_it_lives() -> None:
+def test_a_connection_answers_probes() -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1")
+        async with Nodes() as nodes:
+            node = await nodes.add("n1")
             with Proxy(node) as proxy:
                 caller = await call(f"{HOST}:{proxy.port}")
                 assert await caller.link.alive(10)
@@ -240,7 +240,7 @@ def test_whoever_is_asked_whether_it_lives() -> None:
     run(body())
 
 
-def test_nobody_there_and_nobody_answering() -> None:
+def test_no_server_listens_or_answers() -> None:
     async def body() -> None:
         with socket.create_server((HOST, 0)) as mute:
             address = f"{HOST}:{mute.getsockname()[1]}"
@@ -256,8 +256,8 @@ def test_nobody_there_and_nobody_answering() -> None:
 
 def test_a_dialler_that_is_cancelled_leaves_nothing_behind() -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1", security=Security(secret=SECRET))
+        async with Nodes() as nodes:
+            node = await nodes.add("n1", security=Security(secret=SECRET))
             with Proxy(node) as proxy:
                 proxy.cut("down")
                 dialling = asyncio.create_task(call(f"{HOST}:{proxy.port}"))
@@ -271,11 +271,11 @@ def test_a_dialler_that_is_cancelled_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("fault", [CloseReason.CROWDED, CloseReason.NOT_SERVING])
-def test_a_client_that_is_not_wanted_is_told_why(fault: CloseReason) -> None:
+def test_a_client_without_permission_gets_the_reason(fault: CloseReason) -> None:
     async def body() -> None:
-        async with Street() as street:
+        async with Nodes() as nodes:
             limit = {"max_clients": 1 if fault is CloseReason.CROWDED else 10}
-            node = await street.add("n1", listener=limit)
+            node = await nodes.add("n1", listener=limit)
             first = await call(node.address)
             if fault is CloseReason.NOT_SERVING:
                 node.listener._clients = lambda link: link.refuse(fault, "no leader is known")
@@ -309,8 +309,8 @@ def test_listening_beyond_loopback_is_refused_without_a_secret() -> None:
 
 def test_every_address_of_a_name() -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1")
+        async with Nodes() as nodes:
+            node = await nodes.add("n1")
             port = await node.listener.listen("localhost", 0)
             (await call(f"localhost:{port}")).link.abort()
             (await call(f"{HOST}:{port}")).link.abort()
@@ -318,7 +318,7 @@ def test_every_address_of_a_name() -> None:
     run(body())
 
 
-def test_a_door_with_no_descriptors_left_opens_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_out_of_descriptors_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
     accept, left = socket.socket.accept, [errno.EMFILE, errno.ENFILE, errno.ECONNABORTED]
 
     def sometimes(listening: socket.socket) -> tuple[socket.socket, Any]:
@@ -327,9 +327,9 @@ def test_a_door_with_no_descriptors_left_opens_again(monkeypatch: pytest.MonkeyP
         return accept(listening)
 
     async def body() -> None:
-        async with Street() as street:
+        async with Nodes() as nodes:
             monkeypatch.setattr(socket.socket, "accept", sometimes)
-            node = await street.add("n1")
+            node = await nodes.add("n1")
             (await call(node.address)).link.abort()
             assert node.counts == {"crowded": 3}
 
@@ -349,8 +349,8 @@ def tls(certificates: Certificates, own: str | None, ca: str = "ca", **settings:
 
 def test_tls_on_both_sides(certificates: Certificates) -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1", security=tls(certificates, "server"))
+        async with Nodes() as nodes:
+            node = await nodes.add("n1", security=tls(certificates, "server"))
             caller = await call(node.address, security=tls(certificates, "client"))
             for _ in range(10):
                 caller.link.send(20, bytes(1_000_000))
@@ -368,8 +368,8 @@ def test_tls_on_both_sides(certificates: Certificates) -> None:
 @pytest.mark.parametrize("own", [None, "stranger"])
 def test_tls_without_a_certificate_that_is_known(certificates: Certificates, own: Any) -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1", security=tls(certificates, "server"))
+        async with Nodes() as nodes:
+            node = await nodes.add("n1", security=tls(certificates, "server"))
             with pytest.raises((ConnectionRefused, StoreUnavailable)):
                 await call(node.address, security=tls(certificates, own))
             await until(lambda: not node.listener.pending)
@@ -380,8 +380,8 @@ def test_tls_without_a_certificate_that_is_known(certificates: Certificates, own
 
 def test_tls_of_an_authority_that_is_not_known(certificates: Certificates) -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1", security=tls(certificates, "server"))
+        async with Nodes() as nodes:
+            node = await nodes.add("n1", security=tls(certificates, "server"))
             with pytest.raises(
                 ConnectionRefused, match=r"TLS failed: .*certificate verify failed"
             ) as caught:
@@ -393,9 +393,9 @@ def test_tls_of_an_authority_that_is_not_known(certificates: Certificates) -> No
 
 def test_tls_one_way_with_a_secret(certificates: Certificates) -> None:
     async def body() -> None:
-        async with Street() as street:
+        async with Nodes() as nodes:
             there = tls(certificates, "server", mutual=False).tls
-            node = await street.add("n1", security=Security(tls=there, secret=SECRET))
+            node = await nodes.add("n1", security=Security(tls=there, secret=SECRET))
             here = tls(certificates, None).tls
             caller = await call(node.address, security=Security(tls=here, secret=SECRET))
             assert caller.link.open
@@ -408,13 +408,13 @@ def test_tls_one_way_with_a_secret(certificates: Certificates) -> None:
 
 def test_tls_on_one_side_only(certificates: Certificates, caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
-        async with Street() as street:
-            plain = await street.add("n1")
+        async with Nodes() as nodes:
+            plain = await nodes.add("n1")
             with pytest.raises((ConnectionRefused, StoreUnavailable)):
                 await call(plain.address, security=tls(certificates, "client"))
             assert plain.counts == {"tls": 1}
             assert "sent TLS, which this port does not use" in caplog.text
-            secured = await street.add("n2", security=tls(certificates, "server"))
+            secured = await nodes.add("n2", security=tls(certificates, "server"))
             with pytest.raises(
                 StoreUnavailable, match="closed the connection before the handshake ended"
             ):
@@ -454,8 +454,8 @@ async def http(port: int, request: bytes) -> bytes:
 )
 def test_pages(request_line: bytes, status: bytes, end: bytes) -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1")
+        async with Nodes() as nodes:
+            node = await nodes.add("n1")
             said = await http(node.port, request_line + b"\r\nHost: n1\r\n\r\n")
             assert said.startswith(b"HTTP/1.1 " + status + b"\r\n")
             assert said.endswith(end)
@@ -466,8 +466,8 @@ def test_pages(request_line: bytes, status: bytes, end: bytes) -> None:
 
 def test_a_request_that_comes_byte_by_byte() -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1")
+        async with Nodes() as nodes:
+            node = await nodes.add("n1")
             reader, writer = await asyncio.open_connection(HOST, node.port)
             for byte in b"GET /healthz HTTP/1.1\r\nHost: n1\r\n\r\n":
                 writer.write(bytes([byte]))
@@ -481,8 +481,8 @@ def test_a_request_that_comes_byte_by_byte() -> None:
 
 def test_pages_over_tls_and_on_a_port_of_their_own(certificates: Certificates) -> None:
     async def body() -> None:
-        async with Street() as street:
-            node = await street.add("n1", security=tls(certificates, "server"))
+        async with Nodes() as nodes:
+            node = await nodes.add("n1", security=tls(certificates, "server"))
             context = tls(certificates, "client").dialling
             reader, writer = await asyncio.open_connection(HOST, node.port, ssl=context)
             writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")

@@ -58,7 +58,7 @@ async def test_a_crowd_does_not_make_itself_late(place: Place) -> None:
 
 
 @virtual
-async def test_who_gets_no_turn_is_told_that_nothing_was_done(place: Place) -> None:
+async def test_a_call_that_is_never_admitted_fails_without_effect(place: Place) -> None:
     faults = Faults()
     session = await place.open(faults)
     faults.cut()
@@ -71,7 +71,7 @@ async def test_who_gets_no_turn_is_told_that_nothing_was_done(place: Place) -> N
 
 
 @virtual
-async def test_one_who_waits_for_a_turn_can_be_cancelled(place: Place) -> None:
+async def test_a_call_waiting_for_admission_can_be_cancelled(place: Place) -> None:
     faults = Faults()
     session = await place.open(faults)
     faults.cut()

@@ -244,7 +244,7 @@ def test_only_bytes_are_commands(body: Any) -> None:
     run(main)
 
 
-def test_what_stood_where_something_of_ours_stands_again_goes_round_again(
+def test_a_proposal_cut_off_by_another_leader_is_proposed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """We led and had entries on their way; somebody else led and cut them off; we lead again, and
@@ -317,7 +317,7 @@ def test_a_forwarded_proposal_outlives_its_leader() -> None:
     run(main)
 
 
-def test_a_client_that_keeps_its_own_count_is_served_once() -> None:
+def test_a_request_repeated_with_its_number_is_served_once() -> None:
     async def main(world: World) -> None:
         (leader,) = world.leaders()
         follower = follower_of(world)
@@ -333,7 +333,7 @@ def test_a_client_that_keeps_its_own_count_is_served_once() -> None:
     run(main)
 
 
-def test_whoever_is_forgotten_gets_a_new_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dropped_client_gets_a_new_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("doyen.quorum.node.replicated.FORGOTTEN_AFTER", 5)
 
     async def main(world: World) -> None:
@@ -359,7 +359,7 @@ def test_a_proposer_that_has_gone_is_not_missed() -> None:
     run(main)
 
 
-def test_results_that_are_too_large_to_be_sent_are_said_to_be() -> None:
+def test_results_too_large_to_send_are_reported() -> None:
     large = [b"x" * (2 << 20), b"y" * (3 << 20), 1, Failure("no")]
     first, second, third, fourth = decode_results(encode_results(large))
     assert "too large" in first.reason
@@ -445,8 +445,8 @@ def test_when_every_disk_is_full_one_leader_stays(caplog: pytest.LogCaptureFixtu
             await asyncio.sleep(0.1)
         assert world.leaders() == [leader]
         assert leader.generation == 1
-        told = [record.getMessage() for record in caplog.records if "is full" in record.message]
-        assert len(told) == len({*told}) == 3, "each node says so once, followers too"
+        logged = [record.getMessage() for record in caplog.records if "is full" in record.message]
+        assert len(logged) == len({*logged}) == 3, "each node says so once, followers too"
         assert all(node.status().full for node in world.nodes.values())
         with pytest.raises(OrderFailed, match="no other voter is connected that could lead"):
             await leader.admin.transfer()
@@ -494,7 +494,7 @@ def test_writes_are_refused_while_no_majority_has_room() -> None:
             with pytest.raises(StoreUnavailable, match="no majority has room"):
                 await node.propose(USER, b"b")
         settled: list[Any] = []
-        leader.submit(USER, b"own", lambda *told: settled.append(told), internal=True)
+        leader.submit(USER, b"own", lambda *outcome: settled.append(outcome), internal=True)
         await world.until(lambda: settled)
         assert settled[0][1:] == (2, None)
         world.disks[full[0]].fill(False)
@@ -667,9 +667,9 @@ def test_no_load_of_clients_refuses_or_delays_commands_of_the_node_itself() -> N
             await leader.propose(USER, b"one too many")
         settled: list[Any] = []
         for _ in range(2):
-            leader.submit(USER, b"own", lambda *told: settled.append(told), internal=True)
+            leader.submit(USER, b"own", lambda *outcome: settled.append(outcome), internal=True)
         with pytest.raises(StoreUnavailable, match=r"2 commands of node n. itself"):
-            leader.submit(USER, b"own", lambda *told: None, internal=True)
+            leader.submit(USER, b"own", lambda *outcome: None, internal=True)
         await world.until(lambda: len(settled) == 2)
         # Behind what was in the log already, and before everything else.
         assert [result for _, result, error in settled if error is None] == [17, 18]
@@ -678,7 +678,7 @@ def test_no_load_of_clients_refuses_or_delays_commands_of_the_node_itself() -> N
     run(main, limits=ProposalLimits(pending_commands=40, internal_commands=2, batch_commands=2))
 
 
-def test_what_a_leader_has_to_say_is_not_said_by_one_that_leads_no_longer() -> None:
+def test_an_internal_command_of_a_deposed_leader_is_not_forwarded() -> None:
     """It was right when it was proposed: a version that all members supported, say, and one has
     joined since that does not."""
 
@@ -686,7 +686,7 @@ def test_what_a_leader_has_to_say_is_not_said_by_one_that_leads_no_longer() -> N
         (leader,) = world.leaders()
         world.cut(leader.id)
         settled: list[Any] = []
-        leader.submit(USER, b"own", lambda *told: settled.append(told), internal=True)
+        leader.submit(USER, b"own", lambda *outcome: settled.append(outcome), internal=True)
         await world.until(lambda: [node for node in world.leaders() if node is not leader])
         world.heal()
         await world.until(lambda: settled)

@@ -48,7 +48,7 @@ def test_failover_when_the_leader_is(trial: Trial, fault: str, tmp_path: Path) -
         if undo is not None:
             undo(old)
             contest.wait(
-                "the old leader has not noticed that it lost", lambda: contest.said(old, "lost")
+                "the old leader has not noticed that it lost", lambda: contest.seen(old, "lost")
             )
         report = contest.report()
     assert took_s <= trial.bound_s

@@ -58,7 +58,7 @@ def test_failover_in_time_when_the_leaders_connection_is(
         took_s = contest.failover_s(lambda old: DEADLY[fault](link_of(old), trial.ttl_s))
         link_of(old).heal()
         contest.wait(
-            "the old leader has not noticed that it lost", lambda: contest.said(old, "lost")
+            "the old leader has not noticed that it lost", lambda: contest.seen(old, "lost")
         )
         report = contest.report()
     # The server counts a late renewal from its arrival, and receives renewals until the candidate
@@ -86,7 +86,7 @@ def test_a_leader_keeps_leading_when_its_connection_is(
             HARMLESS[fault](link_of(leader), trial.ttl_s)
             contest.listen(trial.ttl_s)
             assert contest.leader() == (leader, term)
-            assert not contest.said(leader, "lost")
+            assert not contest.seen(leader, "lost")
         report = contest.report()
     sound(report, 1)
 
@@ -154,7 +154,7 @@ def test_stepping_the_servers_clock_deposes_no_leader(
             server.step_clock(step_s)
             contest.listen(ttl_s)
             assert contest.leader() == (leader, term), "the leader was deposed"
-            assert not contest.said(leader, "lost")
+            assert not contest.seen(leader, "lost")
         for step_s in (-3600, 3600):
 
             def step_and_kill(old: Candidate, step_s: float = step_s) -> None:

@@ -253,10 +253,10 @@ def test_an_election_outlives_the_loss_of_etcds_own_leader(
         leader, term = contest.leader()
         restore = lose(cluster.leader())
         newcomer, since = contest.add(), now()
-        contest.wait("the newcomer hangs", lambda: contest.said(newcomer, "waiting"))
+        contest.wait("the newcomer hangs", lambda: contest.seen(newcomer, "waiting"))
         contest.wait(
             "no renewal since",
-            lambda: [each for each in contest.said(leader, "renewed") if each["at"] > since],
+            lambda: [each for each in contest.seen(leader, "renewed") if each["at"] > since],
         )
         restore()
         assert contest.leader() == (leader, term)
@@ -328,7 +328,7 @@ def test_compaction_under_watchers(tmp_path: Path) -> None:
             for link in links:
                 link.refuse()
             leader.let_go()
-            contest.wait("the leader stays", lambda leader=leader: contest.said(leader, "ended"))  # type: ignore[misc]
+            contest.wait("the leader stays", lambda leader=leader: contest.seen(leader, "ended"))  # type: ignore[misc]
             for number in range(3):
                 server.put(f"elsewhere-{number}", b"")
             compact(server)

@@ -202,7 +202,7 @@ async def lead(session: Session, election: str, **options: Any) -> None:
         pass
 
 
-def test_what_fails_during_an_outage_is_logged_at_level_debug(
+def test_failures_during_an_outage_are_logged_at_debug(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     clock = VirtualClock()
@@ -244,7 +244,7 @@ def test_a_level_that_is_off_costs_no_line(caplog: pytest.LogCaptureFixture) -> 
     assert not caplog.records
 
 
-def told(number: int) -> Record:
+def numbered(number: int) -> Record:
     """The event emitted at time `number`."""
     return Record(Renewed(lease="l", valid_until=0.0), float(number), 1e9 + number, "s", 1)
 
@@ -259,7 +259,7 @@ def test_a_backlog_is_bounded_and_accounts_for_everything(limit: int, steps: lis
     put, out = 0, []
     for more in steps:
         if more:
-            backlog.put(told(put))
+            backlog.put(numbered(put))
             put += 1
         elif backlog:
             out.append(backlog.take())
@@ -356,7 +356,7 @@ def reached(records: list[Record], count: int) -> bool:
     return len(records) == count
 
 
-def test_one_stuck_sink_silences_nobody_else() -> None:
+def test_one_stuck_sink_does_not_block_the_others() -> None:
     open_again = threading.Event()
     heard: list[Record] = []
     others: list[Record] = []

@@ -79,7 +79,7 @@ def test_a_standby_is_promoted_while_the_primary_serves(
     with Contest(Place(standby.url), tmp_path, ttl_s=TTL_S) as contest:
         leader, term = contest.leader()
         standby.promote()
-        contest.wait("the term did not end", lambda: contest.said(leader, "lost"))
+        contest.wait("the term did not end", lambda: contest.seen(leader, "lost"))
         primary.kill()
         contest.leader(after=term["token"])
         contest.settle(TTL_S)

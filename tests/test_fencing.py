@@ -158,7 +158,7 @@ def test_other_connections_are_refused() -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 2**63, True, "7", 7.0, None])
-def test_what_is_no_token_is_refused(connect: Connect, tmp_path: Path, token: Any) -> None:
+def test_malformed_tokens_are_refused(connect: Connect, tmp_path: Path, token: Any) -> None:
     with pytest.raises(ConfigError, match="token"):
         SQLGuard().check(connect(), "billing", token)
     with pytest.raises(ConfigError, match="token"):
@@ -170,7 +170,7 @@ def file(tmp_path: Path) -> GuardedFile:
     return GuardedFile(tmp_path / "state.json")
 
 
-def test_a_guarded_file_begins_empty_handed(file: GuardedFile) -> None:
+def test_a_new_guarded_file_has_no_token(file: GuardedFile) -> None:
     assert file.token is None
     with pytest.raises(FileNotFoundError):
         file.read()

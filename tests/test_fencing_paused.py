@@ -151,7 +151,7 @@ refusable(lambda: getattr(file, call)(2, b"+second"))
 
 
 @pytest.mark.parametrize("call", ["write", "append"])
-def test_a_writer_paused_at_any_step_blocks_nobody_and_wins_nothing(
+def test_a_writer_paused_at_any_step_blocks_no_other_and_wins_nothing(
     start: Start, tmp_path: Path, call: str
 ) -> None:
     outcomes = set()

@@ -144,7 +144,7 @@ def test_the_child_may_connect_for_itself(tmp_path: Path) -> None:
         assert term.valid
 
 
-def test_what_reports_for_the_parent_holds_up_no_child(tmp_path: Path) -> None:
+def test_reporting_in_the_parent_does_not_delay_a_child(tmp_path: Path) -> None:
     """The queues of the parent have no thread in the child, and their locks may be held there."""
     audit = tmp_path / "audit.jsonl"
     handler = logging.FileHandler(tmp_path / "log")
@@ -255,7 +255,7 @@ def test_multiprocessing_by_fork() -> None:
         assert term.valid
 
 
-def test_a_session_that_is_closed_before_the_fork_is_no_matter() -> None:
+def test_a_session_closed_before_the_fork_has_no_effect() -> None:
     with doyen.connect_blocking(f"memory://fork-{next(numbers)}") as session:
         pass
 

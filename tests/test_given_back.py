@@ -14,20 +14,20 @@ from support import TTL_S, Place, keepalive_of, lead_until_set, soon, until, vir
 async def test_outside_a_task_nothing_is_entered(place: Place) -> None:
     """A loss cancels the body's task. Without one the campaign is refused, before it stands."""
     session = await place.open()
-    told: list[BaseException] = []
+    raised: list[BaseException] = []
 
     def without_a_task() -> None:
         entering = session.campaign("e").__aenter__()
         try:
             entering.send(None)
         except BaseException as error:  # noqa: BLE001 - it is what we came for
-            told.append(error)
+            raised.append(error)
         finally:
             entering.close()
 
     soon(0.0, without_a_task)
     await asyncio.sleep(1)
-    (error,) = told
+    (error,) = raised
     assert isinstance(error, RuntimeError)
     assert "entered from a task" in str(error)
     assert (place.line(), place.holder(), place.events) == ([], None, [])
@@ -45,9 +45,9 @@ async def test_listeners_for_renewals_end_with_their_term(place: Place) -> None:
             await asyncio.sleep(TTL_S)
             assert deadlines == sorted(set(deadlines))
             assert deadlines
-    told = len(deadlines)
+    count = len(deadlines)
     await asyncio.sleep(TTL_S)
-    assert len(deadlines) == told
+    assert len(deadlines) == count
     assert not keepalive_of(session)._renewal_listeners
 
 
@@ -59,7 +59,7 @@ async def test_cancelled_at_every_instant_of_opening(place: Place) -> None:
         turns += 1
         assert turns < 100
         closed: list[bool] = []
-        session = place.session(wrap=partial(_tells_of_closing, closed))
+        session = place.session(wrap=partial(_reports_closing, closed))
         task = asyncio.create_task(session.__aenter__())
         for _ in range(turns - 1):
             await asyncio.sleep(0)
@@ -73,7 +73,7 @@ async def test_cancelled_at_every_instant_of_opening(place: Place) -> None:
     assert turns > 2
 
 
-def _tells_of_closing(closed: list[bool], store: Store) -> Store:
+def _reports_closing(closed: list[bool], store: Store) -> Store:
     close = store.close
 
     async def closing() -> None:
@@ -99,11 +99,11 @@ async def test_a_slow_observer_keeps_the_newest(place: Place) -> None:
     seen = [await anext(leaders) for _ in range(OBSERVED)]
     assert seen[-1] is not None
     assert seen[-1].name == "last"
-    told = asyncio.create_task(anext(leaders))
+    change = asyncio.create_task(anext(leaders))
     await asyncio.sleep(1)
-    assert not told.done()
+    assert not change.done()
     stop.set()
     await last
-    await until(told.done)
-    assert told.result() is None
+    await until(change.done)
+    assert change.result() is None
     await leaders.aclose()

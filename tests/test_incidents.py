@@ -138,7 +138,7 @@ def believing(*errors: type[Exception]) -> Variant:
     return a_failed_create_believed
 
 
-def nobody_told_of_loss(patch: pytest.MonkeyPatch) -> None:
+def loss_not_reported(patch: pytest.MonkeyPatch) -> None:
     lose = Keepalive.lose
 
     def in_silence(self: Keepalive, reason: str, **options: Any) -> None:
@@ -205,7 +205,7 @@ async def test_a_record_left_by_a_dead_session_is_not_trusted(place: Place) -> N
     faults.heal()
 
 
-def late_word_counts(patch: pytest.MonkeyPatch) -> None:
+def late_callback_counts(patch: pytest.MonkeyPatch) -> None:
     """A broken rule: the loss of any earlier lease of a campaign ends its current term."""
     terms: dict[str, Term] = {}
     begin, lead = Attempt.__init__, Leading.__init__
@@ -226,8 +226,8 @@ def late_word_counts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Leading, "__init__", remember)
 
 
-@broken_by(late_word_counts)
-async def test_late_word_of_an_old_session_changes_nothing(place: Place) -> None:
+@broken_by(late_callback_counts)
+async def test_late_callback_of_an_old_session_changes_nothing(place: Place) -> None:
     """curator#1018: a late callback of the old session replaced live state."""
     leader, session = await place.open(), await place.open()
     terms: list[Term] = []
@@ -249,7 +249,7 @@ async def test_late_word_of_an_old_session_changes_nothing(place: Place) -> None
 
 
 @pytest.mark.parametrize("how", ["lease gone", "refused", "silent", "adapter's own mistake"])
-@broken_by(nobody_told_of_loss, body_not_stopped)
+@broken_by(loss_not_reported, body_not_stopped)
 async def test_every_failure_to_renew_stops_the_body(place: Place, how: str) -> None:
     """kubernetes#23731: the code path of a failed renewal skipped the stop hook, and the old leader
     continued to work. consul#1843: the failure of the renewer was discarded."""
@@ -315,15 +315,15 @@ def ahead_gone_is_victory(patch: pytest.MonkeyPatch) -> None:
     """A broken rule: when the wait ends, the lock is taken as acquired, whatever the lease."""
     ahead = MemoryServer.ahead
 
-    def nobody(self: MemoryServer, ticket: str) -> Entry | None:
+    def none_ahead(self: MemoryServer, ticket: str) -> Entry | None:
         return ahead(self, ticket) if ticket in self._entries else None
 
-    patch.setattr(MemoryServer, "ahead", nobody)
+    patch.setattr(MemoryServer, "ahead", none_ahead)
     believing(LeaseGone)(patch)
 
 
 @broken_by(ahead_gone_is_victory)
-async def test_nobody_is_elected_on_a_lease_that_ran_out_while_waiting(place: Place) -> None:
+async def test_no_candidate_is_elected_on_a_lease_that_expired_while_waiting(place: Place) -> None:
     """etcd#11456: the lock was granted after waiting, on a lease that had expired meanwhile."""
     a, b = await place.open(), await place.open()
     terms: list[Term] = []
@@ -467,8 +467,8 @@ async def test_a_store_error_extends_nothing(place: Place) -> None:
     await until(lambda: len(terms) == 2, TTL_S)
 
 
-@broken_by(nobody_told_of_loss)
-async def test_the_loss_is_told_although_the_next_attempt_fails(place: Place) -> None:
+@broken_by(loss_not_reported)
+async def test_the_loss_is_reported_although_the_next_attempt_fails(place: Place) -> None:
     """spring-integration#2098: leadership was not revoked while locking again kept failing."""
     faults = Faults()
     session = await place.open(faults)
@@ -499,7 +499,7 @@ def on_the_wall_clock(patch: pytest.MonkeyPatch) -> None:
 
 
 @broken_by(on_the_wall_clock)
-async def test_nobodys_wall_clock_decides(place: Place) -> None:
+async def test_no_wall_clock_decides(place: Place) -> None:
     """PySyncObj#108: ages were computed from the clients' wall clocks."""
     session = await place.open()
     async with session.campaign("e") as term:
@@ -544,7 +544,7 @@ def first_under_the_prefix(patch: pytest.MonkeyPatch) -> None:
 
 
 @broken_by(first_under_the_prefix)
-async def test_an_observer_is_told_of_its_own_election_only(place: Place) -> None:
+async def test_an_observer_is_notified_of_its_own_election_only(place: Place) -> None:
     """etcd#18163: observe returned the leader of another election with the same prefix."""
     watcher, a = await place.open(), await place.open()
     seen: list[str | None] = []
@@ -703,7 +703,7 @@ async def test_a_leader_whose_work_hangs_makes_room(place: Place) -> None:
                     term.beat()
                 hung_at = now()
                 await asyncio.sleep(100)
-                pytest.fail("nobody ended it")
+                pytest.fail("it was not ended")
         assert now() - hung_at == pytest.approx(2)
         async with asyncio.timeout(1), b.campaign("e", name="b"):
             assert other.valid
@@ -714,7 +714,7 @@ def waiting_left_waiting(patch: pytest.MonkeyPatch) -> None:
 
 
 @broken_by(waiting_left_waiting)
-async def test_nobody_waits_on_a_session_that_is_closed(place: Place) -> None:
+async def test_closing_a_session_ends_its_waiting_candidates(place: Place) -> None:
     """kazoo#89: waiting candidates were not notified of the end of the session."""
     faults = Faults()
     session = place.session(faults)
@@ -778,7 +778,7 @@ def incidents() -> list[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize(("issues", "tests"), incidents())
 def test_the_tests_of_an_incident_exist(issues: str, tests: list[str]) -> None:
-    told = ""
+    sources = ""
     for test in tests:
         module, *path = test.split("::")
         text = (Path(__file__).parent / f"{module}.py").read_text()
@@ -787,10 +787,10 @@ def test_the_tests_of_an_incident_exist(issues: str, tests: list[str]) -> None:
             named = [each for each in inside if getattr(each, "name", "") == name]
             assert named, f"{test} is named in {DOCUMENT.name}, and there is none"
             inside = getattr(named[0], "body", [])
-        told += text
+        sources += text
     for issue in issues.split(", "):
         number = issue.rpartition("#")[2]
-        assert f"#{number}" in told, f"none of the tests mentions {issue}"
+        assert f"#{number}" in sources, f"none of the tests mentions {issue}"
 
 
 def test_every_incident_of_these_tests_is_in_the_document() -> None:

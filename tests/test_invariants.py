@@ -105,7 +105,7 @@ def test_step(change: Callable[[Puppet], None]) -> None:
         check_step(before, puppet)
 
 
-def test_nobody_leads_two_generations_on_end() -> None:
+def test_leading_two_generations_without_an_election_is_detected() -> None:
     puppet = Puppet("a").lead()
     before = facts(puppet)
     puppet.generation = 2

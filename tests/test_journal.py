@@ -262,7 +262,7 @@ class TestSnapshots:
         assert len(list(tmp_path.glob("snapshot-*"))) == 1
         assert found(tmp_path) == Recovered(None, Snapshot(199, 1, MEMBERS), entries(1))
 
-    def test_a_received_one_is_aside_until_it_is_installed(self, tmp_path: Path) -> None:
+    def test_a_received_snapshot_is_kept_apart_until_it_is_installed(self, tmp_path: Path) -> None:
         async def write() -> None:
             journal = FileJournal(tmp_path, WHOSE)
             acks = Acks(journal)
@@ -313,7 +313,7 @@ class TestSnapshots:
 
         asyncio.run(write())
 
-    def test_one_that_is_given_up_leaves_nothing(self, tmp_path: Path) -> None:
+    def test_an_abandoned_snapshot_leaves_nothing(self, tmp_path: Path) -> None:
         async def write() -> None:
             journal = FileJournal(tmp_path, WHOSE)
             Acks(journal)
@@ -403,7 +403,7 @@ class TestFull:
 
         asyncio.run(write())
 
-    def test_a_real_one(self, tmp_path: Path) -> None:
+    def test_a_real_full_disk(self, tmp_path: Path) -> None:
         mount = f"mount -t tmpfs -o size=1m none {tmp_path}"
         alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]
         if not shutil.which("unshare") or subprocess.run([*alone, mount]).returncode:
@@ -516,7 +516,7 @@ class TestBackups:
             backup(tmp_path / "nowhere", file)
 
 
-def test_the_one_in_memory_does_the_same() -> None:
+def test_the_journal_in_memory_does_the_same() -> None:
     async def use() -> None:
         journal = MemoryJournal(Voted)
         acks = Acks(journal)

@@ -438,7 +438,9 @@ def random_story(plan: list[Step]) -> Story:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(steps, max_size=15), st.integers(0, 120), st.sampled_from(LUCK))
-def test_any_life_is_found_again(plan: list[Step], crash_at: int, luck: str) -> None:
+def test_any_sequence_of_operations_is_recovered(
+    plan: list[Step], crash_at: int, luck: str
+) -> None:
     disk = FragileDisk()
     disk.crash_at = crash_at
     with pytest.MonkeyPatch.context() as patch:

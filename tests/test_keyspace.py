@@ -476,7 +476,7 @@ def test_a_rank_of_more_than_64_bits_is_refused() -> None:
     assert keyspace.revision == lease
 
 
-def test_a_nest_of_lists_behind_a_command_is_refused_however_deep_it_is() -> None:
+def test_deeply_nested_lists_in_a_command_are_refused() -> None:
     """Whether a node that skips it exhausts the stack depends on the depth of its own calls."""
     keyspace = Keyspace(FIRST)
     put = b"\x95" + encode(Put("k", b"", 0))[1:]
@@ -486,7 +486,7 @@ def test_a_nest_of_lists_behind_a_command_is_refused_however_deep_it_is() -> Non
     assert keyspace.revision == 0
 
 
-def test_history_tells_what_changed_since() -> None:
+def test_history_returns_the_changes_since_a_revision() -> None:
     keyspace = Keyspace()
     do(keyspace, Put("a/b/c", b"", 0))
     one = keyspace.revision
@@ -504,7 +504,7 @@ def test_history_tells_what_changed_since() -> None:
     assert not keyspace.history.changed("a/d", two)
 
 
-def test_what_history_has_forgotten_counts_as_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_older_than_the_history_count_as_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(histories, "MAX_CHANGES", 4)
     keyspace = Keyspace()
     do(keyspace, Put("old", b"", 0))
@@ -539,7 +539,7 @@ def test_what_is_kept_of_the_history_is_bounded(monkeypatch: pytest.MonkeyPatch)
     assert seen == 0
 
 
-def test_a_list_is_of_one_instant_however_late_it_is_taken() -> None:
+def test_a_list_shows_one_instant_even_if_read_late() -> None:
     keyspace = Keyspace()
     for number in range(500):
         do(keyspace, Put(f"k/{number:03}", b"then", 0))
@@ -567,7 +567,7 @@ def test_what_a_restored_node_remembers_of_the_history(version: int) -> None:
     assert not other.history.changed("a", 2)
 
 
-def test_what_is_no_snapshot_is_refused_and_changes_nothing() -> None:
+def test_malformed_snapshots_are_refused_and_change_nothing() -> None:
     keyspace = Keyspace()
     do(keyspace, Put("a", b"", 0))
     for pieces in ([], [b"\x93\x00\x63\x00\x00"], [b"nonsense"]):

@@ -16,8 +16,8 @@ import socket, sys
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ear:
     ear.bind((sys.argv[1], 9))
     print(flush=True)
-    while (word := ear.recv(100)) != b"enough":
-        print(word.decode(), flush=True)
+    while (text := ear.recv(100)) != b"enough":
+        print(text.decode(), flush=True)
 """
 SAY = """
 import socket, sys
@@ -26,8 +26,8 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as mouth:
 """
 
 
-def say(lan: Lan, source: str, target: str, word: str) -> None:
-    command = [*lan.inside(source), sys.executable, "-S", "-c", SAY, lan.address(target), word]
+def send(lan: Lan, source: str, target: str, text: str) -> None:
+    command = [*lan.inside(source), sys.executable, "-S", "-c", SAY, lan.address(target), text]
     subprocess.run(command, check=True, timeout=30)
 
 
@@ -41,17 +41,17 @@ def test_what_is_cut_does_not_pass() -> None:
         with ear:
             assert ear.stdout is not None
             ear.stdout.readline()
-            say(lan, "a", "b", "whole")
+            send(lan, "a", "b", "whole")
             lan.cut("b", "a")
-            say(lan, "a", "b", "the other way")
+            send(lan, "a", "b", "the other way")
             lan.cut("a", ["b", "c"])
-            say(lan, "a", "b", "never heard")
-            say(lan, "c", "b", "from another")
+            send(lan, "a", "b", "never heard")
+            send(lan, "c", "b", "from another")
             lan.heal()
-            say(lan, "a", "b", "healed")
+            send(lan, "a", "b", "healed")
             lan.part(["a"], ["b", "c"])
-            say(lan, "a", "b", "never heard")
-            say(lan, "c", "b", "enough")
+            send(lan, "a", "b", "never heard")
+            send(lan, "c", "b", "enough")
             heard = ear.stdout.read().splitlines()
         pids = [lan._router, *lan._pids.values()]
     assert heard == ["whole", "the other way", "from another", "healed"]

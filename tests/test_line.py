@@ -1,4 +1,4 @@
-"""The line as others see it: in order, the leader marked, every change told and nothing else."""
+"""The line as others see it: in order, the leader marked, every change and nothing else."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Observer:
 
 
 @virtual
-async def test_every_change_of_the_line_is_told(place: Place) -> None:
+async def test_every_change_of_the_line_is_reported(place: Place) -> None:
     one, two, looking = await place.open(), await place.open(), await place.open()
     observer = Observer(looking)
     await until(lambda: observer.seen)
@@ -58,9 +58,9 @@ async def test_every_change_of_the_line_is_told(place: Place) -> None:
     assert observer.last.candidates[1].meta == {"port": 80}
     assert await looking.line("e") == [*observer.last.candidates]
 
-    told = len(observer.seen)
+    count = len(observer.seen)
     await asyncio.sleep(60)
-    assert len(observer.seen) == told, "a renewal is no change of the line"
+    assert len(observer.seen) == count, "a renewal is no change of the line"
 
     stop.set()
     await asyncio.gather(first, second)

@@ -49,7 +49,7 @@ def test_a_command_is_carried_out_once() -> None:
     assert tally.done == [b"x", b"x", b"y"]
 
 
-def test_results_are_kept_until_they_are_had() -> None:
+def test_results_are_kept_until_they_are_received() -> None:
     replica, tally = machine()
     for seq in range(1, 6):
         one(replica, seq, "a", seq, 1, USER, b"x")
@@ -177,7 +177,7 @@ def test_a_client_with_a_history_that_is_not_known_is_refused() -> None:
     assert tally.done == [b"x"]
 
 
-def test_the_idle_are_forgotten_by_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_clients_are_dropped_by_log_position(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FORGOTTEN_AFTER", 10)
     replica, _ = machine()
     one(replica, 1, "idle", 1, 1, USER, b"x")
@@ -247,7 +247,7 @@ class Odd(Tally):
 
 
 @pytest.mark.parametrize("result", [object(), 1 << 70, {1: object()}, lambda: None])
-def test_a_result_that_cannot_be_carried_is_said_to_be_so(result: Any) -> None:
+def test_a_result_that_cannot_be_encoded_is_an_error(result: Any) -> None:
     replica = ReplicatedMachines({USER: Odd(result)})
     assert "msgpack cannot encode" in one(replica, 1, "a", 1, 1, USER, b"x").reason
 

@@ -52,7 +52,7 @@ def judge(node: Members, name: str, info: MemberInfo) -> None:
     node.admit(ConnectionIdentity("doyen", name, 7), info, None)
 
 
-def says(member: str = "m2", position: Position = HERE, cluster_id: str = "c") -> MemberInfo:
+def member_info(member: str = "m2", position: Position = HERE, cluster_id: str = "c") -> MemberInfo:
     return MemberInfo(cluster_id, member, position)
 
 
@@ -61,7 +61,7 @@ def start(found: NodeMember | None, *, blank: bool, **how: bool) -> NodeMember:
     return initial_member(found, blank=blank, node="n1", peers=PEERS, folder="data", **given)
 
 
-def test_an_empty_folder_needs_to_know_what_for() -> None:
+def test_an_empty_data_directory_needs_found_or_join() -> None:
     with pytest.raises(StoreUnusable, match=r"--found.*--join.*doyen cluster remove n1"):
         start(None, blank=True)
     assert start(None, blank=True, founding=True).pending == FOUNDING
@@ -103,30 +103,30 @@ def test_a_cluster_of_one_is_founded_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "info", "told"),
+    ("name", "info", "complaint"),
     [
-        ("n2", says(), None),
-        ("n2", says(position=Position(9, 9, 900)), None),
-        ("n2", says("m9"), "has id m9, not m2.*doyen cluster remove n2.*add n2 h2:1"),
-        ("n2", says("m9", Position()), "has lost data that it has acknowledged"),
+        ("n2", member_info(), None),
+        ("n2", member_info(position=Position(9, 9, 900)), None),
+        ("n2", member_info("m9"), "has id m9, not m2.*doyen cluster remove n2.*add n2 h2:1"),
+        ("n2", member_info("m9", Position()), "has lost data that it has acknowledged"),
         ("n2", MemberInfo(), "runs an earlier release"),
         ("n2", MemberInfo("", "m9", founding="x"), "its data directory is empty"),
         ("n2", MemberInfo("", "m2", founding="x"), None),
-        ("n4", says("m4"), "not a member of this cluster: add it"),
-        ("n4", says("m4", Position(4, 3, 101)), None),
-        ("n4", says("m4", Position(4, 3, 101), ""), "not a member"),
+        ("n4", member_info("m4"), "not a member of this cluster: add it"),
+        ("n4", member_info("m4", Position(4, 3, 101)), None),
+        ("n4", member_info("m4", Position(4, 3, 101), ""), "not a member"),
         ("n4", MemberInfo("", "", Position(9, 9, 900)), "not a member"),
         # Added anew by entries that are not here yet; never a folder that has less than this one.
-        ("n2", says("m9", Position(5, 5, 500)), None),
-        ("n2", says("m9", Position(5, 5, 500), ""), "has id m9"),
+        ("n2", member_info("m9", Position(5, 5, 500)), None),
+        ("n2", member_info("m9", Position(5, 5, 500), ""), "has id m9"),
     ],
 )
-def test_who_is_heard(name: str, info: MemberInfo, told: str | None) -> None:
+def test_which_members_are_accepted(name: str, info: MemberInfo, complaint: str | None) -> None:
     node = founded()
-    if told is None:
+    if complaint is None:
         judge(node, name, info)
         return
-    with pytest.raises(ConnectionRefused, match=told) as caught:
+    with pytest.raises(ConnectionRefused, match=complaint) as caught:
         judge(node, name, info)
     assert caught.value.reason == "member"
 
@@ -143,7 +143,9 @@ def test_who_is_heard(name: str, info: MemberInfo, told: str | None) -> None:
         (Position(), False),
     ],
 )
-def test_whoever_has_acknowledged_more_than_it_has(position: Position, heard: bool) -> None:
+def test_a_member_with_less_than_it_acknowledged_is_refused(
+    position: Position, heard: bool
+) -> None:
     node = founded()
     assert isinstance(node.core, Core)
     node.core.witnessed["n2"] = Position(4, 3, 90)
@@ -151,13 +153,13 @@ def test_whoever_has_acknowledged_more_than_it_has(position: Position, heard: bo
     # What is acknowledged while the node is being dialled is not held against it.
     node.core.witnessed["n2"] = Position(4, 3, 95)
     if heard:
-        judging(ConnectionIdentity("doyen", "n2", 7), says(position=position))
+        judging(ConnectionIdentity("doyen", "n2", 7), member_info(position=position))
         return
     with pytest.raises(ConnectionRefused, match=r"older copy\. Remove it from the cluster"):
-        judging(ConnectionIdentity("doyen", "n2", 7), says(position=position))
+        judging(ConnectionIdentity("doyen", "n2", 7), member_info(position=position))
 
 
-def test_what_was_heard_of_one_folder_says_nothing_of_the_next() -> None:
+def test_reports_about_one_data_directory_do_not_apply_to_the_next() -> None:
     node = founded()
     core = node.core
     assert isinstance(core, Core)
@@ -168,10 +170,10 @@ def test_what_was_heard_of_one_folder_says_nothing_of_the_next() -> None:
     node.membership_changed()
     core.membership = Membership(("n1", "n3"), ("n2",), PEERS, {"n1": "m1", "n3": "m3"}, "c")
     node.membership_changed()
-    judge(node, "n2", says("m22", Position()))
-    node.lost = "it was told so"
-    with pytest.raises(ConnectionRefused, match="it was told so"):
-        judge(node, "n2", says("m22", Position()))
+    judge(node, "n2", member_info("m22", Position()))
+    node.lost = "it was reported lost"
+    with pytest.raises(ConnectionRefused, match="it was reported lost"):
+        judge(node, "n2", member_info("m22", Position()))
     assert core.witnessed == {"n3": Position(4, 3, 80)}
 
 
@@ -182,7 +184,7 @@ def test_a_certificate_lets_in_the_node_that_it_names() -> None:
         subject = ((("commonName", names[0]),),)
         hosts = tuple(("DNS", name) for name in names[1:])
         certificate = {"subject": subject, "subjectAltName": hosts}
-        node.admit(ConnectionIdentity("doyen", "n2", 7), says(), certificate)
+        node.admit(ConnectionIdentity("doyen", "n2", 7), member_info(), certificate)
 
     shows("n2")
     shows("somebody", "h2")
@@ -218,7 +220,7 @@ def dial(node: Node, other: Node) -> bool:
 
 
 @pytest.mark.parametrize("order", list(permutations(permutations(PEERS, 2), 3)))
-def test_nobody_founds_alone_and_all_found_the_same(
+def test_no_node_founds_alone_and_all_found_the_same(
     order: tuple[tuple[str, str], ...],
 ) -> None:
     nodes = waiting()
@@ -265,7 +267,7 @@ def test_wiped_nodes_found_nothing_while_one_has_data(wiped: tuple[str, ...], kn
         assert len(ids) == 1
 
 
-def test_nodes_that_were_told_of_others_do_not_found() -> None:
+def test_nodes_that_know_of_other_founders_do_not_found() -> None:
     one, other = waiting()["n1"], waiting()["n2"]
     other._peers = {**PEERS, "n3": "elsewhere:1"}
     with pytest.raises(ConnectionRefused, match="have different lists of peers"):
@@ -273,7 +275,7 @@ def test_nodes_that_were_told_of_others_do_not_found() -> None:
     with pytest.raises(ConnectionRefused, match="not in the list of peers"):
         judge(one, "n4", MemberInfo("", "m4", founding="x"))
     with pytest.raises(ConnectionRefused, match="every node to have an empty data directory"):
-        judge(one, "n2", says(cluster_id=""))
+        judge(one, "n2", member_info(cluster_id=""))
     assert not asyncio.run(one.found())
 
 
@@ -313,7 +315,7 @@ def test_the_leader_records_what_was_founded_and_who_joins() -> None:
     assert node.to_record() is None
     node.core.membership = Membership(tuple(PEERS), ("n4",), PEERS, IDS, "c")
     assert node.to_record() is None
-    node.connected("n4", says("m4", Position(), ""))
+    node.connected("n4", member_info("m4", Position(), ""))
     recorded = node.to_record()
     assert recorded is not None
     assert recorded.members == {**IDS, "n4": "m4"}
@@ -324,11 +326,11 @@ def test_a_cluster_of_an_earlier_release_is_recorded_when_everybody_is_there() -
     node.core = Core(Membership(tuple(PEERS), (), PEERS))
     judge(node, "n2", MemberInfo())
     node.connected("n2", MemberInfo())
-    node.connected("n3", says("m3", cluster_id=""))
+    node.connected("n3", member_info("m3", cluster_id=""))
     assert node.to_record() is None
     with pytest.raises(ConnectionRefused, match="is empty, and it is a voter"):
-        judge(node, "n2", says("m2", Position(), ""))
-    node.connected("n2", says("m2", cluster_id=""))
+        judge(node, "n2", member_info("m2", Position(), ""))
+    node.connected("n2", member_info("m2", cluster_id=""))
     recorded = node.to_record()
     assert recorded is not None
     assert recorded.members == IDS

@@ -111,7 +111,7 @@ def test_a_rolling_restart_loses_nothing(quorum: Quorum) -> None:
     check(quorum, acknowledged)
 
 
-def test_all_of_them_killed_at_once_remember(quorum: Quorum) -> None:
+def test_nodes_killed_at_once_keep_their_data(quorum: Quorum) -> None:
     leader = quorum.leader()
     writer = Writer(leader)
     deadline = time.monotonic() + PATIENCE_S
@@ -126,7 +126,7 @@ def test_all_of_them_killed_at_once_remember(quorum: Quorum) -> None:
     check(quorum, acknowledged)
 
 
-def test_whoever_was_away_is_sent_a_snapshot(quorum: Quorum) -> None:
+def test_a_follower_that_was_away_is_sent_a_snapshot(quorum: Quorum) -> None:
     leader = quorum.leader()
     away = next(node for node in quorum.nodes.values() if node is not leader)
     away.kill()

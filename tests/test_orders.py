@@ -83,7 +83,7 @@ def holders(place: Place) -> list[str]:
 
 
 @virtual
-async def test_a_leader_that_is_told_to_resign_lets_the_next_one_lead(place: Place) -> None:
+async def test_a_leader_ordered_to_resign_lets_the_next_one_lead(place: Place) -> None:
     a, b = await lined_up(place, "a", "b")
     ops = await place.open()
     assert (await ops.resign("e")).name == "a"
@@ -101,11 +101,11 @@ async def test_the_record_stays_until_the_body_has_ended(place: Place) -> None:
     done."""
     a, b = await lined_up(place, "a", "b", slow_s=2 * TTL_S)
     ops = await place.open()
-    told = asyncio.create_task(ops.resign("e", wait_s=100))
+    ordering = asyncio.create_task(ops.resign("e", wait_s=100))
     await until(lambda: not a.leads)
     began = now()
     assert place.holder() == "a"
-    await told
+    await ordering
     assert now() - began == pytest.approx(2 * TTL_S, abs=0.1)
     assert place.seen(Overrun)
     await until(lambda: b.leads)
@@ -134,7 +134,7 @@ async def test_force_removes_the_record_and_the_holder_notices(place: Place) -> 
 
 
 @virtual
-async def test_orders_to_nobody_fail_with_the_reason(place: Place) -> None:
+async def test_orders_without_a_leader_fail_with_the_reason(place: Place) -> None:
     ops = await place.open()
     with pytest.raises(OrderFailed, match="'e' has no leader"):
         await ops.resign("e")
@@ -163,7 +163,7 @@ async def test_an_order_to_a_dead_leader_ends_with_its_lease(place: Place) -> No
 
 
 @virtual
-async def test_transfer_goes_to_the_heir_out_of_turn(place: Place) -> None:
+async def test_transfer_elects_the_successor_out_of_turn(place: Place) -> None:
     a, b, c, d = await lined_up(place, "a", "b", "c", "d")
     ops = await place.open()
     leader = await ops.transfer("e", to="d")
@@ -179,8 +179,8 @@ async def test_transfer_goes_to_the_heir_out_of_turn(place: Place) -> None:
 
 
 @virtual
-async def test_the_heir_is_ready_before_the_leader_is_told(place: Place) -> None:
-    """While the heir cannot answer, the leader leads on, and the order is taken back."""
+async def test_the_successor_is_ready_before_the_leader_receives_the_order(place: Place) -> None:
+    """While the successor cannot answer, the leader leads on, and the order is taken back."""
     (a,) = await lined_up(place, "a")
     faults = Faults()
     b = Candidate(await place.open(faults), "b")
@@ -199,17 +199,17 @@ async def test_the_heir_is_ready_before_the_leader_is_told(place: Place) -> None
 
 
 @virtual
-async def test_the_line_goes_on_if_the_heir_dies_in_the_middle(place: Place) -> None:
+async def test_the_line_goes_on_if_the_successor_dies_in_the_middle(place: Place) -> None:
     a, b = await lined_up(place, "a", "b", slow_s=0.5)
     faults = Faults()
     c = Candidate(await place.open(faults), "c")
     await until(lambda: len(place.line()) == 3)
     ops = await place.open()
-    told = asyncio.create_task(ops.transfer("e", to="c"))
+    ordering = asyncio.create_task(ops.transfer("e", to="c"))
     await until(lambda: not a.leads)
     faults.cut()
     with pytest.raises(OrderFailed, match="the line went on: 'b' leads"):
-        await told
+        await ordering
     assert b.leads
     await stop_all(a, b, c)
 
@@ -230,7 +230,7 @@ async def test_transfer_needs_exactly_one_of_that_name(place: Place) -> None:
 
 @virtual
 async def test_two_orders_at_once(place: Place) -> None:
-    """One goes through, the other is told that it is too late or that one is under way."""
+    """One goes through, the other fails because it is too late or that one is under way."""
     a, b, c = await lined_up(place, "a", "b", "c", slow_s=1.0)
     ops, other = await place.open(), await place.open()
     outcomes = await asyncio.gather(
@@ -247,10 +247,10 @@ async def test_an_order_does_not_outlive_its_giver(place: Place) -> None:
     (a,) = await lined_up(place, "a", slow_s=1000)
     faults = Faults()
     ops = await place.open(faults)
-    told = asyncio.create_task(ops.resign("e"))
+    ordering = asyncio.create_task(ops.resign("e"))
     await until(lambda: place.server.get(order_key("e")))
     faults.cut()
-    told.cancel()
+    ordering.cancel()
     await asyncio.sleep(2 * TTL_S)
     assert place.server.get(order_key("e")) is None
     faults.heal()
@@ -404,7 +404,7 @@ async def test_a_lock_is_called_a_lock(place: Place) -> None:
 
 
 @virtual
-async def test_a_candidate_that_cannot_use_its_store_says_so_once(place: Place) -> None:
+async def test_a_store_that_cannot_be_used_is_reported_once(place: Place) -> None:
     faults = Faults()
     session = await place.open(faults)
     faults.next("enqueue", RefusedCall(), RefusedCall(), RefusedCall())
@@ -450,7 +450,7 @@ async def test_options_that_make_no_sense_are_refused(place: Place) -> None:
 
 
 @virtual
-async def test_a_leader_whose_look_failed_still_hears_orders(
+async def test_a_leader_still_receives_orders_after_a_failed_read(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever goes wrong while it looks at its record, it looks again."""

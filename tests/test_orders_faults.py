@@ -1,4 +1,4 @@
-"""Orders, one fault at a time: what the swarm has found, told so that it can be read.
+"""Orders, one fault at a time: what the swarm has found, in readable form.
 
 Each case is one in which an order was lost, taken for another, or left behind.
 """
@@ -23,12 +23,12 @@ def attempt_of(place: Place, name: str) -> str:
 
 
 @virtual
-async def test_transfer_by_a_leader_that_was_let_in_out_of_turn(place: Place) -> None:
-    """Others stand before it in the line; none of them overtakes the heir."""
+async def test_transfer_by_a_leader_elected_out_of_turn(place: Place) -> None:
+    """Others stand before it in the line; none of them overtakes the successor."""
     a, b, c, d = await lined_up(place, "a", "b", "c", "d")
     ops = await place.open()
-    for heir in ("d", "c", "a", "d", "b"):
-        await ops.transfer("e", to=heir)
+    for successor in ("d", "c", "a", "d", "b"):
+        await ops.transfer("e", to=successor)
         await until(lambda: len(place.line()) == 4)
     assert holders(place) == ["a", "d", "c", "a", "d", "b"]
     await stop_all(a, b, c, d)
@@ -52,59 +52,61 @@ async def test_transfer_past_candidates_of_a_higher_rank(place: Place) -> None:
 
 
 @virtual
-async def test_the_line_waits_for_an_heir_that_is_slow(place: Place) -> None:
+async def test_the_line_waits_for_a_slow_successor(place: Place) -> None:
     """Who is first in line, and was so long before, makes way for a while."""
     (a,) = await lined_up(place, "a", slow_s=0.5)
     faults = Faults()
-    heir = Candidate(await place.open(faults), "heir", priority=-1)
+    successor = Candidate(await place.open(faults), "successor", priority=-1)
     await until(lambda: len(place.line()) == 2)
     first = Candidate(await place.open(), "first", priority=1)
-    await until(lambda: place.line() == ["first", "a", "heir"])
+    await until(lambda: place.line() == ["first", "a", "successor"])
     ops = await place.open()
-    told = asyncio.create_task(ops.transfer("e", to="heir"))
+    ordering = asyncio.create_task(ops.transfer("e", to="successor"))
     await until(lambda: not a.leads)
     faults.next("create", Late(before_s=0.9))
     began = now()
-    assert (await told).name == "heir"
+    assert (await ordering).name == "successor"
     assert 1.3 < now() - began < 1.5
-    assert heir.leads
-    await stop_all(heir, first, a)
+    assert successor.leads
+    await stop_all(successor, first, a)
 
 
 @virtual
-async def test_whoever_makes_way_still_gives_up_in_time(place: Place) -> None:
+async def test_a_candidate_that_yields_still_gives_up_in_time(place: Place) -> None:
     (a,) = await lined_up(place, "a", slow_s=0.5)
     faults = Faults()
-    heir = Candidate(await place.open(faults), "heir")
+    successor = Candidate(await place.open(faults), "successor")
     await until(lambda: len(place.line()) == 2)
     session, ops = await place.open(), await place.open()
     waiting = asyncio.create_task(session.campaign("e", priority=1, wait_s=1.0).__aenter__())
     await until(lambda: len(place.line()) == 3)
     began = now()
-    told = asyncio.create_task(ops.transfer("e", to="heir"))
+    ordering = asyncio.create_task(ops.transfer("e", to="successor"))
     await until(lambda: not a.leads)
     faults.next("create", Late(before_s=0.9))
     with pytest.raises(NotElected, match="was not elected to 'e' in time"):
         await waiting
     assert now() - began == pytest.approx(1.0, abs=0.05)
     assert place.holder() is None
-    assert (await told).name == "heir"
-    await stop_all(heir, a)
+    assert (await ordering).name == "successor"
+    await stop_all(successor, a)
 
 
 @virtual
-async def test_the_line_goes_on_past_the_heir_of_one_let_in_out_of_turn(place: Place) -> None:
+async def test_the_line_goes_on_past_the_successor_of_a_leader_elected_out_of_turn(
+    place: Place,
+) -> None:
     a, b, c = await lined_up(place, "a", "b", "c", slow_s=0.2)
     ops = await place.open()
     await ops.transfer("e", to="c")
     faults = Faults()
     d = Candidate(await place.open(faults), "d")
     await until(lambda: len(place.line()) == 4)
-    told = asyncio.create_task(ops.transfer("e", to="d"))
+    ordering = asyncio.create_task(ops.transfer("e", to="d"))
     await until(lambda: not c.leads)
     faults.cut()
     with pytest.raises(OrderFailed, match="the line went on: 'b' leads"):
-        await told
+        await ordering
     assert b.leads
     faults.heal()
     await stop_all(a, b, c, d)
@@ -173,23 +175,23 @@ async def test_an_order_that_arrives_after_its_giver_has_given_up(place: Place) 
 
 
 @virtual
-async def test_a_giver_that_loses_its_lease_says_so(place: Place) -> None:
+async def test_an_order_whose_giver_loses_its_lease_fails(place: Place) -> None:
     (a,) = await lined_up(place, "a", slow_s=1000)
     faults = Faults()
     ops = await place.open(faults)
-    told = asyncio.create_task(ops.resign("e", wait_s=100))
+    ordering = asyncio.create_task(ops.resign("e", wait_s=100))
     await until(lambda: place.server.get(order_key("e")))
     (keepalive,) = core_of(ops).leases._own
     place.server.revoke(keepalive.lease.id)
     began = now()
     with pytest.raises(OrderFailed, match="ended with the lease that it was bound to"):
-        await told
+        await ordering
     assert now() - began < TTL_S
     await a.stop()
 
 
 @virtual
-async def test_an_order_for_an_earlier_term_is_in_nobodys_way(place: Place) -> None:
+async def test_an_order_for_an_earlier_term_blocks_no_other(place: Place) -> None:
     """A leader removes it; a claim of priority that was refused for it is made again."""
     a, b = await lined_up(place, "a", "b")
     old = a.terms[0].token
@@ -207,7 +209,7 @@ async def test_an_order_for_an_earlier_term_is_in_nobodys_way(place: Place) -> N
 
 @virtual
 async def test_a_claim_of_priority_waits_for_another_order_to_end(place: Place) -> None:
-    """That order's heir never becomes ready, and it is taken back: then the claim is made."""
+    """That order's successor never becomes ready, and it is taken back: then the claim is made."""
     (a,) = await lined_up(place, "a")
     deaf = Faults()
     b = Candidate(await place.open(deaf), "b")
@@ -224,7 +226,7 @@ async def test_a_claim_of_priority_waits_for_another_order_to_end(place: Place) 
 
 
 @virtual
-async def test_an_heir_with_two_tickets_is_still_one(place: Place) -> None:
+async def test_a_successor_with_two_tickets_counts_once(place: Place) -> None:
     """An answer was lost, and the request behind it came late."""
     (a,) = await lined_up(place, "a")
     faults = Faults()
@@ -239,7 +241,7 @@ async def test_an_heir_with_two_tickets_is_still_one(place: Place) -> None:
 
 @virtual
 async def test_readiness_for_an_earlier_order_does_not_count(place: Place) -> None:
-    """The heir's word came late, when that order was gone. Now it cannot be reached."""
+    """The ready marker came late, when that order was gone. Now the candidate cannot be reached."""
     (a,) = await lined_up(place, "a")
     faults = Faults()
     b = Candidate(await place.open(faults), "b")
@@ -261,7 +263,7 @@ async def test_readiness_for_an_earlier_order_does_not_count(place: Place) -> No
 
 
 @virtual
-async def test_word_to_be_ready_is_taken_back_although_its_answer_was_lost(place: Place) -> None:
+async def test_a_ready_marker_is_removed_although_its_answer_was_lost(place: Place) -> None:
     deaf, faults = Faults(), Faults()
     a = Candidate(await place.open(deaf), "a")
     await until(lambda: a.leads)
@@ -282,7 +284,7 @@ async def test_word_to_be_ready_is_taken_back_although_its_answer_was_lost(place
 
 
 @virtual
-async def test_a_record_that_came_late_is_known_to_one_who_no_longer_is_first(place: Place) -> None:
+async def test_a_candidate_no_longer_first_recognises_its_late_record(place: Place) -> None:
     """Its creation was sent at the head of the line, refused at the second try, and landed when
     somebody of a higher rank had come before. Everyone would wait for one who does not know."""
     faults, late = Faults(), Faults()

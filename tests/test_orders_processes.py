@@ -35,7 +35,7 @@ LONG_TTL_S = 60.0
 """Where nothing is to come about by the end of a lease."""
 now = SystemClock().now
 
-Said = dict[str, Any]
+Line = dict[str, Any]
 
 
 class Actor:
@@ -103,11 +103,11 @@ class Stage:
         self.folder = folder
         self.database = folder / "doyen.db"
         self.url = f"sqlite://{self.database}"
-        self.heard: list[Said] = []
+        self.heard: list[Line] = []
         self._news = threading.Condition()
         self._actors: list[Actor] = []
 
-    def hear(self, said: Said) -> None:
+    def hear(self, said: Line) -> None:
         with self._news:
             self.heard.append(said)
             self._news.notify_all()
@@ -128,19 +128,19 @@ class Stage:
         self._actors.append(actor)
         return actor
 
-    def said(self, who: str, what: str) -> list[Said]:
+    def seen(self, who: str, what: str) -> list[Line]:
         return [said for said in self.heard if (said["who"], said["said"]) == (who, what)]
 
-    def wait(self, who: str, what: str, count: int = 1) -> Said:
+    def wait(self, who: str, what: str, count: int = 1) -> Line:
         """Wait until it has said so, so many times."""
-        self.until(lambda: len(self.said(who, what)) >= count, f"{who} has not said {what}")
-        return self.said(who, what)[count - 1]
+        self.until(lambda: len(self.seen(who, what)) >= count, f"{who} has not said {what}")
+        return self.seen(who, what)[count - 1]
 
     def until(self, condition: Callable[[], object], otherwise: str) -> None:
         with self._news:
             assert self._news.wait_for(condition, PATIENCE_S), f"{otherwise}: {self.heard}"
 
-    def outcome(self, giver: str) -> Said:
+    def outcome(self, giver: str) -> Line:
         """What came of an order."""
         return self.wait(giver, "outcome")
 
@@ -218,7 +218,7 @@ def test_the_leader_is_killed_in_the_middle_of_a_transfer(stage: Stage) -> None:
     stage.join("c")
     stage.give("g", to="c")
     stage.wait("a", "lost")
-    assert not stage.said("a", "left"), "its body takes its time"
+    assert not stage.seen("a", "left"), "its body takes its time"
     assert stage.led() == ["a"], "and its record stands until then"
     a.kill()
     outcome = stage.outcome("g")
@@ -228,47 +228,47 @@ def test_the_leader_is_killed_in_the_middle_of_a_transfer(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])
-def test_the_heir_fails_in_the_middle_of_a_transfer(stage: Stage, how: str) -> None:
+def test_the_successor_fails_in_the_middle_of_a_transfer(stage: Stage, how: str) -> None:
     """The leader has let go for it. The line goes on, in its order."""
     ttl_s = LONG_TTL_S if how == "killed" else 6.0
     stage.join("a", waits=False, slow_s=1.0, ttl_s=ttl_s)
     stage.join("b", ttl_s=ttl_s)
-    heir = stage.join("c", ttl_s=ttl_s)
+    successor = stage.join("c", ttl_s=ttl_s)
     stage.join("d", ttl_s=ttl_s)
     stage.give("g", to="c")
     stage.wait("a", "lost")
     if how == "killed":
-        heir.kill()
+        successor.kill()
     else:
-        heir.freeze()
+        successor.freeze()
     assert "the line went on: 'b' leads" in stage.outcome("g")["error"]
     assert stage.led() == ["a", "b"]
     if how == "frozen":
-        heir.thaw()
+        successor.thaw()
         stage.give("h", to="c")
         assert stage.outcome("h")["leader"] == "c"
     is_clean(stage.report())
 
 
-def test_a_leader_goes_on_while_its_heir_is_not_ready(stage: Stage) -> None:
+def test_a_leader_goes_on_while_its_successor_is_not_ready(stage: Stage) -> None:
     stage.join("a", waits=False)
-    heir = stage.join("b")
-    heir.freeze()
+    successor = stage.join("b")
+    successor.freeze()
     stage.give("g", to="b", wait_s=1.0)
     assert "did not confirm within 1 s that it is ready" in stage.outcome("g")["error"]
-    assert not stage.said("a", "lost")
-    heir.thaw()
+    assert not stage.seen("a", "lost")
+    successor.thaw()
     stage.give("h", to="b")
     assert stage.outcome("h")["leader"] == "b"
     is_clean(stage.report())
 
 
 def test_an_order_dies_with_its_giver(stage: Stage) -> None:
-    """Its heir is frozen, so it lies there and keeps others from giving theirs."""
+    """Its successor is frozen, so it lies there and keeps others from giving theirs."""
     stage.join("a", waits=False)
     stage.join("b")
-    heir = stage.join("c")
-    heir.freeze()
+    successor = stage.join("c")
+    successor.freeze()
     giver = stage.give("g", to="c", wait_s=60.0)
     stage.wait("g", "granted")
 
@@ -280,7 +280,7 @@ def test_an_order_dies_with_its_giver(stage: Stage) -> None:
                 return "is under way" in str(error)
         return False
 
-    stage.until(under_way, "the order was not laid")
+    stage.until(under_way, "the order was not written")
     giver.kill()
     stage.give("h", to="b")
     assert stage.outcome("h")["leader"] == "b"
@@ -292,8 +292,8 @@ def test_two_givers_at_once(stage: Stage) -> None:
     stage.join("a", waits=False, slow_s=0.5)
     stage.join("b")
     stage.join("c")
-    for giver, heir in (("g", "b"), ("h", "c")):
-        stage.give(giver, to=heir)
+    for giver, successor in (("g", "b"), ("h", "c")):
+        stage.give(giver, to=successor)
     outcomes = [stage.outcome(giver) for giver in ("g", "h")]
     led = [outcome["leader"] for outcome in outcomes if "leader" in outcome]
     assert led, outcomes
@@ -345,14 +345,14 @@ def test_a_process_that_ignores_an_order_is_ended_if_it_asked_for_it(stage: Stag
     ended = stage.wait("a", "ended")
     assert ended["code"] == OVERRUN_EXIT_CODE
     assert a.process.returncode == OVERRUN_EXIT_CODE
-    told, overrun = stage.wait("a", "lost"), stage.wait("a", "overrun")
-    assert overrun["at"] >= told["at"] + budget_s - 0.01
+    lost, overrun = stage.wait("a", "lost"), stage.wait("a", "overrun")
+    assert overrun["at"] >= lost["at"] + budget_s - 0.01
     assert stage.wait("b", "entered")["at"] > overrun["at"]
     is_clean(stage.report())
 
 
 def test_a_process_that_ignores_an_order_keeps_its_record(stage: Stage) -> None:
-    """Nothing takes it from a live holder, and the giver is told."""
+    """Nothing takes it from a live holder, and the giver gets an error."""
     a = stage.join("a", waits=False, stubborn=True, stop_budget_s=0.2)
     stage.join("b")
     stage.give("g", to=None, wait_s=1.0)
@@ -368,24 +368,24 @@ def test_a_process_that_ignores_an_order_keeps_its_record(stage: Stage) -> None:
 # The process
 
 
-def say(said: str, **fields: Any) -> None:
+def emit(said: str, **fields: Any) -> None:
     os.write(1, (json.dumps({"said": said, "at": now(), **fields}) + "\n").encode())
 
 
 def sink(record: Record) -> None:
     if record.event.kind in ("granted", "waiting", "lost", "overrun"):
-        say(record.event.kind)
+        emit(record.event.kind)
 
 
 async def body(term: doyen.Term, slow_s: float, stubborn: bool) -> None:
-    say("entered", token=term.token)
+    emit("entered", token=term.token)
     try:
         while True:
             with contextlib.suppress(*[asyncio.CancelledError] * stubborn):
                 await asyncio.sleep(3600)
     finally:
         await asyncio.sleep(slow_s)
-        say("left")
+        emit("left")
 
 
 async def stand(
@@ -439,7 +439,7 @@ async def giver(
 ) -> None:
     async with doyen.connect(url, ttl_s=LONG_TTL_S, audit=audit, on_event=sink) as session:
         if at_a_word:
-            say("ready")
+            emit("ready")
             await asyncio.to_thread(sys.stdin.readline)
         try:
             if to is None:
@@ -447,9 +447,9 @@ async def giver(
             else:
                 leader = await session.transfer(ELECTION, to=to, wait_s=wait_s)
         except doyen.OrderFailed as error:
-            say("outcome", error=str(error))
+            emit("outcome", error=str(error))
         else:
-            say("outcome", leader=leader.name)
+            emit("outcome", leader=leader.name)
 
 
 if __name__ == "__main__":

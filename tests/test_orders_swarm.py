@@ -36,7 +36,7 @@ SETTLED_S = 20 * TTL_S
 
 
 class OrdersOracle(Oracle):
-    """Asks of orders, besides: that they are laid as agreed and that only valid ones are obeyed."""
+    """Besides: orders are written as agreed, and only valid ones are obeyed."""
 
     def __init__(self, world: OrdersWorld) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ class OrdersWorld(World):
         """What is not as it should be, in fair weather; empty if all is well."""
         leader = self.holder()
         if leader is None or leader.term is None or not leader.term.valid:
-            return "nobody leads"
+            return "there is no leader"
         claims = [Claim.decode(ticket.value) for ticket in self.server.list(line_key(ELECTION))]
         line = list({claim.attempt: claim.name for claim in claims}.values())
         if sorted(line) != sorted(process.name for process in self.processes):
@@ -339,7 +339,7 @@ class Ceremony(Process):
         await world.settle()
         await self._two_at_once(session)
         await world.settle()
-        await self._heir_dies(session)
+        await self._successor_dies(session)
         await world.settle()
 
     def _others(self) -> list[Process]:
@@ -348,11 +348,11 @@ class Ceremony(Process):
 
     async def _transfer(self, session: Session) -> None:
         world = self.world
-        heir = world.rng.choice(self._others())
+        successor = world.rng.choice(self._others())
         began = world.clock.now()
         async with asyncio.timeout(REQUEST_S):
-            leader = await session.transfer(ELECTION, to=heir.name)
-        world.transferred(leader, heir.name)
+            leader = await session.transfer(ELECTION, to=successor.name)
+        world.transferred(leader, successor.name)
         assert world.clock.now() - began < 0.1, "no wait was due"
 
     async def _resign(self, session: Session) -> None:
@@ -368,14 +368,16 @@ class Ceremony(Process):
         assert any(isinstance(outcome, Leader) for outcome in outcomes), outcomes
         assert all(isinstance(outcome, Leader | OrderFailed) for outcome in outcomes), outcomes
 
-    async def _heir_dies(self, session: Session) -> None:
+    async def _successor_dies(self, session: Session) -> None:
         world = self.world
-        heir = world.rng.choice(self._others())
-        told = asyncio.create_task(session.transfer(ELECTION, to=heir.name, wait_s=2 * TTL_S))
+        successor = world.rng.choice(self._others())
+        ordering = asyncio.create_task(
+            session.transfer(ELECTION, to=successor.name, wait_s=2 * TTL_S)
+        )
         for _ in range(world.rng.randrange(12)):
             await asyncio.sleep(0)
-        world.crash(heir)
-        outcome = (await asyncio.gather(told, return_exceptions=True))[0]
+        world.crash(successor)
+        outcome = (await asyncio.gather(ordering, return_exceptions=True))[0]
         assert isinstance(outcome, Leader | OrderFailed), outcome
 
 
@@ -442,7 +444,7 @@ def obeyed_without_waiting_for_the_body(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Leading, "_term_lost", at_once)
 
 
-def heir_enters_without_the_record(patch: pytest.MonkeyPatch) -> None:
+def successor_enters_without_the_record(patch: pytest.MonkeyPatch) -> None:
     """To be called is taken for being elected."""
     create = Claiming._create
 
@@ -470,7 +472,7 @@ def any_order_obeyed(patch: pytest.MonkeyPatch) -> None:
 
 
 def ready_without_a_lease(patch: pytest.MonkeyPatch) -> None:
-    """The heir's word outlives the heir."""
+    """The ready marker outlives the successor."""
     write_marker = Attempt.write_marker
 
     async def for_ever(self: Attempt, key: str, value: bytes) -> Entry:
@@ -510,17 +512,17 @@ def orders_not_taken_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LeaseKeeper, "release", lambda self, keepalive: None)
 
 
-def record_removed_by_the_heir(patch: pytest.MonkeyPatch) -> None:
-    """An heir that has been called does not wait for the leader to let go."""
+def record_removed_by_the_successor(patch: pytest.MonkeyPatch) -> None:
+    """A successor that is ready does not wait for the leader to let go."""
     wait_for = InLine.wait_for
 
-    async def shove(self: InLine, entry: Entry, *until: float) -> None:
+    async def remove(self: InLine, entry: Entry, *until: float) -> None:
         if self.succession.order and entry.key == self.attempt.record_key:
             await self.attempt.core.call(self.attempt.core.store.delete(entry.key))
         else:
             await wait_for(self, entry, *until)
 
-    patch.setattr(InLine, "wait_for", shove)
+    patch.setattr(InLine, "wait_for", remove)
 
 
 SEEDS = 60
@@ -531,16 +533,16 @@ SEEDS = 60
     "broken",
     [
         obeyed_without_waiting_for_the_body,
-        heir_enters_without_the_record,
+        successor_enters_without_the_record,
         any_order_obeyed,
         ready_without_a_lease,
         preempts_its_equals,
         no_cooldown,
         orders_not_taken_back,
-        record_removed_by_the_heir,
+        record_removed_by_the_successor,
     ],
 )
-def test_it_is_seen(
+def test_the_broken_rule_is_detected(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one rule broken some world goes wrong; unbroken, the same world does not."""

@@ -151,7 +151,7 @@ CROWDS = [1, 6, 50]
 
 
 @pytest.mark.parametrize("candidates", CROWDS)
-def test_those_who_lived_through_an_outage_wait_for_no_expiry(candidates: int) -> None:
+def test_candidates_that_survive_an_outage_wait_for_no_expiry(candidates: int) -> None:
     """Each gives back its own lost lease, and with it its old ticket, when the store returns."""
     assert recovery_s(RestartedServer, candidates, killed=False) < TTL_S / 2
 

@@ -102,7 +102,7 @@ def test_no_two_servers_share_a_ballot() -> None:
     assert all(len(names) == 1 for names in owners.values())
 
 
-def test_nobody_prepares_alone() -> None:
+def test_no_server_prepares_alone() -> None:
     room = Room(Paxos, THREE)
     room.start("n0")
     room.run(20.0)
@@ -112,7 +112,7 @@ def test_nobody_prepares_alone() -> None:
     assert room.leader() is not None
 
 
-def test_a_promise_is_on_disk_before_it_is_said_and_holds_after_a_restart() -> None:
+def test_a_promise_is_on_disk_before_it_is_sent_and_holds_after_a_restart() -> None:
     core = one("n1")
     effects = hear(core, "n0", Prepare(3, 1))
     persist = next(effect for effect in effects if isinstance(effect, Persist))
@@ -136,7 +136,7 @@ def test_a_ballot_that_is_not_the_senders_is_ignored() -> None:
     assert core.generation == 0
 
 
-def test_whoever_is_not_answered_prepares_nothing() -> None:
+def test_a_proposer_without_answers_prepares_nothing() -> None:
     """It hears the others doubt, and they do not hear it. A ballot of its own would only depose,
     when it is heard again, the leader that they have elected meanwhile."""
     core = one("n0")
@@ -149,7 +149,7 @@ def test_whoever_is_not_answered_prepares_nothing() -> None:
     assert core.generation > 0
 
 
-def test_who_has_told_everything_is_kept_patient_while_others_are_asked() -> None:
+def test_a_peer_that_has_answered_is_kept_from_campaigning_while_others_answer() -> None:
     """Otherwise it would campaign before it has received everything."""
     core = Paxos(
         "n0",
@@ -169,7 +169,7 @@ def test_who_has_told_everything_is_kept_patient_while_others_are_asked() -> Non
     assert role_of(core) is Role.LOOKING
 
 
-def test_a_ballot_that_came_to_nothing_deposes_nobody() -> None:
+def test_an_abandoned_ballot_does_not_depose_the_leader() -> None:
     """Its proposer failed as soon as it had promised it to itself."""
     room = Room(Paxos, THREE)
     room.start("n1", "n2")

@@ -133,7 +133,7 @@ def test_one_holder_at_a_time(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("mutant", "seed"), [(WithoutSilence, 0), (TimerStartedLate, 22)])
-def test_what_makes_it_safe_is_missed(mutant: Any, seed: int) -> None:
+def test_every_mutant_breaks_the_safety(mutant: Any, seed: int) -> None:
     Hall(PaxosLease, seed).run(120.0)
     with pytest.raises(Overlap):
         for each in range(seed, seed + 60):

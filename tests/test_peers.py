@@ -20,15 +20,15 @@ from doyen.quorum.node.snapshot_transfer import CHUNK_SIZE, MAX_PIECE, WINDOW
 from doyen.quorum.protocol.connection import FrameConnection
 from doyen.quorum.protocol.frames import MAX_FRAME
 from doyen.quorum.protocol.security import TLS, Security
-from neighbours import HOST, OPEN, SECRET, SNAPSHOT, Beat, Neighbour, Street, Word, call, run
+from neighbours import HOST, OPEN, SECRET, SNAPSHOT, Beat, Node, Nodes, Text, call, run
 from servers import Proxy
 from servers.certificates import Certificates
 from support import until
 
 
-async def two(street: Street, security: Security = OPEN) -> tuple[Neighbour, Neighbour]:
+async def two(nodes: Nodes, security: Security = OPEN) -> tuple[Node, Node]:
     """Two nodes, linked both ways."""
-    one, other = [await street.add(name, security=security) for name in ("n1", "n2")]
+    one, other = [await nodes.add(name, security=security) for name in ("n1", "n2")]
     one.know(one, other)
     other.know(one, other)
     await until(lambda: one.links() and other.links())
@@ -37,16 +37,16 @@ async def two(street: Street, security: Security = OPEN) -> tuple[Neighbour, Nei
 
 def test_messages_arrive_in_order_and_as_they_were() -> None:
     async def body() -> None:
-        async with Street() as street:
-            one, other = await two(street)
+        async with Nodes() as nodes:
+            one, other = await two(nodes)
             assert one.links() == [("connected", "n2")]
             sent = [Beat(number, number, b"\x00\xff") for number in range(1000)]
             for message in sent:
                 one.peers.send("n2", message)
-            other.peers.send("n1", Word(1, "hello"))
+            other.peers.send("n1", Text(1, "hello"))
             await until(lambda: len(other.heard()) == len(sent) and one.heard())
             assert other.heard() == sent
-            assert one.events[-1] == ("received", "n2", Word(1, "hello"))
+            assert one.events[-1] == ("received", "n2", Text(1, "hello"))
             assert not one.peers.dropped
 
     run(body())
@@ -68,8 +68,8 @@ def test_nodes_that_know_one_another(
         security = Security(peer_secret=SECRET)
 
     async def body() -> None:
-        async with Street() as street:
-            one, other = await two(street, security)
+        async with Nodes() as nodes:
+            one, other = await two(nodes, security)
             assert await one.peers.ask("n2", b"?") == b"re: ?"
             done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             one.peers.send_snapshot("n2", 5, SNAPSHOT, pieces_of(bytes(MAX_PIECE)), done.set_result)
@@ -85,15 +85,15 @@ def test_nodes_that_know_one_another(
 
 def test_a_peer_that_ends_every_link_is_not_dialled_without_pause() -> None:
     async def body() -> None:
-        async with Street() as street:
+        async with Nodes() as nodes:
             pauses: list[float] = []
 
             def jitter() -> float:
                 pauses.append(asyncio.get_running_loop().time())
                 return 1.0
 
-            one = await street.add("n1", jitter=jitter)
-            other = await street.add("n2")
+            one = await nodes.add("n1", jitter=jitter)
+            other = await nodes.add("n2")
             other.listener._peers = _show_out
             one.know(other)
             await until(lambda: len(pauses) == 4)
@@ -113,18 +113,18 @@ def test_a_peer_that_cannot_be_dialled_is_answered_on_its_own_connection(known: 
     """A node that was down does not know where those are who joined or moved meanwhile."""
 
     async def body() -> None:
-        async with Street() as street:
-            one, other = await street.add("n1"), await street.add("n2")
+        async with Nodes() as nodes:
+            one, other = await nodes.add("n1"), await nodes.add("n2")
             if known == "an old address":
                 other.peers.reach({"n1": f"{HOST}:{await free()}"})
             one.know(other)
-            await until(partial(_resent, other, one, Word(1, "to a peer that was not dialled")))
+            await until(partial(_resent, other, one, Text(1, "to a peer that was not dialled")))
             assert other.links() == []
             other.know(one)
             await until(other.links)
             dropped = other.peers.dropped.copy()
-            other.peers.send("n1", Word(1, "to a peer that was"))
-            await until(lambda: one.heard()[-1] == Word(1, "to a peer that was"))
+            other.peers.send("n1", Text(1, "to a peer that was"))
+            await until(lambda: one.heard()[-1] == Text(1, "to a peer that was"))
             assert one.links() == [("connected", "n2")]
             assert other.peers.dropped == dropped
             assert not one.counts
@@ -133,7 +133,7 @@ def test_a_peer_that_cannot_be_dialled_is_answered_on_its_own_connection(known: 
     run(body())
 
 
-def _resent(sender: Neighbour, receiver: Neighbour, message: Word) -> bool:
+def _resent(sender: Node, receiver: Node, message: Text) -> bool:
     """Send it, as heartbeats are sent again and again, and say whether any has arrived."""
     sender.peers.send(receiver.me.node, message)
     return message in receiver.heard()
@@ -144,14 +144,14 @@ def test_a_peer_is_sent_nothing_on_its_own_connection_while_it_is_dialled() -> N
     node before it has judged that, or it takes this node's folder for an older copy."""
 
     async def body() -> None:
-        async with Street() as street:
-            one, other = await street.add("n1"), await street.add("n2")
+        async with Nodes() as nodes:
+            one, other = await nodes.add("n1"), await nodes.add("n2")
             one.know(other)
             await until(lambda: other.peers.incoming)
             with socket.create_server((HOST, 0)) as silent:
                 other.peers.reach({"n1": f"{HOST}:{silent.getsockname()[1]}"})
                 await until(lambda: other.peers.outgoing["n1"].dialling)
-                other.peers.send("n1", Word(1, "too early"))
+                other.peers.send("n1", Text(1, "too early"))
                 assert other.peers.dropped["n1"] == 1
                 other.peers.reach({})
 
@@ -160,8 +160,8 @@ def test_a_peer_is_sent_nothing_on_its_own_connection_while_it_is_dialled() -> N
 
 def test_questions_are_answered_each_by_its_own_answer() -> None:
     async def body() -> None:
-        async with Street() as street:
-            one, other = await two(street)
+        async with Nodes() as nodes:
+            one, other = await two(nodes)
             held: list[tuple[bytes, object]] = []
             other.answer = lambda question, answer: held.append((question, answer))
             asked = [asyncio.create_task(one.peers.ask("n2", b"%d" % n)) for n in range(100)]
@@ -177,10 +177,10 @@ def test_questions_are_answered_each_by_its_own_answer() -> None:
     run(body())
 
 
-def test_a_question_that_was_not_heard_and_one_that_may_have_been() -> None:
+def test_a_request_that_was_not_delivered_and_one_that_may_have_been() -> None:
     async def body() -> None:
-        async with Street() as street:
-            one, other = await two(street)
+        async with Nodes() as nodes:
+            one, other = await two(nodes)
             with pytest.raises(StoreUnavailable, match="'n3' is not connected"):
                 await one.peers.ask("n3", b"?")
             with pytest.raises(StoreUnusable, match="too large"):
@@ -203,12 +203,12 @@ def test_a_question_that_was_not_heard_and_one_that_may_have_been() -> None:
     run(body())
 
 
-def test_a_question_to_a_peer_that_is_let_go_may_have_been_heard() -> None:
+def test_a_request_to_a_dropped_peer_has_an_unknown_outcome() -> None:
     """What is queued goes out with the link's end."""
 
     async def body() -> None:
-        async with Street() as street:
-            one, other = await two(street)
+        async with Nodes() as nodes:
+            one, other = await two(nodes)
             heard: list[bytes] = []
             other.answer = lambda question, answer: heard.append(question)
             asked = asyncio.create_task(one.peers.ask("n2", b"?"))
@@ -227,18 +227,18 @@ async def failure(task: asyncio.Task[bytes]) -> BaseException | None:
 
 def test_a_peer_that_dies_is_noticed_and_found_again_when_it_is_back() -> None:
     async def body() -> None:
-        async with Street() as street:
-            one, other = await two(street)
+        async with Nodes() as nodes:
+            one, other = await two(nodes)
             loop = asyncio.get_running_loop()
             died = loop.time()
             other.die()
             await until(lambda: ("disconnected", "n2") in one.events)
             assert loop.time() - died < 1
             await until(lambda: "refused" in one.peers.connection_errors.get("n2", ""))
-            again = await street.add("n2", port=other.port, incarnation=99)
+            again = await nodes.add("n2", port=other.port, incarnation=99)
             again.know(one)
             await until(lambda: one.links()[-1] == ("connected", "n2"))
-            one.peers.send("n2", Word(2, "welcome back"))
+            one.peers.send("n2", Text(2, "welcome back"))
             await until(again.heard)
             assert [event[0] for event in one.links()] == ["connected", "disconnected", "connected"]
             assert one.counts == {}
@@ -248,13 +248,13 @@ def test_a_peer_that_dies_is_noticed_and_found_again_when_it_is_back() -> None:
 
 def test_a_peer_that_is_back_is_dialled_at_once_when_it_calls() -> None:
     async def body() -> None:
-        async with Street() as street:
-            one = await street.add("n1", jitter=lambda: 1e6)  # waits for ever between attempts
-            other = Neighbour("n2")
+        async with Nodes() as nodes:
+            one = await nodes.add("n1", jitter=lambda: 1e6)  # waits for ever between attempts
+            other = Node("n2")
             other.port = await free()
             one.know(other)
             await until(lambda: "refused" in one.peers.connection_errors["n2"])
-            other = await street.add("n2", port=other.port)
+            other = await nodes.add("n2", port=other.port)
             other.know(one)
             await until(lambda: one.links() == [("connected", "n2")])
 
@@ -269,11 +269,11 @@ async def free() -> int:
     return port
 
 
-def test_silence_is_not_told_as_an_end() -> None:
+def test_silence_is_not_reported_as_an_end() -> None:
     async def body() -> None:
-        async with Street() as street:
-            one = await street.add("n1", keepalive_s=0.02)
-            other = await street.add("n2")
+        async with Nodes() as nodes:
+            one = await nodes.add("n1", keepalive_s=0.02)
+            other = await nodes.add("n2")
             with Proxy(other) as proxy:
                 one.peers.reach({"n2": f"{HOST}:{proxy.port}"})
                 await until(one.links)
@@ -293,9 +293,9 @@ def test_silence_is_not_told_as_an_end() -> None:
 
 def test_a_second_process_with_the_id_of_a_peer_is_refused() -> None:
     async def body() -> None:
-        async with Street() as street:
-            one, other = await two(street)
-            double = await street.add("n2", incarnation=99)
+        async with Nodes() as nodes:
+            one, other = await two(nodes)
+            double = await nodes.add("n2", incarnation=99)
             double.know(one)
             await until(lambda: "another process" in double.peers.connection_errors["n1"])
             assert double.counts["duplicate"] >= 1
@@ -312,9 +312,9 @@ def test_a_second_process_at_the_address_of_a_peer_is_not_taken_for_it() -> None
     """The peer itself is connected, and speaks: whoever answers at its address is another."""
 
     async def body() -> None:
-        async with Street() as street:
-            one, other = await two(street)
-            double = await street.add("n2", incarnation=99)
+        async with Nodes() as nodes:
+            one, other = await two(nodes)
+            double = await nodes.add("n2", incarnation=99)
             one.know(double)
             await until(lambda: "every node needs an id" in one.peers.connection_errors["n2"])
             assert [event[0] for event in one.links()] == ["connected"]
@@ -323,21 +323,21 @@ def test_a_second_process_at_the_address_of_a_peer_is_not_taken_for_it() -> None
     run(body())
 
 
-def test_a_double_of_a_peer_that_answers_no_more_takes_its_place() -> None:
+def test_a_second_process_with_the_id_of_a_dead_peer_replaces_it() -> None:
     """A machine that lost its power says no farewell."""
 
     async def body() -> None:
-        async with Street() as street:
-            one = await street.add("n1", probe_s=0.05)
-            other = await street.add("n2")
+        async with Nodes() as nodes:
+            one = await nodes.add("n1", probe_s=0.05)
+            other = await nodes.add("n2")
             with Proxy(one) as proxy:
                 other.peers.reach({"n1": f"{HOST}:{proxy.port}"})
                 await until(other.links)
                 proxy.cut()
-                again = await street.add("n2", incarnation=99)
+                again = await nodes.add("n2", incarnation=99)
                 again.know(one)
                 await until(again.links)
-                again.peers.send("n1", Word(1, "here I am"))
+                again.peers.send("n1", Text(1, "here I am"))
                 await until(one.heard)
                 assert one.counts == {}
 
@@ -346,11 +346,11 @@ def test_a_double_of_a_peer_that_answers_no_more_takes_its_place() -> None:
 
 def test_a_node_is_not_its_own_peer() -> None:
     async def body() -> None:
-        async with Street() as street:
-            one = await street.add("n1")
+        async with Nodes() as nodes:
+            one = await nodes.add("n1")
             one.peers.reach({"n2": one.address})
             await until(lambda: "this is node 'n1', not 'n2'" in one.peers.connection_errors["n2"])
-            double = await street.add("n1", incarnation=99)
+            double = await nodes.add("n1", incarnation=99)
             double.peers.reach({"n2": one.address})
             await until(lambda: "this is node 'n1'" in double.peers.connection_errors["n2"])
             assert not one.links()
@@ -360,9 +360,9 @@ def test_a_node_is_not_its_own_peer() -> None:
 
 def test_a_node_of_another_cluster_is_refused() -> None:
     async def body() -> None:
-        async with Street() as street:
-            one = await street.add("n1")
-            stray = await street.add("n2", cluster="d")
+        async with Nodes() as nodes:
+            one = await nodes.add("n1")
+            stray = await nodes.add("n2", cluster="d")
             stray.know(one)
             await until(lambda: "belongs to cluster 'c'" in stray.peers.connection_errors["n1"])
             assert one.counts["cluster"] >= 1
@@ -373,8 +373,8 @@ def test_a_node_of_another_cluster_is_refused() -> None:
 
 def test_a_peer_below_the_clusters_version_is_refused_with_the_remedy() -> None:
     async def body() -> None:
-        async with Street() as street:
-            one, other = await two(street)
+        async with Nodes() as nodes:
+            one, other = await two(nodes)
             assert one.peers.supports("n2") == NEWEST
             assert one.peers.supports("n3") == 0
             one.peers.require(NEWEST + 1)
@@ -393,8 +393,8 @@ def test_a_founding_record_that_comes_late_is_no_fault() -> None:
     have heard it from another by then. They connect anew, as members."""
 
     async def body() -> None:
-        async with Street() as street:
-            one, other = await two(street)
+        async with Nodes() as nodes:
+            one, other = await two(nodes)
             link = one.peers.connections["n2"]
             link.send(FOUNDED, b"the record")
             await until(lambda: link.closed and one.peers.connections.get("n2") not in (None, link))
@@ -406,8 +406,8 @@ def test_a_founding_record_that_comes_late_is_no_fault() -> None:
 
 def test_a_peer_that_moves_and_one_that_leaves() -> None:
     async def body() -> None:
-        async with Street() as street:
-            one, other = await two(street)
+        async with Nodes() as nodes:
+            one, other = await two(nodes)
             asked = asyncio.create_task(one.peers.ask("n2", b"?"))
             other.answer = lambda question, answer: None
             await asyncio.sleep(0)
@@ -415,13 +415,13 @@ def test_a_peer_that_moves_and_one_that_leaves() -> None:
             assert isinstance(await failure(asked), OutcomeUnknown | StoreUnavailable)
             other.die()
             await until(lambda: not one.peers.incoming)
-            one.peers.send("n2", Word(1, "anyone?"))
+            one.peers.send("n2", Text(1, "anyone?"))
             assert one.peers.dropped == {"n2": 1}
-            moved = await street.add("n2", incarnation=99)
+            moved = await nodes.add("n2", incarnation=99)
             one.know(moved)
             await until(lambda: len(one.links()) == 2)
             one.know(moved)  # nothing changes
-            one.peers.send("n2", Word(1, "at your new place"))
+            one.peers.send("n2", Text(1, "at your new place"))
             await until(moved.heard)
             assert one.links() == [("connected", "n2")] * 2  # those let go are not told of
 
@@ -430,10 +430,10 @@ def test_a_peer_that_moves_and_one_that_leaves() -> None:
 
 def test_a_peer_that_does_not_read_costs_its_messages_and_no_memory() -> None:
     async def body() -> None:
-        async with Street() as street:
-            one = await street.add("n1", bound=1 << 20)
-            other = await street.add("n2")
-            third = await street.add("n3")
+        async with Nodes() as nodes:
+            one = await nodes.add("n1", bound=1 << 20)
+            other = await nodes.add("n2")
+            third = await nodes.add("n3")
             one.know(other, third)
             await until(lambda: len(one.links()) == 2)
             await until(lambda: other.peers.incoming)
@@ -458,10 +458,10 @@ def test_a_peer_that_does_not_read_costs_its_messages_and_no_memory() -> None:
     run(body())
 
 
-def test_a_message_too_large_is_dropped_and_said() -> None:
+def test_a_message_too_large_is_dropped_and_reported() -> None:
     async def body() -> None:
-        async with Street() as street:
-            one, other = await two(street)
+        async with Nodes() as nodes:
+            one, other = await two(nodes)
             one.peers.send("n2", Beat(1, 1, bytes(MAX_FRAME)))
             one.peers.send("n2", Beat(1, 2))
             await until(other.heard)
@@ -478,8 +478,8 @@ async def pieces_of(*pieces: bytes) -> AsyncIterator[bytes]:
 
 def test_a_snapshot_arrives_piece_by_piece_as_it_was() -> None:
     async def body() -> None:
-        async with Street() as street:
-            one, other = await two(street)
+        async with Nodes() as nodes:
+            one, other = await two(nodes)
             pieces = [b"", b"a", bytes(CHUNK_SIZE), bytes(CHUNK_SIZE + 1), b"", bytes(WINDOW * 3)]
             pieces += [bytes(MAX_PIECE), b"z" * 100] + [b"%d" % n for n in range(3000)]
             done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -495,8 +495,8 @@ def test_heartbeats_pass_a_snapshot_on_its_way() -> None:
     sent meanwhile waits for the rest."""
 
     async def body() -> None:
-        async with Street() as street:
-            one, other = await two(street)
+        async with Nodes() as nodes:
+            one, other = await two(nodes)
             gate = asyncio.Event()
             other.slowly = gate.wait
             taken = 0
@@ -524,10 +524,10 @@ def test_heartbeats_pass_a_snapshot_on_its_way() -> None:
 
 
 @pytest.mark.parametrize("how", ["link ends", "cannot be stored", "cannot be read", "too large"])
-def test_a_snapshot_that_fails_is_told_once(how: str) -> None:
+def test_a_failed_snapshot_is_reported_once(how: str) -> None:
     async def body() -> None:
-        async with Street() as street:
-            one, other = await two(street)
+        async with Nodes() as nodes:
+            one, other = await two(nodes)
             closed = asyncio.Event()
 
             async def pieces() -> AsyncIterator[bytes]:
@@ -558,10 +558,10 @@ def test_a_snapshot_that_fails_is_told_once(how: str) -> None:
     run(body())
 
 
-def test_a_snapshot_for_nobody() -> None:
+def test_a_snapshot_for_an_unknown_peer_fails() -> None:
     async def body() -> None:
-        async with Street() as street:
-            one = await street.add("n1")
+        async with Nodes() as nodes:
+            one = await nodes.add("n1")
             done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             one.peers.send_snapshot("n9", 5, SNAPSHOT, pieces_of(b"x"), done.set_result)
             assert not await done
@@ -569,10 +569,10 @@ def test_a_snapshot_for_nobody() -> None:
     run(body())
 
 
-def test_whoever_stores_a_snapshot_learns_that_the_link_has_ended() -> None:
+def test_the_receiver_of_a_snapshot_learns_of_the_end_of_its_connection() -> None:
     async def body() -> None:
-        async with Street() as street:
-            one, other = await two(street)
+        async with Nodes() as nodes:
+            one, other = await two(nodes)
 
             async def pieces() -> AsyncIterator[bytes]:
                 yield b"x"
@@ -594,7 +594,7 @@ def test_a_connection_is_not_used_once_the_data_directory_is_known_to_be_older()
     async def save(member: NodeMember) -> None: ...
 
     async def body() -> None:
-        async with Street() as street:
+        async with Nodes() as nodes:
             members = Members("n1", {}, NodeMember("m1"), save)
             members.core = Raft(
                 "n1",
@@ -604,7 +604,7 @@ def test_a_connection_is_not_used_once_the_data_directory_is_known_to_be_older()
                 jitter=lambda: 0.5,
                 now=0.0,
             )
-            one, other = await street.add("n1", members=members), await street.add("n2")
+            one, other = await nodes.add("n1", members=members), await nodes.add("n2")
 
             async def report(them: object) -> bool:
                 members.lost = "its data directory is an older copy"
@@ -619,10 +619,10 @@ def test_a_connection_is_not_used_once_the_data_directory_is_known_to_be_older()
     run(body())
 
 
-def test_closing_takes_leave_of_everybody() -> None:
+def test_closing_ends_every_connection() -> None:
     async def body() -> None:
-        async with Street() as street:
-            one, other = await two(street)
+        async with Nodes() as nodes:
+            one, other = await two(nodes)
             caller = await call(one.address)
             await one.close()
             await until(lambda: ("disconnected", "n1") in other.events and caller.ends)

@@ -111,7 +111,7 @@ def only(data: bytes) -> tuple[int, bytes]:
 
 @pytest.mark.parametrize("secret", [None, SECRET])
 @pytest.mark.parametrize("role", ["peer", "client"])
-def test_those_who_belong_together_are_told_who_the_other_is(role: Any, secret: Any) -> None:
+def test_a_handshake_yields_the_identity_of_the_other_side(role: Any, secret: Any) -> None:
     dialler, listener = ClientHandshake(N1, role, "n2", secret), ServerHandshake(N2, secret)
     shake(dialler, listener)
     assert (dialler.done, listener.authenticated) == (True, True)
@@ -119,7 +119,7 @@ def test_those_who_belong_together_are_told_who_the_other_is(role: Any, secret: 
     assert dialler.version == listener.version == handshake.NEWEST
 
 
-def test_a_client_may_come_without_knowing_where_it_is() -> None:
+def test_a_client_may_connect_without_naming_the_cluster() -> None:
     dialler = ClientHandshake(ConnectionIdentity(ANY, "me", 1), "client")
     shake(dialler, ServerHandshake(N2))
     assert dialler.remote == N2
@@ -180,7 +180,7 @@ def test_a_client_may_come_without_knowing_where_it_is() -> None:
         ),
     ],
 )
-def test_those_who_do_not_are_told_why(
+def test_a_refused_handshake_has_a_reason(
     dialler: ClientHandshake, listener: ServerHandshake, fault: str, text: str
 ) -> None:
     with pytest.raises(ConnectionRefused, match=text) as caught:
@@ -193,7 +193,7 @@ def test_those_who_do_not_are_told_why(
     ("theirs", "chosen"),
     [((1, 1), 1), ((1, 9), 2), ((2, 2), 2), ((3, 9), None), ((0, 0), None), ((-5, 99), 2)],
 )
-def test_the_newest_version_that_both_speak(
+def test_the_newest_version_that_both_support(
     theirs: tuple[int, int], chosen: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handshake, "NEWEST", 2)
@@ -216,7 +216,7 @@ def test_a_listener_cannot_choose_a_version_that_was_not_offered() -> None:
         dialler.receive(FrameKind.CHALLENGE, msgspec.msgpack.encode(challenge))
 
 
-def test_a_refusal_is_told_to_the_dialler() -> None:
+def test_a_refusal_is_reported_to_the_dialler() -> None:
     dialler = ClientHandshake(N1, "client")
     with pytest.raises(ConnectionRefused, match="no leader") as caught:
         dialler.receive(
@@ -227,7 +227,7 @@ def test_a_refusal_is_told_to_the_dialler() -> None:
     assert ConnectionRefused(CloseReason.SECRET, "").lasting
 
 
-def test_what_was_heard_is_worth_nothing_on_another_connection() -> None:
+def test_a_recorded_handshake_is_refused_on_another_connection() -> None:
     """Replay: everything that the client sent, once more."""
     dialler, listener = ClientHandshake(N1, "peer", "n2", SECRET), ServerHandshake(N2, SECRET)
     hello, _, proof, _ = shake(dialler, listener)
@@ -247,7 +247,7 @@ def test_a_listeners_answers_are_worth_nothing_to_another_dialler() -> None:
         again.receive(*only(welcome))
 
 
-def test_a_dialler_is_not_fooled_by_its_own_words() -> None:
+def test_a_dialler_rejects_its_own_messages_reflected() -> None:
     """Reflection: the server knows no secret, and sends everything back."""
     dialler = ClientHandshake(N1, "peer", ANY, SECRET)
     with pytest.raises(FrameError) as caught:
@@ -326,7 +326,9 @@ def test_names_in_a_greeting_are_bounded() -> None:
         ("10.1.2.3", Security(tls=TLS(certificate="c", key="k", mutual=False)), False),
     ],
 )
-def test_beyond_loopback_strangers_are_kept_out(host: str, security: Security, fits: bool) -> None:
+def test_beyond_loopback_unauthenticated_connections_are_refused(
+    host: str, security: Security, fits: bool
+) -> None:
     check_exposure(host, security, insecure=True)
     if fits:
         check_exposure(host, security)
@@ -335,7 +337,7 @@ def test_beyond_loopback_strangers_are_kept_out(host: str, security: Security, f
             check_exposure(host, security)
 
 
-def test_a_short_secret_is_none() -> None:
+def test_a_short_secret_is_refused() -> None:
     with pytest.raises(ConfigError, match="16 or more"):
         Security(secret=b"guess me")
 
@@ -380,7 +382,7 @@ def test_addresses(text: str, found: tuple[str, int]) -> None:
 
 
 @pytest.mark.parametrize("text", ["h", "h:", "h:x", "h:70000", "::1:7400", "", "h:-1", "h:²"])
-def test_what_is_no_address(text: str) -> None:
+def test_malformed_addresses_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="not an address"):
         parse_address(text)
 

@@ -150,7 +150,7 @@ def test_clients_move_on_when_nodes_stop_one_after_the_other(tmp_path: Path) -> 
     run(main)
 
 
-def test_an_answer_that_was_lost_is_had_by_asking_again(tmp_path: Path) -> None:
+def test_a_lost_answer_is_returned_to_a_repeated_request(tmp_path: Path) -> None:
     """The request was carried out, and the connection broke before its response arrived."""
 
     async def main() -> None:
@@ -187,8 +187,8 @@ def test_a_silent_node_is_left_for_another() -> None:
             url = "doyen://" + ",".join(member.address for member in (frozen, *others))
             async with opened(url) as store:
                 lease = await store.grant(60.0)
-                told = asyncio.Event()
-                await store.watch("k", told.set)
+                notified = asyncio.Event()
+                await store.watch("k", notified.set)
                 # Make both connections use the node that is frozen.
                 store._renewals._dialler.next = 0
                 store._requests._dialler.next = 2
@@ -204,7 +204,7 @@ def test_a_silent_node_is_left_for_another() -> None:
                     await store.renew(lease)
                     assert await store.put("k", b"v", if_version=None) is not None
                     assert loop.time() - began < 3.0
-                    await asyncio.wait_for(told.wait(), WITHIN_S)
+                    await asyncio.wait_for(notified.wait(), WITHIN_S)
                     assert store._requests.node != frozen.address
                 finally:
                     frozen.thaw()
@@ -219,32 +219,32 @@ def test_a_watch_goes_on_at_another_node_and_misses_nothing(tmp_path: Path) -> N
             opened(quorum.url()) as watcher,
             opened(quorum.url()) as writer,
         ):
-            told = asyncio.Event()
-            await watcher.watch("a", told.set)
+            notified = asyncio.Event()
+            await watcher.watch("a", notified.set)
             for number, name in enumerate(("n1", "n2", "n3")):
                 await quorum.stop(name)
                 assert await writer.put(f"a/{number}", b"", if_version=None) is not None
-                await asyncio.wait_for(told.wait(), WITHIN_S)
-                told.clear()
+                await asyncio.wait_for(notified.wait(), WITHIN_S)
+                notified.clear()
                 await quorum.start(name)
 
     run(main)
 
 
-def test_what_changed_while_a_watch_was_cut_off_is_told(tmp_path: Path) -> None:
+def test_changes_during_a_cut_are_notified_afterwards(tmp_path: Path) -> None:
     async def main() -> None:
         async with nodes(tmp_path) as quorum, opened(quorum.url()) as writer:
             with Proxy(_Place(quorum.url(), quorum.running["n1"].port)) as link:
                 async with opened(link.url) as watcher:
-                    told, quiet = asyncio.Event(), asyncio.Event()
-                    await watcher.watch("a", told.set)
+                    notified, quiet = asyncio.Event(), asyncio.Event()
+                    await watcher.watch("a", notified.set)
                     await watcher.watch("b", quiet.set)
                     for number in range(3):
                         await asyncio.to_thread(link.refuse)
                         assert await writer.put(f"a/{number}", b"", if_version=None) is not None
                         await asyncio.to_thread(link.heal)
-                        await asyncio.wait_for(told.wait(), WITHIN_S)
-                        told.clear()
+                        await asyncio.wait_for(notified.wait(), WITHIN_S)
+                        notified.clear()
                     assert not quiet.is_set()
 
     run(main)
@@ -268,7 +268,7 @@ def test_while_there_is_no_majority_nothing_is_promised(tmp_path: Path) -> None:
     run(main)
 
 
-def test_whoever_meets_a_quorum_without_a_leader_is_told_what_to_do(tmp_path: Path) -> None:
+def test_a_client_of_a_quorum_without_a_leader_gets_the_remedy(tmp_path: Path) -> None:
     async def main() -> None:
         async with nodes(tmp_path, 3) as quorum:
             await quorum.stop("n1", "n2")
@@ -280,7 +280,7 @@ def test_whoever_meets_a_quorum_without_a_leader_is_told_what_to_do(tmp_path: Pa
     run(main)
 
 
-def test_a_store_that_is_closed_tells_whoever_waits(tmp_path: Path) -> None:
+def test_closing_a_store_ends_waiting_calls(tmp_path: Path) -> None:
     async def main() -> None:
         async with nodes(tmp_path) as quorum:
             with Proxy(_Place(quorum.url(), quorum.running["n1"].port)) as link:
@@ -298,7 +298,7 @@ def test_a_store_that_is_closed_tells_whoever_waits(tmp_path: Path) -> None:
     run(main)
 
 
-def test_a_client_that_was_forgotten_takes_another_name(
+def test_a_client_whose_session_was_dropped_takes_a_new_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machines, "FORGOTTEN_AFTER", 10)
@@ -457,7 +457,7 @@ def test_urls_that_cannot_work_are_refused(url: str, reason: str) -> None:
     run(main)
 
 
-def test_nobody_there() -> None:
+def test_no_node_can_be_reached() -> None:
     async def main() -> None:
         with pytest.raises(StoreUnavailable, match="no node of the quorum can be reached"):
             async with opened(f"doyen://127.0.0.1:{free_port()},127.0.0.1:{free_port()}"):
@@ -490,7 +490,7 @@ def condition(node: str, **changes: Any) -> NodeStatus:
     return NodeStatus(**{**fields, **changes})
 
 
-def told(*states: NodeAnswer) -> dict[str, list[str]]:
+def levels(*states: NodeAnswer) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for finding in findings(states):
         found.setdefault(finding.level, []).append(finding.text)
@@ -498,50 +498,50 @@ def told(*states: NodeAnswer) -> dict[str, list[str]]:
 
 
 def test_a_healthy_quorum_has_nothing_to_complain_of() -> None:
-    said = told(*(NodeAnswer(f"h{n}", condition(f"n{n}")) for n in (1, 2, 3)))
+    said = levels(*(NodeAnswer(f"h{n}", condition(f"n{n}")) for n in (1, 2, 3)))
     assert said.keys() == {"ok"}
     assert "n1 leads generation 3" in said["ok"][0]
 
 
-def test_what_is_wrong_with_a_quorum_is_told() -> None:
-    one_down = told(
+def test_problems_of_a_quorum_are_reported() -> None:
+    one_down = levels(
         NodeAnswer("h1", condition("n1")),
         NodeAnswer("h2", condition("n2")),
         NodeAnswer("h3", None, "no answer"),
     )
     assert any("no answer" in text for text in one_down["warning"])
     assert any("at risk" in text and "n3" in text for text in one_down["warning"])
-    even = told(*(NodeAnswer(f"h{n}", condition(f"n{n}", voters=("n1", "n2"))) for n in (1, 2)))
+    even = levels(*(NodeAnswer(f"h{n}", condition(f"n{n}", voters=("n1", "n2"))) for n in (1, 2)))
     assert any("even number" in text for text in even["warning"])
-    full = told(*(NodeAnswer(f"h{n}", condition(f"n{n}", full=n == 2)) for n in (1, 2, 3)))
+    full = levels(*(NodeAnswer(f"h{n}", condition(f"n{n}", full=n == 2)) for n in (1, 2, 3)))
     assert any("full" in text for text in full["problem"])
-    beyond = told(
+    beyond = levels(
         *(NodeAnswer(f"h{n}", condition(f"n{n}", alarm=True, quota=7)) for n in (1, 2, 3))
     )
     assert any("of 7 bytes" in text for text in beyond["problem"])
-    headless = told(*(NodeAnswer(f"h{n}", condition(f"n{n}", leader=None)) for n in (1, 2, 3)))
+    headless = levels(*(NodeAnswer(f"h{n}", condition(f"n{n}", leader=None)) for n in (1, 2, 3)))
     assert any("no leader" in text for text in headless["problem"])
     cut_off = condition("n3", leader=None, generation=4)
     led = [NodeAnswer(f"h{n}", condition(f"n{n}")) for n in (1, 2)]
-    lonely = told(*led, NodeAnswer("h3", cut_off))
+    lonely = levels(*led, NodeAnswer("h3", cut_off))
     assert "problem" not in lonely
     assert [re.split("[:,]", text)[0] for text in lonely["warning"]] == [
         "this node runs",
         "at risk",
     ]
     leads = NodeAnswer("h1", condition("n1", role="leading"))
-    extra = told(
+    extra = levels(
         leads, *led[1:], NodeAnswer("h3", condition("n3")), NodeAnswer("h4", condition("n4"))
     )
     assert extra["note"] == ["this node runs, but is not a member of the quorum"]
-    mixed = told(*(NodeAnswer(f"h{n}", condition(f"n{n}", version=str(n))) for n in (1, 2, 3)))
+    mixed = levels(*(NodeAnswer(f"h{n}", condition(f"n{n}", version=str(n))) for n in (1, 2, 3)))
     assert any("1, 2, 3" in text for text in mixed["note"])
-    alone = told(NodeAnswer("h1", condition("n1", voters=("n1",), learners=("n2",))))
+    alone = levels(NodeAnswer("h1", condition("n1", voters=("n1",), learners=("n2",))))
     assert any("one voter" in text for text in alone["note"])
     assert any("n2 do not vote" in text for text in alone["note"])
 
 
-def test_nodes_are_asked_how_they_are(tmp_path: Path) -> None:
+def test_nodes_report_their_status(tmp_path: Path) -> None:
     async def main() -> None:
         async with nodes(tmp_path, 3) as quorum, opened(quorum.url()) as store:
             assert {finding.level for finding in await store.diagnose()} == {"ok"}
@@ -568,10 +568,12 @@ NESTED = encode(condition("n1")).replace(b"\xdc\x00\x14", b"\xdc\x00\x15") + b"\
         (ANSWER + 1, encode(condition("n1"))),
     ],
 )
-def test_a_node_that_answers_nonsense_is_one_that_is_silent(kind: int, answer: bytes) -> None:
+def test_a_node_that_answers_garbage_counts_as_silent(kind: int, answer: bytes) -> None:
     async def main() -> None:
         amiss: list[dict[str, Any]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda loop, told: amiss.append(told))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda loop, context: amiss.append(context)
+        )
 
         def reply(link: FrameConnection, frames: object) -> None:
             link.send(kind, answer)

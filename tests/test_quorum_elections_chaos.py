@@ -75,9 +75,9 @@ def test_the_leaders_host_is_cut_off(trial: Trial, with_the_leader: bool, tmp_pa
             def cut(_: Candidate, here: str = here, others: set[str] = others) -> None:
                 lan.part([here], {*others, "clients"})
 
-            lost = len(election.said(leader, "lost"))
+            lost = len(election.seen(leader, "lost"))
             assert election.failover_s(cut) <= bound_s()
-            while len(election.said(leader, "lost")) == lost:
+            while len(election.seen(leader, "lost")) == lost:
                 election.listen(0.1)
             lan.heal()
             election.settle(TTL_S)

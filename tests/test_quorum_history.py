@@ -1,4 +1,4 @@
-"""A quorum of real processes, hurt under load: what its clients were told could have come from one
+"""A quorum of real processes, hurt under load: what its clients received could have come from one
 machine that never fails.
 
 Judged alike after every trial (see `history`): every answer has its place in one order, nothing
@@ -58,7 +58,7 @@ def test_links_are_cut(tmp_path: Path) -> None:
         trial.judge()
 
 
-def test_the_judge_finds_what_was_on_no_disk(tmp_path: Path) -> None:
+def test_the_checker_detects_acknowledged_writes_on_no_disk(tmp_path: Path) -> None:
     """Nodes that acknowledge what they have not written, and are killed before they have."""
     with Trial(tmp_path, mutant="AcknowledgesFromMemory") as trial:
         trial.progress(50)
@@ -101,7 +101,7 @@ class Book:
         return "\n".join(flaws(History(self.requests, ledgers)))
 
 
-def test_the_judge_of_the_keyspace() -> None:
+def test_the_checker_of_the_keyspace() -> None:
     good = Book()
     good.add("read", result=None)
     good.replace(None, 1)
@@ -143,7 +143,7 @@ def test_the_judge_of_the_keyspace() -> None:
     assert "refused without a reason" in refused.flaws()
 
 
-def test_the_judge_of_the_ledger() -> None:
+def test_the_checker_of_the_ledger() -> None:
     good = Book()
     good.swap(1, 7, None)
     good.add("swap", value=8, how=UNKNOWN)

@@ -190,17 +190,17 @@ def test_members_come_and_go(serve: bool, tmp_path: Path) -> None:
     with Trial(tmp_path, serve=serve, spare=3) as trial:
         for number, old in enumerate([*trial.nodes], 4):
             new = trial.join(f"n{number}")
-            trial.arrange("add", new.name)
+            trial.change_member("add", new.name)
             trial.progress(40)
             if number == 5:
                 leader = trial.leader()
                 leader.kill()
-                trial.arrange("promote", new.name)
+                trial.change_member("promote", new.name)
                 trial.mend(leader)
             else:
-                trial.arrange("promote", new.name)
+                trial.change_member("promote", new.name)
             trial.progress(40)
-            trial.arrange("remove", old)
+            trial.change_member("remove", old)
             trial.progress(40)
             trial.retire(old)
         found = trial.judge()
@@ -240,7 +240,7 @@ def test_everything_at_once(seed: int, tmp_path: Path) -> None:
         trial.judge()
 
 
-def test_the_judge_finds_reads_that_are_out_of_date(tmp_path: Path) -> None:
+def test_the_checker_detects_stale_reads(tmp_path: Path) -> None:
     """A leader that is cut off goes on answering from memory."""
     with Trial(tmp_path, lan=True, mutant="AnswersFromMemory") as trial:
         assert trial.lan is not None
@@ -253,7 +253,7 @@ def test_the_judge_finds_reads_that_are_out_of_date(tmp_path: Path) -> None:
             trial.judge()
 
 
-def test_the_judge_finds_what_was_done_twice(tmp_path: Path) -> None:
+def test_the_checker_detects_writes_done_twice(tmp_path: Path) -> None:
     """The answers of one node after the other are lost, so that its clients ask another."""
     with Trial(tmp_path, lan=True, mutant="DoesItAgain") as trial:
         assert trial.lan is not None

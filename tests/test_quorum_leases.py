@@ -93,7 +93,7 @@ def test_what_is_granted_later_is_taken_in() -> None:
     assert clock.due(3.0) == (lease,)
 
 
-def test_who_overslept_spares_what_was_due_once() -> None:
+def test_a_sweeper_that_was_late_spares_due_leases_once() -> None:
     """A leader that was stopped may have renewals waiting at its nodes."""
     _, clock, (lease, other) = granted(2.0, 2.0)
     woke = 2.0 + OVERSLEPT_S + 0.75
@@ -105,7 +105,7 @@ def test_who_overslept_spares_what_was_due_once() -> None:
     assert clock.due(clock.next_deadline) == (other,)
 
 
-def test_who_overslept_spares_each_however_many_have_ended(
+def test_a_sweeper_that_was_late_spares_every_lease_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Those that were spared before end in several commands; the others are spared all the same."""
@@ -314,7 +314,7 @@ class World:
 SEEDS = range(60)
 
 
-def test_nobody_believes_in_a_lease_that_was_ended() -> None:
+def test_no_client_relies_on_a_lease_that_was_ended() -> None:
     for seed in SEEDS:
         world = World(seed).run()
         assert not world.violations, f"seed {seed}: {world.violations[0]}"

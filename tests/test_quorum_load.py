@@ -36,7 +36,7 @@ def test_answers_wait_until_the_client_takes_them() -> None:
         client.congested = True
         client.put(*(Get(-n, "k") for n in range(1, 41)))
         await asyncio.sleep(0.1)
-        assert not any(isinstance(each, FoundEntry) for each in client.told)
+        assert not any(isinstance(each, FoundEntry) for each in client.received)
         # Nothing more is taken from this client, and others are served.
         client.put(Write(1, [2], [encode(Put("k", b"unread", 0))]))
         await asyncio.sleep(0.1)
@@ -105,7 +105,7 @@ def test_a_request_as_long_as_a_frame_is_answered_in_a_short_one() -> None:
     on_quorum(test)
 
 
-def test_when_disks_are_full_what_frees_is_carried_out_in_whatever_company_it_comes() -> None:
+def test_deletions_in_a_mixed_batch_are_carried_out_when_disks_are_full() -> None:
     """A follower sends the leader what its clients write in one turn as one batch."""
 
     async def test(quorum: Quorum) -> None:

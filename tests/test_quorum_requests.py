@@ -165,7 +165,7 @@ def test_large_writes_go_out_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None
     with_client(test, monkeypatch)
 
 
-def test_what_nobody_waits_for_any_more_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_whose_waiters_have_gone_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
         first = asked(client, b"first")
         await settle()
@@ -180,7 +180,7 @@ def test_what_nobody_waits_for_any_more_is_not_sent(monkeypatch: pytest.MonkeyPa
     with_client(test, monkeypatch)
 
 
-def test_a_write_has_a_number_only_when_it_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_gets_its_number_when_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the floor would skip a write that is sent later than others with higher numbers."""
 
     async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
@@ -262,7 +262,7 @@ def test_a_new_link_is_asked_for_everything_once(monkeypatch: pytest.MonkeyPatch
     with_client(test, monkeypatch)
 
 
-def test_under_another_name_nothing_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_not_repeated_under_another_client_id(monkeypatch: pytest.MonkeyPatch) -> None:
     """The quorum has forgotten the client, and the connection ends. What was sent under the old
     name may have been carried out: under the new one it would be carried out again."""
 
@@ -291,7 +291,7 @@ def test_under_another_name_nothing_is_asked_again(monkeypatch: pytest.MonkeyPat
     with_client(test, monkeypatch)
 
 
-def test_a_first_write_is_not_asked_again_though_a_later_one_was_answered(
+def test_a_first_write_is_not_retried_once_a_later_one_was_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It would look like the first write of a new client: nothing below it has been answered."""
@@ -309,7 +309,7 @@ def test_a_first_write_is_not_asked_again_though_a_later_one_was_answered(
     with_client(test, monkeypatch)
 
 
-def test_a_first_write_is_not_asked_again_after_a_long_time(
+def test_a_first_write_is_not_retried_after_a_long_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The quorum may have carried it out and forgotten the client since. Once it has answered a

@@ -84,7 +84,7 @@ class WithKeyspace(ReplicatedMachines):
 
 
 class Client:
-    """A client's connection, and what it was told on it."""
+    """A client's connection, and what it received on it."""
 
     def __init__(self, service: Service, name: str = "a-client", role: str = "client") -> None:
         self.role = role
@@ -92,7 +92,7 @@ class Client:
         self.closed = False
         self.refused: CloseReason | None = None
         self.faults: list[CloseReason] = []
-        self.told: list[Any] = []
+        self.received: list[Any] = []
         self.results: dict[int, bytes] = {}
         self.deaf = self.paused = self.congested = False
         self._on_frames: Callable[..., None] | None = None
@@ -116,7 +116,7 @@ class Client:
             raise ValueError(f"a frame of {len(data)} bytes")  # as links do
         if not self.deaf:
             answer = decode_answer(data)
-            self.told.append(answer)
+            self.received.append(answer)
             if isinstance(answer, WriteResults):
                 self.results |= zip(answer.ids, answer.results, strict=True)
         return not self.deaf
@@ -155,7 +155,7 @@ class Client:
             while True:
                 if id in self.results:
                     return self.results[id]
-                for answer in self.told:
+                for answer in self.received:
                     if not isinstance(answer, WatchNotification | WriteResults) and answer.id == id:
                         return answer
                 await asyncio.sleep(0.001)
@@ -337,7 +337,9 @@ def test_results_of_one_turn_come_together_and_within_bounds() -> None:
         client.put(Write(1, [*range(2, 12)], [large] * 10))
         client.put(Write(1, [*range(12, 20)], [encode(Delete("none", 0))] * 8))
         await client.answer_to(19)
-        together = [answer.ids for answer in client.told if isinstance(answer, WriteResults)][1:]
+        together = [answer.ids for answer in client.received if isinstance(answer, WriteResults)][
+            1:
+        ]
         assert [number for ids in together for number in ids] == [*range(2, 20)]
         assert len(together) <= 5, "as many as fit"
         assert all(
@@ -354,9 +356,9 @@ def test_long_lists_come_in_pieces() -> None:
             await client.do(number + 1, Put(f"k/{number}", bytes(400_000), 0))
         client.put(Scan(-1, "k"))
         await quorum.world.until(
-            lambda: any(isinstance(each, ListChunk) and not each.more for each in client.told)
+            lambda: any(isinstance(each, ListChunk) and not each.more for each in client.received)
         )
-        pieces = [each for each in client.told if isinstance(each, ListChunk)]
+        pieces = [each for each in client.received if isinstance(each, ListChunk)]
         assert len(pieces) > 1
         assert [each.more for each in pieces] == [True] * (len(pieces) - 1) + [False]
         keys = [record.key for each in pieces for record in each.entries]
@@ -365,7 +367,7 @@ def test_long_lists_come_in_pieces() -> None:
     on_quorum(test)
 
 
-def test_a_lease_is_renewed_through_any_node_and_ends_when_nobody_does() -> None:
+def test_a_lease_is_renewed_through_any_node_and_ends_without_renewals() -> None:
     async def test(quorum: Quorum) -> None:
         clients = [Client(service) for service in quorum.services.values()]
         lease = await granted(clients[0])
@@ -406,7 +408,7 @@ def test_leases_outlive_a_change_of_leader_and_end_after_it() -> None:
     on_quorum(test)
 
 
-def test_a_leader_that_nobody_follows_confirms_no_renewal() -> None:
+def test_a_leader_without_followers_confirms_no_renewal() -> None:
     async def test(quorum: Quorum) -> None:
         leader = await quorum.leader()
         client = Client(quorum.services[leader])
@@ -414,7 +416,7 @@ def test_a_leader_that_nobody_follows_confirms_no_renewal() -> None:
         quorum.world.cut(leader)
         client.put(RenewLease(-1, lease))
         await asyncio.sleep(15.0)
-        assert not any(isinstance(answer, LeaseRenewed) for answer in client.told)
+        assert not any(isinstance(answer, LeaseRenewed) for answer in client.received)
         assert client.closed, "and it sends its clients away"
         quorum.world.heal()
 
@@ -451,24 +453,24 @@ def test_a_short_election_costs_no_connection() -> None:
     on_quorum(test)
 
 
-def test_watches_tell_of_changes_by_other_nodes() -> None:
+def test_watches_notify_of_changes_by_other_nodes() -> None:
     async def test(quorum: Quorum) -> None:
         writer, watcher = (Client(quorum.services[node]) for node in ("n1", "n2"))
         assert isinstance(await watcher.answer(WatchRequest(-1, "a", -1)), WatchConfirmed)
         assert isinstance(await watcher.answer(WatchRequest(-2, "a/b", -1)), WatchConfirmed)
         assert isinstance(await watcher.answer(WatchRequest(-3, "a/c", -1)), WatchConfirmed)
         result = await writer.do(1, Put("a/b", b"", 0))
-        await quorum.world.until(lambda: told(watcher))
-        assert sorted(told(watcher)) == [-2, -1]
+        await quorum.world.until(lambda: notices(watcher))
+        assert sorted(notices(watcher)) == [-2, -1]
         revision = max(
-            each.revision for each in watcher.told if isinstance(each, WatchNotification)
+            each.revision for each in watcher.received if isinstance(each, WatchNotification)
         )
         assert revision == result.revision
         watcher.put(CancelWatch(-1))
-        watcher.told.clear()
+        watcher.received.clear()
         await writer.do(2, Put("a/c/d", b"", 0))
-        await quorum.world.until(lambda: told(watcher))
-        assert told(watcher) == [-3]
+        await quorum.world.until(lambda: notices(watcher))
+        assert notices(watcher) == [-3]
         service = quorum.services["n2"]
         assert service.watches == 2
         watcher.close()
@@ -477,13 +479,16 @@ def test_watches_tell_of_changes_by_other_nodes() -> None:
     on_quorum(test)
 
 
-def told(client: Client) -> list[int]:
+def notices(client: Client) -> list[int]:
     return [
-        watch for each in client.told if isinstance(each, WatchNotification) for watch in each.ids
+        watch
+        for each in client.received
+        if isinstance(each, WatchNotification)
+        for watch in each.ids
     ]
 
 
-def test_the_end_of_a_lease_is_told_everywhere() -> None:
+def test_the_end_of_a_lease_notifies_watches_on_every_node() -> None:
     async def test(quorum: Quorum) -> None:
         holder = Client(quorum.services["n1"])
         watchers = [Client(service) for service in quorum.services.values()]
@@ -491,13 +496,13 @@ def test_the_end_of_a_lease_is_told_everywhere() -> None:
         await holder.do(2, Create("k", b"", lease))
         for watcher in watchers:
             await watcher.answer(WatchRequest(-1, "k", -1))
-            watcher.told.clear()
-        await quorum.world.until(lambda: all(told(each) for each in watchers))
+            watcher.received.clear()
+        await quorum.world.until(lambda: all(notices(each) for each in watchers))
 
     on_quorum(test)
 
 
-def test_a_watch_that_is_resumed_tells_what_was_missed_and_no_more() -> None:
+def test_a_resumed_watch_notifies_of_missed_changes_only() -> None:
     async def test(quorum: Quorum) -> None:
         writer, first = Client(quorum.services["n1"]), Client(quorum.services["n2"])
         begun = await first.answer(WatchRequest(-1, "a", -1))
@@ -505,18 +510,18 @@ def test_a_watch_that_is_resumed_tells_what_was_missed_and_no_more() -> None:
         quiet = Client(quorum.services["n3"])
         await quiet.ask(Get, "b")  # so that it has caught up
         await quiet.answer(WatchRequest(-5, "a", begun.revision))
-        assert told(quiet) == []
+        assert notices(quiet) == []
         first.close()
         await writer.do(2, Put("a/x", b"", 0))
         await quiet.ask(Get, "a")
         missed = Client(quorum.services["n3"])
         await missed.answer(WatchRequest(-1, "a", begun.revision))
-        await quorum.world.until(lambda: told(missed))
+        await quorum.world.until(lambda: notices(missed))
 
     on_quorum(test)
 
 
-def test_what_a_client_may_not_do_is_said_in_words() -> None:
+def test_invalid_commands_are_refused_with_the_reason() -> None:
     async def test(quorum: Quorum) -> None:
         client = Client(quorum.services["n1"])
         lease = await granted(client)
@@ -577,7 +582,7 @@ def test_nonsense_ends_the_connection() -> None:
     on_quorum(test)
 
 
-def test_who_does_not_read_is_let_go() -> None:
+def test_a_client_that_does_not_read_is_disconnected() -> None:
     async def test(quorum: Quorum) -> None:
         client = Client(quorum.services["n1"])
         client.deaf = True
@@ -587,7 +592,7 @@ def test_who_does_not_read_is_let_go() -> None:
     on_quorum(test)
 
 
-def test_a_client_that_was_forgotten_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_whose_session_was_dropped_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machines, "FORGOTTEN_AFTER", 5)
 
     async def test(quorum: Quorum) -> None:
@@ -603,7 +608,7 @@ def test_a_client_that_was_forgotten_is_told(monkeypatch: pytest.MonkeyPatch) ->
     on_quorum(test)
 
 
-def test_a_node_tells_how_it_is() -> None:
+def test_a_node_reports_its_status() -> None:
     async def test(quorum: Quorum) -> None:
         leader = await quorum.leader()
         client = Client(quorum.services[leader])
@@ -619,7 +624,7 @@ def test_a_node_tells_how_it_is() -> None:
     on_quorum(test)
 
 
-def test_an_onlooker_may_ask_how_a_node_without_a_leader_is_and_no_more() -> None:
+def test_an_onlooker_may_only_ask_for_the_status_of_a_node_without_a_leader() -> None:
     async def test(quorum: Quorum) -> None:
         follower = await quorum.follower()
         service = quorum.services[follower]
@@ -638,7 +643,7 @@ def test_an_onlooker_may_ask_how_a_node_without_a_leader_is_and_no_more() -> Non
         flood = Client(service, role="onlooker")
         flood.put(StatusRequest(1), StatusRequest(2))
         assert flood.faults == [CloseReason.OUT_OF_TURN]
-        assert not flood.told
+        assert not flood.received
         service.close()
         assert Client(service, role="onlooker").refused is CloseReason.NOT_SERVING
 
@@ -687,7 +692,7 @@ def test_nodes_that_restart_serve_again() -> None:
 
 
 def test_a_lease_with_many_keys_ends_a_slice_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Absent at once for whoever reads; told to whoever watches slice by slice, by every node."""
+    """Absent at once for whoever reads; watches are notified slice by slice, by every node."""
     monkeypatch.setattr(state, "SLICE", 10)
 
     async def test(quorum: Quorum) -> None:
@@ -697,14 +702,15 @@ def test_a_lease_with_many_keys_ends_a_slice_at_a_time(monkeypatch: pytest.Monke
             await client.do(2 + number, Create(f"k/{number:02}", b"", lease))
             await watcher.answer(WatchRequest(-1 - number, f"k/{number:02}", -1))
         await watcher.ask(Get, "k")
-        watcher.told.clear()
+        watcher.received.clear()
         before = quorum.keyspace("n1").revision
         assert await client.do(200, Revoke(lease)) == Done()
         assert (await client.ask(Scan, "k")).entries == []
-        await quorum.world.until(lambda: len(told(watcher)) == 95)
-        assert sorted(told(watcher)) == list(range(-95, 0)), "each once"
+        await quorum.world.until(lambda: len(notices(watcher)) == 95)
+        assert sorted(notices(watcher)) == list(range(-95, 0)), "each once"
         assert (
-            max(len(each.ids) for each in watcher.told if isinstance(each, WatchNotification)) <= 10
+            max(len(each.ids) for each in watcher.received if isinstance(each, WatchNotification))
+            <= 10
         )
         await quorum.world.until(
             lambda: all(len(quorum.keyspace(node)) == 0 for node in quorum.world.nodes)

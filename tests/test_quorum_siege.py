@@ -71,7 +71,7 @@ def faults(trial: Trial) -> dict[str, int]:
     return counted
 
 
-def test_those_of_another_cluster_and_those_who_do_not_know_the_secret(trial: Trial) -> None:
+def test_nodes_of_another_cluster_and_nodes_without_the_secret(trial: Trial) -> None:
     async def knock() -> None:
         context = Context(SystemClock(), lambda event: None)
         secret = SECRET.replace(" ", "%20")
@@ -119,7 +119,7 @@ def test_garbage(trial: Trial) -> None:
     assert sum(faults(trial).values()) > sum(before.values()) + 100
 
 
-def test_clients_that_know_the_secret_and_talk_nonsense(trial: Trial) -> None:
+def test_authenticated_clients_that_send_garbage(trial: Trial) -> None:
     """They are let in, say something outrageous, and are shown out."""
 
     async def talk() -> None:

@@ -161,7 +161,7 @@ def storm(seed: int, machine: type[WithKeyspace] = WithKeyspace) -> Storm:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_nobody_believes_in_a_lease_that_has_ended(seed: int) -> None:
+def test_no_client_relies_on_a_lease_that_has_ended(seed: int) -> None:
     weather = storm(seed)
     assert not weather.wrong, weather.wrong[:3]
     assert weather.renewed > 20

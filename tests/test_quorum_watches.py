@@ -123,7 +123,7 @@ class Node:
             call()
 
     @property
-    def told(self) -> list[Any]:
+    def received(self) -> list[Any]:
         return [decode_answer(payload) for _, payload in self.server.out]
 
 
@@ -131,7 +131,7 @@ class Client:
     """A client whose connections are made and broken by the test."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.received: list[str] = []
         self.connection = QuorumConnection(
             Dialler(["n:1"], Security(), ExpectedCluster("c"), connect_timeout_s=1)
         )
@@ -150,7 +150,9 @@ class Client:
     async def watch(self, node: Node, *scopes: str) -> None:
         self.dial(node)
         asked = [
-            asyncio.ensure_future(self.connection.watch(scope, partial(self.told.append, scope)))
+            asyncio.ensure_future(
+                self.connection.watch(scope, partial(self.received.append, scope))
+            )
             for scope in scopes
         ]
         await asyncio.sleep(0)
@@ -183,9 +185,9 @@ def test_a_link_that_breaks_between_two_frames_costs_no_watch_its_change(heard: 
         client.dial(third)
         client.hear(third.server.out)
         await asyncio.sleep(0.01)
-        assert {*client.told} == {"a", "b"}
-        resumed = [each for each in third.told if isinstance(each, WatchNotification)]
-        assert len(resumed) == 2 - heard // 2, "what was told is not told again"
+        assert {*client.received} == {"a", "b"}
+        resumed = [each for each in third.received if isinstance(each, WatchNotification)]
+        assert len(resumed) == 2 - heard // 2, "a notification is not repeated"
 
     run_virtual(main)
 
@@ -247,7 +249,7 @@ def test_a_node_of_an_earlier_release_is_not_relied_on() -> None:
         client.hear([confirmed])
         client.cut()
         await asyncio.sleep(0.01)
-        assert client.told == ["a"]
+        assert client.received == ["a"]
 
     run_virtual(main)
 
@@ -258,10 +260,10 @@ def test_a_node_that_is_behind_catches_up_before_it_confirms() -> None:
         put(keyspace, "a")
         node = Node(keyspace)
         node.server.take(node.server, [(REQUEST, encode(WatchRequest(-1, "b", 2)))])
-        assert node.told == []
+        assert node.received == []
         put(keyspace, "c")
         node.caught_up()
-        assert node.told == [WatchConfirmed(-1, 2)]
+        assert node.received == [WatchConfirmed(-1, 2)]
 
     run_virtual(main)
 
@@ -270,7 +272,7 @@ def test_a_node_that_is_behind_catches_up_before_it_confirms() -> None:
     ("cluster_id", "since", "missed"),
     [("the cluster", 1, False), ("", 1, False), ("other", 1, True), ("the cluster", 99, True)],
 )
-def test_a_position_of_another_history_is_told_to_read_again(
+def test_a_watch_position_of_another_history_requires_a_new_read(
     cluster_id: str, since: int, missed: bool
 ) -> None:
     """Of another cluster, or one that this cluster has not reached although it is up to date."""
@@ -282,6 +284,6 @@ def test_a_position_of_another_history_is_told_to_read_again(
         node.server.take(node.server, [(REQUEST, encode(WatchRequest(-1, "b", since, cluster_id)))])
         node.caught_up()
         expected: list[Any] = [WatchNotification([-1], 1)] if missed else []
-        assert node.told == [*expected, WatchConfirmed(-1, 1)]
+        assert node.received == [*expected, WatchConfirmed(-1, 1)]
 
     run_virtual(main)

@@ -46,7 +46,7 @@ from raft_kit import (
 )
 
 
-def test_transfer_stops_for_a_dead_heir() -> None:
+def test_transfer_stops_for_a_dead_successor() -> None:
     core = leading()
     core.handle(TransferAsked("b"), 2.0)
     effects = core.handle(Disconnected("b"), 2.0)
@@ -65,13 +65,13 @@ def test_transfer_is_bounded_by_an_election_timeout() -> None:
     assert core._now == pytest.approx(start + 1.0)
 
 
-def test_transfer_word_that_is_lost_is_said_again() -> None:
+def test_lost_timeout_now_is_sent_again() -> None:
     core = leading()
     assert sends(core.handle(TransferAsked("b"), 2.0), TimeoutNow)
     assert sends(hear(core, HeartbeatReply(1, 1), now=2.0), TimeoutNow)
 
 
-def test_another_heir_takes_the_first_ones_place() -> None:
+def test_another_successor_replaces_the_first() -> None:
     core = leading()
     core.handle(TransferAsked("b"), 2.0)
     assert core.handle(TransferAsked("b"), 2.0) == []
@@ -80,12 +80,12 @@ def test_another_heir_takes_the_first_ones_place() -> None:
     assert sends(effects, TimeoutNow)[0].peer == "c"
 
 
-def test_nobody_to_transfer_to() -> None:
+def test_transfer_without_another_candidate_fails() -> None:
     core = leading(Membership(("a",), ("d",)))
     assert isinstance(core.handle(TransferAsked(), 2.0)[0], TransferFailed)
 
 
-def test_stale_transfer_word_is_ignored() -> None:
+def test_stale_timeout_now_is_ignored() -> None:
     core = raft(recovered=recovered(5))
     assert hear(core, TimeoutNow(4)) == []
 
@@ -140,7 +140,7 @@ def test_a_change_that_would_leave_no_majority_is_refused() -> None:
     assert isinstance(core.handle(ChangeAsked(Membership(("a", "b"))), 5.0)[0], Accepted)
 
 
-def test_whoever_has_just_been_counted_is_there() -> None:
+def test_a_peer_counted_at_the_last_check_counts_as_active() -> None:
     core = leading()
     beating(core, core._check_at, "b", "c")
     core.handle(Elapsed(), core._check_at)
@@ -148,7 +148,7 @@ def test_whoever_has_just_been_counted_is_there() -> None:
     assert isinstance(core.handle(ChangeAsked(Membership(("a", "c"))), core._now)[0], Accepted)
 
 
-def test_whoever_has_left_is_not_there() -> None:
+def test_a_disconnected_peer_does_not_count_as_active() -> None:
     core = leading()
     core.handle(Disconnected("c"), 2.0)
     assert isinstance(change(core, "ac")[0], ProposalRefused)
@@ -218,7 +218,7 @@ def test_removal_that_may_be_lost_does_not_strand_its_server() -> None:
     assert leader.id == "b"
 
 
-def test_those_who_leave_learn_of_it() -> None:
+def test_a_removed_member_learns_of_its_removal() -> None:
     cluster = RaftCluster(["a", "b", "c"])
     cluster.elapse("a")
     cluster.settle()

@@ -68,7 +68,7 @@ def test_chaos_gets_work_done() -> None:
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
 @given(rng=st.randoms(note_method_calls=False), steps=st.integers(10, 120))
-def test_whatever_happens(rng: random.Random, steps: int) -> None:
+def test_random_faults_that_hypothesis_can_shrink(rng: random.Random, steps: int) -> None:
     """The same, with faults that Hypothesis can shrink."""
     Chaos(rng).run(steps).heal()
 

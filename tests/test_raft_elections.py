@@ -40,14 +40,14 @@ from raft_kit import (
 )
 
 
-def test_pre_vote_changes_nobodys_generation() -> None:
+def test_pre_vote_changes_no_generation() -> None:
     core = raft()
     reply = only(hear(core, PreVote(7, 0, 0)), PreVoteReply)
     assert reply == PreVoteReply(7, True)
     assert (core.generation, core.vote) == (0, None)
 
 
-def test_granted_pre_vote_reply_changes_nobodys_generation() -> None:
+def test_a_granted_pre_vote_reply_changes_no_generation() -> None:
     core = raft()
     hear(core, PreVoteReply(7, True))
     assert core.generation == 0
@@ -128,7 +128,7 @@ def test_learners_vote_when_asked() -> None:
 @pytest.mark.parametrize(
     "membership", [Membership(("b", "c")), Membership(()), Membership(("b",), ("a",))]
 )
-def test_whoever_is_no_voter_never_campaigns(membership: Membership) -> None:
+def test_a_learner_never_campaigns(membership: Membership) -> None:
     core = raft(membership=membership)
     assert core.next_deadline == math.inf
     hear(core, Heartbeat(1, 0, 1))
@@ -215,7 +215,7 @@ def test_two_who_canvass_at_once_do_not_split_the_votes() -> None:
     assert cluster.core("a").generation == 2
 
 
-def test_nobody_goes_first_who_has_less_log() -> None:
+def test_a_server_with_a_shorter_log_yields_the_pre_vote() -> None:
     """A server that runs a pre-vote must not prevent the election of one that can win."""
     core = raft(recovered=recovered(2, 1, 1))
     core.handle(Elapsed(), core.next_deadline)
@@ -261,7 +261,7 @@ def test_partial_connectivity_makes_progress() -> None:
     assert cluster.core("e").generation == generation
 
 
-def test_broken_link_deposes_nobody() -> None:
+def test_a_broken_connection_does_not_depose_the_leader() -> None:
     cluster = RaftCluster(["a", "b", "c"])
     cluster.elapse("a")
     cluster.settle()

@@ -105,7 +105,7 @@ def test_two_leaders_in_a_generation_are_named() -> None:
         hear(core, Heartbeat(1, 0, 1), "c")
 
 
-def test_a_disk_that_forgot_is_named() -> None:
+def test_a_disk_that_lost_synced_data_is_named() -> None:
     core = following()
     with pytest.raises(InvariantBroken, match="lost what it had written"):
         hear(core, Heartbeat(1, 3, 1))
@@ -261,7 +261,7 @@ def answered_at_once(event: CoreEvent, effects: list[Effect]) -> bool:
     return True
 
 
-def told(effects: list[Effect], before: tuple[Role, int, str | None], core: Raft) -> bool:
+def reported(effects: list[Effect], before: tuple[Role, int, str | None], core: Raft) -> bool:
     """A change of role is emitted once, first; without a change, not at all."""
     after = (core.role, core.generation, core.leader)
     changes = [e for e in effects if isinstance(e, RoleChanged)]
@@ -282,7 +282,7 @@ def test_every_role_and_event(make: Callable[[], Raft], event: CoreEvent) -> Non
     check(core)
     check_step(before, core)
     assert answered_at_once(event, effects)
-    assert told(effects, (before.role, before.generation, before.leader), core)
+    assert reported(effects, (before.role, before.generation, before.leader), core)
     assert core.next_deadline > now or isinstance(event, Elapsed) is False
 
 
@@ -307,7 +307,7 @@ def test_every_role_and_message(make: Callable[[], Raft], shift: int) -> None:
             continue
         check(core)
         check_step(before, core)
-        assert told(effects, (before.role, before.generation, before.leader), core)
+        assert reported(effects, (before.role, before.generation, before.leader), core)
         if shift < 0:
             assert facts(core) == before, message
             asks = isinstance(message, PreVote | Vote | Append | Heartbeat)

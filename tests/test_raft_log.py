@@ -95,7 +95,7 @@ def test_single_voter_commits_only_what_is_durable() -> None:
     assert core.commit == 2
 
 
-def test_late_word_of_the_disk_does_not_vouch_for_what_was_replaced() -> None:
+def test_late_disk_confirmation_does_not_cover_replaced_entries() -> None:
     """ABA: the same index, written once by an old leader and again by a new one."""
     core = following("b", 1)
     hear(core, Append(1, 0, 0, log(1, 1), 0, 1), "b")
@@ -124,7 +124,7 @@ def test_a_leader_is_held_to_what_it_has_on_disk_and_not_to_what_it_has_sent() -
     assert core.witnessed["c"] == Position(2)
 
 
-def test_a_leader_says_what_it_has_on_disk() -> None:
+def test_a_leader_reports_its_durable_log() -> None:
     core = leading()
     (first, _) = sends(core.handle(Propose(b"x"), 2.0), Append)
     assert isinstance(first.message, Append)

@@ -176,7 +176,7 @@ def test_every_request_is_in_the_table() -> None:
     assert {*get_args(Requests)} == roles.NEEDED.keys()
 
 
-def test_without_credentials_everybody_may_do_everything(tmp_path: Path) -> None:
+def test_without_credentials_every_client_may_do_everything(tmp_path: Path) -> None:
     async def main() -> None:
         async with asyncio.timeout(60), one_node(tmp_path / "n1") as address:
             store = make_store(StoreURL.parse(f"doyen://{address}"))

@@ -103,9 +103,9 @@ def test_the_document_names_it(name: str) -> None:
 
 
 def test_the_example_in_the_document_is_the_transcript() -> None:
-    told = text("paused-leader", result_of("paused-leader")).splitlines()
+    printed = text("paused-leader", result_of("paused-leader")).splitlines()
     example = next(block for block in story.blocks(DOCUMENT) if "✓" in block.text)
-    assert [line for line in example.text.splitlines() if line not in told] == []
+    assert [line for line in example.text.splitlines() if line not in printed] == []
 
 
 @each_scenario
@@ -121,8 +121,8 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     listed = capsys.readouterr().out
     assert all(name in listed for name in SCENARIOS)
     assert main(["lab", "scenario", "five-servers"]) == 0
-    told = capsys.readouterr().out
-    assert all(line in told for line in result_of("five-servers").lines)
+    printed = capsys.readouterr().out
+    assert all(line in printed for line in result_of("five-servers").lines)
     assert main(["lab", "scenario", "five-servers", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == result_of("five-servers").as_dict()
 

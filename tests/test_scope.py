@@ -272,7 +272,7 @@ async def test_nothing_stray_comes_after_the_scope(place: Place) -> None:
 
 
 @virtual
-async def test_a_loss_queued_but_not_yet_run_is_told_by_the_exit(place: Place) -> None:
+async def test_a_loss_queued_but_not_yet_run_is_raised_by_the_exit(place: Place) -> None:
     session = await place.open()
     with pytest.raises(LeadershipLost):
         async with stand(session) as term:
@@ -283,7 +283,7 @@ async def test_a_loss_queued_but_not_yet_run_is_told_by_the_exit(place: Place) -
 
 
 @virtual
-async def test_a_loss_after_the_exit_is_nobodys_affair(place: Place) -> None:
+async def test_a_loss_after_the_exit_has_no_effect(place: Place) -> None:
     session = await place.open()
     async with stand(session) as term:
         pass
@@ -772,7 +772,7 @@ def fail() -> None:
 
 
 @virtual
-async def test_a_failing_listener_does_not_keep_others_from_being_told(place: Place) -> None:
+async def test_a_failing_listener_does_not_affect_other_listeners(place: Place) -> None:
     session = await place.open()
     with pytest.raises(LeadershipLost):
         async with stand(session) as term:

@@ -129,7 +129,7 @@ async def test_the_stream_of_events_is_in_order(place: Place) -> None:
 
 
 @virtual
-async def test_a_sink_that_fails_costs_nobody_a_lease(place: Place) -> None:
+async def test_a_failing_sink_costs_no_lease(place: Place) -> None:
     def sink(record: object) -> None:
         raise RuntimeError("disk full")
 
@@ -290,7 +290,7 @@ async def test_the_two_recipes_meet_at_the_record(place: Place) -> None:
 
 
 @virtual
-async def test_a_ticket_removed_by_somebody_is_taken_anew(place: Place) -> None:
+async def test_a_ticket_removed_by_another_client_is_taken_anew(place: Place) -> None:
     a, b = await place.open(), await place.open()
     stop = asyncio.Event()
     leading = asyncio.create_task(lead_until_set(a, stop, name="a"))
@@ -406,7 +406,7 @@ async def test_a_lease_lost_while_taking_a_ticket(place: Place) -> None:
 
 
 @virtual
-async def test_what_is_behind_is_told(place: Place) -> None:
+async def test_the_candidate_ahead_is_reported(place: Place) -> None:
     first, second = await place.open(), await place.open()
     async with first.campaign("e", name="a"):
         with pytest.raises(NotElected):
@@ -549,7 +549,7 @@ async def test_closing_waits_for_a_body_no_longer_than_its_budget(place: Place) 
 
 
 @virtual
-async def test_a_candidate_without_a_store_is_told_of_the_closing(place: Place) -> None:
+async def test_closing_a_session_ends_a_candidate_whose_store_is_down(place: Place) -> None:
     faults = Faults()
     session = place.session(faults)
     async with session:
@@ -602,7 +602,7 @@ async def test_a_body_that_overruns_is_reported(place: Place) -> None:
 
 
 @virtual
-async def test_a_body_that_ends_in_time_is_not(place: Place) -> None:
+async def test_a_body_that_ends_in_time_is_not_reported(place: Place) -> None:
     session = await place.open()
     with pytest.raises(LeadershipLost):
         async with session.campaign("e") as term:
@@ -711,7 +711,7 @@ async def test_the_granted_ttl_counts_not_the_asked(place: Place) -> None:
 @pytest.mark.parametrize("campaigning", [True, False])
 @pytest.mark.parametrize("seed", range(5))
 @virtual
-async def test_doubt_is_told_with_the_time_that_is_left(
+async def test_doubt_is_reported_with_the_remaining_time(
     place: Place, campaigning: bool, seed: int
 ) -> None:
     """A renewal may fail when the deadline has passed: that is a loss, not doubt."""

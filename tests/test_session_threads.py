@@ -71,7 +71,7 @@ def full_pipe() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("stuck", ["audit", "log", "sink"])
-def test_whoever_reports_can_block_and_costs_no_lease(full_pipe: int, stuck: str) -> None:
+def test_a_blocking_sink_costs_no_lease(full_pipe: int, stuck: str) -> None:
     """An audit log, a logging handler or a sink of the user's that hangs for ever."""
     renewals = 0
 
@@ -120,12 +120,12 @@ def test_log_lines_reach_the_handlers_in_order_before_the_session_is_closed(
 
 def test_log_lines_that_are_dropped_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("doyen.events.telemetry.QUEUED", 5)
-    told, go_on = [], threading.Event()
+    logged, go_on = [], threading.Event()
 
     class Stuck(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             go_on.wait(20.0)
-            told.append(record.getMessage())
+            logged.append(record.getMessage())
 
     logger, handler = logging.getLogger("doyen"), Stuck()
     logger.addHandler(handler)
@@ -138,10 +138,10 @@ def test_log_lines_that_are_dropped_are_counted(monkeypatch: pytest.MonkeyPatch)
     finally:
         runtime.release()
         logger.removeHandler(handler)
-    assert told[:2] == ["line 0", "line 1"]
-    dropped = int(told[-1].split()[0])
-    assert "log lines were dropped" in told[-1]
-    assert len(told) - 1 + dropped == 21  # with the line that says that lines are dropped
+    assert logged[:2] == ["line 0", "line 1"]
+    dropped = int(logged[-1].split()[0])
+    assert "log lines were dropped" in logged[-1]
+    assert len(logged) - 1 + dropped == 21  # with the line that says that lines are dropped
 
 
 def test_renewing_on_the_callers_loop_would_lose_it() -> None:
@@ -161,7 +161,7 @@ def test_renewing_on_the_callers_loop_would_lose_it() -> None:
 
 
 def test_the_watchdog_trips_although_doyens_own_loop_hangs() -> None:
-    """A store adapter that blocks, say: the body is told in time by a thread that does no I/O."""
+    """A store adapter that blocks, say: the body is ended in time by a thread that does no I/O."""
 
     async def main() -> None:
         async with doyen.connect("memory://hung", ttl_s=1.0) as session:
@@ -189,7 +189,7 @@ def test_the_watchdog_trips_although_doyens_own_loop_hangs() -> None:
 
 def test_a_closed_loop_does_not_break_the_watchdog() -> None:
     """One body's loop is closed in mid-term. The watchdog's word to it goes nowhere; the body
-    next to it, on the same lease, is told all the same."""
+    next to it, on the same lease, is notified all the same."""
     server, faults = real_server(), Faults()
 
     async def main() -> None:
@@ -368,7 +368,7 @@ def test_a_second_cancellation_does_not_stop_the_closing_on_threads() -> None:
     assert ThreadRuntime._shared is None
 
 
-def test_an_audit_log_that_hangs_on_opening_stops_nobody_else(
+def test_an_audit_log_that_hangs_on_opening_does_not_block_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a network file system whose server is gone. Whoever gives up leaves no file open."""

@@ -143,7 +143,7 @@ def test_a_leader_that_is_cut_off_steps_down_and_its_entries_go(room: Room) -> N
     assert room.applied[old][index - 1].generation != generation
 
 
-def test_whoever_is_cut_off_disturbs_nobody_when_it_returns(room: Room) -> None:
+def test_a_server_that_was_cut_off_does_not_disturb_the_leader(room: Room) -> None:
     leader = room.leader()
     follower = next(name for name in THREE if name != leader)
     generation = room.cores[leader or ""].generation
@@ -227,7 +227,7 @@ def test_what_cannot_work_is_refused_at_once(protocol: str) -> None:
         )
 
 
-def test_a_late_word_of_the_disk_does_not_vouch_for_what_was_rewritten(protocol: str) -> None:
+def test_a_late_disk_confirmation_does_not_cover_rewritten_entries(protocol: str) -> None:
     """The disk confirms a write of entries that have been cut off since (ABA)."""
     core = make(protocol, THREE)
     core.log.extend([LogEntry(1, 1, b"a"), LogEntry(1, 1, b"b")])
@@ -277,13 +277,13 @@ def test_every_message_in_every_role(protocol: str, role: Role) -> None:
         # No protocol tolerates two leaders of one generation: only one of them may send.
         sender = core.leader if core.leader in peers else peers[0]
         for message in samples(kind, max(0, core.generation + ahead)):
-            if ahead == 0 and role is Role.LEADING and not spoken_to_leaders(kind):
+            if ahead == 0 and role is Role.LEADING and not sent_to_leaders(kind):
                 continue
             if not getattr(message, "entries", ()):
                 room.tell(name, Received(sender, message))
 
 
-def spoken_to_leaders(kind: type[msgspec.Struct]) -> bool:
+def sent_to_leaders(kind: type[msgspec.Struct]) -> bool:
     """Whether a leader may receive this in its own generation."""
     return kind.__name__ not in (
         "Append",
@@ -316,7 +316,7 @@ def in_role(protocol: str, role: Role) -> tuple[Room, str]:
 
 
 @pytest.mark.parametrize("role", list(Role))
-def test_strangers_and_ones_own_name_have_no_voice(protocol: str, role: Role) -> None:
+def test_messages_of_strangers_and_of_ones_own_name_are_ignored(protocol: str, role: Role) -> None:
     room, name = in_role(protocol, role)
     core = room.cores[name]
     before = facts(core)

@@ -83,7 +83,7 @@ def test_the_smallest_id_does_not_lead_without_the_log() -> None:
     assert room.data("n1") == [b"x"]
 
 
-def test_a_smaller_id_that_returns_deposes_nobody() -> None:
+def test_a_smaller_id_that_returns_does_not_depose_the_leader() -> None:
     room = Room(SmallestId, FIVE)
     room.start("n3", "n4", "n5")
     room.run(1.0)
@@ -94,7 +94,7 @@ def test_a_smaller_id_that_returns_deposes_nobody() -> None:
     assert room.settled()
 
 
-def test_a_generation_that_came_to_nothing_deposes_nobody() -> None:
+def test_an_abandoned_generation_does_not_depose_the_leader() -> None:
     """The server that began it failed as soon as it had voted for itself."""
     room = Room(SmallestId, FIVE)
     room.start("n3", "n4", "n5")
@@ -112,7 +112,7 @@ def test_a_generation_that_came_to_nothing_deposes_nobody() -> None:
     assert [*map(room.data, FIVE)] == [[b"x"]] * 5
 
 
-def test_whoever_is_not_answered_stands_not() -> None:
+def test_a_server_without_answers_does_not_stand() -> None:
     """It hears the others look for a leader, and they do not hear it."""
     room = Room(SmallestId, ("n1", "n2", "n3"))
     room.cuts = {("n1", "n2"), ("n1", "n3")}
@@ -131,7 +131,7 @@ def test_whoever_is_not_answered_stands_not() -> None:
     assert room.settled()
 
 
-def test_without_a_majority_nobody_stands_round_after_round() -> None:
+def test_without_a_majority_no_server_campaigns_repeatedly() -> None:
     """No server votes too early, and no generation runs away meanwhile."""
     room = Room(SmallestId, FIVE)
     room.start("n1", "n2")
@@ -152,7 +152,7 @@ def test_a_round_without_a_winner_is_followed_by_another() -> None:
 
 
 @pytest.mark.parametrize("make", [SmallestId, mutants.VotesBeforeWriting])
-def test_a_vote_is_on_disk_before_it_is_said(make: Any) -> None:
+def test_a_vote_is_on_disk_before_it_is_sent(make: Any) -> None:
     core = one(make=make)
     effects = core.handle(Received("n1", Stand(1, 0, 0)), 0.0)
     persist = next(effect for effect in effects if isinstance(effect, Persist))
@@ -170,7 +170,7 @@ def test_one_vote_per_generation_also_after_a_restart() -> None:
     ("last", "granted"),
     [((2, 2), True), ((2, 3), True), ((3, 1), True), ((2, 1), False), ((1, 9), False)],
 )
-def test_a_vote_goes_to_whose_log_goes_as_far(last: tuple[int, int], granted: bool) -> None:
+def test_a_vote_is_granted_to_a_log_at_least_as_long(last: tuple[int, int], granted: bool) -> None:
     core = one(Recovered(VoterState(2, None), None, (LogEntry(1, 0, b""), LogEntry(2, 0, b""))))
     effects = core.handle(Received("n1", Stand(3, *last)), 0.0)
     assert votes(effects)[0][0] == Vote(3, granted)

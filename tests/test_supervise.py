@@ -216,7 +216,9 @@ def test_what_the_command_leaves_behind_ends_with_it(stamps: Callable[..., Stamp
     assert not work.any_alive()
 
 
-def test_cancelled_it_stops_a_meek_command_without_force(stamps: Callable[..., Stamps]) -> None:
+def test_cancelling_stops_a_command_that_ends_on_sigterm_without_sigkill(
+    stamps: Callable[..., Stamps],
+) -> None:
     work = stamps("meek")
 
     async def main() -> None:
@@ -406,7 +408,7 @@ def test_doyen_is_killed(tmp_path: Path, stamps: Callable[..., Stamps]) -> None:
         assert work.last() < released
 
 
-def test_doyen_is_killed_and_the_command_is_meek(
+def test_doyen_is_killed_and_the_command_ends_on_sigterm(
     tmp_path: Path, stamps: Callable[..., Stamps]
 ) -> None:
     work = stamps("meek")

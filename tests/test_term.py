@@ -149,7 +149,7 @@ STEPS: dict[str, Step] = {
 @pytest.mark.parametrize("second", STEPS)
 @pytest.mark.parametrize("first", [*STEPS][:5])
 def test_every_end_is_final(first: str, second: str) -> None:
-    """Whatever ended it, whatever comes after: it stays invalid, its end is told once, and only a
+    """Whatever ended it, whatever comes after: it stays invalid, its end is seen once, and only a
     body that ended first counts as kept."""
     clock = VirtualClock()
     keepalive, term = keepalive_and_term(clock)
@@ -158,8 +158,8 @@ def test_every_end_is_final(first: str, second: str) -> None:
         term._lose(reason)
 
     keepalive.on_loss("candidacy", lease_lost)
-    told: list[TermState] = []
-    term.on_end(lambda: told.append(term.state))
+    ends: list[TermState] = []
+    term.on_end(lambda: ends.append(term.state))
     for step in (first, second):
         STEPS[step](keepalive, term)
         assert not term.valid
@@ -168,7 +168,7 @@ def test_every_end_is_final(first: str, second: str) -> None:
     kept = term._conclude()
     assert kept is (first == "body ended")
     assert term.state is (TermState.ENDED if kept else TermState.LOST)
-    assert told == [term.state]
+    assert ends == [term.state]
     assert term.ended_at == clock.now()
     assert term.reason
 
@@ -223,6 +223,6 @@ def test_lost_can_be_waited_for_by_threads() -> None:
     assert term.wait_lost()
 
 
-def test_repr_tells_who_leads_what() -> None:
+def test_repr_names_the_candidate_and_the_election() -> None:
     _, term = keepalive_and_term(VirtualClock())
     assert repr(term) == "<Term of 'a' in 'e', token 7, leader>"

@@ -245,11 +245,11 @@ def test_with_certificates_on_both_sides(server: Secured, certificates: Certific
         try:
             lease = await store.grant(60)
             await store.renew(lease)
-            told = asyncio.Event()
-            await store.watch(KEY, told.set)
+            notified = asyncio.Event()
+            await store.watch(KEY, notified.set)
             assert (await store.create(KEY, b"v", lease)).won
             async with asyncio.timeout(20):
-                await told.wait()
+                await notified.wait()
             await store.revoke(lease)
         finally:
             await store.close()
@@ -271,7 +271,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("mistake", REFUSALS)
-def test_who_is_refused_is_told_why(
+def test_a_refused_connection_gets_the_reason(
     server: Secured, certificates: Certificates, mistake: str
 ) -> None:
     options, says = REFUSALS[mistake]
@@ -334,7 +334,9 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ssl, "create_default_context", insisting)
 
 
-def test_a_redis_that_does_not_say_farewell_is_left_at_once(certificates: Certificates) -> None:
+def test_a_redis_that_disappears_without_tls_shutdown_is_left_at_once(
+    certificates: Certificates,
+) -> None:
     """The server completes the TLS handshake, refuses, and disappears. What was opened is closed
     when the loop ends; otherwise the garbage collector would warn."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

@@ -121,7 +121,7 @@ def test_a_view_is_entered_on_disk_before_it_is_reported(make: Any) -> None:
     assert kept == (make is Viewstamped)
 
 
-def test_wanting_a_view_binds_nobody() -> None:
+def test_asking_for_a_view_binds_no_server() -> None:
     room = Room(Viewstamped, THREE)
     room.start("n0")
     room.run(20.0)
@@ -189,7 +189,7 @@ def test_a_view_that_was_led_and_given_up_is_not_led_again() -> None:
     assert (core.role, core.generation, core.wanted) == (Role.LOOKING, 1, 2)
 
 
-def test_a_primary_that_wanted_another_view_hears_of_those_who_have_entered_it() -> None:
+def test_a_primary_that_asked_for_another_view_learns_who_has_entered_it() -> None:
     core = one("n1", among=("n0", "n1", "n2", "n3", "n4"))
     hear(core, "n0", DoViewChange(1, 0, 0))
     core.handle(Persisted(1), 0.0)
@@ -203,7 +203,7 @@ def test_a_primary_that_wanted_another_view_hears_of_those_who_have_entered_it()
     assert StartViewChange(2, False) in sent(effects, StartViewChange)
 
 
-def test_a_view_that_came_to_nothing_deposes_nobody() -> None:
+def test_an_abandoned_view_does_not_depose_the_primary() -> None:
     """The server that entered it failed at once. The primary goes on in the next view of its
     own."""
     room = Room(Viewstamped, THREE)
@@ -258,7 +258,7 @@ def test_a_crash_of_all_is_survived() -> None:
     assert room.data("n0") == [b"x"]
 
 
-def test_those_whose_primary_lives_do_not_listen() -> None:
+def test_a_server_with_a_live_primary_ignores_a_view_change() -> None:
     room = Room(Viewstamped, THREE)
     room.start()
     room.run(1.0)

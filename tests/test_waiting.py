@@ -35,7 +35,7 @@ def test_a_waiter_gets_the_outcome_and_its_cancellation_is_its_own() -> None:
 
 
 @pytest.mark.parametrize("ends", ["fails", "is cancelled"])
-def test_what_happens_after_the_waiter_has_gone_is_reported_to_nobody(ends: str) -> None:
+def test_a_failure_after_the_waiter_has_gone_is_not_logged(ends: str) -> None:
     reported: list[dict[str, Any]] = []
 
     async def main() -> None:

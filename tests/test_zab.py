@@ -166,7 +166,7 @@ def test_the_round_waits_for_something_better() -> None:
 
 
 @pytest.mark.parametrize("make", [Zab, mutants.FollowsOnHearsay])
-def test_nobody_follows_on_hearsay(make: Any) -> None:
+def test_no_server_follows_on_the_report_of_another(make: Any) -> None:
     """21: the followers of a leader are the last to learn that it is gone."""
     core = one("1", make=make)
     for peer in ("2", "3"):
@@ -304,7 +304,7 @@ def test_a_history_that_is_only_too_long_is_cut() -> None:
     assert len(core.log) == 2
 
 
-def test_a_late_word_cuts_nothing_that_was_proposed_since() -> None:
+def test_a_late_message_does_not_truncate_later_proposals() -> None:
     core = follower(ZabState(1, 1), (1, 1))
     hear(core, "3", NewLeader(2, 2, 1))
     core.log.append(entry(2))
@@ -319,7 +319,7 @@ def test_a_late_word_cuts_nothing_that_was_proposed_since() -> None:
     assert sent(effects, AckLeader) == [AckLeader(2, 3)]
 
 
-def test_a_leader_hears_of_a_later_epoch_and_looks_again() -> None:
+def test_a_leader_that_learns_of_a_later_epoch_starts_an_election() -> None:
     room = Room(Zab, THREE)
     room.start()
     room.run(1.0)

@@ -79,9 +79,9 @@ class Member(Served):
         super().start()
 
     def heard(self, line: str) -> None:
-        told = json.loads(line)
-        if told["event"] == "role":
-            self.role, self.generation = told["role"], told["generation"]
+        event = json.loads(line)
+        if event["event"] == "role":
+            self.role, self.generation = event["role"], event["generation"]
         super().heard(line)
 
     def hear(self, event: str, **fields: Any) -> dict[str, Any]:
@@ -259,7 +259,7 @@ class Trial:
             ]
             return found
 
-        self._wait("nobody leads", leads)
+        self._wait("there is no leader", leads)
         return max(found, key=lambda node: node.generation)
 
     def followers(self) -> list[Member]:
@@ -269,7 +269,7 @@ class Trial:
     def caught_up(self, node: Member) -> None:
         """Wait until the node follows or leads."""
         self._wait(
-            f"{node.name} finds nobody to follow", lambda: node.role in ("following", "leading")
+            f"{node.name} finds no leader to follow", lambda: node.role in ("following", "leading")
         )
 
     def progress(self, count: int = 100) -> None:
@@ -362,14 +362,14 @@ class Trial:
     def _slow(self, name: str) -> Path:
         return self._folder / f"{name}.slow"
 
-    def arrange(self, what: str, node: str) -> None:
+    def change_member(self, what: str, node: str) -> None:
         """Change the membership of the quorum, from the clients' host."""
-        self._do("arrange", self.url(*self.nodes), what, node, self.peers[node])
+        self._do("change_member", self.url(*self.nodes), what, node, self.peers[node])
 
     def transfer(self, name: str) -> None:
         """Transfer leadership to this node."""
         if self.leader().name != name:
-            self.arrange("transfer", name)
+            self.change_member("transfer", name)
 
 
 # The programs.
@@ -518,8 +518,8 @@ async def until(number: signal.Signals, *work: Coroutine[Any, Any, None]) -> Non
             task.result()
 
 
-def tell(**told: Any) -> None:
-    print(json.dumps(told), flush=True)
+def print_event(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
 
 
 class SlowDisk(FileSystem):
@@ -556,7 +556,7 @@ async def run_node(folder: Path, given: dict[str, Any]) -> None:
         found=not given["join"],
     )
     async with often(node):
-        tell(event="listening", node=name)
+        print_event(event="listening", node=name)
         url = f"doyen://{SECRET.replace(' ', '%20')}@{peers[name]}"
         # One client of each kind only reads: one that writes waits while there is no leader.
         clients = [LedgerClient(recorder, node, ledger).run(each) for each in (WRITING, 0.0)]
@@ -570,7 +570,7 @@ async def run_node(folder: Path, given: dict[str, Any]) -> None:
 
 async def work(*clients: Coroutine[Any, Any, None]) -> None:
     await until(signal.SIGUSR1, *clients)
-    tell(event="quiet")
+    print_event(event="quiet")
     await asyncio.Event().wait()
 
 
@@ -579,13 +579,13 @@ async def dump(node: doyen.Node, ledger: Ledger) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, asked.set)
     await asked.wait()
     await node.barrier()
-    tell(event="ledger", kept=ledger.kept)
+    print_event(event="ledger", kept=ledger.kept)
     await asyncio.Event().wait()
 
 
 async def tell_roles(node: doyen.Node) -> None:
     async for standing in node.observe():
-        tell(event="role", role=standing.role, generation=standing.generation)
+        print_event(event="role", role=standing.role, generation=standing.generation)
 
 
 async def survey(folder: Path, urls: Iterable[str]) -> None:
@@ -596,7 +596,7 @@ async def survey(folder: Path, urls: Iterable[str]) -> None:
                 pass
 
 
-async def arrange(url: str, what: str, node: str, address: str) -> None:
+async def change_member(url: str, what: str, node: str, address: str) -> None:
     from doyen.stores.quorum.store import QuorumStore
 
     async with opened(url) as store:
@@ -624,7 +624,7 @@ def main(folder: Path, role: str, *given: str) -> None:
     elif role == "survey":
         asyncio.run(survey(folder, given))
     else:
-        asyncio.run(arrange(*given))
+        asyncio.run(change_member(*given))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ async def test_a_crowd_takes_turns(place: Place) -> None:
 
 
 @virtual
-async def test_those_who_wait_keep_nobody_out(place: Place) -> None:
+async def test_waiting_candidates_do_not_block_admission(place: Place) -> None:
     leader, session = await place.open(), await place.open()
     async with leader.campaign("e"):
 
