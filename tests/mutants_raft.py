@@ -38,7 +38,8 @@ class CountsItselfBeforeWriting(Raft):
 
     def _stand(self, *, transfer: bool) -> None:
         super()._stand(transfer=transfer)
-        self._standing_token = 0
+        assert self._campaign is not None
+        self._campaign.token = 0
         self._out[:] = [
             msgspec.structs.replace(effect, after=0) if isinstance(effect, Send) else effect
             for effect in self._out
@@ -69,8 +70,9 @@ class CountsRepliesNotVoters(Raft):
         self._tally += 1
         super()._count(voter)
 
-    def _elected(self, *more: str) -> bool:
-        return self._tally + len(more) >= self.membership.majority
+    def _elected(self, votes: set[str]) -> bool:
+        assert self._campaign is not None
+        return self._tally + len(votes - self._campaign.votes) >= self.membership.majority
 
 
 class CommitsOldGenerations(Raft):
@@ -104,10 +106,10 @@ class CutsOnStaleAppend(Raft):
     def _merge(self, previous: int, entries: tuple[LogEntry, ...]) -> int:
         matched = super()._merge(previous, entries)
         if entries and self.log.base < matched < self.log.last and matched >= self.commit:
-            kept = self.log.between(matched, matched)
+            kept = self.log.entries[matched - self.log.base - 1]
             self.log.cut(matched - 1)
             self.membership = self.log.membership
-            self._write(tuple(kept))
+            self._write((kept,))
         return matched
 
 

@@ -23,7 +23,7 @@ from doyen.lab.quorum import QuorumWorld
 from doyen.lab.quorum_plan import HOLDER, KINDS, NAMED, draw
 from doyen.lab.runner import replay, run, save
 from doyen.lab.shrink import shrink
-from doyen.quorum.consensus.core import EntryKind, Membership, Received
+from doyen.quorum.consensus.core import CoreEvent, Effect, EntryKind, Membership, Received
 from doyen.quorum.consensus.raft import Raft
 from doyen.quorum.keyspace.versions import NEWEST
 from doyen.quorum.node.peers import Peers
@@ -191,9 +191,9 @@ def test_a_voter_that_does_not_catch_up_is_detected() -> None:
     class Deaf(Raft):
         """n3 ignores all messages."""
 
-        def _received(self, event: Received) -> None:
-            if self.id != "n3":
-                super()._received(event)
+        def handle(self, event: CoreEvent, now: float) -> list[Effect]:
+            deaf = self.id == "n3" and isinstance(event, Received)
+            return [] if deaf else super().handle(event, now)
 
     outcome = QuorumWorld(CALM.replace(for_s=3.0), known("raft").replace(make=Deaf)).run()
     assert [each.text for each in outcome.violations] == [

@@ -196,7 +196,8 @@ def test_pre_candidate_clears_leader_and_votes() -> None:
     core = following()
     core.handle(Elapsed(), core.next_deadline)
     assert core.leader is None
-    assert core._votes == {"a"}
+    assert core._campaign is not None
+    assert core._campaign.votes == {"a"}
     assert only(hear(core, PreVote(2, 1, 1), "c", 1.3), PreVoteReply) == PreVoteReply(2, True)
 
 

@@ -205,7 +205,7 @@ def test_batches_are_bounded_in_entries_and_bytes() -> None:
         (RaftSettings(message_bytes=1), 1),
     ):
         core = raft(recovered=start, settings=settings)
-        entries, weight = core.log.batch(1, settings.message_entries, settings.message_bytes)
+        entries, weight = core.log.batch(1, settings)
         assert len(entries) == weight == size
 
 

@@ -246,8 +246,8 @@ class CountsWhoIsUp(Raft):
         self._met.discard(event.peer)
         super()._disconnected(event)
 
-    def _elected(self, *more: str) -> bool:
-        return 2 * len(self._met & self._votes.union(more)) > len(self._met)
+    def _elected(self, votes: set[str]) -> bool:
+        return 2 * len(self._met & votes) > len(self._met)
 
 
 def _start_up(world: CoreWorld) -> None:

@@ -8,22 +8,18 @@ does with its log, is in `server`, which also explains the rules.
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import IntEnum
 from math import inf
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from doyen.quorum.consensus.core import (
-    Connected,
     CoreEvent,
-    Disconnected,
     Effect,
-    Elapsed,
     Membership,
     Message,
     Persist,
-    Persisted,
     Position,
     ProtocolSettings,
     Received,
@@ -45,20 +41,19 @@ from doyen.quorum.consensus.raft.messages import (
     VoteReply,
 )
 
-__all__ = ["FOLLOWING", "LEADING", "LOOKING", "NONE", "ElectionPhase", "Elector"]
+__all__ = ["FOLLOWING", "LEADING", "LOOKING", "Elector", "RaftCampaign"]
 
 LOOKING, FOLLOWING, LEADING = Role.LOOKING, Role.FOLLOWING, Role.LEADING
 
 
-class ElectionPhase(IntEnum):
-    """What a looking server does to get a leader."""
+class RaftCampaign(Struct):
+    """What a looking server does to get a leader: a pre-vote or, with `standing`, a candidacy."""
 
-    NONE = 0
-    CANVASSING = 1
-    STANDING = 2
-
-
-NONE, CANVASSING, STANDING = ElectionPhase.NONE, ElectionPhase.CANVASSING, ElectionPhase.STANDING
+    standing: bool
+    token: int = 0
+    """A candidate's own vote counts, and it asks for others, once this is on disk."""
+    transfer: bool = False
+    votes: set[str] = msgspec.field(default_factory=set)
 
 
 class Elector:
@@ -99,17 +94,8 @@ class Elector:
         self._token = self._written = 0
         self._heard = -inf
         self._haste = 0.0
-        self._campaign: ElectionPhase = NONE
-        self._votes: set[str] = set()
-        self._standing_token = 0
-        self._standing_by_transfer = False
-        self._on: dict[type[CoreEvent], Callable[[Any], None]] = {
-            Received: self._received,
-            Elapsed: self._elapsed,
-            Persisted: self._persisted,
-            Connected: self._connected,
-            Disconnected: self._disconnected,
-        }
+        self._campaign: RaftCampaign | None = None
+        self._on: dict[type[CoreEvent], Callable[[Any], None]] = {}
         self._hear: dict[type[Message], Callable[[str, Any], None]] = {
             PreVote: self._pre_vote,
             PreVoteReply: self._pre_vote_reply,
@@ -118,6 +104,7 @@ class Elector:
             TimeoutNow: self._timeout_now,
         }
         self._wait()
+        self._set_up()
 
     @property
     def position(self) -> Position:
@@ -128,12 +115,20 @@ class Elector:
         """Process one event and return what has to be done, in order."""
         if now < self._now:
             raise IllegalEvent(f"{self.id}: the clock went back from {self._now!r} to {now!r}")
-        on = self._on.get(type(event))
-        if on is None:
-            raise IllegalEvent(f"{self.id}: no such event: {event!r}")
         self._now = now
         out = self._out = []
-        on(event)
+        if type(event) is Received:
+            hear = self._hear.get(type(event.message))
+            if hear is None:
+                raise IllegalEvent(f"{self.id}: not a message of Raft: {event.message!r}")
+            if event.peer == self.id:
+                raise IllegalEvent(f"{self.id}: a message from a server of the same name")
+            hear(event.peer, event.message)
+        else:
+            on = self._on.get(type(event))
+            if on is None:
+                raise IllegalEvent(f"{self.id}: no such event: {event!r}")
+            on(event)
         if (
             self.role is not self._announced[0]
             or self.generation != self._announced[1]
@@ -144,43 +139,9 @@ class Elector:
             out.insert(0, RoleChanged(*self._announced))
         return out
 
-    def _received(self, event: Received) -> None:
-        hear = self._hear.get(type(event.message))
-        if hear is None:
-            raise IllegalEvent(f"{self.id}: not a message of Raft: {event.message!r}")
-        if event.peer == self.id:
-            raise IllegalEvent(f"{self.id}: a message from a server of the same name")
-        hear(event.peer, event.message)
-
-    def _elapsed(self, event: Elapsed) -> None:
-        if self._now < self.next_deadline:
-            return
-        if self._may_campaign():
-            self._canvass()
-        else:
-            self._look()
-
-    def _persisted(self, event: Persisted) -> None:
-        token = event.token
-        if not self._written <= token <= self._token:
-            raise IllegalEvent(
-                f"{self.id}: token {token} cannot be on disk now: {self._written} was, "
-                f"{self._token} is the last there is"
-            )
-        self._written = token
-        if self._campaign is STANDING and token >= self._standing_token:
-            self._count(self.id)
-
-    def _connected(self, event: Connected) -> None:
-        if self._campaign is not NONE and event.peer in self.membership.voters:
-            self._solicit(event.peer)
-
-    def _disconnected(self, event: Disconnected) -> None:
-        if self.leader == event.peer or (
-            self.vote == event.peer and self.leader is None and self._campaign is NONE
-        ):
-            # The leader, or the candidate that was about to lead, may be dead.
-            self._hurry()
+    def _set_up(self) -> None:
+        """Initialise the rest of the server."""
+        raise NotImplementedError
 
     def _lead(self) -> None:
         """This server is elected."""
@@ -222,8 +183,7 @@ class Elector:
             self._resign()
         self.role = LOOKING
         self.leader = None
-        self._campaign = NONE
-        self._votes.clear()
+        self._campaign = None
         self._wait()
 
     def _wait(self) -> None:
@@ -246,10 +206,7 @@ class Elector:
     def _canvass(self) -> None:
         """Run a pre-vote: ask whether a campaign would succeed before beginning a generation."""
         self._look()
-        self._campaign = CANVASSING
-        for peer in self.membership.voters:
-            if peer != self.id:
-                self._solicit(peer)
+        self._begin(RaftCampaign(standing=False))
         self._count(self.id)
 
     def _stand(self, *, transfer: bool) -> None:
@@ -258,36 +215,41 @@ class Elector:
         self.generation += 1
         self.vote = self.id
         self._save()
-        self._campaign = STANDING
-        self._standing_token = self._token
-        self._standing_by_transfer = transfer
+        self._begin(RaftCampaign(standing=True, token=self._token, transfer=transfer))
+
+    def _begin(self, campaign: RaftCampaign) -> None:
+        self._campaign = campaign
         for peer in self.membership.voters:
             if peer != self.id:
-                self._solicit(peer)
+                self._solicit(peer, campaign)
 
-    def _solicit(self, peer: str) -> None:
+    def _solicit(self, peer: str, campaign: RaftCampaign) -> None:
         last, generation = self.log.last, self.log.last_generation
-        if self._campaign is CANVASSING:
+        if campaign.standing:
+            vote = Vote(self.generation, last, generation, campaign.transfer)
+            self._out.append(Send(peer, vote, campaign.token))
+        else:
             self._out.append(Send(peer, PreVote(self.generation + 1, last, generation)))
-        elif self._campaign is STANDING:
-            vote = Vote(self.generation, last, generation, self._standing_by_transfer)
-            self._out.append(Send(peer, vote, self._standing_token))
 
     def _count(self, voter: str) -> None:
-        """Process a vote for this server."""
-        self._votes.add(voter)
-        if self._elected():
-            if self._campaign is CANVASSING:
-                self._stand(transfer=False)
-            else:
+        """Process a vote for this server, which campaigns."""
+        campaign = self._campaign
+        assert campaign is not None
+        campaign.votes.add(voter)
+        if self._elected(campaign.votes):
+            if campaign.standing:
                 self._lead()
+            else:
+                self._stand(transfer=False)
 
-    def _elected(self, *more: str) -> bool:
-        """Whether these votes, with some more, are a majority."""
-        votes = self._votes.union(more)
+    def _elected(self, votes: set[str]) -> bool:
+        """Whether these votes are a majority."""
         return sum(voter in votes for voter in self.membership.voters) >= self.membership.majority
 
     # Answering requests for votes.
+
+    def _campaigns(self, *, standing: bool) -> bool:
+        return self._campaign is not None and self._campaign.standing is standing
 
     def _content(self) -> bool:
         """Whether this server hears a leader, so that no other is needed."""
@@ -307,27 +269,31 @@ class Elector:
         future = message.generation > self.generation
         if future and self._content():
             return
-        granted = (future or self._free_for(peer)) and self._up_to_date(message)
-        if message.generation < self.generation:
-            # Answered all the same: the sender has to learn that it is behind.
-            granted = False
-        if granted and self._goes_first(peer, message):
-            self._solicit(peer)
+        # One of an earlier generation is answered all the same: its sender has to learn that it is
+        # behind.
+        granted = (
+            message.generation >= self.generation
+            and (future or self._free_for(peer))
+            and self._up_to_date(message)
+        )
+        campaign = self._campaign
+        if granted and campaign is not None and self._goes_first(peer, message, campaign):
+            self._solicit(peer, campaign)
             return
         generation = message.generation if granted else self.generation
         self._out.append(Send(peer, PreVoteReply(generation, granted)))
 
-    def _goes_first(self, peer: str, message: PreVote) -> bool:
+    def _goes_first(self, peer: str, message: PreVote, campaign: RaftCampaign) -> bool:
         """Two servers with equal logs that run a pre-vote at once would campaign at once and split
         the votes. The one whose name comes first asks again, if the other, which is now known to
         want a leader, is all that it lacks."""
         return (
-            self._campaign is CANVASSING
+            not campaign.standing
             and self.id < peer
             and message.generation == self.generation + 1
             and message.last_index == self.log.last
             and message.last_generation == self.log.last_generation
-            and self._elected(peer)
+            and self._elected(campaign.votes | {peer})
         )
 
     def _vote_asked(self, peer: str, message: Vote) -> None:
@@ -356,14 +322,16 @@ class Elector:
         if not message.granted:
             if message.generation > self.generation:
                 self._adopt(message.generation)
-        elif self._campaign is CANVASSING and message.generation == self.generation + 1:
+        elif self._campaigns(standing=False) and message.generation == self.generation + 1:
             self._count(peer)
 
     def _vote_reply(self, peer: str, message: VoteReply) -> None:
         if message.generation > self.generation:
             self._adopt(message.generation)
         elif (
-            message.granted and message.generation == self.generation and self._campaign is STANDING
+            message.granted
+            and message.generation == self.generation
+            and self._campaigns(standing=True)
         ):
             mark = self.witnessed.get(peer, Position())
             last = mark.last_generation, mark.last_index

@@ -15,6 +15,7 @@ import msgspec
 
 from doyen.quorum.consensus.core import EntryKind, LogEntry, Membership, Recovered, Snapshot
 from doyen.quorum.consensus.invariants import InvariantBroken
+from doyen.quorum.consensus.raft.messages import RaftSettings
 
 __all__ = ["RaftLog", "encode_membership"]
 
@@ -32,14 +33,8 @@ class RaftLog:
     """Entries by index, counted from 1."""
 
     __slots__ = (
-        "_memberships",
-        "_pending",
-        "base",
-        "base_generation",
-        "durable",
-        "entries",
-        "last",
-        "last_generation",
+        *("_memberships", "_pending", "base", "base_generation"),
+        *("durable", "entries", "last", "last_generation"),
     )
 
     def __init__(self, recovered: Recovered, founders: Membership) -> None:
@@ -72,14 +67,7 @@ class RaftLog:
             return self.entries[index - self.base - 1].generation
         return -1
 
-    def between(self, first: int, last: int) -> Sequence[LogEntry]:
-        """The entries from `first` to `last`, both included."""
-        base = self.base
-        return self.entries[first - base - 1 : last - base]
-
-    def batch(
-        self, first: int, most_entries: int, most_bytes: int
-    ) -> tuple[tuple[LogEntry, ...], int]:
+    def batch(self, first: int, settings: RaftSettings) -> tuple[tuple[LogEntry, ...], int]:
         """The entries from `first` on that fit in one message, and their size."""
         if first == self.last:
             entry = self.entries[-1]
@@ -87,11 +75,10 @@ class RaftLog:
         start = first - self.base - 1
         chosen: list[LogEntry] = []
         size = 0
-        for entry in self.entries[start : start + most_entries]:
-            size += len(entry.data)
-            if size > most_bytes and chosen:
-                size -= len(entry.data)
+        for entry in self.entries[start : start + settings.message_entries]:
+            if chosen and size + len(entry.data) > settings.message_bytes:
                 break
+            size += len(entry.data)
             chosen.append(entry)
         return tuple(chosen), size
 
@@ -119,17 +106,21 @@ class RaftLog:
         is no other."""
         return self._memberships[-2 if len(self._memberships) > 1 else -1][1]
 
-    def append(self, entries: Sequence[LogEntry], token: int) -> None:
-        """Append the entries of the write with this token."""
+    def append(self, entries: Sequence[LogEntry], token: int) -> bool:
+        """Append the entries of the write with this token. Returns whether they change the
+        membership."""
         if not entries:
-            return
+            return False
         self.entries.extend(entries)
+        changed = False
         for index, entry in enumerate(entries, self.last + 1):
             if entry.kind == _MEMBERSHIP:
                 self._memberships.append((index, _decode_membership(entry.data)))
+                changed = True
         self.last += len(entries)
         self.last_generation = entries[-1].generation
         self._pending.append((token, self.last))
+        return changed
 
     def cut(self, last: int) -> None:
         """Drop everything after `last`, which is about to be replaced."""
@@ -153,13 +144,13 @@ class RaftLog:
             self.durable = pending.popleft()[1]
         return self.durable > before
 
-    def compact(self, upto: int, tail_entries: int, tail_bytes: int) -> None:
+    def compact(self, upto: int, settings: RaftSettings) -> None:
         """Drop the entries that a snapshot up to `upto` replaces, except for a bounded tail."""
-        keep_from = max(self.base, upto - tail_entries)
+        keep_from = max(self.base, upto - settings.tail_entries)
         size = 0
         for index in range(upto, keep_from, -1):
             size += len(self.entries[index - self.base - 1].data)
-            if size > tail_bytes:
+            if size > settings.tail_bytes:
                 keep_from = index
                 break
         generation = self.generation_at(keep_from)

@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections import deque
 from enum import IntEnum
 
-from doyen.quorum.consensus.raft.messages import RaftSettings
-
 __all__ = ["PROBING", "SNAPSHOT", "STREAMING", "Pace", "Progress"]
 
 
@@ -31,16 +29,8 @@ class Progress:
     """A peer, as its leader sees it."""
 
     __slots__ = (
-        "_flying",
-        "_flying_bytes",
-        "active",
-        "lately",
-        "match",
-        "next",
-        "pace",
-        "paused",
-        "round",
-        "told",
+        *("active", "flying", "flying_bytes", "lately", "match"),
+        *("next", "pace", "paused", "round", "told"),
     )
 
     def __init__(self, following: int) -> None:
@@ -57,26 +47,9 @@ class Progress:
         """The latest round that it has answered."""
         self.told = 0
         """The commit index that it was sent last, as far as its log goes."""
-        self._flying: deque[tuple[int, int]] = deque()
-        self._flying_bytes = 0
-
-    def may_send(self, settings: RaftSettings) -> bool:
-        if self.pace is STREAMING:
-            flying = self._flying
-            return not flying or (
-                len(flying) < settings.window_messages
-                and self._flying_bytes < settings.window_bytes
-            )
-        return self.pace is PROBING and not self.paused
-
-    def sent(self, last: int, size: int) -> None:
-        """A message with entries up to `last` was sent."""
-        if self.pace is STREAMING:
-            self.next = last + 1
-            self._flying.append((last, size))
-            self._flying_bytes += size
-        else:
-            self.paused = True
+        self.flying: deque[tuple[int, int]] = deque()
+        """While streaming: the last index and the size of each message that is not answered."""
+        self.flying_bytes = 0
 
     def matched(self, index: int) -> None:
         """The peer has everything up to `index` on disk."""
@@ -84,9 +57,9 @@ class Progress:
             self.match = index
             if self.next <= index:
                 self.next = index + 1
-        flying = self._flying
+        flying = self.flying
         while flying and flying[0][0] <= index:
-            self._flying_bytes -= flying.popleft()[1]
+            self.flying_bytes -= flying.popleft()[1]
 
     def stream(self) -> None:
         self._land(STREAMING, self.match + 1)
@@ -106,5 +79,5 @@ class Progress:
         self.pace = pace
         self.next = following
         self.paused = False
-        self._flying.clear()
-        self._flying_bytes = 0
+        self.flying.clear()
+        self.flying_bytes = 0

@@ -36,9 +36,12 @@ latest, every answer echoes it. The answer to a later round also answers all bef
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from math import inf
+
+from msgspec import structs
 
 from doyen.quorum.consensus.core import (
     Accepted,
@@ -52,17 +55,14 @@ from doyen.quorum.consensus.core import (
     Install,
     LogEntry,
     Membership,
-    Message,
     Persist,
     Persisted,
     Position,
     ProposalRefused,
     Propose,
-    ProtocolSettings,
     ReadAsked,
     ReadReady,
     ReadRefused,
-    Recovered,
     Send,
     SendSnapshot,
     Snapshot,
@@ -72,7 +72,7 @@ from doyen.quorum.consensus.core import (
     TransferFailed,
 )
 from doyen.quorum.consensus.invariants import IllegalEvent, InvariantBroken
-from doyen.quorum.consensus.raft.elector import FOLLOWING, LEADING, NONE, Elector
+from doyen.quorum.consensus.raft.elector import FOLLOWING, LEADING, Elector
 from doyen.quorum.consensus.raft.log import encode_membership
 from doyen.quorum.consensus.raft.messages import (
     Append,
@@ -81,7 +81,7 @@ from doyen.quorum.consensus.raft.messages import (
     HeartbeatReply,
     TimeoutNow,
 )
-from doyen.quorum.consensus.raft.progress import PROBING, SNAPSHOT, Progress
+from doyen.quorum.consensus.raft.progress import PROBING, SNAPSHOT, STREAMING, Progress
 
 __all__ = ["Raft"]
 
@@ -91,17 +91,7 @@ _NOWHERE = Position()
 class Raft(Elector):
     """A `Core` for Raft."""
 
-    def __init__(
-        self,
-        id: str,  # noqa: A002  (the core's own word)
-        membership: Membership,
-        recovered: Recovered,
-        *,
-        settings: ProtocolSettings,
-        jitter: Callable[[], float],
-        now: float,
-    ) -> None:
-        super().__init__(id, membership, recovered, settings=settings, jitter=jitter, now=now)
+    def _set_up(self) -> None:
         self._patience = self.settings.election_timeout_s
         self._peers: dict[str, Progress] = {}
         self._opening = 0
@@ -110,25 +100,25 @@ class Raft(Elector):
         self._successor: str | None = None
         self._beat_at = self._check_at = self._transfer_until = inf
         self._made = Append(0, 0, 0, (), 0, 0)
-        self._on.update(
-            {
-                Propose: self._proposed,
-                ReadAsked: self._read_asked,
-                TransferAsked: self._transfer_asked,
-                ChangeAsked: self._change_asked,
-                Compacted: self._compacted,
-                SnapshotSent: self._snapshot_sent,
-                SnapshotReceived: self._snapshot_received,
-            }
-        )
-        self._hear.update(
-            {
-                Append: self._append,
-                AppendReply: self._append_reply,
-                Heartbeat: self._heartbeat,
-                HeartbeatReply: self._heartbeat_reply,
-            }
-        )
+        self._on = {
+            Elapsed: self._elapsed,
+            Persisted: self._persisted,
+            Connected: self._connected,
+            Disconnected: self._disconnected,
+            Propose: self._proposed,
+            ReadAsked: self._read_asked,
+            TransferAsked: self._transfer_asked,
+            ChangeAsked: self._change_asked,
+            Compacted: self._compacted,
+            SnapshotSent: self._snapshot_sent,
+            SnapshotReceived: self._snapshot_received,
+        }
+        self._hear |= {
+            Append: self._append,
+            AppendReply: self._append_reply,
+            Heartbeat: self._heartbeat,
+            HeartbeatReply: self._heartbeat_reply,
+        }
 
     def check(self) -> None:
         """Check the invariants of this server alone."""
@@ -144,7 +134,7 @@ class Raft(Elector):
             if self._peers or self._reads or self._successor is not None:
                 raise InvariantBroken(f"{name} does not lead and has the state of a leader")
             return
-        if self._campaign is not NONE:
+        if self._campaign is not None:
             raise InvariantBroken(f"{name} leads and campaigns")
         for peer, progress in self._peers.items():
             if not progress.match < progress.next <= log.last + 1 or progress.match > log.last:
@@ -153,31 +143,51 @@ class Raft(Elector):
                 )
 
     def _elapsed(self, event: Elapsed) -> None:
-        if self.role is not LEADING:
-            super()._elapsed(event)
-        elif self._now >= self.next_deadline:
+        if self._now < self.next_deadline:
+            return
+        if self.role is LEADING:
             self._lead_on()
+        elif self._may_campaign():
+            self._canvass()
+        else:
+            self._look()
 
     def _persisted(self, event: Persisted) -> None:
-        super()._persisted(event)
-        if self.log.persisted(event.token) and self.role is LEADING:
+        token = event.token
+        if not self._written <= token <= self._token:
+            raise IllegalEvent(
+                f"{self.id}: token {token} cannot be on disk now: {self._written} was, "
+                f"{self._token} is the last there is"
+            )
+        self._written = token
+        campaign = self._campaign
+        if campaign is not None and campaign.standing and token >= campaign.token:
+            self._count(self.id)
+        if self.log.persisted(token) and self.role is LEADING:
             self._advance()
 
     def _connected(self, event: Connected) -> None:
-        super()._connected(event)
-        progress = self._peers.get(event.peer)
+        peer = event.peer
+        if self._campaign is not None and peer in self.membership.voters:
+            self._solicit(peer, self._campaign)
+        progress = self._peers.get(peer)
         if progress is not None and progress.pace is not SNAPSHOT:
             progress.resume()
-            self._replicate(event.peer, progress)
+            self._replicate(peer, progress)
 
     def _disconnected(self, event: Disconnected) -> None:
-        super()._disconnected(event)
-        progress = self._peers.get(event.peer)
+        peer = event.peer
+        if self.leader == peer or (
+            self.vote == peer and self.leader is None and self._campaign is None
+        ):
+            # The leader, or the candidate that was about to lead, may be dead.
+            self._hurry()
+        progress = self._peers.get(peer)
         if progress is not None:
             progress.active = progress.lately = False
             progress.resume(paused=True)
-            if self._successor == event.peer:
-                self._keep_leading(f"the connection to {event.peer} has ended")
+            if self._successor == peer:
+                self._keep_leading(f"the connection to {peer} has ended")
 
     # Writing.
 
@@ -186,23 +196,18 @@ class Raft(Elector):
         self._token += 1
         log = self.log
         self._out.append(Persist(self._token, None, log.last + 1, entries))
-        log.append(entries, self._token)
-        if log.membership is not self.membership:
-            self._reform()
-
-    def _reform(self) -> None:
-        """Another membership is in force."""
-        self.membership = self.log.membership
-        if self.role is LEADING:
-            # Removed servers are served until that is committed, so that they learn of it.
-            for peer in self.membership.everyone:
-                if peer != self.id and peer not in self._peers:
-                    self._peers[peer] = Progress(self.log.last)
+        if log.append(entries, self._token):
+            self.membership = log.membership
+            if self.role is LEADING:
+                # Removed servers are served until that is committed, so that they learn of it.
+                for peer in self.membership.everyone:
+                    if peer != self.id and peer not in self._peers:
+                        self._peers[peer] = Progress(log.last)
 
     def _commit_to(self, index: int) -> None:
-        first = self.commit + 1
+        first, base = self.commit + 1, self.log.base
         self.commit = index
-        self._out.append(Committed(first, self.log.between(first, index)))
+        self._out.append(Committed(first, self.log.entries[first - base - 1 : index - base]))
 
     # Following.
 
@@ -217,8 +222,7 @@ class Raft(Elector):
                 )
             self.role = FOLLOWING
             self.leader = peer
-            self._campaign = NONE
-            self._votes.clear()
+            self._campaign = None
             self._haste = 0.0
             self._patience = self._draw()
         self._heard = self._now
@@ -228,11 +232,7 @@ class Raft(Elector):
         if message.generation < self.generation:
             self._out.append(Send(peer, HeartbeatReply(self.generation, 0)))
             return
-        if message.generation == self.generation and self.leader == peer:
-            self._heard = self._now
-            self.next_deadline = self._now + self._patience
-        else:
-            self._follow(peer, message.generation)
+        self._follow(peer, message.generation)
         if message.commit > self.commit:
             if message.commit > self.log.last:
                 raise InvariantBroken(
@@ -328,8 +328,7 @@ class Raft(Elector):
         self._out.append(Send(event.peer, reply, self._token))
 
     def _wants(self, snapshot: Snapshot) -> bool:
-        """Install a snapshot, unless everything it stands for is in the log already, with what
-        follows."""
+        """Whether to install a snapshot: not if all that it stands for is in the log."""
         return (
             snapshot.index > self.commit
             and self.log.generation_at(snapshot.index) != snapshot.generation
@@ -342,7 +341,7 @@ class Raft(Elector):
                 f"{self.id}: a snapshot up to {index}, but only {self.commit} is committed"
             )
         if index > self.log.base:
-            self.log.compact(index, self.settings.tail_entries, self.settings.tail_bytes)
+            self.log.compact(index, self.settings)
 
     # Leading.
 
@@ -350,8 +349,7 @@ class Raft(Elector):
         """Begin to lead. The empty entry commits everything that is left of earlier generations."""
         self.role = LEADING
         self.leader = self.id
-        self._campaign = NONE
-        self._votes.clear()
+        self._campaign = None
         self._haste = 0.0
         following = self.log.last + 1
         self._peers = {
@@ -414,44 +412,48 @@ class Raft(Elector):
             self._replicate(peer, progress)
 
     def _replicate(self, peer: str, progress: Progress) -> None:
-        """Send everything that may be sent now."""
-        log = self.log
-        while progress.next <= log.last and progress.may_send(self.settings):
+        """Send everything that may be sent now: up to the window or, while probing, one message."""
+        log, flying = self.log, progress.flying
+        while progress.next <= log.last:
+            if progress.pace is STREAMING:
+                if flying and (
+                    len(flying) >= self.settings.window_messages
+                    or progress.flying_bytes >= self.settings.window_bytes
+                ):
+                    return
+            elif progress.pace is SNAPSHOT or progress.paused:
+                return
             if progress.next <= log.base:
                 progress.await_snapshot()
                 self._out.append(SendSnapshot(peer, self.generation))
                 return
             message, size = self._message(progress.next)
             last = message.previous_index + len(message.entries)
-            progress.sent(last, size)
-            self._tell(peer, progress, message, last)
+            if progress.pace is STREAMING:
+                progress.next = last + 1
+                flying.append((last, size))
+                progress.flying_bytes += size
+            else:
+                progress.paused = True
+            progress.told = max(progress.told, min(self.commit, last))
+            self._out.append(Send(peer, message))
 
     def _message(self, following: int) -> tuple[Append, int]:
-        """The entries from here on, and their size; the same object for all peers that need the
-        same."""
-        log = self.log
-        made = self._made
+        """The entries from here on, and their size; the same object for all peers that need only
+        the last entry."""
+        log, made, previous = self.log, self._made, following - 1
         if (
             following == log.last
-            and made.previous_index == following - 1
+            and made.previous_index == previous
             and made.commit == self.commit
             and made.round == self._round
             and made.generation == self.generation
-            and len(made.entries) == 1
         ):
             return made, len(made.entries[0].data)
-        entries, size = log.batch(
-            following, self.settings.message_entries, self.settings.message_bytes
-        )
-        previous = following - 1
+        entries, size = log.batch(following, self.settings)
+        before = log.generation_at(previous)
         self._made = made = Append(
-            self.generation,
-            previous,
-            log.generation_at(previous),
-            entries,
-            self.commit,
-            self._round,
-            log.durable,
+            self.generation, previous, before, entries, self.commit, self._round, log.durable
         )
         return made, size
 
@@ -459,31 +461,23 @@ class Raft(Elector):
         """Send an append without entries: if something before it was lost, the answer shows it."""
         if progress.pace is SNAPSHOT:
             return
-        previous = progress.next - 1
-        if previous < self.log.base:
+        log, previous = self.log, progress.next - 1
+        if previous < log.base:
             # The connection has ended; everything in the window may be lost.
             progress.resume()
             self._replicate(peer, progress)
         else:
-            generation = self.log.generation_at(previous)
-            durable = self.log.durable
+            before = log.generation_at(previous)
             message = Append(
-                self.generation, previous, generation, (), self.commit, self._round, durable
+                self.generation, previous, before, (), self.commit, self._round, log.durable
             )
-            self._tell(peer, progress, message, previous)
-
-    def _tell(self, peer: str, progress: Progress, message: Append, last: int) -> None:
-        told = min(self.commit, last)
-        if told > progress.told:
-            progress.told = told
-        self._out.append(Send(peer, message))
+            progress.told = max(progress.told, min(self.commit, previous))
+            self._out.append(Send(peer, message))
 
     def _append_reply(self, peer: str, message: AppendReply) -> None:
         progress = self._answerer(peer, message)
         if progress is None:
             return
-        if message.round > progress.round:
-            self._answered(progress, message.round)
         if message.rejected:
             self._back_off(peer, progress, message)
             return
@@ -505,7 +499,8 @@ class Raft(Elector):
                 self._advance()
                 if self.role is not LEADING:
                     return
-            self._hand_over(peer)
+            if peer == self._successor:
+                self._hand_over(peer)
         if progress.next <= self.log.last:
             self._replicate(peer, progress)
         if progress.told < self.commit:
@@ -526,15 +521,13 @@ class Raft(Elector):
         progress = self._answerer(peer, message)
         if progress is None:
             return
-        if message.round > progress.round:
-            self._answered(progress, message.round)
         if progress.match < self.log.last:
             # What was sent may have been lost, or is still being written there.
             self._nudge(peer, progress)
         elif self._successor == peer:
             self._hand_over(peer)
 
-    def _answerer(self, peer: str, message: Message) -> Progress | None:
+    def _answerer(self, peer: str, message: AppendReply | HeartbeatReply) -> Progress | None:
         """The peer that answers this leader in this generation, if it is still one."""
         if message.generation != self.generation or self.role is not LEADING:
             if message.generation > self.generation:
@@ -543,6 +536,10 @@ class Raft(Elector):
         progress = self._peers.get(peer)
         if progress is not None:
             progress.active = True
+            if message.round > progress.round:
+                progress.round = message.round
+                if self._reads:
+                    self._serve_reads()
         return progress
 
     def _snapshot_sent(self, event: SnapshotSent) -> None:
@@ -566,7 +563,8 @@ class Raft(Elector):
         settled = self.commit < self.log.membership_index <= point
         self._commit_to(point)
         for peer, progress in self._peers.items():
-            self._tell_commit(peer, progress)
+            if progress.told < progress.match:
+                self._tell_commit(peer, progress)
         if self._reads:
             self._serve_reads()
         if settled:
@@ -575,14 +573,13 @@ class Raft(Elector):
     def _commit_point(self) -> int:
         """The index up to which a majority has everything on disk, if the entry there is of this
         generation; otherwise the current commit index."""
-        peers = self._peers
-        marks = [
-            self.log.durable if voter == self.id else peers[voter].match
-            for voter in self.membership.voters
-        ]
-        marks.sort()
-        point = marks[-self.membership.majority]
-        return point if self.log.generation_at(point) == self.generation else self.commit
+        marks: list[int] = []
+        for voter in self.membership.voters:
+            insort(marks, self.log.durable if voter == self.id else self._peers[voter].match)
+        point = marks[(len(marks) - 1) // 2]  # at least `membership.majority` marks reach this one
+        if point > self.commit and self.log.generation_at(point) == self.generation:
+            return point
+        return self.commit
 
     def _tell_commit(self, peer: str, progress: Progress) -> None:
         commit = min(self.commit, progress.match)
@@ -616,32 +613,21 @@ class Raft(Elector):
 
     def _begin_round(self, peers: Iterable[str]) -> None:
         self._round += 1
-        commit, durable = self.commit, self.log.durable
-        beat = Heartbeat(self.generation, commit, self._round, durable)
+        beat = Heartbeat(self.generation, self.commit, self._round, self.log.durable)
         for peer in peers:
             progress = self._peers.get(peer)
-            if progress is None:
-                continue
-            if progress.match < commit:
-                mine = Heartbeat(self.generation, progress.match, self._round, durable)
+            if progress is not None:
+                behind = progress.match < self.commit
+                mine = structs.replace(beat, commit=progress.match) if behind else beat
                 self._out.append(Send(peer, mine))
-            else:
-                self._out.append(Send(peer, beat))
-
-    def _answered(self, progress: Progress, round_: int) -> None:
-        progress.round = round_
-        if self._reads:
-            self._serve_reads()
 
     def _confirmed(self) -> int:
         """The latest round that a majority has answered."""
-        peers = self._peers
-        marks = [
-            self._round if voter == self.id else peers[voter].round
+        rounds = sorted(
+            self._round if voter == self.id else self._peers[voter].round
             for voter in self.membership.voters
-        ]
-        marks.sort()
-        return marks[-self.membership.majority]
+        )
+        return rounds[-self.membership.majority]
 
     def _serve_reads(self) -> None:
         """Answer the reads whose round is confirmed, and begin the round that the next ones
@@ -692,10 +678,10 @@ class Raft(Elector):
                 best = voter
         return best
 
-    def _hand_over(self, peer: str) -> None:
+    def _hand_over(self, successor: str) -> None:
         """The successor may campaign as soon as it has the whole log."""
-        if peer == self._successor and self._peers[peer].match == self.log.last:
-            self._out.append(Send(peer, TimeoutNow(self.generation)))
+        if self._peers[successor].match == self.log.last:
+            self._out.append(Send(successor, TimeoutNow(self.generation)))
 
     def _keep_leading(self, reason: str) -> None:
         self._successor = None
