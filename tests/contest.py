@@ -21,20 +21,20 @@ from types import TracebackType
 from typing import Any, Self
 
 import doyen
+import servers
 from candidates import eventually
 from doyen.audit import Report, verify
 from doyen.events import Record
 from doyen.lease.clock import SystemClock
 from servers import Proxy
+from servers.janitor import family_of
 from servers.proxy import Addressed
 from servers.tally import fault, tally, tidying
+from stalls import Waits, stalled_s, waits_of
 
 ELECTION = "contest"
 PATIENCE_S = 30.0
 GOOD = (None, 0, -signal.SIGKILL)
-STEPS = 10
-"""Of one failover: wake-ups of processes that follow one another."""
-PROBE_S = 0.01
 now = SystemClock().now
 
 
@@ -104,30 +104,6 @@ class Candidate:
             if self.link is not None:
                 self.link.__exit__(None, None, None)
         return code
-
-
-class SchedulingDelay:
-    """Measures on a thread how late a short sleep ends at most."""
-
-    def __init__(self) -> None:
-        self.longest_s = 0.0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._measure, daemon=True)
-
-    def _measure(self) -> None:
-        while True:
-            began = now()
-            if self._over.wait(PROBE_S):
-                return
-            self.longest_s = max(self.longest_s, now() - began - PROBE_S)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
 
 
 class Contest:
@@ -220,18 +196,23 @@ class Contest:
         return [event for who, event in self.events if who is candidate and event["event"] == kind]
 
     def failover_s(self, hurt: Callable[[Candidate], object]) -> float:
-        """Inject a fault into the leader. Returns the time until another was elected, less the
-        delay that the load of the machine explains: each step of a failover is one wake-up of a
-        process, and the longest delay of a wake-up is measured meanwhile."""
+        """Inject a fault into the leader. Returns the time until another was elected, less the time
+        for which the successor, the servers and the proxies were ready to run and got no
+        processor."""
         leader, term = self.leader()
         line = f'"token":{term["token"]},'
         eventually(lambda: line in leader.written(), "its term is in its log")
-        with SchedulingDelay() as delay:
-            began = now()
-            hurt(leader)
-            successor, new = self.leader(after=term["token"])
-        assert successor is not leader
-        return float(new["at"]) - began - STEPS * delay.longest_s
+        before = {each: self._waits(each) for each in self.candidates if each is not leader}
+        began = now()
+        hurt(leader)
+        successor, new = self.leader(after=term["token"])
+        stalled = stalled_s(before[successor], self._waits(successor))
+        return float(new["at"]) - began - stalled
+
+    def _waits(self, candidate: Candidate) -> tuple[Waits, ...]:
+        alive = [pid for each in servers.running() if each.alive for pid in family_of(each.pid)]
+        proxies = [os.getpid()] if self._links else []
+        return waits_of([candidate.process.pid]), waits_of(alive), waits_of(proxies)
 
     def report(self) -> Report:
         """Stop all candidates, and verify their audit logs."""
