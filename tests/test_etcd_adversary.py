@@ -22,7 +22,7 @@ from model_etcd import Channel, EtcdModel
 from swarm import SafetyViolated
 
 LEADER_WITHIN_S = 20.0
-UNWITNESSED = 6
+UNWITNESSED = 39
 """The seed of a contest in which a deposed leader confirms renewals."""
 
 

@@ -10,7 +10,7 @@ import pytest
 from doyen.errors import ConfigError, OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.stores.kit import url as options
 from doyen.stores.kit.failover import answer_within, failover
-from doyen.stores.kit.lifecycle import WatchHandle
+from doyen.stores.kit.lifecycle import GuardedStore, WatchHandle
 from doyen.stores.port import StoreURL
 
 
@@ -60,6 +60,31 @@ def test_when_files_turn_tls_on() -> None:
             options.tls_files(StoreURL.parse(f"x://h?tls=true&{given}"))
     combined = options.tls_files(StoreURL.parse("x://h?cert=f"), combined=True)
     assert combined == options.TLSFiles(None, "f", None)
+
+
+def test_a_cancelled_close_is_completed_by_the_next() -> None:
+    class Slow(GuardedStore):
+        async def _release(self) -> None:
+            reached.append("begun")
+            await proceed.wait()
+            reached.append("ended")
+
+    Slow.__abstractmethods__ = frozenset()
+    reached: list[str] = []
+    proceed = asyncio.Event()
+
+    async def main() -> None:
+        store = Slow()  # type: ignore[abstract]
+        closing = asyncio.ensure_future(store.close())
+        while not reached:  # noqa: ASYNC110 (no event)
+            await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait({closing})
+        proceed.set()
+        await store.close()
+        assert reached == ["begun", "ended"]
+
+    asyncio.run(main())
 
 
 def test_a_watch_that_is_closed_before_it_has_begun_fails() -> None:

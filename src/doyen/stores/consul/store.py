@@ -27,13 +27,12 @@ import math
 import re
 from base64 import b64decode, b64encode
 from builtins import list as list_
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import getrandbits
 from typing import Any
 from uuid import uuid4
 
-from doyen._waiting import retrieve
 from doyen.errors import (
     ConfigError,
     LeaseGone,
@@ -47,6 +46,7 @@ from doyen.model import Entry, Finding, Lease, Version
 from doyen.stores.consul.client import TTL_MIN_S, Agents, ConsulClient, ConsulResponse
 from doyen.stores.consul.diagnosis import AgentState, findings
 from doyen.stores.consul.watches import ConsulWatches
+from doyen.stores.kit.batches import Batches
 from doyen.stores.kit.lifecycle import GuardedStore
 from doyen.stores.port import Capabilities, Creation, Watch
 
@@ -58,7 +58,6 @@ _DOTS = {".": "%2E", "..": "%2E%2E"}
 _UNDOTS = {coded: dots for dots, coded in _DOTS.items()}
 
 Operation = dict[str, object]
-Pending = list_[tuple[tuple[Operation, Operation], "asyncio.Future[bool]"]]
 
 
 class ConsulStore(GuardedStore):
@@ -78,7 +77,7 @@ class ConsulStore(GuardedStore):
         self._client = ConsulClient(agents)
         self._renewals = ConsulClient(agents)
         self._watches = ConsulWatches(agents, prefix)
-        self._deletions = _Deletions(self._transact)
+        self._deletions = Batches(self._delete, most=32, in_flight=8)
         self._highest = 0
         """The highest index of an entry that was ever seen."""
 
@@ -162,7 +161,22 @@ class ConsulStore(GuardedStore):
         condition: Operation = {"Verb": "get", "Key": path}
         if if_version is not None:
             condition = {"Verb": "check-index", "Key": path, "Index": if_version}
-        return await self._deletions.delete(condition, {"Verb": "delete", "Key": path})
+        self._require_usable()
+        return await self._deletions.ask((condition, {"Verb": "delete", "Key": path}))
+
+    async def _delete(
+        self, deletions: Sequence[tuple[Operation, Operation]]
+    ) -> list_[bool | BaseException]:
+        """Deletions as one transaction, of 64 operations at most: a candidate that resigns deletes
+        a record and a ticket, and Consul's writes are slow. If one of the deletions is refused, so
+        is the transaction, and each is then tried by itself."""
+        answer = await self._transact(*(each for pair in deletions for each in pair))
+        if answer.status == 200 or len(deletions) == 1:
+            return [answer.status == 200] * len(deletions)
+        alone = await asyncio.gather(
+            *(self._delete([each]) for each in deletions), return_exceptions=True
+        )
+        return [each if isinstance(each, BaseException) else each[0] for each in alone]
 
     async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
         path, before = self._path(f"{line}/{rank}.{uuid4().hex}"), self._highest
@@ -255,70 +269,6 @@ class ConsulStore(GuardedStore):
             version=raw["ModifyIndex"],
             lease=raw.get("Session"),
         )
-
-
-class _Deletions:
-    """Sends the deletions of one turn of the loop as one transaction: a candidate that resigns
-    deletes a record and a ticket, and Consul's writes are slow. If one of them is refused, so is
-    the transaction, and each is then tried by itself. A transaction whose callers have all been
-    cancelled is cancelled."""
-
-    MOST = 32  # Consul allows 64 operations in a transaction
-
-    def __init__(self, transact: Callable[..., Awaitable[ConsulResponse]]) -> None:
-        self._transact = transact
-        self._pending: Pending = []
-        self._tasks: dict[asyncio.Task[None], Pending] = {}
-
-    async def delete(self, condition: Operation, deletion: Operation) -> bool:
-        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        if not self._pending:
-            asyncio.get_running_loop().call_soon(self._send)
-        self._pending.append(((condition, deletion), done))
-        try:
-            return await done
-        except asyncio.CancelledError:
-            retrieve(done)
-            for task, deletions in self._tasks.items():
-                if all(each.done() for _, each in deletions):
-                    task.cancel()
-            raise
-
-    def _send(self) -> None:
-        pending, self._pending = [each for each in self._pending if not each[1].done()], []
-        for at in range(0, len(pending), self.MOST):
-            some = pending[at : at + self.MOST]
-            task = asyncio.get_running_loop().create_task(self._carry_out(some))
-            self._tasks[task] = some
-            task.add_done_callback(self._tasks.pop)
-
-    async def _carry_out(self, deletions: Pending) -> None:
-        try:
-            answer = await self._transact(*(each for pair, _ in deletions for each in pair))
-            if answer.status != 200 and len(deletions) > 1:
-                await asyncio.gather(*(self._carry_out([each]) for each in deletions))
-                return
-        except asyncio.CancelledError:
-            _resolve(deletions, OutcomeUnknown("the store was closed during a deletion"))
-            raise
-        except Exception as error:  # noqa: BLE001 - raised in the callers
-            _resolve(deletions, error)
-        else:
-            _resolve(deletions, answer.status == 200)
-
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-def _resolve(deletions: Pending, result: bool | Exception) -> None:
-    for _, done in deletions:
-        if not done.done():
-            if isinstance(result, Exception):
-                done.set_exception(result)
-            else:
-                done.set_result(result)
 
 
 def _session(ttl_s: float) -> dict[str, object]:

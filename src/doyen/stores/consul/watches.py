@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
 from doyen.errors import StoreError
+from doyen.events.log_lines import log_line
 from doyen.stores.consul.client import Agents, ConsulClient, ConsulResponse
 from doyen.stores.kit.lifecycle import WatchHandle
 
@@ -130,7 +131,8 @@ class _Cover:
                 answer = await self._ask(index)
                 now = {each["Key"]: each["ModifyIndex"] for each in answer.entries}
             except StoreError as error:
-                log.debug("watches of %s interrupted: %s", self.prefix, error)
+                line = log_line(event="watches_interrupted", prefix=self.prefix, reason=error)
+                log.debug("%s", line)
                 index, self._seen = 0, None
                 for watch in list(self.watches):
                     watch.fail(error)

@@ -11,9 +11,7 @@ revision is the token. A ticket's key has its rank, and its creation revision is
 the rank. The parts:
 
     rpc         the messages and methods, from rpc.proto
-    errors      etcd's and gRPC's errors as doyen's
-    connection  channels to members, login, failover
-    reads       concurrent reads, sent as one transaction
+    connection  channels to members, login, failover, errors
     leases      renewal, on a stream of its own
     watches     notification, on another
     store       the port: keys and transactions

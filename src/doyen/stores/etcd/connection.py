@@ -27,22 +27,32 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from grpc import StatusCode
 
 from doyen._waiting import shared
-from doyen.errors import ConfigError, OutcomeUnknown, StoreError, StoreUnavailable, StoreUnusable
+from doyen.errors import (
+    ConfigError,
+    LeaseGone,
+    OutcomeUnknown,
+    StoreError,
+    StoreUnavailable,
+    StoreUnusable,
+)
 from doyen.stores.etcd import rpc
 from doyen.stores.etcd.diagnosis import EtcdMemberState
-from doyen.stores.etcd.errors import LoginExpired, translate
 from doyen.stores.etcd.rpc import Method
 from doyen.stores.kit.failover import answer_within, failover
 from doyen.stores.kit.lifecycle import CLOSED
 
 __all__ = [
+    "Denied",
     "EtcdChannel",
     "EtcdClient",
     "EtcdCluster",
     "EtcdLogin",
     "EtcdStream",
+    "LoginExpired",
+    "refusal",
     "refuse_after_fork",
 ]
 
@@ -67,6 +77,23 @@ _OPTIONS = [
 _REQUIRE_LEADER = ("hasleader", "true")
 """A member whose cluster has no leader then fails calls and ends streams instead of hanging."""
 
+_NOT_DONE = (
+    "etcdserver: no leader",
+    "etcdserver: not capable",
+    "etcdserver: rpc not supported for learner",
+    "failed to connect to all addresses",
+    "errors resolving",
+    "DNS resolution failed",
+)
+_OUTCOME_UNKNOWN = {
+    StatusCode.UNAVAILABLE,
+    StatusCode.UNKNOWN,
+    StatusCode.INTERNAL,
+    StatusCode.CANCELLED,
+    StatusCode.ABORTED,
+    StatusCode.DEADLINE_EXCEEDED,
+}
+
 _grpc_runs_in: int | None = None
 
 
@@ -84,6 +111,14 @@ def refuse_after_fork() -> None:
             f" {_grpc_runs_in}), because gRPC cannot: start this process anew instead"
             " (multiprocessing's 'spawn'), or fork before connecting"
         )
+
+
+class LoginExpired(StoreUnusable):
+    """etcd does not accept the login token, or wants one."""
+
+
+class Denied(StoreUnusable):
+    """etcd accepts the login, and does not permit the request."""
 
 
 class EtcdLogin:
@@ -179,6 +214,8 @@ class EtcdChannel:
         self.created_at = asyncio.get_running_loop().time()
         self.answered_at = -math.inf
         """When the member last answered anything, on the loop's clock."""
+        self.checked = False
+        """The member can be used."""
         self._calls: dict[Method, Any] = {}
         self._checking: asyncio.Task[None] | None = None
 
@@ -199,6 +236,7 @@ class EtcdChannel:
         if status.isLearner:
             raise StoreUnavailable(f"etcd at {self.member} is a learner, which serves no requests")
         self._cluster.require_same(self.member, status.header)
+        self.checked = True
 
     async def status(self) -> Any:
         """Log in if necessary, then get the member's status."""
@@ -232,7 +270,7 @@ class EtcdChannel:
         except grpc.aio.UsageError as error:
             raise StoreUnavailable(f"the connection to etcd at {self.member} is closed") from error
         except grpc.aio.AioRpcError as error:
-            raise translate(error, self.member) from error
+            raise _translate(error, self.member) from error
         except asyncio.CancelledError:
             if _this_task_is_cancelled():
                 raise
@@ -267,7 +305,7 @@ class EtcdStream:
         try:
             answer = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            failure = translate(error, member)
+            failure = _translate(error, member)
             raise (
                 failure if isinstance(failure, LoginExpired) else StoreUnavailable(str(failure))
             ) from error
@@ -309,7 +347,10 @@ class EtcdClient:
             if self._channel is None:
                 members = self._cluster.members
                 self._channel = EtcdChannel(self._cluster, members[self._next % len(members)])
-            channel, began = self._channel, self._now()
+            channel = self._channel
+            if channel.checked:
+                return channel
+            began = asyncio.get_running_loop().time()
             try:
                 await channel.ready()
             except asyncio.CancelledError:
@@ -318,18 +359,16 @@ class EtcdClient:
             except StoreError:
                 self.move_on(channel)
                 raise
-            if channel is self._channel:  # else another caller has moved on meanwhile
-                return channel
 
     def call_cancelled(self, began: float) -> None:
         """A call was cancelled. If the member has not answered anything since it began, move on to
         the next."""
-        channel, waited_s = self._channel, self._now() - began
+        channel, now = self._channel, asyncio.get_running_loop().time()
         if (
             channel is not None
             and channel.created_at <= began
             and channel.answered_at < began
-            and waited_s >= UNANSWERED_S
+            and now - began >= UNANSWERED_S
         ):
             self.move_on(channel)
 
@@ -347,8 +386,10 @@ class EtcdClient:
         cluster = self._cluster
 
         async def attempt(_: str) -> Any:
-            channel = await self.channel()
-            began, known = self._now(), cluster.revision
+            channel = self._channel
+            if channel is None or not channel.checked:
+                channel = await self.channel()
+            began, known = asyncio.get_running_loop().time(), cluster.revision
             try:
                 answer = await channel.ask(method, request)
             except asyncio.CancelledError:
@@ -375,10 +416,6 @@ class EtcdClient:
             draining.cancel()
         await asyncio.gather(*(channel.close() for channel in channels))
 
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()
-
 
 def _went_back(member: str, known: int, revision: int, *, reads: bool) -> StoreError:
     """The error for an answer with an earlier revision than one before. A read may be stale
@@ -390,6 +427,49 @@ def _went_back(member: str, known: int, revision: int, *, reads: bool) -> StoreE
         f"{reason}: it was restored from an older snapshot, or emptied, and would give out tokens"
         " again. Restore it with etcdutl's --bump-revision, then connect again"
     )
+
+
+def _translate(error: grpc.aio.AioRpcError, member: str) -> StoreError:
+    """The error of a failed call."""
+    # The traceback refers to the call, and the call to its channel. A closed channel would go on
+    # connecting for as long as the error is referenced.
+    error.__traceback__ = None
+    details = error.details() or error.code().name.lower()
+    # gRPC lists a chain of causes. The last is the most specific.
+    reason = details.rpartition("last error: ")[2].removeprefix("UNKNOWN: ")
+    if any(phrase in details for phrase in _NOT_DONE):
+        return StoreUnavailable(f"etcd at {member}: {reason}")
+    if error.code() in _OUTCOME_UNKNOWN:
+        return OutcomeUnknown(f"etcd at {member}: {reason}")
+    return refusal(reason, member)
+
+
+def refusal(reason: str, member: str) -> StoreError:
+    """The error of a request that etcd refused for this reason."""
+
+    def mentions(*phrases: str) -> bool:
+        return any(phrase in reason for phrase in phrases)
+
+    if mentions("requested lease not found"):
+        return LeaseGone("etcd has ended the lease")
+    if mentions("database space exceeded"):
+        return StoreUnavailable(
+            f"etcd at {member} accepts no writes, because its space quota is exhausted: compact and"
+            " defragment it, then disarm the alarm"
+        )
+    if mentions("too many requests"):
+        return StoreUnavailable(f"etcd at {member}: {reason}")
+    if mentions("permission denied"):
+        return Denied(
+            f"etcd at {member} does not permit this: grant the user read and write access to"
+            " every key that begins with the URL's path and a slash"
+        )
+    if mentions("invalid auth token", "user name is empty", "revision of auth store is old"):
+        return LoginExpired(
+            f"etcd at {member} requires a user and a password, as in etcd://user:password@host"
+            f" ({reason})"
+        )
+    return StoreUnusable(f"etcd at {member} refuses this: {reason}")
 
 
 def _this_task_is_cancelled() -> bool:

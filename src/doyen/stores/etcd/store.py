@@ -25,8 +25,8 @@ from doyen.stores.etcd import rpc
 from doyen.stores.etcd.connection import EtcdClient, EtcdCluster
 from doyen.stores.etcd.diagnosis import findings
 from doyen.stores.etcd.leases import EtcdKeepalive
-from doyen.stores.etcd.reads import EtcdReads
 from doyen.stores.etcd.watches import EtcdWatches
+from doyen.stores.kit.batches import Batches
 from doyen.stores.kit.lifecycle import GuardedStore
 from doyen.stores.port import Capabilities, Creation, Watch
 
@@ -35,6 +35,10 @@ __all__ = ["EtcdStore"]
 SETTLE_S = 0.02
 """Pause after closing, in which gRPC reports the end of cancelled calls to the loop. If the loop
 were closed by then, the next loop that uses gRPC would log an error."""
+
+READS_IN_FLIGHT = 4
+READS_AT_ONCE = 100
+"""The most reads in a transaction. etcd allows 128 operations by default."""
 
 _RANKS = 2**63
 _TICKET = re.compile(r"(.*/\d{20})-[0-9a-f]{32}-\d+")
@@ -56,7 +60,12 @@ class EtcdStore(GuardedStore):
         witness = self._prefix.encode()
         self._witness = rpc.RangeRequest(key=witness, count_only=True)
         self._client = EtcdClient(cluster)
-        self._reads = EtcdReads(self._client)
+        self._reads = Batches(
+            self._read,
+            most=READS_AT_ONCE,
+            in_flight=READS_IN_FLIGHT,
+            abandoned=self._client.call_cancelled,
+        )
         self._leases = EtcdKeepalive(cluster, witness)
         self._watches = EtcdWatches(cluster)
         self._tickets = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count(1))
@@ -211,7 +220,14 @@ class EtcdStore(GuardedStore):
 
     async def _range(self, request: Any) -> Any:
         self._require_usable()
-        return await self._reads.range(request)
+        return await self._reads.ask(request)
+
+    async def _read(self, requests: Sequence[Any]) -> Sequence[Any]:
+        if len(requests) == 1:
+            return [await self._client.call(rpc.RANGE, requests[0], reads=True)]
+        together = rpc.TxnRequest(success=[{"request_range": each} for each in requests])
+        answer = await self._client.call(rpc.TXN, together, reads=True)
+        return [each.response_range for each in answer.responses]
 
     def _at(self, key: str) -> bytes:
         return (self._prefix + key).encode()

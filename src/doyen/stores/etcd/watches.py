@@ -22,9 +22,16 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from doyen.errors import StoreError, StoreUnavailable
+from doyen.events.log_lines import log_line
 from doyen.stores.etcd import rpc
-from doyen.stores.etcd.connection import EtcdChannel, EtcdClient, EtcdCluster
-from doyen.stores.etcd.errors import Denied, LoginExpired, refusal
+from doyen.stores.etcd.connection import (
+    Denied,
+    EtcdChannel,
+    EtcdClient,
+    EtcdCluster,
+    LoginExpired,
+    refusal,
+)
 from doyen.stores.kit.lifecycle import WatchHandle
 
 __all__ = ["EtcdWatches"]
@@ -82,7 +89,7 @@ class EtcdWatches:
             try:
                 await self._serve(await self._client.channel())
             except StoreError as error:
-                log.debug("watches interrupted: %s", error)
+                log.debug("%s", log_line(event="watches_interrupted", reason=error))
                 for watch in list(self._all):
                     watch.fail(error)
                 await asyncio.sleep(PAUSE_S * random.uniform(0.5, 1.5))

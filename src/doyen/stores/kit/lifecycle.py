@@ -11,8 +11,9 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from doyen._waiting import retrieve
+from doyen._waiting import retrieve, shared
 from doyen.errors import StoreError, StoreUnusable
+from doyen.events.log_lines import log_line
 from doyen.stores.port import Store
 
 __all__ = ["CLOSED", "GuardedStore", "WatchHandle", "opened"]
@@ -46,6 +47,7 @@ class GuardedStore(Store):
     """
 
     _unusable: str | None = None
+    _releasing: asyncio.Task[None] | None = None
 
     def _require_usable(self) -> None:
         if self._unusable is not None:
@@ -67,7 +69,9 @@ class GuardedStore(Store):
     async def close(self) -> None:
         if self._unusable is None:
             self._unusable = CLOSED
-            await self._release()
+            self._releasing = asyncio.get_running_loop().create_task(self._release())
+        if self._releasing is not None:  # goes on if this call is cancelled
+            await shared(self._releasing)
 
 
 class WatchHandle:
@@ -115,7 +119,7 @@ class WatchHandle:
             try:
                 self._notify()
             except Exception:
-                log.exception("the callback of a watch failed")
+                log.exception("%s", log_line(event="watch_callback_failed", scope=self.scope))
 
     def notify_soon(self) -> None:
         """Call the callback in the next turn of the loop, once for all changes until then."""

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from doyen.errors import StoreError
+from doyen.events.log_lines import log_line
 from doyen.stores.kit.expiry import AT_ONCE, GRAIN_S, LeaseObservations, LeaseRow, LeaseVerdict
 from doyen.stores.kit.lifecycle import WatchHandle
 
@@ -100,6 +101,8 @@ class LeaseObserver(LeaseObservations):
         self._source = source
         self._poll_s = poll_s
         self._changes = changes
+        self.unwatched: Callable[[str], None] = lambda scope: None
+        """Called with its scope when a watch is closed."""
         self._position: int | None = None
         """The position up to which changes have been asked for, while anything is watched."""
         self._loop = asyncio.get_running_loop()
@@ -158,6 +161,7 @@ class LeaseObserver(LeaseObservations):
             del self._scopes[scope.name]
             self._unread.discard(scope.name)
             self._monitor_owners(scope, _NOTHING)
+        self.unwatched(scope.name)
 
     def follow(self, leases: Iterable[str]) -> None:
         """Monitor leases that may be over until they are ended, even if unwatched."""
@@ -218,7 +222,7 @@ class LeaseObserver(LeaseObservations):
         try:
             await run()
         except Exception:
-            log.exception("watches stopped: an unexpected error ended the task %r", name)
+            log.exception("%s", log_line(event="watches_stopped", task=name))
         finally:
             del self._tasks[name]  # in the same step as the last check of its loop
 
@@ -241,7 +245,7 @@ class LeaseObserver(LeaseObservations):
                         self._adopt(await self._source.survey(sorted(unread)))
                     await self._look()
             except (StoreError, TimeoutError) as error:
-                log.debug("leases could not be read: %s", error)
+                log.debug("%s", log_line(event="leases_unreadable", reason=error))
                 self._store_failed = True
                 self._unread |= unread & self._scopes.keys()
                 await asyncio.sleep(_RETRY_S)
@@ -296,7 +300,7 @@ class LeaseObserver(LeaseObservations):
                     else:
                         await self._ask(self._changes)
             except (StoreError, TimeoutError) as error:
-                log.debug("changes could not be read: %s", error)
+                log.debug("%s", log_line(event="changes_unreadable", reason=error))
             took_s = self._loop.time() - began
             pause_s = max(self._poll_s or 0.0, min(4 * took_s, _LONGEST_PAUSE_S))
         self._position = None

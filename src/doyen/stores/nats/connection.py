@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import nats.errors
 from nats.aio.client import Client
 
+from doyen.events.log_lines import log_line
+
 __all__ = ["CLOSE_S", "ConnectionEnded", "NatsAddress", "NatsConnection", "run_in_task"]
 
 T = TypeVar("T")
@@ -103,7 +105,7 @@ class NatsConnection(Client):
         try:
             await run_in_task(self.close(), timeout_s)
         except (OSError, nats.errors.Error, AssertionError) as error:
-            log.debug("closing a connection to NATS failed: %s", error)
+            log.debug("%s", log_line(event="nats_closing_failed", reason=error))
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:
@@ -122,7 +124,7 @@ class NatsConnection(Client):
         try:
             await super()._close(status, do_cbs)
         except OSError as error:
-            log.debug("a connection to NATS broke while it was being closed: %s", error)
+            log.debug("%s", log_line(event="nats_closing_failed", reason=error))
         finally:
             for subscription in self._subs.values():
                 if subscription._wait_for_msgs_task is not None:

@@ -22,6 +22,7 @@ import nats.errors
 from nats.aio.msg import Msg
 
 from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable
+from doyen.events.log_lines import log_line
 from doyen.stores.nats.connection import (
     CLOSE_S,
     ConnectionEnded,
@@ -150,7 +151,7 @@ class JetStream:
         pause_s, since = 0.0, loop.time()
         while True:
             await asyncio.wait({connection.ended})
-            log.info("connection to NATS lost (%s); reconnecting", self._error or "closed")
+            log.info("%s", log_line(event="nats_disconnected", reason=self._error or "closed"))
             if loop.time() - since > _LASTING_S:
                 pause_s = 0.0
             while connection.ended.done():
@@ -161,9 +162,9 @@ class JetStream:
                         connection = await self._connect()
                 except (OSError, nats.errors.Error) as error:
                     self._failed(error)
-                    log.debug("NATS cannot be reached: %s", self._error)
+                    log.debug("%s", log_line(event="nats_unreachable", reason=self._error))
                 except Exception:
-                    log.exception("connecting to NATS failed; retrying")
+                    log.exception("%s", log_line(event="nats_connecting_failed"))
             since = loop.time()
             if self._on_reconnect is not None:
                 self._on_reconnect()

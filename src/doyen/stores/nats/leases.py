@@ -27,6 +27,7 @@ from collections.abc import Iterable, Sequence
 
 from doyen.errors import LeaseGone, StoreError, StoreUnavailable
 from doyen.events import LeaseEnded
+from doyen.events.log_lines import log_line
 from doyen.model import Entry, Lease
 from doyen.stores.kit.expiry import LeaseRow
 from doyen.stores.kit.observer import LeaseObserver, Survey
@@ -225,7 +226,7 @@ class NatsLeases:
                 if 2 * await self.expire_if_over(leases) > len(leases):
                     number, pause_s = min(4 * number, 4 * PIPELINED), 2 * (loop.time() - began)
             except (StoreError, WrongSequence) as error:
-                log.debug("the sweep of leases failed: %s", error)
+                log.debug("%s", log_line(event="lease_sweep_failed", reason=error))
 
     async def expire_owners(self, entries: Iterable[Entry]) -> bool:
         """End those leases of the entries that have expired; whether there was one."""

@@ -20,6 +20,7 @@ from typing import Any
 import nats.errors
 
 from doyen.errors import OutcomeUnknown, StoreError, StoreUnavailable, StoreUnusable
+from doyen.events.log_lines import log_line
 from doyen.stores.nats.connection import ConnectionEnded
 from doyen.stores.nats.consumer import SILENCE_S, BucketConsumer
 from doyen.stores.nats.jetstream import (
@@ -129,9 +130,9 @@ class Mirror:
                     all_changed()
                     await self._follow(consumer, changed)
             except (StoreError, OSError, nats.errors.Error, ConnectionEnded) as error:
-                log.debug("copying the bucket %s again: %s", self._bucket, error)
+                log.debug("%s", log_line(event="bucket_copied_again", reason=error))
             except Exception:
-                log.exception("copying the bucket %s again", self._bucket)
+                log.exception("%s", log_line(event="bucket_copied_again", bucket=self._bucket))
             self._consumer = None
             await asyncio.sleep(PAUSE_S)
 
@@ -185,11 +186,12 @@ class Mirror:
         if len(self._warned) >= _WARNINGS:
             self._warned.clear()
         self._warned[subject] = sequence
-        log.warning(
-            "ignoring a message that doyen did not write: subject=%s sequence=%d reason=%r; delete"
-            " it, and keep other programs out of the bucket %s",
-            subject,
-            sequence,
-            str(damage),
-            self._bucket,
+        line = log_line(
+            event="message_ignored",
+            bucket=self._bucket,
+            subject=subject,
+            sequence=sequence,
+            reason=damage,
+            remedy="delete it, and keep other programs out of the bucket",
         )
+        log.warning("%s", line)

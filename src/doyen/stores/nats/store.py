@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from doyen.errors import StoreUnavailable, StoreUnusable, TicketGone
 from doyen.model import Entry, Finding, Lease, Version
-from doyen.stores.kit.lifecycle import CLOSED, GuardedStore
+from doyen.stores.kit.lifecycle import GuardedStore
 from doyen.stores.nats.connection import NatsAddress
 from doyen.stores.nats.jetstream import PIPELINED, JetStream, StreamMissing, WrongSequence
 from doyen.stores.nats.leases import CHECKED, NatsLeases
@@ -247,11 +247,6 @@ class NatsStore(GuardedStore):
                 )
             )
         return findings
-
-    async def close(self) -> None:
-        if self._unusable is None or self._unusable == CLOSED:  # also completes a cancelled close
-            self._unusable = CLOSED
-            await self._release()
 
     async def _release(self) -> None:
         await self._leases.close()

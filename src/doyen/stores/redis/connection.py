@@ -138,12 +138,6 @@ async def ask_sentinel(address: RedisAddress, sentinel: Host, service: str) -> H
     return Host(found[0].decode(), int(found[1]))
 
 
-@dataclass(slots=True)
-class _Request:
-    response: asyncio.Future[Any]
-    sent_at: float
-
-
 @dataclass(slots=True, eq=False)
 class RedisConnection:
     """One connection to a master, and the requests in flight on it."""
@@ -160,7 +154,8 @@ class RedisConnection:
     ended: asyncio.Task[None] = field(init=False)
     """Done when the connection has ended."""
     _socket: _Socket = field(kw_only=True)
-    _requests: deque[_Request] = field(default_factory=deque)
+    _requests: deque[tuple[asyncio.Future[Any], float]] = field(default_factory=deque)
+    """For each response that is awaited, the time at which its request was sent."""
 
     def __post_init__(self) -> None:
         self.ended = asyncio.get_running_loop().create_task(self._read())
@@ -200,17 +195,17 @@ class RedisConnection:
             raise StoreUnavailable(f"{self.host}: the connection has ended")
         loop = asyncio.get_running_loop()
         responses = [loop.create_future() for _ in commands]
-        for response in responses:
-            response.add_done_callback(retrieve)
-            self._requests.append(_Request(response, loop.time()))
+        self._requests.extend((response, loop.time()) for response in responses)
         try:
             packed = self._socket.pack_commands(commands)
             await self._socket.send_packed_command(packed, check_health=False)
             return [await response for response in responses]
-        except ConnectionError as error:
-            raise ConnectionLost(str(error)) from error
-        except asyncio.CancelledError:
-            if self._silent_s() > _SILENT_S:
+        except BaseException as error:
+            for response in responses:
+                response.add_done_callback(retrieve)
+            if isinstance(error, ConnectionError):
+                raise ConnectionLost(str(error)) from error
+            if isinstance(error, asyncio.CancelledError) and self._silent_s() > _SILENT_S:
                 self.drop()
             raise
 
@@ -234,7 +229,7 @@ class RedisConnection:
         """For how long the oldest request in flight has been without a response."""
         if not self._requests:
             return 0.0
-        since = max(self._requests[0].sent_at, self.received_at)
+        since = max(self._requests[0][1], self.received_at)
         return asyncio.get_running_loop().time() - since
 
     async def _read(self) -> None:
@@ -250,7 +245,7 @@ class RedisConnection:
                 if self.on_push is not None and not self._requests:
                     self.on_push(received)
                     continue
-                response = self._requests.popleft().response
+                response, _ = self._requests.popleft()
                 if response.done():
                     continue
                 if isinstance(received, Exception):
@@ -262,9 +257,9 @@ class RedisConnection:
             lost.__cause__ = error
         finally:
             self.open = False
-            for request in self._requests:
-                if not request.response.done():
-                    request.response.set_exception(lost)
+            for response, _ in self._requests:
+                if not response.done():
+                    response.set_exception(lost)
             await self._socket.end()
 
 

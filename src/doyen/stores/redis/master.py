@@ -89,6 +89,7 @@ class ScriptRunner:
         self.where = str(master.address)
         self._master = master
         self._prefix = prefix
+        self._keys: Command = (len(KEYS), *(prefix + key for key in KEYS), prefix)
         self._connection: RedisConnection | None = None
         self._connecting: asyncio.Task[RedisConnection] | None = None
         self._closed = False
@@ -115,25 +116,6 @@ class ScriptRunner:
         else:
             self._connection = connecting.result()
 
-    async def read(self, script: str, *given: str | bytes) -> tuple[Any, RedisConnection]:
-        """Run a script that changes nothing; its response, and the connection that gave it."""
-        try:
-            responses, connection = await self._run(script, given, None)
-        except ConnectionLost as error:
-            raise StoreUnavailable(f"{self.where}: {error}") from error
-        return responses[0], connection
-
-    async def write(
-        self, script: str, *given: str | bytes, wait: Command | None = None
-    ) -> tuple[list[Any], RedisConnection]:
-        """Run a script, and the command `wait` after it, which waits for replicas."""
-        try:
-            return await self._run(script, given, wait)
-        except ConnectionLost as error:
-            raise OutcomeUnknown(
-                f"{self.where}: the connection ended before the response ({error})"
-            ) from error
-
     async def command(self, *command: str) -> Any:
         """A command that is not a script. Raises `ResponseError` if it is refused."""
         try:
@@ -141,46 +123,47 @@ class ScriptRunner:
         except ConnectionLost as error:
             raise StoreUnavailable(f"{self.where}: {error}") from error
 
-    async def _run(
-        self, script: str, given: Sequence[str | bytes], wait: Command | None
+    async def run(
+        self, script: str, *given: str | bytes, wait: Sequence[Command] = (), reads: bool = False
     ) -> tuple[list[Any], RedisConnection]:
+        """Run a script, and the command `wait` after it, which waits for replicas. Returns their
+        responses, and the connection that gave them. A script that `reads` changes nothing."""
         how: Command = ("EVALSHA", _DIGESTS[script])
-        for _ in range(_REDIRECTIONS):
-            connection = await self.connected()
-            try:
-                commands = self._commands(how, connection, given, wait)
-                return await connection.send(*commands), connection
-            except NoScriptError:
-                how = ("EVAL", SCRIPTS[script])
-            except MovedError as error:  # a subclass of AskError, so it comes first
-                self._master.moved = _redirected(error, connection)
-                connection.drop()
-            except AskError as error:
-                return await self._run_at(_redirected(error, connection), script, given, wait)
-            except ResponseError as error:
-                raise self._translate(error, connection) from error
+        try:
+            for _ in range(_REDIRECTIONS):
+                connection = self._connection
+                if connection is None or not connection.open or connection.run != self._master.run:
+                    connection = await self.connected()
+                command: Command = (*how, *self._keys, connection.run, *given)
+                try:
+                    return await connection.send(command, *wait), connection
+                except NoScriptError:
+                    how = ("EVAL", SCRIPTS[script])
+                except MovedError as error:  # a subclass of AskError, so it comes first
+                    self._master.moved = _redirected(error, connection)
+                    connection.drop()
+                except AskError as error:
+                    host = _redirected(error, connection)
+                    return await self._run_at(host, SCRIPTS[script], given, wait)
+                except ResponseError as error:
+                    raise self._translate(error, connection) from error
+        except ConnectionLost as error:
+            if reads:
+                raise StoreUnavailable(f"{self.where}: {error}") from error
+            raise OutcomeUnknown(
+                f"{self.where}: the connection ended before the response ({error})"
+            ) from error
         raise StoreUnavailable(f"{self.where}: no server has accepted the script")
 
-    def _commands(
-        self,
-        how: Command,
-        connection: RedisConnection,
-        given: Sequence[str | bytes],
-        wait: Command | None,
-    ) -> list[Command]:
-        keys = [self._prefix + key for key in KEYS]
-        script: Command = (*how, len(keys), *keys, self._prefix, connection.run, *given)
-        return [script] if wait is None else [script, wait]
-
     async def _run_at(
-        self, host: Host, script: str, given: Sequence[str | bytes], wait: Command | None
+        self, host: Host, script: str, given: Sequence[str | bytes], wait: Sequence[Command]
     ) -> tuple[list[Any], RedisConnection]:
         """Run a script at the server to which doyen's slot is being moved. It has the keys already
         but does not own the slot, so only this one request is for it."""
         connection = await self._master.connect_to(host)
-        commands = self._commands(("EVAL", SCRIPTS[script]), connection, given, wait)
+        command: Command = ("EVAL", script, *self._keys, connection.run, *given)
         try:
-            return (await connection.send(("ASKING",), *commands))[1:], connection
+            return (await connection.send(("ASKING",), command, *wait))[1:], connection
         except ResponseError as error:
             raise self._translate(error, connection) from error
         finally:

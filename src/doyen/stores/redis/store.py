@@ -51,9 +51,10 @@ class RedisStore(GuardedStore):
         self._renewals = ScriptRunner(master, prefix)
         self._observer = LeaseObserver(self, context.clock.now, poll_s)
         self._subscriber = RedisSubscriber(master, prefix, self._observer.changed)
+        self._observer.unwatched = self._subscriber.unsubscribe
         self._replicas = replicas
         self._poll_s = poll_s
-        self._wait = ("WAIT", replicas, _WAIT_MS) if replicas else None
+        self._wait = [("WAIT", replicas, _WAIT_MS)] if replicas else []
         self._own: set[str] = set()
         # A client that has just begun to observe needs a whole ttl from then on to find a lease
         # expired. A candidate that has been waiting needs little more than the ttl in all.
@@ -149,12 +150,7 @@ class RedisStore(GuardedStore):
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
         self._require_usable()
         await self._subscriber.subscribe(scope)
-        try:
-            watch = await self._observer.watch(scope, notify)
-        except BaseException:
-            self._subscriber.unsubscribe(scope)
-            raise
-        return _SubscribedWatch(self._subscriber, scope, watch)
+        return await self._observer.watch(scope, notify)
 
     async def diagnose(self) -> Sequence[Finding]:
         self._require_usable()
@@ -208,14 +204,15 @@ class RedisStore(GuardedStore):
 
     async def _read(self, script: str, *given: str) -> tuple[Any, RedisConnection]:
         self._require_usable()
-        return await self._scripts.read(script, *given)
+        responses, connection = await self._scripts.run(script, *given, reads=True)
+        return responses[0], connection
 
     async def _write(
         self, script: str, *given: str | bytes, runner: ScriptRunner | None = None
     ) -> tuple[Any, RedisConnection]:
         self._require_usable()
         runner = runner or self._scripts
-        (answer, *acknowledged), connection = await runner.write(script, *given, wait=self._wait)
+        (answer, *acknowledged), connection = await runner.run(script, *given, wait=self._wait)
         if acknowledged and acknowledged[0] < self._replicas:
             raise OutcomeUnknown(
                 f"{connection.host}: {acknowledged[0]} of {self._replicas} replicas have confirmed"
@@ -265,22 +262,6 @@ class RedisStore(GuardedStore):
             path.decode(), value, int(revision), int(version), lease.lease, verdict.remaining_s
         )
         return entry, lease if verdict.over else None
-
-
-class _SubscribedWatch:
-    """A watch of the observer, and its share in the subscription."""
-
-    def __init__(self, listener: RedisSubscriber, scope: str, watch: Watch) -> None:
-        self._subscriber = listener
-        self._scope = scope
-        self._watch = watch
-        self._open = True
-
-    def close(self) -> None:
-        if self._open:
-            self._open = False
-            self._watch.close()
-            self._subscriber.unsubscribe(self._scope)
 
 
 def _lease_row(row: Sequence[Any], connection: RedisConnection) -> LeaseRow:

@@ -20,6 +20,7 @@ from redis.exceptions import RedisError
 
 from doyen._waiting import retrieve, shared
 from doyen.errors import StoreError, StoreUnusable
+from doyen.events.log_lines import log_line
 from doyen.stores.kit.lifecycle import CLOSED
 from doyen.stores.redis.connection import RedisConnection
 from doyen.stores.redis.master import RedisMaster
@@ -97,7 +98,7 @@ class RedisSubscriber:
             try:
                 connection = await self._master.connect()
             except StoreError as error:
-                log.debug("no connection for notifications: %s", error)
+                log.debug("%s", log_line(event="watch_connection_failed", reason=error))
                 self._fail(error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -108,7 +109,7 @@ class RedisSubscriber:
             try:
                 await self._send_until_ended(connection)
             except RedisError as error:
-                log.debug("the connection for notifications has ended: %s", error)
+                log.debug("%s", log_line(event="watch_connection_lost", reason=error))
             finally:
                 self._resubscribed |= self._subscribed
                 self._subscribed.clear()
@@ -142,7 +143,12 @@ class RedisSubscriber:
                 if connection.run != self._master.run:
                     return
                 if loop.time() - connection.received_at > _SILENT_S:
-                    log.debug("%s sent nothing for %g s", connection.host, _SILENT_S)
+                    line = log_line(
+                        event="watch_connection_silent",
+                        server=connection.host,
+                        silent_s=_SILENT_S,
+                    )
+                    log.debug("%s", line)
                     return
             if command is None:
                 return

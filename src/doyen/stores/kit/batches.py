@@ -1,0 +1,110 @@
+"""Requests that arrive together, sent as one call, which costs less than one call for each.
+
+Requests of one turn of the loop share a call, and so do those that arrive while as many calls as
+permitted are in flight. A single request does not wait. A request whose caller is cancelled leaves
+its batch, and a batch without callers is cancelled.
+
+Imports the error tree and the standard library.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
+
+from doyen._waiting import retrieve
+from doyen.errors import OutcomeUnknown
+
+__all__ = ["Batches"]
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+
+class Batches(Generic[Q, R]):
+    """Passes requests to `send`, at most `most` in a batch and `in_flight` batches at a time.
+
+    `send` returns for each request its result, or an exception. `abandoned` is called with the time
+    at which a batch was sent when its last caller is gone, before the call is cancelled.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Sequence[Q]], Awaitable[Sequence[R | BaseException]]],
+        *,
+        most: int,
+        in_flight: int,
+        abandoned: Callable[[float], None] = lambda sent_at: None,
+    ) -> None:
+        self._send = send
+        self._most = most
+        self._in_flight = in_flight
+        self._abandoned = abandoned
+        self._waiting: deque[tuple[Q, asyncio.Future[R]]] = deque()
+        self._starting = False
+        """The latest task has not begun to run. It takes whatever is waiting by then."""
+        self._tasks: dict[asyncio.Task[None], tuple[float, list[asyncio.Future[R]]]] = {}
+
+    async def ask(self, request: Q) -> R:
+        answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, answer))
+        self._start()
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            retrieve(answer)
+            for task, (sent_at, answers) in self._tasks.items():
+                if answer in answers and all(each.done() for each in answers):
+                    self._abandoned(sent_at)
+                    task.cancel()
+            raise
+
+    def _start(self) -> None:
+        if self._waiting and not self._starting and len(self._tasks) < self._in_flight:
+            self._starting = True
+            loop = asyncio.get_running_loop()
+            answers: list[asyncio.Future[R]] = []
+            task = loop.create_task(self._run(answers))
+            self._tasks[task] = loop.time(), answers
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
+        self._start()
+
+    async def _run(self, answers: list[asyncio.Future[R]]) -> None:
+        self._starting = False
+        requests: list[Q] = []
+        while self._waiting and len(requests) < self._most:
+            request, answer = self._waiting.popleft()
+            if not answer.done():
+                requests.append(request)
+                answers.append(answer)
+        self._start()
+        results: Sequence[R | BaseException] = [OutcomeUnknown("the store was closed")] * len(
+            answers
+        )
+        try:
+            results = await self._send(requests)
+        except Exception as error:  # noqa: BLE001 - raised in the callers
+            results = [error] * len(requests)
+        finally:
+            for answer, result in zip(answers, results, strict=True):
+                if answer.done():
+                    continue
+                if isinstance(result, BaseException):
+                    # One exception per caller, since each adds its own traceback.
+                    failure = type(result)(*result.args)
+                    failure.__cause__ = result
+                    answer.set_exception(failure)
+                else:
+                    answer.set_result(result)
+
+    async def close(self) -> None:
+        """Cancel the calls in flight; their outcome is unknown."""
+        await asyncio.sleep(0)  # a task that is cancelled before it begins would take no requests
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
