@@ -87,10 +87,10 @@ def test_a_ticket_is_taken_once_however_long_its_key_is(length: int) -> None:
 def test_what_was_refused_is_not_carried_out_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first attempt met with a large record, and its client knows that it has lost. A second
     attempt, which was on its way all the while, comes when the record is gone."""
-    monkeypatch.setattr(module, "RESULT_BYTES", 5_000)
+    monkeypatch.setattr(module, "RESULT_BYTES", 2_000)
     machine, keyspace = keyspace_machine(2)
     lease = write(machine, "a", 1, commands.Grant(5.0)).lease
-    write(machine, "a", 2, commands.Create("k", b"x" * 10_000, lease))
+    write(machine, "a", 2, commands.Create("k", b"x" * 4_000, lease))
     assert isinstance(
         write(machine, "b", 1, commands.Create("k", b"", lease)), commands.EntryExists
     )
@@ -102,17 +102,29 @@ def test_what_was_refused_is_not_carried_out_later(monkeypatch: pytest.MonkeyPat
 def test_results_of_the_keyspace_are_kept_within_bounds() -> None:
     machine, _ = keyspace_machine(2)
     lease = write(machine, "a", 1, commands.Grant(5.0)).lease
-    write(machine, "a", 2, commands.Create("k", b"x" * 100_000, lease))
-    for number in range(1, 20):
+    write(machine, "a", 2, commands.Create("k", b"x" * 4_000, lease))
+    for number in range(1, 100):
         assert isinstance(
             write(machine, "b", number, commands.Create("k", b"", lease)), commands.EntryExists
         )
     assert isinstance(
         write(machine, "b", 2, commands.Create("k", b"", lease)), commands.EntryExists
     )
-    assert write(machine, "b", 19, commands.Create("k", b"", lease)).forgotten
+    assert write(machine, "b", 99, commands.Create("k", b"", lease)).forgotten
     size = sum(map(len, machine.snapshot()))
-    assert size < 100_000 + module.RESULT_BYTES + 10_000
+    assert size < 4_000 + module.RESULT_BYTES + 10_000
+
+
+def test_a_refused_create_has_a_short_result_however_large_the_entry_is() -> None:
+    machine, keyspace = keyspace_machine(2)
+    lease = write(machine, "a", 1, commands.Grant(5.0)).lease
+    write(machine, "a", 2, commands.Create("k", b"x" * 100_000, lease))
+    refused = commands.LargeEntryExists("k")
+    for number in range(1, 1000):
+        assert write(machine, "b", number, commands.Create("k", b"", lease)) == refused
+    write(machine, "a", 3, commands.Delete("k", 0))
+    assert write(machine, "b", 1, commands.Create("k", b"", lease)) == refused
+    assert keyspace.get("k") is None
 
 
 def test_results_of_all_clients_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,23 @@ import itertools
 
 import pytest
 
-from doyen.quorum.keyspace.commands import Delete, Done, Put, Revoke, Written, decode_result, encode
+from doyen.quorum.keyspace.commands import (
+    Create,
+    Delete,
+    Done,
+    EntryExists,
+    Put,
+    Revoke,
+    Written,
+    decode_result,
+    encode,
+)
+from doyen.quorum.node.clients import PIECE
 from doyen.quorum.node.replicated import USER
+from doyen.quorum.protocol.connection import BOUND, HIGH_WATER
 from doyen.quorum.protocol.frames import MAX_FRAME
 from doyen.quorum.protocol.requests import (
+    MAX_VALUE,
     Administer,
     Ahead,
     ErrorCode,
@@ -47,6 +60,93 @@ def test_answers_wait_until_the_client_takes_them() -> None:
             assert (await client.answer_to(-n)).entry.value == b"old"
         await client.answer_to(2)
         assert not client.faults
+
+    on_quorum(test)
+
+
+class Slow(Client):
+    """Has a queue like that of a connection, which its reader empties every millisecond."""
+
+    queued = most = 0
+    reading = False
+
+    def send(self, kind: int, *parts: bytes) -> bool:
+        if self.queued > BOUND:
+            return False
+        self.queued += sum(map(len, parts))
+        self.most = max(self.most, self.queued)
+        self.congested = self.queued > HIGH_WATER
+        if not self.reading:
+            self.reading = True
+            asyncio.get_running_loop().call_later(0.001, self._read)
+        return super().send(kind, *parts)
+
+    def _read(self) -> None:
+        self.queued, self.reading, self.congested = 0, False, False
+
+
+def test_refused_creates_are_answered_however_large_the_entry_is() -> None:
+    """Forty results with a value of a megabyte do not fit into the queue of a connection."""
+
+    async def test(quorum: Quorum) -> None:
+        value = b"x" * MAX_VALUE
+        first = Client(quorum.services["n1"], "the-first")
+        await first.do(1, Put("k", value, 0))
+        for node in (await quorum.leader(), await quorum.follower()):
+            client = Slow(quorum.services[node], f"client-of-{node}")
+            lease = await granted(client)
+            ids = [*range(2, 42)]
+            refused = encode(Create("k", b"", lease))
+            client.put(Write(1, ids, [refused] * len(ids)))
+            for number in ids:
+                answer = await client.answer_to(number)
+                assert isinstance(answer, bytes), answer
+                result = decode_result(answer)
+                assert isinstance(result, EntryExists)
+                assert result.entry.value == value
+            assert not client.faults
+            assert client.most <= HIGH_WATER + 2 * MAX_VALUE
+            # Repeated under the same id, as after a lost connection, it has the same outcome.
+            client.results.clear()
+            assert isinstance(await client.do(2, Create("k", b"", lease)), EntryExists)
+
+    on_quorum(test)
+
+
+def test_a_refused_create_whose_rival_has_gone_meanwhile_may_be_retried() -> None:
+    async def test(quorum: Quorum) -> None:
+        client, other = (Client(quorum.services["n1"], name) for name in ("client-1", "client-2"))
+        lease = await granted(client)
+        await other.do(1, Put("k", b"x" * MAX_VALUE, 0))
+        client.congested = True
+        client.put(Write(1, [2], [encode(Create("k", b"", lease))]))
+        await asyncio.sleep(0.1)
+        assert await other.do(2, Delete("k", 0)) == Done()
+        client.congested = False
+        refused = await client.answer_to(2)
+        assert (refused.code, "not carried out" in refused.text) == (ErrorCode.UNAVAILABLE, True)
+        assert isinstance(await client.do(3, Create("k", b"", lease)), Written)
+
+    on_quorum(test)
+
+
+def test_results_wait_until_the_client_takes_them() -> None:
+    async def test(quorum: Quorum) -> None:
+        client = Slow(quorum.services[await quorum.leader()])
+        lease = await granted(client)
+        await client.do(2, Put("k", b"x" * 4000, 0))
+        client.reading = True  # it does not read
+        ids = [*range(3, 5003)]
+        refused = encode(Create("k", b"", lease))
+        for at in range(0, len(ids), 200):
+            some = ids[at : at + 200]
+            client.put(Write(1, some, [refused] * len(some)))
+        await asyncio.sleep(1.0)
+        assert not client.faults
+        assert client.most <= 2 * PIECE
+        client._read()
+        for number in ids:
+            assert isinstance(decode_result(await client.answer_to(number)), EntryExists)
 
     on_quorum(test)
 

@@ -333,15 +333,16 @@ def test_results_of_one_turn_come_together_and_within_bounds() -> None:
     async def test(quorum: Quorum) -> None:
         client = Client(quorum.services[await quorum.leader()])
         lease = await granted(client)
-        large = encode(Create("k", bytes(400_000), lease))
-        client.put(Write(1, [*range(2, 12)], [large] * 10))
-        client.put(Write(1, [*range(12, 20)], [encode(Delete("none", 0))] * 8))
-        await client.answer_to(19)
+        refused = encode(Create("k", bytes(4000), lease))
+        client.put(Write(1, [*range(2, 252)], [refused] * 250))
+        client.put(Write(1, [*range(252, 502)], [refused] * 250))
+        client.put(Write(1, [*range(502, 510)], [encode(Delete("none", 0))] * 8))
+        await client.answer_to(509)
         together = [answer.ids for answer in client.received if isinstance(answer, WriteResults)][
             1:
         ]
-        assert [number for ids in together for number in ids] == [*range(2, 20)]
-        assert len(together) <= 5, "as many as fit"
+        assert [number for ids in together for number in ids] == [*range(2, 510)]
+        assert 2 <= len(together) <= 5, "as many as fit"
         assert all(
             sum(len(client.results[number]) for number in ids) < 2_000_000 for ids in together
         )

@@ -25,6 +25,7 @@ __all__ = [
     "Expire",
     "Grant",
     "KeyspaceCommand",
+    "LargeEntryExists",
     "LeaseGranted",
     "LeaseNotFound",
     "MalformedCommand",
@@ -79,7 +80,8 @@ class Revoke(KeyspaceCommand, frozen=True, gc=False, tag=2):
 
 
 class Create(KeyspaceCommand, frozen=True, gc=False, tag=3):
-    """Create an entry that is bound to a lease. → Written, EntryExists or LeaseNotFound"""
+    """Create an entry that is bound to a lease. → Written, EntryExists, LargeEntryExists or
+    LeaseNotFound"""
 
     key: str
     value: bytes
@@ -222,6 +224,13 @@ class QuotaExceeded(Result, frozen=True, gc=False, tag=9):
     quota: int
 
 
+class LargeEntryExists(Result, frozen=True, gc=False, tag=10):
+    """The key is taken by an entry that is too large for a result. Nothing was changed. Clients do
+    not receive this: the node that serves the client reads the entry and sends `EntryExists`."""
+
+    key: str
+
+
 Results = (
     Done
     | ConditionFailed
@@ -232,6 +241,7 @@ Results = (
     | EntryExists
     | MalformedCommand
     | QuotaExceeded
+    | LargeEntryExists
 )
 
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode

@@ -48,6 +48,7 @@ from doyen.quorum.keyspace.commands import (
     Expire,
     Grant,
     KeyspaceCommand,
+    LargeEntryExists,
     LeaseGranted,
     LeaseNotFound,
     MalformedCommand,
@@ -85,6 +86,9 @@ SLICE: Final = 500
 OVERHEAD: Final = 128
 """Bytes that an entry or a lease takes apart from key and value, in the size that the quota limits.
 Changing it needs a new version."""
+RESULT_VALUE: Final = 4096
+"""The longest value that a result carries. One log entry may have hundreds of results, which a
+leader sends to a follower in one frame. Changing it needs a new version."""
 
 _PUT = ChangeKind.PUT
 _DONE, _CONDITION_FAILED = encode(Done()), encode(ConditionFailed())
@@ -330,6 +334,8 @@ class Keyspace:
         position = self._entries.seek(key)
         present = self._live(position[2])
         if present is not None:
+            if len(present.value) > RESULT_VALUE and self.version > FIRST:
+                return encode(LargeEntryExists(key))
             return encode(EntryExists(present))
         revision = self.revision + 1
         entry = StoredEntry(key, command.value, revision, revision, lease)

@@ -8,7 +8,8 @@ counts as one that does not. From then on, nodes that do not support it are refu
 
     1   the first release
     2   leases end in slices; results of any size are remembered; a quota on the keyspace;
-        snapshots carry the history of changes and unfinished ends of leases
+        snapshots carry the history of changes and unfinished ends of leases; results do not carry
+        large values
 
 Imports nothing.
 """

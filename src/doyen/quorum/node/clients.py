@@ -1,13 +1,15 @@
 """One client's connection, as a node that serves it sees it.
 
 `ServedClient` holds what has arrived and is not handled yet, what the client may do, and the
-results of its writes, which are sent together once per turn of the event loop.
+results of its writes, which are sent together once per turn of the event loop, and no faster than
+the client takes them.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from msgspec import Struct
@@ -17,7 +19,12 @@ from doyen.errors import (
     OutcomeUnknown,
     StoreError,
 )
-from doyen.quorum.keyspace.commands import QuotaExceeded, decode_result, encode
+from doyen.quorum.keyspace.commands import (
+    LargeEntryExists,
+    QuotaExceeded,
+    decode_result,
+    encode,
+)
 from doyen.quorum.node import roles
 from doyen.quorum.node.proposals import Forgotten
 from doyen.quorum.protocol.frames import CloseReason
@@ -31,7 +38,7 @@ from doyen.quorum.protocol.requests import (
 )
 from doyen.quorum.protocol.security import Role
 
-__all__ = ["PIECE", "ClientConnection", "ClientLimits", "ServedClient"]
+__all__ = ["PIECE", "ClientConnection", "ClientLimits", "RefusedCreate", "ServedClient"]
 
 PIECE: Final = 1 << 20
 """About how many bytes of results or of a list go into one frame."""
@@ -80,16 +87,33 @@ class ClientConnection(Protocol):
     def fail(self, reason: CloseReason, text: str) -> None: ...
 
 
+class RefusedCreate(Struct, frozen=True, gc=False):
+    """A create that was refused because of a large entry, which is read when it can be sent."""
+
+    id: int
+    key: str
+
+
 class ServedClient:
     """One connection of a client."""
 
     __slots__ = (
-        *("_loop", "_results", "_results_bytes", "_results_ids", "allowed", "backlog"),
-        *("backlog_bytes", "connection", "draining", "lists", "name", "paused", "reads"),
-        *("role", "watches"),
+        *("_drain", "_loop", "_read", "_results", "_results_bytes", "_results_ids", "allowed"),
+        *("backlog", "backlog_bytes", "connection", "draining", "held", "lists", "name", "paused"),
+        *("reads", "role", "watches"),
     )
 
-    def __init__(self, connection: ClientConnection, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        connection: ClientConnection,
+        loop: asyncio.AbstractEventLoop,
+        read: Callable[[ServedClient, list[Any]], None],
+        drain: Callable[[ServedClient], None],
+    ) -> None:
+        """`read` answers reads when this node is current, `drain` goes on with the client when it
+        has taken earlier answers."""
+        self._read = read
+        self._drain = drain
         self.connection = connection
         self.role = connection.granted
         self.allowed = roles.allowed(self.role)
@@ -102,6 +126,8 @@ class ServedClient:
         """Whether nothing is read from the connection, because the backlog is long."""
         self.reads: deque[Any] = deque()
         """Reads that can be answered as soon as the client has taken earlier answers."""
+        self.held: deque[bytes] = deque()
+        """Encoded results that are sent when the client has taken earlier answers."""
         self.draining = False
         """Whether the client has to take earlier answers first."""
         self.lists = 0
@@ -117,7 +143,7 @@ class ServedClient:
         """Send an answer, after the results that wait."""
         if self._results_ids:
             self._send_results()
-        self._send(answer)
+        self._send(encode(answer))
 
     def settle(self, request: int, result: Any, error: BaseException | None) -> None:
         """Send the outcome of a write, together with others of this turn of the loop."""
@@ -126,6 +152,11 @@ class ServedClient:
             return
         if result.startswith(_FULL):
             self.fail(request, ErrorCode.UNAVAILABLE, _beyond_quota(result))
+            return
+        if result.startswith(_LARGE):
+            refused = decode_result(result)
+            assert isinstance(refused, LargeEntryExists)
+            self._read(self, [RefusedCreate(request, refused.key)])
             return
         ids = self._results_ids
         if not ids:
@@ -140,13 +171,19 @@ class ServedClient:
         if self._results_ids:
             data = encode(WriteResults(self._results_ids, self._results))
             self._results_ids, self._results, self._results_bytes = [], [], 0
-            connection = self.connection
-            if not connection.send(ANSWER, data) and not connection.closed:
-                self._overflow()
+            if self.draining or self.connection.congested:
+                self.held.append(data)
+                self._drain(self)
+            else:
+                self._send(data)
 
-    def _send(self, answer: Response) -> None:
+    def send_held(self) -> None:
+        """Send the first of the results that were held."""
+        self._send(self.held.popleft())
+
+    def _send(self, data: bytes) -> None:
         connection = self.connection
-        if not connection.send(ANSWER, encode(answer)) and not connection.closed:
+        if not connection.send(ANSWER, data) and not connection.closed:
             self._overflow()
 
     def _overflow(self) -> None:
@@ -168,8 +205,8 @@ def error_code(error: BaseException) -> ErrorCode:
     return ErrorCode.UNUSABLE if isinstance(error, CommandFailed) else ErrorCode.UNKNOWN
 
 
-_FULL = encode(QuotaExceeded(0, 0))[:2]
-"""How the encoded result begins."""
+_FULL, _LARGE = encode(QuotaExceeded(0, 0))[:2], encode(LargeEntryExists(""))[:2]
+"""How the encoded results begin."""
 
 
 def _beyond_quota(result: bytes) -> str:

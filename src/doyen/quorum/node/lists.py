@@ -2,7 +2,8 @@
 
 A read waits until this node is current (`LinearizableReads`). Answers are sent no faster than the
 client takes them: while its connection is congested, the requests wait, and each value is read
-when it can be sent. Long lists and copies are sent in pieces of one consistent state.
+when it can be sent. This includes the entry because of which a create was refused. Long lists and
+copies are sent in pieces of one consistent state.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from functools import partial
 from typing import Any, Final
 
 from doyen.errors import DoyenError
-from doyen.quorum.keyspace.commands import StoredEntry
+from doyen.quorum.keyspace.commands import EntryExists, StoredEntry, encode
 from doyen.quorum.keyspace.state import Keyspace
-from doyen.quorum.node.clients import PIECE, ServedClient
+from doyen.quorum.node.clients import PIECE, RefusedCreate, ServedClient
 from doyen.quorum.node.driver import Driver
 from doyen.quorum.protocol import requests
 from doyen.quorum.protocol.requests import (
@@ -24,6 +25,7 @@ from doyen.quorum.protocol.requests import (
     ErrorCode,
     FoundEntry,
     ListChunk,
+    WriteResults,
 )
 
 __all__ = ["Lists"]
@@ -52,6 +54,7 @@ class Lists:
             requests.Head: self._head,
             requests.Ahead: self._ahead,
             requests.Scan: self._scan,
+            RefusedCreate: self._refused_create,
         }
 
     def read(self, client: ServedClient, reads: list[Any]) -> None:
@@ -69,14 +72,22 @@ class Lists:
             self._answer(client)
 
     def _answer(self, client: ServedClient) -> None:
-        connection, reads = client.connection, client.reads
-        while reads and not connection.closed:
+        connection, held, reads = client.connection, client.held, client.reads
+        while (held or reads) and not connection.closed:
             if connection.congested:
-                client.draining = True
-                self._start(self._answer_later(client))
+                self.drain(client)
                 return
+            if held:
+                client.send_held()
+                continue
             request = reads.popleft()
             self._answers[type(request)](client, request)
+
+    def drain(self, client: ServedClient) -> None:
+        """Go on with this client when it has taken earlier answers."""
+        if not client.draining:
+            client.draining = True
+            self._start(self._answer_later(client))
 
     async def _answer_later(self, client: ServedClient) -> None:
         await client.connection.drain()
@@ -97,6 +108,15 @@ class Lists:
             client.fail(request.id, ErrorCode.TICKET_GONE, text)
         else:
             client.send(FoundEntry(request.id, self._keyspace.ahead(ticket)))
+
+    def _refused_create(self, client: ServedClient, request: RefusedCreate) -> None:
+        """The entry may have changed since. If it is there, the create would be refused now too."""
+        entry = self._keyspace.get(request.key)
+        if entry is None:
+            text = f"not carried out: the key {request.key} was taken, and has been freed since"
+            client.fail(request.id, ErrorCode.UNAVAILABLE, text)
+        else:
+            client.send(WriteResults([request.id], [encode(EntryExists(entry))]))
 
     def _scan(self, client: ServedClient, request: requests.Scan) -> None:
         pieces = _pieces(self._keyspace.list(request.prefix))

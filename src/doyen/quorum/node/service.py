@@ -132,8 +132,11 @@ class Service:
         elif not self._serving:
             connection.refuse(CloseReason.NOT_SERVING, "this node knows of no leader; ask another")
         else:
-            self._clients[connection] = ServedClient(connection, self._loop)
+            self._clients[connection] = self._served(connection)
             connection.welcome(self._take, self._ended)
+
+    def _served(self, connection: ClientConnection) -> ServedClient:
+        return ServedClient(connection, self._loop, self._lists.read, self._lists.drain)
 
     def close(self) -> None:
         """Close all clients' connections; they go to other nodes."""
@@ -252,7 +255,7 @@ class Service:
         if request is None:
             _out_of_turn(connection, kind)
         elif isinstance(request, requests.StatusRequest):
-            self._inquire(ServedClient(connection, self._loop), request)
+            self._inquire(self._served(connection), request)
         else:
             connection.fail(CloseReason.OUT_OF_TURN, "an onlooker that does more than inquire")
 
