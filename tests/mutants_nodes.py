@@ -26,7 +26,6 @@ from doyen.quorum.node import lease_keeper as keeper
 from doyen.quorum.node import membership as members
 from doyen.quorum.node import replicated as machine
 from doyen.quorum.node import roles
-from doyen.quorum.node.admin import Administration
 from doyen.quorum.node.applier import Applier
 from doyen.quorum.node.lease_clock import LeaseClock
 from doyen.quorum.node.membership import Members
@@ -359,11 +358,6 @@ def no_ends_when_full(patch: pytest.MonkeyPatch) -> None:
 
 
 # Identity and roles.
-
-
-def added_while_raising(patch: pytest.MonkeyPatch) -> None:
-    """A node may be added while the cluster's version is being raised."""
-    patch.setattr(Administration, "_version_in_flux", lambda self: False)
 
 
 def one_id(patch: pytest.MonkeyPatch) -> None:
