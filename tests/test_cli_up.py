@@ -316,6 +316,7 @@ def test_in_a_terminal_keys_kill_freeze_and_depose_the_leader(tmp_path: Path) ->
 def test_in_a_terminal_keys_kill_and_freeze_the_quorums_leader(tmp_path: Path) -> None:
     with terminal(tmp_path, quorum=True) as shown:
         shown.seen(r"Leader +(server\d)")
+        shown.seen(r" Quorum +n1 ")
         first = shown.seen(r"(n\d) leading")[1]
         at = shown.press("K")
         shown.seen(rf"{first} (dead|starting)", after=at)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from doyen.cli import COMMANDS, parsers
 from doyen.cli._output import Exit, print_json
@@ -31,9 +31,7 @@ examples:
   doyen completion fish > ~/.config/fish/completions/doyen.fish
 """
 
-_CONTINUED = " \\\n            "
 _FILES = {"FILE", "LOG"}
-_COMMANDS = {"CMD"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -50,9 +48,8 @@ def run(args: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionWord:
-    """An option with all its flags, or a positional argument."""
+class CompletionWord(NamedTuple):
+    """An option with all its flags, or a positional argument, which has none."""
 
     flags: tuple[str, ...]
     value: str | None
@@ -67,71 +64,48 @@ class CompletionWord:
 
     @property
     def command(self) -> bool:
-        return self.value in _COMMANDS
+        """Whether it is a command of the operating system, which follows `--`."""
+        return self.value == "CMD"
 
 
 def words() -> dict[str, list[CompletionWord]]:
     """The options and arguments of each command; under the empty name, those of `doyen` itself."""
     top, commands = parsers(*COMMANDS)
-    return {name: [*_words(parser)] for name, parser in [("", top), *commands.items()]}
-
-
-def _words(parser: argparse.ArgumentParser) -> Iterator[CompletionWord]:
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            continue
-        value = None if action.nargs == 0 else str(action.metavar or action.dest.upper())
-        yield CompletionWord(
-            flags=tuple(action.option_strings),
-            value=value,
-            choices=tuple(map(str, action.choices or ())),
-            many=action.nargs in ("+", "*"),
-            help=(action.help or "").partition(" (default")[0],
-        )
-
-
-def _options(taken: list[CompletionWord]) -> list[CompletionWord]:
-    return [word for word in taken if word.flags]
-
-
-def _positionals(taken: list[CompletionWord]) -> list[CompletionWord]:
-    return [word for word in taken if not word.flags]
-
-
-def _spellings(taken: list[CompletionWord]) -> list[str]:
-    return [flag for word in _options(taken) for flag in word.flags]
+    return {
+        name: [
+            CompletionWord(
+                flags=tuple(action.option_strings),
+                value=None if action.nargs == 0 else str(action.metavar or action.dest.upper()),
+                choices=tuple(map(str, action.choices or ())),
+                many=action.nargs in ("+", "*"),
+                help=(action.help or "").partition(" (default")[0],
+            )
+            for action in parser._actions
+            if not isinstance(action, argparse._SubParsersAction)
+        ]
+        for name, parser in {"": top, **commands}.items()
+    }
 
 
 def _bash() -> str:
-    known = words()
-    cases = []
-    for name, taken in known.items():
-        offered = [*_spellings(taken), *(COMMANDS if not name else ())]
-        offered += [choice for word in _positionals(taken) for choice in word.choices]
+    cases, runs = [], []
+    for name, taken in words().items():
         lines = [f"    {name or chr(39) * 2})"]
-        valued = [word for word in _options(taken) if word.value]
-        if valued:
+        if valued := [word for word in taken if word.flags and word.value]:
             lines.append("        case $before in")
             for word in valued:
-                act = "_doyen_files" if word.files else _bash_words(word.choices)
+                act = "_doyen_files" if word.files else f"_doyen_words '{' '.join(word.choices)}'"
                 lines.append(f"        {'|'.join(word.flags)}) {act}; return ;;")
             lines.append("        esac")
-        if any(word.files for word in _positionals(taken)):
+        if any(word.files and not word.flags for word in taken):
             lines.append("        [[ $word == -* ]] || { _doyen_files; return; }")
-        lines += [f"        {_bash_words(offered)}", "        ;;"]
+        flags = [flag for word in taken for flag in word.flags]
+        choices = [choice for word in taken if not word.flags for choice in word.choices]
+        offered = [*flags, *(() if name else COMMANDS), *choices]
+        lines += [f"        _doyen_words '{' '.join(offered)}'", "        ;;"]
         cases.append("\n".join(lines))
-    return _BASH.replace("@CASES@", "\n".join(cases)).replace(
-        "@RUNS@", "|".join(name for name, taken in known.items() if _runs(taken))
-    )
-
-
-def _bash_words(offered: Iterator[str] | list[str] | tuple[str, ...]) -> str:
-    return f"_doyen_words '{' '.join(offered)}'"
-
-
-def _runs(taken: list[CompletionWord]) -> bool:
-    """Whether a command of the operating system follows `--`."""
-    return any(word.command for word in taken)
+        runs += [name] if any(word.command for word in taken) else []
+    return _BASH.replace("@CASES@", "\n".join(cases)).replace("@RUNS@", "|".join(runs))
 
 
 _BASH = """\
@@ -174,44 +148,35 @@ complete -F _doyen doyen
 
 def _zsh() -> str:
     known = words()
-    commands = "\n".join(
-        f"        {_quoted(f'{name}:{summary}')}" for name, summary in COMMANDS.items()
-    )
+    commands = [f"        {_quoted(f'{name}:{summary}')}" for name, summary in COMMANDS.items()]
     cases = []
-    for name, taken in known.items():
-        if name:
-            specs = ["_arguments -s -S", *_zsh_specs(taken)]
-            cases.append(f"    {name})\n        {_CONTINUED.join(specs)}\n        ;;")
-    top = " ".join(_zsh_specs(_options(known[""])))
-    script = _ZSH.replace("@COMMANDS@", commands).replace("@CASES@", "\n".join(cases))
-    return script.replace("@TOP@", top)
+    for name in COMMANDS:
+        specs = " \\\n            ".join(["_arguments -s -S", *_zsh_specs(known[name])])
+        cases.append(f"    {name})\n        {specs}\n        ;;")
+    script = _ZSH.replace("@COMMANDS@", "\n".join(commands)).replace("@CASES@", "\n".join(cases))
+    return script.replace("@TOP@", " ".join(_zsh_specs(known[""])))
 
 
 def _zsh_specs(taken: list[CompletionWord]) -> Iterator[str]:
-    for word in _options(taken):
-        value = f":{word.value}:{_zsh_action(word)}" if word.value else ""
+    def action(word: CompletionWord) -> str:
+        choices = f"({' '.join(word.choices)})" if word.choices else ""
+        return choices or ("_files" if word.files else "")
+
+    for word in taken:
+        value = f":{word.value}:{action(word)}" if word.value else ""
         others = f"({' '.join(word.flags)})" if len(word.flags) > 1 else ""
+        text = re.sub(r"([\[\]:\\])", r"\\\1", word.help)
         for flag in word.flags:
-            yield _quoted(f"{others}{flag}[{_zsh_text(word.help)}]{value}")
-    for position, word in enumerate(_positionals(taken), 1):
+            yield _quoted(f"{others}{flag}[{text}]{value}")
+    for position, word in enumerate((word for word in taken if not word.flags), 1):
         if word.command:
             yield _quoted(f"{position}:command:_command_names -e")
             yield _quoted("*::arguments:_normal")
         else:
             where = "*" if word.many else position
             # Without a guard, an argument with unknown values would prevent completing options.
-            action = _zsh_action(word) or f'_guard "^-*" {word.value}'
-            yield _quoted(f"{where}:{word.value}:{action}")
-
-
-def _zsh_action(word: CompletionWord) -> str:
-    if word.choices:
-        return f"({' '.join(word.choices)})"
-    return "_files" if word.files else ""
-
-
-def _zsh_text(text: str) -> str:
-    return re.sub(r"([\[\]:\\])", r"\\\1", text)
+            act = action(word) or f'_guard "^-*" {word.value}'
+            yield _quoted(f"{where}:{word.value}:{act}")
 
 
 _ZSH = """\
@@ -252,19 +217,17 @@ def _fish() -> str:
         when = f"__fish_seen_subcommand_from {name}" if name else "__fish_use_subcommand"
         begin = f"complete -c doyen -n {_quoted(when)}"
         for word in taken:
+            if word.command:
+                after = _quoted(f"{when}; and contains -- -- (commandline -opc)")
+                lines.append(f"complete -c doyen -n {after} -a '(__fish_complete_command)'")
             flags = [f"-l {flag[2:]}" for flag in word.flags if flag.startswith("--")]
             flags += [f"-s {flag[1:]}" for flag in word.flags if not flag.startswith("--")]
-            if word.flags and word.value:
-                flags.append("-r -F" if word.files else "-x")
-            if not word.flags and word.files:
-                flags.append("-F")
+            if word.files:
+                flags.append("-r -F" if flags else "-F")
+            elif flags and word.value:
+                flags.append("-x")
             if word.choices:
                 flags.append(f"-a {_quoted(' '.join(word.choices))}")
-            if word.command:
-                after = f"{when}; and contains -- -- (commandline -opc)"
-                lines.append(
-                    f"complete -c doyen -n {_quoted(after)} -a '(__fish_complete_command)'"
-                )
             if flags:
                 text = f" -d {_quoted(word.help)}" if word.flags else ""
                 lines.append(f"{begin} {' '.join(flags)}{text}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from msgspec import Struct
@@ -22,10 +23,11 @@ from doyen.lab.chart import Panel
 from doyen.lease.clock import VirtualClock
 from doyen.lease.keepalive import Keepalive
 from doyen.lease.runtime import InlineRuntime
-from doyen.model import Entry, Lease, Version
+from doyen.model import Entry, Lease
 from doyen.session import Session
 from doyen.stores.memory import MemoryServer, MemoryStore
 from doyen.stores.port import Context, Creation, Store, Watch
+from doyen.testing.faults import Faults, FaultyStore
 from doyen.testing.virtual import run_virtual
 
 T = TypeVar("T")
@@ -60,60 +62,29 @@ class _Meter:
         self.bytes += FRAME + sum(map(len, texts))
 
 
-class _DistantStore(Store):
+class _DistantStore(FaultyStore):
     """A store at a distance. Counts the messages to and from it."""
 
     def __init__(self, store: Store, meter: _Meter, one_way_s: float) -> None:
-        self.capabilities = store.capabilities
-        self._store, self._meter, self._one_way_s = store, meter, one_way_s
+        super().__init__(store, Faults())
+        self._meter, self._one_way_s = meter, one_way_s
         self.dead = False
 
-    async def _call(self, call: Callable[[], Awaitable[T]], *texts: str | bytes) -> T:
+    async def _call(
+        self, operation: str, about: str, do: Callable[[], Awaitable[T]], lease: Lease | None = None
+    ) -> T:
         if self.dead:
             await asyncio.Event().wait()
-        self._meter.count(*texts)
+        written = [each for each in getattr(do, "args", ()) if isinstance(each, bytes)]
+        self._meter.count(*written, "" if operation == "grant" else about)
         await asyncio.sleep(self._one_way_s)
-        answer = await call()
+        answer = await do()
         values = [answer.value] if isinstance(answer, Entry) else []
         if isinstance(answer, Creation):
             values = [answer.entry.value]
         self._meter.count(*values)
         await asyncio.sleep(self._one_way_s)
         return answer
-
-    async def grant(self, ttl_s: float) -> Lease:
-        return await self._call(lambda: self._store.grant(ttl_s))
-
-    async def renew(self, lease: Lease) -> None:
-        await self._call(lambda: self._store.renew(lease), lease.id)
-
-    async def revoke(self, lease: Lease) -> None:
-        await self._call(lambda: self._store.revoke(lease), lease.id)
-
-    async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
-        return await self._call(lambda: self._store.create(key, value, lease), key, value)
-
-    async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
-        return await self._call(
-            lambda: self._store.put(key, value, if_version=if_version), key, value
-        )
-
-    async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
-        return await self._call(lambda: self._store.delete(key, if_version=if_version), key)
-
-    async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
-        return await self._call(
-            lambda: self._store.enqueue(line, value, lease, rank=rank), line, value
-        )
-
-    async def ahead(self, ticket: Entry) -> Entry | None:
-        return await self._call(lambda: self._store.ahead(ticket), ticket.key)
-
-    async def get(self, key: str) -> Entry | None:
-        return await self._call(lambda: self._store.get(key), key)
-
-    async def list(self, prefix: str) -> list[Entry]:
-        return await self._call(lambda: self._store.list(prefix), prefix)
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
         loop = asyncio.get_running_loop()
@@ -123,10 +94,7 @@ class _DistantStore(Store):
                 self._meter.count(scope)
                 loop.call_later(self._one_way_s, notify)
 
-        return await self._call(lambda: self._store.watch(scope, changed), scope)
-
-    async def close(self) -> None:
-        await self._store.close()
+        return await self._call("watch", scope, partial(self._store.watch, scope, changed))
 
 
 class _SparseRuntime(InlineRuntime):
@@ -193,8 +161,8 @@ class _Measurement:
         self.elected.clear()
         return self.meter.messages, self.meter.bytes, self.clock.now()
 
-    def cost(self, what: str, count: int, begun: tuple[int, int, float], from_s: float) -> Cost:
-        messages, size, _ = begun
+    def cost(self, what: str, count: int, begun: tuple[int, int, float]) -> Cost:
+        messages, size, from_s = begun
         return Cost(
             what=what,
             count=count,
@@ -204,19 +172,16 @@ class _Measurement:
             seconds=round(self.elected[-1].at - from_s, 6),
         )
 
-    async def wait_elected(self, count: int = 1) -> None:
-        """Wait until this many were elected since `begin`, and all messages have arrived."""
-        while len(self.elected) < count:
+    async def wait_until(self, reached: Callable[[], bool]) -> None:
+        """Wait until this holds, and all messages have arrived."""
+        while not reached():
             self._changed.clear()
             await self._changed.wait()
         await self.settle()
 
-    async def wait_queued(self, count: int) -> None:
-        """Wait until this many candidates wait, and all messages have arrived."""
-        while self.waiting < count:
-            self._changed.clear()
-            await self._changed.wait()
-        await self.settle()
+    async def wait_elected(self, count: int = 1) -> None:
+        """Wait until this many were elected since `begin`."""
+        await self.wait_until(lambda: len(self.elected) >= count)
 
     async def settle(self) -> None:
         """Wait until all messages have arrived."""
@@ -243,7 +208,7 @@ async def _crowd(measurement: _Measurement, count: int, recipe: str) -> list[Cos
     resign.set()
     await measurement.wait_elected()
     name = "resigns" if recipe == "line" else "resigns, race"
-    costs = [measurement.cost(name, count, begun, begun[2])]
+    costs = [measurement.cost(name, count, begun)]
     if recipe == "line":
         winner = int(measurement.elected[-1].event.name.removeprefix("server"))  # type: ignore[attr-defined]
         record = measurement.server.list("elections/e")[0]
@@ -251,7 +216,7 @@ async def _crowd(measurement: _Measurement, count: int, recipe: str) -> list[Cos
         begun = measurement.begin()
         measurement.server.revoke(str(record.lease))  # as if its ttl had passed
         await measurement.wait_elected()
-        costs.append(measurement.cost("dies", count, begun, begun[2]))
+        costs.append(measurement.cost("dies", count, begun))
     return costs
 
 
@@ -274,15 +239,15 @@ async def _holdings(measurement: _Measurement, count: int) -> list[Cost]:
             measurement.start(lead(session, f"e{number}", name))
         if name == "server1":
             await measurement.wait_elected(count)
-            costs.append(measurement.cost("elects", count, before, before[2]))
+            costs.append(measurement.cost("elects", count, before))
         else:
-            await measurement.wait_queued(count)
+            await measurement.wait_until(lambda: measurement.waiting >= count)
     record = measurement.server.list("elections")[0]
     measurement.stores[0].dead = True
     begun = measurement.begin()
     measurement.server.revoke(str(record.lease))
     await measurement.wait_elected(count)
-    costs.append(measurement.cost("takes over", count, begun, begun[2]))
+    costs.append(measurement.cost("takes over", count, begun))
     return costs
 
 

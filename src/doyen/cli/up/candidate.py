@@ -16,7 +16,7 @@ import os
 import sys
 from contextlib import suppress
 
-from doyen.cli.up.parent import die_with
+from doyen.cli.up.processes import die_with
 from doyen.fencing import GuardedFile
 from doyen.session import Session, connect
 from doyen.term import Term

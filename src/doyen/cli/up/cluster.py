@@ -3,8 +3,6 @@
 Terms and failover times are taken from the audit logs only, which are also verified at the end. The
 system is asked only which processes run. Only `stop` waits; `tick` checks everything once and is
 called many times per second.
-
-Invariant: when `stop` has returned, all processes that were started here have ended.
 """
 
 from __future__ import annotations
@@ -13,13 +11,12 @@ import asyncio
 import json
 import math
 import subprocess
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGCONT, SIGKILL, SIGSTOP
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from doyen.cli.up.candidate import ELECTION, WORK_FILE, command
+from doyen.cli.up.processes import ChildProcess, Kind, ProcessGroup
 from doyen.errors import ConfigError, StoreUnavailable
 from doyen.lease.clock import SystemClock
 from doyen.lease.timing import Timing
@@ -28,14 +25,8 @@ from doyen.stores.port import Capabilities, Context, StoreURL, open_store
 if TYPE_CHECKING:
     from doyen.cli.up.quorum import NodeGroup
 
-RESTART_AFTER_S = 1.0
-"""How long after its end a candidate is restarted."""
-STOP_WITHIN_S = 2.0
-"""How long candidates may take to resign at the end, before they are killed."""
 OPEN_WITHIN_S = 10.0
 """The time limit for opening the store."""
-
-Kind = Literal["killed", "frozen", "asked to resign"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,23 +119,13 @@ class ElectionHistory:
         return self._deadlines.get(term.lease, -math.inf)
 
 
-class CandidateProcess:
-    """One candidate: its name, and the process that runs it now, if any."""
+class CandidateProcess(ChildProcess):
+    """One candidate, with its audit log."""
 
     def __init__(self, name: str, directory: Path) -> None:
-        self.name = name
+        super().__init__(name, directory)
         self.audit = directory / f"{name}.audit.jsonl"
-        self.errors = directory / f"{name}.errors"
-        self.process: subprocess.Popen[bytes] | None = None
-        self.frozen_at: float | None = None
-        self.died_at = -math.inf
-        self.killed = False
         self._read = 0
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process runs; it may be frozen. False as soon as it was sent SIGKILL."""
-        return self.process is not None and not self.killed
 
     def lines(self) -> list[dict[str, Any]]:
         """The lines that were added to the audit log since the last call."""
@@ -157,12 +138,8 @@ class CandidateProcess:
         self._read += len(healthy) + len(end)
         return [json.loads(line) for line in healthy.splitlines()]
 
-    def last_error_line(self) -> str:
-        text = self.errors.read_text(errors="replace").strip()
-        return text.splitlines()[-1] if text else "no error message"
 
-
-class CandidateGroup:
+class CandidateGroup(ProcessGroup[CandidateProcess]):
     """The candidates of one store, with their files in one directory."""
 
     def __init__(
@@ -175,6 +152,10 @@ class CandidateGroup:
         worst_s: float,
         quorum: NodeGroup | None = None,
     ) -> None:
+        self.candidates = [
+            CandidateProcess(f"server{number}", directory) for number in range(1, candidates + 1)
+        ]
+        super().__init__(self.candidates, thaw_after_s=worst_s + timing.ttl_s / 4)
         self.directory = directory
         self.quorum = quorum
         """The nodes of the store, if they were started by `doyen up`."""
@@ -182,12 +163,7 @@ class CandidateGroup:
         self.timing = timing
         self.worst_s = worst_s
         """The longest time from a leader's last sign of life to the next leader."""
-        self.thaw_after_s = worst_s + timing.ttl_s / 4
-        self.now: Callable[[], float] = SystemClock().now
         self.history = ElectionHistory()
-        self.candidates = [
-            CandidateProcess(f"server{number}", directory) for number in range(1, candidates + 1)
-        ]
         self.failures: list[str] = []
         """Errors of candidates that ended by themselves."""
 
@@ -197,12 +173,7 @@ class CandidateGroup:
             self.quorum.tick()
         self._reap()
         self.read()
-        now = self.now()
-        for candidate in self.candidates:
-            if candidate.frozen_at is not None and now >= candidate.frozen_at + self.thaw_after_s:
-                self.thaw(candidate)
-            if candidate.process is None and now >= candidate.died_at + RESTART_AFTER_S:
-                self._start(candidate)
+        self._restart()
 
     def read(self) -> None:
         """Take in what the audit logs have got."""
@@ -212,7 +183,6 @@ class CandidateGroup:
 
     def _start(self, candidate: CandidateProcess) -> None:
         self.history.forget(candidate.name)
-        candidate.killed = False
         started = command(
             name=candidate.name,
             store=self.store,
@@ -220,32 +190,14 @@ class CandidateGroup:
             audit=str(candidate.audit),
             work=str(self.directory / WORK_FILE),
         )
-        with candidate.errors.open("wb") as errors:
-            # A process group of its own, so that Ctrl-C in the terminal does not reach it.
-            candidate.process = subprocess.Popen(
-                started,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                process_group=0,
+        candidate.start(started, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+
+    def _note_end(self, candidate: CandidateProcess, code: int) -> None:
+        super()._note_end(candidate, code)
+        if code and not candidate.killed:
+            self.failures.append(
+                f"{candidate.name} ended with exit code {code}: {candidate.last_error_line()}"
             )
-
-    def _reap(self) -> None:
-        for candidate in self.candidates:
-            if candidate.process is None or (code := candidate.process.poll()) is None:
-                continue
-            self._note_end(candidate)
-            if code and not candidate.killed:
-                self.failures.append(
-                    f"{candidate.name} ended with exit code {code}: {candidate.last_error_line()}"
-                )
-
-    def _note_end(self, candidate: CandidateProcess) -> None:
-        if candidate.process is not None and candidate.process.stdin is not None:
-            candidate.process.stdin.close()
-        candidate.process = None
-        candidate.frozen_at = None
-        candidate.died_at = self.now()
 
     @property
     def leader(self) -> CandidateProcess | None:
@@ -276,27 +228,11 @@ class CandidateGroup:
             )
         )
 
-    def kill(self, candidate: CandidateProcess) -> None:
-        """Send SIGKILL. The candidate is restarted after `RESTART_AFTER_S`."""
-        if candidate.process is not None and candidate.alive:
-            candidate.died_at = self._note_fault("killed", candidate)
-            candidate.killed = True
-            candidate.process.send_signal(SIGKILL)
-
-    def freeze(self, candidate: CandidateProcess) -> None:
-        """Send SIGSTOP. The candidate is thawed when another must have been elected."""
-        if candidate.process is not None and candidate.alive and candidate.frozen_at is None:
-            candidate.frozen_at = self._note_fault("frozen", candidate)
-            candidate.process.send_signal(SIGSTOP)
-
     def thaw(self, candidate: CandidateProcess) -> None:
-        """Send SIGCONT."""
-        if candidate.process is not None and candidate.frozen_at is not None:
-            candidate.frozen_at = None
-            pending = self.history.pending
-            if pending is not None and pending.name == candidate.name and self.leader is candidate:
-                self.history.pending = None  # thawed in time: it still leads
-            candidate.process.send_signal(SIGCONT)
+        frozen, pending = candidate.frozen_at is not None, self.history.pending
+        super().thaw(candidate)
+        if frozen and pending and pending.name == candidate.name and self.leader is candidate:
+            self.history.pending = None  # thawed in time: it still leads
 
     def resign(self, candidate: CandidateProcess) -> None:
         """Make the candidate resign, if it leads."""
@@ -312,12 +248,10 @@ class CandidateGroup:
             except BrokenPipeError:
                 pass  # it has just died
 
-    def _note_fault(self, kind: Kind, candidate: CandidateProcess) -> float:
-        """Record the time of a fault, and the fault itself if the candidate leads."""
-        latest, now = self.history.latest, self.now()
+    def _note_fault(self, kind: Kind, candidate: CandidateProcess) -> None:
+        latest = self.history.latest
         if latest is not None and candidate is self.leader:
-            self.history.pending = InjectedFault(kind, candidate.name, latest.token, now)
-        return now
+            self.history.pending = InjectedFault(kind, candidate.name, latest.token, self.now())
 
     @property
     def work_done(self) -> int:
@@ -327,26 +261,12 @@ class CandidateGroup:
         except FileNotFoundError:
             return 0
 
+    def _ask_to_end(self, process: subprocess.Popen[bytes]) -> None:
+        if process.stdin is not None:
+            process.stdin.close()
+
     def stop(self) -> None:
-        """Make all candidates resign, and end all processes."""
-        self._reap()
-        running = [candidate for candidate in self.candidates if candidate.process is not None]
-        for candidate in running:
-            self.thaw(candidate)
-        for candidate in running:
-            if candidate.process is not None and candidate.process.stdin is not None:
-                candidate.process.stdin.close()
-        deadline = self.now() + STOP_WITHIN_S
-        for candidate in running:
-            if candidate.process is None:
-                continue
-            try:
-                candidate.process.wait(max(0.0, deadline - self.now()))
-            except subprocess.TimeoutExpired:
-                candidate.killed = True
-                candidate.process.kill()
-                candidate.process.wait()
-        self._reap()
+        super().stop()
         self.read()
 
 

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from doyen.audit import Report, verify
-from doyen.cli.up.cluster import CandidateGroup, Failover, InjectedFault, Kind
+from doyen.cli.up.cluster import CandidateGroup, Failover, InjectedFault
+from doyen.cli.up.processes import Kind
 
 if TYPE_CHECKING:
     from doyen.cli.up.quorum import NodeLeaderChange

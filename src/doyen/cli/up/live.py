@@ -13,17 +13,17 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from doyen.cli.up.candidate import ELECTION
-from doyen.cli.up.cluster import RESTART_AFTER_S, CandidateGroup, CandidateProcess, Failover
+from doyen.cli.up.cluster import CandidateGroup, CandidateProcess, Failover
 from doyen.cli.up.drill import story
+from doyen.cli.up.processes import RESTART_AFTER_S
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from rich.text import Text
 
 _FRAME_S = 0.1
 _BAR = 24
@@ -31,46 +31,43 @@ _BAR = 24
 
 def show(cluster: CandidateGroup, *, stopping: Callable[[], bool]) -> None:
     """Show the view and handle keys until `q`, the end of the input, or `stopping`."""
-    controls = _Controls(cluster)
-    with _Keyboard(sys.stdin.fileno()) as keys, _view(controls) as view:
+    controls, fd = _Controls(cluster), sys.stdin.fileno()
+    with _single_keys(fd), _view(controls) as draw:
         while not stopping():
             cluster.tick()
-            view.draw()
-            for key in keys.pressed(_FRAME_S):
+            draw()
+            for key in _pressed(fd, _FRAME_S):
                 if key in ("q", ""):
                     return
                 controls.press(key)
 
 
-class _Keyboard:
-    """Reads single keys without echo. Ctrl-C interrupts as usual. Ctrl-Z is disabled, because the
+@contextmanager
+def _single_keys(fd: int) -> Iterator[None]:
+    """Read single keys without echo. Ctrl-C interrupts as usual. Ctrl-Z is disabled, because the
     candidates would go on while the view is suspended."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._before: list[Any] = termios.tcgetattr(fd)
-
-    def __enter__(self) -> _Keyboard:
-        tty.setcbreak(self._fd, termios.TCSANOW)
-        changed = termios.tcgetattr(self._fd)
+    before: list[Any] = termios.tcgetattr(fd)
+    try:
+        tty.setcbreak(fd, termios.TCSANOW)
+        changed = termios.tcgetattr(fd)
         changed[6][termios.VSUSP] = b"\0"
-        termios.tcsetattr(self._fd, termios.TCSANOW, changed)
-        return self
+        termios.tcsetattr(fd, termios.TCSANOW, changed)
+        yield
+    finally:
+        termios.tcsetattr(fd, termios.TCSANOW, before)
 
-    def __exit__(self, *_: object) -> None:
-        termios.tcsetattr(self._fd, termios.TCSANOW, self._before)
 
-    def pressed(self, within_s: float) -> list[str]:
-        """The keys pressed within the time; an empty string stands for the end of the input."""
-        if not select.select([self._fd], [], [], within_s)[0]:
-            return []
-        try:
-            typed = os.read(self._fd, 64)
-        except OSError:  # the terminal has gone
-            typed = b""
-        if typed.startswith(b"\x1b"):
-            return []  # an arrow or function key: a sequence, not letters and digits
-        return list(typed.decode("ascii", "replace")) or [""]
+def _pressed(fd: int, within_s: float) -> list[str]:
+    """The keys pressed within the time; an empty string stands for the end of the input."""
+    if not select.select([fd], [], [], within_s)[0]:
+        return []
+    try:
+        typed = os.read(fd, 64)
+    except OSError:  # the terminal has gone
+        typed = b""
+    if typed.startswith(b"\x1b"):
+        return []  # an arrow or function key: a sequence, not letters and digits
+    return list(typed.decode("ascii", "replace")) or [""]
 
 
 class _Controls:
@@ -150,27 +147,26 @@ def _clock(failover: Failover) -> str:
     return time.strftime("%H:%M:%S", time.localtime(failover.to.wall))
 
 
-class _View(Protocol):
-    def __enter__(self) -> _View: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-        /,
-    ) -> bool | None: ...
-
-    def draw(self) -> None: ...
-
-
-def _view(controls: _Controls) -> _View:
+@contextmanager
+def _view(controls: _Controls) -> Iterator[Callable[[], None]]:
+    """Returns what draws the present state."""
     try:
         from rich.console import Console
+        from rich.live import Live
     except ImportError:
-        return _LineView(controls)
+        yield _LineView(controls).draw
+        return
     console = Console(markup=False, highlight=False, emoji=False)
-    return _LineView(controls) if console.is_dumb_terminal else _ScreenView(controls, console)
+    if console.is_dumb_terminal:
+        yield _LineView(controls).draw
+        return
+    view = _ScreenView(controls, console)
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        try:
+            yield lambda: live.update(view.frame(), refresh=True)
+        finally:
+            # Clear the screen: some terminals show parts of it afterwards if they were resized.
+            live.update("", refresh=True)
 
 
 class _LineView:
@@ -181,12 +177,6 @@ class _LineView:
         self._reported = self._changes = 0
         self._states: dict[str, str] = {}
         self._help = ""
-
-    def __enter__(self) -> _LineView:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
 
     def draw(self) -> None:
         cluster, controls = self._controls.cluster, self._controls
@@ -208,132 +198,82 @@ class _LineView:
             self._changes = len(cluster.quorum.changes)
 
 
+_Line = list[str | tuple[str, str]]
+"""A line of the screen: texts, some with a style."""
+
+
 class _ScreenView:
     """The view with rich, redrawn in place."""
 
     def __init__(self, controls: _Controls, console: Console) -> None:
-        from rich.live import Live
-
         self._controls = controls
         self._console = console
-        self._live = Live(console=console, screen=True, auto_refresh=False)
 
-    def __enter__(self) -> _ScreenView:
-        self._live.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            # Clear the screen: some terminals show parts of it afterwards if they were resized.
-            self._live.update("", refresh=True)
-        finally:
-            self._live.__exit__(kind, error, traceback)
-
-    def draw(self) -> None:
-        self._live.update(self._frame(), refresh=True)
-
-    def _frame(self) -> RenderableType:
+    def frame(self) -> RenderableType:
         from rich.console import Group
         from rich.text import Text
 
-        above = [*self._title(), Text(), *self._leader(), *self._quorum(), Text()]
-        above += [*self._candidates(), Text()]
-        below = [Text(), Text(f" {self._controls.help}", style="bold")]
+        above = [*self._title(), [], *self._leader(), *self._quorum(), []]
+        above += [*self._candidates(), []]
+        below: list[_Line] = [[], [(f" {self._controls.help}", "bold")]]
         room = self._console.size.height - len(below)
         lines = [*above[:room], *self._failovers(room - len(above)), *below]
-        for line in lines:
-            line.no_wrap = True
-            line.overflow = "ellipsis"
-        return Group(*lines)
+        return Group(*(Text.assemble(*line, no_wrap=True, overflow="ellipsis") for line in lines))
 
-    def _title(self) -> list[Text]:
-        from rich.text import Text
-
+    def _title(self) -> list[_Line]:
         cluster = self._controls.cluster
         figures = (
             f"   {len(cluster.candidates)} candidates, ttl {cluster.timing.ttl_s:g} s,"
             f" failover within {cluster.worst_s:.2f} s; work done: {cluster.work_done}"
         )
         elsewhere = f" in another terminal: doyen watch {ELECTION} --store {cluster.store}"
-        return [
-            Text.assemble((" doyen up", "bold"), (figures, "dim")),
-            Text(elsewhere, style="dim"),
-        ]
+        return [[(" doyen up", "bold"), (figures, "dim")], [(elsewhere, "dim")]]
 
-    def _leader(self) -> list[Text]:
-        from rich.text import Text
-
+    def _leader(self) -> list[_Line]:
         cluster = self._controls.cluster
         latest, leader = cluster.history.latest, cluster.leader
         if latest is None or leader is None:
-            return [
-                Text.assemble(" Leader    ", (_vacancy(cluster), "bold yellow")),
-                Text(" Valid"),
-            ]
+            return [[" Leader    ", (_vacancy(cluster), "bold yellow")], [" Valid"]]
         now = cluster.now()
         left_s = max(0.0, cluster.history.valid_until(latest) - now)
         full = round(min(1.0, left_s / cluster.timing.validity_s) * _BAR)
         colour = "green" if leader.frozen_at is None else "cyan"
         on, off = "#-" if self._console.options.ascii_only else "━─"
+        since = f"   token {latest.token}   for {now - latest.at:.1f} s"
+        bar: _Line = [(on * full, colour), (off * (_BAR - full), "dim")]
         return [
-            Text.assemble(
-                " Leader    ",
-                (leader.name, f"bold {colour}"),
-                f"   token {latest.token}   for {now - latest.at:.1f} s",
-            ),
-            Text.assemble(
-                " Valid     ",
-                (on * full, colour),
-                (off * (_BAR - full), "dim"),
-                f"  {left_s:.1f} s more",
-            ),
+            [" Leader    ", (leader.name, f"bold {colour}"), since],
+            [" Valid     ", *bar, f"  {left_s:.1f} s more"],
         ]
 
-    def _quorum(self) -> list[Text]:
-        from rich.text import Text
-
+    def _quorum(self) -> list[_Line]:
         quorum = self._controls.cluster.quorum
         if quorum is None:
             return []
-        line = Text(" NodeGroup    ")
+        line: _Line = [" Quorum    "]
         for server in quorum.servers:
             frozen = server.frozen_at is not None
             word = "frozen" if frozen else server.role
             leads = server is quorum.leader and not frozen
             colour = "cyan" if frozen else {"dead": "red"}.get(word, "green" if leads else "dim")
-            line.append(f"{server.name} {word:<11}", colour)
+            line.append((f"{server.name} {word:<11}", colour))
         if quorum.changes:
-            line.append(f"generation {quorum.changes[-1].generation}", "dim")
+            line.append((f"generation {quorum.changes[-1].generation}", "dim"))
         return [line]
 
-    def _candidates(self) -> list[Text]:
-        from rich.text import Text
-
-        cluster = self._controls.cluster
-        lines = []
-        for number, candidate in enumerate(cluster.candidates, 1):
-            state = _state(cluster, candidate)
+    def _candidates(self) -> list[_Line]:
+        lines: list[_Line] = []
+        for number, candidate in enumerate(self._controls.cluster.candidates, 1):
+            state = _state(self._controls.cluster, candidate)
             mark = ">" if candidate is self._controls.target else " "
-            lines.append(
-                Text.assemble(
-                    f" {mark} {number}  {candidate.name:<10}",
-                    (f"{state.word:<18}", state.colour),
-                    state.detail,
-                )
-            )
+            name = f" {mark} {number}  {candidate.name:<10}"
+            lines.append([name, (f"{state.word:<18}", state.colour), state.detail])
         return lines
 
-    def _failovers(self, room: int) -> list[Text]:
-        from rich.text import Text
-
+    def _failovers(self, room: int) -> list[_Line]:
         if room < 2:
             return []
         shown = self._controls.cluster.history.failovers[1 - room :]
-        lines = [Text(f"   {_clock(one)}  {story(one)}") for one in reversed(shown)]
-        lines += [Text()] * (room - 1 - len(lines))
-        return [Text(" Failovers, newest first", style="dim"), *lines]
+        lines: list[_Line] = [[f"   {_clock(one)}  {story(one)}"] for one in reversed(shown)]
+        lines += [[] for _ in range(room - 1 - len(lines))]
+        return [[(" Failovers, newest first", "dim")], *lines]

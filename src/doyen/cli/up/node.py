@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from doyen.cli.up.parent import die_with
+from doyen.cli.up.processes import die_with
 
 ELECTION_S = 0.5
 """The election timeout. It is short, because all nodes are on one machine."""
