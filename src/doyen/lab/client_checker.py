@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
@@ -49,24 +50,24 @@ class RequestStart(NamedTuple):
     """The last log index that the answer to any client had shown."""
 
 
+@dataclass(slots=True)
 class ObservedWatch:
     """A watch as its client sees it."""
 
-    def __init__(self, scope: str) -> None:
-        self.scope = scope
-        self.established_at = inf
-        self.notified_at = -inf
+    scope: str
+    established_at: float = inf
+    notified_at: float = -inf
 
 
+@dataclass(slots=True)
 class HeldLease:
     """A lease as its owner sees it."""
 
-    def __init__(self, process: Process, sent: float) -> None:
-        self.process = process
-        self.renewed_at = sent
-        """When the last confirmed renewal, or the grant, was sent."""
-        self.abandoned = False
-        """The owner revokes it, and may not learn whether that succeeded."""
+    process: Process
+    renewed_at: float
+    """When the last confirmed renewal, or the grant, was sent."""
+    abandoned: bool = False
+    """The owner revokes it, and may not learn whether that succeeded."""
 
 
 class ClientChecker:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from doyen.quorum.consensus.core import EntryKind, Install, LogEntry, Persist, Recovered, Snapshot
@@ -23,41 +24,27 @@ class CorruptDisk(Exception):
     """The disk does not hold what was written, so the server must not start."""
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedDisk:
     """One server's journal and its snapshot."""
 
-    __slots__ = (
-        "base",
-        "entries",
-        "flipped",
-        "full",
-        "image",
-        "queue",
-        "received",
-        "snapshot",
-        "stall_s",
-        "state",
-        "until",
-    )
-
-    def __init__(self) -> None:
-        self.state: Any = None
-        self.snapshot: Snapshot | None = None
-        self.image: Any = None
-        """The state machine at the snapshot's index."""
-        self.base = 0
-        """The index of the snapshot. The first entry has the index `base + 1`."""
-        self.entries: list[LogEntry] = []
-        self.queue: list[Persist | Install] = []
-        """Written, not yet synced."""
-        self.received: dict[int, tuple[Snapshot, Any]] = {}
-        """Snapshots that leaders have sent and that are not installed yet, by index."""
-        self.full = 0
-        self.stall_s = 0.0
-        self.until = 0.0
-        """When the sync under way, or the last one, is complete."""
-        self.flipped: int | None = None
-        """The index at which a bit has flipped."""
+    state: Any = None
+    snapshot: Snapshot | None = None
+    image: Any = None
+    """The state machine at the snapshot's index."""
+    base: int = 0
+    """The index of the snapshot. The first entry has the index `base + 1`."""
+    entries: list[LogEntry] = field(default_factory=list)
+    queue: list[Persist | Install] = field(default_factory=list)
+    """Written, not yet synced."""
+    received: dict[int, tuple[Snapshot, Any]] = field(default_factory=dict)
+    """Snapshots that leaders have sent and that are not installed yet, by index."""
+    full: int = 0
+    stall_s: float = 0.0
+    until: float = 0.0
+    """When the sync under way, or the last one, is complete."""
+    flipped: int | None = None
+    """The index at which a bit has flipped."""
 
     def has(self, index: int, entry: LogEntry) -> bool:
         """Whether this entry, or a snapshot that includes it, would survive a crash now."""

@@ -8,6 +8,7 @@ protocol promises to survive (the corruption of a majority's disks) is skipped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from doyen.lab.plan import LEADER, Fault
@@ -26,21 +27,17 @@ MAX_SERVERS = 12
 Undo = Callable[[], None]
 
 
+@dataclass(slots=True)
 class PendingCrash:
     """A crash that happens after some more effects have been carried out."""
 
-    __slots__ = ("after_state_write", "down_s", "effects", "power_loss")
-
-    def __init__(
-        self, effects: int, *, power_loss: bool, down_s: float, after_state_write: bool = False
-    ) -> None:
-        self.effects = effects
-        """The number of effects that are still carried out."""
-        self.power_loss = power_loss
-        """Whether the machine stops, so that nothing closes its connections."""
-        self.down_s = down_s
-        self.after_state_write = after_state_write
-        """Effects count only from the next write of the core's state on."""
+    effects: int
+    """The number of effects that are still carried out."""
+    power_loss: bool
+    """Whether the machine stops, so that nothing closes its connections."""
+    down_s: float
+    after_state_write: bool = False
+    """Effects count only from the next write of the core's state on."""
 
 
 class ActiveFaults:

@@ -13,27 +13,26 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import inf
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Operation:
     """One request of a client, from its first sending to its answer."""
 
-    __slots__ = ("began", "client", "ended", "key", "position", "result", "seq", "value")
-
-    def __init__(self, client: int, seq: int, key: int, value: int | None, began: int) -> None:
-        self.client = client
-        self.seq = seq
-        self.key = key
-        self.value = value
-        """What it writes; None if it reads."""
-        self.began = began
-        self.ended: float = inf
-        """Infinite if it was never answered: it may have been executed, or may be later."""
-        self.result: int | None = None
-        """The value before."""
-        self.position: float = inf
-        """Its position in the log, if known. A read comes right after what had been applied."""
+    client: int
+    seq: int
+    key: int
+    value: int | None
+    """What it writes; None if it reads."""
+    began: int
+    ended: float = inf
+    """Infinite if it was never answered: it may have been executed, or may be later."""
+    result: int | None = None
+    """The value before."""
+    position: float = inf
+    """Its position in the log, if known. A read comes right after what had been applied."""
 
     def __repr__(self) -> str:
         what = f"reads k{self.key}" if self.value is None else f"sets k{self.key} to {self.value}"

@@ -9,6 +9,7 @@ connection is established again when both servers are up and can reach each othe
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from heapq import heappush
 from typing import TYPE_CHECKING
 
@@ -22,21 +23,19 @@ if TYPE_CHECKING:
 _BITS = 10
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedLink:
     """From one server to another."""
 
-    __slots__ = ("connected", "cuts", "extra_s", "last", "source", "target")
-
-    def __init__(self, source: SimulatedServer, target: SimulatedServer) -> None:
-        self.source = source
-        self.target = target
-        self.cuts = 0
-        """The number of faults that cut it at present."""
-        self.connected = False
-        """Whether the source believes it is connected."""
-        self.extra_s = 0.0
-        self.last = 0.0
-        """When the last message under way arrives. No later message overtakes it."""
+    source: SimulatedServer
+    target: SimulatedServer
+    cuts: int = 0
+    """The number of faults that cut it at present."""
+    connected: bool = False
+    """Whether the source believes it is connected."""
+    extra_s: float = 0.0
+    last: float = 0.0
+    """When the last message under way arrives. No later message overtakes it."""
 
 
 class MessageNetwork:

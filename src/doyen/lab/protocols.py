@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, cast
 
@@ -12,62 +13,47 @@ from doyen.lab.plan import Plan
 from doyen.quorum.consensus.core import LogEntry, Making, ProtocolSettings, Send
 
 
-def settings_of(plan: Plan) -> ProtocolSettings:
-    """The settings that every protocol has."""
-    return ProtocolSettings(
+def settings_of(
+    plan: Plan, make: Callable[..., ProtocolSettings] = ProtocolSettings, **more: int
+) -> ProtocolSettings:
+    """The settings that every protocol has, and more of its own."""
+    return make(
         election_timeout_s=plan.election_timeout_s,
         heartbeat_s=plan.heartbeat_s,
         message_bytes=plan.message_bytes,
+        **more,
     )
 
 
 def _raft_settings(plan: Plan) -> ProtocolSettings:
     from doyen.quorum.consensus.raft import RaftSettings
 
-    return RaftSettings(
-        election_timeout_s=plan.election_timeout_s,
-        heartbeat_s=plan.heartbeat_s,
-        message_bytes=plan.message_bytes,
-        tail_entries=plan.tail_entries,
-    )
+    return settings_of(plan, RaftSettings, tail_entries=plan.tail_entries)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Protocol:
     """A protocol, and what the lab needs to know of it."""
 
-    def __init__(
-        self,
-        name: str,
-        make: Making,
-        *,
-        module: str = "",
-        snapshots: bool = False,
-        membership: bool = False,
-        ballots: bool = False,
-        make_disk: Callable[[], SimulatedDisk] = SimulatedDisk,
-        vote_in: Callable[[Send], tuple[int, str | None] | None] | None = None,
-        log_position: Callable[[SimulatedDisk], tuple[int, ...]] | None = None,
-        make_settings: Callable[[Plan], ProtocolSettings] = settings_of,
-    ) -> None:
-        self.name = name
-        self.make = make
-        self.module = module
-        """The module of its messages and its state."""
-        self.snapshots = snapshots
-        self.membership = membership
-        self.ballots = ballots
-        """Whether the same value may be chosen again under a later generation."""
-        self.make_disk = make_disk
-        self.make_settings = make_settings
-        self.vote_in = vote_in
-        """Returns the generation and the candidate of a message that is a vote, where None stands
-        for the sender; None for other messages."""
-        self.log_position = log_position
-        """The position of the log on a disk as elections compare it; None if they compare none."""
+    name: str
+    make: Making
+    module: str = ""
+    """The module of its messages and its state."""
+    snapshots: bool = False
+    membership: bool = False
+    ballots: bool = False
+    """Whether the same value may be chosen again under a later generation."""
+    make_disk: Callable[[], SimulatedDisk] = SimulatedDisk
+    make_settings: Callable[[Plan], ProtocolSettings] = settings_of
+    vote_in: Callable[[Send], tuple[int, str | None] | None] | None = None
+    """Returns the generation and the candidate of a message that is a vote, where None stands for
+    the sender; None for other messages."""
+    log_position: Callable[[SimulatedDisk], tuple[int, ...]] | None = None
+    """The position of the log on a disk as elections compare it; None if they compare none."""
 
     def replace(self, **changes: Any) -> Protocol:
         """A copy with some attributes changed: tests use it for broken cores and disks."""
-        return Protocol(**{**vars(self), **changes})
+        return replace(self, **changes)
 
     def holds(self, disk: SimulatedDisk, index: int, entry: LogEntry) -> bool:
         """Whether this entry is durable on the disk."""
@@ -120,25 +106,22 @@ _RAFT = {
     "make_settings": _raft_settings,
     "log_position": _last,
 }
-_MODULES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "raft": ("doyen.quorum.consensus.raft", "Raft", _RAFT),
-    "zab": ("doyen.quorum.consensus.zab", "Zab", {"log_position": _zab_position}),
-    "viewstamped": (
-        "doyen.quorum.consensus.viewstamped",
-        "Viewstamped",
-        {"log_position": _viewstamped_position},
-    ),
-    "paxos": ("doyen.quorum.consensus.paxos", "Paxos", {"ballots": True}),
-    "smallest-id": ("doyen.quorum.consensus.smallest_id", "SmallestId", {"log_position": _last}),
+_CORES: dict[str, tuple[str, dict[str, Any]]] = {
+    "raft": ("Raft", _RAFT),
+    "zab": ("Zab", {"log_position": _zab_position}),
+    "viewstamped": ("Viewstamped", {"log_position": _viewstamped_position}),
+    "paxos": ("Paxos", {"ballots": True}),
+    "smallest-id": ("SmallestId", {"log_position": _last}),
 }
 
-PROTOCOLS = tuple(_MODULES)
+PROTOCOLS = tuple(_CORES)
 
 
 def known(name: str) -> Protocol:
     """The protocol of that name."""
-    if name not in _MODULES:
+    if name not in _CORES:
         raise ConfigError(f"unknown protocol {name!r}: choose one of {', '.join(PROTOCOLS)}")
-    module, core, options = _MODULES[name]
+    core, options = _CORES[name]
+    module = f"doyen.quorum.consensus.{name.replace('-', '_')}"
     make = cast("Making", getattr(import_module(module), core))
-    return Protocol(name, make, module=module, vote_in=_vote_in, **options)
+    return Protocol(name=name, make=make, module=module, vote_in=_vote_in, **options)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple
 
@@ -35,20 +36,18 @@ class LoggedWrite(NamedTuple):
     record: StoredEntry
 
 
+@dataclass(slots=True)
 class ReferenceLease:
     """A lease from its grant to its end."""
 
-    __slots__ = ("began", "end_index", "ended", "expired", "index", "ttl_s")
-
-    def __init__(self, index: int, began: float, ttl_s: float) -> None:
-        self.index = index
-        self.began = began
-        self.ttl_s = ttl_s
-        self.ended = inf
-        """When its end was committed, in true time."""
-        self.end_index = 0
-        self.expired = False
-        """Whether it ended because its ttl had passed, rather than by a revocation."""
+    index: int
+    began: float
+    ttl_s: float
+    ended: float = inf
+    """When its end was committed, in true time."""
+    end_index: int = 0
+    expired: bool = False
+    """Whether it ended because its ttl had passed, rather than by a revocation."""
 
 
 class Reference:
