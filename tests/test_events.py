@@ -292,7 +292,7 @@ class SlowDisk(InlineRuntime):
         return SlowOutlet(sink, self._takes_s, self._limit, finish)
 
 
-class SlowOutlet:
+class SlowOutlet(DirectOutlet):
     def __init__(
         self, sink: Sink, takes_s: Callable[[], float], limit: int, finish: Callable[[], None]
     ) -> None:

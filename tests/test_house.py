@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import doyen
-from doyen.lease.log_relay import LOGGERS
+from doyen.events.telemetry import LOGGERS
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))

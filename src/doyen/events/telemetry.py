@@ -1,9 +1,9 @@
-"""Delivering the events of a session to its sinks.
+"""Delivering the events of a session to its sinks, and log lines to the handlers of `logging`.
 
-Delivery must never delay a renewal, so no sink runs on doyen's event loop. Each sink has an
-`Outlet`: a bounded queue, emptied by a thread of its own, so that a sink that blocks delays no
-other. While a queue is full, events for this sink are dropped, and a `Gap` that counts them takes
-their place. If a sink raises, that is logged, and the sink is called again for the next event.
+Delivery must never delay a renewal, so no sink runs on doyen's event loop. Each sink has a
+`DeliveryQueue`, emptied by a thread of its own, so that a sink that blocks delays no other. While a
+queue is full, events for this sink are dropped, and a `Gap` that counts them takes their place. If
+a sink raises, that is logged, and the sink is called again for the next event.
 
 Each sink receives the events of a session in the order in which they were emitted. The session
 waits until the audit log has written an event that other processes may act on (`Event.awaited`), as
@@ -23,22 +23,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from doyen.events import Event, Record, Sink
 from doyen.events.log_lines import LogReporter, log_line
 from doyen.lease.clock import Clock
 
-__all__ = [
-    "Backlog",
-    "DeliveryQueue",
-    "DirectOutlet",
-    "Outlet",
-    "Telemetry",
-    "WaitAllowance",
-]
-
 log = logging.getLogger("doyen")
+_CHILDREN = ("audit", "consul", "nats", "quorum.node", "zookeeper")
+LOGGERS = ("doyen", *(f"doyen.{child}" for child in _CHILDREN))
+"""The loggers of all code that runs on doyen's threads. A filter of a logger does not see the lines
+of its child loggers, so each is named; `tests/test_house.py` checks that none is missing."""
 T = TypeVar("T")
 
 QUEUED = 8192
@@ -49,23 +44,6 @@ AWAIT_S = 0.025
 AWAIT_SHARE = 0.05
 """How long doyen's loop waits for audit logs: at most `AWAIT_S` at once, and at most this share of
 its time."""
-
-
-class Outlet(Protocol):
-    """Delivers the events of a session to one of its sinks."""
-
-    def put(self, record: Record) -> object:
-        """Accept an event for delivery, without blocking. May be called on any thread."""
-        ...
-
-    def flush(self, within_s: float) -> bool:
-        """Block until all events have been delivered; False if `within_s` passed first."""
-        ...
-
-    async def close(self, within_s: float) -> None:
-        """Accept no more events, and wait up to `within_s` for delivery. Delivery of the remaining
-        events goes on after that, as long as the process lives."""
-        ...
 
 
 class DirectOutlet:
@@ -183,6 +161,7 @@ class DeliveryQueue(Generic[T]):
         return self._thread is not None
 
     def flush(self, within_s: float) -> bool:
+        """Block until all items have been delivered; False if `within_s` passed first."""
         if self._pid != os.getpid():
             return False  # the lock may have been held by a thread that the child does not have
         with self._changed:
@@ -244,6 +223,8 @@ class DeliveryQueue(Generic[T]):
             self._thread.join(within_s)
 
     async def close(self, within_s: float) -> None:
+        """Accept no more items, and wait up to `within_s` for delivery. Delivery of the remaining
+        items goes on after that, as long as the process lives."""
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
 
@@ -260,6 +241,7 @@ class DeliveryQueue(Generic[T]):
             self._log_lost(items, f"delivery took longer than {within_s:g} s")
 
 
+Outlet = DirectOutlet | DeliveryQueue[Record]
 _running: set[DeliveryQueue[Any]] = set()
 """The queues that have a thread."""
 
@@ -334,3 +316,58 @@ class Telemetry:
     async def close(self) -> None:
         """Accept no more events, and wait `FLUSH_S` at most for delivery."""
         await asyncio.gather(*(outlet.close(FLUSH_S) for outlet in self._outlets))
+
+
+class LogRelay(logging.Filter):
+    """Takes doyen's log lines before any handler sees them, and handles them on a thread.
+
+    A handler may write to a full pipe or a slow disk, which on doyen's loop would delay renewals.
+    The relay is the first filter of each logger, so that the filters of users see each line once,
+    on that thread.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines = DeliveryQueue(
+            _handle, merge=_lines_missing, name="doyen-log", keep_unstarted=False
+        )
+        for name in LOGGERS:
+            logging.getLogger(name).filters.insert(0, self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return getattr(_relaying, "now", False) or not self._lines.put(record)
+
+    def flush(self, within_s: float) -> None:
+        self._lines.flush(within_s)
+
+    def close(self) -> None:
+        for name in LOGGERS:
+            logging.getLogger(name).removeFilter(self)
+        self._lines.shut()
+        self._lines.join(FLUSH_S)
+
+
+_relaying = threading.local()
+"""`now` is set on the threads of relays. There may be two of them: a session may be opened while
+the last one is being closed."""
+
+
+def _handle(line: logging.LogRecord) -> None:
+    _relaying.now = True
+    try:
+        logging.getLogger(line.name).handle(line)
+    except Exception:  # noqa: BLE001 - reported as logging reports errors of other handlers
+        logging.Handler().handleError(line)
+
+
+def _lines_missing(gap: logging.LogRecord | None, line: logging.LogRecord) -> logging.LogRecord:
+    before = gap.args[0] if gap is not None and isinstance(gap.args, tuple) else 0
+    return logging.getLogRecordFactory()(
+        "doyen",
+        logging.WARNING,
+        line.pathname,
+        line.lineno,
+        'event=log_lines_dropped lines=%d reason="the handlers of logging did not keep up"',
+        (before + 1,) if isinstance(before, int) else (1,),
+        None,
+    )

@@ -1,13 +1,11 @@
-"""doyen's thread: one event loop on which all store I/O of the process runs.
+"""doyen's thread: one event loop on which all store I/O of the process runs, and the watchdog.
 
 Code that blocks the caller's loop cannot delay renewals, because they run on this loop. Public
-classes reach it through a `Runtime`; tests and the lab use `InlineRuntime`, where everything
+classes reach it through a `ThreadRuntime`; tests and the lab use `InlineRuntime`, where everything
 shares one (virtual-time) loop.
 
-Nothing that reports blocks the loop: sinks have queues and threads of their own (see
-`doyen.events.telemetry`), and so have the handlers of `logging` (see `doyen.lease.log_relay`).
-
-Imports the watchdog, the log relay, and what is below them.
+Nothing that reports blocks the loop: sinks have queues and threads of their own, and so have the
+handlers of `logging` (see `doyen.events.telemetry`).
 """
 
 from __future__ import annotations
@@ -21,88 +19,80 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from doyen._waiting import log_failure, outlast, retrieve, shared
 from doyen.events import Sink, merge_gap
-from doyen.events.telemetry import DeliveryQueue, DirectOutlet, Outlet, WaitAllowance
+from doyen.events.telemetry import DeliveryQueue, DirectOutlet, LogRelay, Outlet, WaitAllowance
 from doyen.lease.clock import Clock, SystemClock
 from doyen.lease.keepalive import Keepalive
-from doyen.lease.log_relay import LogRelay
-from doyen.lease.watchdog import SLICE_S, Watchdog
 
-__all__ = ["InlineRuntime", "Runtime", "ThreadRuntime"]
+__all__ = ["InlineRuntime", "Runtime", "ThreadRuntime", "Watchdog"]
 
 T = TypeVar("T")
 
 ADMITTED = 64
 """How many new pieces of work begin in one turn of doyen's loop."""
+SLICE_S = 0.1
+"""How long after the end of a suspend a passed deadline may go unnoticed."""
 
 
-class Runtime(Protocol):
-    """Where doyen's own coroutines run."""
+class Watchdog:
+    """A thread that declares leases lost at their deadline.
 
-    clock: Clock
-    random: random.Random
-    pid: int
-    audit_wait: WaitAllowance
+    It does no I/O and waits for no other thread, so terms end in time even if everything else in
+    the process is stuck. It decides by the boot-time clock. Thread waits use the monotonic clock,
+    which halts while the machine is suspended, so it waits in short slices. All methods may be
+    called from any thread.
+    """
 
-    async def do(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on doyen's loop; cancelling the caller cancels it."""
-        ...
-
-    async def finish(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on doyen's loop to its end, whatever happens to the caller."""
-        ...
-
-    async def obtain(
-        self, work: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, None]]
-    ) -> T:
-        """Run `work`, whose result needs an owner. A caller that is cancelled cancels the work and
-        waits for its end; if there is a result nevertheless, `undo` is run on it."""
-        ...
-
-    def start(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run `work` on doyen's loop and do not wait for it. Any thread."""
-        ...
-
-    def post(self, call: Callable[[], None]) -> None:
-        """Call on doyen's loop soon. Any thread; does nothing once the loop is closed."""
-        ...
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._watched: set[Keepalive] = set()
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="doyen-watchdog", daemon=True)
+        self._thread.start()
 
     def watch(self, keepalive: Keepalive) -> None:
         """Declare the lease lost when its deadline passes."""
-        ...
+        with self._changed:
+            self._watched.add(keepalive)
+            self._changed.notify()
 
-    def unwatch(self, keepalive: Keepalive) -> None: ...
+    def unwatch(self, keepalive: Keepalive) -> None:
+        with self._changed:
+            self._watched.discard(keepalive)
 
-    def outlet(
-        self, sink: Sink, name: str = "doyen-sink", finish: Callable[[], None] = lambda: None
-    ) -> Outlet:
-        """Deliver events to a sink without blocking doyen's loop. `finish` is called once the
-        outlet has been closed and everything is delivered."""
-        ...
+    def stop(self) -> None:
+        """End the thread, and wait for its end unless called on it."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
 
-    async def aside(self, call: Callable[[], T], undo: Callable[[T], None]) -> T:
-        """Make a call that may block, on another thread. If the caller is cancelled meanwhile,
-        `undo` is called with the result."""
-        ...
-
-    def flush_log(self, within_s: float) -> None:
-        """Block until the handlers of `logging` have all lines, or the time has passed."""
-        ...
-
-    def retain(self) -> None:
-        """Add a user. doyen's loop runs until the last user has released it."""
-        ...
-
-    def release(self) -> None:
-        """Remove a user."""
-        ...
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._stopped:
+                    return
+                if not self._watched:
+                    self._changed.wait()
+                    continue
+                wait = min(each.valid_until for each in self._watched) - self._clock.now()
+                if wait > 0:
+                    self._changed.wait(min(wait, SLICE_S))
+                    continue
+                due = [each for each in self._watched if each.valid_until <= self._clock.now()]
+                self._watched.difference_update(due)
+            for keepalive in due:
+                if not keepalive.lose_if_expired():
+                    self.watch(keepalive)
 
 
 class InlineRuntime:
-    """Everything on the caller's loop: for virtual time. One seed gives one run."""
+    """What `ThreadRuntime` does, on the caller's loop: for virtual time. One seed gives one run."""
 
     def __init__(self, clock: Clock, seed: int = 0) -> None:
         self.clock = clock
@@ -250,7 +240,8 @@ async def _obtained(
 class ThreadRuntime:
     """The process's doyen thread and watchdog, shared by all its sessions.
 
-    Both are daemon threads: a process that exits without closing its sessions is not delayed.
+    Both are daemon threads: a process that exits without closing its sessions is not delayed. The
+    loop runs until the last user has released it.
     """
 
     _shared: ThreadRuntime | None = None
@@ -301,9 +292,13 @@ class ThreadRuntime:
     def outlet(
         self, sink: Sink, name: str = "doyen-sink", finish: Callable[[], None] = lambda: None
     ) -> Outlet:
+        """Deliver events to a sink without blocking doyen's loop. `finish` is called once the
+        outlet has been closed and everything is delivered."""
         return DeliveryQueue(DirectOutlet(sink).put, merge=merge_gap, name=name, finish=finish)
 
     async def aside(self, call: Callable[[], T], undo: Callable[[T], None]) -> T:
+        """Make a call that may block, on another thread. If the caller is cancelled meanwhile,
+        `undo` is called with the result."""
         # Not in an executor: the interpreter's exit would wait for a call that hangs.
         called: Future[T] = Future()
         threading.Thread(
@@ -319,6 +314,7 @@ class ThreadRuntime:
         return arriving.result()
 
     def flush_log(self, within_s: float) -> None:
+        """Block until the handlers of `logging` have all lines, or the time has passed."""
         self._log.flush(within_s)
 
     @classmethod
@@ -328,6 +324,7 @@ class ThreadRuntime:
         cls._shared_lock = threading.Lock()
 
     async def do(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on doyen's loop; cancelling the caller cancels it."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
         submitted = self._submit(work, partial(_reply, loop, result))
@@ -338,6 +335,7 @@ class ThreadRuntime:
             raise
 
     async def finish(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on doyen's loop to its end, whatever happens to the caller."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
         self._submit(work, partial(_reply, loop, result))
@@ -346,6 +344,8 @@ class ThreadRuntime:
     async def obtain(
         self, work: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, None]]
     ) -> T:
+        """Run `work`, whose result needs an owner. A caller that is cancelled cancels the work and
+        waits for its end; if there is a result nevertheless, `undo` is run on it."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
         submitted = self._submit(work, partial(_reply, loop, result))
@@ -356,6 +356,7 @@ class ThreadRuntime:
         )
 
     def start(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run `work` on doyen's loop and do not wait for it. Any thread."""
         self._submit(work, log_failure)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -425,6 +426,7 @@ class ThreadRuntime:
         return self.submit(work).result()
 
     def post(self, call: Callable[[], None]) -> None:
+        """Call on doyen's loop soon. Any thread; does nothing once the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(call)
         except RuntimeError:
@@ -438,3 +440,7 @@ class ThreadRuntime:
             task.cancel()
         if leftover:
             self._loop.run_until_complete(asyncio.wait(leftover))
+
+
+Runtime = InlineRuntime | ThreadRuntime
+"""Where doyen's own coroutines run."""

@@ -24,9 +24,8 @@ from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
 from doyen.errors import ConfigError, StoreUnusable
-from doyen.events.telemetry import FLUSH_S
+from doyen.events.telemetry import FLUSH_S, LogRelay
 from doyen.lease.clock import SystemClock
-from doyen.lease.log_relay import LogRelay
 from doyen.quorum.consensus.core import ChangeAsked, Making, Membership, ProtocolSettings, Role
 from doyen.quorum.keyspace.state import QUOTA, Keyspace
 from doyen.quorum.keyspace.versions import FIRST
