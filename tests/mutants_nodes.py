@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from doyen.election.attempt import Attempt
-from doyen.election.line import InLine
+from doyen.election.candidate import Claiming
 from doyen.lab.processes import MachineClock
 from doyen.lease.keepalive import Keepalive
 from doyen.model import Entry
@@ -56,30 +56,30 @@ def answer_ignored(patch: pytest.MonkeyPatch) -> None:
 
 def removed_by_another(patch: pytest.MonkeyPatch) -> None:
     """The first candidate in line deletes the leader record of a live holder (28)."""
-    wait_for = InLine.wait_for
+    wait_for = Claiming._wait_for
 
-    async def remove(self: InLine, entry: Entry, *until: float) -> None:
+    async def remove(self: Claiming, entry: Entry, *until: float) -> None:
         if entry.key == self.attempt.record_key:
             await self.attempt.core.call(self.attempt.core.store.delete(entry.key))
         else:
             await wait_for(self, entry, *until)
 
-    patch.setattr(InLine, "wait_for", remove)
+    patch.setattr(Claiming, "_wait_for", remove)
 
 
 def announced_unread(patch: pytest.MonkeyPatch) -> None:
     """A candidate that has waited considers any leader record its own (26)."""
-    is_mine, wait_for = Attempt.is_mine, InLine.wait_for
+    is_mine, wait_for = Attempt.is_mine, Claiming._wait_for
     waited: set[str] = set()
 
-    async def wait(self: InLine, entry: Entry, *until: float) -> None:
+    async def wait(self: Claiming, entry: Entry, *until: float) -> None:
         waited.add(self.attempt.id)
         await wait_for(self, entry, *until)
 
     def trust(self: Attempt, entry: Entry) -> bool:
         return is_mine(self, entry) or (self.id in waited and entry.key == self.record_key)
 
-    patch.setattr(InLine, "wait_for", wait)
+    patch.setattr(Claiming, "_wait_for", wait)
     patch.setattr(Attempt, "is_mine", trust)
 
 

@@ -48,7 +48,7 @@ def no_thread_is_left() -> Any:
 
 def line(session: BlockingSession, election: str = "e") -> list[str]:
     core = core_of(session)
-    tickets = session._do(core.store.list(line_key(election)))
+    tickets = session._runtime.do_blocking(core.store.list(line_key(election)))
     return [Claim.decode(ticket.value).name for ticket in tickets]
 
 

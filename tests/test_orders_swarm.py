@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 
 from doyen import Leader, LeadershipLost, OrderFailed, Session, SessionClosed, StoreError, Term
 from doyen.election.attempt import Attempt
-from doyen.election.claim import Claiming
+from doyen.election.candidate import Claiming
 from doyen.election.leader import Leading
-from doyen.election.line import InLine
 from doyen.election.options import CampaignOptions
 from doyen.events import Lost, Record
 from doyen.lease.keeper import LeaseKeeper
@@ -450,7 +449,7 @@ def successor_enters_without_the_record(patch: pytest.MonkeyPatch) -> None:
 
     async def called(self: Claiming) -> Entry | None:
         attempt = self.attempt
-        if not self.line.succession.order:
+        if not self.succession.order:
             return await create(self)
         claim, lease = attempt.claim(), attempt.keepalive.lease
         won, entry = await attempt.write(
@@ -514,15 +513,15 @@ def orders_not_taken_back(patch: pytest.MonkeyPatch) -> None:
 
 def record_removed_by_the_successor(patch: pytest.MonkeyPatch) -> None:
     """A successor that is ready does not wait for the leader to let go."""
-    wait_for = InLine.wait_for
+    wait_for = Claiming._wait_for
 
-    async def remove(self: InLine, entry: Entry, *until: float) -> None:
+    async def remove(self: Claiming, entry: Entry, *until: float) -> None:
         if self.succession.order and entry.key == self.attempt.record_key:
             await self.attempt.core.call(self.attempt.core.store.delete(entry.key))
         else:
             await wait_for(self, entry, *until)
 
-    patch.setattr(InLine, "wait_for", remove)
+    patch.setattr(Claiming, "_wait_for", remove)
 
 
 SEEDS = 60

@@ -3,8 +3,6 @@
 A busy thread cannot be interrupted, so its code has to check for a loss: `term.valid` is cheap and
 turns false at the deadline by itself. Leaving the scope raises `LeadershipLost` if the term was
 lost, so that no result of a lost term goes unnoticed.
-
-Imports the asynchronous API and what it imports.
 """
 
 from __future__ import annotations
@@ -15,27 +13,19 @@ import inspect
 import os
 import queue
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator
-from types import FunctionType, TracebackType
+from types import FunctionType
 from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, cast
 
+from doyen.election.candidate import Candidacy
 from doyen.election.core import SessionCore
-from doyen.election.options import CampaignOptions, CampaignSettings, SessionSettings, default_name
+from doyen.election.options import CampaignOptions, CampaignSettings, SessionSettings
 from doyen.election.orders import order_resign, order_transfer
 from doyen.election.queries import observe_leader, observe_line, read_leader, read_line
 from doyen.errors import AlreadyCampaigning, ConfigError, SessionClosed
 from doyen.events import Sink
 from doyen.lease.runtime import ThreadRuntime
 from doyen.model import Candidate, Leader, Line
-from doyen.session import (
-    OBSERVED,
-    connect,
-    enter_term,
-    exit_term,
-    new_candidacy,
-    settings_for,
-    settle_loss,
-    track,
-)
+from doyen.session import OBSERVED, Observing, connect, enter_term, exit_term, settle_loss, track
 from doyen.term import Term, TermState
 
 __all__ = ["BlockingCampaign", "BlockingSession", "connect_blocking", "while_leader"]
@@ -83,9 +73,6 @@ class BlockingSession:
             raise SessionClosed("the session is not open: enter it with `with`")
         return self._core
 
-    def _do(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._runtime.do_blocking(work)
-
     def campaign(self, election: str, **options: Unpack[CampaignOptions]) -> BlockingCampaign:
         """Campaign for `election`. The scope is entered when elected. Options as for
         `Session.campaign`.
@@ -113,40 +100,39 @@ class BlockingSession:
 
     def leader(self, election: str) -> Leader | None:
         """The current leader, read from the store; None if there is none."""
-        return self._run(lambda core: read_leader(core.calls, election))
+        return self._run(read_leader, election)
 
     def line(self, election: str) -> list[Candidate]:
         """The candidates in line, in order, the leader marked."""
-        return [*self._run(lambda core: read_line(core.calls, election)).candidates]
+        return [*self._run(read_line, election).candidates]
 
     def resign(self, election: str, *, wait_s: float = 10.0, force: bool = False) -> Leader:
         """Have the leader resign; see `Session.resign`."""
-        return self._run(
-            lambda core: order_resign(core, election, by=default_name(), wait_s=wait_s, force=force)
-        )
+        return self._run(order_resign, election, wait_s=wait_s, force=force)
 
     def transfer(self, election: str, *, to: str, wait_s: float = 10.0) -> Leader:
         """Have the leader transfer to the candidate named `to`; see `Session.transfer`."""
-        return self._run(
-            lambda core: order_transfer(core, election, to=to, by=default_name(), wait_s=wait_s)
-        )
+        return self._run(order_transfer, election, to=to, wait_s=wait_s)
 
-    def _run(self, work: Callable[[SessionCore], Coroutine[Any, Any, T]]) -> T:
+    def _run(
+        self,
+        work: Callable[Concatenate[SessionCore, P], Coroutine[Any, Any, T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
         core = self._opened
         core.check_open()
-        return self._do(core.run(lambda: work(core)))
+        return self._runtime.do_blocking(core.run(functools.partial(work, core, *args, **kwargs)))
 
     def observe(self, election: str) -> Generator[Leader | None, None, None]:
         """The current leader, then every change; None while there is none."""
-        return self._observe(lambda core, deliver: observe_leader(core.calls, election, deliver))
+        return self._observe(observe_leader, election)
 
     def observe_line(self, election: str) -> Generator[Line, None, None]:
         """The current leader and line, then every change."""
-        return self._observe(lambda core, deliver: observe_line(core.calls, election, deliver))
+        return self._observe(observe_line, election)
 
-    def _observe(
-        self, observe: Callable[[SessionCore, Callable[[T], None]], Coroutine[Any, Any, None]]
-    ) -> Generator[T, None, None]:
+    def _observe(self, observe: Observing[T], election: str) -> Generator[T, None, None]:
         core = self._opened
         core.check_open()
         seen: queue.SimpleQueue[T | BaseException] = queue.SimpleQueue()
@@ -159,7 +145,7 @@ class BlockingSession:
 
         async def work() -> None:
             try:
-                await core.run(lambda: observe(core, deliver))
+                await core.run(lambda: observe(core, election, deliver))
             except BaseException as error:
                 seen.put(error)
                 raise
@@ -177,8 +163,9 @@ class BlockingSession:
             observing.cancel()
 
 
-class BlockingCampaignScope:
-    """Leadership as a scope."""
+class BlockingCampaign:
+    """A scope entered when elected. Made by `BlockingSession.campaign`; leaving it raises
+    `LeadershipLost` if the term was lost."""
 
     def __init__(
         self, core: SessionCore, runtime: ThreadRuntime, settings: CampaignSettings
@@ -192,7 +179,7 @@ class BlockingCampaignScope:
         if self._entered:
             raise AlreadyCampaigning("a campaign is entered once; make another")
         core, runtime = self._core, self._runtime
-        candidacy = new_candidacy(core, self._settings)
+        candidacy = Candidacy(core, self._settings)
         self._entered = True
         runtime.retain()
         try:
@@ -206,52 +193,33 @@ class BlockingCampaignScope:
                 if term.valid:
                     break
                 runtime.finish_blocking(candidacy.leave())
-                candidacy = new_candidacy(core, self._settings)
+                candidacy = Candidacy(core, self._settings)
         except BaseException:
             runtime.release()
             raise
         self._term = term
-        enter_term(term, core, self._settings.kind)
+        enter_term(term, core, self._settings)
         return term
 
     def _leave(self, error: BaseException | None, *, again: bool) -> bool:
-        term = self._term
-        exit_term(term)
-        if self._runtime.pid != os.getpid():
-            raise SessionClosed(
-                "this term belongs to the parent process; connect again in the child of a fork"
-            )
-        kept = term._conclude()
+        kept = exit_term(self._term, self._core)
         try:
             self._runtime.finish_blocking(self._candidacy.leave())
         finally:
             self._runtime.release()
         if kept or not isinstance(error, Exception | None):
             return False
-        return settle_loss(term, error, again=again)
+        return settle_loss(self._term, error, again=again)
 
-
-class BlockingCampaign(BlockingCampaignScope):
-    """A scope entered when elected. Made by `BlockingSession.campaign`; leaving it raises
-    `LeadershipLost` if the term was lost."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._leave(error, again=False)
 
 
-class RepeatedBlockingCampaign(BlockingCampaignScope):
+class RepeatedBlockingCampaign(BlockingCampaign):
     """One round of `BlockingSession.campaigns`; a loss ends the body and nothing else."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+    def __exit__(  # type: ignore[override]  # only this one may suppress an exception
+        self, kind: object, error: BaseException | None, trace: object
     ) -> bool:
         return self._leave(error, again=True)
 
@@ -272,16 +240,8 @@ def connect_blocking(
             while term.valid:
                 work(term.token)
     """
-    return BlockingSession(
-        settings_for(
-            url,
-            ttl_s=ttl_s,
-            stop_budget_s=stop_budget_s,
-            drift=drift,
-            audit=audit,
-            on_event=on_event,
-        )
-    )
+    sinks = () if on_event is None else (on_event,)
+    return BlockingSession(SessionSettings(url, ttl_s, stop_budget_s, drift, audit, sinks))
 
 
 def while_leader(

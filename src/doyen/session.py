@@ -4,8 +4,6 @@ All code that talks to the store runs on doyen's loop (`doyen.election`). This m
 to the caller's loop, and turns a loss into cancellation of the body in the way of
 `asyncio.timeout`: a cancellation by the user is never swallowed, and a body that swallows ours
 still ends in `LeadershipLost`.
-
-Imports `doyen.election`, the runtime and the term.
 """
 
 from __future__ import annotations
@@ -16,58 +14,44 @@ import os
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextvars import ContextVar
-from types import TracebackType
-from typing import Any, TypeVar, Unpack
+from functools import partial
+from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 
-from doyen.election.candidate import Candidacy
+from doyen.election.candidate import Candidacy, entered_terms
 from doyen.election.core import SessionCore
-from doyen.election.options import CampaignOptions, CampaignSettings, SessionSettings, default_name
+from doyen.election.options import CampaignOptions, CampaignSettings, SessionSettings
 from doyen.election.orders import order_resign, order_transfer
 from doyen.election.queries import observe_leader, observe_line, read_leader, read_line
 from doyen.errors import AlreadyCampaigning, LeadershipLost, SessionClosed, StaleToken
 from doyen.events import Sink
 from doyen.lease.runtime import Runtime, ThreadRuntime
-from doyen.model import Candidate, Kind, Leader, Line
+from doyen.model import Candidate, Leader, Line
 from doyen.stores.port import Store
-from doyen.term import Term, TermState
+from doyen.term import Term
 from doyen.term import forked as term_forked
 
 __all__ = ["Campaign", "Session", "connect"]
 
 T = TypeVar("T")
+P = ParamSpec("P")
 OBSERVED = 64
 """How many changes wait for an observer. A slower observer misses the oldest."""
+Observing = Callable[[SessionCore, str, Callable[[T], None]], Coroutine[Any, Any, None]]
+"""`observe_leader` or `observe_line`."""
 
 
-def new_candidacy(core: SessionCore, settings: CampaignSettings) -> Candidacy:
-    """A candidacy, unless the session is closed or the calling scope would wait for itself."""
-    core.check_open()
-    for term, where, kind in _entered.get():
-        if (
-            where is core
-            and (term.election, kind) == (settings.election, settings.kind)
-            and term.state in (TermState.LEADER, TermState.UNSURE)
-        ):
-            raise AlreadyCampaigning(
-                f"{term.name!r} already leads {settings.election!r} in this scope and session:"
-                " a second campaign would wait for the first without end"
-            )
-    return Candidacy(core, settings)
+def enter_term(term: Term, core: SessionCore, settings: CampaignSettings) -> None:
+    entered_terms.set((*entered_terms.get(), (term, core, settings)))
 
 
-_entered: ContextVar[tuple[tuple[Term, SessionCore, Kind], ...]] = ContextVar(
-    "doyen_entered", default=()
-)
-"""The terms that the calling scope is in. A nested campaign for one of them would never end."""
-
-
-def enter_term(term: Term, core: SessionCore, kind: Kind) -> None:
-    _entered.set((*_entered.get(), (term, core, kind)))
-
-
-def exit_term(term: Term) -> None:
-    _entered.set(tuple(entered for entered in _entered.get() if entered[0] is not term))
+def exit_term(term: Term, core: SessionCore) -> bool:
+    """End a term whose body has ended. True if it was valid at that instant."""
+    entered_terms.set(tuple(each for each in entered_terms.get() if each[0] is not term))
+    if core.runtime.pid != os.getpid():
+        raise SessionClosed(
+            "this term belongs to the parent process; connect again in the child of a fork"
+        )
+    return term._conclude()
 
 
 _sessions: weakref.WeakSet[SessionCore] = weakref.WeakSet()
@@ -94,25 +78,6 @@ def _after_fork_in_child() -> None:
     _sessions.clear()
 
 
-def settings_for(
-    url: str,
-    *,
-    ttl_s: float | None,
-    stop_budget_s: float | None,
-    drift: float | None,
-    audit: str | os.PathLike[str] | None,
-    on_event: Sink | None,
-) -> SessionSettings:
-    return SessionSettings(
-        url=url,
-        ttl_s=ttl_s,
-        stop_budget_s=stop_budget_s,
-        drift=drift,
-        audit=audit,
-        sinks=() if on_event is None else (on_event,),
-    )
-
-
 class Session:
     """A session on a store, for asyncio. Made by `connect`.
 
@@ -133,7 +98,7 @@ class Session:
         runtime = self._given_runtime or ThreadRuntime.acquire()
         try:
             self._core = await runtime.obtain(
-                SessionCore.open(self._settings, runtime, store=self._given_store),
+                SessionCore.open(self._settings, runtime, self._given_store),
                 SessionCore.close,
             )
         except BaseException:
@@ -210,9 +175,7 @@ class Session:
         that takes longer than `wait_s`. `force` deletes the record of a leader that may still be
         at work: from then on only tokens protect what it writes.
         """
-        return await self._run(
-            lambda core: order_resign(core, election, by=default_name(), wait_s=wait_s, force=force)
-        )
+        return await self._run(order_resign, election, wait_s=wait_s, force=force)
 
     async def transfer(self, election: str, *, to: str, wait_s: float = 10.0) -> Leader:
         """Have the leader transfer to the candidate named `to`, and return it once it leads.
@@ -222,22 +185,25 @@ class Session:
         The successor is ready before the leader lets go. `OrderFailed` if `to` is not exactly one
         candidate in line, or does not lead within `wait_s`.
         """
-        return await self._run(
-            lambda core: order_transfer(core, election, to=to, by=default_name(), wait_s=wait_s)
-        )
+        return await self._run(order_transfer, election, to=to, wait_s=wait_s)
 
     async def line(self, election: str) -> list[Candidate]:
         """The candidates in line, in order, the leader marked."""
-        return [*(await self._run(lambda core: read_line(core.calls, election))).candidates]
+        return [*(await self._run(read_line, election)).candidates]
 
-    async def _run(self, work: Callable[[SessionCore], Coroutine[Any, Any, T]]) -> T:
+    async def _run(
+        self,
+        work: Callable[Concatenate[SessionCore, P], Coroutine[Any, Any, T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
         core = self._opened
         core.check_open()
-        return await core.runtime.do(core.run(lambda: work(core)))
+        return await core.runtime.do(core.run(partial(work, core, *args, **kwargs)))
 
     async def leader(self, election: str) -> Leader | None:
         """The current leader, read from the store; None if there is none."""
-        return await self._run(lambda core: read_leader(core.calls, election))
+        return await self._run(read_leader, election)
 
     def observe(self, election: str) -> AsyncGenerator[Leader | None, None]:
         """The current leader, then every change; None while there is none. An observer that is more
@@ -246,7 +212,7 @@ class Session:
         async for leader in session.observe("billing"):
             print(leader.name if leader else "no leader")
         """
-        return self._observe(lambda core, deliver: observe_leader(core.calls, election, deliver))
+        return self._observe(observe_leader, election)
 
     def observe_line(self, election: str) -> AsyncGenerator[Line, None]:
         """The current leader and line, then every change.
@@ -254,13 +220,10 @@ class Session:
         async for line in session.observe_line("billing"):
             print([candidate.name for candidate in line.candidates])
         """
-        return self._observe(lambda core, deliver: observe_line(core.calls, election, deliver))
+        return self._observe(observe_line, election)
 
-    async def _observe(
-        self, observe: Callable[[SessionCore, Callable[[T], None]], Coroutine[Any, Any, None]]
-    ) -> AsyncGenerator[T, None]:
-        core = self._opened
-        core.check_open()
+    async def _observe(self, observe: Observing[T], election: str) -> AsyncGenerator[T, None]:
+        self._opened.check_open()
         loop = asyncio.get_running_loop()
         seen: deque[T] = deque(maxlen=OBSERVED)
         changed = asyncio.Event()
@@ -272,9 +235,7 @@ class Session:
                 with contextlib.suppress(RuntimeError):  # the observer's loop has been closed
                     loop.call_soon_threadsafe(changed.set)
 
-        observing = asyncio.ensure_future(
-            core.runtime.do(core.run(lambda: observe(core, deliver))),
-        )
+        observing = asyncio.ensure_future(self._run(observe, election, deliver))
         try:
             while True:
                 while seen:
@@ -292,21 +253,9 @@ class Session:
             observing.cancel()
 
 
-class CampaignScope:
-    """Leadership as a cancel scope."""
-
-    __slots__ = (
-        "_armed",
-        "_cancelled",
-        "_cancelling_before",
-        "_candidacy",
-        "_core",
-        "_entered",
-        "_loop",
-        "_settings",
-        "_task",
-        "_term",
-    )
+class Campaign:
+    """Leadership as a cancel scope, entered when elected. Made by `Session.campaign`; a loss ends
+    in `LeadershipLost`."""
 
     def __init__(self, core: SessionCore, settings: CampaignSettings) -> None:
         self._core = core
@@ -319,7 +268,7 @@ class CampaignScope:
         if self._entered:
             raise AlreadyCampaigning("a campaign is entered once; make another")
         core, runtime = self._core, self._core.runtime
-        candidacy = new_candidacy(core, self._settings)
+        candidacy = Candidacy(core, self._settings)
         if asyncio.current_task() is None:
             raise RuntimeError(
                 "a campaign is entered from a task, which is what a loss cancels; nothing was"
@@ -339,13 +288,13 @@ class CampaignScope:
                     break
                 # The term was won, and lost before this loop could enter it: campaign again.
                 await runtime.finish(candidacy.leave())
-                candidacy = new_candidacy(core, self._settings)
+                candidacy = Candidacy(core, self._settings)
         except BaseException:
             runtime.release()
             raise
         self._term = term
         self._arm(term)
-        enter_term(term, core, self._settings.kind)
+        enter_term(term, core, self._settings)
         return term
 
     def _arm(self, term: Term) -> None:
@@ -371,13 +320,7 @@ class CampaignScope:
 
     async def _leave(self, error: BaseException | None, *, again: bool) -> bool:
         self._armed = False
-        term = self._term
-        exit_term(term)
-        if self._core.runtime.pid != os.getpid():
-            raise SessionClosed(
-                "this term belongs to the parent process; connect again in the child of a fork"
-            )
-        kept = term._conclude()
+        kept = exit_term(self._term, self._core)
         pending = self._task.uncancel() if self._cancelled else self._task.cancelling()
         try:
             await self._core.runtime.finish(self._candidacy.leave())
@@ -389,33 +332,17 @@ class CampaignScope:
             passes = not isinstance(error, Exception | None)
         if kept or passes:
             return False
-        return settle_loss(term, error, again=again)
+        return settle_loss(self._term, error, again=again)
 
-
-class Campaign(CampaignScope):
-    """A scope entered when elected. Made by `Session.campaign`; a loss ends in `LeadershipLost`."""
-
-    __slots__ = ()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         await self._leave(error, again=False)
 
 
-class RepeatedCampaign(CampaignScope):
+class RepeatedCampaign(Campaign):
     """One round of `Session.campaigns`; a loss ends the body and nothing else."""
 
-    __slots__ = ()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+    async def __aexit__(  # type: ignore[override]  # only this one may suppress an exception
+        self, kind: object, error: BaseException | None, trace: object
     ) -> bool:
         return await self._leave(error, again=True)
 
@@ -452,13 +379,5 @@ def connect(
     0.5 %). `audit`: a file for the audit log. `on_event`: called with every `events.Record`,
     in order, on a thread of its own.
     """
-    return Session(
-        settings_for(
-            url,
-            ttl_s=ttl_s,
-            stop_budget_s=stop_budget_s,
-            drift=drift,
-            audit=audit,
-            on_event=on_event,
-        )
-    )
+    sinks = () if on_event is None else (on_event,)
+    return Session(SessionSettings(url, ttl_s, stop_budget_s, drift, audit, sinks))

@@ -8,8 +8,9 @@ All states of a campaign share the attempt. It is what makes them safe together:
   leave is looked for and removed.
 - Every entry that the attempt writes is bound to its lease. When the lease ends, the store removes
   them, and the campaign goes on with a new attempt.
-
-Imports the session's core, the port and the model.
+- On leaving, the record is deleted only after the body has ended, and only by its own version.
+  After an unknown outcome, the traces of writes that are carried out late are looked for and
+  removed for one ttl.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from typing import TypeVar
 
 from doyen.election.core import SessionCore
 from doyen.election.options import CampaignSettings
-from doyen.errors import LeaseGone, StoreUnavailable
+from doyen.errors import LeaseGone, OutcomeUnknown, StoreError, StoreUnavailable
 from doyen.lease.keepalive import Keepalive
-from doyen.model import Claim, Entry, Order, leader_key
+from doyen.model import Claim, Entry, Order, leader_key, line_key
 from doyen.stores.port import Watch
 
 __all__ = ["Attempt", "Wakeup"]
@@ -63,22 +64,6 @@ class Wakeup:
 
 class Attempt:
     """One attempt on one lease. Used on doyen's loop."""
-
-    __slots__ = (
-        "_ended",
-        "_watch",
-        "core",
-        "id",
-        "in_doubt",
-        "keepalive",
-        "markers",
-        "on_change",
-        "record",
-        "record_key",
-        "settings",
-        "ticket",
-        "wakeup",
-    )
 
     def __init__(self, core: SessionCore, settings: CampaignSettings, keepalive: Keepalive) -> None:
         self.core = core
@@ -144,21 +129,90 @@ class Attempt:
             if not self.in_doubt:
                 self.markers.pop(key, None)
 
-    @property
-    def watches_record(self) -> bool:
-        return self._watch is not None
-
-    async def watch_record(self) -> None:
-        """Watch the record and what is below it, until the attempt ends."""
-        if self._watch is None:
-            watch = await self.core.call(self.core.store.watch(self.record_key, self._changed))
-            if self._ended or self._watch is not None:
-                watch.close()  # not needed any more, or opened by a concurrent call meanwhile
-            else:
-                self._watch = watch
+    async def watch_record(self) -> bool:
+        """Watch the record and what is below it, until the attempt ends. False if it was watched
+        already."""
+        if self._watch is not None:
+            return False
+        watch = await self.core.call(self.core.store.watch(self.record_key, self._changed))
+        if self._ended or self._watch is not None:
+            watch.close()  # not needed any more, or opened by a concurrent call meanwhile
+        else:
+            self._watch = watch
+        return True
 
     def _changed(self) -> None:
         self.on_change()
+
+    def leave(self, successor: str = "") -> asyncio.Task[None] | None:
+        """Remove what the attempt has in the store, in the background, and end it. The body, if
+        there was one, has ended.
+
+        `successor` is the key of the ready marker of the candidate that is to follow, if any.
+        Returns None if there is nothing to remove.
+        """
+        self.keepalive.forget(self)
+        has_entries = self.ticket or self.record or self.markers or self.in_doubt
+        if not has_entries or self.keepalive.lost_because is not None:
+            self.end()
+            return None
+        return self.core.tasks.start(self._leave(successor))
+
+    async def _leave(self, successor: str) -> None:
+        core, keepalive = self.core, self.keepalive
+        doubt_ends = core.runtime.clock.now() + keepalive.timing.ttl_s
+        try:
+            while keepalive.lost_because is None:
+                try:
+                    if successor:
+                        await self._let_in(successor)
+                        successor = ""
+                    async with core.admission:
+                        await self._remove_entries()
+                except (StoreUnavailable, OutcomeUnknown):
+                    await asyncio.sleep(core.calls.retry_pause())
+                    continue
+                except StoreError as error:
+                    keepalive.lose(f"the entries of this session could not be deleted: {error}")
+                    return
+                if not self.in_doubt or core.runtime.clock.now() >= doubt_ends:
+                    return
+                await asyncio.sleep(keepalive.timing.request_timeout_s)
+        finally:
+            self.end()
+
+    async def _let_in(self, successor: str) -> None:
+        """Delete the record, and keep the ticket until the successor has the record, or is gone, or
+        one request timeout has passed. Meanwhile the ticket keeps the rest of the line asleep."""
+        await self._delete(self.record)
+        self.record = None
+        until = asyncio.get_running_loop().time() + self.core.calls.timing.request_timeout_s
+        while True:
+            self.wakeup.woken = False
+            record, ready = await asyncio.gather(self.get(self.record_key), self.get(successor))
+            if record is not None or ready is None or not await self.wakeup.sleep(until):
+                return
+
+    async def _remove_entries(self) -> None:
+        core, settings = self.core, self.settings
+        if self.record is None and self.in_doubt:
+            record = await self.get(self.record_key)
+            if record is not None and self.is_mine(record):
+                self.record = record
+        # The requests are sent in this order, without waiting in between. A successor that finds
+        # the record before it is deleted waits for that.
+        await asyncio.gather(self._delete(self.record), self._delete(self.ticket))
+        self.record = self.ticket = None
+        if self.in_doubt and settings.recipe == "line":
+            line = line_key(settings.election, settings.kind)
+            for ticket in await core.call(core.store.list(line)):
+                if self.is_mine(ticket):
+                    await core.deletions.delete(ticket)
+        await self.remove_markers()
+
+    async def _delete(self, entry: Entry | None) -> None:
+        if entry is not None:
+            await self.core.deletions.delete(entry)
 
     def end(self) -> None:
         """Stop watching, and end the lease if this attempt has it to itself."""

@@ -1,7 +1,7 @@
 """One candidate in one election, and the passages between its states.
 
     claiming ──── record created ────▶ leading ──── body ended ────▶ leaving
-    (in line, then `Claiming`)         (`Leading`)                   (`start_leaving`)
+    (`Claiming`)                       (`Leading`)                   (`Attempt.leave`)
         │    ▲                                                          ▲
         │    └── lease lost: a new attempt                              │
         └────────────── deadline, error or cancellation ────────────────┘
@@ -10,95 +10,356 @@ In keys: a ticket in the election's line; at the head of the line, the creation 
 record, whose creation revision is the token. The leader keeps its ticket. It leaves by deleting
 the record, then the ticket.
 
-What makes two leaders impossible is in `claim`; what is kept when outcomes are unknown, in
-`attempt`; what a leader watches and obeys, in `leader`; when its record may be deleted, in
-`leaving`. To fail to be elected raises: no body is ever entered without the record.
+The creation is the one write that safety rests on. The record is created atomically, only if
+absent, under a lease that this process keeps alive and whose validity it counts from the instant of
+sending. The line keeps candidates in order, and wakes one of them per change instead of all; a
+mistake in it cannot make two leaders. In the recipe `race` there is no line, and every candidate
+may always claim.
 
-Imports the states.
+What is kept when outcomes are unknown, and when a record may be deleted, is in `attempt`; what a
+leader watches and obeys, in `leader`. To fail to be elected raises: no body is ever entered without
+the record.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+from contextvars import ContextVar
 
 from doyen.election.attempt import Attempt
-from doyen.election.claim import Claiming
 from doyen.election.core import SessionCore
+from doyen.election.handover import Succession, is_ready, is_void, ready_marker_key
 from doyen.election.leader import Leading
-from doyen.election.leaving import start_leaving
-from doyen.election.line import CampaignWait
 from doyen.election.options import CampaignSettings
-from doyen.errors import LeaseGone, NotElected, OutcomeUnknown, StoreUnavailable, TicketGone
-from doyen.term import Term
+from doyen.election.queries import read_leader
+from doyen.errors import (
+    AlreadyCampaigning,
+    LeaseGone,
+    NotElected,
+    OutcomeUnknown,
+    SessionClosed,
+    StoreError,
+    StoreUnavailable,
+    TicketGone,
+)
+from doyen.events import Hindered, Waiting
+from doyen.model import Claim, Entry, Order, line_key, order_key
+from doyen.term import Term, TermState
 
-__all__ = ["Candidacy"]
+__all__ = ["Candidacy", "entered_terms"]
+
+entered_terms: ContextVar[tuple[tuple[Term, SessionCore, CampaignSettings], ...]] = ContextVar(
+    "doyen_entered", default=()
+)
+"""The terms that the calling scope is in. A nested campaign for one of them would never end."""
+
+
+class Claiming:
+    """The state of an attempt that tries to become the leader, from its ticket to its record."""
+
+    def __init__(self, attempt: Attempt, candidacy: Candidacy) -> None:
+        self.attempt = attempt
+        self.succession = Succession(attempt)
+        self._candidacy = candidacy
+        self._created = False
+        """A creation of the record was sent and is not known to have failed. It may have been
+        carried out, or may be while this candidate waits in line: then all would wait for it."""
+
+    async def win(self) -> Entry:
+        """Wait in line and claim the record until it is this attempt's own."""
+        attempt = self.attempt
+        await self._join()
+        while True:
+            attempt.wakeup.woken = False
+            if attempt.keepalive.lost_because is not None:
+                raise LeaseGone(attempt.keepalive.lost_because)
+            if self._created:
+                await attempt.watch_record()
+                record = await attempt.get(attempt.record_key)
+                if record is not None and attempt.is_mine(record):
+                    return record
+            if await self._is_my_turn():
+                record = await self._create()
+                if record is not None:
+                    return record
+
+    def end(self) -> None:
+        """End the attempt, whose lease is lost: the store removes its entries."""
+        self.succession.close()
+        self.attempt.end()
+
+    async def _join(self) -> None:
+        """Take a ticket, unless the attempt has one or needs none."""
+        attempt, settings = self.attempt, self.attempt.settings
+        if settings.recipe != "line" or attempt.ticket is not None:
+            return
+        store, line = attempt.core.store, line_key(settings.election, settings.kind)
+        if attempt.in_doubt:
+            for ticket in await attempt.core.call(store.list(line)):
+                if attempt.is_mine(ticket):
+                    attempt.ticket = ticket
+                    return
+        attempt.ticket = await attempt.write(
+            store.enqueue(line, attempt.claim(), attempt.keepalive.lease, rank=settings.priority)
+        )
+
+    async def _is_my_turn(self) -> bool:
+        """Whether to claim the record now. If not, returns when something has changed."""
+        await self.succession.read()
+        if self.succession.order:
+            return True
+        settings = self.attempt.settings
+        ahead, order = await asyncio.gather(
+            self._ahead(), self.attempt.get(order_key(settings.election, settings.kind))
+        )
+        if ahead is not None:
+            await self._wait_behind(ahead)
+            return False
+        return order is None or not await self._give_way(order)
+
+    async def _ahead(self) -> Entry | None:
+        ticket, core = self.attempt.ticket, self.attempt.core
+        return None if ticket is None else await core.call(core.store.ahead(ticket))
+
+    async def _wait_behind(self, ahead: Entry) -> None:
+        """Wait until the ticket directly ahead changes. No other ticket wakes this candidate."""
+        attempt, core = self.attempt, self.attempt.core
+        if attempt.is_mine(ahead):
+            # An enqueue whose response was lost was carried out late. Waiting behind that ticket
+            # would be waiting for ourselves.
+            await core.deletions.delete(ahead)
+            return
+        watch = await core.call(core.store.watch(ahead.key, attempt.wakeup.wake))
+        try:
+            if await attempt.get(ahead.key) is not None:
+                await self._wait_for(ahead)
+        finally:
+            watch.close()
+
+    async def _give_way(self, entry: Entry) -> bool:
+        """At the head of the line, while an order names another candidate as the successor: wait
+        for the leader to delete its record without claiming it, and then for the successor to
+        claim it, for one request timeout. False if there is nothing to wait for."""
+        attempt, candidacy = self.attempt, self._candidacy
+        order = Order.decode(entry.value)
+        if order is None or not order.successor or order.rank is not None:
+            return False
+        await attempt.watch_record()
+        record, ready = await asyncio.gather(
+            attempt.get(attempt.record_key),
+            attempt.get(ready_marker_key(attempt, order.successor)),
+        )
+        if record is not None:
+            if record.revision == order.token:
+                await self._wait_for(record)
+            return record.revision == order.token
+        if not is_ready(ready, entry):
+            return False
+        now, lease = asyncio.get_running_loop().time(), entry.lease or ""
+        if candidacy.deferral is None or candidacy.deferral[0] != lease:
+            candidacy.deferral = lease, now + attempt.core.calls.timing.request_timeout_s
+        until = candidacy.deferral[1]
+        if now >= until:
+            return False
+        await candidacy.sleep(attempt, until)
+        return True
+
+    async def _wait_for(self, entry: Entry, until: float = math.inf) -> None:
+        """Wait for the holder of a ticket or record. Returns when something has changed, and at
+        `until` at the latest."""
+        attempt, candidacy = self.attempt, self._candidacy
+        if await attempt.core.deletions.delete_left_over(entry):
+            return
+        if attempt.ticket is not None and not self.succession.watched:
+            await self.succession.watch()
+            return
+        name = Claim.decode(entry.value).name
+        where = "leads" if entry.key == attempt.record_key else "is ahead in line"
+        if candidacy.behind != f"{name!r} {where}":
+            candidacy.behind = f"{name!r} {where}"
+            settings = attempt.settings
+            attempt.core.telemetry.emit(
+                Waiting(election=settings.election, name=settings.name, behind=name)
+            )
+        candidacy.error = None
+        await candidacy.sleep(attempt, until)
+
+    async def _create(self) -> Entry | None:
+        """Create the record. If another attempt's is there, wait for it to change."""
+        attempt, store = self.attempt, self.attempt.core.store
+        before, self._created = self._created, True
+        creation = await attempt.write(
+            store.create(attempt.record_key, attempt.claim(), attempt.keepalive.lease)
+        )
+        if creation.won or attempt.is_mine(creation.entry):
+            return creation.entry
+        self._created = before
+        if await attempt.watch_record():
+            return None  # to look again: it may have changed before it was watched
+        await self._wait_for(creation.entry, await self._preempt(creation.entry))
+        return None
+
+    async def _preempt(self, leader: Entry) -> float:
+        """Order a leader of lower priority to resign, once this candidate has known it for the
+        cooldown. Returns when that will be; infinity if there is nothing to do then.
+
+        If another order is there already, its end wakes this candidate.
+        """
+        attempt, settings = self.attempt, self.attempt.settings
+        if not settings.preempt or Claim.decode(leader.value).rank >= settings.priority:
+            return math.inf
+        now = asyncio.get_running_loop().time()
+        known = self._candidacy.known_leader
+        if known is None or known[0] != leader.revision:
+            known = self._candidacy.known_leader = leader.revision, now
+        due = known[1] + settings.cooldown_s
+        if now < due:
+            return due
+        order = Order(leader.revision, settings.name, attempt.id, settings.priority)
+        key = order_key(settings.election, settings.kind)
+        written = await attempt.write_marker(key, order.encode())
+        if is_void(written, leader.revision):
+            core = attempt.core
+            await core.call(core.store.delete(key, if_version=written.version))
+            attempt.wakeup.wake()
+        return math.inf
 
 
 class Candidacy:
-    """One campaign on doyen's loop."""
-
-    __slots__ = ("_claiming", "_core", "_leading", "_left", "_settings")
+    """One campaign on doyen's loop: its deadline, what it waits for, and its current state."""
 
     def __init__(self, core: SessionCore, settings: CampaignSettings) -> None:
+        """On the caller's thread. Raises if the session is closed, or if the calling scope would
+        wait for itself."""
+        if core.closed:
+            raise SessionClosed(core.closed)
+        for term, where, other in entered_terms.get():
+            if (
+                where is core
+                and (other.election, other.kind) == (settings.election, settings.kind)
+                and term.state in (TermState.LEADER, TermState.UNSURE)
+            ):
+                raise AlreadyCampaigning(
+                    f"{term.name!r} already leads {settings.election!r} in this scope and session:"
+                    " a second campaign would wait for the first without end"
+                )
         self._core = core
         self._settings = settings
         self._claiming: Claiming | None = None
         self._leading: Leading | None = None
         self._left = False
+        self._deadline = math.inf
+        """When to give up, on the loop's clock."""
+        self._admitted = False
+        """Holds a place of the session's admission: it is joining a line or claiming a record."""
+        self.behind = ""
+        """What the candidate waits for, to report it."""
+        self.error: StoreError | None = None
+        """The last error of the store, until it works again."""
+        self.known_leader: tuple[int, float] | None = None
+        """The leader that this candidate would preempt, by token, and since when it knows it."""
+        self.deferral: tuple[str, float] | None = None
+        """The lease of the order to whose successor this candidate gives way, and until when."""
 
     async def win(self) -> Term:
         """Campaign until elected. Raises `NotElected` after `wait_s`, and leaves the line then."""
-        core, wait_s = self._core, self._settings.wait_s
-        now = asyncio.get_running_loop().time()
-        wait = CampaignWait(core, self._settings, math.inf if wait_s is None else now + wait_s)
+        core, settings = self._core, self._settings
+        limit = None
+        if settings.wait_s is not None:
+            self._deadline = asyncio.get_running_loop().time() + settings.wait_s
+            limit = self._deadline + core.calls.timing.request_timeout_s  # for a single try
         try:
-            if core.admission.locked():
-                await wait.in_time(core.admission.acquire())
-            else:
-                await core.admission.acquire()  # returns at once
-            wait.admitted = True
+            async with asyncio.timeout_at(limit):
+                await core.admission.acquire()
+            self._admitted = True
             while True:
+                claiming = self._claiming
                 try:
-                    return await self._try(wait)
+                    if claiming is None or claiming.attempt.keepalive.lose_if_expired():
+                        async with asyncio.timeout_at(limit):
+                            if settings.stall_after_s is None:
+                                keepalive = await core.leases.shared()
+                            else:
+                                keepalive = await core.leases.own(settings.stall_after_s)
+                        if claiming is not None:
+                            claiming.end()
+                        claiming = Claiming(Attempt(core, settings, keepalive), self)
+                        self._claiming = claiming
+                    claiming.attempt.record = record = await claiming.win()
+                    if self._left:
+                        raise NotElected(
+                            f"{settings.name!r} has left the election {settings.election!r}"
+                        )
+                    self._leading = Leading(claiming.attempt, record)
+                    claiming.succession.close()
+                    self._claiming = None
+                    return self._leading.term
                 except LeaseGone as error:
-                    wait.error = error
-                    if self._claiming is not None:
-                        self._claiming.attempt.keepalive.lose(str(error))
+                    self.error = error
+                    if claiming is not None:
+                        claiming.attempt.keepalive.lose(str(error))
                 except TicketGone as error:
                     # The attempt goes on, because its creation of the record may be under way.
-                    wait.error = error
-                    if self._claiming is not None:
-                        self._claiming.attempt.ticket = None
+                    self.error = error
+                    if claiming is not None:
+                        claiming.attempt.ticket = None
                 except (StoreUnavailable, OutcomeUnknown) as error:
-                    await wait.pause(error)
+                    await self._pause(error)
+        except TimeoutError:
+            self._start_leaving()
+            if self.error is None:
+                self.error = StoreUnavailable("the store is slow to answer other candidates")
+            raise await self._not_elected() from None
         except BaseException:
             self._start_leaving()
             raise
         finally:
-            wait.leave_admission()
+            self._leave_admission()
 
-    async def _try(self, wait: CampaignWait) -> Term:
-        """Claim and begin to lead, with the current attempt, or a new one if its lease is lost."""
-        claiming, leases = self._claiming, self._core.leases
-        if claiming is None or claiming.attempt.keepalive.lose_if_expired():
-            stall_after_s = self._settings.stall_after_s
-            keepalive = await wait.in_time(
-                leases.shared() if stall_after_s is None else leases.own(stall_after_s)
+    def _leave_admission(self) -> None:
+        """Let another candidate of the session in: this one is elected, or waits."""
+        if self._admitted:
+            self._admitted = False
+            self._core.admission.release()
+
+    async def sleep(self, attempt: Attempt, until: float = math.inf) -> None:
+        """Sleep until woken, or until the time has come. Raises `NotElected` at the deadline."""
+        if not attempt.wakeup.woken:
+            self._leave_admission()
+        woken = await attempt.wakeup.sleep(min(self._deadline, until))
+        if not woken and self._deadline <= until:
+            raise await self._not_elected()
+
+    async def _pause(self, error: StoreError) -> None:
+        """Wait before a request that failed is retried. Each error is reported once."""
+        if str(error) != str(self.error):
+            settings = self._settings
+            self._core.telemetry.emit(
+                Hindered(election=settings.election, name=settings.name, error=str(error))
             )
-            if claiming is not None:
-                claiming.end()
-            attempt = Attempt(self._core, self._settings, keepalive)
-            claiming = self._claiming = Claiming(attempt, wait)
-        claiming.attempt.record = record = await claiming.win()
-        if self._left:
-            raise NotElected(
-                f"{self._settings.name!r} has left the election {self._settings.election!r}"
-            )
-        self._leading = Leading(claiming.attempt, record)
-        claiming.line.succession.close()
-        self._claiming = None
-        return self._leading.term
+        self.error = error
+        self._leave_admission()
+        left_s = self._deadline - asyncio.get_running_loop().time()
+        pause_s = self._core.calls.retry_pause()
+        if left_s <= 0:
+            raise await self._not_elected()
+        await asyncio.sleep(min(pause_s, left_s))
+
+    async def _not_elected(self) -> NotElected:
+        """The error for a campaign that has reached its deadline."""
+        settings, because = self._settings, self.behind
+        if self.error is not None:
+            because = str(self.error)
+        else:
+            with contextlib.suppress(StoreError):
+                leader = await read_leader(self._core, settings.election, settings.kind)
+                because = f"{leader.name!r} leads" if leader else because
+        name, election = settings.name, settings.election
+        if settings.kind == "locks":
+            return NotElected(f"{name!r} did not get the lock {election!r} in time")
+        return NotElected(f"{name!r} was not elected to {election!r} in time: {because}")
 
     async def leave(self) -> None:
         """Leave the election. The body, if there was one, has ended.
@@ -112,13 +373,13 @@ class Candidacy:
             self._leading.body_ended()
         leaving = self._start_leaving()
         if leaving is not None:
-            await asyncio.wait({leaving}, timeout=3 * self._core.timing.request_timeout_s)
+            await asyncio.wait({leaving}, timeout=3 * self._core.calls.timing.request_timeout_s)
 
     def _start_leaving(self) -> asyncio.Task[None] | None:
         self._left = True
         if self._leading is not None:
-            return start_leaving(self._leading.attempt, self._leading.successor)
+            return self._leading.attempt.leave(self._leading.successor)
         if self._claiming is not None:
-            self._claiming.line.succession.close()
-            return start_leaving(self._claiming.attempt)
+            self._claiming.succession.close()
+            return self._claiming.attempt.leave()
         return None

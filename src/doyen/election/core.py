@@ -1,40 +1,99 @@
 """The part of a session that lives on doyen's loop: it composes the parts that campaigns share.
 
-    calls       store calls with a deadline (`doyen.lease.calls`)
-    leases      the session's leases (`doyen.lease.keeper`)
-    deletions   deleting records and tickets so that they stay deleted
-    tasks       background tasks, cancelled when the session is closed
-    admission   how many candidates join or leave a line at a time
-
-Imports these parts, the runtime and the telemetry.
+calls       store calls with a deadline (`doyen.lease.calls`)
+leases      the session's leases (`doyen.lease.keeper`)
+deletions   deleting records and tickets so that they stay deleted
+tasks       background tasks, cancelled when the session is closed
+admission   how many candidates join or leave a line at a time
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
 from doyen._waiting import BackgroundTasks
-from doyen.election.deletions import Deletions
 from doyen.election.options import SessionSettings
-from doyen.errors import ConfigError, SessionClosed
+from doyen.errors import ConfigError, OutcomeUnknown, SessionClosed, StoreError, StoreUnavailable
+from doyen.events.log_lines import log_line
 from doyen.events.telemetry import Telemetry
 from doyen.lease.calls import StoreCalls
 from doyen.lease.keeper import LeaseKeeper
 from doyen.lease.runtime import Runtime
 from doyen.lease.timing import Timing
+from doyen.model import Claim, Entry
 from doyen.stores.port import Context, Store, open_store
 
 __all__ = ["ENTERING", "SessionCore"]
 
 T = TypeVar("T")
+log = logging.getLogger("doyen")
 
+CHECKS_AT_ONCE = 16
+"""How many deletions are checked at a time. They are not urgent and must not delay other calls."""
 ENTERING = 64
 """How many candidates of a session join or leave their lines at a time. Thousands that come at
 once would only delay one another."""
+
+
+class Deletions:
+    """Deletes the records and tickets of one session so that they stay deleted.
+
+    A store that replicates asynchronously may lose a confirmed deletion in a failover. The entry is
+    then back, under a lease that is still renewed, so it would never expire and every candidate
+    would wait for it. Any candidate of the same session that finds such an entry deletes it, and
+    every deletion is checked once more after one to two ttls, because no candidate may be left to
+    find it.
+    """
+
+    def __init__(self, calls: StoreCalls, leases: LeaseKeeper, tasks: BackgroundTasks) -> None:
+        self._calls = calls
+        self._leases = leases
+        self._tasks = tasks
+        self._unchecked: dict[str, None] = {}
+        """Keys whose deletion is checked in the next round."""
+        self._checking: asyncio.Task[None] | None = None
+
+    async def delete(self, entry: Entry) -> None:
+        """Delete a record or ticket by its version. It is no error if it is gone already."""
+        store = self._calls.store
+        await self._calls.call(store.delete(entry.key, if_version=entry.version))
+        if not store.capabilities.durable:
+            self._unchecked[entry.key] = None
+            if self._checking is None or self._checking.done():
+                self._checking = self._tasks.start(self._check())
+
+    async def delete_left_over(self, entry: Entry) -> bool:
+        """Delete a record or ticket of this session whose attempt has ended; False for others."""
+        keepalive = self._leases.find(entry.lease)
+        if keepalive is None or Claim.decode(entry.value).attempt in keepalive.attempts:
+            return False
+        await self.delete(entry)
+        return True
+
+    async def _check(self) -> None:
+        while self._unchecked:
+            keys, self._unchecked = iter(self._unchecked), {}
+            await asyncio.sleep(self._calls.timing.ttl_s)
+            while some := [*itertools.islice(keys, CHECKS_AT_ONCE)]:
+                await asyncio.gather(*map(self._check_key, some))
+
+    async def _check_key(self, key: str) -> None:
+        while True:
+            try:
+                entry = await self._calls.call(self._calls.store.get(key))
+                if entry is not None:
+                    await self.delete_left_over(entry)
+                return
+            except (StoreUnavailable, OutcomeUnknown):
+                await asyncio.sleep(self._calls.retry_pause())
+            except StoreError as error:
+                log.debug("%s", log_line(event="deletion_unchecked", key=key, error=error))
+                return
 
 
 class SessionCore:
@@ -63,15 +122,14 @@ class SessionCore:
         self._attempts = itertools.count(1)
         # A dict keeps the order of creation, a set would not: one seed must give one run.
         self._callers: dict[asyncio.Task[Any], None] = {}
-        self._closed = False
-        self._forked = False
+        self.closed = ""
+        """Why the session can no longer be used; empty until then."""
 
     @classmethod
     async def open(
         cls,
         settings: SessionSettings,
         runtime: Runtime,
-        *,
         store: Store | None = None,
     ) -> SessionCore:
         """Check the settings and open the store. No lease is granted yet."""
@@ -118,8 +176,8 @@ class SessionCore:
         """Run work that a caller waits for. Closing the session ends it with `SessionClosed`."""
         task = asyncio.current_task()
         assert task is not None
-        if self._closed:
-            self.check_open()
+        if self.closed:
+            raise SessionClosed(self.closed)
         self._callers[task] = None
         try:
             return await work()
@@ -135,19 +193,14 @@ class SessionCore:
         return f"{self.id}-{next(self._attempts)}"
 
     def check_open(self) -> None:
-        if self._forked:
-            raise SessionClosed(
-                f"this session belongs to process {self.runtime.pid}, which opened it before a"
-                " fork; connect again in the child"
-            )
-        if self._closed:
-            raise SessionClosed("the session is closed; connect again")
+        if self.closed:
+            raise SessionClosed(self.closed)
 
     async def close(self) -> None:
         """Cancel what callers wait for, end every term and lease, and close the store."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = "the session is closed; connect again"
         if self._callers:
             for caller in self._callers:
                 caller.cancel()
@@ -159,6 +212,9 @@ class SessionCore:
 
     def forked(self) -> None:
         """In the child of a fork: the session belongs to the parent."""
-        self._forked = True
+        self.closed = (
+            f"this session belongs to process {self.runtime.pid}, which opened it before a fork;"
+            " connect again in the child"
+        )
         self.leases.forked()
         self.store.forked()

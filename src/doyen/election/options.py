@@ -33,7 +33,7 @@ def default_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SessionSettings:
     """The options of a session. None stands for the default of the store or of the timing."""
 

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from doyen.election.core import SessionCore
+from doyen.election.options import default_name
 from doyen.election.queries import leader_of
 from doyen.errors import OrderFailed
 from doyen.lease.keepalive import Keepalive
@@ -36,16 +37,14 @@ from doyen.stores.port import Watch
 __all__ = ["order_resign", "order_transfer"]
 
 
-async def order_resign(
-    core: SessionCore, election: str, *, by: str, wait_s: float, force: bool
-) -> Leader:
+async def order_resign(core: SessionCore, election: str, *, wait_s: float, force: bool) -> Leader:
     """Have the leader resign, and return it once it has."""
     record = await _record(core, election)
     leader = leader_of(election, record)
     if force:
         await _remove(core, election, record)
         return leader
-    async with _given(core, election, Order(leader.token, by), wait_s) as given:
+    async with _given(core, election, Order(leader.token, default_name()), wait_s) as given:
         while True:
             current = await core.call(core.store.get(record.key))
             if current is None or current.revision != leader.token:
@@ -64,14 +63,12 @@ async def _remove(core: SessionCore, election: str, record: Entry) -> None:
             await core.call(core.store.delete(ticket.key, if_version=ticket.version))
 
 
-async def order_transfer(
-    core: SessionCore, election: str, *, to: str, by: str, wait_s: float
-) -> Leader:
+async def order_transfer(core: SessionCore, election: str, *, to: str, wait_s: float) -> Leader:
     """Have the leader transfer to the candidate named `to`, and return that one once it leads."""
     record, tickets = await asyncio.gather(_record(core, election), _tickets(core, election))
     old = leader_of(election, record)
     successor = _successor(election, to, record, tickets)
-    async with _given(core, election, Order(old.token, by, successor), wait_s) as given:
+    async with _given(core, election, Order(old.token, default_name(), successor), wait_s) as given:
         while True:
             current = await core.call(core.store.get(record.key))
             if current is not None and current.revision != old.token:

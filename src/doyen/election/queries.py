@@ -1,7 +1,4 @@
-"""Reading and observing who leads an election and who waits in its line.
-
-Imports the bounded calls, the port and the model.
-"""
+"""Reading and observing who leads an election and who waits in its line."""
 
 from __future__ import annotations
 
@@ -10,8 +7,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from doyen.election.core import SessionCore
 from doyen.errors import OutcomeUnknown, StoreUnavailable
-from doyen.lease.calls import StoreCalls
+from doyen.events.log_lines import log_line
 from doyen.model import Candidate, Claim, Entry, Kind, Leader, Line, leader_key, line_key
 from doyen.stores.port import Watch
 
@@ -21,37 +19,37 @@ T = TypeVar("T")
 log = logging.getLogger("doyen")
 
 
-async def read_leader(calls: StoreCalls, election: str, kind: Kind = "elections") -> Leader | None:
+async def read_leader(core: SessionCore, election: str, kind: Kind = "elections") -> Leader | None:
     """The leader of an election, read from the store."""
-    record = await calls.call(calls.store.get(leader_key(election, kind)))
+    record = await core.call(core.store.get(leader_key(election, kind)))
     return None if record is None else leader_of(election, record)
 
 
-async def read_line(calls: StoreCalls, election: str) -> Line:
+async def read_line(core: SessionCore, election: str) -> Line:
     """The leader and all candidates in line. The leader keeps its ticket and is marked."""
-    record = await calls.call(calls.store.get(leader_key(election)))
-    tickets = await calls.call(calls.store.list(line_key(election)))
+    record = await core.call(core.store.get(leader_key(election)))
+    tickets = await core.call(core.store.list(line_key(election)))
     return line_of(election, record, tickets)
 
 
 async def observe_leader(
-    calls: StoreCalls, election: str, deliver: Callable[[Leader | None], None]
+    core: SessionCore, election: str, deliver: Callable[[Leader | None], None]
 ) -> None:
     """Deliver the current leader, then every change, until cancelled.
 
     While the store is unavailable nothing is delivered.
     """
-    await _observe(calls, [leader_key(election)], lambda: read_leader(calls, election), deliver)
+    await _observe(core, [leader_key(election)], lambda: read_leader(core, election), deliver)
 
 
-async def observe_line(calls: StoreCalls, election: str, deliver: Callable[[Line], None]) -> None:
+async def observe_line(core: SessionCore, election: str, deliver: Callable[[Line], None]) -> None:
     """The same for the leader and the line."""
     scopes = [leader_key(election), line_key(election)]
-    await _observe(calls, scopes, lambda: read_line(calls, election), deliver)
+    await _observe(core, scopes, lambda: read_line(core, election), deliver)
 
 
 async def _observe(
-    calls: StoreCalls,
+    core: SessionCore,
     scopes: list[str],
     read: Callable[[], Awaitable[T]],
     deliver: Callable[[T], None],
@@ -64,12 +62,12 @@ async def _observe(
             try:
                 while len(watches) < len(scopes):
                     scope = scopes[len(watches)]
-                    watches.append(await calls.call(calls.store.watch(scope, changed.set)))
+                    watches.append(await core.call(core.store.watch(scope, changed.set)))
                 changed.clear()
                 current = await read()
             except (OutcomeUnknown, StoreUnavailable) as error:
-                log.debug("observing %s failed and is retried: %s", scopes[0], error)
-                await asyncio.sleep(calls.retry_pause())
+                log.debug("%s", log_line(event="observing_failed", key=scopes[0], error=error))
+                await asyncio.sleep(core.calls.retry_pause())
                 continue
             if delivered != [current]:
                 delivered = [current]
