@@ -11,8 +11,9 @@ from typing import Any, cast
 import msgspec
 
 from doyen.quorum.consensus.core import LogEntry, Recovered, Send, Snapshot
-from doyen.quorum.consensus.raft import PreVote, Raft, Vote
+from doyen.quorum.consensus.raft import Raft
 from doyen.quorum.consensus.raft.log import RaftLog
+from doyen.quorum.consensus.raft.messages import PreVote, Vote
 
 
 class VotesTwice(Raft):

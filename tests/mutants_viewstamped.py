@@ -50,7 +50,7 @@ class LeadsOnAfterRestart(Viewstamped):
 
     def _due(self) -> None:
         begun = self._token or not self.generation
-        if begun or self.normal < self.generation or self.primary(self.generation) != self.id:
+        if begun or self.normal < self.generation or self.leader_of(self.generation) != self.id:
             super()._due()
         else:
             self._lead()

@@ -9,7 +9,8 @@ from typing import Any
 
 from doyen.quorum.consensus.common import Peer
 from doyen.quorum.consensus.core import Message, Recovered
-from doyen.quorum.consensus.zab import Ack, AckEpoch, AckLeader, Phase, Sync, Zab, ZabState
+from doyen.quorum.consensus.zab import Phase, Zab
+from doyen.quorum.consensus.zab.messages import Ack, AckEpoch, AckLeader, Sync, ZabState
 
 
 class EpochBeforeLog(Zab):

@@ -44,7 +44,8 @@ from doyen.quorum.consensus.core import (
     TransferAsked,
 )
 from doyen.quorum.consensus.invariants import ClusterView, InvariantBroken, check, check_step, facts
-from doyen.quorum.consensus.raft import Raft, RaftSettings, Vote, VoteReply
+from doyen.quorum.consensus.raft import Raft, RaftSettings
+from doyen.quorum.consensus.raft.messages import Vote, VoteReply
 
 SETTINGS = RaftSettings(
     message_entries=3, message_bytes=64, window_messages=4, window_bytes=256, tail_entries=2

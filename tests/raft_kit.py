@@ -18,13 +18,12 @@ from doyen.quorum.consensus.core import (
     Send,
     Snapshot,
 )
-from doyen.quorum.consensus.raft import (
+from doyen.quorum.consensus.raft import Raft, RaftSettings
+from doyen.quorum.consensus.raft.messages import (
     AppendReply,
     Ballot,
     Heartbeat,
     PreVoteReply,
-    Raft,
-    RaftSettings,
     VoteReply,
 )
 

@@ -50,7 +50,7 @@ from doyen.quorum.consensus.core import (
     TransferAsked,
     TransferFailed,
 )
-from doyen.quorum.consensus.raft import (
+from doyen.quorum.consensus.raft.messages import (
     Append,
     AppendReply,
     Heartbeat,

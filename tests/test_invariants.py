@@ -20,7 +20,7 @@ from doyen.quorum.consensus.core import (
     Snapshot,
 )
 from doyen.quorum.consensus.invariants import ClusterView, InvariantBroken, check, check_step, facts
-from doyen.quorum.consensus.raft import VoteReply
+from doyen.quorum.consensus.raft.messages import VoteReply
 
 ABC = Membership(("a", "b", "c"))
 

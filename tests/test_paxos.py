@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import mutants_paxos as mutants
+from doyen.quorum.consensus.common import Behind, Later
 from doyen.quorum.consensus.core import (
     Accepted,
     Committed,
@@ -26,10 +27,8 @@ from doyen.quorum.consensus.paxos import (
     Accept,
     AcceptOk,
     AcceptorState,
-    Behind,
     Chosen,
     Doubt,
-    Later,
     Paxos,
     Prepare,
     Promise,
@@ -96,7 +95,7 @@ def test_no_two_servers_share_a_ballot() -> None:
             core._seen = seen
             core._stand()
             assert core.generation > seen
-            assert core.owner(core.generation) == name
+            assert core.leader_of(core.generation) == name
             ballots.add((name, core.generation))
     owners = {ballot: {n for n, b in ballots if b == ballot} for _, ballot in ballots}
     assert all(len(names) == 1 for names in owners.values())

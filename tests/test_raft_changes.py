@@ -23,12 +23,12 @@ from doyen.quorum.consensus.core import (
     TransferAsked,
     TransferFailed,
 )
-from doyen.quorum.consensus.raft import (
+from doyen.quorum.consensus.raft import Raft
+from doyen.quorum.consensus.raft.messages import (
     Append,
     AppendReply,
     Ballot,
     HeartbeatReply,
-    Raft,
     TimeoutNow,
 )
 from raft_cluster import RaftCluster

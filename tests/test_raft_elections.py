@@ -14,7 +14,7 @@ from doyen.quorum.consensus.core import (
     Role,
     RoleChanged,
 )
-from doyen.quorum.consensus.raft import (
+from doyen.quorum.consensus.raft.messages import (
     Append,
     AppendReply,
     Ballot,

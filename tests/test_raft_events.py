@@ -41,9 +41,8 @@ from doyen.quorum.consensus.invariants import (
     check_step,
     facts,
 )
-from doyen.quorum.consensus.raft import (
-    MESSAGES,
-    STATE,
+from doyen.quorum.consensus.raft import MESSAGES, STATE, Raft, RaftSettings
+from doyen.quorum.consensus.raft.messages import (
     Append,
     AppendReply,
     Ballot,
@@ -51,8 +50,6 @@ from doyen.quorum.consensus.raft import (
     HeartbeatReply,
     PreVote,
     PreVoteReply,
-    Raft,
-    RaftSettings,
     TimeoutNow,
     Vote,
     VoteReply,

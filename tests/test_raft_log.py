@@ -30,13 +30,13 @@ from doyen.quorum.consensus.core import (
     TransferFailed,
 )
 from doyen.quorum.consensus.invariants import check
-from doyen.quorum.consensus.raft import (
+from doyen.quorum.consensus.raft import RaftSettings
+from doyen.quorum.consensus.raft.messages import (
     Append,
     AppendReply,
     Ballot,
     Heartbeat,
     HeartbeatReply,
-    RaftSettings,
 )
 from raft_cluster import RaftCluster
 from raft_kit import (

@@ -9,6 +9,7 @@ import pytest
 import mutants_viewstamped as mutants
 from doyen.lab.plan import Fault, Latencies, Plan
 from doyen.lab.world import run_plan
+from doyen.quorum.consensus.common import Later
 from doyen.quorum.consensus.core import (
     Elapsed,
     EntryKind,
@@ -24,7 +25,6 @@ from doyen.quorum.consensus.core import Send as Sending
 from doyen.quorum.consensus.viewstamped import (
     DoViewChange,
     GetState,
-    Later,
     NewState,
     PrepareOk,
     StartView,

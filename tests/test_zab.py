@@ -18,18 +18,16 @@ from doyen.quorum.consensus.core import (
     Role,
 )
 from doyen.quorum.consensus.core import Send as Sending
-from doyen.quorum.consensus.zab import (
+from doyen.quorum.consensus.zab import Phase, Zab, ZabVote
+from doyen.quorum.consensus.zab.messages import (
     AckEpoch,
     AckLeader,
     FollowerInfo,
     LeaderInfo,
     NewLeader,
     Notification,
-    Phase,
     Sync,
-    Zab,
     ZabState,
-    ZabVote,
 )
 from room import SETTINGS, Room, kill
 

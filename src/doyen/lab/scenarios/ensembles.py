@@ -13,7 +13,7 @@ from doyen.lab.scenarios.transcript import Transcript, listed
 from doyen.lab.server import SimulatedServer
 from doyen.quorum.consensus.core import CoreEvent, Effect, Received, Role, Send
 from doyen.quorum.consensus.smallest_id import Looking
-from doyen.quorum.consensus.zab import Notification
+from doyen.quorum.consensus.zab.messages import Notification
 
 
 class Ensemble(CoreWorld):

@@ -19,7 +19,8 @@ from doyen.lab.scenarios.core_world import (
 )
 from doyen.lab.scenarios.transcript import Transcript
 from doyen.quorum.consensus.core import Connected, Core, Disconnected, Role
-from doyen.quorum.consensus.raft import Raft, Vote
+from doyen.quorum.consensus.raft import Raft
+from doyen.quorum.consensus.raft.messages import Vote
 
 THREE = server_names(3)
 FIVE = server_names(5)

@@ -61,7 +61,17 @@ from doyen.quorum.consensus.core import (
     TransferFailed,
 )
 
-__all__ = ["WINDOW", "Peer", "ReplicatedServer", "order"]
+__all__ = [
+    "WINDOW",
+    "Answer",
+    "Behind",
+    "Commit",
+    "Entries",
+    "Later",
+    "Peer",
+    "ReplicatedServer",
+    "order",
+]
 
 
 def order(name: str) -> tuple[tuple[int, int, str], ...]:
@@ -78,6 +88,39 @@ FRUITLESS = 12
 long."""
 WINDOW = 1024
 """How many entries may be in flight to a peer before it has answered for the first of them."""
+
+
+class Entries(Message, frozen=True, gc=False):
+    """Entries of the leader's log, the first of them at `first`."""
+
+    first: int
+    entries: tuple[LogEntry, ...]
+    commit: int
+    round: int
+
+
+class Commit(Message, frozen=True, gc=False):
+    """Everything up to `commit` is committed. Repeated, it is the heartbeat."""
+
+    commit: int
+    last: int
+    """The last index sent so far."""
+    round: int
+
+
+class Answer(Message, frozen=True, gc=False):
+    """The answer to either: the sender has everything up to `last` on disk."""
+
+    last: int
+    round: int
+
+
+class Behind(Answer, frozen=True, gc=False):
+    """The sender lacks what follows `last`."""
+
+
+class Later(Message, frozen=True, gc=False):
+    """The sender is in this generation, which is later than the receiver's."""
 
 
 class Peer:
@@ -110,6 +153,9 @@ class ReplicatedServer:
 
     snapshots = False
     """Whether a server may start from a snapshot. If not, the driver takes none."""
+    carrier: type[Entries] = Entries
+    heartbeat: type[Commit] = Commit
+    answer: type[Answer] = Answer
 
     def __init__(
         self,
@@ -134,6 +180,8 @@ class ReplicatedServer:
         self._jitter = jitter
         self._now = now
         self._majority = membership.majority
+        self._names = sorted(membership.voters, key=order)
+        self._rank = {name: rank for rank, name in enumerate(self._names)}
         self._peers = {name: Peer(name) for name in membership.voters if name != id}
         self._unreachable: set[str] = set()
         self._effects: list[Effect] = []
@@ -141,12 +189,20 @@ class ReplicatedServer:
         self._durable = 0
         self._stable = len(self.log)
         self._writing: deque[tuple[int, int]] = deque()
+        self._state_token = 0
+        """A follower answers heartbeats once this is on disk."""
         self._floor = 0
         self._attempts = 0
         """Attempts to get a leader since one last committed something, the current one included."""
         self._round = 0
         self._reads: deque[tuple[int, int, int]] = deque()
         self._announced: tuple[Role, int, str | None] = (Role.LOOKING, 0, None)
+        self._timeout = self._draw_timeout()
+        """How long a follower waits for its leader."""
+        self._alive_until = now
+        """Until when the followed leader is assumed to be alive."""
+        self._patience = now
+        """Until when an attempt to get a leader may take."""
         self._hear: dict[type[Message], Callable[[Peer, Any], None]] = {}
         self._on: dict[type[CoreEvent], Callable[[Any], None]] = {
             Received: self._received,
@@ -162,6 +218,7 @@ class ReplicatedServer:
             SnapshotSent: self._nothing,
             SnapshotReceived: self._nothing,
         }
+        self._restore(recovered.state)
 
     def handle(self, event: CoreEvent, now: float) -> list[Effect]:
         """Process one event and return what has to be done, in order."""
@@ -173,13 +230,16 @@ class ReplicatedServer:
 
     # To be implemented by a protocol.
 
+    def _restore(self, state: Any) -> None:
+        """Initialise the protocol's own part. `state` was on disk; None at the first start."""
+        raise NotImplementedError
+
     def _due(self) -> None:
         """The deadline has come, and this server does not lead."""
         raise NotImplementedError
 
-    def _carry(self, peer: Peer, first: int, entries: tuple[LogEntry, ...]) -> Message:
-        """The message that carries these entries (or none: a heartbeat), the commit index and the
-        round to a follower."""
+    def _in_step(self, peer: Peer, message: Message) -> bool:
+        """Whether the message is of this server's leader, and this log is a prefix of its own."""
         raise NotImplementedError
 
     def _look(self) -> None:
@@ -342,7 +402,58 @@ class ReplicatedServer:
         """The timeout, longer with every failed attempt: messages may be slower than assumed."""
         return patience_s * (1 + min(max(0, self._attempts - 1), FRUITLESS) / 4)
 
+    # Following.
+
+    def leader_of(self, generation: int) -> str:
+        """The server that leads this generation, where its number determines that."""
+        return self._names[generation % len(self._names)]
+
+    def _leader_lives(self) -> bool:
+        if self.role is Role.LEADING:
+            return True
+        return self.role is Role.FOLLOWING and self._now < self._alive_until
+
+    def _follow(self, leader: Peer) -> None:
+        """The leader was heard from."""
+        if self.leader != leader.name:
+            self._timeout = self._draw_timeout()
+            self._set_role(Role.FOLLOWING, leader.name)
+        self._alive_until = self._now + self._settings.election_timeout_s
+        self.next_deadline = self._now + self._timeout
+
+    def _hear_entries(self, peer: Peer, message: Entries) -> None:
+        if not self._in_step(peer, message):
+            return
+        known = len(self.log)
+        if message.first > known + 1:
+            self._send(peer, Behind(self.generation, known, message.round))
+            return
+        new = message.entries[known + 1 - message.first :]
+        if new:
+            self.log.extend(new)
+            self._persist(first=known + 1, entries=new)
+        self._commit_to(min(message.commit, len(self.log)))
+        reply = self.answer(self.generation, len(self.log), message.round)
+        self._send(peer, reply, after=self._token)
+
+    def _hear_commit(self, peer: Peer, message: Commit) -> None:
+        if not self._in_step(peer, message):
+            return
+        known = len(self.log)
+        self._commit_to(min(message.commit, known))
+        if message.last > known:
+            self._send(peer, Behind(self.generation, known, message.round))
+        elif self._durable >= self._state_token:
+            self._send(peer, self.answer(self.generation, self._stable, message.round))
+
     # Leading.
+
+    def _carry(self, first: int, entries: tuple[LogEntry, ...]) -> Message:
+        """The message that carries these entries (or none: a heartbeat), the commit index and the
+        round to a follower."""
+        if entries:
+            return self.carrier(self.generation, first, entries, self.commit, self._round)
+        return self.heartbeat(self.generation, self.commit, first - 1, self._round)
 
     def _lead(self) -> None:
         """Lead in this generation."""
@@ -377,7 +488,7 @@ class ReplicatedServer:
             first = peer.next
             entries = self._piece(first, end)
             peer.next = first + len(entries)
-            self._send(peer, self._carry(peer, first, entries))
+            self._send(peer, self._carry(first, entries))
 
     def _piece(self, first: int, end: int) -> tuple[LogEntry, ...]:
         """The entries from `first` to `end` that go into one message."""
@@ -427,7 +538,25 @@ class ReplicatedServer:
         """Send the followers the commit index and the round."""
         for peer in self._peers.values():
             if peer.synced:
-                self._send(peer, self._carry(peer, peer.next, ()))
+                self._send(peer, self._carry(peer.next, ()))
+
+    def _leads(self, peer: Peer, message: Message) -> bool:
+        """Whether the message answers this leader in this generation."""
+        return self.role is Role.LEADING and message.generation == self.generation and peer.synced
+
+    def _hear_answer(self, peer: Peer, message: Answer) -> None:
+        if self._leads(peer, message):
+            self._answered(peer, message.last, message.round)
+
+    def _hear_behind(self, peer: Peer, message: Answer) -> None:
+        """A follower lacks what follows `last`."""
+        if not self._leads(peer, message):
+            return
+        last = message.last
+        if last + 1 < peer.next and self._may_go_back(peer, last):
+            peer.origin = last
+            peer.next = last + 1
+        self._answered(peer, 0, message.round)
 
     def _answered(self, peer: Peer, match: int, round_: int) -> None:
         """A follower has answered in this generation: it has the log up to `match` on disk."""
@@ -444,13 +573,6 @@ class ReplicatedServer:
                 self._decide()
         if peer.next <= len(self.log):
             self._stream(peer)
-
-    def _missing(self, peer: Peer, last: int, round_: int) -> None:
-        """A follower lacks what follows `last`."""
-        if last + 1 < peer.next and self._may_go_back(peer, last):
-            peer.origin = last
-            peer.next = last + 1
-        self._answered(peer, 0, round_)
 
     def _may_go_back(self, peer: Peer, last: int) -> bool:
         """Whether to send a peer again what follows `last`: at once if that is further back than

@@ -25,20 +25,18 @@ can be chosen there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from msgspec import Struct
 
-from doyen.quorum.consensus.common import Peer, ReplicatedServer, order
-from doyen.quorum.consensus.core import (
-    EntryKind,
-    LogEntry,
-    Membership,
-    Message,
-    ProtocolSettings,
-    Recovered,
-    Role,
+from doyen.quorum.consensus.common import (
+    Answer,
+    Behind,
+    Commit,
+    Entries,
+    Later,
+    Peer,
+    ReplicatedServer,
 )
+from doyen.quorum.consensus.core import EntryKind, LogEntry, Message, Role
 
 __all__ = [
     "MESSAGES",
@@ -46,10 +44,8 @@ __all__ = [
     "Accept",
     "AcceptOk",
     "AcceptorState",
-    "Behind",
     "Chosen",
     "Doubt",
-    "Later",
     "Paxos",
     "Prepare",
     "Promise",
@@ -92,39 +88,16 @@ class Promise(Message, frozen=True, gc=False):
     last: int
 
 
-class Accept(Message, frozen=True, gc=False):
+class Accept(Entries, frozen=True, gc=False):
     """Requests that these values are accepted in this ballot."""
 
-    first: int
-    entries: tuple[LogEntry, ...]
-    commit: int
-    round: int
 
-
-class Chosen(Message, frozen=True, gc=False):
+class Chosen(Commit, frozen=True, gc=False):
     """Every slot up to `commit` is decided. Repeated, it is the heartbeat."""
 
-    commit: int
-    last: int
-    round: int
 
-
-class AcceptOk(Message, frozen=True, gc=False):
+class AcceptOk(Answer, frozen=True, gc=False):
     """The sender has accepted every slot up to `last` in this ballot, or knows it to be decided."""
-
-    last: int
-    round: int
-
-
-class Behind(Message, frozen=True, gc=False):
-    """The sender lacks what follows `last`."""
-
-    last: int
-    round: int
-
-
-class Later(Message, frozen=True, gc=False):
-    """The sender has promised this ballot, which is later than the receiver's."""
 
 
 MESSAGES = Doubt | Prepare | Promise | Accept | Chosen | AcceptOk | Behind | Later
@@ -134,28 +107,20 @@ STATE = AcceptorState
 class Paxos(ReplicatedServer):
     """One server: proposer, acceptor and learner."""
 
-    def __init__(
-        self,
-        id: str,  # noqa: A002
-        membership: Membership,
-        recovered: Recovered,
-        *,
-        settings: ProtocolSettings,
-        jitter: Callable[[], float],
-        now: float,
-    ) -> None:
-        super().__init__(id, membership, recovered, settings=settings, jitter=jitter, now=now)
-        state = recovered.state or AcceptorState()
-        self.generation: int = state.promised
+    carrier = Accept
+    heartbeat = Chosen
+    answer = AcceptOk
+
+    def _restore(self, state: AcceptorState | None) -> None:
+        state = state or AcceptorState()
+        self.generation = state.promised
         self._runs = state.accepted
         self._ballots = _ballots(state.accepted, self.log)
         """The ballot in which each slot of the log was accepted."""
-        self._names = sorted(membership.voters, key=order)
         self._seen = self.generation
         """The latest ballot that this server has heard of."""
         self._doubters: set[str] = set()
-        self._stand_at = now
-        self._patience = now
+        self._stand_at = self._now
         self._promise_token = 0
         """While preparing: this server's own promise counts once this is on disk."""
         self._reported: dict[str, int] = {}
@@ -167,25 +132,19 @@ class Paxos(ReplicatedServer):
         """Per open slot, the value reported in the highest ballot."""
         self._known = 0
         """The index up to which this log is the leader's: decided, or accepted in its ballot."""
-        self._timeout = self._draw_timeout()
-        self._alive_until = now
         self._hear = {
             Doubt: self._hear_doubt,
             Prepare: self._hear_prepare,
             Promise: self._hear_promise,
             Accept: self._hear_accept,
             Chosen: self._hear_chosen,
-            AcceptOk: self._hear_accept_ok,
+            AcceptOk: self._hear_answer,
             Behind: self._hear_behind,
             Later: self._hear_later,
         }
 
     def _state(self) -> AcceptorState:
         return AcceptorState(self.generation, self._runs)
-
-    def owner(self, ballot: int) -> str:
-        """The server that a ballot belongs to."""
-        return self._names[ballot % len(self._names)]
 
     # Doubting the leader.
 
@@ -220,7 +179,7 @@ class Paxos(ReplicatedServer):
     def _hear_doubt(self, peer: Peer, message: Doubt) -> None:
         self._seen = max(self._seen, message.generation)
         if self.role is Role.LEADING and message.generation <= self.generation:
-            self._send(peer, self._carry(peer, peer.next, ()))
+            self._send(peer, self._carry(peer.next, ()))
         elif self.leader == peer.name and message.generation >= self.generation:
             self._look()
         if self.role is not Role.LOOKING:
@@ -245,8 +204,7 @@ class Paxos(ReplicatedServer):
     def _stand(self) -> None:
         self._attempts += 1
         n = len(self._names)
-        rank = self._names.index(self.id)
-        ballot = self._seen // n * n + rank
+        ballot = self._seen // n * n + self._rank[self.id]
         if ballot <= self._seen:
             ballot += n
         self._promise(ballot)
@@ -281,7 +239,7 @@ class Paxos(ReplicatedServer):
         ballot = message.generation
         self._seen = max(self._seen, ballot)
         another_leads = self._leader_lives() and self.leader != peer.name
-        if another_leads or self.owner(ballot) != peer.name:
+        if another_leads or self.leader_of(ballot) != peer.name:
             return
         if ballot < self.generation:
             self._send(peer, Later(self.generation), after=self._token)
@@ -300,11 +258,6 @@ class Paxos(ReplicatedServer):
         ballots = tuple(self._ballots[first - 1 : first - 1 + len(entries)])
         promise = Promise(self.generation, first, ballots, entries, last)
         self._send(peer, promise, after=self._token)
-
-    def _leader_lives(self) -> bool:
-        if self.role is Role.LEADING:
-            return True
-        return self.role is Role.FOLLOWING and self._now < self._alive_until
 
     def _hear_promise(self, peer: Peer, message: Promise) -> None:
         if message.generation != self.generation or not self._promise_token:
@@ -381,16 +334,12 @@ class Paxos(ReplicatedServer):
         if ballot < self.generation:
             self._send(peer, Later(self.generation), after=self._token)
             return False
-        if self.owner(ballot) != peer.name:
+        if self.leader_of(ballot) != peer.name:
             return False
         if ballot > self.generation:
             self._promise(ballot)
-        if self.role is not Role.FOLLOWING:
-            self._abandon()
-            self._timeout = self._draw_timeout()
-            self._set_role(Role.FOLLOWING, peer.name)
-        self._alive_until = self._now + self._settings.election_timeout_s
-        self.next_deadline = self._now + self._timeout
+        self._abandon()
+        self._follow(peer)
         return True
 
     def _hear_accept(self, peer: Peer, message: Accept) -> None:
@@ -457,19 +406,6 @@ class Paxos(ReplicatedServer):
     def _append(self, entry: LogEntry) -> None:
         self._ballots.append(self.generation)
         super()._append(entry)
-
-    def _carry(self, peer: Peer, first: int, entries: tuple[LogEntry, ...]) -> Message:
-        if entries:
-            return Accept(self.generation, first, entries, self.commit, self._round)
-        return Chosen(self.generation, self.commit, first - 1, self._round)
-
-    def _hear_accept_ok(self, peer: Peer, message: AcceptOk) -> None:
-        if self.role is Role.LEADING and message.generation == self.generation:
-            self._answered(peer, message.last, message.round)
-
-    def _hear_behind(self, peer: Peer, message: Behind) -> None:
-        if self.role is Role.LEADING and message.generation == self.generation:
-            self._missing(peer, message.last, message.round)
 
     def _hear_later(self, peer: Peer, message: Later) -> None:
         self._seen = max(self._seen, message.generation)

@@ -24,19 +24,10 @@ The order of ids compares numbers within names as numbers: n2 comes before n10.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from msgspec import Struct
 
-from doyen.quorum.consensus.common import Peer, ReplicatedServer, order
-from doyen.quorum.consensus.core import (
-    LogEntry,
-    Membership,
-    Message,
-    ProtocolSettings,
-    Recovered,
-    Role,
-)
+from doyen.quorum.consensus.common import Answer, Peer, ReplicatedServer
+from doyen.quorum.consensus.core import LogEntry, Message, Role
 
 __all__ = [
     "MESSAGES",
@@ -91,19 +82,13 @@ class Append(Message, frozen=True, gc=False):
     round: int
 
 
-class Appended(Message, frozen=True, gc=False):
+class Appended(Answer, frozen=True, gc=False):
     """The sender's log on disk is the leader's up to here. In a later generation than the leader's,
     it means that the receiver leads no more."""
 
-    last: int
-    round: int
 
-
-class Missing(Message, frozen=True, gc=False):
+class Missing(Answer, frozen=True, gc=False):
     """The entries do not follow the sender's log: begin after `last`."""
-
-    last: int
-    round: int
 
 
 MESSAGES = Looking | Stand | Vote | Append | Appended | Missing
@@ -113,21 +98,10 @@ STATE = VoterState
 class SmallestId(ReplicatedServer):
     """One server of the vote for the smallest id."""
 
-    def __init__(
-        self,
-        id: str,  # noqa: A002
-        membership: Membership,
-        recovered: Recovered,
-        *,
-        settings: ProtocolSettings,
-        jitter: Callable[[], float],
-        now: float,
-    ) -> None:
-        super().__init__(id, membership, recovered, settings=settings, jitter=jitter, now=now)
-        state = recovered.state or VoterState()
-        self.generation: int = state.generation
-        self.vote: str | None = state.vote
-        self._rank = {name: n for n, name in enumerate(sorted(membership.voters, key=order))}
+    def _restore(self, state: VoterState | None) -> None:
+        state = state or VoterState()
+        self.generation = state.generation
+        self.vote = state.vote
         self._present: dict[str, tuple[int, int]] = {}
         """The servers known to be looking in this round, and how far their logs go."""
         self._answered_by: set[str] = set()
@@ -136,19 +110,15 @@ class SmallestId(ReplicatedServer):
         self._votes: set[str] = set()
         self._vote_token = 0
         """This server's own vote counts once this is on disk; 0 if it does not campaign."""
-        self._gathered = now
+        self._gathered = self._now
         """Until when to wait for other servers before deciding which one should campaign."""
-        self._patience = now
-        self._timeout = self._draw_timeout()
-        self._alive_until = now
-        """Until when the followed leader is assumed to be alive."""
         self._hear = {
             Looking: self._hear_looking,
             Stand: self._hear_stand,
             Vote: self._hear_vote,
             Append: self._hear_append,
             Appended: self._hear_appended,
-            Missing: self._hear_missing,
+            Missing: self._hear_behind,
         }
 
     # Looking for one another.
@@ -195,7 +165,7 @@ class SmallestId(ReplicatedServer):
 
     def _hear_looking(self, peer: Peer, message: Looking) -> None:
         if self.role is Role.LEADING:
-            self._send(peer, self._carry(peer, peer.next, ()))
+            self._send(peer, self._carry(peer.next, ()))
         elif self.leader == peer.name and message.generation >= self.generation:
             self._look()
         if self.role is not Role.LOOKING:
@@ -269,11 +239,6 @@ class SmallestId(ReplicatedServer):
         self._patience = max(self._patience, self._now + self._lengthened(self._draw_timeout()))
         self.next_deadline = self._now + self._settings.heartbeat_s
 
-    def _leader_lives(self) -> bool:
-        if self.role is Role.LEADING:
-            return True
-        return self.role is Role.FOLLOWING and self._now < self._alive_until
-
     def _far_enough(self, candidate: Stand) -> bool:
         """Whether the candidate's log is at least as long as this one."""
         return (candidate.last_generation, candidate.last) >= self._last()
@@ -306,7 +271,7 @@ class SmallestId(ReplicatedServer):
 
     # Replicating.
 
-    def _carry(self, peer: Peer, first: int, entries: tuple[LogEntry, ...]) -> Message:
+    def _carry(self, first: int, entries: tuple[LogEntry, ...]) -> Message:
         previous = first - 1
         before = self._generation_at(previous)
         return Append(self.generation, previous, before, entries, self.commit, self._round)
@@ -317,12 +282,8 @@ class SmallestId(ReplicatedServer):
             return
         if message.generation > self.generation:
             self._enter(message.generation)
-        if self.leader != peer.name:
-            self._abandon()
-            self._set_role(Role.FOLLOWING, peer.name)
-            self._timeout = self._draw_timeout()
-        self._alive_until = self._now + self._settings.election_timeout_s
-        self.next_deadline = self._now + self._timeout
+        self._abandon()
+        self._follow(peer)
         previous = message.previous
         agreed = self._agreed(previous, message.previous_generation)
         if agreed < previous:
@@ -341,9 +302,5 @@ class SmallestId(ReplicatedServer):
     def _hear_appended(self, peer: Peer, message: Appended) -> None:
         if message.generation > self.generation:
             self._overtaken(message.generation)
-        elif message.generation == self.generation and self.role is Role.LEADING:
-            self._answered(peer, message.last, message.round)
-
-    def _hear_missing(self, peer: Peer, message: Missing) -> None:
-        if message.generation == self.generation and self.role is Role.LEADING:
-            self._missing(peer, message.last, message.round)
+        else:
+            self._hear_answer(peer, message)

@@ -24,28 +24,25 @@ earlier view survives in a later one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from msgspec import Struct
 
-from doyen.quorum.consensus.common import WINDOW, Peer, ReplicatedServer, order
-from doyen.quorum.consensus.core import (
-    LogEntry,
-    Membership,
-    Message,
-    ProtocolSettings,
-    Recovered,
-    Role,
+from doyen.quorum.consensus.common import (
+    WINDOW,
+    Answer,
+    Behind,
+    Commit,
+    Entries,
+    Later,
+    Peer,
+    ReplicatedServer,
 )
+from doyen.quorum.consensus.core import LogEntry, Message, Role
 
 __all__ = [
     "MESSAGES",
     "STATE",
-    "Behind",
-    "Commit",
     "DoViewChange",
     "GetState",
-    "Later",
     "NewState",
     "Prepare",
     "PrepareOk",
@@ -101,39 +98,12 @@ class NewState(Message, frozen=True, gc=False):
     entries: tuple[LogEntry, ...]
 
 
-class Prepare(Message, frozen=True, gc=False):
+class Prepare(Entries, frozen=True, gc=False):
     """New operations, the first of them numbered `first`."""
 
-    first: int
-    entries: tuple[LogEntry, ...]
-    commit: int
-    round: int
 
-
-class PrepareOk(Message, frozen=True, gc=False):
-    """The sender has everything up to here on disk."""
-
-    op: int
-    round: int
-
-
-class Commit(Message, frozen=True, gc=False):
-    """Everything up to `commit` is committed. Repeated, it is the heartbeat."""
-
-    commit: int
-    op: int
-    round: int
-
-
-class Behind(Message, frozen=True, gc=False):
-    """The sender lacks what follows `op`."""
-
-    op: int
-    round: int
-
-
-class Later(Message, frozen=True, gc=False):
-    """The sender has entered this view, which is later than the receiver's."""
+class PrepareOk(Answer, frozen=True, gc=False):
+    """The sender has everything up to `last` on disk."""
 
 
 MESSAGES = (
@@ -154,21 +124,13 @@ STATE = ViewState
 class Viewstamped(ReplicatedServer):
     """One replica."""
 
-    def __init__(
-        self,
-        id: str,  # noqa: A002
-        membership: Membership,
-        recovered: Recovered,
-        *,
-        settings: ProtocolSettings,
-        jitter: Callable[[], float],
-        now: float,
-    ) -> None:
-        super().__init__(id, membership, recovered, settings=settings, jitter=jitter, now=now)
-        state = recovered.state or ViewState()
-        self.generation: int = state.view
-        self.normal: int = state.normal
-        self._names = sorted(membership.voters, key=order)
+    carrier = Prepare
+    answer = PrepareOk
+
+    def _restore(self, state: ViewState | None) -> None:
+        state = state or ViewState()
+        self.generation = state.view
+        self.normal = state.normal
         self._barred = state.view
         """This server no longer leads views up to here."""
         self.wanted = 0
@@ -181,25 +143,18 @@ class Viewstamped(ReplicatedServer):
         self._fetched = 0
         """The index up to which it may have that already."""
         self._started_token = 0
-        self._state_token = 0
-        self._timeout = self._draw_timeout()
-        self._patience = now
-        self._alive_until = now
         self._hear = {
             StartViewChange: self._hear_start_view_change,
             DoViewChange: self._hear_do_view_change,
             StartView: self._hear_start_view,
             GetState: self._hear_get_state,
             NewState: self._hear_new_state,
-            Prepare: self._hear_prepare,
+            Prepare: self._hear_entries,
             PrepareOk: self._hear_prepare_ok,
             Commit: self._hear_commit,
             Behind: self._hear_behind,
             Later: self._hear_later,
         }
-
-    def primary(self, view: int) -> str:
-        return self._names[view % len(self._names)]
 
     def _state(self) -> ViewState:
         return ViewState(self.generation, self.normal)
@@ -215,14 +170,14 @@ class Viewstamped(ReplicatedServer):
             self._barred = self.generation
         self._set_role(Role.LOOKING, None)
         for _ in self._names:
-            if self.primary(view) in self._unreachable or self._may_not_lead(view):
+            if self.leader_of(view) in self._unreachable or self._may_not_lead(view):
                 view += 1
         self.wanted = view
         self._wants = {}
         self._ask()
 
     def _may_not_lead(self, view: int) -> bool:
-        return view <= self._barred and self.primary(view) == self.id
+        return view <= self._barred and self.leader_of(view) == self.id
 
     def _ask(self) -> None:
         self._send_all(StartViewChange(self.wanted, False))
@@ -230,7 +185,7 @@ class Viewstamped(ReplicatedServer):
         self._count_wants()
 
     def _hear_start_view_change(self, peer: Peer, message: StartViewChange) -> None:
-        if self._primary_lives() and peer.name != self.leader:
+        if self._leader_lives() and peer.name != self.leader:
             return
         view = message.generation
         if self.role is not Role.LOOKING:
@@ -242,11 +197,6 @@ class Viewstamped(ReplicatedServer):
         elif not message.answer:
             self._send(peer, StartViewChange(max(self.wanted, self.generation), True))
         self._count_wants()
-
-    def _primary_lives(self) -> bool:
-        if self.role is Role.LEADING:
-            return True
-        return self.role is Role.FOLLOWING and self._now < self._alive_until
 
     def _count_wants(self) -> None:
         if self.wanted > self.generation:
@@ -273,7 +223,7 @@ class Viewstamped(ReplicatedServer):
 
     def _report(self) -> None:
         """Send the primary of the entered view how far this log goes."""
-        primary = self._peers.get(self.primary(self.generation))
+        primary = self._peers.get(self.leader_of(self.generation))
         if primary is not None:
             message = DoViewChange(self.generation, self.normal, len(self.log))
             self._send(primary, message, after=self._token)
@@ -293,7 +243,7 @@ class Viewstamped(ReplicatedServer):
                 self._report()
 
     def _peer_lost(self, peer: Peer) -> None:
-        if peer.name == self.primary(self.generation) and self.role is not Role.LEADING:
+        if peer.name == self.leader_of(self.generation) and self.role is not Role.LEADING:
             self._look()
 
     def _hear_later(self, peer: Peer, message: Later) -> None:
@@ -302,7 +252,7 @@ class Viewstamped(ReplicatedServer):
             return
         if self._established():
             # That view was entered and not completed: no other primary is needed.
-            while self.primary(view) != self.id:
+            while self.leader_of(view) != self.id:
                 view += 1
         self._want(view)
 
@@ -310,7 +260,7 @@ class Viewstamped(ReplicatedServer):
 
     def _hear_do_view_change(self, peer: Peer, message: DoViewChange) -> None:
         view = message.generation
-        if self.primary(view) != self.id or view <= self._barred:
+        if self.leader_of(view) != self.id or view <= self._barred:
             return
         if view > self.generation:
             self._enter(view)
@@ -326,7 +276,7 @@ class Viewstamped(ReplicatedServer):
                 self._started_token = 0
                 self._lead()
                 self._start_others()
-        elif self.primary(self.generation) == self.id and self._durable >= self._state_token:
+        elif self.leader_of(self.generation) == self.id and self._durable >= self._state_token:
             self._reports[self.id] = (self.normal, len(self.log))
             self._count_reports()
 
@@ -394,7 +344,7 @@ class Viewstamped(ReplicatedServer):
             return
         if self.role is Role.LEADING:
             peer.heard = self._now
-        elif self.primary(self.generation) != peer.name or self.normal == self.generation:
+        elif self.leader_of(self.generation) != peer.name or self.normal == self.generation:
             return
         agreed = min(message.agreed, len(self.log))
         if self._now >= peer.resend_at or (
@@ -428,7 +378,7 @@ class Viewstamped(ReplicatedServer):
         view = message.generation
         if view != self.generation or self.normal == view or self.role is not Role.LOOKING:
             return
-        if peer.name not in (self._source, self.primary(view)):
+        if peer.name not in (self._source, self.leader_of(view)):
             return
         self._progress()
         agreed = self._agreed(message.previous, message.previous_view)
@@ -474,58 +424,24 @@ class Viewstamped(ReplicatedServer):
         if view < self.generation:
             self._send(peer, Later(self.generation), after=self._token)
             return False
-        if self.primary(view) != peer.name:
+        if self.leader_of(view) != peer.name:
             return False
         if view > self.generation:
             self._enter(view)
         return True
 
-    def _follow(self, peer: Peer) -> None:
+    def _follow(self, leader: Peer) -> None:
         if self.role is not Role.FOLLOWING:
-            self._timeout = self._draw_timeout()
             self.wanted = self.generation
-            self._set_role(Role.FOLLOWING, peer.name)
-        self._alive_until = self._now + self._settings.election_timeout_s
-        self.next_deadline = self._now + self._timeout
+        super()._follow(leader)
 
     def _in_step(self, peer: Peer, message: Message) -> bool:
-        """Whether the message is of the primary, and this log is a prefix of its own."""
         if not self._from_primary(peer, message) or self.normal != self.generation:
             return False
         self._follow(peer)
         return True
 
-    def _hear_prepare(self, peer: Peer, message: Prepare) -> None:
-        if not self._in_step(peer, message):
-            return
-        known = len(self.log)
-        if message.first > known + 1:
-            self._send(peer, Behind(self.generation, known, message.round))
-            return
-        new = message.entries[known + 1 - message.first :]
-        if new:
-            self.log.extend(new)
-            self._persist(first=known + 1, entries=new)
-        self._commit_to(min(message.commit, len(self.log)))
-        reply = PrepareOk(self.generation, len(self.log), message.round)
-        self._send(peer, reply, after=self._token)
-
-    def _hear_commit(self, peer: Peer, message: Commit) -> None:
-        if not self._in_step(peer, message):
-            return
-        known = len(self.log)
-        self._commit_to(min(message.commit, known))
-        if message.op > known:
-            self._send(peer, Behind(self.generation, known, message.round))
-        elif self._durable >= self._state_token:
-            self._send(peer, PrepareOk(self.generation, self._stable, message.round))
-
     # Normal operation, on the primary.
-
-    def _carry(self, peer: Peer, first: int, entries: tuple[LogEntry, ...]) -> Message:
-        if entries:
-            return Prepare(self.generation, first, entries, self.commit, self._round)
-        return Commit(self.generation, self.commit, first - 1, self._round)
 
     def _hear_prepare_ok(self, peer: Peer, message: PrepareOk) -> None:
         if self.role is not Role.LEADING or message.generation != self.generation:
@@ -533,9 +449,5 @@ class Viewstamped(ReplicatedServer):
         if not peer.synced:
             peer.synced = True
             peer.match = 0
-            peer.next = message.op + 1
-        self._answered(peer, message.op, message.round)
-
-    def _hear_behind(self, peer: Peer, message: Behind) -> None:
-        if self.role is Role.LEADING and message.generation == self.generation and peer.synced:
-            self._missing(peer, message.op, message.round)
+            peer.next = message.last + 1
+        self._answered(peer, message.last, message.round)

@@ -12,36 +12,7 @@ campaigns of others. Reads wait for a round of answers, never for a clock. The m
 one server at a time. `server` states the rules and the reason for each.
 """
 
-from doyen.quorum.consensus.raft.messages import (
-    MESSAGES,
-    STATE,
-    Append,
-    AppendReply,
-    Ballot,
-    Heartbeat,
-    HeartbeatReply,
-    PreVote,
-    PreVoteReply,
-    RaftSettings,
-    TimeoutNow,
-    Vote,
-    VoteReply,
-)
+from doyen.quorum.consensus.raft.messages import MESSAGES, STATE, RaftSettings
 from doyen.quorum.consensus.raft.server import Raft
 
-__all__ = [
-    "MESSAGES",
-    "STATE",
-    "Append",
-    "AppendReply",
-    "Ballot",
-    "Heartbeat",
-    "HeartbeatReply",
-    "PreVote",
-    "PreVoteReply",
-    "Raft",
-    "RaftSettings",
-    "TimeoutNow",
-    "Vote",
-    "VoteReply",
-]
+__all__ = ["MESSAGES", "STATE", "Raft", "RaftSettings"]

@@ -13,43 +13,6 @@ A zxid is (epoch, index). The index counts on through all epochs, so it never ro
 
 from doyen.quorum.consensus.zab.broadcast import Zab
 from doyen.quorum.consensus.zab.election import Phase, ZabVote
-from doyen.quorum.consensus.zab.messages import (
-    MESSAGES,
-    STATE,
-    Ack,
-    AckEpoch,
-    AckLeader,
-    Behind,
-    Commit,
-    FollowerInfo,
-    LeaderInfo,
-    NewLeader,
-    Notification,
-    Proposal,
-    Sync,
-    Synced,
-    UpToDate,
-    ZabState,
-)
+from doyen.quorum.consensus.zab.messages import MESSAGES, STATE
 
-__all__ = [
-    "MESSAGES",
-    "STATE",
-    "Ack",
-    "AckEpoch",
-    "AckLeader",
-    "Behind",
-    "Commit",
-    "FollowerInfo",
-    "LeaderInfo",
-    "NewLeader",
-    "Notification",
-    "Phase",
-    "Proposal",
-    "Sync",
-    "Synced",
-    "UpToDate",
-    "Zab",
-    "ZabState",
-    "ZabVote",
-]
+__all__ = ["MESSAGES", "STATE", "Phase", "Zab", "ZabVote"]

@@ -19,24 +19,13 @@ it sent, and the leader's answers depend on nothing else. Imports `common`, `cor
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from doyen.quorum.consensus.common import WINDOW, Peer
-from doyen.quorum.consensus.core import (
-    LogEntry,
-    Membership,
-    Message,
-    ProtocolSettings,
-    Recovered,
-    Role,
-)
+from doyen.quorum.consensus.common import WINDOW, Behind, Commit, Peer
+from doyen.quorum.consensus.core import Message, Role
 from doyen.quorum.consensus.zab.election import Phase, ZabElector
 from doyen.quorum.consensus.zab.messages import (
     Ack,
     AckEpoch,
     AckLeader,
-    Behind,
-    Commit,
     FollowerInfo,
     LeaderInfo,
     NewLeader,
@@ -53,20 +42,11 @@ __all__ = ["Zab"]
 class Zab(ZabElector):
     """One server of a ZooKeeper-like ensemble."""
 
-    def __init__(
-        self,
-        id: str,  # noqa: A002
-        membership: Membership,
-        recovered: Recovered,
-        *,
-        settings: ProtocolSettings,
-        jitter: Callable[[], float],
-        now: float,
-    ) -> None:
-        super().__init__(id, membership, recovered, settings=settings, jitter=jitter, now=now)
-        self._timeout = self._draw_timeout()
-        self._patience = now
-        """Until when a server that is not in step yet is waited for."""
+    carrier = Proposal
+    answer = Ack
+
+    def _restore(self, state: ZabState | None) -> None:
+        super()._restore(state)
         self._accepted_from: str | None = None
         """The server from which `generation` was accepted, if since the last election."""
         self._seen = self.generation
@@ -91,8 +71,8 @@ class Zab(ZabElector):
             NewLeader: self._hear_new_leader,
             AckLeader: self._hear_ack_leader,
             UpToDate: self._hear_up_to_date,
-            Proposal: self._hear_proposal,
-            Ack: self._hear_ack,
+            Proposal: self._hear_entries,
+            Ack: self._hear_answer,
             Commit: self._hear_commit,
             Behind: self._hear_behind,
         }
@@ -395,57 +375,11 @@ class Zab(ZabElector):
     # Broadcast, on a follower.
 
     def _in_step(self, peer: Peer, message: Message) -> bool:
-        """Whether the message is of the leader that this server has acknowledged. If so, it
-        serves."""
         if not self._from_leader(peer, message) or self.phase is not Phase.BROADCAST:
             return False
-        if self.role is not Role.FOLLOWING:
-            self._timeout = self._draw_timeout()
-            self._set_role(Role.FOLLOWING, peer.name)
-        self.next_deadline = self._now + self._timeout
+        self._follow(peer)
         return True
 
     def _hear_up_to_date(self, peer: Peer, message: UpToDate) -> None:
         if self._in_step(peer, message):
             self._commit_to(min(message.commit, len(self.log)))
-
-    def _hear_proposal(self, peer: Peer, message: Proposal) -> None:
-        if not self._in_step(peer, message):
-            return
-        known = len(self.log)
-        if message.first > known + 1:
-            self._send(peer, Behind(self.generation, known, message.round))
-            return
-        new = message.entries[known + 1 - message.first :]
-        if new:
-            self.log.extend(new)
-            self._persist(first=known + 1, entries=new)
-        self._commit_to(min(message.commit, len(self.log)))
-        self._send(peer, Ack(self.generation, len(self.log), message.round), after=self._token)
-
-    def _hear_commit(self, peer: Peer, message: Commit) -> None:
-        if not self._in_step(peer, message):
-            return
-        self._commit_to(min(message.commit, len(self.log)))
-        if message.last > len(self.log):
-            self._send(peer, Behind(self.generation, len(self.log), message.round))
-        else:
-            self._send(peer, Ack(self.generation, self._stable, message.round))
-
-    # Broadcast, on the leader.
-
-    def _carry(self, peer: Peer, first: int, entries: tuple[LogEntry, ...]) -> Message:
-        if entries:
-            return Proposal(self.generation, first, entries, self.commit, self._round)
-        return Commit(self.generation, self.commit, first - 1, self._round)
-
-    def _leads_in(self, peer: Peer, message: Message) -> bool:
-        return self.role is Role.LEADING and message.generation == self.generation and peer.synced
-
-    def _hear_ack(self, peer: Peer, message: Ack) -> None:
-        if self._leads_in(peer, message):
-            self._answered(peer, message.last, message.round)
-
-    def _hear_behind(self, peer: Peer, message: Behind) -> None:
-        if self._leads_in(peer, message):
-            self._missing(peer, message.last, message.round)

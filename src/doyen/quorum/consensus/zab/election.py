@@ -14,12 +14,11 @@ The outcome is not safe by itself: `broadcast` decides whether the chosen server
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
 
-from doyen.quorum.consensus.common import Peer, ReplicatedServer, order
-from doyen.quorum.consensus.core import Membership, ProtocolSettings, Recovered, Role
+from doyen.quorum.consensus.common import Peer, ReplicatedServer
+from doyen.quorum.consensus.core import Role
 from doyen.quorum.consensus.zab.messages import Notification, ZabState
 
 __all__ = ["Phase", "ZabElector", "ZabVote"]
@@ -46,27 +45,15 @@ class ZabVote(NamedTuple):
 class ZabElector(ReplicatedServer):
     """A server, as far as elections go. Ends with `_choose`."""
 
-    def __init__(
-        self,
-        id: str,  # noqa: A002
-        membership: Membership,
-        recovered: Recovered,
-        *,
-        settings: ProtocolSettings,
-        jitter: Callable[[], float],
-        now: float,
-    ) -> None:
-        super().__init__(id, membership, recovered, settings=settings, jitter=jitter, now=now)
-        state = recovered.state or ZabState()
-        self.generation: int = state.accepted_epoch
-        self.current_epoch: int = state.current_epoch
+    def _restore(self, state: ZabState | None) -> None:
+        state = state or ZabState()
+        self.generation = state.accepted_epoch
+        self.current_epoch = state.current_epoch
         self.phase = Phase.ELECTION
         self.chosen: str | None = None
         """The server that the election has chosen, perhaps this one; None during an election."""
         self.clock = 0
         self.proposal = ZabVote(0, 0, 0, 0)
-        self._names = sorted(membership.voters, key=order)
-        self._rank = {name: rank for rank, name in enumerate(self._names)}
         self._votes: dict[str, ZabVote] = {}
         """Votes of this round."""
         self._settled: dict[str, tuple[str, Role]] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from doyen.quorum.consensus.common import Answer, Behind, Commit, Entries
 from doyen.quorum.consensus.core import LogEntry, Message, Role
 
 __all__ = [
@@ -16,8 +17,6 @@ __all__ = [
     "Ack",
     "AckEpoch",
     "AckLeader",
-    "Behind",
-    "Commit",
     "FollowerInfo",
     "LeaderInfo",
     "NewLeader",
@@ -102,36 +101,12 @@ class UpToDate(Message, frozen=True, gc=False):
     commit: int
 
 
-class Proposal(Message, frozen=True, gc=False):
+class Proposal(Entries, frozen=True, gc=False):
     """New transactions, the first of them at `first`."""
 
-    first: int
-    entries: tuple[LogEntry, ...]
-    commit: int
-    round: int
 
-
-class Ack(Message, frozen=True, gc=False):
+class Ack(Answer, frozen=True, gc=False):
     """The sender has everything up to `last` on disk."""
-
-    last: int
-    round: int
-
-
-class Commit(Message, frozen=True, gc=False):
-    """Everything up to `commit` is committed. Repeated, it is the heartbeat."""
-
-    commit: int
-    last: int
-    """The last index proposed so far."""
-    round: int
-
-
-class Behind(Message, frozen=True, gc=False):
-    """The sender lacks what follows `last`."""
-
-    last: int
-    round: int
 
 
 MESSAGES = (
