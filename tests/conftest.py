@@ -10,8 +10,11 @@ If a server is not available, its tests fail with one line that says how to prov
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import signal
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -24,6 +27,7 @@ hypothesis.settings.register_profile("doyen", deadline=None)
 hypothesis.settings.load_profile("doyen")
 
 
+WITHIN_S = 120.0
 LONG = (
     "test_lab_quorum",
     "test_quorum_history",
@@ -120,6 +124,25 @@ def mysql() -> Iterator[servers.MariaDB]:
 def consul() -> Iterator[servers.Consul]:
     with servers.Consul() as server:
         yield server
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function on a loop of its own. It fails if it takes too long,
+    or if the loop reports an exception that no code has handled."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    unhandled: list[dict[str, Any]] = []
+
+    async def bounded() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, each: unhandled.append(each))
+        async with asyncio.timeout(WITHIN_S):
+            await pyfuncitem.obj(**given)
+
+    asyncio.run(bounded())
+    assert not unhandled
+    return True
 
 
 @pytest.hookimpl(wrapper=True)

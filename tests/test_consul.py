@@ -140,22 +140,18 @@ def test_acl_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         asyncio.run(leads(f"consul://{at}"))
 
 
-def test_nothing_but_its_ttl_ends_a_session(server: servers.Consul) -> None:
+async def test_nothing_but_its_ttl_ends_a_session(server: servers.Consul) -> None:
     """A session has no health check, by which a lock was lost in consul#1290, and no lock-delay."""
-
-    async def main() -> None:
-        async with opened(server.url) as store:
-            lease = await store.grant(1.5)
-            (session,) = wire.http_json(server.port, "GET", f"/v1/session/info/{lease.id}")
-            assert (session["NodeChecks"], session["ServiceChecks"]) == ([], [])
-            limits = session["TTL"], session["Behavior"], session["LockDelay"]
-            assert limits == ("1500ms", "delete", 0)
-            key = leader_key("delay")
-            assert (await store.create(key, b"1", lease)).won
-            await store.revoke(lease)
-            assert (await store.create(key, b"2", await store.grant(5))).won
-
-    asyncio.run(main())
+    async with opened(server.url) as store:
+        lease = await store.grant(1.5)
+        (session,) = wire.http_json(server.port, "GET", f"/v1/session/info/{lease.id}")
+        assert (session["NodeChecks"], session["ServiceChecks"]) == ([], [])
+        limits = session["TTL"], session["Behavior"], session["LockDelay"]
+        assert limits == ("1500ms", "delete", 0)
+        key = leader_key("delay")
+        assert (await store.create(key, b"1", lease)).won
+        await store.revoke(lease)
+        assert (await store.create(key, b"2", await store.grant(5))).won
 
 
 def test_a_failing_agent_costs_no_lease_and_no_watch(server: servers.Consul) -> None:
@@ -191,25 +187,22 @@ def test_a_failing_agent_costs_no_lease_and_no_watch(server: servers.Consul) -> 
     asyncio.run(main())
 
 
-def test_a_lost_answer_is_an_unknown_outcome(server: servers.Consul) -> None:
-    async def main() -> None:
-        with servers.Proxy(server) as proxy:
-            async with opened(proxy.url) as store:
-                lease = await store.grant(30)
-                key = leader_key("lost answer")
-                proxy.break_after(0, "down")
-                with pytest.raises(OutcomeUnknown):
-                    await store.create(key, b"mine", lease)
-                found = await store.get(key)
-                assert found is not None
-                assert found.lease == lease.id
-                proxy.refuse()
-                with pytest.raises(StoreUnavailable):
-                    await store.create(key, b"again", lease)
-                proxy.heal()
-                await store.revoke(lease)
-
-    asyncio.run(main())
+async def test_a_lost_answer_is_an_unknown_outcome(server: servers.Consul) -> None:
+    with servers.Proxy(server) as proxy:
+        async with opened(proxy.url) as store:
+            lease = await store.grant(30)
+            key = leader_key("lost answer")
+            proxy.break_after(0, "down")
+            with pytest.raises(OutcomeUnknown):
+                await store.create(key, b"mine", lease)
+            found = await store.get(key)
+            assert found is not None
+            assert found.lease == lease.id
+            proxy.refuse()
+            with pytest.raises(StoreUnavailable):
+                await store.create(key, b"again", lease)
+            proxy.heal()
+            await store.revoke(lease)
 
 
 def test_watches_outlive_a_restart_of_the_server() -> None:
@@ -234,33 +227,29 @@ def test_watches_outlive_a_restart_of_the_server() -> None:
     asyncio.run(main())
 
 
-def test_many_watches_take_few_queries(server: servers.Consul) -> None:
+async def test_many_watches_take_few_queries(server: servers.Consul) -> None:
     """Each watch is notified of its own changes, whatever cover it has moved to."""
-
-    async def main() -> None:
-        with servers.Proxy(server) as proxy:
-            async with opened(proxy.url) as store, opened(server.url) as other:
-                notified = [asyncio.Event() for _ in range(60)]
-                for number, event in enumerate(notified):
-                    await store.watch(leader_key(f"many{number}"), event.set)
-                await store.watch(line_key("many0"), notified[0].set)
-                assert proxy.connections <= MOST_COVERS + 2
-                lease = await other.grant(30)
-                # Watches that moved are notified once. Wait for that before checking for silence.
-                await other.create(leader_key("many59"), b"v", lease)
-                await reached(notified[59])
-                for event in notified:
-                    event.clear()
-                await other.create(leader_key("many7"), b"v", lease)
-                await reached(notified[7])
-                assert not any(event.is_set() for event in notified)
-                await other.enqueue(line_key("many0"), b"t", lease)
-                await reached(notified[0])
-                await other.revoke(lease)
-                for number in (0, 7, 59):
-                    await reached(notified[number])
-
-    asyncio.run(main())
+    with servers.Proxy(server) as proxy:
+        async with opened(proxy.url) as store, opened(server.url) as other:
+            notified = [asyncio.Event() for _ in range(60)]
+            for number, event in enumerate(notified):
+                await store.watch(leader_key(f"many{number}"), event.set)
+            await store.watch(line_key("many0"), notified[0].set)
+            assert proxy.connections <= MOST_COVERS + 2
+            lease = await other.grant(30)
+            # Watches that moved are notified once. Wait for that before checking for silence.
+            await other.create(leader_key("many59"), b"v", lease)
+            await reached(notified[59])
+            for event in notified:
+                event.clear()
+            await other.create(leader_key("many7"), b"v", lease)
+            await reached(notified[7])
+            assert not any(event.is_set() for event in notified)
+            await other.enqueue(line_key("many0"), b"t", lease)
+            await reached(notified[0])
+            await other.revoke(lease)
+            for number in (0, 7, 59):
+                await reached(notified[number])
 
 
 class Script:
@@ -296,43 +285,35 @@ def scripted() -> tuple[Script, ConsulWatches]:
     return script, watches
 
 
-def test_an_entry_that_was_returned_and_deleted_is_notified() -> None:
+async def test_an_entry_that_was_returned_and_deleted_is_notified() -> None:
     """An entry that was created, read and deleted between two answers is in neither."""
-
-    async def main() -> None:
-        script, watches = scripted()
-        notified: list[int] = []
-        opening = asyncio.ensure_future(watches.watch("d/e/leader", lambda: notified.append(1)))
-        await script.answer(5)
-        await opening
-        watches.returned("d/e/leader", 6)
-        await script.answer(7)
-        assert notified == [1]
-        await script.answer(8, other=8)
-        assert notified == [1]
-        await script.answer(9, leader=9)
-        assert notified == [1, 1]
-        watches.returned("d/e/leader", 9)
-        await script.answer(10, leader=9)
-        assert notified == [1, 1]
-        await watches.close()
-
-    asyncio.run(main())
+    script, watches = scripted()
+    notified: list[int] = []
+    opening = asyncio.ensure_future(watches.watch("d/e/leader", lambda: notified.append(1)))
+    await script.answer(5)
+    await opening
+    watches.returned("d/e/leader", 6)
+    await script.answer(7)
+    assert notified == [1]
+    await script.answer(8, other=8)
+    assert notified == [1]
+    await script.answer(9, leader=9)
+    assert notified == [1, 1]
+    watches.returned("d/e/leader", 9)
+    await script.answer(10, leader=9)
+    assert notified == [1, 1]
+    await watches.close()
 
 
-def test_index_rules() -> None:
+async def test_index_rules() -> None:
     """A blocking query never has index 0, and begins anew when the index goes backwards."""
-
-    async def main() -> None:
-        script, watches = scripted()
-        opening = asyncio.ensure_future(watches.watch("d/e", lambda: None))
-        for index in (0, 40, 12, 12):
-            await script.answer(index)
-        await opening
-        assert [options.get("index") for options in script.sent] == [None, 1, 40, None, 12]
-        await watches.close()
-
-    asyncio.run(main())
+    script, watches = scripted()
+    opening = asyncio.ensure_future(watches.watch("d/e", lambda: None))
+    for index in (0, 40, 12, 12):
+        await script.answer(index)
+    await opening
+    assert [options.get("index") for options in script.sent] == [None, 1, 40, None, 12]
+    await watches.close()
 
 
 def test_diagnosis(server: servers.Consul) -> None:

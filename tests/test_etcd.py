@@ -162,15 +162,12 @@ def test_a_dead_member_is_skipped(etcd: Etcd) -> None:
     on(f"etcd://127.0.0.1:{free_port()},{etcd.address}", body)
 
 
-def test_stores_with_different_prefixes_share_nothing(etcd: Etcd) -> None:
-    async def main() -> None:
-        async with opened(f"{etcd.url}/one") as one, opened(f"{etcd.url}/two/") as two:
-            await one.put("k", b"1", if_version=None)
-            assert await two.get("k") is None
-            assert await two.list("k") == []
-            await one.delete("k")
-
-    asyncio.run(main())
+async def test_stores_with_different_prefixes_share_nothing(etcd: Etcd) -> None:
+    async with opened(f"{etcd.url}/one") as one, opened(f"{etcd.url}/two/") as two:
+        await one.put("k", b"1", if_version=None)
+        assert await two.get("k") is None
+        assert await two.list("k") == []
+        await one.delete("k")
 
 
 def test_a_cluster_below_the_token_floor_is_refused(etcd: Etcd) -> None:
@@ -189,33 +186,27 @@ def test_ttls_are_granted_in_whole_seconds(etcd: Etcd) -> None:
 
 
 @pytest.mark.usefixtures("in_order")
-def test_two_clusters_behind_one_url_are_refused(etcd: Etcd) -> None:
-    async def main() -> None:
-        with Etcd() as other:
-            async with opened(f"{other.url},{etcd.address}") as store:
-                other.kill()
-                with pytest.raises(StoreUnusable, match="belongs to another cluster"):
-                    await eventually(lambda: store.get(KEY))
-
-    asyncio.run(main())
+async def test_two_clusters_behind_one_url_are_refused(etcd: Etcd) -> None:
+    with Etcd() as other:
+        async with opened(f"{other.url},{etcd.address}") as store:
+            other.kill()
+            with pytest.raises(StoreUnusable, match="belongs to another cluster"):
+                await eventually(lambda: store.get(KEY))
 
 
-def test_a_cluster_that_has_gone_back_is_refused() -> None:
-    async def main() -> None:
-        with Etcd() as server:
-            async with opened(server.url) as store:
-                lease = await store.grant(60)
-                for _ in range(3):
-                    await store.enqueue(line_key("e"), b"t", lease)
-                server.kill()
-                shutil.rmtree(server.folder / "data")
-                server.start()
-                with pytest.raises(StoreUnusable, match="gone back from revision"):
-                    await eventually(lambda: store.grant(60))
-                with pytest.raises(StoreUnavailable, match="gone back from revision"):
-                    await store.get(KEY)
-
-    asyncio.run(main())
+async def test_a_cluster_that_has_gone_back_is_refused() -> None:
+    with Etcd() as server:
+        async with opened(server.url) as store:
+            lease = await store.grant(60)
+            for _ in range(3):
+                await store.enqueue(line_key("e"), b"t", lease)
+            server.kill()
+            shutil.rmtree(server.folder / "data")
+            server.start()
+            with pytest.raises(StoreUnusable, match="gone back from revision"):
+                await eventually(lambda: store.grant(60))
+            with pytest.raises(StoreUnavailable, match="gone back from revision"):
+                await store.get(KEY)
 
 
 def test_a_write_whose_answer_is_lost_has_an_unknown_outcome_and_is_found(etcd: Etcd) -> None:
@@ -243,18 +234,15 @@ def test_a_write_whose_answer_is_lost_has_an_unknown_outcome_and_is_found(etcd: 
         asyncio.run(main(proxy))
 
 
-def test_a_request_that_was_never_sent_was_not_carried_out() -> None:
-    async def main() -> None:
-        with Etcd() as server:
-            async with opened(server.url) as store:
-                lease = await store.grant(60)
-                server.kill()
-                with pytest.raises(StoreError):  # the first call notices the loss
-                    await store.create(KEY, b"v", lease)
-                with pytest.raises(StoreUnavailable, match="refused"):
-                    await store.create(KEY, b"v", lease)
-
-    asyncio.run(main())
+async def test_a_request_that_was_never_sent_was_not_carried_out() -> None:
+    with Etcd() as server:
+        async with opened(server.url) as store:
+            lease = await store.grant(60)
+            server.kill()
+            with pytest.raises(StoreError):  # the first call notices the loss
+                await store.create(KEY, b"v", lease)
+            with pytest.raises(StoreUnavailable, match="refused"):
+                await store.create(KEY, b"v", lease)
 
 
 def test_an_error_does_not_keep_its_channel_alive() -> None:
@@ -356,34 +344,31 @@ class FakeClient:
         pass
 
 
-def test_a_late_answer_is_not_taken_for_that_of_the_next_renewal() -> None:
+async def test_a_late_answer_is_not_taken_for_that_of_the_next_renewal() -> None:
     """Otherwise the lease's time would be counted from a later instant than etcd's."""
 
     async def turns() -> None:
         for _ in range(10):
             await asyncio.sleep(0)
 
-    async def main() -> None:
-        client = FakeClient()
-        leases = EtcdKeepalive(EtcdCluster(["m"], EtcdLogin(), connect_timeout_s=1), b"witness")
-        leases._client = client  # type: ignore[assignment]
-        first = asyncio.create_task(leases.renew(7))
-        await turns()
-        first.cancel()
-        await turns()
-        second = asyncio.create_task(leases.renew(7))
-        await turns()
-        answer = rpc.KEEP_ALIVE.answer(ID=7, TTL=60)
-        client.streams[0].answers.put_nowait(answer)
-        await turns()
-        assert not second.done()
-        assert [stream.sent for stream in client.streams] == [[7], [7]]
-        client.streams[1].answers.put_nowait(answer)
-        await second
-        assert leases._stream is not None
-        leases._stream.end()
-
-    asyncio.run(main())
+    client = FakeClient()
+    leases = EtcdKeepalive(EtcdCluster(["m"], EtcdLogin(), connect_timeout_s=1), b"witness")
+    leases._client = client  # type: ignore[assignment]
+    first = asyncio.create_task(leases.renew(7))
+    await turns()
+    first.cancel()
+    await turns()
+    second = asyncio.create_task(leases.renew(7))
+    await turns()
+    answer = rpc.KEEP_ALIVE.answer(ID=7, TTL=60)
+    client.streams[0].answers.put_nowait(answer)
+    await turns()
+    assert not second.done()
+    assert [stream.sent for stream in client.streams] == [[7], [7]]
+    client.streams[1].answers.put_nowait(answer)
+    await second
+    assert leases._stream is not None
+    leases._stream.end()
 
 
 def test_a_renewal_by_a_deposed_leader_does_not_count(
@@ -407,55 +392,46 @@ def test_a_renewal_by_a_deposed_leader_does_not_count(
     on(etcd.url, body)
 
 
-def test_the_renewal_of_an_ended_lease_fails(etcd: Etcd) -> None:
-    async def main() -> None:
-        async with opened(etcd.url) as store, opened(etcd.url) as operator:
-            lease, kept = await store.grant(60), await store.grant(60)
+async def test_the_renewal_of_an_ended_lease_fails(etcd: Etcd) -> None:
+    async with opened(etcd.url) as store, opened(etcd.url) as operator:
+        lease, kept = await store.grant(60), await store.grant(60)
+        await operator.revoke(lease)
+        with pytest.raises(LeaseGone):
+            await store.renew(lease)
+        await store.renew(kept)
+
+
+async def test_many_leases_are_renewed_on_one_stream(etcd: Etcd) -> None:
+    async with opened(etcd.url) as store, opened(etcd.url) as operator:
+        leases = [await store.grant(60) for _ in range(10)]
+        for lease in leases[::2]:
             await operator.revoke(lease)
-            with pytest.raises(LeaseGone):
-                await store.renew(lease)
-            await store.renew(kept)
-
-    asyncio.run(main())
-
-
-def test_many_leases_are_renewed_on_one_stream(etcd: Etcd) -> None:
-    async def main() -> None:
-        async with opened(etcd.url) as store, opened(etcd.url) as operator:
-            leases = [await store.grant(60) for _ in range(10)]
-            for lease in leases[::2]:
-                await operator.revoke(lease)
-            renewals = (store.renew(lease) for lease in leases)
-            outcomes = await asyncio.gather(*renewals, return_exceptions=True)
-            assert [type(outcome) for outcome in outcomes] == [LeaseGone, type(None)] * 5
-
-    asyncio.run(main())
+        renewals = (store.renew(lease) for lease in leases)
+        outcomes = await asyncio.gather(*renewals, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [LeaseGone, type(None)] * 5
 
 
 # Watches
 
 
-def test_a_watch_outlives_a_restart_and_a_compaction() -> None:
-    async def main() -> None:
-        with Etcd() as server:
-            async with opened(server.url) as store, opened(server.url) as writer:
-                notified = asyncio.Event()
-                await store.watch(KEY, notified.set)
-                server.kill()
-                server.start()
-                written = await eventually(lambda: writer.put(KEY, b"1", if_version=None))
-                assert written is not None
-                compaction = {"revision": str(written.revision), "physical": True}
-                http_json(server.port, "POST", "/v3/kv/compaction", compaction)
-                async with asyncio.timeout(PATIENCE_S):
-                    await notified.wait()
-                assert await eventually(lambda: store.get(KEY)) is not None
-                notified.clear()
-                await writer.delete(KEY)
-                async with asyncio.timeout(PATIENCE_S):
-                    await notified.wait()
-
-    asyncio.run(main())
+async def test_a_watch_outlives_a_restart_and_a_compaction() -> None:
+    with Etcd() as server:
+        async with opened(server.url) as store, opened(server.url) as writer:
+            notified = asyncio.Event()
+            await store.watch(KEY, notified.set)
+            server.kill()
+            server.start()
+            written = await eventually(lambda: writer.put(KEY, b"1", if_version=None))
+            assert written is not None
+            compaction = {"revision": str(written.revision), "physical": True}
+            http_json(server.port, "POST", "/v3/kv/compaction", compaction)
+            async with asyncio.timeout(PATIENCE_S):
+                await notified.wait()
+            assert await eventually(lambda: store.get(KEY)) is not None
+            notified.clear()
+            await writer.delete(KEY)
+            async with asyncio.timeout(PATIENCE_S):
+                await notified.wait()
 
 
 def test_a_watch_that_etcd_cancels_begins_anew_and_is_notified(etcd: Etcd) -> None:

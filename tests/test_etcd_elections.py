@@ -49,61 +49,53 @@ async def sessions(
 # Incidents
 
 
-def test_a_lease_that_ended_while_its_candidate_waited_elects_no_leader(etcd: Etcd) -> None:
+async def test_a_lease_that_ended_while_its_candidate_waited_elects_no_leader(etcd: Etcd) -> None:
     """etcd#11456: a lock was granted to a client whose lease had expired while it was in line."""
-
-    async def main() -> None:
-        async with sessions(etcd, 2) as (first, second):
-            stop, stopped = asyncio.Event(), asyncio.Event()
-            leading = asyncio.create_task(lead_until_set(first, stop, "11456", name="first"))
-            await until(lambda: heart_is_up(first))
-            waiting = asyncio.create_task(lead_until_set(second, stopped, "11456", name="second"))
-            await in_line(second, "11456", 2)
-            ended = keepalive_of(second).lease.id
-            revoke(etcd, ended)
-            stop.set()
-            await leading
-            async for leader in second.observe("11456"):
-                if leader is not None and leader.name == "second":
-                    break
-            record = await record_of(second, "11456")
-            assert record.lease == keepalive_of(second).lease.id != ended
-            stopped.set()
-            term = await waiting
-            assert term.token == record.revision
-
-    asyncio.run(main())
+    async with sessions(etcd, 2) as (first, second):
+        stop, stopped = asyncio.Event(), asyncio.Event()
+        leading = asyncio.create_task(lead_until_set(first, stop, "11456", name="first"))
+        await until(lambda: heart_is_up(first))
+        waiting = asyncio.create_task(lead_until_set(second, stopped, "11456", name="second"))
+        await in_line(second, "11456", 2)
+        ended = keepalive_of(second).lease.id
+        revoke(etcd, ended)
+        stop.set()
+        await leading
+        async for leader in second.observe("11456"):
+            if leader is not None and leader.name == "second":
+                break
+        record = await record_of(second, "11456")
+        assert record.lease == keepalive_of(second).lease.id != ended
+        stopped.set()
+        term = await waiting
+        assert term.token == record.revision
 
 
-def test_a_lease_revoked_under_a_leader_ends_its_term_and_its_token(
+async def test_a_lease_revoked_under_a_leader_ends_its_term_and_its_token(
     etcd: Etcd, tmp_path: Path
 ) -> None:
     """etcd#15247: after a stall of its own leader, etcd revoked leases that were alive. The holder
     notices that its record is gone; its writes until then are refused by the token."""
-
-    async def main() -> None:
-        async with sessions(etcd, 2) as (first, second):
-            resource = GuardedFile(tmp_path / "resource")
-            stop = asyncio.Event()
-            with pytest.raises(doyen.LeadershipLost):
-                async with first.campaign("15247", name="first") as old:
-                    successor = asyncio.create_task(lead_until_set(second, stop, "15247"))
-                    await in_line(second, "15247", 2)
-                    resource.write(old, b"old")
-                    revoke(etcd, keepalive_of(first).lease.id)
-                    await asyncio.sleep(PATIENCE_S)
-            await until(lambda: not old.valid)
-            stop.set()
-            new = await successor
-            assert new.token > old.token
-            resource.write(new, b"new")
-            with pytest.raises(doyen.StaleToken):
+    async with sessions(etcd, 2) as (first, second):
+        resource = GuardedFile(tmp_path / "resource")
+        stop = asyncio.Event()
+        with pytest.raises(doyen.LeadershipLost):
+            async with first.campaign("15247", name="first") as old:
+                successor = asyncio.create_task(lead_until_set(second, stop, "15247"))
+                await in_line(second, "15247", 2)
                 resource.write(old, b"old")
+                revoke(etcd, keepalive_of(first).lease.id)
+                await asyncio.sleep(PATIENCE_S)
+        await until(lambda: not old.valid)
+        stop.set()
+        new = await successor
+        assert new.token > old.token
+        resource.write(new, b"new")
+        with pytest.raises(doyen.StaleToken):
+            resource.write(old, b"old")
 
-    asyncio.run(main())
 
-
-def test_an_observer_is_shown_only_leaders(etcd: Etcd) -> None:
+async def test_an_observer_is_shown_only_leaders(etcd: Etcd) -> None:
     """etcd#18163: an observer was notified of a candidate that waited."""
     waited: set[str] = set()
 
@@ -111,32 +103,29 @@ def test_an_observer_is_shown_only_leaders(etcd: Etcd) -> None:
         if isinstance(record.event, Waiting):
             waited.add(record.event.name)
 
-    async def main() -> None:
-        async with sessions(etcd, 3, on_event=note) as (first, second, observer):
-            seen: list[str | None] = []
-            watching = asyncio.create_task(gather_leaders(observer, seen))
-            await until(lambda: seen == [None])
-            for number in range(5):
-                leader, waiter = (first, second) if number % 2 else (second, first)
-                stop, stopped = asyncio.Event(), asyncio.Event()
-                leading = asyncio.create_task(
-                    lead_until_set(leader, stop, "e", name=f"leader {number}")
-                )
-                await until(lambda number=number: seen[-1] == f"leader {number}")  # type: ignore[misc]
-                waiting = asyncio.create_task(
-                    lead_until_set(waiter, stopped, "e", name=f"waiter {number}", priority=9)
-                )
-                # Until it waits, its attempt to create the record may still be in flight.
-                await until(lambda number=number: f"waiter {number}" in waited)  # type: ignore[misc]
-                waiting.cancel()
-                await asyncio.wait({waiting})
-                stop.set()
-                await leading
-                await until(lambda: seen[-1] is None)
-            watching.cancel()
-            assert not [name for name in seen if name and name.startswith("waiter")]
-
-    asyncio.run(main())
+    async with sessions(etcd, 3, on_event=note) as (first, second, observer):
+        seen: list[str | None] = []
+        watching = asyncio.create_task(gather_leaders(observer, seen))
+        await until(lambda: seen == [None])
+        for number in range(5):
+            leader, waiter = (first, second) if number % 2 else (second, first)
+            stop, stopped = asyncio.Event(), asyncio.Event()
+            leading = asyncio.create_task(
+                lead_until_set(leader, stop, "e", name=f"leader {number}")
+            )
+            await until(lambda number=number: seen[-1] == f"leader {number}")  # type: ignore[misc]
+            waiting = asyncio.create_task(
+                lead_until_set(waiter, stopped, "e", name=f"waiter {number}", priority=9)
+            )
+            # Until it waits, its attempt to create the record may still be in flight.
+            await until(lambda number=number: f"waiter {number}" in waited)  # type: ignore[misc]
+            waiting.cancel()
+            await asyncio.wait({waiting})
+            stop.set()
+            await leading
+            await until(lambda: seen[-1] is None)
+        watching.cancel()
+        assert not [name for name in seen if name and name.startswith("waiter")]
 
 
 def heart_is_up(session: doyen.Session) -> bool:
@@ -166,34 +155,31 @@ def calls(server: Etcd, *methods: str) -> int:
 
 
 @pytest.mark.parametrize("crowd", [3, 60])
-def test_the_cost_of_a_handover_does_not_depend_on_the_line(etcd: Etcd, crowd: int) -> None:
-    async def main() -> None:
-        async with sessions(etcd, 2, ttl_s=60) as pair:
-            election = f"crowd-{crowd}"
-            order: list[int] = []
-            stops = [asyncio.Event() for _ in range(crowd)]
+async def test_the_cost_of_a_handover_does_not_depend_on_the_line(etcd: Etcd, crowd: int) -> None:
+    async with sessions(etcd, 2, ttl_s=60) as pair:
+        election = f"crowd-{crowd}"
+        order: list[int] = []
+        stops = [asyncio.Event() for _ in range(crowd)]
 
-            async def campaign(number: int) -> None:
-                async with pair[number % 2].campaign(election, name=str(number)):
-                    order.append(number)
-                    await stops[number].wait()
+        async def campaign(number: int) -> None:
+            async with pair[number % 2].campaign(election, name=str(number)):
+                order.append(number)
+                await stops[number].wait()
 
-            candidates = [asyncio.create_task(campaign(number)) for number in range(crowd)]
-            await in_line(pair[0], election, crowd)
-            spent = [await quiet(etcd)]
-            for handovers in (1, 2):
-                await until(lambda handovers=handovers: len(order) == handovers)  # type: ignore[misc]
-                stops[order[-1]].set()
-                await until(lambda handovers=handovers: len(order) > handovers)  # type: ignore[misc]
-                spent.append(await quiet(etcd))
-            # Delete the record and the ticket; read the ticket ahead; create the record, then read
-            # it, and read the order. The next in line may read once more.
-            assert all(after - before <= 8 for before, after in pairwise(spent))
-            for task in candidates:
-                task.cancel()
-            await asyncio.wait(candidates)
-
-    asyncio.run(main())
+        candidates = [asyncio.create_task(campaign(number)) for number in range(crowd)]
+        await in_line(pair[0], election, crowd)
+        spent = [await quiet(etcd)]
+        for handovers in (1, 2):
+            await until(lambda handovers=handovers: len(order) == handovers)  # type: ignore[misc]
+            stops[order[-1]].set()
+            await until(lambda handovers=handovers: len(order) > handovers)  # type: ignore[misc]
+            spent.append(await quiet(etcd))
+        # Delete the record and the ticket; read the ticket ahead; create the record, then read
+        # it, and read the order. The next in line may read once more.
+        assert all(after - before <= 8 for before, after in pairwise(spent))
+        for task in candidates:
+            task.cancel()
+        await asyncio.wait(candidates)
 
 
 async def quiet(server: Etcd) -> int:
@@ -204,25 +190,22 @@ async def quiet(server: Etcd) -> int:
     return seen
 
 
-def test_many_elections_share_one_renewal_stream(etcd: Etcd) -> None:
-    async def main() -> None:
-        async with sessions(etcd, 1, ttl_s=2) as (session,):
-            before = calls(etcd, "LeaseKeepAlive"), calls(etcd, "Watch"), calls(etcd, "LeaseGrant")
-            stop = asyncio.Event()
-            leading = [
-                asyncio.create_task(lead_until_set(session, stop, f"many-{number}"))
-                for number in range(200)
-            ]
-            await until(lambda: heart_is_up(session))
-            renewals: list[float] = []
-            keepalive_of(session).on_renewal(renewals.append)
-            await until(lambda: len(renewals) >= 3)
-            after = calls(etcd, "LeaseKeepAlive"), calls(etcd, "Watch"), calls(etcd, "LeaseGrant")
-            assert [now - then for then, now in zip(before, after, strict=True)] == [1, 1, 1]
-            stop.set()
-            assert len({term.token for term in await asyncio.gather(*leading)}) == 200
-
-    asyncio.run(main())
+async def test_many_elections_share_one_renewal_stream(etcd: Etcd) -> None:
+    async with sessions(etcd, 1, ttl_s=2) as (session,):
+        before = calls(etcd, "LeaseKeepAlive"), calls(etcd, "Watch"), calls(etcd, "LeaseGrant")
+        stop = asyncio.Event()
+        leading = [
+            asyncio.create_task(lead_until_set(session, stop, f"many-{number}"))
+            for number in range(200)
+        ]
+        await until(lambda: heart_is_up(session))
+        renewals: list[float] = []
+        keepalive_of(session).on_renewal(renewals.append)
+        await until(lambda: len(renewals) >= 3)
+        after = calls(etcd, "LeaseKeepAlive"), calls(etcd, "Watch"), calls(etcd, "LeaseGrant")
+        assert [now - then for then, now in zip(before, after, strict=True)] == [1, 1, 1]
+        stop.set()
+        assert len({term.token for term in await asyncio.gather(*leading)}) == 200
 
 
 # Loss of etcd's own leader

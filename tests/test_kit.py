@@ -62,7 +62,7 @@ def test_when_files_turn_tls_on() -> None:
     assert combined == options.TLSFiles(None, "f", None)
 
 
-def test_a_cancelled_close_is_completed_by_the_next() -> None:
+async def test_a_cancelled_close_is_completed_by_the_next() -> None:
     class Slow(GuardedStore):
         async def _release(self) -> None:
             reached.append("begun")
@@ -72,55 +72,45 @@ def test_a_cancelled_close_is_completed_by_the_next() -> None:
     Slow.__abstractmethods__ = frozenset()
     reached: list[str] = []
     proceed = asyncio.Event()
-
-    async def main() -> None:
-        store = Slow()  # type: ignore[abstract]
-        closing = asyncio.ensure_future(store.close())
-        while not reached:  # noqa: ASYNC110 (no event)
-            await asyncio.sleep(0)
-        closing.cancel()
-        await asyncio.wait({closing})
-        proceed.set()
-        await store.close()
-        assert reached == ["begun", "ended"]
-
-    asyncio.run(main())
-
-
-def test_a_watch_that_is_closed_before_it_has_begun_fails() -> None:
-    async def main() -> None:
-        closed: list[WatchHandle] = []
-        watch = WatchHandle("scope", lambda: None, closed.append)
-        beginning = asyncio.ensure_future(watch.wait_begun())
+    store = Slow()  # type: ignore[abstract]
+    closing = asyncio.ensure_future(store.close())
+    while not reached:  # noqa: ASYNC110 (no event)
         await asyncio.sleep(0)
-        watch.close()
-        watch.close()
-        with pytest.raises(StoreUnusable, match="closed"):
-            await beginning
-        assert closed == [watch]
-
-    asyncio.run(main())
+    closing.cancel()
+    await asyncio.wait({closing})
+    proceed.set()
+    await store.close()
+    assert reached == ["begun", "ended"]
 
 
-def test_notifications_of_one_turn_are_one_and_failing_callbacks_are_contained() -> None:
-    async def main() -> None:
-        notified: list[int] = []
+async def test_a_watch_that_is_closed_before_it_has_begun_fails() -> None:
+    closed: list[WatchHandle] = []
+    watch = WatchHandle("scope", lambda: None, closed.append)
+    beginning = asyncio.ensure_future(watch.wait_begun())
+    await asyncio.sleep(0)
+    watch.close()
+    watch.close()
+    with pytest.raises(StoreUnusable, match="closed"):
+        await beginning
+    assert closed == [watch]
 
-        def notify() -> None:
-            notified.append(1)
-            raise ValueError
 
-        watch = WatchHandle("scope", notify, lambda watch: None)
-        for _ in range(3):
-            watch.notify_soon()
-        await asyncio.sleep(0)
-        assert notified == [1]
+async def test_notifications_of_one_turn_are_one_and_failing_callbacks_are_contained() -> None:
+    notified: list[int] = []
+
+    def notify() -> None:
+        notified.append(1)
+        raise ValueError
+
+    watch = WatchHandle("scope", notify, lambda watch: None)
+    for _ in range(3):
         watch.notify_soon()
-        watch.close()
-        await asyncio.sleep(0)
-        assert notified == [1]
-
-    asyncio.run(main())
+    await asyncio.sleep(0)
+    assert notified == [1]
+    watch.notify_soon()
+    watch.close()
+    await asyncio.sleep(0)
+    assert notified == [1]
 
 
 def member(outcomes: dict[str, Exception]) -> Callable[[str], Awaitable[str]]:
@@ -132,16 +122,13 @@ def member(outcomes: dict[str, Exception]) -> Callable[[str], Awaitable[str]]:
     return attempt
 
 
-def test_failover() -> None:
-    async def main() -> None:
-        away, lost = StoreUnavailable("a is away"), OutcomeUnknown("b is lost")
-        assert await failover("abc", member({"a": away, "b": lost})) == "c"
-        with pytest.raises(OutcomeUnknown, match="b is lost"):
-            await failover("abc", member({"a": away, "b": lost}), repeatable=False)
-        with pytest.raises(StoreUnavailable, match="no server: a is away; b is lost"):
-            await failover("ab", member({"a": away, "b": lost}), summary="no server: ")
-        with pytest.raises(StoreUnavailable, match=r"s does not answer within 0\.01 s"):
-            async with answer_within(0.01, "s"):
-                await asyncio.Event().wait()
-
-    asyncio.run(main())
+async def test_failover() -> None:
+    away, lost = StoreUnavailable("a is away"), OutcomeUnknown("b is lost")
+    assert await failover("abc", member({"a": away, "b": lost})) == "c"
+    with pytest.raises(OutcomeUnknown, match="b is lost"):
+        await failover("abc", member({"a": away, "b": lost}), repeatable=False)
+    with pytest.raises(StoreUnavailable, match="no server: a is away; b is lost"):
+        await failover("ab", member({"a": away, "b": lost}), summary="no server: ")
+    with pytest.raises(StoreUnavailable, match=r"s does not answer within 0\.01 s"):
+        async with answer_within(0.01, "s"):
+            await asyncio.Event().wait()

@@ -111,14 +111,11 @@ def test_the_blocking_session_sees_the_same() -> None:
             next(lines)
 
 
-def test_on_threads_of_its_own() -> None:
-    async def main() -> None:
-        server = real_server()
-        async with real_session(server) as session, real_session(server) as looking:
-            observer = Observer(looking)
-            async with session.campaign("e", name="a"):
-                await until(lambda: observer.seen and names(observer.last) == ["a"])
-            await until(lambda: observer.last == Line(None, ()))
-            await observer.stop()
-
-    asyncio.run(main())
+async def test_on_threads_of_its_own() -> None:
+    server = real_server()
+    async with real_session(server) as session, real_session(server) as looking:
+        observer = Observer(looking)
+        async with session.campaign("e", name="a"):
+            await until(lambda: observer.seen and names(observer.last) == ["a"])
+        await until(lambda: observer.last == Line(None, ()))
+        await observer.stop()

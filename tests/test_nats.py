@@ -164,47 +164,37 @@ def test_operators_may_purge_and_delete_a_bucket(nats: servers.Nats) -> None:
     refused(f"{nats.url}/operated?token_floor=1000", StoreUnusable, "below token_floor=1000")
 
 
-def test_a_bucket_is_made_above_the_tokens_of_another(nats: servers.Nats) -> None:
-    async def main() -> None:
-        async with opened(f"{nats.url}/above?token_floor=1000") as store:
-            made = await store.create(leader_key("e"), b"", await store.grant(30))
-            assert made.entry.revision > 1000
-
-    asyncio.run(main())
+async def test_a_bucket_is_made_above_the_tokens_of_another(nats: servers.Nats) -> None:
+    async with opened(f"{nats.url}/above?token_floor=1000") as store:
+        made = await store.create(leader_key("e"), b"", await store.grant(30))
+        assert made.entry.revision > 1000
 
 
-def test_an_ended_lease_voids_what_is_written_later(nats: servers.Nats) -> None:
+async def test_an_ended_lease_voids_what_is_written_later(nats: servers.Nats) -> None:
     """Even if the copy of the writer is behind and the server accepts its write."""
-
-    async def main() -> None:
-        async with opened(f"{nats.url}/late") as store, opened(f"{nats.url}/late") as other:
-            lease = await store.grant(30)
-            key = leader_key("late")
-            await other.revoke(lease)
-            with pytest.raises(LeaseGone):
-                await store.create(key, b"late", lease)
-            with pytest.raises(LeaseGone):
-                await store.enqueue(line_key("late"), b"late", lease)
-            assert await other.get(key) is None
-            mine = await other.grant(30)
-            assert (await other.create(key, b"mine", mine)).won
-
-    asyncio.run(main())
+    async with opened(f"{nats.url}/late") as store, opened(f"{nats.url}/late") as other:
+        lease = await store.grant(30)
+        key = leader_key("late")
+        await other.revoke(lease)
+        with pytest.raises(LeaseGone):
+            await store.create(key, b"late", lease)
+        with pytest.raises(LeaseGone):
+            await store.enqueue(line_key("late"), b"late", lease)
+        assert await other.get(key) is None
+        mine = await other.grant(30)
+        assert (await other.create(key, b"mine", mine)).won
 
 
-def test_a_renewal_without_a_response_does_not_end_the_lease(nats: servers.Nats) -> None:
-    async def main() -> None:
-        async with opened(nats.url) as store:
-            lease = await store.grant(30)
-            known = dict(store._leases._held)
+async def test_a_renewal_without_a_response_does_not_end_the_lease(nats: servers.Nats) -> None:
+    async with opened(nats.url) as store:
+        lease = await store.grant(30)
+        known = dict(store._leases._held)
+        await store.renew(lease)
+        store._leases._held.update(known)  # as if the response had been lost
+        await store.renew(lease)
+        await store.revoke(lease)
+        with pytest.raises(LeaseGone):
             await store.renew(lease)
-            store._leases._held.update(known)  # as if the response had been lost
-            await store.renew(lease)
-            await store.revoke(lease)
-            with pytest.raises(LeaseGone):
-                await store.renew(lease)
-
-    asyncio.run(main())
 
 
 def test_watches_outlive_connections_and_servers() -> None:
@@ -232,58 +222,50 @@ def test_watches_outlive_connections_and_servers() -> None:
     asyncio.run(main())
 
 
-def test_bytes_that_are_no_text_do_not_stop_the_copy(nats: servers.Nats) -> None:
+async def test_bytes_that_are_no_text_do_not_stop_the_copy(nats: servers.Nats) -> None:
     """In a subject or in headers, they make nats-py stop reading the connection."""
-
-    async def main() -> None:
-        async with opened(f"{nats.url}/bytes") as store:
-            reader, writer = await asyncio.open_connection("127.0.0.1", nats.port)
-            await reader.readline()
-            writer.write(b'CONNECT {"headers":true,"verbose":false}\r\n')
-            writer.write(b"PUB $KV.bytes.entries.\xff\xfe 1\r\nx\r\n")
-            writer.write(b"HPUB $KV.bytes.entries.a 16 16\r\nNATS/1.0 \xff\xff\xff\r\n\r\n\r\n")
-            writer.write(b"PUB $KV.bytes.leases.stray 3\r\nabc\r\nPING\r\n")
-            await writer.drain()
-            assert await reader.readline() == b"PONG\r\n"
-            writer.close()
-            async with opened(f"{nats.url}/bytes") as other:
-                for each in (store, other):
-                    lease = await each.grant(30)
-                    assert (await each.create(leader_key(lease.id), b"", lease)).won
-
-    asyncio.run(main())
+    async with opened(f"{nats.url}/bytes") as store:
+        reader, writer = await asyncio.open_connection("127.0.0.1", nats.port)
+        await reader.readline()
+        writer.write(b'CONNECT {"headers":true,"verbose":false}\r\n')
+        writer.write(b"PUB $KV.bytes.entries.\xff\xfe 1\r\nx\r\n")
+        writer.write(b"HPUB $KV.bytes.entries.a 16 16\r\nNATS/1.0 \xff\xff\xff\r\n\r\n\r\n")
+        writer.write(b"PUB $KV.bytes.leases.stray 3\r\nabc\r\nPING\r\n")
+        await writer.drain()
+        assert await reader.readline() == b"PONG\r\n"
+        writer.close()
+        async with opened(f"{nats.url}/bytes") as other:
+            for each in (store, other):
+                lease = await each.grant(30)
+                assert (await each.create(leader_key(lease.id), b"", lease)).won
 
 
-def test_creations_over_markers_that_the_server_has_forgotten(
+async def test_creations_over_markers_that_the_server_has_forgotten(
     nats: servers.Nats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("doyen.stores.nats.jetstream.MARKER_TTL", "1s")
     keys = [leader_key(f"forgotten{number}") for number in range(30)]
+    at = f"{nats.url}/forgotten"
+    async with opened(at) as a, opened(at) as b:
+        leases = await a.grant(30), await b.grant(30)
+        for key in keys:
+            made = await a.create(key, b"", leases[0])
+            await a.delete(key, if_version=made.entry.version)
+        await b.get(keys[-1])
+        async with asyncio.timeout(20):
+            while await a._jetstream.last(  # noqa: ASYNC110
+                "KV_forgotten", a._subject(keys[-1])
+            ):
+                await asyncio.sleep(0.1)  # the server does not announce it
+        for number, key in enumerate(keys):
 
-    async def main() -> None:
-        at = f"{nats.url}/forgotten"
-        async with opened(at) as a, opened(at) as b:
-            leases = await a.grant(30), await b.grant(30)
-            for key in keys:
-                made = await a.create(key, b"", leases[0])
-                await a.delete(key, if_version=made.entry.version)
-            await b.get(keys[-1])
-            async with asyncio.timeout(20):
-                while await a._jetstream.last(  # noqa: ASYNC110
-                    "KV_forgotten", a._subject(keys[-1])
-                ):
-                    await asyncio.sleep(0.1)  # the server does not announce it
-            for number, key in enumerate(keys):
+            async def late(key: str = key, late_s: float = number * 1e-4) -> Creation:
+                await asyncio.sleep(late_s)
+                return await b.create(key, b"b", leases[1])
 
-                async def late(key: str = key, late_s: float = number * 1e-4) -> Creation:
-                    await asyncio.sleep(late_s)
-                    return await b.create(key, b"b", leases[1])
-
-                one, two = await asyncio.gather(a.create(key, b"a", leases[0]), late())
-                assert one.won is not two.won
-                assert one.entry == two.entry == await a.get(key)
-
-    asyncio.run(main())
+            one, two = await asyncio.gather(a.create(key, b"a", leases[0]), late())
+            assert one.won is not two.won
+            assert one.entry == two.entry == await a.get(key)
 
 
 def test_many_candidates_have_a_leader_soon_after_an_outage() -> None:
@@ -323,9 +305,6 @@ def test_many_candidates_have_a_leader_soon_after_an_outage() -> None:
     assert asyncio.run(main()) < 3 * ttl_s, f"ending leases one by one takes {number} ttls"
 
 
-def test_diagnosis_warns_of_one_replica(nats: servers.Nats) -> None:
-    async def main() -> None:
-        async with opened(nats.url) as store:
-            assert [each.level for each in await store.diagnose()] == ["ok", "warning"]
-
-    asyncio.run(main())
+async def test_diagnosis_warns_of_one_replica(nats: servers.Nats) -> None:
+    async with opened(nats.url) as store:
+        assert [each.level for each in await store.diagnose()] == ["ok", "warning"]

@@ -165,26 +165,23 @@ def test_a_stop_hands_over_and_a_start_remembers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["smallest-id", "zab", "paxos", "viewstamped"])
-def test_other_protocols_elect_replicate_and_restart(tmp_path: Path, protocol: str) -> None:
-    async def main() -> None:
-        nodes = Trio(tmp_path)
-        async with asyncio.timeout(60):
-            for name in nodes.peers:
-                await nodes.start(name, protocol=protocol)
-            first = await nodes.leader()
-            await asyncio.gather(*(first.propose(b"%d" % n) for n in range(100)))
-            follower = await nodes.follower()
-            assert await follower.propose(b"more") == 101
-            await nodes.stop(first.id)
-            second = await nodes.leader()
-            assert await second.propose(b"still more") == 102
-            again = await nodes.start(first.id, protocol=protocol)
-            await again.barrier()
-            assert len(nodes.notes[first.id].kept) == 102
-            for name in [*nodes.nodes]:
-                await nodes.stop(name)
-
-    asyncio.run(main())
+async def test_other_protocols_elect_replicate_and_restart(tmp_path: Path, protocol: str) -> None:
+    nodes = Trio(tmp_path)
+    async with asyncio.timeout(60):
+        for name in nodes.peers:
+            await nodes.start(name, protocol=protocol)
+        first = await nodes.leader()
+        await asyncio.gather(*(first.propose(b"%d" % n) for n in range(100)))
+        follower = await nodes.follower()
+        assert await follower.propose(b"more") == 101
+        await nodes.stop(first.id)
+        second = await nodes.leader()
+        assert await second.propose(b"still more") == 102
+        again = await nodes.start(first.id, protocol=protocol)
+        await again.barrier()
+        assert len(nodes.notes[first.id].kept) == 102
+        for name in [*nodes.nodes]:
+            await nodes.stop(name)
 
 
 def test_nodes_come_and_go(tmp_path: Path) -> None:
@@ -302,23 +299,20 @@ def test_unknown_options_are_refused() -> None:
         doyen.Node("n1", peers={"n1": "h:1"}, data_dir="data", heartbeats=1)  # type: ignore[call-arg]
 
 
-def test_a_node_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
-    async def main() -> None:
-        peers = {"n1": addresses(1)[0]}
-        node = doyen.Node("n1", peers=peers, data_dir=tmp_path / "n1", found=True)
-        with pytest.raises(doyen.SessionClosed, match="not running"):
-            await node.propose(b"early")
-        async with node:
-            with pytest.raises(doyen.SessionClosed, match="entered once"):
-                await node.__aenter__()
-            with pytest.raises(doyen.StoreUnusable, match=f"in use by process {os.getpid()}"):
-                async with doyen.Node("n1", peers=peers, data_dir=tmp_path / "n1", found=True):
-                    pass
-            with pytest.raises(doyen.DoyenError, match=r"listen|in use"):
-                async with doyen.Node("n1", peers=peers, data_dir=tmp_path / "other", found=True):
-                    pass
-
-    asyncio.run(main())
+async def test_a_node_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    peers = {"n1": addresses(1)[0]}
+    node = doyen.Node("n1", peers=peers, data_dir=tmp_path / "n1", found=True)
+    with pytest.raises(doyen.SessionClosed, match="not running"):
+        await node.propose(b"early")
+    async with node:
+        with pytest.raises(doyen.SessionClosed, match="entered once"):
+            await node.__aenter__()
+        with pytest.raises(doyen.StoreUnusable, match=f"in use by process {os.getpid()}"):
+            async with doyen.Node("n1", peers=peers, data_dir=tmp_path / "n1", found=True):
+                pass
+        with pytest.raises(doyen.DoyenError, match=r"listen|in use"):
+            async with doyen.Node("n1", peers=peers, data_dir=tmp_path / "other", found=True):
+                pass
 
 
 def test_a_missing_library_names_the_extra() -> None:

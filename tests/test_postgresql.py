@@ -17,7 +17,7 @@ from doyen.model import leader_key
 from doyen.stores.port import Context, Store, open_store
 from doyen.stores.sql import connection as connection_module
 from doyen.stores.sql.diagnosis import findings_of_postgresql
-from relational import Place, run, until
+from relational import Place, until
 
 KEY = leader_key("e")
 CONTEXT = Context(SystemClock(), lambda event: None)
@@ -57,7 +57,7 @@ async def lead_and_hand_over(stores: list[Store]) -> None:
 
 
 @pytest.mark.parametrize("listens", [False, True])
-def test_a_transaction_pooler_may_be_used(
+async def test_a_transaction_pooler_may_be_used(
     place: Place, pooler: servers.PgBouncer, listens: bool
 ) -> None:
     """Leases are safe behind a pooler, as advisory locks are not (skypilot#10347). Notifications do
@@ -65,114 +65,93 @@ def test_a_transaction_pooler_may_be_used(
     url = f"{pooler.url}?{place.option}"
     if listens:
         url += f"&listen={place.server.url}"
-
-    async def main() -> None:
-        stores = [await open_store(url, CONTEXT) for _ in range(5)]
-        assert {store.capabilities.notice_s for store in stores} == {0.0 if listens else 0.05}
-        await lead_and_hand_over(stores)
-        found = [finding for finding in await stores[0].diagnose() if finding.level == "note"]
-        assert ["pooler" in finding.text for finding in found] == ([] if listens else [True])
-        for store in stores:
-            await store.close()
-
-    run(main)
+    stores = [await open_store(url, CONTEXT) for _ in range(5)]
+    assert {store.capabilities.notice_s for store in stores} == {0.0 if listens else 0.05}
+    await lead_and_hand_over(stores)
+    found = [finding for finding in await stores[0].diagnose() if finding.level == "note"]
+    assert ["pooler" in finding.text for finding in found] == ([] if listens else [True])
+    for store in stores:
+        await store.close()
 
 
-def test_listening_through_a_pooler_is_refused(place: Place, pooler: servers.PgBouncer) -> None:
-    async def main() -> None:
-        with pytest.raises(ConfigError, match=r"is a transaction pooler.* notify=poll"):
-            await open_store(f"{pooler.url}?{place.option}&notify=listen", CONTEXT)
+async def test_listening_through_a_pooler_is_refused(
+    place: Place, pooler: servers.PgBouncer
+) -> None:
+    with pytest.raises(ConfigError, match=r"is a transaction pooler.* notify=poll"):
+        await open_store(f"{pooler.url}?{place.option}&notify=listen", CONTEXT)
 
-    run(main)
 
-
-def test_a_standby_is_refused_and_tokens_grow_across_timelines() -> None:
+async def test_a_standby_is_refused_and_tokens_grow_across_timelines() -> None:
     """A server that was promoted, or restored to an instant, may lack the last tokens."""
-
-    async def main() -> None:
-        with servers.Postgres() as server:
-            place = Place("postgresql", server)
-            async with place.stores() as (store,):
-                before = (await store.create(KEY, b"v", await store.grant(60))).entry.revision
-            server.stop()
-            (server.folder / "data/standby.signal").touch(mode=0o600)
-            await asyncio.to_thread(server.start)
-            with pytest.raises(StoreUnavailable, match="read-only"):
-                await place.open()
-            server.query("SELECT pg_promote()")
-            async with place.stores() as (store,):
-                after = (await store.create(leader_key("f"), b"v", await store.grant(60))).entry
-        assert before < 2**40 < after.revision < 2**41
-
-    run(main, 60)
+    with servers.Postgres() as server:
+        place = Place("postgresql", server)
+        async with place.stores() as (store,):
+            before = (await store.create(KEY, b"v", await store.grant(60))).entry.revision
+        server.stop()
+        (server.folder / "data/standby.signal").touch(mode=0o600)
+        await asyncio.to_thread(server.start)
+        with pytest.raises(StoreUnavailable, match="read-only"):
+            await place.open()
+        server.query("SELECT pg_promote()")
+        async with place.stores() as (store,):
+            after = (await store.create(leader_key("f"), b"v", await store.grant(60))).entry
+    assert before < 2**40 < after.revision < 2**41
 
 
 @pytest.mark.parametrize("last", ["create", "delete"])
-def test_confirmed_writes_survive_a_crash_whatever_the_role_has_set(last: str) -> None:
+async def test_confirmed_writes_survive_a_crash_whatever_the_role_has_set(last: str) -> None:
     """With synchronous_commit off, a server loses its last confirmed commits in a crash."""
-
-    async def main() -> None:
-        with servers.Postgres(synchronous_commit="off", wal_writer_delay="10s") as server:
-            place = Place("postgresql", server)
-            store = await place.open()
-            lease = await store.grant(600)
-            if last == "delete":
-                await store.create(KEY, b"v", lease)
-                await store.delete(KEY)
-            else:
-                await store.create(KEY, b"v", lease)
-            await asyncio.to_thread(server.restart)
-            await store.close()
-            async with place.stores() as (store,):
-                assert (await store.get(KEY) is None) == (last == "delete")
-
-    run(main, 60)
-
-
-def test_a_stricter_isolation_by_default_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_module, "_ATTEMPTS", 1)
-
-    async def main() -> None:
-        with servers.Postgres(default_transaction_isolation="serializable") as server:
-            place = Place("postgresql", server)
-            stores: list[Store] = [await place.open() for _ in range(5)]
-            await lead_and_hand_over(stores)
-            for store in stores:
-                await store.close()
-
-    run(main, 60)
-
-
-def test_deletions_by_hand_are_notified(place: Place) -> None:
-    async def main() -> None:
-        async with place.stores() as (store,):
-            await store.create(KEY, b"v", await store.grant(60))
-            notified = asyncio.Event()
-            await store.watch(KEY, notified.set)
-
-            async def quiet() -> bool:
-                seen = notified.is_set()
-                notified.clear()
-                return not seen
-
-            await until(quiet)
-            place.server.query(f"DELETE FROM {place.tables['entries']}")
-            await notified.wait()
-            assert await store.get(KEY) is None
-
-    run(main)
-
-
-def test_entries_without_their_lease_are_void(place: Place) -> None:
-    async def main() -> None:
-        async with place.stores() as (store,):
-            lease = await store.grant(60)
+    with servers.Postgres(synchronous_commit="off", wal_writer_delay="10s") as server:
+        place = Place("postgresql", server)
+        store = await place.open()
+        lease = await store.grant(600)
+        if last == "delete":
             await store.create(KEY, b"v", lease)
-            place.server.query(f"DELETE FROM {place.tables['leases']}")
-            assert await store.get(KEY) is None
-            assert (await store.create(KEY, b"w", await store.grant(60))).won
+            await store.delete(KEY)
+        else:
+            await store.create(KEY, b"v", lease)
+        await asyncio.to_thread(server.restart)
+        await store.close()
+        async with place.stores() as (store,):
+            assert (await store.get(KEY) is None) == (last == "delete")
 
-    run(main)
+
+async def test_a_stricter_isolation_by_default_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection_module, "_ATTEMPTS", 1)
+    with servers.Postgres(default_transaction_isolation="serializable") as server:
+        place = Place("postgresql", server)
+        stores: list[Store] = [await place.open() for _ in range(5)]
+        await lead_and_hand_over(stores)
+        for store in stores:
+            await store.close()
+
+
+async def test_deletions_by_hand_are_notified(place: Place) -> None:
+    async with place.stores() as (store,):
+        await store.create(KEY, b"v", await store.grant(60))
+        notified = asyncio.Event()
+        await store.watch(KEY, notified.set)
+
+        async def quiet() -> bool:
+            seen = notified.is_set()
+            notified.clear()
+            return not seen
+
+        await until(quiet)
+        place.server.query(f"DELETE FROM {place.tables['entries']}")
+        await notified.wait()
+        assert await store.get(KEY) is None
+
+
+async def test_entries_without_their_lease_are_void(place: Place) -> None:
+    async with place.stores() as (store,):
+        lease = await store.grant(60)
+        await store.create(KEY, b"v", lease)
+        place.server.query(f"DELETE FROM {place.tables['leases']}")
+        assert await store.get(KEY) is None
+        assert (await store.create(KEY, b"w", await store.grant(60))).won
 
 
 @pytest.fixture(scope="module")
@@ -196,35 +175,31 @@ def guarded() -> Iterator[servers.Postgres]:
         ("app:right@HOST/postgres", "CREATE SCHEMA doyen AUTHORIZATION"),
     ],
 )
-def test_a_refused_login_has_a_reason(guarded: servers.Postgres, address: str, says: str) -> None:
-    async def main() -> None:
-        host = f"127.0.0.1:{guarded.port}"
-        with pytest.raises(StoreUnusable, match=says):
-            await open_store(f"postgresql://{address.replace('HOST', host)}", CONTEXT)
+async def test_a_refused_login_has_a_reason(
+    guarded: servers.Postgres, address: str, says: str
+) -> None:
+    host = f"127.0.0.1:{guarded.port}"
+    with pytest.raises(StoreUnusable, match=says):
+        await open_store(f"postgresql://{address.replace('HOST', host)}", CONTEXT)
 
-    run(main)
 
-
-def test_a_role_needs_no_more_than_the_tables(guarded: servers.Postgres) -> None:
-    async def main() -> None:
-        place = Place("postgresql", guarded)
-        async with place.stores():
-            pass
-        schema = place.option.partition("=")[2]
-        url = f"postgresql://app:right@127.0.0.1:{guarded.port}/postgres?{place.option}"
-        with pytest.raises(StoreUnusable, match="permission denied"):
-            await open_store(url, CONTEXT)
-        for grant in (
-            f"USAGE ON SCHEMA {schema}",
-            f"SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {schema}",
-        ):
-            guarded.query(f"GRANT {grant} TO app")
-        stores = [await open_store(url, CONTEXT) for _ in range(2)]
-        await lead_and_hand_over(stores)
-        for store in stores:
-            await store.close()
-
-    run(main)
+async def test_a_role_needs_no_more_than_the_tables(guarded: servers.Postgres) -> None:
+    place = Place("postgresql", guarded)
+    async with place.stores():
+        pass
+    schema = place.option.partition("=")[2]
+    url = f"postgresql://app:right@127.0.0.1:{guarded.port}/postgres?{place.option}"
+    with pytest.raises(StoreUnusable, match="permission denied"):
+        await open_store(url, CONTEXT)
+    for grant in (
+        f"USAGE ON SCHEMA {schema}",
+        f"SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {schema}",
+    ):
+        guarded.query(f"GRANT {grant} TO app")
+    stores = [await open_store(url, CONTEXT) for _ in range(2)]
+    await lead_and_hand_over(stores)
+    for store in stores:
+        await store.close()
 
 
 @pytest.mark.parametrize(
@@ -238,21 +213,15 @@ def test_a_role_needs_no_more_than_the_tables(guarded: servers.Postgres) -> None
         ("tls=true&sslmode=require", "say the same thing"),
     ],
 )
-def test_options_are_checked(postgresql: servers.Postgres, options: str, says: str) -> None:
-    async def main() -> None:
-        with pytest.raises(ConfigError, match=says):
-            await open_store(f"{postgresql.url}?{options}", CONTEXT)
-
-    run(main)
+async def test_options_are_checked(postgresql: servers.Postgres, options: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        await open_store(f"{postgresql.url}?{options}", CONTEXT)
 
 
-def test_encryption_is_required_if_asked_for(place: Place) -> None:
-    async def main() -> None:
-        for options in ("tls=true", "sslmode=require"):
-            with pytest.raises(StoreUnavailable, match="does not support SSL"):
-                await place.open(options)
-
-    run(main)
+async def test_encryption_is_required_if_asked_for(place: Place) -> None:
+    for options in ("tls=true", "sslmode=require"):
+        with pytest.raises(StoreUnavailable, match="does not support SSL"):
+            await place.open(options)
 
 
 FINE: dict[str, Any] = {
@@ -285,48 +254,41 @@ def test_unsafe_settings_are_found(change: dict[str, int], says: str) -> None:
     assert warnings[0].remedy
 
 
-def test_the_server_is_diagnosed(place: Place) -> None:
-    async def main() -> None:
-        async with place.stores() as (store,):
-            found = {finding.text for finding in await store.diagnose()}
-        assert any("fsync is off" in text for text in found)
-        assert "changes are notified by LISTEN" in found
-
-    run(main)
+async def test_the_server_is_diagnosed(place: Place) -> None:
+    async with place.stores() as (store,):
+        found = {finding.text for finding in await store.diagnose()}
+    assert any("fsync is off" in text for text in found)
+    assert "changes are notified by LISTEN" in found
 
 
-def test_a_dropped_connection_is_closed_even_if_its_last_call_was_answered(place: Place) -> None:
+async def test_a_dropped_connection_is_closed_even_if_its_last_call_was_answered(
+    place: Place,
+) -> None:
     """psycopg warns of a connection that is deleted while it is open."""
-
-    async def main() -> None:
-        async with place.stores() as (store,):
-            connection = store._connection
-            present: Any = await connection.connected()
-            call = asyncio.create_task(connection.read("SELECT 1", {}))
-            active, info = TransactionStatus.ACTIVE, present.psycopg.info
-            while info.transaction_status != active:  # noqa: ASYNC110 - nothing signals it
-                await asyncio.sleep(0)
-            select.select([present.psycopg.fileno()], [], [], 10)
-            connection.leave_others("another server")
-            assert not present.psycopg.closed, "a call is in flight on it"
-            with pytest.raises(StoreUnavailable, match="another server had become the primary"):
-                await call
-            assert present.psycopg.closed
-
-    run(main)
+    async with place.stores() as (store,):
+        connection = store._connection
+        present: Any = await connection.connected()
+        call = asyncio.create_task(connection.read("SELECT 1", {}))
+        active, info = TransactionStatus.ACTIVE, present.psycopg.info
+        while info.transaction_status != active:  # noqa: ASYNC110 - nothing signals it
+            await asyncio.sleep(0)
+        select.select([present.psycopg.fileno()], [], [], 10)
+        connection.leave_others("another server")
+        assert not present.psycopg.closed, "a call is in flight on it"
+        with pytest.raises(StoreUnavailable, match="another server had become the primary"):
+            await call
+        assert present.psycopg.closed
 
 
-def test_a_dropped_connection_is_closed_even_if_its_last_call_was_abandoned(place: Place) -> None:
+async def test_a_dropped_connection_is_closed_even_if_its_last_call_was_abandoned(
+    place: Place,
+) -> None:
     """As when the loop ends: for libpq, the call is then in flight for ever."""
-
-    async def main() -> None:
-        async with place.stores() as (store,):
-            present: Any = await store._connection.connected()
-            execution = present.execute("SELECT pg_sleep(60)", {})
-            execution.send(None)
-            assert present.psycopg.info.transaction_status == TransactionStatus.ACTIVE
-            execution.close()
-            present.hang_up()
-            assert present.psycopg.closed
-
-    run(main)
+    async with place.stores() as (store,):
+        present: Any = await store._connection.connected()
+        execution = present.execute("SELECT pg_sleep(60)", {})
+        execution.send(None)
+        assert present.psycopg.info.transaction_status == TransactionStatus.ACTIVE
+        execution.close()
+        present.hang_up()
+        assert present.psycopg.closed

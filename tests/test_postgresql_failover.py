@@ -11,7 +11,7 @@ import servers
 from doyen.errors import LeaseGone, StoreError, StoreUnavailable
 from doyen.model import Lease, leader_key
 from doyen.stores.sql.store import RelationalStore
-from relational import Place, run, until
+from relational import Place, until
 
 KEY = leader_key("e")
 
@@ -64,32 +64,28 @@ def pair() -> Iterator[Pair]:
         yield Pair(old, new, to_old, to_new, Place("postgresql", old))
 
 
-def test_all_connections_of_a_store_leave_a_deposed_primary_together(pair: Pair) -> None:
+async def test_all_connections_of_a_store_leave_a_deposed_primary_together(pair: Pair) -> None:
     """The connection for renewals still leads to the old primary. A renewal there must not count
     once another connection has met the new primary."""
+    pair.place.url = lambda *_, **__: pair.url()  # type: ignore[method-assign]
+    async with pair.place.stores() as (store,):
+        lease = await store.grant(60)
+        before = (await store.create(KEY, b"v", lease)).entry.revision
+        await store.renew(lease)
+        await pair.replicated(lease)
+        pair.new.promote()
+        pair.to_old.refuse_new()
+        pair.end_other_connections(pair.old)
+        await until(lambda: found(store))
+        known = pair.counter(pair.old, lease)
+        await until(lambda: renewed(store, lease))
+        assert pair.counter(pair.old, lease) == known
+        assert pair.counter(pair.new, lease) == known + 1
 
-    async def main() -> None:
-        pair.place.url = lambda *_, **__: pair.url()  # type: ignore[method-assign]
-        async with pair.place.stores() as (store,):
-            lease = await store.grant(60)
-            before = (await store.create(KEY, b"v", lease)).entry.revision
-            await store.renew(lease)
-            await pair.replicated(lease)
-            pair.new.promote()
-            pair.to_old.refuse_new()
-            pair.end_other_connections(pair.old)
-            await until(lambda: found(store))
-            known = pair.counter(pair.old, lease)
-            await until(lambda: renewed(store, lease))
-            assert pair.counter(pair.old, lease) == known
-            assert pair.counter(pair.new, lease) == known + 1
-
-            pair.to_old.heal()
-            await stays_with_the_new_one(pair, store)
-            await store.delete(KEY)
-            assert (await store.create(KEY, b"v", lease)).entry.revision > before + 2**39
-
-    run(main, 60)
+        pair.to_old.heal()
+        await stays_with_the_new_one(pair, store)
+        await store.delete(KEY)
+        assert (await store.create(KEY, b"v", lease)).entry.revision > before + 2**39
 
 
 async def found(store: RelationalStore) -> bool:

@@ -117,58 +117,50 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_clients_move_on_when_nodes_stop_one_after_the_other(tmp_path: Path) -> None:
+async def test_clients_move_on_when_nodes_stop_one_after_the_other(tmp_path: Path) -> None:
     """A rolling restart: no write is lost, carried out twice or of unknown outcome."""
+    async with nodes(tmp_path, 3) as quorum, opened(quorum.url()) as store:
+        lease = await store.grant(60.0)
+        counted, stop = 0, False
 
-    async def main() -> None:
-        async with nodes(tmp_path, 3) as quorum, opened(quorum.url()) as store:
-            lease = await store.grant(60.0)
-            counted, stop = 0, False
+        async def count() -> None:
+            nonlocal counted
+            entry = await store.put("count", b"0", if_version=None)
+            while not stop:
+                assert entry is not None, "somebody else has counted, or we have twice"
+                assert int(entry.value) == counted
+                counted += 1
+                entry = await store.put("count", b"%d" % counted, if_version=entry.version)
+                await store.renew(lease)
 
-            async def count() -> None:
-                nonlocal counted
-                entry = await store.put("count", b"0", if_version=None)
-                while not stop:
-                    assert entry is not None, "somebody else has counted, or we have twice"
-                    assert int(entry.value) == counted
-                    counted += 1
-                    entry = await store.put("count", b"%d" % counted, if_version=entry.version)
-                    await store.renew(lease)
-
-            counting = asyncio.create_task(count())
-            for name in ("n1", "n2", "n3"):
-                before = counted
-                await until(lambda before=before: counted > before + 10 or counting.done())  # type: ignore[misc]
-                await quorum.stop(name)
-                await quorum.start(name)
-            stop = True
-            await counting
-            final = await store.get("count")
-            assert final is not None
-            assert int(final.value) == counted > 30
-
-    run(main)
+        counting = asyncio.create_task(count())
+        for name in ("n1", "n2", "n3"):
+            before = counted
+            await until(lambda before=before: counted > before + 10 or counting.done())  # type: ignore[misc]
+            await quorum.stop(name)
+            await quorum.start(name)
+        stop = True
+        await counting
+        final = await store.get("count")
+        assert final is not None
+        assert int(final.value) == counted > 30
 
 
-def test_a_lost_answer_is_returned_to_a_repeated_request(tmp_path: Path) -> None:
+async def test_a_lost_answer_is_returned_to_a_repeated_request(tmp_path: Path) -> None:
     """The request was carried out, and the connection broke before its response arrived."""
-
-    async def main() -> None:
-        async with nodes(tmp_path) as quorum:
-            node = quorum.running["n1"]
-            with Proxy(_Place(quorum.url(), node.port)) as link:
-                async with opened(link.url) as store:
-                    lease = await store.grant(60.0)
-                    for number in range(5):
-                        await asyncio.to_thread(link.break_after, 0, "down")
-                        ticket = await store.enqueue("line", b"%d" % number, lease)
-                        tickets = await store.list("line")
-                        assert tickets[-1] == ticket
-                        assert len(tickets) == number + 1
+    async with nodes(tmp_path) as quorum:
+        node = quorum.running["n1"]
+        with Proxy(_Place(quorum.url(), node.port)) as link:
+            async with opened(link.url) as store:
+                lease = await store.grant(60.0)
+                for number in range(5):
                     await asyncio.to_thread(link.break_after, 0, "down")
-                    await store.renew(lease)
-
-    run(main)
+                    ticket = await store.enqueue("line", b"%d" % number, lease)
+                    tickets = await store.list("line")
+                    assert tickets[-1] == ticket
+                    assert len(tickets) == number + 1
+                await asyncio.to_thread(link.break_after, 0, "down")
+                await store.renew(lease)
 
 
 class _Place:
@@ -176,257 +168,218 @@ class _Place:
         self.url, self.port = url, port
 
 
-def test_a_silent_node_is_left_for_another() -> None:
+async def test_a_silent_node_is_left_for_another() -> None:
     """Frozen, not dead: its connection stays open, and nothing is received."""
     with QuorumCluster() as quorum:
-
-        async def main() -> None:
-            frozen = (await asyncio.to_thread(quorum.followers))[0]
-            others = [member for member in quorum.members if member is not frozen]
-            loop = asyncio.get_running_loop()
-            url = "doyen://" + ",".join(member.address for member in (frozen, *others))
-            async with opened(url) as store:
-                lease = await store.grant(60.0)
-                notified = asyncio.Event()
-                await store.watch("k", notified.set)
-                # Make both connections use the node that is frozen.
-                store._renewals._dialler.next = 0
-                store._requests._dialler.next = 2
-                assert store._requests._connection is not None
-                store._requests._connection.abort()
-                await store.get("k")
-                await store.renew(lease)
-                await until(lambda: store._requests.node == frozen.address)
-                await until(lambda: store._renewals.node == frozen.address)
-                frozen.freeze()
-                try:
-                    began = loop.time()
-                    await store.renew(lease)
-                    assert await store.put("k", b"v", if_version=None) is not None
-                    assert loop.time() - began < 3.0
-                    await asyncio.wait_for(notified.wait(), WITHIN_S)
-                    assert store._requests.node != frozen.address
-                finally:
-                    frozen.thaw()
-
-        run(main)
-
-
-def test_a_watch_goes_on_at_another_node_and_misses_nothing(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with (
-            nodes(tmp_path, 3) as quorum,
-            opened(quorum.url()) as watcher,
-            opened(quorum.url()) as writer,
-        ):
-            notified = asyncio.Event()
-            await watcher.watch("a", notified.set)
-            for number, name in enumerate(("n1", "n2", "n3")):
-                await quorum.stop(name)
-                assert await writer.put(f"a/{number}", b"", if_version=None) is not None
-                await asyncio.wait_for(notified.wait(), WITHIN_S)
-                notified.clear()
-                await quorum.start(name)
-
-    run(main)
-
-
-def test_changes_during_a_cut_are_notified_afterwards(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with nodes(tmp_path) as quorum, opened(quorum.url()) as writer:
-            with Proxy(_Place(quorum.url(), quorum.running["n1"].port)) as link:
-                async with opened(link.url) as watcher:
-                    notified, quiet = asyncio.Event(), asyncio.Event()
-                    await watcher.watch("a", notified.set)
-                    await watcher.watch("b", quiet.set)
-                    for number in range(3):
-                        await asyncio.to_thread(link.refuse)
-                        assert await writer.put(f"a/{number}", b"", if_version=None) is not None
-                        await asyncio.to_thread(link.heal)
-                        await asyncio.wait_for(notified.wait(), WITHIN_S)
-                        notified.clear()
-                    assert not quiet.is_set()
-
-    run(main)
-
-
-def test_while_there_is_no_majority_nothing_is_promised(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with nodes(tmp_path, 3) as quorum, opened(quorum.url()) as store:
+        frozen = (await asyncio.to_thread(quorum.followers))[0]
+        others = [member for member in quorum.members if member is not frozen]
+        loop = asyncio.get_running_loop()
+        url = "doyen://" + ",".join(member.address for member in (frozen, *others))
+        async with opened(url) as store:
             lease = await store.grant(60.0)
-            await quorum.stop("n1", "n2", "n3")
-            with pytest.raises(StoreUnavailable):
-                await store.put("k", b"v", if_version=None)
-            with pytest.raises(StoreUnavailable):
-                await store.renew(lease)
-            with pytest.raises(StoreUnavailable):
-                await store.watch("k", lambda: None)
-            await quorum.start("n1", "n2", "n3")
+            notified = asyncio.Event()
+            await store.watch("k", notified.set)
+            # Make both connections use the node that is frozen.
+            store._renewals._dialler.next = 0
+            store._requests._dialler.next = 2
+            assert store._requests._connection is not None
+            store._requests._connection.abort()
+            await store.get("k")
             await store.renew(lease)
-            assert await store.get("k") is None
-
-    run(main)
-
-
-def test_a_client_of_a_quorum_without_a_leader_gets_the_remedy(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with nodes(tmp_path, 3) as quorum:
-            await quorum.stop("n1", "n2")
-            await until(lambda: not quorum.running["n3"].service.serving)
-            with pytest.raises(StoreUnavailable, match=r"no leader.*doyen cluster status shows"):
-                async with opened(quorum.url(query="?connect_timeout_s=0.3")):
-                    pass
-
-    run(main)
+            await until(lambda: store._requests.node == frozen.address)
+            await until(lambda: store._renewals.node == frozen.address)
+            frozen.freeze()
+            try:
+                began = loop.time()
+                await store.renew(lease)
+                assert await store.put("k", b"v", if_version=None) is not None
+                assert loop.time() - began < 3.0
+                await asyncio.wait_for(notified.wait(), WITHIN_S)
+                assert store._requests.node != frozen.address
+            finally:
+                frozen.thaw()
 
 
-def test_closing_a_store_ends_waiting_calls(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with nodes(tmp_path) as quorum:
-            with Proxy(_Place(quorum.url(), quorum.running["n1"].port)) as link:
-                async with opened(link.url) as store:
-                    await asyncio.to_thread(link.cut)
-                    put = asyncio.create_task(store.put("k", b"v", if_version=None))
-                    await asyncio.sleep(0.05)
-                    await store.close()
-                    with pytest.raises(OutcomeUnknown):
-                        await put
-                    with pytest.raises(StoreUnusable, match="closed"):
-                        await store.get("k")
-                await asyncio.to_thread(link.heal)
-
-    run(main)
+async def test_a_watch_goes_on_at_another_node_and_misses_nothing(tmp_path: Path) -> None:
+    async with (
+        nodes(tmp_path, 3) as quorum,
+        opened(quorum.url()) as watcher,
+        opened(quorum.url()) as writer,
+    ):
+        notified = asyncio.Event()
+        await watcher.watch("a", notified.set)
+        for number, name in enumerate(("n1", "n2", "n3")):
+            await quorum.stop(name)
+            assert await writer.put(f"a/{number}", b"", if_version=None) is not None
+            await asyncio.wait_for(notified.wait(), WITHIN_S)
+            notified.clear()
+            await quorum.start(name)
 
 
-def test_a_client_whose_session_was_dropped_takes_a_new_id(
+async def test_changes_during_a_cut_are_notified_afterwards(tmp_path: Path) -> None:
+    async with nodes(tmp_path) as quorum, opened(quorum.url()) as writer:
+        with Proxy(_Place(quorum.url(), quorum.running["n1"].port)) as link:
+            async with opened(link.url) as watcher:
+                notified, quiet = asyncio.Event(), asyncio.Event()
+                await watcher.watch("a", notified.set)
+                await watcher.watch("b", quiet.set)
+                for number in range(3):
+                    await asyncio.to_thread(link.refuse)
+                    assert await writer.put(f"a/{number}", b"", if_version=None) is not None
+                    await asyncio.to_thread(link.heal)
+                    await asyncio.wait_for(notified.wait(), WITHIN_S)
+                    notified.clear()
+                assert not quiet.is_set()
+
+
+async def test_while_there_is_no_majority_nothing_is_promised(tmp_path: Path) -> None:
+    async with nodes(tmp_path, 3) as quorum, opened(quorum.url()) as store:
+        lease = await store.grant(60.0)
+        await quorum.stop("n1", "n2", "n3")
+        with pytest.raises(StoreUnavailable):
+            await store.put("k", b"v", if_version=None)
+        with pytest.raises(StoreUnavailable):
+            await store.renew(lease)
+        with pytest.raises(StoreUnavailable):
+            await store.watch("k", lambda: None)
+        await quorum.start("n1", "n2", "n3")
+        await store.renew(lease)
+        assert await store.get("k") is None
+
+
+async def test_a_client_of_a_quorum_without_a_leader_gets_the_remedy(tmp_path: Path) -> None:
+    async with nodes(tmp_path, 3) as quorum:
+        await quorum.stop("n1", "n2")
+        await until(lambda: not quorum.running["n3"].service.serving)
+        with pytest.raises(StoreUnavailable, match=r"no leader.*doyen cluster status shows"):
+            async with opened(quorum.url(query="?connect_timeout_s=0.3")):
+                pass
+
+
+async def test_closing_a_store_ends_waiting_calls(tmp_path: Path) -> None:
+    async with nodes(tmp_path) as quorum:
+        with Proxy(_Place(quorum.url(), quorum.running["n1"].port)) as link:
+            async with opened(link.url) as store:
+                await asyncio.to_thread(link.cut)
+                put = asyncio.create_task(store.put("k", b"v", if_version=None))
+                await asyncio.sleep(0.05)
+                await store.close()
+                with pytest.raises(OutcomeUnknown):
+                    await put
+                with pytest.raises(StoreUnusable, match="closed"):
+                    await store.get("k")
+            await asyncio.to_thread(link.heal)
+
+
+async def test_a_client_whose_session_was_dropped_takes_a_new_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machines, "FORGOTTEN_AFTER", 10)
-
-    async def main() -> None:
-        async with (
-            nodes(tmp_path) as quorum,
-            opened(quorum.url()) as idle,
-            opened(quorum.url()) as busy,
-        ):
-            lease = await idle.grant(60.0)
-            assert (await idle.create("k", b"", lease)).won
-            for number in range(40):
-                await busy.put(f"b/{number}", b"", if_version=None)
-            entries = await asyncio.gather(
-                *(idle.put(f"i/{number}", b"", if_version=None) for number in range(20))
-            )
-            assert all(entry is not None for entry in entries)
-            assert len(await idle.list("i")) == 20
-            assert (await idle.enqueue("line", b"", lease)).key
-            assert len(await idle.list("line")) == 1
-
-    run(main)
+    async with (
+        nodes(tmp_path) as quorum,
+        opened(quorum.url()) as idle,
+        opened(quorum.url()) as busy,
+    ):
+        lease = await idle.grant(60.0)
+        assert (await idle.create("k", b"", lease)).won
+        for number in range(40):
+            await busy.put(f"b/{number}", b"", if_version=None)
+        entries = await asyncio.gather(
+            *(idle.put(f"i/{number}", b"", if_version=None) for number in range(20))
+        )
+        assert all(entry is not None for entry in entries)
+        assert len(await idle.list("i")) == 20
+        assert (await idle.enqueue("line", b"", lease)).key
+        assert len(await idle.list("line")) == 1
 
 
-def test_a_token_floor_raises_tokens(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with (
-            nodes(tmp_path) as quorum,
-            opened(quorum.url(query="?token_floor=1000000")) as store,
-        ):
-            lease = await store.grant(60.0)
-            assert (await store.create("k", b"", lease)).entry.revision > 1_000_000
-
-    run(main)
+async def test_a_token_floor_raises_tokens(tmp_path: Path) -> None:
+    async with (
+        nodes(tmp_path) as quorum,
+        opened(quorum.url(query="?token_floor=1000000")) as store,
+    ):
+        lease = await store.grant(60.0)
+        assert (await store.create("k", b"", lease)).entry.revision > 1_000_000
 
 
-def test_what_cannot_be_stored_is_refused_with_the_reason(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with nodes(tmp_path) as quorum, opened(quorum.url()) as store:
-            lease = await store.grant(60.0)
-            with pytest.raises(StoreUnusable, match="at most 1000000 bytes"):
-                await store.put("k", bytes(1_000_001), if_version=None)
-            with pytest.raises(StoreUnusable, match="cannot be sent"):
-                await store.put("k", bytes(20_000_000), if_version=None)
-            with pytest.raises(StoreUnusable, match="characters"):
-                await store.create("", b"", lease)
-            with pytest.raises(StoreUnusable, match="cannot be sent"):
-                await store.get("\ud800")
-            with pytest.raises(ConfigError, match="64 bits"):
-                await store.enqueue("l", b"", lease, rank=2**63)
-            assert await store.put("k", bytes(1_000_000), if_version=None) is not None
-            big = await store.get("k")
-            assert big is not None
-            assert len(big.value) == 1_000_000
-            assert await store.put("k", b"", if_version="of another store") is None
-            await store.revoke(lease)
-            with pytest.raises(LeaseGone):
-                await store.renew(lease)
-
-    run(main)
+async def test_what_cannot_be_stored_is_refused_with_the_reason(tmp_path: Path) -> None:
+    async with nodes(tmp_path) as quorum, opened(quorum.url()) as store:
+        lease = await store.grant(60.0)
+        with pytest.raises(StoreUnusable, match="at most 1000000 bytes"):
+            await store.put("k", bytes(1_000_001), if_version=None)
+        with pytest.raises(StoreUnusable, match="cannot be sent"):
+            await store.put("k", bytes(20_000_000), if_version=None)
+        with pytest.raises(StoreUnusable, match="characters"):
+            await store.create("", b"", lease)
+        with pytest.raises(StoreUnusable, match="cannot be sent"):
+            await store.get("\ud800")
+        with pytest.raises(ConfigError, match="64 bits"):
+            await store.enqueue("l", b"", lease, rank=2**63)
+        assert await store.put("k", bytes(1_000_000), if_version=None) is not None
+        big = await store.get("k")
+        assert big is not None
+        assert len(big.value) == 1_000_000
+        assert await store.put("k", b"", if_version="of another store") is None
+        await store.revoke(lease)
+        with pytest.raises(LeaseGone):
+            await store.renew(lease)
 
 
-def test_a_list_longer_than_a_link_holds(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with nodes(tmp_path) as quorum, opened(quorum.url()) as store:
-            keys = [f"k/{number:02d}" for number in range(25)]
-            for key in keys:
-                await store.put(key, bytes(900_000), if_version=None)
-            listed = await store.list("k")
-            assert [entry.key for entry in listed] == keys
-            assert sum(len(entry.value) for entry in listed) > 16 << 20
-
-    run(main)
+async def test_a_list_longer_than_a_link_holds(tmp_path: Path) -> None:
+    async with nodes(tmp_path) as quorum, opened(quorum.url()) as store:
+        keys = [f"k/{number:02d}" for number in range(25)]
+        for key in keys:
+            await store.put(key, bytes(900_000), if_version=None)
+        listed = await store.list("k")
+        assert [entry.key for entry in listed] == keys
+        assert sum(len(entry.value) for entry in listed) > 16 << 20
 
 
-def test_nodes_of_two_clusters_are_refused(tmp_path: Path) -> None:
+async def test_nodes_of_two_clusters_are_refused(tmp_path: Path) -> None:
     """Two clusters behind one URL would elect two leaders."""
+    async with (
+        nodes(tmp_path / "a", cluster="a") as first,
+        nodes(tmp_path / "b", cluster="b") as second,
+    ):
+        with pytest.raises(StoreUnusable, match="cluster 'a', not to 'b'"):
+            async with opened(first.url(query="?cluster=b")):
+                pass
+        async with opened(f"doyen://{first.hosts},{second.hosts}") as store:
+            await store.put("k", b"", if_version=None)
+            assert store._cluster.name in ("a", "b")
+            stays = first if store._cluster.name == "a" else second
+            goes = second if stays is first else first
+            lease = await store.grant(60.0)
+            await store.renew(lease)
+            await goes.running["n1"].driver.barrier()
+            assert len(goes.running["n1"].keyspace) == 0
+            await stays.stop("n1")
+            with pytest.raises(StoreUnavailable):
+                await store.get("k")
+            await stays.start("n1")
+            assert await store.get("k") is not None
 
-    async def main() -> None:
-        async with (
-            nodes(tmp_path / "a", cluster="a") as first,
-            nodes(tmp_path / "b", cluster="b") as second,
+
+async def test_secrets(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text(f"{SECRET}\n")
+    quoted = SECRET.replace(" ", "%20")
+    async with nodes(tmp_path / "n", secret=SECRET, peer_secret=f"{SECRET} of nodes") as quorum:
+        for url in (
+            quorum.url(secret=quoted),
+            quorum.url(query=f"?secret_file={file}"),
         ):
-            with pytest.raises(StoreUnusable, match="cluster 'a', not to 'b'"):
-                async with opened(first.url(query="?cluster=b")):
+            async with opened(url) as store:
+                assert await store.get("k") is None
+        for url in (quorum.url(), quorum.url(secret="not%20the%20secret%20we%20mean")):
+            with pytest.raises(StoreUnusable, match="secret"):
+                async with opened(url):
                     pass
-            async with opened(f"doyen://{first.hosts},{second.hosts}") as store:
-                await store.put("k", b"", if_version=None)
-                assert store._cluster.name in ("a", "b")
-                stays = first if store._cluster.name == "a" else second
-                goes = second if stays is first else first
-                lease = await store.grant(60.0)
-                await store.renew(lease)
-                await goes.running["n1"].driver.barrier()
-                assert len(goes.running["n1"].keyspace) == 0
-                await stays.stop("n1")
-                with pytest.raises(StoreUnavailable):
-                    await store.get("k")
-                await stays.start("n1")
-                assert await store.get("k") is not None
-
-    run(main)
-
-
-def test_secrets(tmp_path: Path) -> None:
-    async def main() -> None:
-        file = tmp_path / "secret"
-        file.write_text(f"{SECRET}\n")
-        quoted = SECRET.replace(" ", "%20")
-        async with nodes(tmp_path / "n", secret=SECRET, peer_secret=f"{SECRET} of nodes") as quorum:
-            for url in (
-                quorum.url(secret=quoted),
-                quorum.url(query=f"?secret_file={file}"),
-            ):
-                async with opened(url) as store:
-                    assert await store.get("k") is None
-            for url in (quorum.url(), quorum.url(secret="not%20the%20secret%20we%20mean")):
-                with pytest.raises(StoreUnusable, match="secret"):
-                    async with opened(url):
-                        pass
-                store = make_store(StoreURL.parse(url))
-                (state,) = await store.inspect()
-                assert state.condition is None
-                assert "secret" in state.silent_because
-                await store.close()
-
-    run(main)
+            store = make_store(StoreURL.parse(url))
+            (state,) = await store.inspect()
+            assert state.condition is None
+            assert "secret" in state.silent_because
+            await store.close()
 
 
 @pytest.mark.parametrize(
@@ -448,22 +401,16 @@ def test_secrets(tmp_path: Path) -> None:
         ("doyen://h1?connect_timeout_s=soon", "is a number"),
     ],
 )
-def test_urls_that_cannot_work_are_refused(url: str, reason: str) -> None:
-    async def main() -> None:
-        with pytest.raises(ConfigError, match=re.escape(reason)):
-            async with opened(url):
-                pass
-
-    run(main)
+async def test_urls_that_cannot_work_are_refused(url: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        async with opened(url):
+            pass
 
 
-def test_no_node_can_be_reached() -> None:
-    async def main() -> None:
-        with pytest.raises(StoreUnavailable, match="no node of the quorum can be reached"):
-            async with opened(f"doyen://127.0.0.1:{free_port()},127.0.0.1:{free_port()}"):
-                pass
-
-    run(main)
+async def test_no_node_can_be_reached() -> None:
+    with pytest.raises(StoreUnavailable, match="no node of the quorum can be reached"):
+        async with opened(f"doyen://127.0.0.1:{free_port()},127.0.0.1:{free_port()}"):
+            pass
 
 
 def condition(node: str, **changes: Any) -> NodeStatus:
@@ -541,18 +488,15 @@ def test_problems_of_a_quorum_are_reported() -> None:
     assert any("n2 do not vote" in text for text in alone["note"])
 
 
-def test_nodes_report_their_status(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with nodes(tmp_path, 3) as quorum, opened(quorum.url()) as store:
-            assert {finding.level for finding in await store.diagnose()} == {"ok"}
-            await quorum.stop("n2")
-            said = await store.diagnose()
-            assert [finding.subject for finding in said if finding.level == "warning"] == [
-                quorum.peers["n2"],
-                "quorum",
-            ]
-
-    run(main)
+async def test_nodes_report_their_status(tmp_path: Path) -> None:
+    async with nodes(tmp_path, 3) as quorum, opened(quorum.url()) as store:
+        assert {finding.level for finding in await store.diagnose()} == {"ok"}
+        await quorum.stop("n2")
+        said = await store.diagnose()
+        assert [finding.subject for finding in said if finding.level == "warning"] == [
+            quorum.peers["n2"],
+            "quorum",
+        ]
 
 
 NESTED = encode(condition("n1")).replace(b"\xdc\x00\x14", b"\xdc\x00\x15") + b"\x91" * 100_000
@@ -568,36 +512,31 @@ NESTED = encode(condition("n1")).replace(b"\xdc\x00\x14", b"\xdc\x00\x15") + b"\
         (ANSWER + 1, encode(condition("n1"))),
     ],
 )
-def test_a_node_that_answers_garbage_counts_as_silent(kind: int, answer: bytes) -> None:
-    async def main() -> None:
-        amiss: list[dict[str, Any]] = []
-        asyncio.get_running_loop().set_exception_handler(
-            lambda loop, context: amiss.append(context)
+async def test_a_node_that_answers_garbage_counts_as_silent(kind: int, answer: bytes) -> None:
+    amiss: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: amiss.append(context))
+
+    def reply(link: FrameConnection, frames: object) -> None:
+        link.send(kind, answer)
+
+    def admit(link: FrameConnection) -> None:
+        link.welcome(reply, lambda link, end: None)
+
+    listener = Listener(
+        ConnectionIdentity("c", "n1", 1), Security(), peers=admit, clients=admit, pages={}
+    )
+    port = await listener.listen("127.0.0.1", 0)
+    try:
+        store = make_store(StoreURL.parse(f"doyen://127.0.0.1:{port}"))
+        (state,) = await store.inspect()
+        assert (state.condition, state.silent_because) == (
+            None,
+            f"127.0.0.1:{port}: the other side violated the protocol",
         )
-
-        def reply(link: FrameConnection, frames: object) -> None:
-            link.send(kind, answer)
-
-        def admit(link: FrameConnection) -> None:
-            link.welcome(reply, lambda link, end: None)
-
-        listener = Listener(
-            ConnectionIdentity("c", "n1", 1), Security(), peers=admit, clients=admit, pages={}
-        )
-        port = await listener.listen("127.0.0.1", 0)
-        try:
-            store = make_store(StoreURL.parse(f"doyen://127.0.0.1:{port}"))
-            (state,) = await store.inspect()
-            assert (state.condition, state.silent_because) == (
-                None,
-                f"127.0.0.1:{port}: the other side violated the protocol",
-            )
-            await store.close()
-        finally:
-            await listener.close()
-        assert not amiss
-
-    run(main)
+        await store.close()
+    finally:
+        await listener.close()
+    assert not amiss
 
 
 def test_a_node_that_names_many_others_has_a_bounded_number_of_them_dialled(
@@ -621,7 +560,7 @@ def test_a_node_that_names_many_others_has_a_bounded_number_of_them_dialled(
     assert len(dialled) == len({*dialled}) == 1 + OTHERS
 
 
-def test_many_reads_of_large_values_at_once_are_all_answered(
+async def test_many_reads_of_large_values_at_once_are_all_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sent as fast as the client reads: at most one value more than the socket's buffer waits in
@@ -635,38 +574,33 @@ def test_many_reads_of_large_values_at_once_are_all_answered(
         most = max(most, link.queued + link._transport.get_write_buffer_size())
         return sent
 
-    async def main() -> None:
-        nodes = Nodes(tmp_path)
-        await nodes.start()
-        store = await open_store(nodes.url(), Context(SystemClock(), lambda _: None))
-        try:
-            await store.put("large", b"x" * 1_000_000, if_version=None)
-            monkeypatch.setattr(FrameConnection, "send", measured)
-            async with asyncio.timeout(WITHIN_S):
-                found = await asyncio.gather(*(store.get("large") for _ in range(40)))
-            assert [len(each.value) for each in found if each] == [1_000_000] * 40
-            assert most < 3_000_000
-        finally:
-            await store.close()
-            await nodes.stop()
-
-    asyncio.run(main())
+    nodes = Nodes(tmp_path)
+    await nodes.start()
+    store = await open_store(nodes.url(), Context(SystemClock(), lambda _: None))
+    try:
+        await store.put("large", b"x" * 1_000_000, if_version=None)
+        monkeypatch.setattr(FrameConnection, "send", measured)
+        async with asyncio.timeout(WITHIN_S):
+            found = await asyncio.gather(*(store.get("large") for _ in range(40)))
+        assert [len(each.value) for each in found if each] == [1_000_000] * 40
+        assert most < 3_000_000
+    finally:
+        await store.close()
+        await nodes.stop()
 
 
-def test_a_list_that_was_answered_is_whole_though_its_connection_ends_in_the_same_turn() -> None:
+async def test_a_list_that_was_answered_is_whole_though_its_connection_ends_in_the_same_turn() -> (
+    None
+):
     record = StoredEntry("k/1", b"v", 1, 1)
-
-    async def main() -> None:
-        dialler = Dialler(["127.0.0.1:1"], Security(), ExpectedCluster(""), connect_timeout_s=1.0)
-        wire = QuorumConnection(dialler)
-        listing = asyncio.create_task(wire.ask(lambda number: Scan(number, "k")))
-        await asyncio.sleep(0)
-        (number,) = wire._calls
-        link: Any = SimpleNamespace(address="n1", send=lambda *_: True, close=lambda: None)
-        wire._connection = link
-        wire._received(link, [(ANSWER, encode(ListChunk(number, [record], False)))])
-        wire._disconnected(link, End.LEFT)
-        assert await listing == [record]
-        await wire.close()
-
-    run(main)
+    dialler = Dialler(["127.0.0.1:1"], Security(), ExpectedCluster(""), connect_timeout_s=1.0)
+    wire = QuorumConnection(dialler)
+    listing = asyncio.create_task(wire.ask(lambda number: Scan(number, "k")))
+    await asyncio.sleep(0)
+    (number,) = wire._calls
+    link: Any = SimpleNamespace(address="n1", send=lambda *_: True, close=lambda: None)
+    wire._connection = link
+    wire._received(link, [(ANSWER, encode(ListChunk(number, [record], False)))])
+    wire._disconnected(link, End.LEFT)
+    assert await listing == [record]
+    await wire.close()

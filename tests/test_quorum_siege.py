@@ -71,27 +71,24 @@ def faults(trial: Trial) -> dict[str, int]:
     return counted
 
 
-def test_nodes_of_another_cluster_and_nodes_without_the_secret(trial: Trial) -> None:
-    async def knock() -> None:
-        context = Context(SystemClock(), lambda event: None)
-        secret = SECRET.replace(" ", "%20")
-        for address in trial.peers.values():
-            for url in (
-                f"doyen://{secret}@{address}?cluster=another",
-                f"doyen://a%20long%20guess%20at%20it@{address}",
-                f"doyen://{address}",
-            ):
-                with pytest.raises(StoreUnusable):
-                    await open_store(url, context)
-            for me, security in (
-                (ConnectionIdentity("another", "n2", 7), KNOWING),
-                (ConnectionIdentity(CLUSTER, "n2", 7), Security(peer_secret=b"a long guess at it")),
-                (ConnectionIdentity(CLUSTER, "", 7), KNOWING),
-            ):
-                with pytest.raises(ConnectionRefused):
-                    await call(address, me, "peer", security=security)
-
-    asyncio.run(knock())
+async def test_nodes_of_another_cluster_and_nodes_without_the_secret(trial: Trial) -> None:
+    context = Context(SystemClock(), lambda event: None)
+    secret = SECRET.replace(" ", "%20")
+    for address in trial.peers.values():
+        for url in (
+            f"doyen://{secret}@{address}?cluster=another",
+            f"doyen://a%20long%20guess%20at%20it@{address}",
+            f"doyen://{address}",
+        ):
+            with pytest.raises(StoreUnusable):
+                await open_store(url, context)
+        for me, security in (
+            (ConnectionIdentity("another", "n2", 7), KNOWING),
+            (ConnectionIdentity(CLUSTER, "n2", 7), Security(peer_secret=b"a long guess at it")),
+            (ConnectionIdentity(CLUSTER, "", 7), KNOWING),
+        ):
+            with pytest.raises(ConnectionRefused):
+                await call(address, me, "peer", security=security)
 
 
 def test_garbage(trial: Trial) -> None:
@@ -119,28 +116,24 @@ def test_garbage(trial: Trial) -> None:
     assert sum(faults(trial).values()) > sum(before.values()) + 100
 
 
-def test_authenticated_clients_that_send_garbage(trial: Trial) -> None:
+async def test_authenticated_clients_that_send_garbage(trial: Trial) -> None:
     """They are let in, say something outrageous, and are shown out."""
-
-    async def talk() -> None:
-        for address in trial.peers.values():
-            for payload in (
-                b"",
-                b"\xc1" * 50,
-                b"\x90",
-                b"\xdd\xff\xff\xff\xff",
-                bytes(MAX_FRAME - 100),
-            ):
-                caller = await client(address)
-                caller.link.send(REQUEST, payload)
-                await ended(caller)
+    for address in trial.peers.values():
+        for payload in (
+            b"",
+            b"\xc1" * 50,
+            b"\x90",
+            b"\xdd\xff\xff\xff\xff",
+            bytes(MAX_FRAME - 100),
+        ):
             caller = await client(address)
-            caller.link.send(REQUEST, encode(IdentifyClient("a client of ours")))
-            caller.link.send(REQUEST, encode(Write(1, [1], [b"\xc1 not a command"])))
-            caller.link.send(99, b"a kind of frame that there is not")
+            caller.link.send(REQUEST, payload)
             await ended(caller)
-
-    asyncio.run(talk())
+        caller = await client(address)
+        caller.link.send(REQUEST, encode(IdentifyClient("a client of ours")))
+        caller.link.send(REQUEST, encode(Write(1, [1], [b"\xc1 not a command"])))
+        caller.link.send(99, b"a kind of frame that there is not")
+        await ended(caller)
 
 
 async def client(address: str) -> Caller:
@@ -152,7 +145,7 @@ async def ended(caller: Caller) -> None:
         await caller.link.wait()
 
 
-def test_slow_lorises(trial: Trial) -> None:
+async def test_slow_lorises(trial: Trial) -> None:
     """More than may wait at a door, each with a byte now and then; friends come in all the same."""
     with many(trial, 700) as strangers:
         for _ in range(3):
@@ -160,13 +153,9 @@ def test_slow_lorises(trial: Trial) -> None:
                 with suppress(ConnectionError):
                     stranger.send(b"\0")
             trial.progress(20)
-
-        async def knock() -> None:
-            for address in trial.peers.values():
-                friend = await client(address)
-                friend.link.abort()
-
-        asyncio.run(knock())
+        for address in trial.peers.values():
+            friend = await client(address)
+            friend.link.abort()
 
 
 @contextmanager

@@ -66,86 +66,75 @@ async def connected(server: NodeServer) -> QuorumStore:
     return store
 
 
-def test_a_folder_of_the_first_release_is_read_and_raised(tmp_path: Path) -> None:
+async def test_a_folder_of_the_first_release_is_read_and_raised(tmp_path: Path) -> None:
     with tarfile.open(FOLDERS / "first_release.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     folder = tmp_path / "n1"
+    server = await started(folder)
+    store = await connected(server)
+    kept = await store.list("kept")
+    assert [entry.key for entry in kept] == [f"kept/{n:02}" for n in (*range(29), 30)]
+    assert [entry.version for entry in kept] == [*range(9, 38), 41]
+    assert kept[-1].value == "ü".encode()
+    line = await store.list("elections/a/line")
+    assert [(ticket.value, int(ticket.lease or 0)) for ticket in line] == LINE
+    assert await store.get("gone") is None
+    for election, lease in (("a", 1), ("b", 2)):
+        leader = await store.get(f"elections/{election}/leader")
+        assert leader is not None
+        assert leader.lease == str(lease)
+        await store.renew(Lease(str(lease), 3600.0))
+    await store.revoke(Lease("1", 3600.0))
+    entry = await store.put("kept/31", b"", if_version=None)
+    assert entry is not None
+    assert entry.revision > 44
+    await store.close()
+    await server.close()
 
-    async def main() -> None:
-        server = await started(folder)
-        store = await connected(server)
-        kept = await store.list("kept")
-        assert [entry.key for entry in kept] == [f"kept/{n:02}" for n in (*range(29), 30)]
-        assert [entry.version for entry in kept] == [*range(9, 38), 41]
-        assert kept[-1].value == "ü".encode()
-        line = await store.list("elections/a/line")
-        assert [(ticket.value, int(ticket.lease or 0)) for ticket in line] == LINE
-        assert await store.get("gone") is None
-        for election, lease in (("a", 1), ("b", 2)):
-            leader = await store.get(f"elections/{election}/leader")
-            assert leader is not None
-            assert leader.lease == str(lease)
-            await store.renew(Lease(str(lease), 3600.0))
-        await store.revoke(Lease("1", 3600.0))
-        entry = await store.put("kept/31", b"", if_version=None)
-        assert entry is not None
-        assert entry.revision > 44
-        await store.close()
-        await server.close()
+    # What this release writes into that folder, it reads.
+    server = await started(folder, snapshot_entries=5)
+    store = await connected(server)
+    for number in range(20):
+        await store.put(f"more/{number}", b"", if_version=None)
+    line = await store.list("elections/a/line")
+    assert [(ticket.value, int(ticket.lease or 0)) for ticket in line] == [
+        each for each in LINE if each[1] == 2
+    ]
+    snapshot = server.driver.status().snapshot
+    assert snapshot > 50
+    before = [*server.keyspace.snapshot()]
+    await store.close()
+    await server.close()
 
-        # What this release writes into that folder, it reads.
-        server = await started(folder, snapshot_entries=5)
-        store = await connected(server)
-        for number in range(20):
-            await store.put(f"more/{number}", b"", if_version=None)
-        line = await store.list("elections/a/line")
-        assert [(ticket.value, int(ticket.lease or 0)) for ticket in line] == [
-            each for each in LINE if each[1] == 2
-        ]
-        snapshot = server.driver.status().snapshot
-        assert snapshot > 50
-        before = [*server.keyspace.snapshot()]
-        await store.close()
-        await server.close()
-
-        server = await started(folder)
-        assert server.driver.status().snapshot >= snapshot
-        store = await connected(server)
-        assert len(await store.list("more")) == 20
-        # Apart from the era, which every leader begins.
-        assert [*server.keyspace.snapshot()][1:] == before[1:]
-        await store.close()
-        await server.close()
-
-    run(main)
+    server = await started(folder)
+    assert server.driver.status().snapshot >= snapshot
+    store = await connected(server)
+    assert len(await store.list("more")) == 20
+    # Apart from the era, which every leader begins.
+    assert [*server.keyspace.snapshot()][1:] == before[1:]
+    await store.close()
+    await server.close()
 
 
 @pytest.mark.parametrize("snapshot_entries", [5, 1000])
-def test_a_node_without_its_state_machine_refuses_to_start(
+async def test_a_node_without_its_state_machine_refuses_to_start(
     tmp_path: Path, snapshot_entries: int
 ) -> None:
     """Whether what it needs is in the log or in a snapshot."""
-
-    async def main() -> None:
-        server = await started(tmp_path, Tally(), snapshot_entries=snapshot_entries)
-        for number in range(20):
-            await server.driver.propose(USER, b"%d" % number)
-        assert bool(server.driver.status().snapshot) == (snapshot_entries == 5)
-        await server.close()
-        with pytest.raises(StoreUnusable, match="the same machine= as the others"):
-            await started(tmp_path)
-        server = await started(tmp_path, Tally())
-        assert await server.driver.propose(USER, b"again") == 21
-        await server.close()
-
-    run(main)
+    server = await started(tmp_path, Tally(), snapshot_entries=snapshot_entries)
+    for number in range(20):
+        await server.driver.propose(USER, b"%d" % number)
+    assert bool(server.driver.status().snapshot) == (snapshot_entries == 5)
+    await server.close()
+    with pytest.raises(StoreUnusable, match="the same machine= as the others"):
+        await started(tmp_path)
+    server = await started(tmp_path, Tally())
+    assert await server.driver.propose(USER, b"again") == 21
+    await server.close()
 
 
-def test_nothing_is_proposed_that_no_state_machine_carries_out(tmp_path: Path) -> None:
-    async def main() -> None:
-        server = await started(tmp_path)
-        with pytest.raises(ConfigError, match="machine="):
-            await server.driver.propose(USER, b"x")
-        await server.close()
-
-    run(main)
+async def test_nothing_is_proposed_that_no_state_machine_carries_out(tmp_path: Path) -> None:
+    server = await started(tmp_path)
+    with pytest.raises(ConfigError, match="machine="):
+        await server.driver.propose(USER, b"x")
+    await server.close()

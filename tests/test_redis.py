@@ -41,24 +41,22 @@ async def opened(url: str) -> AsyncIterator[RedisStore]:
         await store.close()
 
 
-def test_a_lease_is_ended_only_on_the_server_on_which_it_was_observed(redis: servers.Redis) -> None:
+async def test_a_lease_is_ended_only_on_the_server_on_which_it_was_observed(
+    redis: servers.Redis,
+) -> None:
     """After a failover, counters of lost renewals are used again. An observation on the previous
     server proves nothing about a lease with the same counter on this one."""
-
-    async def main() -> None:
-        async with opened(redis.url) as store, opened(redis.url) as other:
-            lease = await store.grant(60)
-            (seen,) = await other.look([lease.id])
-            other._observer.judge(seen._replace(incarnation="an earlier server"))
-            await other.expire(lease.id, seen.counter)
+    async with opened(redis.url) as store, opened(redis.url) as other:
+        lease = await store.grant(60)
+        (seen,) = await other.look([lease.id])
+        other._observer.judge(seen._replace(incarnation="an earlier server"))
+        await other.expire(lease.id, seen.counter)
+        await store.renew(lease)
+        (seen,) = await other.look([lease.id])
+        other._observer.judge(seen)
+        await other.expire(lease.id, seen.counter)
+        with pytest.raises(LeaseGone):
             await store.renew(lease)
-            (seen,) = await other.look([lease.id])
-            other._observer.judge(seen)
-            await other.expire(lease.id, seen.counter)
-            with pytest.raises(LeaseGone):
-                await store.renew(lease)
-
-    run(main)
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -172,47 +170,40 @@ class TestClock:
 class TestExpiry:
     """One script compares the counter of a lease and ends it."""
 
-    def test_a_renewal_in_between_prevails(self, redis: servers.Redis) -> None:
-        async def main() -> None:
-            async with opened(redis.url) as holder, opened(redis.url) as other:
-                lease = await holder.grant(60)
-                key = leader_key("expire")
-                await holder.create(key, b"v", lease)
-                (seen,) = await other.look([lease.id])
-                other._observer.judge(seen)
+    async def test_a_renewal_in_between_prevails(self, redis: servers.Redis) -> None:
+        async with opened(redis.url) as holder, opened(redis.url) as other:
+            lease = await holder.grant(60)
+            key = leader_key("expire")
+            await holder.create(key, b"v", lease)
+            (seen,) = await other.look([lease.id])
+            other._observer.judge(seen)
+            await holder.renew(lease)
+            await other.expire(lease.id, seen.counter)
+            assert await other.get(key) is not None
+            (seen,) = await other.look([lease.id])
+            await other.expire(lease.id, seen.counter)
+            assert await holder.get(key) is None
+            with pytest.raises(LeaseGone):
                 await holder.renew(lease)
-                await other.expire(lease.id, seen.counter)
-                assert await other.get(key) is not None
-                (seen,) = await other.look([lease.id])
-                await other.expire(lease.id, seen.counter)
-                assert await holder.get(key) is None
-                with pytest.raises(LeaseGone):
-                    await holder.renew(lease)
 
-        run(main)
-
-    def test_an_ended_lease_cannot_be_renewed(self, redis: servers.Redis) -> None:
+    async def test_an_ended_lease_cannot_be_renewed(self, redis: servers.Redis) -> None:
         """redbeat#127: a client extended a lock that it no longer held."""
-
-        async def main() -> None:
-            async with opened(redis.url) as old, opened(redis.url) as new:
-                key = leader_key("owner")
-                lease = await old.grant(60)
-                await old.create(key, b"old", lease)
-                (seen,) = await new.look([lease.id])
-                new._observer.judge(seen)
-                await new.expire(lease.id, seen.counter)
-                mine = await new.grant(60)
-                assert (await new.create(key, b"new", mine)).won
-                with pytest.raises(LeaseGone):
-                    await old.renew(lease)
-                assert not await old.delete(key, if_version=-1)
-                await old.revoke(lease)
-                entry = await old.get(key)
-                assert entry is not None
-                assert entry.lease == mine.id
-
-        run(main)
+        async with opened(redis.url) as old, opened(redis.url) as new:
+            key = leader_key("owner")
+            lease = await old.grant(60)
+            await old.create(key, b"old", lease)
+            (seen,) = await new.look([lease.id])
+            new._observer.judge(seen)
+            await new.expire(lease.id, seen.counter)
+            mine = await new.grant(60)
+            assert (await new.create(key, b"new", mine)).won
+            with pytest.raises(LeaseGone):
+                await old.renew(lease)
+            assert not await old.delete(key, if_version=-1)
+            await old.revoke(lease)
+            entry = await old.get(key)
+            assert entry is not None
+            assert entry.lease == mine.id
 
 
 class TestSweep:
@@ -357,32 +348,26 @@ class TestFailover:
 class TestHints:
     """A notification may be lost: the watch is notified all the same."""
 
-    def test_changes_without_a_connection_are_notified(self, redis: servers.Redis) -> None:
-        async def main() -> None:
-            async with opened(redis.url) as store:
-                changed = asyncio.Event()
-                await store.watch(order_key("hints"), changed.set)
-                await asyncio.sleep(0.05)
-                changed.clear()
-                wire.redis_command(redis.port, "CLIENT", "KILL", "TYPE", "pubsub")
-                await notified(changed)
+    async def test_changes_without_a_connection_are_notified(self, redis: servers.Redis) -> None:
+        async with opened(redis.url) as store:
+            changed = asyncio.Event()
+            await store.watch(order_key("hints"), changed.set)
+            await asyncio.sleep(0.05)
+            changed.clear()
+            wire.redis_command(redis.port, "CLIENT", "KILL", "TYPE", "pubsub")
+            await notified(changed)
 
-        run(main)
-
-    def test_a_lost_notification_is_made_up_for(
+    async def test_a_lost_notification_is_made_up_for(
         self, redis: servers.Redis, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async def main() -> None:
-            url = f"{redis.url}?poll_s=0.1"
-            async with opened(url) as store, opened(redis.url) as other:
-                changed = asyncio.Event()
-                await store.watch(order_key("deaf"), changed.set)
-                monkeypatch.setattr(store._subscriber, "_changed", lambda scope: None)
-                await other.put(order_key("deaf"), b"v", if_version=None)
-                await notified(changed)
-                assert await other.delete(order_key("deaf"))
-
-        run(main)
+        url = f"{redis.url}?poll_s=0.1"
+        async with opened(url) as store, opened(redis.url) as other:
+            changed = asyncio.Event()
+            await store.watch(order_key("deaf"), changed.set)
+            monkeypatch.setattr(store._subscriber, "_changed", lambda scope: None)
+            await other.put(order_key("deaf"), b"v", if_version=None)
+            await notified(changed)
+            assert await other.delete(order_key("deaf"))
 
     def test_leases_and_watches_survive_a_restart(self) -> None:
         async def main() -> None:
@@ -431,103 +416,86 @@ class TestHints:
 class TestDamage:
     """Data that another program has written to doyen's keys."""
 
-    def test_a_damaged_entry_does_not_hide_others(self, redis: servers.Redis) -> None:
-        async def main() -> None:
-            bad, good = leader_key("damaged"), leader_key("sound")
-            async with opened(redis.url) as store:
-                lease = await store.grant(60)
-                for key in (bad, good):
-                    await store.create(key, b"v", lease)
-                damage = ("HSET", "{doyen}:entries", f"version:{bad}", "x")
-                wire.redis_command(redis.port, *damage)
-                surveys = await store.survey([bad, good])
-                assert all(each.owners == {lease.id} for each in surveys.values())
-                assert await store.get(good) is not None
-                with pytest.raises(StoreUnusable, match=f"{bad} is damaged"):
-                    await store.get(bad)
-                await store.revoke(lease)
-                assert await store.get(bad) is None
-
-        run(main)
+    async def test_a_damaged_entry_does_not_hide_others(self, redis: servers.Redis) -> None:
+        bad, good = leader_key("damaged"), leader_key("sound")
+        async with opened(redis.url) as store:
+            lease = await store.grant(60)
+            for key in (bad, good):
+                await store.create(key, b"v", lease)
+            damage = ("HSET", "{doyen}:entries", f"version:{bad}", "x")
+            wire.redis_command(redis.port, *damage)
+            surveys = await store.survey([bad, good])
+            assert all(each.owners == {lease.id} for each in surveys.values())
+            assert await store.get(good) is not None
+            with pytest.raises(StoreUnusable, match=f"{bad} is damaged"):
+                await store.get(bad)
+            await store.revoke(lease)
+            assert await store.get(bad) is None
 
 
 class TestElections:
     """Defects of other libraries, tested through the public API."""
 
-    def test_a_candidate_that_was_not_elected_does_not_enter(self, redis: servers.Redis) -> None:
+    async def test_a_candidate_that_was_not_elected_does_not_enter(
+        self, redis: servers.Redis
+    ) -> None:
         """redis-py#621: `with lock:` was entered without the lock."""
+        async with (
+            doyen.connect(redis.url, ttl_s=2) as one,
+            doyen.connect(redis.url, ttl_s=2) as two,
+            one.campaign("621", name="one"),
+        ):
+            with pytest.raises(NotElected):
+                async with two.campaign("621", name="two", wait_s=0.1):
+                    pytest.fail("entered without being elected")
 
-        async def main() -> None:
-            async with (
-                doyen.connect(redis.url, ttl_s=2) as one,
-                doyen.connect(redis.url, ttl_s=2) as two,
-                one.campaign("621", name="one"),
-            ):
-                with pytest.raises(NotElected):
-                    async with two.campaign("621", name="two", wait_s=0.1):
-                        pytest.fail("entered without being elected")
-
-        run(main)
-
-    def test_a_failure_to_acquire_is_not_success(self, redis: servers.Redis) -> None:
+    async def test_a_failure_to_acquire_is_not_success(self, redis: servers.Redis) -> None:
         """redbeat#208: an exception in acquire was taken for success."""
+        with servers.Proxy(redis) as proxy:
+            async with opened(proxy.url) as store, opened(redis.url) as other:
+                lease = await store.grant(60)
+                proxy.break_after(0, "down")
+                with pytest.raises(OutcomeUnknown):
+                    await store.create(leader_key("208"), b"mine", lease)
+                found = await other.get(leader_key("208"))
+                assert found is not None
+                assert found.lease == lease.id
+                proxy.refuse()
+                with pytest.raises((StoreUnavailable, OutcomeUnknown)):
+                    await store.create(leader_key("208b"), b"mine", lease)
+                with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{proxy.port}"):
+                    await store.create(leader_key("208b"), b"mine", lease)
+                assert await other.get(leader_key("208b")) is None
+                proxy.heal()
+                await store.revoke(lease)
 
-        async def main() -> None:
-            with servers.Proxy(redis) as proxy:
-                async with opened(proxy.url) as store, opened(redis.url) as other:
-                    lease = await store.grant(60)
-                    proxy.break_after(0, "down")
-                    with pytest.raises(OutcomeUnknown):
-                        await store.create(leader_key("208"), b"mine", lease)
-                    found = await other.get(leader_key("208"))
-                    assert found is not None
-                    assert found.lease == lease.id
-                    proxy.refuse()
-                    with pytest.raises((StoreUnavailable, OutcomeUnknown)):
-                        await store.create(leader_key("208b"), b"mine", lease)
-                    with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{proxy.port}"):
-                        await store.create(leader_key("208b"), b"mine", lease)
-                    assert await other.get(leader_key("208b")) is None
-                    proxy.heal()
-                    await store.revoke(lease)
-
-        run(main)
-
-    def test_a_failed_renewal_is_retried(self, redis: servers.Redis) -> None:
+    async def test_a_failed_renewal_is_retried(self, redis: servers.Redis) -> None:
         """redisson#775: after one failed renewal no other was scheduled."""
+        with servers.Proxy(redis) as proxy:
+            async with (
+                doyen.connect(proxy.url, ttl_s=1.5) as session,
+                session.campaign("775", name="one") as term,
+            ):
+                for _ in range(3):
+                    await asyncio.to_thread(proxy.reset)
+                    left_s = [term.remaining_s]
 
-        async def main() -> None:
-            with servers.Proxy(redis) as proxy:
-                async with (
-                    doyen.connect(proxy.url, ttl_s=1.5) as session,
-                    session.campaign("775", name="one") as term,
-                ):
-                    for _ in range(3):
-                        await asyncio.to_thread(proxy.reset)
-                        left_s = [term.remaining_s]
+                    async def renewed(left_s: list[float] = left_s) -> bool:
+                        term.check()
+                        left_s.append(term.remaining_s)
+                        return left_s[-1] > left_s[-2]
 
-                        async def renewed(left_s: list[float] = left_s) -> bool:
-                            term.check()
-                            left_s.append(term.remaining_s)
-                            return left_s[-1] > left_s[-2]
+                    await until("the lease is renewed", renewed)
 
-                        await until("the lease is renewed", renewed)
-
-        run(main)
-
-    def test_a_leader_is_ended_when_renewals_fail(self, redis: servers.Redis) -> None:
+    async def test_a_leader_is_ended_when_renewals_fail(self, redis: servers.Redis) -> None:
         """redisson#4698: the work went on without the lock."""
-
-        async def main() -> None:
-            with servers.Proxy(redis) as proxy:
-                async with doyen.connect(proxy.url, ttl_s=1) as session:
-                    with pytest.raises(LeadershipLost):
-                        async with session.campaign("4698", name="one"):
-                            await asyncio.to_thread(proxy.cut)
-                            await notified(asyncio.Event())
-                    await asyncio.to_thread(proxy.heal)
-
-        run(main)
+        with servers.Proxy(redis) as proxy:
+            async with doyen.connect(proxy.url, ttl_s=1) as session:
+                with pytest.raises(LeadershipLost):
+                    async with session.campaign("4698", name="one"):
+                        await asyncio.to_thread(proxy.cut)
+                        await notified(asyncio.Event())
+                await asyncio.to_thread(proxy.heal)
 
 
 class TestOpening:
@@ -548,41 +516,29 @@ class TestOpening:
             (f"?tls=true&cert={__file__}", "cert and key go together"),
         ],
     )
-    def test_a_wrong_url(self, rest: str, words: str) -> None:
-        async def main() -> None:
-            with pytest.raises(ConfigError, match=words):
-                await open_store(f"redis://localhost{rest}", Context(SystemClock(), print))
-            with pytest.raises(ConfigError, match="needs the master's name"):
-                await open_store("redis+sentinel://localhost", Context(SystemClock(), print))
+    async def test_a_wrong_url(self, rest: str, words: str) -> None:
+        with pytest.raises(ConfigError, match=words):
+            await open_store(f"redis://localhost{rest}", Context(SystemClock(), print))
+        with pytest.raises(ConfigError, match="needs the master's name"):
+            await open_store("redis+sentinel://localhost", Context(SystemClock(), print))
 
-        run(main)
+    async def test_a_server_that_does_not_exist(self) -> None:
+        port = servers.free_port()
+        with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{port}.*refused|Connect call"):
+            async with opened(f"redis://127.0.0.1:{port}"):
+                pass
 
-    def test_a_server_that_does_not_exist(self) -> None:
-        async def main() -> None:
-            port = servers.free_port()
-            with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{port}.*refused|Connect call"):
-                async with opened(f"redis://127.0.0.1:{port}"):
+    async def test_a_server_that_does_not_respond(self, redis: servers.Redis) -> None:
+        with servers.Proxy(redis) as proxy:
+            proxy.cut()
+            with pytest.raises(StoreUnavailable, match=r"does not answer within 0\.3 s"):
+                async with opened(f"{proxy.url}?connect_timeout_s=0.3"):
                     pass
 
-        run(main)
-
-    def test_a_server_that_does_not_respond(self, redis: servers.Redis) -> None:
-        async def main() -> None:
-            with servers.Proxy(redis) as proxy:
-                proxy.cut()
-                with pytest.raises(StoreUnavailable, match=r"does not answer within 0\.3 s"):
-                    async with opened(f"{proxy.url}?connect_timeout_s=0.3"):
-                        pass
-
-        run(main)
-
-    def test_a_database_that_does_not_exist(self, redis: servers.Redis) -> None:
-        async def main() -> None:
-            with pytest.raises(StoreUnusable, match="database 999"):
-                async with opened(f"{redis.url}/999"):
-                    pass
-
-        run(main)
+    async def test_a_database_that_does_not_exist(self, redis: servers.Redis) -> None:
+        with pytest.raises(StoreUnusable, match="database 999"):
+            async with opened(f"{redis.url}/999"):
+                pass
 
     def test_a_user_without_permission(self) -> None:
         async def main() -> None:
@@ -617,39 +573,29 @@ class TestOpening:
         with Guarded(requirepass="secret") as server:
             run(main)
 
-    def test_data_of_a_newer_doyen(self, redis: servers.Redis) -> None:
-        async def main() -> None:
-            wire.redis_command(redis.port, "HSET", "{newer}:meta", "layout", "3")
-            with pytest.raises(StoreUnusable, match="newer doyen"):
-                async with opened(f"{redis.url}?prefix=newer"):
-                    pass
+    async def test_data_of_a_newer_doyen(self, redis: servers.Redis) -> None:
+        wire.redis_command(redis.port, "HSET", "{newer}:meta", "layout", "3")
+        with pytest.raises(StoreUnusable, match="newer doyen"):
+            async with opened(f"{redis.url}?prefix=newer"):
+                pass
 
-        run(main)
-
-    def test_data_of_an_older_doyen(self, redis: servers.Redis) -> None:
+    async def test_data_of_an_older_doyen(self, redis: servers.Redis) -> None:
         """This version would not see the records of an older one, so there would be two leaders."""
+        wire.redis_command(redis.port, "HSET", "{older}:meta", "layout", "1")
+        wire.redis_command(redis.port, "ZADD", "{older}:leases", "0", "a")
+        with pytest.raises(StoreUnusable, match="older doyen"):
+            async with opened(f"{redis.url}?prefix=older"):
+                pass
 
-        async def main() -> None:
-            wire.redis_command(redis.port, "HSET", "{older}:meta", "layout", "1")
-            wire.redis_command(redis.port, "ZADD", "{older}:leases", "0", "a")
-            with pytest.raises(StoreUnusable, match="older doyen"):
-                async with opened(f"{redis.url}?prefix=older"):
-                    pass
-
-        run(main)
-
-    def test_prefixes_and_floors(self, redis: servers.Redis) -> None:
-        async def main() -> None:
-            floor = 1 << 52
-            async with opened(f"{redis.url}?prefix=high&token_floor={floor}") as high:
-                assert await token(high) > floor
-                lease = await high.grant(60)
-                assert (await high.create(KEY, b"v", lease)).won
-                async with opened(redis.url) as usual:
-                    assert await usual.get(KEY) is None
-                await high.revoke(lease)
-
-        run(main)
+    async def test_prefixes_and_floors(self, redis: servers.Redis) -> None:
+        floor = 1 << 52
+        async with opened(f"{redis.url}?prefix=high&token_floor={floor}") as high:
+            assert await token(high) > floor
+            lease = await high.grant(60)
+            assert (await high.create(KEY, b"v", lease)).won
+            async with opened(redis.url) as usual:
+                assert await usual.get(KEY) is None
+            await high.revoke(lease)
 
 
 class Master(servers.Redis):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -56,14 +55,11 @@ class TestValkey(LinkedStoreConformance):
         return Harness(valkey)
 
 
-def test_the_doctor_names_valkey(valkey: servers.Valkey) -> None:
-    async def main() -> None:
-        harness = Harness(valkey)
-        store = await harness.client()
-        try:
-            first, *_ = await store.diagnose()
-            assert first.text.startswith("Valkey ")
-        finally:
-            await harness.close_clients()
-
-    asyncio.run(main())
+async def test_the_doctor_names_valkey(valkey: servers.Valkey) -> None:
+    harness = Harness(valkey)
+    store = await harness.client()
+    try:
+        first, *_ = await store.diagnose()
+        assert first.text.startswith("Valkey ")
+    finally:
+        await harness.close_clients()

@@ -120,7 +120,7 @@ async def one_node(folder: Path, **settings: object) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("by", ["secret", "certificate"])
-def test_every_cell_of_the_table(tmp_path: Path, certificates: Certificates, by: str) -> None:
+async def test_every_cell_of_the_table(tmp_path: Path, certificates: Certificates, by: str) -> None:
     expected = table()
     assert expected.keys() == {"peer", *ACTIONS}
     settings: dict[str, object] = {
@@ -160,12 +160,9 @@ def test_every_cell_of_the_table(tmp_path: Path, certificates: Certificates, by:
         else:
             assert refused.value.reason is (CloseReason.MEMBER if heard else CloseReason.ROLE)
 
-    async def main() -> None:
-        async with asyncio.timeout(60), one_node(tmp_path / "n1", **settings) as address:
-            for role in SECRETS:
-                await check(address, role)
-
-    asyncio.run(main())
+    async with asyncio.timeout(60), one_node(tmp_path / "n1", **settings) as address:
+        for role in SECRETS:
+            await check(address, role)
 
 
 def test_every_request_is_in_the_table() -> None:
@@ -176,29 +173,22 @@ def test_every_request_is_in_the_table() -> None:
     assert {*get_args(Requests)} == roles.NEEDED.keys()
 
 
-def test_without_credentials_every_client_may_do_everything(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(60), one_node(tmp_path / "n1") as address:
-            store = make_store(StoreURL.parse(f"doyen://{address}"))
-            for action in ACTIONS.values():
-                await action(store)
-            await store.close()
-
-    asyncio.run(main())
+async def test_without_credentials_every_client_may_do_everything(tmp_path: Path) -> None:
+    async with asyncio.timeout(60), one_node(tmp_path / "n1") as address:
+        store = make_store(StoreURL.parse(f"doyen://{address}"))
+        for action in ACTIONS.values():
+            await action(store)
+        await store.close()
 
 
-def test_secrets_are_rotated_by_having_two(tmp_path: Path) -> None:
+async def test_secrets_are_rotated_by_having_two(tmp_path: Path) -> None:
     both = "the secret from now on\nthe secret until now"
-
-    async def main() -> None:
-        async with asyncio.timeout(60), one_node(tmp_path / "n1", secret=both) as address:
-            for secret in both.splitlines():
-                url = f"doyen://{secret.replace(' ', '%20')}@{address}"
-                store = make_store(StoreURL.parse(url))
-                await write(store)
-                await store.close()
-
-    asyncio.run(main())
+    async with asyncio.timeout(60), one_node(tmp_path / "n1", secret=both) as address:
+        for secret in both.splitlines():
+            url = f"doyen://{secret.replace(' ', '%20')}@{address}"
+            store = make_store(StoreURL.parse(url))
+            await write(store)
+            await store.close()
 
 
 def forwarded(command: AdvanceRevision | Delete) -> list[Command]:
@@ -214,7 +204,7 @@ def test_the_leader_knows_an_administrators_command_however_it_is_encoded() -> N
         assert not roles.needs_admin([Command("client", 1, 1, KEYSPACE, body)])
 
 
-def test_certificates_are_reloaded_without_a_restart(
+async def test_certificates_are_reloaded_without_a_restart(
     tmp_path: Path, certificates: Certificates
 ) -> None:
     """The authority is replaced; clients of the old one are then refused, those of the new one let
@@ -247,16 +237,13 @@ def test_certificates_are_reloaded_without_a_restart(
             await store.close()
         return True
 
-    async def main() -> None:
-        async with (
-            asyncio.timeout(60),
-            one_node(tmp_path / "n1", tls=installed) as address,
-        ):
-            assert await reaches(address, certificates)
-            files["certificate"].write_text("half a certifi")
-            assert await reaches(address, certificates)
-            install(new, "server")
-            assert await reaches(address, new)
-            assert not await reaches(address, certificates)
-
-    asyncio.run(main())
+    async with (
+        asyncio.timeout(60),
+        one_node(tmp_path / "n1", tls=installed) as address,
+    ):
+        assert await reaches(address, certificates)
+        files["certificate"].write_text("half a certifi")
+        assert await reaches(address, certificates)
+        install(new, "server")
+        assert await reaches(address, new)
+        assert not await reaches(address, certificates)

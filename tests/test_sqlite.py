@@ -80,7 +80,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 # Revisions
 
 
-def test_tokens_grow_across_restarts_and_from_the_floor(tmp_path: Path) -> None:
+async def test_tokens_grow_across_restarts_and_from_the_floor(tmp_path: Path) -> None:
     path = tmp_path / "x.db"
 
     async def create(query: str = "") -> int:
@@ -91,67 +91,58 @@ def test_tokens_grow_across_restarts_and_from_the_floor(tmp_path: Path) -> None:
             await store.revoke(lease)
             return entry.revision
 
-    async def test() -> None:
-        tokens = [await create(), await create()]
-        tokens += [await create("?token_floor=1000"), await create("?token_floor=5")]
-        assert tokens == sorted(set(tokens))
-        assert tokens[1] < 1000 < tokens[2]
-
-    run(test)
+    tokens = [await create(), await create()]
+    tokens += [await create("?token_floor=1000"), await create("?token_floor=5")]
+    assert tokens == sorted(set(tokens))
+    assert tokens[1] < 1000 < tokens[2]
 
 
-def test_ranks_order_the_line_and_are_checked(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with stores(tmp_path / "x.db") as (store,):
-            lease = await store.grant(TTL_S)
-            ranks = [0, -5, 7, 7, 1 << 30, -(1 << 30), 0]
-            tickets = [await store.enqueue("line", b"", lease, rank=rank) for rank in ranks]
-            order = [entry.key for entry in await store.list("line")]
-            by_rank = sorted(zip(ranks, tickets, strict=True), key=lambda pair: -pair[0])
-            assert order == [ticket.key for _, ticket in by_rank]
-            for rank in (1 << 31, -(1 << 31)):
-                with pytest.raises(ConfigError, match="a rank is between"):
-                    await store.enqueue("line", b"", lease, rank=rank)
-
-    run(test)
+async def test_ranks_order_the_line_and_are_checked(tmp_path: Path) -> None:
+    async with stores(tmp_path / "x.db") as (store,):
+        lease = await store.grant(TTL_S)
+        ranks = [0, -5, 7, 7, 1 << 30, -(1 << 30), 0]
+        tickets = [await store.enqueue("line", b"", lease, rank=rank) for rank in ranks]
+        order = [entry.key for entry in await store.list("line")]
+        by_rank = sorted(zip(ranks, tickets, strict=True), key=lambda pair: -pair[0])
+        assert order == [ticket.key for _, ticket in by_rank]
+        for rank in (1 << 31, -(1 << 31)):
+            with pytest.raises(ConfigError, match="a rank is between"):
+                await store.enqueue("line", b"", lease, rank=rank)
 
 
 # Leases of dead processes
 
 
-def test_the_entries_of_a_dead_lease_are_gone_for_every_method(tmp_path: Path) -> None:
-    async def test() -> None:
-        path = tmp_path / "x.db"
-        ended: list[Event] = []
-        async with stores(path) as (first,), stores(path, emit=ended.append) as (survivor,):
-            lease, own = await first.grant(TTL_S), await survivor.grant(TTL_S)
-            ahead = await first.enqueue("line", b"1", lease)
-            mine = await survivor.enqueue("line", b"2", own)
-            for key in ("a/1", "a/2", "b"):
-                assert (await first.create(key, b"v", lease)).won
-            notified: list[None] = []
-            watch = await survivor.watch("b", lambda: notified.append(None))
-            before = await survivor.ahead(mine)
-            assert before is not None
-            assert before.key == ahead.key
-            first._leases.release(lease.id)
+async def test_the_entries_of_a_dead_lease_are_gone_for_every_method(tmp_path: Path) -> None:
+    path = tmp_path / "x.db"
+    ended: list[Event] = []
+    async with stores(path) as (first,), stores(path, emit=ended.append) as (survivor,):
+        lease, own = await first.grant(TTL_S), await survivor.grant(TTL_S)
+        ahead = await first.enqueue("line", b"1", lease)
+        mine = await survivor.enqueue("line", b"2", own)
+        for key in ("a/1", "a/2", "b"):
+            assert (await first.create(key, b"v", lease)).won
+        notified: list[None] = []
+        watch = await survivor.watch("b", lambda: notified.append(None))
+        before = await survivor.ahead(mine)
+        assert before is not None
+        assert before.key == ahead.key
+        first._leases.release(lease.id)
 
-            assert await survivor.ahead(mine) is None
-            assert await survivor.get("a/1") is None
-            assert await survivor.list("a") == []
-            assert [entry.key for entry in await survivor.list("line")] == [mine.key]
-            with pytest.raises(TicketGone):
-                await survivor.ahead(ahead)
-            assert (await survivor.create("b", b"v", own)).won
-            with pytest.raises(LeaseGone):
-                await first.create("c", b"v", lease)
-            with pytest.raises(LeaseGone):
-                await first.enqueue("line", b"v", lease)
-            await until(lambda: bool(notified), "the watch is notified")
-            assert ended == [LeaseEnded(lease=lease.id, cause="died")]
-            watch.close()
-
-    run(test)
+        assert await survivor.ahead(mine) is None
+        assert await survivor.get("a/1") is None
+        assert await survivor.list("a") == []
+        assert [entry.key for entry in await survivor.list("line")] == [mine.key]
+        with pytest.raises(TicketGone):
+            await survivor.ahead(ahead)
+        assert (await survivor.create("b", b"v", own)).won
+        with pytest.raises(LeaseGone):
+            await first.create("c", b"v", lease)
+        with pytest.raises(LeaseGone):
+            await first.enqueue("line", b"v", lease)
+        await until(lambda: bool(notified), "the watch is notified")
+        assert ended == [LeaseEnded(lease=lease.id, cause="died")]
+        watch.close()
 
 
 def test_opening_removes_leftovers_of_dead_processes(tmp_path: Path) -> None:
@@ -214,56 +205,46 @@ def test_leases_of_another_boot_are_observed_after_opening(
 # Watches
 
 
-def test_a_change_notifies_watches_of_the_key_and_its_prefixes(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with stores(tmp_path / "x.db", 2) as (writer, reader):
-            notified: list[str] = []
-            for store, name in ((reader, "reader"), (writer, "writer")):
-                for scope in ("a", "a/b", "a/b/c", "a/b/cc", "ab"):
-                    await store.watch(scope, partial(notified.append, f"{name} {scope}"))
-            entry = await writer.put("a/b/c", b"1", if_version=None)
-            assert entry is not None
-            assert notified == []  # never called from within put
-            expected = {
-                f"{name} {s}" for name in ("reader", "writer") for s in ("a", "a/b", "a/b/c")
-            }
-            await until(lambda: set(notified) >= expected, "all watches are notified")
-            assert set(notified) == expected
-            notified.clear()
-            assert await writer.delete("a/b/c")
-            await until(
-                lambda: set(notified) >= expected, "all watches are notified of the deletion"
-            )
-
-    run(test)
+async def test_a_change_notifies_watches_of_the_key_and_its_prefixes(tmp_path: Path) -> None:
+    async with stores(tmp_path / "x.db", 2) as (writer, reader):
+        notified: list[str] = []
+        for store, name in ((reader, "reader"), (writer, "writer")):
+            for scope in ("a", "a/b", "a/b/c", "a/b/cc", "ab"):
+                await store.watch(scope, partial(notified.append, f"{name} {scope}"))
+        entry = await writer.put("a/b/c", b"1", if_version=None)
+        assert entry is not None
+        assert notified == []  # never called from within put
+        expected = {f"{name} {s}" for name in ("reader", "writer") for s in ("a", "a/b", "a/b/c")}
+        await until(lambda: set(notified) >= expected, "all watches are notified")
+        assert set(notified) == expected
+        notified.clear()
+        assert await writer.delete("a/b/c")
+        await until(lambda: set(notified) >= expected, "all watches are notified of the deletion")
 
 
-def test_a_closed_watch_does_not_notify_and_needs_no_transaction(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with stores(tmp_path / "x.db", 2) as (writer, reader):
-            notified: list[str] = []
-            first = await reader.watch("k", lambda: notified.append("first"))
-            second = await reader.watch("k", lambda: notified.append("second"))
-            await writer.put("k", b"1", if_version=None)
-            await until(lambda: set(notified) == {"first", "second"}, "both watches are notified")
-            notified.clear()
-            first.close()
-            first.close()
-            await writer.delete("k")
-            await until(lambda: notified == ["second"], "the open watch is notified")
-            second.close()
-            assert await _rows(reader, "watches") == 1
-            await writer.put("k", b"2", if_version=None)  # its tag is no longer known to the reader
-            await until(lambda: len(reader._database.stale) > 0, "the unknown tag is recorded")
-            await reader.put("other", b"", if_version=None)
-            assert await _rows(reader, "watches") == 0
-            assert notified == ["second"]
-            again = await reader.watch("k", lambda: notified.append("again"))
-            await writer.delete("k")
-            await until(lambda: notified == ["second", "again"], "a new watch works")
-            again.close()
-
-    run(test)
+async def test_a_closed_watch_does_not_notify_and_needs_no_transaction(tmp_path: Path) -> None:
+    async with stores(tmp_path / "x.db", 2) as (writer, reader):
+        notified: list[str] = []
+        first = await reader.watch("k", lambda: notified.append("first"))
+        second = await reader.watch("k", lambda: notified.append("second"))
+        await writer.put("k", b"1", if_version=None)
+        await until(lambda: set(notified) == {"first", "second"}, "both watches are notified")
+        notified.clear()
+        first.close()
+        first.close()
+        await writer.delete("k")
+        await until(lambda: notified == ["second"], "the open watch is notified")
+        second.close()
+        assert await _rows(reader, "watches") == 1
+        await writer.put("k", b"2", if_version=None)  # its tag is no longer known to the reader
+        await until(lambda: len(reader._database.stale) > 0, "the unknown tag is recorded")
+        await reader.put("other", b"", if_version=None)
+        assert await _rows(reader, "watches") == 0
+        assert notified == ["second"]
+        again = await reader.watch("k", lambda: notified.append("again"))
+        await writer.delete("k")
+        await until(lambda: notified == ["second", "again"], "a new watch works")
+        again.close()
 
 
 async def _rows(store: SQLiteStore, table: str) -> int:
@@ -273,119 +254,104 @@ async def _rows(store: SQLiteStore, table: str) -> int:
     return await store._database.submit(count, writes=False)
 
 
-def test_a_full_inbox_notifies_every_watch(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with stores(tmp_path / "x.db", 2) as (writer, reader):
-            notified: list[str] = []
-            await reader.watch("quiet", lambda: notified.append("quiet"))
-            await reader.watch("noisy", lambda: notified.append("noisy"))
-            noisy, quiet = (
-                reader._watches._scopes["noisy"].tag,
-                reader._watches._scopes["quiet"].tag,
-            )
-            capacity = reader._inbox._capacity
-            assert capacity % 8 == 0
-            # All sent before the loop runs again, so that nothing is read in between.
-            assert writer._inbox.send(reader._inbox.name, [noisy] * (capacity // 8))
-            assert writer._inbox.send(reader._inbox.name, [quiet])
-            await until(lambda: {"noisy", "quiet"} <= set(notified), "both watches are notified")
-            notified.clear()
-            assert writer._inbox.send(reader._inbox.name, [noisy] * (capacity // 8 - 1))
-            await until(lambda: bool(notified), "one watch is notified")
-            await asyncio.sleep(0)
-            assert set(notified) == {"noisy"}
-
-    run(test)
+async def test_a_full_inbox_notifies_every_watch(tmp_path: Path) -> None:
+    async with stores(tmp_path / "x.db", 2) as (writer, reader):
+        notified: list[str] = []
+        await reader.watch("quiet", lambda: notified.append("quiet"))
+        await reader.watch("noisy", lambda: notified.append("noisy"))
+        noisy, quiet = (
+            reader._watches._scopes["noisy"].tag,
+            reader._watches._scopes["quiet"].tag,
+        )
+        capacity = reader._inbox._capacity
+        assert capacity % 8 == 0
+        # All sent before the loop runs again, so that nothing is read in between.
+        assert writer._inbox.send(reader._inbox.name, [noisy] * (capacity // 8))
+        assert writer._inbox.send(reader._inbox.name, [quiet])
+        await until(lambda: {"noisy", "quiet"} <= set(notified), "both watches are notified")
+        notified.clear()
+        assert writer._inbox.send(reader._inbox.name, [noisy] * (capacity // 8 - 1))
+        await until(lambda: bool(notified), "one watch is notified")
+        await asyncio.sleep(0)
+        assert set(notified) == {"noisy"}
 
 
-def test_the_inbox_of_a_dead_process_is_removed_with_its_rows(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with stores(tmp_path / "x.db", 2) as (writer, reader):
-            await reader.watch("k", lambda: None)
-            reader._loop.remove_reader(reader._inbox.fd)
-            reader._inbox.close()
-            await writer.put("k", b"1", if_version=None)
-            assert await _rows(writer, "watches") == 0
-            names = os.listdir(tmp_path / "x.db.sessions")
-            assert names == [f"{writer._inbox.name}.inbox"]
-
-    run(test)
+async def test_the_inbox_of_a_dead_process_is_removed_with_its_rows(tmp_path: Path) -> None:
+    async with stores(tmp_path / "x.db", 2) as (writer, reader):
+        await reader.watch("k", lambda: None)
+        reader._loop.remove_reader(reader._inbox.fd)
+        reader._inbox.close()
+        await writer.put("k", b"1", if_version=None)
+        assert await _rows(writer, "watches") == 0
+        names = os.listdir(tmp_path / "x.db.sessions")
+        assert names == [f"{writer._inbox.name}.inbox"]
 
 
-def test_expiry_notifies_by_a_timer_that_follows_renewals(tmp_path: Path) -> None:
-    async def test() -> None:
-        clock = VirtualClock()
-        async with stores(tmp_path / "x.db", 2, clock) as (owner, watcher):
-            lease = await owner.grant(0.2)
-            assert (await owner.create("k", b"v", lease)).won
-            notified = asyncio.Event()
-            watch = await watcher.watch("k", notified.set)
-            for _ in range(6):
-                clock.advance(0.1)
-                await owner.renew(lease)
-                await asyncio.sleep(0.1)
-                assert not notified.is_set()
-            clock.advance(0.2)
-            async with asyncio.timeout(10):
-                await notified.wait()
-            assert await watcher.get("k") is None
-            with pytest.raises(LeaseGone):
-                await owner.renew(lease)
+async def test_expiry_notifies_by_a_timer_that_follows_renewals(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    async with stores(tmp_path / "x.db", 2, clock) as (owner, watcher):
+        lease = await owner.grant(0.2)
+        assert (await owner.create("k", b"v", lease)).won
+        notified = asyncio.Event()
+        watch = await watcher.watch("k", notified.set)
+        for _ in range(6):
+            clock.advance(0.1)
+            await owner.renew(lease)
+            await asyncio.sleep(0.1)
+            assert not notified.is_set()
+        clock.advance(0.2)
+        async with asyncio.timeout(10):
+            await notified.wait()
+        assert await watcher.get("k") is None
+        with pytest.raises(LeaseGone):
+            await owner.renew(lease)
+        watch.close()
+
+
+async def test_a_watched_lease_has_one_monitor_and_others_none(tmp_path: Path) -> None:
+    async with stores(tmp_path / "x.db", 2) as (owner, watcher):
+        lease = await owner.grant(TTL_S)
+        for number in range(50):
+            await owner.create(f"k/{number}", b"v", lease)
+        before = len(os.listdir("/proc/self/fd"))
+        watches = [await watcher.watch(f"k/{number}", lambda: None) for number in range(50)]
+        watches.append(await watcher.watch("k", lambda: None))
+        await asyncio.sleep(0)
+        assert len(watcher._watches._monitors) == 1
+        assert len(os.listdir("/proc/self/fd")) == before + 1
+        for watch in watches:
             watch.close()
-
-    run(test)
-
-
-def test_a_watched_lease_has_one_monitor_and_others_none(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with stores(tmp_path / "x.db", 2) as (owner, watcher):
-            lease = await owner.grant(TTL_S)
-            for number in range(50):
-                await owner.create(f"k/{number}", b"v", lease)
-            before = len(os.listdir("/proc/self/fd"))
-            watches = [await watcher.watch(f"k/{number}", lambda: None) for number in range(50)]
-            watches.append(await watcher.watch("k", lambda: None))
-            await asyncio.sleep(0)
-            assert len(watcher._watches._monitors) == 1
-            assert len(os.listdir("/proc/self/fd")) == before + 1
-            for watch in watches:
-                watch.close()
-            assert watcher._watches._monitors == {}
-            assert len(os.listdir("/proc/self/fd")) == before
-
-    run(test)
+        assert watcher._watches._monitors == {}
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_failed_refresh_of_a_watch_is_retried(
+async def test_a_failed_refresh_of_a_watch_is_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test() -> None:
-        async with stores(tmp_path / "x.db", 2) as (writer, reader):
-            notified = asyncio.Event()
-            await reader.watch("k", notified.set)
-            blocked = 3
-            real = database_module.Database._begin
+    async with stores(tmp_path / "x.db", 2) as (writer, reader):
+        notified = asyncio.Event()
+        await reader.watch("k", notified.set)
+        blocked = 3
+        real = database_module.Database._begin
 
-            def begin(self: Any, *args: Any) -> None:
-                nonlocal blocked
-                if self is reader._database and blocked:
-                    blocked -= 1
-                    raise StoreUnavailable("locked")
-                real(self, *args)
+        def begin(self: Any, *args: Any) -> None:
+            nonlocal blocked
+            if self is reader._database and blocked:
+                blocked -= 1
+                raise StoreUnavailable("locked")
+            real(self, *args)
 
-            monkeypatch.setattr(database_module.Database, "_begin", begin)
-            await writer.put("k", b"v", if_version=None)
-            async with asyncio.timeout(10):
-                await notified.wait()
-            assert blocked == 0
-
-    run(test)
+        monkeypatch.setattr(database_module.Database, "_begin", begin)
+        await writer.put("k", b"v", if_version=None)
+        async with asyncio.timeout(10):
+            await notified.wait()
+        assert blocked == 0
 
 
 # The database thread
 
 
-def test_ten_thousand_candidates_share_a_few_commits(
+async def test_ten_thousand_candidates_share_a_few_commits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commits = 0
@@ -397,69 +363,59 @@ def test_ten_thousand_candidates_share_a_few_commits(
         real(self)
 
     monkeypatch.setattr(database_module.Database, "_commit", commit)
+    async with stores(tmp_path / "x.db") as (store,):
+        lease = await store.grant(TTL_S)
 
-    async def test() -> None:
-        async with stores(tmp_path / "x.db") as (store,):
-            lease = await store.grant(TTL_S)
+        async def candidate(number: int) -> bool:
+            ticket = await store.enqueue(f"e/{number}/line", b"v", lease)
+            assert await store.ahead(ticket) is None
+            await store.watch(f"e/{number}/leader", lambda: None)
+            return (await store.create(f"e/{number}/leader", b"v", lease)).won
 
-            async def candidate(number: int) -> bool:
-                ticket = await store.enqueue(f"e/{number}/line", b"v", lease)
-                assert await store.ahead(ticket) is None
-                await store.watch(f"e/{number}/leader", lambda: None)
-                return (await store.create(f"e/{number}/leader", b"v", lease)).won
-
-            async with asyncio.timeout(30):
-                assert all(await asyncio.gather(*map(candidate, range(2000))))
-        assert commits < 200
-
-    run(test)
+        async with asyncio.timeout(30):
+            assert all(await asyncio.gather(*map(candidate, range(2000))))
+    assert commits < 200
 
 
-def test_a_cancelled_call_has_its_full_effect_or_none(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with stores(tmp_path / "x.db") as (store,):
-            lease = await store.grant(TTL_S)
-            for number in range(100):
-                task = asyncio.create_task(store.create(f"k/{number}", b"v", lease))
-                for _ in range(number % 4):
-                    await asyncio.sleep(0)
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-            for entry in await store.list("k"):
-                assert entry.value == b"v"
-                assert entry.lease == lease.id
-            watching = asyncio.create_task(store.watch("w", lambda: None))
-            await asyncio.sleep(0)
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
-            assert store._watches._scopes == {}
-            await store.put("x", b"", if_version=None)
-            assert await _rows(store, "watches") == 0
-
-    run(test)
+async def test_a_cancelled_call_has_its_full_effect_or_none(tmp_path: Path) -> None:
+    async with stores(tmp_path / "x.db") as (store,):
+        lease = await store.grant(TTL_S)
+        for number in range(100):
+            task = asyncio.create_task(store.create(f"k/{number}", b"v", lease))
+            for _ in range(number % 4):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        for entry in await store.list("k"):
+            assert entry.value == b"v"
+            assert entry.lease == lease.id
+        watching = asyncio.create_task(store.watch("w", lambda: None))
+        await asyncio.sleep(0)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        assert store._watches._scopes == {}
+        await store.put("x", b"", if_version=None)
+        assert await _rows(store, "watches") == 0
 
 
-def test_a_failed_operation_does_not_affect_others_in_its_transaction(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with stores(tmp_path / "x.db") as (store,):
-            lease = await store.grant(TTL_S)
-            await store.get("warm")
-            answers = await asyncio.gather(
-                store.create("a", b"v", lease),
-                store.create("\udcff", b"v", lease),
-                store.create("b", object(), lease),  # type: ignore[arg-type]
-                store.create("c", None, lease),  # type: ignore[arg-type]
-                store.create("d", b"v", lease),
-                return_exceptions=True,
-            )
-            kinds = [isinstance(answer, BaseException) for answer in answers]
-            assert kinds == [False, True, True, True, False]
-            assert {entry.key for entry in await store.list("")} == set()
-            assert await store.get("a") is not None
-            assert await store.get("d") is not None
-            assert await store.get("b") is None
-
-    run(test)
+async def test_a_failed_operation_does_not_affect_others_in_its_transaction(tmp_path: Path) -> None:
+    async with stores(tmp_path / "x.db") as (store,):
+        lease = await store.grant(TTL_S)
+        await store.get("warm")
+        answers = await asyncio.gather(
+            store.create("a", b"v", lease),
+            store.create("\udcff", b"v", lease),
+            store.create("b", object(), lease),  # type: ignore[arg-type]
+            store.create("c", None, lease),  # type: ignore[arg-type]
+            store.create("d", b"v", lease),
+            return_exceptions=True,
+        )
+        kinds = [isinstance(answer, BaseException) for answer in answers]
+        assert kinds == [False, True, True, True, False]
+        assert {entry.key for entry in await store.list("")} == set()
+        assert await store.get("a") is not None
+        assert await store.get("d") is not None
+        assert await store.get("b") is None
 
 
 class Failing:
@@ -493,85 +449,74 @@ class Failing:
         ("BEGIN", sqlite3.SQLITE_CORRUPT, StoreUnusable, "restore it"),
     ],
 )
-def test_database_errors_are_mapped_and_leave_no_partial_writes(
+async def test_database_errors_are_mapped_and_leave_no_partial_writes(
     tmp_path: Path, statement: str, code: int, kind: type[Exception], message: str
 ) -> None:
-    async def test() -> None:
-        async with stores(tmp_path / "x.db") as (store,):
-            lease = await store.grant(TTL_S)
-            database = store._database
-            database._execute = Failing(database._connection.execute, statement, code)
-            answers = await asyncio.gather(
-                *(store.create(f"k/{number}", b"v", lease) for number in range(3)),
-                return_exceptions=True,
-            )
-            failed = [answer for answer in answers if isinstance(answer, BaseException)]
-            assert failed
-            assert len({id(error) for error in failed}) == len(failed)
-            for error in failed:
-                assert isinstance(error, kind)
-                assert isinstance(error.__cause__, Exception)
-            with pytest.raises(kind, match=message):
-                raise failed[0]
-            won = [answer for answer in answers if not isinstance(answer, BaseException)]
-            assert len(await store.list("k")) == len(won)
-            assert (await store.create("again", b"v", lease)).won
-
-    run(test)
+    async with stores(tmp_path / "x.db") as (store,):
+        lease = await store.grant(TTL_S)
+        database = store._database
+        database._execute = Failing(database._connection.execute, statement, code)
+        answers = await asyncio.gather(
+            *(store.create(f"k/{number}", b"v", lease) for number in range(3)),
+            return_exceptions=True,
+        )
+        failed = [answer for answer in answers if isinstance(answer, BaseException)]
+        assert failed
+        assert len({id(error) for error in failed}) == len(failed)
+        for error in failed:
+            assert isinstance(error, kind)
+            assert isinstance(error.__cause__, Exception)
+        with pytest.raises(kind, match=message):
+            raise failed[0]
+        won = [answer for answer in answers if not isinstance(answer, BaseException)]
+        assert len(await store.list("k")) == len(won)
+        assert (await store.create("again", b"v", lease)).won
 
 
-def test_a_lock_timeout_needs_a_time_without_commits(tmp_path: Path) -> None:
+async def test_a_lock_timeout_needs_a_time_without_commits(tmp_path: Path) -> None:
     path = tmp_path / "x.db"
+    async with stores(path) as (store,):
+        database = store._database
+        database._patience_s = 0.05
+        versions = iter([1, 2, 3, 4, 4])
+        refusals = 0
 
-    async def test() -> None:
-        async with stores(path) as (store,):
-            database = store._database
-            database._patience_s = 0.05
-            versions = iter([1, 2, 3, 4, 4])
-            refusals = 0
+        def busy(how: str) -> bool:
+            nonlocal refusals
+            refusals += 1
+            return False
 
-            def busy(how: str) -> bool:
-                nonlocal refusals
-                refusals += 1
-                return False
-
-            database._try_begin = busy  # type: ignore[method-assign]
-            database._data_version = lambda: next(versions)  # type: ignore[method-assign]
-            with pytest.raises(StoreUnavailable, match="locked for writing by another process"):
-                await store.put("k", b"v", if_version=None)
-            assert next(versions, None) is None
-            assert refusals > 10
-
-    run(test)
-
-
-def test_reads_work_while_another_connection_writes(tmp_path: Path) -> None:
-    path = tmp_path / "x.db"
-
-    async def test() -> None:
-        async with stores(path) as (store,):
+        database._try_begin = busy  # type: ignore[method-assign]
+        database._data_version = lambda: next(versions)  # type: ignore[method-assign]
+        with pytest.raises(StoreUnavailable, match="locked for writing by another process"):
             await store.put("k", b"v", if_version=None)
-            begun, done = threading.Event(), threading.Event()
+        assert next(versions, None) is None
+        assert refusals > 10
 
-            def occupy() -> None:
-                connection = sqlite3.connect(path, isolation_level=None)
-                connection.execute("BEGIN IMMEDIATE")
-                begun.set()
-                done.wait(10)
-                connection.execute("ROLLBACK")
-                connection.close()
 
-            occupier = asyncio.create_task(asyncio.to_thread(occupy))
-            await asyncio.to_thread(begun.wait, 10)
-            assert await store.get("k") is not None
-            assert len(await store.list("")) == 0
-            with pytest.raises(StoreUnavailable, match="this process"):
-                await store.put("k2", b"v", if_version=None)
-            done.set()
-            await occupier
-            assert await store.put("k2", b"v", if_version=None)
+async def test_reads_work_while_another_connection_writes(tmp_path: Path) -> None:
+    path = tmp_path / "x.db"
+    async with stores(path) as (store,):
+        await store.put("k", b"v", if_version=None)
+        begun, done = threading.Event(), threading.Event()
 
-    run(test)
+        def occupy() -> None:
+            connection = sqlite3.connect(path, isolation_level=None)
+            connection.execute("BEGIN IMMEDIATE")
+            begun.set()
+            done.wait(10)
+            connection.execute("ROLLBACK")
+            connection.close()
+
+        occupier = asyncio.create_task(asyncio.to_thread(occupy))
+        await asyncio.to_thread(begun.wait, 10)
+        assert await store.get("k") is not None
+        assert len(await store.list("")) == 0
+        with pytest.raises(StoreUnavailable, match="this process"):
+            await store.put("k2", b"v", if_version=None)
+        done.set()
+        await occupier
+        assert await store.put("k2", b"v", if_version=None)
 
 
 # Closing
@@ -604,27 +549,24 @@ def test_a_closed_store_raises_and_leaves_nothing_open(tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "doyen-sqlite"]
 
 
-def test_revoking_ends_the_lease_even_if_the_database_is_stuck(
+async def test_revoking_ends_the_lease_even_if_the_database_is_stuck(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test() -> None:
-        async with stores(tmp_path / "x.db", 2) as (owner, watcher):
-            lease = await owner.grant(TTL_S)
-            assert (await owner.create("k", b"v", lease)).won
-            notified = asyncio.Event()
-            await watcher.watch("k", notified.set)
+    async with stores(tmp_path / "x.db", 2) as (owner, watcher):
+        lease = await owner.grant(TTL_S)
+        assert (await owner.create("k", b"v", lease)).won
+        notified = asyncio.Event()
+        await watcher.watch("k", notified.set)
 
-            def begin(batch: object, how: str) -> None:
-                raise StoreUnavailable("stuck")
+        def begin(batch: object, how: str) -> None:
+            raise StoreUnavailable("stuck")
 
-            monkeypatch.setattr(owner._database, "_begin", begin)
-            await owner.revoke(lease)
-            async with asyncio.timeout(10):
-                await notified.wait()
-            assert await watcher.get("k") is None
-            await owner.revoke(lease)
-
-    run(test)
+        monkeypatch.setattr(owner._database, "_begin", begin)
+        await owner.revoke(lease)
+        async with asyncio.timeout(10):
+            await notified.wait()
+        assert await watcher.get("k") is None
+        await owner.revoke(lease)
 
 
 def test_a_loop_may_end_without_closing_the_store(tmp_path: Path) -> None:

@@ -163,19 +163,15 @@ def test_signals_reach_the_command(tmp_path: Path) -> None:
     assert asyncio.run(main()) == 3
 
 
-def test_a_signal_that_comes_with_the_start_is_not_lost() -> None:
+async def test_a_signal_that_comes_with_the_start_is_not_lost() -> None:
     """It meets a child that has yet to become the command, and still has the guard's handlers."""
-
-    async def main() -> None:
-        async with Supervisor(["sleep", "3600"]) as supervisor:
-            for signum in [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1] * 4:
-                running = asyncio.ensure_future(supervisor.run(Tenure()))
-                await asyncio.sleep(0)
-                supervisor.forward(signum)
-                async with asyncio.timeout(PATIENCE_S):
-                    assert await running == 128 + signum
-
-    asyncio.run(main())
+    async with Supervisor(["sleep", "3600"]) as supervisor:
+        for signum in [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1] * 4:
+            running = asyncio.ensure_future(supervisor.run(Tenure()))
+            await asyncio.sleep(0)
+            supervisor.forward(signum)
+            async with asyncio.timeout(PATIENCE_S):
+                assert await running == 128 + signum
 
 
 def test_the_command_can_be_run_again_under_the_same_guard(tmp_path: Path) -> None:
@@ -216,36 +212,30 @@ def test_what_the_command_leaves_behind_ends_with_it(stamps: Callable[..., Stamp
     assert not work.any_alive()
 
 
-def test_cancelling_stops_a_command_that_ends_on_sigterm_without_sigkill(
+async def test_cancelling_stops_a_command_that_ends_on_sigterm_without_sigkill(
     stamps: Callable[..., Stamps],
 ) -> None:
     work = stamps("meek")
-
-    async def main() -> None:
-        async with Supervisor(work.command) as supervisor:
-            body = asyncio.create_task(supervisor.run(Tenure(budget_s=3600.0)))
-            await until_async(work.all_write, "the command runs")
-            body.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await body
-            assert not work.any_alive()
-
-    asyncio.run(main())
+    async with Supervisor(work.command) as supervisor:
+        body = asyncio.create_task(supervisor.run(Tenure(budget_s=3600.0)))
+        await until_async(work.all_write, "the command runs")
+        body.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await body
+        assert not work.any_alive()
 
 
-def test_a_stopped_command_is_continued_so_that_it_can_end(stamps: Callable[..., Stamps]) -> None:
+async def test_a_stopped_command_is_continued_so_that_it_can_end(
+    stamps: Callable[..., Stamps],
+) -> None:
     work = stamps("meek")
-
-    async def main() -> None:
-        async with Supervisor(work.command) as supervisor:
-            body = asyncio.create_task(supervisor.run(Tenure(budget_s=3600.0)))
-            await until_async(work.all_write, "the command runs")
-            os.kill(work.pids()[0], signal.SIGSTOP)
-            body.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await body
-
-    asyncio.run(main())
+    async with Supervisor(work.command) as supervisor:
+        body = asyncio.create_task(supervisor.run(Tenure(budget_s=3600.0)))
+        await until_async(work.all_write, "the command runs")
+        os.kill(work.pids()[0], signal.SIGSTOP)
+        body.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await body
 
 
 def test_the_deadline_holds_for_the_whole_tree(stamps: Callable[..., Stamps]) -> None:
@@ -267,24 +257,20 @@ def test_the_deadline_holds_for_the_whole_tree(stamps: Callable[..., Stamps]) ->
     assert valid_until < work.last() < valid_until + budget_s
 
 
-def test_renewals_keep_it_running(stamps: Callable[..., Stamps]) -> None:
+async def test_renewals_keep_it_running(stamps: Callable[..., Stamps]) -> None:
     work = stamps("meek")
-
-    async def main() -> None:
-        async with Supervisor(work.command) as supervisor:
-            term = Tenure(valid_s=PATIENCE_S, budget_s=0.1)
-            body = asyncio.create_task(supervisor.run(term))
-            await until_async(work.all_write, "the command runs")
-            term.renew(0.15)
-            first_deadline = term.valid_until
-            term.renew(PATIENCE_S)
-            await until_async(lambda: work.last() > first_deadline + 0.1, "that deadline is past")
-            assert not body.done()
-            body.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await body
-
-    asyncio.run(main())
+    async with Supervisor(work.command) as supervisor:
+        term = Tenure(valid_s=PATIENCE_S, budget_s=0.1)
+        body = asyncio.create_task(supervisor.run(term))
+        await until_async(work.all_write, "the command runs")
+        term.renew(0.15)
+        first_deadline = term.valid_until
+        term.renew(PATIENCE_S)
+        await until_async(lambda: work.last() > first_deadline + 0.1, "that deadline is past")
+        assert not body.done()
+        body.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await body
 
 
 def test_kill_does_not_wait(stamps: Callable[..., Stamps]) -> None:

@@ -239,22 +239,19 @@ async def opened(url: str) -> Store:
     return await open_store(url, Context(SystemClock(), lambda event: None))
 
 
-def test_with_certificates_on_both_sides(server: Secured, certificates: Certificates) -> None:
-    async def main() -> None:
-        store = await opened(f"{server.tls}?{certificates.options()}")
-        try:
-            lease = await store.grant(60)
-            await store.renew(lease)
-            notified = asyncio.Event()
-            await store.watch(KEY, notified.set)
-            assert (await store.create(KEY, b"v", lease)).won
-            async with asyncio.timeout(20):
-                await notified.wait()
-            await store.revoke(lease)
-        finally:
-            await store.close()
-
-    asyncio.run(main())
+async def test_with_certificates_on_both_sides(server: Secured, certificates: Certificates) -> None:
+    store = await opened(f"{server.tls}?{certificates.options()}")
+    try:
+        lease = await store.grant(60)
+        await store.renew(lease)
+        notified = asyncio.Event()
+        await store.watch(KEY, notified.set)
+        assert (await store.create(KEY, b"v", lease)).won
+        async with asyncio.timeout(20):
+            await notified.wait()
+        await store.revoke(lease)
+    finally:
+        await store.close()
 
 
 REFUSALS = {

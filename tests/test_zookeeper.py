@@ -82,18 +82,15 @@ def test_an_operator_finds_the_recipe(zookeeper: servers.ZooKeeper, chroot: str)
         asyncio.run(main(client))
 
 
-def test_tokens_begin_above_the_floor(zookeeper: servers.ZooKeeper, chroot: str) -> None:
-    async def main() -> None:
-        url = zookeeper.url + chroot
-        async with opened(url) as plain, opened(f"{url}?token_floor=1000000000000") as raised:
-            lease = await plain.grant(TTL_S)
-            entry = (await plain.create(leader_key("e"), b"", lease)).entry
-            seen = await raised.get(leader_key("e"))
-            assert seen is not None
-            assert seen.revision == entry.revision + 10**12
-            assert await raised.delete(seen.key, if_version=seen.version)
-
-    asyncio.run(main())
+async def test_tokens_begin_above_the_floor(zookeeper: servers.ZooKeeper, chroot: str) -> None:
+    url = zookeeper.url + chroot
+    async with opened(url) as plain, opened(f"{url}?token_floor=1000000000000") as raised:
+        lease = await plain.grant(TTL_S)
+        entry = (await plain.create(leader_key("e"), b"", lease)).entry
+        seen = await raised.get(leader_key("e"))
+        assert seen is not None
+        assert seen.revision == entry.revision + 10**12
+        assert await raised.delete(seen.key, if_version=seen.version)
 
 
 def test_an_emptied_ensemble_is_refused(chroot: str) -> None:
@@ -117,75 +114,64 @@ def test_an_emptied_ensemble_is_refused(chroot: str) -> None:
 
 
 @pytest.mark.parametrize("operation", ["delete", "put"])
-def test_a_late_change_does_not_affect_the_next_record(
+async def test_a_late_change_does_not_affect_the_next_record(
     zookeeper: servers.ZooKeeper, chroot: str, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record is replaced between the read and the change. Both have ZooKeeper's version 0, so
     the version alone would permit the change."""
+    url = zookeeper.url + chroot
+    async with opened(url) as ours, opened(url) as theirs:
+        key = leader_key("e")
+        lease = await theirs.grant(TTL_S)
+        old = (await theirs.create(key, b"old", lease)).entry
+        read = ours._unchanged
 
-    async def main() -> None:
-        url = zookeeper.url + chroot
-        async with opened(url) as ours, opened(url) as theirs:
-            key = leader_key("e")
-            lease = await theirs.grant(TTL_S)
-            old = (await theirs.create(key, b"old", lease)).entry
-            read = ours._unchanged
+        async def read_late(*args: Any) -> Any:
+            seen = await read(*args)
+            monkeypatch.setattr(ours, "_unchanged", read)
+            assert await theirs.delete(key)
+            assert (await theirs.create(key, b"new", lease)).won
+            return seen
 
-            async def read_late(*args: Any) -> Any:
-                seen = await read(*args)
-                monkeypatch.setattr(ours, "_unchanged", read)
-                assert await theirs.delete(key)
-                assert (await theirs.create(key, b"new", lease)).won
-                return seen
-
-            monkeypatch.setattr(ours, "_unchanged", read_late)
-            if operation == "delete":
-                assert not await ours.delete(key, if_version=old.version)
-            else:
-                assert await ours.put(key, b"ours", if_version=old.version) is None
-            found = await ours.get(key)
-            assert found is not None
-            assert found.value == b"new"
-
-    asyncio.run(main())
+        monkeypatch.setattr(ours, "_unchanged", read_late)
+        if operation == "delete":
+            assert not await ours.delete(key, if_version=old.version)
+        else:
+            assert await ours.put(key, b"ours", if_version=old.version) is None
+        found = await ours.get(key)
+        assert found is not None
+        assert found.value == b"new"
 
 
-def test_a_leader_whose_record_was_removed_does_not_remove_the_next(
+async def test_a_leader_whose_record_was_removed_does_not_remove_the_next(
     zookeeper: servers.ZooKeeper, chroot: str
 ) -> None:
     """What the store remembers of the record that it created must not permit that."""
-
-    async def main() -> None:
-        url = zookeeper.url + chroot
-        async with opened(url) as a, opened(url) as b:
-            key = leader_key("e")
-            mine = (await a.create(key, b"a", await a.grant(TTL_S))).entry
-            assert await b.delete(key)
-            assert (await b.create(key, b"b", await b.grant(TTL_S))).won
-            assert not await a.delete(key, if_version=mine.version)
-            found = await a.get(key)
-            assert found is not None
-            assert found.value == b"b"
-
-    asyncio.run(main())
+    url = zookeeper.url + chroot
+    async with opened(url) as a, opened(url) as b:
+        key = leader_key("e")
+        mine = (await a.create(key, b"a", await a.grant(TTL_S))).entry
+        assert await b.delete(key)
+        assert (await b.create(key, b"b", await b.grant(TTL_S))).won
+        assert not await a.delete(key, if_version=mine.version)
+        found = await a.get(key)
+        assert found is not None
+        assert found.value == b"b"
 
 
-def test_an_entry_of_a_lease_can_be_made_persistent(
+async def test_an_entry_of_a_lease_can_be_made_persistent(
     zookeeper: servers.ZooKeeper, chroot: str
 ) -> None:
-    async def main() -> None:
-        async with opened(zookeeper.url + chroot) as store:
-            lease = await store.grant(TTL_S)
-            bound = (await store.create(order_key("e"), b"1", lease)).entry
-            kept = await store.put(bound.key, b"2", if_version=bound.version)
-            assert kept is not None
-            assert kept.lease is None
-            assert kept.revision > bound.revision
-            await store.revoke(lease)
-            found = await store.get(bound.key)
-            assert found == kept
-
-    asyncio.run(main())
+    async with opened(zookeeper.url + chroot) as store:
+        lease = await store.grant(TTL_S)
+        bound = (await store.create(order_key("e"), b"1", lease)).entry
+        kept = await store.put(bound.key, b"2", if_version=bound.version)
+        assert kept is not None
+        assert kept.lease is None
+        assert kept.revision > bound.revision
+        await store.revoke(lease)
+        found = await store.get(bound.key)
+        assert found == kept
 
 
 def test_unused_watches_are_removed_from_the_server(chroot: str) -> None:
@@ -211,22 +197,18 @@ def test_unused_watches_are_removed_from_the_server(chroot: str) -> None:
         asyncio.run(main(server))
 
 
-def test_exhausted_ticket_numbers_are_reported(
+async def test_exhausted_ticket_numbers_are_reported(
     zookeeper: servers.ZooKeeper, chroot: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ZooKeeper's counter has 31 bits, after which numbers repeat."""
     monkeypatch.setattr(module, "_LAST_TICKET", 2)
-
-    async def main() -> None:
-        async with opened(zookeeper.url + chroot) as store:
-            lease = await store.grant(TTL_S)
-            for _ in range(2):
-                await store.enqueue(line_key("e"), b"", lease)
-            with pytest.raises(StoreUnusable, match="delete that znode"):
-                await store.enqueue(line_key("e"), b"", lease)
-            assert len(await store.list(line_key("e"))) == 2
-
-    asyncio.run(main())
+    async with opened(zookeeper.url + chroot) as store:
+        lease = await store.grant(TTL_S)
+        for _ in range(2):
+            await store.enqueue(line_key("e"), b"", lease)
+        with pytest.raises(StoreUnusable, match="delete that znode"):
+            await store.enqueue(line_key("e"), b"", lease)
+        assert len(await store.list(line_key("e"))) == 2
 
 
 def test_znodes_of_other_programs_are_ignored(zookeeper: servers.ZooKeeper, chroot: str) -> None:
@@ -273,18 +255,15 @@ def test_an_operator_ends_a_lease_by_deleting_its_znode(
         asyncio.run(main(client))
 
 
-def test_a_request_beyond_zookeepers_limits_is_refused(
+async def test_a_request_beyond_zookeepers_limits_is_refused(
     zookeeper: servers.ZooKeeper, chroot: str
 ) -> None:
-    async def main() -> None:
-        async with opened(zookeeper.url + chroot) as store:
-            with pytest.raises(ConfigError, match=r"grants, 40 s.*maxSessionTimeout"):
-                await store.grant(41.0)
-            lease = await store.grant(TTL_S)
-            with pytest.raises(ConfigError, match="1000001 bytes"):
-                await store.create(leader_key("e"), bytes(1_000_001), lease)
-
-    asyncio.run(main())
+    async with opened(zookeeper.url + chroot) as store:
+        with pytest.raises(ConfigError, match=r"grants, 40 s.*maxSessionTimeout"):
+            await store.grant(41.0)
+        lease = await store.grant(TTL_S)
+        with pytest.raises(ConfigError, match="1000001 bytes"):
+            await store.create(leader_key("e"), bytes(1_000_001), lease)
 
 
 @pytest.mark.parametrize(
@@ -343,39 +322,32 @@ def test_servers_that_cannot_be_reached_are_named_with_their_reasons() -> None:
     assert "refused" in str(failure.value)
 
 
-def test_a_server_that_is_not_zookeeper_is_reported() -> None:
-    async def main() -> None:
-        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.read(1)
-            writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-            writer.close()
+async def test_a_server_that_is_not_zookeeper_is_reported() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
 
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{port}: "):
-                await _open(f"zookeeper://127.0.0.1:{port}?connect_timeout_s=0.5")
-
-    asyncio.run(main())
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{port}: "):
+            await _open(f"zookeeper://127.0.0.1:{port}?connect_timeout_s=0.5")
 
 
-def test_entries_are_private_to_their_user(zookeeper: servers.ZooKeeper, chroot: str) -> None:
+async def test_entries_are_private_to_their_user(zookeeper: servers.ZooKeeper, chroot: str) -> None:
     """With digest authentication, clients with another password or none have no access."""
-
-    async def main() -> None:
-        ours = zookeeper.url.replace("//", "//doyen:p%40ss%3Aword@") + chroot
-        async with opened(ours) as store, opened(ours) as same:
-            lease = await store.grant(TTL_S)
-            assert (await store.create(leader_key("e"), b"", lease)).won
-            assert await same.get(leader_key("e")) is not None
-        for url in (ours.replace("word@", "wrong@"), zookeeper.url + chroot):
-            with pytest.raises(StoreUnusable, match="Check user and password"):
-                await _open(url)
-        async with opened(zookeeper.url.replace("//", "//a:b@") + chroot + "2?acl=open") as store:
-            await store.put(order_key("e"), b"", if_version=None)
-        async with opened(zookeeper.url + chroot + "2") as anonymous:
-            assert await anonymous.get(order_key("e")) is not None
-
-    asyncio.run(main())
+    ours = zookeeper.url.replace("//", "//doyen:p%40ss%3Aword@") + chroot
+    async with opened(ours) as store, opened(ours) as same:
+        lease = await store.grant(TTL_S)
+        assert (await store.create(leader_key("e"), b"", lease)).won
+        assert await same.get(leader_key("e")) is not None
+    for url in (ours.replace("word@", "wrong@"), zookeeper.url + chroot):
+        with pytest.raises(StoreUnusable, match="Check user and password"):
+            await _open(url)
+    async with opened(zookeeper.url.replace("//", "//a:b@") + chroot + "2?acl=open") as store:
+        await store.put(order_key("e"), b"", if_version=None)
+    async with opened(zookeeper.url + chroot + "2") as anonymous:
+        assert await anonymous.get(order_key("e")) is not None
 
 
 class SaslZooKeeper(servers.ZooKeeper):
@@ -470,13 +442,10 @@ def test_tls_with_a_self_signed_certificate(chroot: str) -> None:
         asyncio.run(main(server))
 
 
-def test_diagnosis_of_a_server(zookeeper: servers.ZooKeeper, chroot: str) -> None:
-    async def main() -> None:
-        async with opened(zookeeper.url + chroot) as store:
-            found = {(each.level, each.subject) for each in await store.diagnose()}
-        assert found == {("ok", "version"), ("note", "servers"), ("ok", "sessions")}
-
-    asyncio.run(main())
+async def test_diagnosis_of_a_server(zookeeper: servers.ZooKeeper, chroot: str) -> None:
+    async with opened(zookeeper.url + chroot) as store:
+        found = {(each.level, each.subject) for each in await store.diagnose()}
+    assert found == {("ok", "version"), ("note", "servers"), ("ok", "sessions")}
 
 
 def test_findings_for_states_of_servers() -> None:

@@ -65,24 +65,22 @@ async def eventually(reached: Callable[[], Any], what: str) -> Any:
         await asyncio.sleep(0.02)
 
 
-def test_a_creation_whose_answer_was_lost_is_found(proxy: servers.Proxy, election: str) -> None:
+async def test_a_creation_whose_answer_was_lost_is_found(
+    proxy: servers.Proxy, election: str
+) -> None:
     """The connection breaks between the request and its answer: the outcome is unknown, the record
     is found under the same lease, and the session continues."""
-
-    async def main() -> None:
-        async with opened(proxy.url) as store:
-            lease = await store.grant(10.0)
-            await store.enqueue(line_key(election), b"", lease)
-            broken = proxy.break_after(0, "down")
-            with pytest.raises(OutcomeUnknown):
-                await store.create(leader_key(election), b"mine", lease)
-            assert broken.is_set()
-            found = await eventually(lambda: store.get(leader_key(election)), "it is found")
-            assert (found.value, found.lease) == (b"mine", lease.id)
-            await eventually(lambda: renewed(store, lease), "the session goes on")
-            assert not (await store.create(leader_key(election), b"again", lease)).won
-
-    asyncio.run(main())
+    async with opened(proxy.url) as store:
+        lease = await store.grant(10.0)
+        await store.enqueue(line_key(election), b"", lease)
+        broken = proxy.break_after(0, "down")
+        with pytest.raises(OutcomeUnknown):
+            await store.create(leader_key(election), b"mine", lease)
+        assert broken.is_set()
+        found = await eventually(lambda: store.get(leader_key(election)), "it is found")
+        assert (found.value, found.lease) == (b"mine", lease.id)
+        await eventually(lambda: renewed(store, lease), "the session goes on")
+        assert not (await store.create(leader_key(election), b"again", lease)).won
 
 
 async def renewed(store: Any, lease: Lease) -> bool:
@@ -114,35 +112,31 @@ def test_a_request_that_was_never_sent_was_not_carried_out(
     asyncio.run(main())
 
 
-def test_watches_outlive_their_connection(
+async def test_watches_outlive_their_connection(
     server: servers.ZooKeeper, proxy: servers.Proxy, election: str
 ) -> None:
     """After a reconnect every watch is notified, also of later changes."""
-
-    async def main() -> None:
-        async with opened(proxy.url) as watching, opened(server.url) as writing:
-            notified = [asyncio.Event() for _ in range(3)]
-            keys = [leader_key(election), order_key(election), line_key(election)]
-            for key, event in zip(keys, notified, strict=True):
-                await watching.watch(key, event.set)
-            for trouble in (proxy.reset, proxy.half_open):
-                trouble()
-                proxy.heal()
-                for event in notified:
-                    await asyncio.wait_for(event.wait(), WITHIN_S)
-                    event.clear()
-            lease = await writing.grant(10.0)
-            await writing.create(keys[0], b"", lease)
-            await writing.put(keys[1], b"", if_version=None)
-            await writing.enqueue(keys[2], b"", lease)
+    async with opened(proxy.url) as watching, opened(server.url) as writing:
+        notified = [asyncio.Event() for _ in range(3)]
+        keys = [leader_key(election), order_key(election), line_key(election)]
+        for key, event in zip(keys, notified, strict=True):
+            await watching.watch(key, event.set)
+        for trouble in (proxy.reset, proxy.half_open):
+            trouble()
+            proxy.heal()
             for event in notified:
                 await asyncio.wait_for(event.wait(), WITHIN_S)
-
-    asyncio.run(main())
+                event.clear()
+        lease = await writing.grant(10.0)
+        await writing.create(keys[0], b"", lease)
+        await writing.put(keys[1], b"", if_version=None)
+        await writing.enqueue(keys[2], b"", lease)
+        for event in notified:
+            await asyncio.wait_for(event.wait(), WITHIN_S)
 
 
 @pytest.mark.parametrize("known", ["by its own clock", "by ZooKeeper"])
-def test_a_lost_session_is_not_replaced(
+async def test_a_lost_session_is_not_replaced(
     server: servers.ZooKeeper, election: str, known: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """kazoo connects with a new session when one has expired. For a lease it must not."""
@@ -174,53 +168,46 @@ def test_a_lost_session_is_not_replaced(
             assert time.monotonic() < deadline, "kazoo did not try again"
             time.sleep(0.005)
 
-    async def main() -> None:
-        # With a second server, kazoo reconnects at once.
-        async with opened(f"{server.url},{server.address}") as store:
-            lease = await store.grant(0.6)
-            await store.create(leader_key(election), b"old", lease)
-            leased = store._leases[lease.id]
-            if known == "by ZooKeeper":
-                leased.until = math.inf
-            wait_for_kazoo(leased)
-            with pytest.raises(LeaseGone):
-                await eventually(lambda: never(store.renew(lease)), "the loss is known")
-            with pytest.raises(LeaseGone):
-                await store.create(leader_key(election), b"new", lease)
-            await leased.end("")
-            assert len(sessions[leased]) == 1
-            assert await store.get(leader_key(election)) is None
-
-    asyncio.run(main())
+    # With a second server, kazoo reconnects at once.
+    async with opened(f"{server.url},{server.address}") as store:
+        lease = await store.grant(0.6)
+        await store.create(leader_key(election), b"old", lease)
+        leased = store._leases[lease.id]
+        if known == "by ZooKeeper":
+            leased.until = math.inf
+        wait_for_kazoo(leased)
+        with pytest.raises(LeaseGone):
+            await eventually(lambda: never(store.renew(lease)), "the loss is known")
+        with pytest.raises(LeaseGone):
+            await store.create(leader_key(election), b"new", lease)
+        await leased.end("")
+        assert len(sessions[leased]) == 1
+        assert await store.get(leader_key(election)) is None
 
 
-def test_the_expiry_of_a_session_is_noticed_at_the_reconnect(
+async def test_the_expiry_of_a_session_is_noticed_at_the_reconnect(
     server: servers.ZooKeeper, proxy: servers.Proxy, election: str
 ) -> None:
     """The server closes the connection when it expires a session. A renewal that is sent before the
     holder notices has an unknown outcome. Every call after the reconnect raises `LeaseGone`."""
+    async with opened(proxy.url) as holder, opened(server.url) as other:
+        lease = await holder.grant(0.6)
+        await holder.create(leader_key(election), b"", lease)
+        proxy.cut("down")
 
-    async def main() -> None:
-        async with opened(proxy.url) as holder, opened(server.url) as other:
-            lease = await holder.grant(0.6)
+        async def gone() -> bool:
+            return await other.get(leader_key(election)) is None
+
+        await eventually(gone, "the session has expired")
+        with pytest.raises(OutcomeUnknown):
+            await holder.renew(lease)
+        proxy.heal()
+        with pytest.raises(LeaseGone):
+            await eventually(lambda: never(holder.renew(lease)), "the end is known")
+        with pytest.raises(LeaseGone):
             await holder.create(leader_key(election), b"", lease)
-            proxy.cut("down")
-
-            async def gone() -> bool:
-                return await other.get(leader_key(election)) is None
-
-            await eventually(gone, "the session has expired")
-            with pytest.raises(OutcomeUnknown):
-                await holder.renew(lease)
-            proxy.heal()
-            with pytest.raises(LeaseGone):
-                await eventually(lambda: never(holder.renew(lease)), "the end is known")
-            with pytest.raises(LeaseGone):
-                await holder.create(leader_key(election), b"", lease)
-            with pytest.raises(LeaseGone):
-                await holder.enqueue(line_key(election), b"", lease)
-
-    asyncio.run(main())
+        with pytest.raises(LeaseGone):
+            await holder.enqueue(line_key(election), b"", lease)
 
 
 async def never(call: Any) -> bool:
@@ -228,30 +215,26 @@ async def never(call: Any) -> bool:
     return False
 
 
-def test_a_watch_is_set_again_before_the_notification(
+async def test_a_watch_is_set_again_before_the_notification(
     server: servers.ZooKeeper, election: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The watcher may act through another connection, faster than the watch is set."""
+    async with opened(server.url) as watching, opened(server.url) as writing:
+        notified, setting, proceed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        await watching.watch(leader_key(election), notified.set)
+        exists = watching._watches.exists
 
-    async def main() -> None:
-        async with opened(server.url) as watching, opened(server.url) as writing:
-            notified, setting, proceed = asyncio.Event(), asyncio.Event(), asyncio.Event()
-            await watching.watch(leader_key(election), notified.set)
-            exists = watching._watches.exists
+        async def slowly(path: str) -> None:
+            setting.set()
+            await proceed.wait()
+            await exists(path)
 
-            async def slowly(path: str) -> None:
-                setting.set()
-                await proceed.wait()
-                await exists(path)
-
-            monkeypatch.setattr(watching._watches, "exists", slowly)
-            await writing.create(leader_key(election), b"", await writing.grant(10.0))
-            await asyncio.wait_for(setting.wait(), WITHIN_S)
-            assert not notified.is_set()
-            proceed.set()
-            await asyncio.wait_for(notified.wait(), WITHIN_S)
-
-    asyncio.run(main())
+        monkeypatch.setattr(watching._watches, "exists", slowly)
+        await writing.create(leader_key(election), b"", await writing.grant(10.0))
+        await asyncio.wait_for(setting.wait(), WITHIN_S)
+        assert not notified.is_set()
+        proceed.set()
+        await asyncio.wait_for(notified.wait(), WITHIN_S)
 
 
 def test_a_lease_that_is_revoked_in_an_outage_ends_with_the_outage(election: str) -> None:
@@ -281,35 +264,31 @@ def test_a_lease_that_is_revoked_in_an_outage_ends_with_the_outage(election: str
         asyncio.run(main(server))
 
 
-def test_a_client_that_cannot_receive_does_not_keep_its_session(
+async def test_a_client_that_cannot_receive_does_not_keep_its_session(
     server: servers.ZooKeeper, proxy: servers.Proxy, election: str
 ) -> None:
     """Its requests arrive, the answers do not. The server counts each attempt to connect as a sign
     of life, so the client must stop trying."""
+    async with opened(proxy.url) as deaf, opened(server.url) as other:
+        lease = await deaf.grant(1.0)
+        await deaf.create(leader_key(election), b"", lease)
+        proxy.cut("down")
+        while True:
+            try:
+                await asyncio.wait_for(renewed(deaf, lease), 0.2)
+            except (TimeoutError, OutcomeUnknown):
+                pass
+            except StoreUnavailable:
+                break  # the client has left the connection
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await deaf.revoke(lease)
 
-    async def main() -> None:
-        async with opened(proxy.url) as deaf, opened(server.url) as other:
-            lease = await deaf.grant(1.0)
-            await deaf.create(leader_key(election), b"", lease)
-            proxy.cut("down")
-            while True:
-                try:
-                    await asyncio.wait_for(renewed(deaf, lease), 0.2)
-                except (TimeoutError, OutcomeUnknown):
-                    pass
-                except StoreUnavailable:
-                    break  # the client has left the connection
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.1):
-                    await deaf.revoke(lease)
+        async def gone() -> bool:
+            return await other.get(leader_key(election)) is None
 
-            async def gone() -> bool:
-                return await other.get(leader_key(election)) is None
-
-            await eventually(gone, "the session has ended")
-            proxy.heal()
-
-    asyncio.run(main())
+        await eventually(gone, "the session has ended")
+        proxy.heal()
 
 
 def test_sessions_survive_a_restart_of_the_server(election: str) -> None:
@@ -360,75 +339,63 @@ def test_a_leader_stops_without_the_server(trouble: str, election: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["line", "race"])
-def test_the_record_of_an_earlier_session_is_not_accepted(
+async def test_the_record_of_an_earlier_session_is_not_accepted(
     server: servers.ZooKeeper, election: str, recipe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """curator#1211: a client accepted the record of its earlier session. Here the content of the
     record is that of this candidate, but ZooKeeper has bound it to another session."""
     monkeypatch.setattr(SessionCore, "next_attempt", lambda self: "the-same-1")
-
-    async def main() -> None:
-        async with (
-            opened(server.url) as last,
-            doyen.connect(server.url, ttl_s=TTL_S) as session,
-        ):
-            lease = await last.grant(10.0)
-            ours = Claim("same", "the-same-1").encode()
-            left = await last.create(leader_key(election), ours, lease)
-            with pytest.raises(doyen.NotElected, match="'same' leads"):
-                async with session.campaign(election, name="same", recipe=recipe, wait_s=0.3):
-                    pytest.fail("elected by what another session left")
-            assert await last.get(leader_key(election)) == left.entry
-            await last.revoke(lease)
-            async with session.campaign(election, name="same", recipe=recipe) as term:
-                assert term.token > left.entry.revision
-
-    asyncio.run(main())
+    async with (
+        opened(server.url) as last,
+        doyen.connect(server.url, ttl_s=TTL_S) as session,
+    ):
+        lease = await last.grant(10.0)
+        ours = Claim("same", "the-same-1").encode()
+        left = await last.create(leader_key(election), ours, lease)
+        with pytest.raises(doyen.NotElected, match="'same' leads"):
+            async with session.campaign(election, name="same", recipe=recipe, wait_s=0.3):
+                pytest.fail("elected by what another session left")
+        assert await last.get(leader_key(election)) == left.entry
+        await last.revoke(lease)
+        async with session.campaign(election, name="same", recipe=recipe) as term:
+            assert term.token > left.entry.revision
 
 
-def test_late_callbacks_of_an_old_session_have_no_effect(
+async def test_late_callbacks_of_an_old_session_have_no_effect(
     server: servers.ZooKeeper, election: str
 ) -> None:
     """curator#1018: a late callback of an earlier session replaced the state of the live one."""
-
-    async def main() -> None:
-        async with opened(server.url) as store:
-            old = await store.grant(10.0)
-            session = store._leases[old.id]
-            await store.revoke(old)
-            new = await store.grant(10.0)
-            record = await store.create(leader_key(election), b"", new)
-            session.state_changed(KazooState.CONNECTED)
-            session.state_changed(KazooState.SUSPENDED)
-            session.state_changed(KazooState.LOST)
-            session._went_up()
-            session._went_down()
-            await store.renew(new)
-            assert await store.get(leader_key(election)) == record.entry
-            with pytest.raises(LeaseGone):
-                await store.renew(old)
-
-    asyncio.run(main())
+    async with opened(server.url) as store:
+        old = await store.grant(10.0)
+        session = store._leases[old.id]
+        await store.revoke(old)
+        new = await store.grant(10.0)
+        record = await store.create(leader_key(election), b"", new)
+        session.state_changed(KazooState.CONNECTED)
+        session.state_changed(KazooState.SUSPENDED)
+        session.state_changed(KazooState.LOST)
+        session._went_up()
+        session._went_down()
+        await store.renew(new)
+        assert await store.get(leader_key(election)) == record.entry
+        with pytest.raises(LeaseGone):
+            await store.renew(old)
 
 
-def test_a_forked_child_does_not_affect_its_parent(
+async def test_a_forked_child_does_not_affect_its_parent(
     server: servers.ZooKeeper, election: str
 ) -> None:
     """After a fork the child closes its descriptors, and the parent's sessions continue."""
-
-    async def main() -> None:
-        async with opened(server.url) as store:
-            lease = await store.grant(10.0)
-            await store.create(leader_key(election), b"", lease)
-            child = os.fork()
-            if child == 0:
-                store.forked()
-                os._exit(0)
-            os.waitpid(child, 0)
-            await store.renew(lease)
-            assert await store.get(leader_key(election)) is not None
-
-    asyncio.run(main())
+    async with opened(server.url) as store:
+        lease = await store.grant(10.0)
+        await store.create(leader_key(election), b"", lease)
+        child = os.fork()
+        if child == 0:
+            store.forked()
+            os._exit(0)
+        os.waitpid(child, 0)
+        await store.renew(lease)
+        assert await store.get(leader_key(election)) is not None
 
 
 def test_the_cost_of_a_failover_does_not_depend_on_the_line(election: str) -> None:
