@@ -281,7 +281,7 @@ def test_the_guard_is_killed(bench: Bench) -> None:
     os.kill(work.guard(), signal.SIGKILL)
     code, _, err = ends(leader)
     assert code == 128 + signal.SIGKILL
-    assert "guard process" in err
+    assert "event=guard_died" in err
     assert not work.any_alive()
 
 

@@ -10,7 +10,6 @@ import asyncio
 import posixpath
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TypeVar
 
 import pytest
@@ -56,7 +55,7 @@ class ReusesLeaseIds(MemoryServer):
 @caught_by("a_lease_does_not_end_before_its_ttl")
 class ForgetsEarly(MemoryServer):
     def grant(self, ttl_s: float) -> Lease:
-        return replace(super().grant(ttl_s / 2), ttl_s=ttl_s)
+        return super().grant(ttl_s / 2)._replace(ttl_s=ttl_s)
 
 
 @caught_by("renewal_extends_the_lease")
@@ -114,7 +113,7 @@ class ReturnsExpiryTime(MemoryServer):
     def _entry(self, key: str) -> Entry:
         entry = super()._entry(key)
         left = None if entry.remaining_s is None else entry.remaining_s + self.clock.now() + 1.0
-        return replace(entry, remaining_s=left)
+        return entry._replace(remaining_s=left)
 
 
 @caught_by(
@@ -131,7 +130,7 @@ class LastOneWins(MemoryServer):
 class ReturnsTheLosersValue(MemoryServer):
     def create(self, key: str, value: bytes, lease: str) -> Creation:
         won, entry = super().create(key, value, lease)
-        return Creation(won, replace(entry, value=value))
+        return Creation(won, entry._replace(value=value))
 
 
 @caught_by("a_refused_create_changes_nothing")

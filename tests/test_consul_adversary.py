@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import pytest
 
@@ -229,14 +228,14 @@ async def unbound(self: ConsulStore, key: str, value: bytes, lease: Lease) -> Cr
     """A mutant of `create` that does not bind the entry to the session."""
     entry = await self.put(key, value, if_version=None)
     if entry is not None:
-        return Creation(True, replace(entry, lease=lease.id))
+        return Creation(True, entry._replace(lease=lease.id))
     return Creation(False, await existing(self, key))
 
 
 async def credulous(self: ConsulStore, key: str, value: bytes, lease: Lease) -> Creation:
     """A mutant of `create` that takes an existing entry for its own."""
     creation = await CREATE(self, key, value, lease)
-    return Creation(True, replace(creation.entry, lease=lease.id))
+    return Creation(True, creation.entry._replace(lease=lease.id))
 
 
 CREATE = ConsulStore.create

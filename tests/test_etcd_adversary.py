@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 
 import grpc.aio
 import pytest
@@ -61,7 +60,7 @@ def test_contest_long(seed: int) -> None:
 async def credulous(self: EtcdStore, key: str, value: bytes, lease: Lease) -> Creation:
     """A mutant of `create` that takes an existing entry for its own."""
     creation = await CREATE(self, key, value, lease)
-    return Creation(True, replace(creation.entry, lease=lease.id))
+    return Creation(True, creation.entry._replace(lease=lease.id))
 
 
 CREATE = EtcdStore.create

@@ -455,7 +455,7 @@ def successor_enters_without_the_record(patch: pytest.MonkeyPatch) -> None:
         won, entry = await attempt.write(
             attempt.core.store.create(attempt.record_key, claim, lease)
         )
-        return replace(entry, revision=entry.revision + (not won))
+        return entry._replace(revision=entry.revision + (not won))
 
     patch.setattr(Claiming, "_create", called)
 
@@ -489,8 +489,8 @@ def _claiming(patch: pytest.MonkeyPatch, rank: int, cooldown_s: float | None) ->
         if cooldown_s is not None:
             self.attempt.settings = replace(self.attempt.settings, cooldown_s=cooldown_s)
         if rank:
-            claim = replace(Claim.decode(leader.value), rank=rank)
-            leader = replace(leader, value=claim.encode())
+            claim = Claim.decode(leader.value)._replace(rank=rank)
+            leader = leader._replace(value=claim.encode())
         return await preempt(self, leader)
 
     patch.setattr(Claiming, "_preempt", lie)

@@ -23,14 +23,17 @@ import pytest
 
 from doyen.errors import LeadershipLost
 from doyen.supervise import Supervisor
+from doyen.term import Term
 from stamps import PATIENCE_S, PYTHON, Stamps, now, until
 
 if not sys.platform.startswith("linux"):
     pytest.skip("whole process trees can be seen on Linux only", allow_module_level=True)
 
 
-class Tenure:
-    """A term as the supervisor sees it."""
+class Tenure(Term):
+    """A term as the supervisor sees it, without a lease."""
+
+    valid_until = stop_budget_s = 0.0
 
     def __init__(
         self, valid_s: float = 60.0, budget_s: float = 2.0, proof: tuple[int, ...] = ()
@@ -39,17 +42,17 @@ class Tenure:
         self.valid_until = now() + valid_s
         self.stop_budget_s = budget_s
         self._proof = proof
-        self._listeners: list[Callable[[float], None]] = []
+        self._renewed: list[Callable[[float], None]] = []
 
     def proof(self) -> tuple[int, ...]:
         return self._proof
 
     def on_renewal(self, listener: Callable[[float], None], /) -> None:
-        self._listeners.append(listener)
+        self._renewed.append(listener)
 
     def renew(self, valid_s: float) -> None:
         self.valid_until = now() + valid_s
-        for listener in self._listeners:
+        for listener in self._renewed:
             listener(self.valid_until)
 
 
@@ -310,7 +313,7 @@ def test_the_guard_is_killed(
             assert bystander.poll() is None
         finally:
             bystander.kill()
-    assert "guard process" in caplog.text
+    assert "event=guard_died" in caplog.text
 
 
 def test_after_the_guards_death_the_next_run_has_a_new_one(tmp_path: Path) -> None:

@@ -350,7 +350,7 @@ async def test_the_record_of_an_earlier_session_is_not_accepted(
         doyen.connect(server.url, ttl_s=TTL_S) as session,
     ):
         lease = await last.grant(10.0)
-        ours = Claim("same", "the-same-1").encode()
+        ours = Claim("same", "the-same-1", {}).encode()
         left = await last.create(leader_key(election), ours, lease)
         with pytest.raises(doyen.NotElected, match="'same' leads"):
             async with session.campaign(election, name="same", recipe=recipe, wait_s=0.3):

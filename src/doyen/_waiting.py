@@ -70,7 +70,7 @@ class BackgroundTasks:
 def log_failure(task: asyncio.Task[Any]) -> None:
     """Log the exception of a task that has no caller to raise it to."""
     if not task.cancelled() and task.exception() is not None:
-        log.error("a background task of doyen failed", exc_info=task.exception())
+        log.error("event=background_task_failed", exc_info=task.exception())
 
 
 def retrieve(future: asyncio.Future[Any]) -> None:

@@ -3,8 +3,6 @@
 `examine` measures on scratch keys under a lease of its own, which it revokes. The judgements
 (`judge_times`, `judge_capabilities`, `judge_line`) are pure functions of the measurements. Findings
 about the engine itself come from `Store.diagnose`.
-
-Imports the port and what is below it, the options of sessions and `line_of`.
 """
 
 from __future__ import annotations

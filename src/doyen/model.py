@@ -1,4 +1,4 @@
-"""The values that layers exchange, all of them frozen, and the keys under which they are stored.
+"""The values that layers exchange, all of them immutable, and the keys under which they are stored.
 
 Keys are paths of `/`-separated segments. A segment that comes from a user is percent-encoded, so
 no name can reach into the keys of another. Adapters may map keys to their engine in their own way
@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from doyen.errors import ConfigError
 
@@ -56,16 +56,14 @@ Meta = Mapping[str, Any]
 """Information about a candidate for others to read; anything that JSON can represent."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(NamedTuple):
     """A time-limited claim in a store. `ttl_s` is what was *granted*, not what was requested."""
 
     id: str
     ttl_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A key with its value."""
 
     key: str
@@ -122,8 +120,7 @@ class Finding:
     remedy: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(NamedTuple):
     """The value of tickets and leader records: the candidate and its attempt.
 
     The attempt id is unique to one campaign on one lease. By it a candidate recognises its own
@@ -132,14 +129,12 @@ class Claim:
 
     name: str
     attempt: str
-    meta: Meta = field(default_factory=dict)
+    meta: Meta
     rank: int = 0
 
     def encode(self) -> bytes:
         try:
-            encoded = _encode(
-                {"name": self.name, "attempt": self.attempt, "meta": self.meta, "rank": self.rank}
-            )
+            encoded = _encode(self._asdict())
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"meta must be something that JSON can represent: {error}") from error
         if len(encoded) > CLAIM_BYTES:
@@ -161,11 +156,10 @@ class Claim:
                 int(raw.get("rank", 0)),
             )
         except (ValueError, TypeError, KeyError):
-            return cls(value.decode("utf-8", "replace"), "")
+            return cls(value.decode("utf-8", "replace"), "", {})
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
+class Order(NamedTuple):
     """A request that a leader resign, or transfer its leadership to a successor.
 
     An order, and the notice to its successor, are bound to a lease of whoever gives it. They

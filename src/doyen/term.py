@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Final
 
 from doyen.errors import LeadershipLost
+from doyen.events.log_lines import log_line
 from doyen.lease.clock import Clock
 from doyen.lease.keepalive import NEVER, Keepalive
 from doyen.model import Kind, Meta
@@ -62,21 +63,6 @@ class Term:
             while term.valid:
                 await pay_next_invoice(fencing_token=term.token)
     """
-
-    __slots__ = (
-        "_deadline",
-        "_keepalive",
-        "_listeners",
-        "_now",
-        "_state",
-        "_what",
-        "election",
-        "ended_at",
-        "meta",
-        "name",
-        "reason",
-        "token",
-    )
 
     def __init__(
         self,
@@ -256,4 +242,4 @@ class Term:
             try:
                 listener()
             except Exception:
-                log.exception("a listener for the end of %r raised an exception", self)
+                log.exception("%s", log_line(event="listener_failed", on="end of term", term=self))

@@ -17,22 +17,6 @@ from typing import Any, NamedTuple
 
 from doyen.errors import ConfigError
 
-__all__ = [
-    "Evidence",
-    "EvidenceFact",
-    "Ignored",
-    "Instant",
-    "LeaseFacts",
-    "LogLine",
-    "MissingEvents",
-    "OpenTerm",
-    "TermKey",
-    "Where",
-    "earlier",
-    "later",
-    "read",
-]
-
 _OPENING = b'{"event":'
 """How every line begins. It cannot occur later in a line, because quotes inside a JSON string are
 escaped. So the reader can find a whole line that was appended to a torn one."""

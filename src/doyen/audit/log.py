@@ -1,7 +1,4 @@
-"""Writing the audit log: one line of JSON and one `write` per event.
-
-May import clock, errors, events and log lines.
-"""
+"""Writing the audit log: one line of JSON and one `write` per event."""
 
 from __future__ import annotations
 

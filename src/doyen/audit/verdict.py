@@ -29,8 +29,6 @@ from doyen.audit.evidence import (
 )
 from doyen.errors import ConfigError
 
-__all__ = ["AuditViolation", "Report", "TermEvidence", "Verdict", "verify", "verify_lines"]
-
 
 @dataclass(frozen=True, slots=True)
 class TermEvidence:

@@ -35,8 +35,6 @@ T = TypeVar("T")
 class Wakeup:
     """Ends a sleep early, or the next one if none is under way."""
 
-    __slots__ = ("_sleeper", "woken")
-
     def __init__(self) -> None:
         self.woken = False
         """Something has changed since this was last set to False."""

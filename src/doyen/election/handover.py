@@ -10,8 +10,6 @@ phases, so that the election is not left without a leader if the successor is go
     line        leaves the record to the successor for one request timeout, then goes on in order
 
 A candidate with `preempt` gives such an order for itself.
-
-Imports the attempt and the model.
 """
 
 from __future__ import annotations
@@ -28,8 +26,6 @@ __all__ = ["Succession", "is_ready", "is_void", "order_to_obey", "ready_marker_k
 
 class Succession:
     """Whether an order names this attempt as the successor, as its candidate knows from notices."""
-
-    __slots__ = ("_attempt", "_unread", "_watch", "order")
 
     def __init__(self, attempt: Attempt) -> None:
         self.order = ""

@@ -5,8 +5,6 @@
 - An order is obeyed, never enforced: the leader ends its own term, and its record is deleted when
   its body has ended, not before.
 - A body that has not ended within its stop budget after a loss is an overrun.
-
-Imports the attempt, handover and the term.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from doyen.election.attempt import Attempt
 from doyen.election.handover import order_to_obey, ready_marker_key
 from doyen.errors import LeaseGone, StoreError
 from doyen.events import Elected, Lost, Overrun, Resigned
+from doyen.events.log_lines import log_line
 from doyen.model import Entry
 from doyen.term import Term, TermState
 
@@ -35,8 +34,6 @@ LOOK_AFTER_S = 0.005
 
 class Leading:
     """The state of an attempt that leads."""
-
-    __slots__ = ("_body_ended", "_looking", "_order_reason", "attempt", "successor", "term")
 
     def __init__(self, attempt: Attempt, record: Entry) -> None:
         """Begin the term. Raises `LeaseGone` if the lease has expired meanwhile."""
@@ -100,7 +97,8 @@ class Leading:
                         await attempt.remove_markers()
                 except Exception as error:
                     if not isinstance(error, StoreError):
-                        log.exception("reading the record of %r failed and is retried", term)
+                        line = log_line(event="record_unread", term=term, effect="it is retried")
+                        log.exception("%s", line)
                     await asyncio.sleep(attempt.core.calls.retry_pause())
                     continue
                 if record is None or record.revision != term.token:

@@ -1,7 +1,4 @@
-"""The options of sessions and campaigns, checked and completed before anything is sent.
-
-Imports the events (for the type of sinks), the timing of leases and the model.
-"""
+"""The options of sessions and campaigns, checked and completed before anything is sent."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@ order. So nothing of it remains if the giver dies, or if one of its requests is 
 
 `force` is an exception: it deletes the record of a leader that may still be at work, and from then
 on only tokens protect what that leader writes.
-
-Imports the session's core, queries and the model.
 """
 
 from __future__ import annotations

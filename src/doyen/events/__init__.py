@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 __all__ = [
     "Elected",
@@ -198,8 +198,7 @@ class Gap(Event):
     last."""
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """An event with its time and origin. `at` is on the boot-time clock and comparable within one
     boot only; `wall` is on the wall clock."""
 

@@ -2,8 +2,6 @@
 
 `log_line` formats one line. `LogReporter` writes the events of one session to the logger `doyen`.
 Times in these lines are wall-clock times in UTC; boot-time values of events are converted.
-
-May import events.
 """
 
 from __future__ import annotations
@@ -31,11 +29,9 @@ __all__ = ["LogReporter", "OutageEnded", "iso_time", "log_line"]
 
 log = logging.getLogger("doyen")
 
-_BARE = re.compile(r"[\w.:/@+-]+")
+_BARE = r"[\w.:/@+-]+"  # compiled on first use
 _BOOT_TIMES = frozenset({"ended_at", "since", "valid_until"})
 """Fields of events that are times on the boot-time clock."""
-
-
 FORGET_S = 10.0
 """How long after its last failure a candidate is taken to have given up."""
 
@@ -52,7 +48,7 @@ def log_line(**fields: object) -> str:
 
 
 def _quoted(text: str) -> str:
-    return text if _BARE.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+    return text if re.fullmatch(_BARE, text) else json.dumps(text, ensure_ascii=False)
 
 
 def iso_time(wall: float) -> str:

@@ -8,8 +8,6 @@ a sink raises, that is logged, and the sink is called again for the next event.
 Each sink receives the events of a session in the order in which they were emitted. The session
 waits until the audit log has written an event that other processes may act on (`Event.awaited`), as
 long as the log keeps up. So a process that is killed right after it resigned has recorded that.
-
-May import clock, events and log lines.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 A call without a response within the request timeout raises `OutcomeUnknown`: the request may have
 been carried out, or may be later. Renewals are not made through this module, so that they never
 wait for other calls.
-
-Imports the port, the timing of leases and the errors.
 """
 
 from __future__ import annotations
@@ -28,8 +26,6 @@ CALLS_AT_ONCE = 128
 
 class StoreCalls:
     """Makes the calls of one session to its store."""
-
-    __slots__ = ("_admission", "_random", "store", "timing")
 
     def __init__(self, store: Store, timing: Timing, spread: random.Random) -> None:
         self.store = store

@@ -26,6 +26,7 @@ from collections.abc import Callable
 
 from doyen.errors import LeaseGone
 from doyen.events import Granted, LeaseLost, Renewed, Unsure
+from doyen.events.log_lines import log_line
 from doyen.events.telemetry import Telemetry
 from doyen.lease.clock import Clock
 from doyen.lease.timing import Timing
@@ -44,30 +45,6 @@ LossListener = Callable[[str], None]
 
 class Keepalive:
     """Keeps one lease alive and knows until when it is valid."""
-
-    __slots__ = (
-        "__weakref__",
-        "_clock",
-        "_confirmed_from",
-        "_listeners",
-        "_lock",
-        "_post",
-        "_progress_at",
-        "_random",
-        "_renewal_listeners",
-        "_sent_at",
-        "_stall_after_s",
-        "_store",
-        "_telemetry",
-        "attempts",
-        "bodies",
-        "ended_at",
-        "lease",
-        "lost_because",
-        "timing",
-        "unsure",
-        "valid_until",
-    )
 
     def __init__(
         self,
@@ -189,7 +166,7 @@ class Keepalive:
             try:
                 listener(self.valid_until)
             except Exception:
-                log.exception("a listener for renewals raised an exception, which is ignored")
+                log.exception("%s", log_line(event="listener_failed", on="renewal"))
 
     def _deadline(self) -> float:
         return min(

@@ -5,8 +5,6 @@ each loss. A campaign with `stall_after_s`, or an order, has a lease of its own.
 
 A lost lease is revoked, so that a successor need not wait for it to expire, but only once the last
 body that ran on it has ended: until then it is what keeps a successor away.
-
-Imports keepalives, the bounded calls and the runtime.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from collections.abc import Callable
 
 from doyen._waiting import BackgroundTasks
 from doyen.errors import OutcomeUnknown, StoreError, StoreUnavailable
+from doyen.events.log_lines import log_line
 from doyen.events.telemetry import Telemetry
 from doyen.lease.calls import StoreCalls
 from doyen.lease.keepalive import Keepalive
@@ -30,20 +29,6 @@ log = logging.getLogger("doyen")
 
 class LeaseKeeper:
     """Keeps the leases of one session. Used on doyen's loop."""
-
-    __slots__ = (
-        "_bodies",
-        "_calls",
-        "_closed",
-        "_granting",
-        "_idle",
-        "_own",
-        "_runtime",
-        "_shared",
-        "_tasks",
-        "_telemetry",
-        "_timing_of",
-    )
 
     def __init__(
         self,
@@ -153,7 +138,8 @@ class LeaseKeeper:
             except StoreError as error:
                 passing = isinstance(error, StoreUnavailable | OutcomeUnknown)
                 if not passing or not until_done:
-                    log.debug("lease %s was left to expire: %s", keepalive.lease.id, error)
+                    line = log_line(event="revoke_failed", lease=keepalive.lease.id, error=error)
+                    log.debug("%s", line)
                     return
             await asyncio.sleep(self._calls.retry_pause())
 

@@ -157,7 +157,7 @@ class InlineRuntime:
         pass  # the loop is the caller's
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False, repr=False)
 class _Work:
     """A coroutine on its way to doyen's loop."""
 

@@ -12,8 +12,6 @@ The rest is time for the kernel to end the processes.
 Not covered: both processes killed at the same instant (the command's own process still dies, those
 that it has started may not), and processes that have changed their user so that we may not signal
 them. Only tokens protect then, as they do when the machine itself is paused.
-
-May import the session's layers and below, but needs only a `Tenure`.
 """
 
 from __future__ import annotations
@@ -26,15 +24,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 from doyen._waiting import outlast, shared
 from doyen.errors import LeadershipLost
+from doyen.events.log_lines import log_line
 from doyen.supervise import guard
+from doyen.term import Term
 
-__all__ = ["Supervisor", "Tenure"]
+__all__ = ["Supervisor"]
 
 log = logging.getLogger("doyen")
 
@@ -42,23 +41,6 @@ GRACE_SHARE = 0.7
 """From SIGTERM to SIGKILL, as a share of the stop budget."""
 TAKEOVER_SHARE = 0.85
 """When the guard is killed if it has not reported the end by then, as a share of the same."""
-
-
-class Tenure(Protocol):
-    """The part of a `Term` that is used here."""
-
-    @property
-    def token(self) -> int: ...
-
-    @property
-    def valid_until(self) -> float: ...
-
-    @property
-    def stop_budget_s(self) -> float: ...
-
-    def proof(self) -> tuple[int, ...]: ...
-
-    def on_renewal(self, listener: Callable[[float], None], /) -> None: ...
 
 
 class Supervisor:
@@ -82,7 +64,7 @@ class Supervisor:
         closed."""
         self._main: int | None = None
         self._ended: asyncio.Future[int] | None = None
-        self._term: Tenure | None = None
+        self._term: Term | None = None
         self._takeover: asyncio.TimerHandle | None = None
         self._killing: asyncio.Task[None] | None = None
         self._sees_trees = False
@@ -105,7 +87,7 @@ class Supervisor:
         """Whether a process of the command may be alive."""
         return self._ended is not None
 
-    async def run(self, term: Tenure) -> int:
+    async def run(self, term: Term) -> int:
         """Run the command and return its exit code (128 + signal, if it died of one) once none of
         its processes is left.
 
@@ -152,7 +134,7 @@ class Supervisor:
         self._send(guard.KILL)
         self._take_over_in(patience_s)
 
-    def _renewed(self, term: Tenure, valid_until: float) -> None:
+    def _renewed(self, term: Term, valid_until: float) -> None:
         # On doyen's thread. A renewal of an earlier term must not extend the current one.
         if term is self._term:
             self._send(guard.EXTEND, valid_until=valid_until)
@@ -202,7 +184,7 @@ class Supervisor:
         except OSError as error:
             # The guard has died, which `_receive` notices, or has been frozen for long. Then its
             # deadline stays, and the command is killed from here in time.
-            log.debug("message %r could not be sent to the guard: %s", what, error)
+            log.debug("%s", log_line(event="guard_unreachable", message=what, error=error))
 
     def _receive(self) -> None:
         assert self._connection is not None
@@ -217,10 +199,8 @@ class Supervisor:
             return
         what, number, *_ = guard.FRAME.unpack(data)
         if what == guard.READY and not number:
-            log.warning(
-                "this system does not show which processes descend from the command: those that"
-                " leave its process group are not stopped with it"
-            )
+            effect = "processes that leave the command's process group are not stopped with it"
+            log.warning("%s", log_line(event="descendants_unknown", effect=effect))
         elif what == guard.STARTED:
             self._main = number
         elif what == guard.ENDED:
@@ -247,10 +227,8 @@ class Supervisor:
         self._dismiss_guard()
         if self._ended is None:
             return  # the next run starts another
-        log.error(
-            "the guard process %s was killed; the command is being killed with it",
-            process.pid if process else "",
-        )
+        pid = process.pid if process else None
+        log.error("%s", log_line(event="guard_died", pid=pid, effect="the command is killed"))
         self._killing = asyncio.get_running_loop().create_task(self._kill_orphans())
 
     async def _kill_orphans(self) -> None:

@@ -72,7 +72,7 @@ class InterruptionConformance:
         store = FaultyStore(await h.client(), faults)
         other, other_lease = await leased(h)
         lease = await store.grant(h.ttl_s * 60)
-        mine = Claim("me", uuid.uuid4().hex)
+        mine = Claim("me", uuid.uuid4().hex, {})
         key = leader_key(h.name())
         faults.next("create", Unanswered(told=True))
         with pytest.raises(OutcomeUnknown):
