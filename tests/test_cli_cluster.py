@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import doyen
 from doyen.cli import main
@@ -199,6 +200,15 @@ def test_status_of_nodes_that_do_not_all_know_who_leads(
     out = capsys.readouterr().out
     assert "h2\\x1b[2J:7400  loo\\x1b[2Jking" in out
     assert "\x1b" not in out
+    refused = replace(
+        condition("n1", "leading", "n1"), refused={"n2": "h2:7400: \x1b[2Jempty; remove n2"}
+    )
+    waiting = replace(condition("n2", "looking", None), missing=("n3",))
+    states[:] = [NodeAnswer("h1:7400", refused), NodeAnswer("h2:7400", waiting)]
+    assert main(["cluster", "status", *store]) == 1
+    out = capsys.readouterr().out
+    assert "n2 is not connected to n1: h2:7400: \\x1b[2Jempty; remove n2\n" in out
+    assert "n2 waits for n3: start every node of its --peers with --found" in out
     states[1:] = [NodeAnswer("h4:7400", condition("n4", "looking", None))]
     assert main(["cluster", "status", *store]) == 0
     assert "outside" in capsys.readouterr().out

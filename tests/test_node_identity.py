@@ -14,6 +14,7 @@ from doyen.quorum.node.data_directory import read_member
 from doyen.quorum.node.framed_files import FileSystem
 from doyen.stores.port import StoreURL
 from doyen.stores.quorum import make_store
+from doyen.stores.quorum.diagnosis import remarks
 from nodes import addresses, three, until
 from test_node import Trio, with_three
 
@@ -26,6 +27,17 @@ def _heard(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def recorded(node: doyen.Node) -> dict[str, str]:
     return dict(node.status().membership.members)
+
+
+async def remarked(nodes: Trio, *words: str) -> None:
+    """Wait until `doyen cluster status` states this in one line."""
+    store = make_store(StoreURL.parse(f"doyen://{','.join(nodes.peers.values())}"))
+    async with asyncio.timeout(30):
+        lines: list[str] = []
+        while not any(all(word in line for word in words) for line in lines):
+            lines = remarks(await store.inspect())
+            await asyncio.sleep(0.01)
+    await store.close()
 
 
 async def all_recorded(nodes: Trio) -> None:
@@ -62,6 +74,7 @@ def test_an_emptied_folder_takes_no_acknowledged_write_with_it(
             caplog.clear()
             assert nodes.nodes["n1"].leader is None
             assert nodes.nodes["n2"].leader is None
+            await remarked(nodes, "n1 is not connected to n2", "has lost data", "cluster remove n1")
             await nodes.stop("n1")
             await nodes.stop("n2")
         await nodes.start("n2")
@@ -133,6 +146,7 @@ def test_an_older_copy_of_a_folder_is_refused(
         assert f"doyen cluster remove {follower}" in caplog.text
         await until(lambda: f"node {follower} takes no part any more" in caplog.text)
         assert again.leader is None
+        await remarked(nodes, f"{follower} is not", "older copy", f"cluster remove {follower}")
         assert await leader.propose(b"third") == 3
         # Nor does it help another into office that does not know what it has forgotten.
         (other,) = {*nodes.peers} - {follower, leader.id}
@@ -157,6 +171,7 @@ def test_a_node_of_another_cluster_of_the_same_name_is_refused(
             await (await theirs.leader()).propose(b"theirs")
             await (await ours.leader()).add("n2", theirs.peers["n2"])
             await until(lambda: "was founded separately" in caplog.text)
+            await remarked(ours, "n2 is not connected to n1", "founded separately", "--join")
             assert theirs.notes["n2"].kept == [b"theirs"]
             await ours.stop("n1")
             await theirs.stop("n2")
@@ -186,6 +201,44 @@ def test_a_client_keeps_to_the_cluster_that_it_saw_first(tmp_path: Path) -> None
                 await store.get("key")
             await store.close()
             await nodes.stop("n1")
+
+    asyncio.run(main())
+
+
+def test_a_founder_states_whom_it_waits_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        nodes = Trio(tmp_path)
+        waits = "the cluster has not been founded: node n1 waits for "
+        url = f"doyen://{nodes.peers['n1']}?connect_timeout_s=0.2"
+
+        def lines() -> list[str]:
+            return [text.partition(waits)[2].split(":")[0] for text in caplog.messages]
+
+        async with asyncio.timeout(60):
+            await nodes.start("n1")
+            await until(lambda: "n2, n3" in lines())
+            await remarked(nodes, "n1 waits for n2, n3", "--found")
+            store = make_store(StoreURL.parse(url))
+            with pytest.raises(doyen.StoreUnavailable, match=f"{waits}n2, n3") as refused:
+                await store.open(0)
+            assert "majority" not in str(refused.value)
+            texts = [finding.text for finding in await store.diagnose()]
+            assert any("n1 waits for n2, n3" in text for text in texts)
+            assert not any("majority" in finding.remedy for finding in await store.diagnose())
+            await store.close()
+            await nodes.start("n2")
+            await until(lambda: "n3" in lines())
+            await remarked(nodes, "n1 waits for n3")
+            await nodes.stop("n2")
+            await until(lambda: lines().count("n2, n3") == 2)
+            await nodes.start("n2")
+            await nodes.start("n3")
+            await nodes.leader()
+            assert [line for line in lines() if line][:3] == ["n2, n3", "n3", "n2, n3"]
+            for name in [*nodes.nodes]:
+                await nodes.stop(name)
 
     asyncio.run(main())
 

@@ -254,6 +254,7 @@ def test_a_peer_that_is_back_is_dialled_at_once_when_it_calls() -> None:
             other.port = await free()
             one.know(other)
             await until(lambda: "refused" in one.peers.connection_errors["n2"])
+            assert not one.peers.refusals, "nothing listens there"
             other = await nodes.add("n2", port=other.port)
             other.know(one)
             await until(lambda: one.links() == [("connected", "n2")])
@@ -381,6 +382,7 @@ def test_a_peer_below_the_clusters_version_is_refused_with_the_remedy() -> None:
             remedy, here, there = "install the release", one.peers, other.peers
             await until(lambda: remedy in there.connection_errors.get("n1", ""))
             await until(lambda: remedy in here.connection_errors.get("n2", ""))
+            assert here.refusals == here.connection_errors
             assert one.peers.supports("n2") == 0
             assert one.counts["version"] >= 1
             assert not one.peers.incoming

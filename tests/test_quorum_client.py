@@ -470,7 +470,9 @@ def test_problems_of_a_quorum_are_reported() -> None:
     assert any("no leader" in text for text in headless["problem"])
     cut_off = condition("n3", leader=None, generation=4)
     led = [NodeAnswer(f"h{n}", condition(f"n{n}")) for n in (1, 2)]
+    led[0] = NodeAnswer("h1", condition("n1", refused={"n3": "h3: its directory is empty"}))
     lonely = levels(*led, NodeAnswer("h3", cut_off))
+    assert any("its directory is empty" in text for text in lonely["warning"])
     assert "problem" not in lonely
     assert [re.split("[:,]", text)[0] for text in lonely["warning"]] == [
         "this node runs",

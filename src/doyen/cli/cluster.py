@@ -221,7 +221,7 @@ async def _change(args: argparse.Namespace) -> int:
 
 
 async def _status(args: argparse.Namespace) -> int:
-    from doyen.stores.quorum.diagnosis import outsiders
+    from doyen.stores.quorum.diagnosis import outsiders, remarks
 
     async with _quorum(args) as store:
         states = await store.inspect()
@@ -251,6 +251,8 @@ async def _status(args: argparse.Namespace) -> int:
                 console().print(
                     f"the quota is exhausted ({used} of {quota} bytes); writes are refused"
                 )
+        for line in remarks(states):
+            console().print(printable(line))
     return Exit.DONE if well else Exit.NO
 
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import sha256
 from secrets import token_hex
 from typing import Any, Protocol
@@ -40,11 +40,11 @@ from msgspec.structs import replace
 
 from doyen.errors import ConfigError, StoreUnusable
 from doyen.quorum.consensus.core import Membership, Position
-from doyen.quorum.protocol.frames import CloseReason, ConnectionRefused
+from doyen.quorum.protocol.frames import NOT_FOUNDED, CloseReason, ConnectionRefused
 from doyen.quorum.protocol.handshake import CheckRemote, ConnectionIdentity, MemberInfo
 from doyen.quorum.protocol.security import certificate_names
 
-__all__ = ["DataDirectoryRolledBack", "Members", "NodeMember", "initial_member"]
+__all__ = ["DataDirectoryRolledBack", "Members", "NodeMember", "initial_member", "not_founded"]
 
 log = logging.getLogger("doyen.quorum.node")
 
@@ -76,6 +76,14 @@ REMEDY = (
     "Remove it from the cluster (doyen cluster remove {node}), empty its data directory, start it"
     " with --join, and add it again (doyen cluster add {node} {address})."
 )
+
+
+def not_founded(node: str, missing: Sequence[str]) -> str:
+    """What a node states while it waits for these other founders."""
+    return (
+        f"{NOT_FOUNDED}: node {node} waits for {', '.join(missing)}: start every node of its"
+        " --peers with --found and an empty data directory"
+    )
 
 
 def initial_member(
@@ -149,6 +157,8 @@ class Members:
         """Set when there may be something to record (`to_record`)."""
         self._founders: dict[str, str] = {}
         """Member ids of connected nodes that wait to found the cluster with this one, by name."""
+        self._logged: list[str] = []
+        """The missing founders that were logged last."""
 
     # This node.
 
@@ -351,9 +361,19 @@ class Members:
         """This node has dialled one that waits for the founding, or that has the record."""
         if info.founding:
             self._founders[node] = info.member
+            self.log_missing()
 
     def founder_disconnected(self, node: str) -> None:
         self._founders.pop(node, None)
+        self.log_missing()
+
+    def log_missing(self) -> None:
+        """Log which founders are missing, if that has changed."""
+        missing = self.missing()
+        if missing != self._logged:
+            self._logged = missing
+            if missing:
+                log.warning("%s", not_founded(self.node, missing))
 
     async def found(self) -> bool:
         """Found the cluster if that is up to this node and all founders are connected. Returns

@@ -42,7 +42,13 @@ from doyen.quorum.node.snapshot_transfer import (
     cut_into_chunks,
 )
 from doyen.quorum.protocol.connection import End, FrameConnection, dial
-from doyen.quorum.protocol.frames import MAX_FRAME, CloseReason, ConnectionRefused, FrameError
+from doyen.quorum.protocol.frames import (
+    MAX_FRAME,
+    NOT_FOUNDED,
+    CloseReason,
+    ConnectionRefused,
+    FrameError,
+)
 from doyen.quorum.protocol.handshake import MemberInfo
 
 if TYPE_CHECKING:
@@ -65,6 +71,8 @@ class OutgoingPeer:
         self.address = address
         self.connection: FrameConnection | None = None
         self.error = "not tried yet"
+        self.refused = False
+        """Whether the last attempt failed because this node or the peer refused."""
         self.dialling = False
         self._peers = peers
         self._numbers = count(1)
@@ -109,12 +117,13 @@ class OutgoingPeer:
             except DoyenError as error:
                 self.dialling = False
                 self.error = str(error)
+                self.refused = isinstance(error, ConnectionRefused)
                 if isinstance(error, ConnectionRefused):
                     self._peers.errors.record(
                         error.reason, f"node {self.node!r} not reached: {error}"
                     )
             else:
-                self.dialling = False
+                self.dialling = self.refused = False
                 began = loop.time()
                 await connection.wait()
                 if self._waiting is not None and self._peers.members is not None:
@@ -174,7 +183,7 @@ class OutgoingPeer:
         return connection
 
     def _wait_to_found(self, connection: FrameConnection, members: Members) -> None:
-        self.error = "the cluster has not been founded"
+        self.error = NOT_FOUNDED
         if not members.waiting:  # any more: send the record, and reconnect as a member
             if record := members.record():
                 connection.send(FOUNDED, record)

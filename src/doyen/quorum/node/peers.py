@@ -224,6 +224,15 @@ class Peers:
         outgoing = self.outgoing.items()
         return {node: peer.error for node, peer in outgoing if peer.connection is None}
 
+    @property
+    def refusals(self) -> dict[str, str]:
+        """Those of `connection_errors` for which this node or the peer has refused."""
+        return {
+            node: error
+            for node, error in self.connection_errors.items()
+            if self.outgoing[node].refused
+        }
+
     # Connections that peers have dialled.
 
     def admit(self, connection: FrameConnection) -> None:

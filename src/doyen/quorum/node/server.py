@@ -365,6 +365,8 @@ class NodeServer:
                 cluster=options.cluster,
                 protocol=options.protocol,
                 quota_bytes=options.quota_bytes,
+                refusals=lambda: peers.refusals,
+                missing=members.missing,
             )
             listener = Listener(
                 me,
@@ -378,6 +380,7 @@ class NodeServer:
             )
             await driver.start()
             port = await listener.listen(host, port)
+            members.log_missing()
             if options.protocol == "raft":  # the membership of the others is fixed
                 driver.on_role(lambda *_: members.changes.set())
                 driver.pump.start_task(record_members(driver, members))

@@ -34,6 +34,7 @@ from doyen.quorum.node.clients import ClientConnection, ClientLimits, ServedClie
 from doyen.quorum.node.driver import Driver
 from doyen.quorum.node.lease_keeper import KeyspaceLeases
 from doyen.quorum.node.lists import Lists
+from doyen.quorum.node.membership import not_founded
 from doyen.quorum.node.watches import Watches
 from doyen.quorum.node.writes import Renewals, Writes
 from doyen.quorum.protocol import requests
@@ -74,7 +75,12 @@ class Service:
         protocol: str = "raft",
         quota_bytes: int = QUOTA,
         limits: ClientLimits = ClientLimits(),  # noqa: B008  (frozen)
+        refusals: Callable[[], dict[str, str]] = dict,
+        missing: Callable[[], Sequence[str]] = tuple,
     ) -> None:
+        """`refusals` and `missing` are reported in the node's status (see `NodeStatus`)."""
+        self._refusals = refusals
+        self._missing = missing
         self._driver = driver
         self._keyspace = keyspace
         self._election_s = election_s
@@ -130,7 +136,11 @@ class Service:
         elif connection.role == "onlooker":
             connection.welcome(self._take_inquiry, lambda connection, end: None)
         elif not self._serving:
-            connection.refuse(CloseReason.NOT_SERVING, "this node knows of no leader; ask another")
+            missing = self._missing()
+            text = "this node knows of no leader; ask another"
+            if missing:
+                text = not_founded(self._driver.id, missing)
+            connection.refuse(CloseReason.NOT_SERVING, text)
         else:
             self._clients[connection] = self._served(connection)
             connection.welcome(self._take, self._ended)
@@ -290,6 +300,8 @@ class Service:
             keyspace.bytes,
             keyspace.quota,
             keyspace.alarm,
+            self._refusals(),
+            tuple(self._missing()),
         )
 
     def _administer(self, client: ServedClient, request: requests.Administer) -> None:

@@ -21,6 +21,7 @@ __all__ = [
     "FIRST_FREE",
     "MAX_FRAME",
     "MAX_GREETING",
+    "NOT_FOUNDED",
     "CloseReason",
     "ConnectionRefused",
     "FrameDecoder",
@@ -33,6 +34,8 @@ __all__ = [
 MAX_FRAME = 8 << 20
 MAX_GREETING = 4096
 FIRST_FREE = 16
+NOT_FOUNDED = "the cluster has not been founded"
+"""Begins the reason of a node that refuses clients because it waits for other founders."""
 
 _HEADER = Layout(">IB")
 HEADER_SIZE = _HEADER.size

@@ -397,6 +397,6 @@ def _check_cluster_id(here: str, wanted: str) -> None:
             CloseReason.CLUSTER,
             f"this node belongs to the cluster with id {here}, not to the one with id {wanted}: a"
             " cluster of the same name was founded separately. Check the addresses; if the old"
-            " cluster is gone for good, connect anew (a node: start it with an empty data"
-            " directory)",
+            " cluster is gone for good, connect anew (a node: empty its data directory and start it"
+            " with --join)",
         )

@@ -281,6 +281,10 @@ class NodeStatus(Response, frozen=True, gc=False, tag=8):
     """The limit on this size; 0 if the node does not send it."""
     alarm: bool = False
     """Whether a write was refused because of the quota, and there is still little room."""
+    refused: dict[str, str] = {}
+    """Members to which this node cannot connect because one of the two refuses, with the reason."""
+    missing: tuple[str, ...] = ()
+    """The nodes that this one waits for to found the cluster with it."""
 
 
 class Administered(Response, frozen=True, gc=False, tag=9):

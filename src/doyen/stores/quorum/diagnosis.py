@@ -8,8 +8,9 @@ from typing import NamedTuple
 from doyen.model import Finding
 from doyen.quorum.protocol.requests import NodeStatus
 
-__all__ = ["NodeAnswer", "findings", "outsiders", "risks_of_removal"]
+__all__ = ["NodeAnswer", "findings", "outsiders", "remarks", "risks_of_removal"]
 
+FOUND = "start every node of its --peers with --found and an empty data directory"
 BEHIND = 1000
 """Entries that a node may be behind and still count as up to date."""
 
@@ -33,6 +34,30 @@ def outsiders(states: Sequence[NodeAnswer]) -> set[str]:
         return set()
     leads = max(leaders, key=lambda each: each.generation)
     return {each.node for each in up}.difference(leads.voters, leads.learners)
+
+
+def remarks(states: Sequence[NodeAnswer]) -> list[str]:
+    """What keeps nodes that run from taking part, and the remedy, one line each."""
+    up = [state.condition for state in states if state.condition is not None]
+    waiting = [f"{_waits(each)}: {FOUND}" for each in up if each.missing]
+    return waiting + [
+        f"{node} is not connected to {', '.join(others)}: {reason}"
+        for (node, reason), others in _refusals(up).items()
+    ]
+
+
+def _refusals(up: Sequence[NodeStatus]) -> dict[tuple[str, str], list[str]]:
+    """Refused nodes with the reason, and the nodes that report it. Those that know a leader are
+    believed first, because a refused node has reasons of its own."""
+    refused: dict[tuple[str, str], list[str]] = {}
+    for each in _led(up) or up:
+        for node, reason in each.refused.items():
+            refused.setdefault((node, reason), []).append(each.node)
+    return refused
+
+
+def _waits(status: NodeStatus) -> str:
+    return f"{status.node} waits for {', '.join(status.missing)}"
 
 
 def risks_of_removal(states: Sequence[NodeAnswer], node: str) -> list[str]:
@@ -83,11 +108,14 @@ def _nodes(states: Sequence[NodeAnswer]) -> Iterator[Finding]:
     up = [state.condition for state in states if state.condition is not None]
     for each in up if _led(up) else ():
         if each.leader is None and each.node not in outside:
+            reasons = [reason for node, reason in _refusals(up) if node == each.node]
             yield Finding(
                 level="warning",
                 subject=each.node,
-                text="this node runs, but knows no leader although there is one",
-                remedy="see its log: it cannot reach the others, or they refuse it",
+                text=": ".join(
+                    ["this node runs, but knows no leader although there is one", *reasons[:1]]
+                ),
+                remedy="" if reasons else "see its log: it cannot reach the others",
             )
     for node in sorted(outside):
         yield Finding(
@@ -107,7 +135,14 @@ def _leadership(up: Sequence[NodeStatus]) -> Iterator[Finding]:
     latest = max(_led(up) or up, key=lambda each: each.generation, default=None)
     if latest is None:
         return
-    if latest.leader is None:
+    if waiting := [_waits(each) for each in up if each.missing and latest.leader is None]:
+        yield Finding(
+            level="problem",
+            subject="quorum",
+            text=f"the cluster has not been founded: {'; '.join(waiting)}",
+            remedy=FOUND,
+        )
+    elif latest.leader is None:
         yield Finding(
             level="problem",
             subject="quorum",

@@ -35,6 +35,7 @@ from doyen.quorum.keyspace.commands import (
     TicketIssued,
     Written,
 )
+from doyen.quorum.protocol.frames import NOT_FOUNDED
 from doyen.quorum.protocol.requests import (
     MIN_TTL_S,
     Administer,
@@ -116,6 +117,8 @@ class QuorumStore(GuardedStore):
                 status = await self._requests.ask(StatusRequest)
             except Electing as error:
                 if loop.time() >= until:
+                    if NOT_FOUNDED in str(error):  # which names the remedy
+                        raise
                     remedy = (
                         "start nodes until a majority runs; doyen cluster status shows which do"
                     )
