@@ -318,10 +318,10 @@ def one_position(patch: pytest.MonkeyPatch) -> None:
     use = QuorumConnection._connected
 
     def share(self: QuorumConnection, link: Any) -> None:
-        latest = max((watch.position for watch in self._watches.open.values()), default=-1)
-        for watch in self._watches.open.values():
+        latest = max((watch.position for watch in self._watches.values()), default=-1)
+        for watch in self._watches.values():
             if watch.position >= 0:
-                watch.position = max(latest, self._watches.notified)
+                watch.position = max(latest, self._notified)
         use(self, link)
 
     patch.setattr(QuorumConnection, "_connected", share)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from contextlib import suppress
 from typing import Any
 from unittest import mock
 
 import pytest
+from asyncmy.connection import Connection
 
 import servers
 from doyen.errors import ConfigError, StoreUnavailable, StoreUnusable
@@ -26,72 +29,60 @@ def place(mysql: servers.MariaDB) -> Place:
     return Place("mysql", mysql)
 
 
-def test_tokens_are_never_below_the_servers_microseconds(place: Place) -> None:
+async def test_tokens_are_never_below_the_servers_microseconds(place: Place) -> None:
     """They grow even if a replica takes over that lacks the last ones."""
-
-    async def main() -> None:
-        async with place.stores() as (store,):
-            before = place.number("SELECT UNIX_TIMESTAMP() * 1000000")
-            token = (await store.create(KEY, b"v", await store.grant(60))).entry.revision
-            assert token > before
-            place.server.query(f"UPDATE {place.tables['meta']} SET revision = 5000000000000000")
-            again = (await store.create(leader_key("f"), b"v", await store.grant(60))).entry
-            assert again.revision == 5 * 10**15 + 1
-
-    run(main)
+    async with place.stores() as (store,):
+        before = place.number("SELECT UNIX_TIMESTAMP() * 1000000")
+        token = (await store.create(KEY, b"v", await store.grant(60))).entry.revision
+        assert token > before
+        place.server.query(f"UPDATE {place.tables['meta']} SET revision = 5000000000000000")
+        again = (await store.create(leader_key("f"), b"v", await store.grant(60))).entry
+        assert again.revision == 5 * 10**15 + 1
 
 
-def test_servers_that_certify_each_others_writes_count_as_one(place: Place) -> None:
+async def test_servers_that_certify_each_others_writes_count_as_one(place: Place) -> None:
     """Clients write to any of them at any time: skipping revisions each time would use them up."""
-
-    async def main() -> None:
+    async with place.stores() as (store,):
+        await store.put(KEY, b"v", if_version=None)
+        place.server.query(f"UPDATE {meta(place)} SET server = 'group'")
+    with mock.patch.object(mysql_module, "_GROUPS", "SELECT 1"):
         async with place.stores() as (store,):
-            await store.put(KEY, b"v", if_version=None)
-            place.server.query(f"UPDATE {meta(place)} SET server = 'group'")
-        with mock.patch.object(mysql_module, "_GROUPS", "SELECT 1"):
-            async with place.stores() as (store,):
-                before = place.number(f"SELECT revision FROM {meta(place)}")
-                await store.delete(KEY)
-                assert place.number(f"SELECT revision FROM {meta(place)}") - before < 2**39
-
-    run(main)
+            before = place.number(f"SELECT revision FROM {meta(place)}")
+            await store.delete(KEY)
+            assert place.number(f"SELECT revision FROM {meta(place)}") - before < 2**39
 
 
 @pytest.mark.parametrize("behind_s", [0, 3600])
-def test_tokens_grow_when_a_replica_with_a_slow_clock_takes_over(
+async def test_tokens_grow_when_a_replica_with_a_slow_clock_takes_over(
     mysql: servers.MariaDB, monkeypatch: pytest.MonkeyPatch, behind_s: int
 ) -> None:
     """It also lacks the last commits, and with them the last tokens."""
-
-    async def main() -> None:
-        with servers.MariaDB(server_id="2") as replica:
-            primary, promoted = Place("mysql", mysql), Place("mysql", replica)
-            promoted.option, promoted.tables = primary.option, primary.tables
-            async with primary.stores() as (store,):
+    with servers.MariaDB(server_id="2") as replica:
+        primary, promoted = Place("mysql", mysql), Place("mysql", replica)
+        promoted.option, promoted.tables = primary.option, primary.tables
+        async with primary.stores() as (store,):
+            lease = await store.grant(60)
+            await store.create(KEY, b"v", lease)
+            async with promoted.stores():
+                pass  # creates the tables
+            copied = mysql.query(f"SELECT revision, position, server FROM {meta(primary)}")
+            await store.delete(KEY)
+            before = (await store.create(KEY, b"v", lease)).entry.revision
+        ((revision, position, server),) = copied
+        replica.query(
+            f"UPDATE {meta(promoted)} SET revision = {revision}, position = {position},"
+            f" server = '{server}'"
+        )
+        promoted.own_clock(monkeypatch)
+        promoted.step_clock(-behind_s)
+        tokens = [before]
+        for _ in range(3):
+            async with promoted.stores() as (store,):
                 lease = await store.grant(60)
-                await store.create(KEY, b"v", lease)
-                async with promoted.stores():
-                    pass  # creates the tables
-                copied = mysql.query(f"SELECT revision, position, server FROM {meta(primary)}")
-                await store.delete(KEY)
-                before = (await store.create(KEY, b"v", lease)).entry.revision
-            ((revision, position, server),) = copied
-            replica.query(
-                f"UPDATE {meta(promoted)} SET revision = {revision}, position = {position},"
-                f" server = '{server}'"
-            )
-            promoted.own_clock(monkeypatch)
-            promoted.step_clock(-behind_s)
-            tokens = [before]
-            for _ in range(3):
-                async with promoted.stores() as (store,):
-                    lease = await store.grant(60)
-                    tokens.append((await store.create(KEY, b"v", lease)).entry.revision)
-                    await store.revoke(lease)
-            assert tokens == sorted(set(tokens))
-            assert tokens[-1] - tokens[1] < 2**40, "revisions are left out once"
-
-    run(main, 60)
+                tokens.append((await store.create(KEY, b"v", lease)).entry.revision)
+                await store.revoke(lease)
+        assert tokens == sorted(set(tokens))
+        assert tokens[-1] - tokens[1] < 2**40, "revisions are left out once"
 
 
 FORMER_META = (
@@ -109,58 +100,50 @@ async def make_as_before(place: Place) -> None:
     place.server.query(f"INSERT INTO {meta(place)} VALUES (1, 1, 6000000000000000, 7)")
 
 
-def test_tables_of_an_earlier_version_are_adapted_while_in_use(place: Place) -> None:
+async def test_tables_of_an_earlier_version_are_adapted_while_in_use(place: Place) -> None:
     """Several clients open them at once, while clients of the earlier version go on writing."""
+    await make_as_before(place)
+    done = False
 
-    async def main() -> None:
-        await make_as_before(place)
-        done = False
+    def write_as_before() -> int:
+        number = 0
+        while not done:
+            place.server.query(
+                f"UPDATE {meta(place)} SET revision = GREATEST(revision + 1, 5),"
+                " position = position + 1"
+            )
+            number += 1
+        return number
 
-        def write_as_before() -> int:
-            number = 0
-            while not done:
-                place.server.query(
-                    f"UPDATE {meta(place)} SET revision = GREATEST(revision + 1, 5),"
-                    " position = position + 1"
-                )
-                number += 1
-            return number
-
-        writing = asyncio.create_task(asyncio.to_thread(write_as_before))
-        try:
-            stores = await asyncio.gather(*(place.open() for _ in range(8)))
-            entries = [
-                await store.put(leader_key(str(number)), b"v", if_version=None)
-                for number, store in enumerate(stores)
-            ]
-        finally:
-            done = True
-            written = await writing
-        tokens = [entry.revision for entry in entries if entry is not None]
-        assert len(tokens) == 8
-        assert tokens == sorted(set(tokens))
-        assert tokens[0] > 6 * 10**15
-        revision = place.number(f"SELECT revision FROM {meta(place)}")
-        assert revision == 6 * 10**15 + written + 8
-        for store in stores:
-            await store.close()
-
-    run(main)
+    writing = asyncio.create_task(asyncio.to_thread(write_as_before))
+    try:
+        stores = await asyncio.gather(*(place.open() for _ in range(8)))
+        entries = [
+            await store.put(leader_key(str(number)), b"v", if_version=None)
+            for number, store in enumerate(stores)
+        ]
+    finally:
+        done = True
+        written = await writing
+    tokens = [entry.revision for entry in entries if entry is not None]
+    assert len(tokens) == 8
+    assert tokens == sorted(set(tokens))
+    assert tokens[0] > 6 * 10**15
+    revision = place.number(f"SELECT revision FROM {meta(place)}")
+    assert revision == 6 * 10**15 + written + 8
+    for store in stores:
+        await store.close()
 
 
-def test_tables_of_an_earlier_version_that_may_not_be_altered(place: Place) -> None:
+async def test_tables_of_an_earlier_version_that_may_not_be_altered(place: Place) -> None:
     """The error names the statement for an administrator."""
-
-    async def main() -> None:
-        await make_as_before(place)
-        user = f"u{place.tables['meta'][-12:-5]}"
-        place.server.query(f"CREATE USER {user}@'%' IDENTIFIED BY 'p'")
-        place.server.query(f"GRANT SELECT, INSERT, UPDATE, DELETE, CREATE ON doyen.* TO {user}@'%'")
-        url = place.url().replace("doyen:doyen@", f"{user}:p@")
-        with pytest.raises(StoreUnusable, match=r"ALTER TABLE .* ADD COLUMN server"):
-            await open_store(url, CONTEXT)
-
-    run(main)
+    await make_as_before(place)
+    user = f"u{place.tables['meta'][-12:-5]}"
+    place.server.query(f"CREATE USER {user}@'%' IDENTIFIED BY 'p'")
+    place.server.query(f"GRANT SELECT, INSERT, UPDATE, DELETE, CREATE ON doyen.* TO {user}@'%'")
+    url = place.url().replace("doyen:doyen@", f"{user}:p@")
+    with pytest.raises(StoreUnusable, match=r"ALTER TABLE .* ADD COLUMN server"):
+        await open_store(url, CONTEXT)
 
 
 def meta(place: Place) -> str:
@@ -182,36 +165,30 @@ def test_opening_a_store_again_logs_nothing(
     assert not caplog.records
 
 
-def test_changes_are_notified_at_the_polling_interval(place: Place) -> None:
-    async def main() -> None:
-        async with place.stores(2, "poll_s=0.5") as (writer, watching):
-            assert watching.capabilities.notice_s == 0.5
-            notified = asyncio.Event()
-            await watching.watch(KEY, notified.set)
-            await writer.put(KEY, b"v", if_version=None)
-            began = now()
-            await notified.wait()
-            assert now() - began < 2
-
-    run(main)
+async def test_changes_are_notified_at_the_polling_interval(place: Place) -> None:
+    async with place.stores(2, "poll_s=0.5") as (writer, watching):
+        assert watching.capabilities.notice_s == 0.5
+        notified = asyncio.Event()
+        await watching.watch(KEY, notified.set)
+        await writer.put(KEY, b"v", if_version=None)
+        began = now()
+        await notified.wait()
+        assert now() - began < 2
 
 
-def test_after_a_long_pause_all_watches_are_notified(place: Place) -> None:
-    async def main() -> None:
-        async with place.stores() as (store,):
-            position, paths = await store.changes(None)
-            assert paths is None
-            await store.put(KEY, b"v", if_version=None)
-            assert await store.changes(position) == (position + 1, [KEY])
-            assert await store.changes(position + 1) == (position + 1, [])
-            place.server.query(f"UPDATE {place.tables['meta']} SET position = position + 5000")
-            await store.delete(KEY)
-            assert await store.changes(position) == (position + 5002, None)
-            assert await store.changes(position + 9999) == (position + 5002, None)
-            kept = place.number(f"SELECT COUNT(*) FROM {place.tables['changes']}")
-            assert kept == 1, "what is too long ago is dropped"
-
-    run(main)
+async def test_after_a_long_pause_all_watches_are_notified(place: Place) -> None:
+    async with place.stores() as (store,):
+        position, paths = await store.changes(None)
+        assert paths is None
+        await store.put(KEY, b"v", if_version=None)
+        assert await store.changes(position) == (position + 1, [KEY])
+        assert await store.changes(position + 1) == (position + 1, [])
+        place.server.query(f"UPDATE {place.tables['meta']} SET position = position + 5000")
+        await store.delete(KEY)
+        assert await store.changes(position) == (position + 5002, None)
+        assert await store.changes(position + 9999) == (position + 5002, None)
+        kept = place.number(f"SELECT COUNT(*) FROM {place.tables['changes']}")
+        assert kept == 1, "what is too long ago is dropped"
 
 
 @pytest.mark.parametrize(
@@ -223,17 +200,15 @@ def test_after_a_long_pause_all_watches_are_notified(place: Place) -> None:
         ("poor:doyen@HOST/doyen", "needs SELECT, INSERT, UPDATE and DELETE"),
     ],
 )
-def test_a_refused_login_has_a_reason(mysql: servers.MariaDB, address: str, says: str) -> None:
+async def test_a_refused_login_has_a_reason(
+    mysql: servers.MariaDB, address: str, says: str
+) -> None:
     mysql.query("CREATE USER IF NOT EXISTS poor@'%' IDENTIFIED BY 'doyen'")
     mysql.query("CREATE TABLE IF NOT EXISTS doyen.rich (x int)")
     mysql.query("GRANT SELECT ON doyen.rich TO poor@'%'")
-
-    async def main() -> None:
-        url = f"mysql://{address.replace('HOST', f'127.0.0.1:{mysql.port}')}?prefix=poor_"
-        with pytest.raises(StoreUnusable, match=says):
-            await open_store(url, CONTEXT)
-
-    run(main)
+    url = f"mysql://{address.replace('HOST', f'127.0.0.1:{mysql.port}')}?prefix=poor_"
+    with pytest.raises(StoreUnusable, match=says):
+        await open_store(url, CONTEXT)
 
 
 @pytest.mark.parametrize(
@@ -245,32 +220,48 @@ def test_a_refused_login_has_a_reason(mysql: servers.MariaDB, address: str, says
         ("mysql://u@h/d?tls=true&ca=/nowhere.pem", "cannot be used"),
     ],
 )
-def test_options_are_checked(url: str, says: str) -> None:
+async def test_options_are_checked(url: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        await open_store(url, CONTEXT)
+
+
+async def test_a_read_only_server_is_not_used() -> None:
+    with servers.MariaDB() as server:
+        place = Place("mysql", server)
+        server.query("CREATE USER app@'%' IDENTIFIED BY 'app'")
+        server.query("GRANT SELECT, INSERT, UPDATE, DELETE, CREATE ON doyen.* TO app@'%'")
+        url = place.url().replace("doyen:doyen@", "app:app@")
+        store = await open_store(url, CONTEXT)
+        lease = await store.grant(60)
+        server.query("SET GLOBAL read_only = 1")
+        for says in ("can no longer be written to", "read-only: a replica"):
+            with pytest.raises(StoreUnavailable, match=says):
+                await store.delete(KEY)
+        server.query("SET GLOBAL read_only = 0")
+        await store.renew(lease)
+        await store.close()
+
+
+def test_the_buffer_of_a_lost_connection_is_freed_at_once(mysql: servers.MariaDB) -> None:
+    """It has 256 KiB, and the garbage collector would find it only after many losses."""
+
     async def main() -> None:
-        with pytest.raises(ConfigError, match=says):
-            await open_store(url, CONTEXT)
-
-    run(main)
-
-
-def test_a_read_only_server_is_not_used() -> None:
-    async def main() -> None:
-        with servers.MariaDB() as server:
-            place = Place("mysql", server)
-            server.query("CREATE USER app@'%' IDENTIFIED BY 'app'")
-            server.query("GRANT SELECT, INSERT, UPDATE, DELETE, CREATE ON doyen.* TO app@'%'")
-            url = place.url().replace("doyen:doyen@", "app:app@")
-            store = await open_store(url, CONTEXT)
-            lease = await store.grant(60)
-            server.query("SET GLOBAL read_only = 1")
-            for says in ("can no longer be written to", "read-only: a replica"):
-                with pytest.raises(StoreUnavailable, match=says):
-                    await store.delete(KEY)
-            server.query("SET GLOBAL read_only = 0")
-            await store.renew(lease)
+        with servers.Proxy(mysql) as proxy:
+            store = await Place("mysql", mysql).open(through=proxy)
+            gc.collect()
+            gc.disable()
+            for _ in range(10):
+                proxy.reset()
+                with suppress(StoreUnavailable):  # unless the loss was noticed before
+                    await store.get(KEY)
+            kept = [each for each in gc.get_objects() if isinstance(each, Connection)]
+            assert len(kept) <= 2
             await store.close()
 
-    run(main, 60)
+    try:
+        run(main)
+    finally:
+        gc.enable()
 
 
 FINE: dict[str, Any] = {
@@ -299,11 +290,8 @@ def test_unsafe_settings_are_found(change: dict[str, int], says: str) -> None:
     assert odd[0].remedy
 
 
-def test_the_server_is_diagnosed(place: Place) -> None:
-    async def main() -> None:
-        async with place.stores() as (store,):
-            found = [finding.text for finding in await store.diagnose()]
-        assert found[0].startswith("MariaDB 1")
-        assert any("innodb_flush_log_at_trx_commit is 2" in text for text in found)
-
-    run(main)
+async def test_the_server_is_diagnosed(place: Place) -> None:
+    async with place.stores() as (store,):
+        found = [finding.text for finding in await store.diagnose()]
+    assert found[0].startswith("MariaDB 1")
+    assert any("innodb_flush_log_at_trx_commit is 2" in text for text in found)

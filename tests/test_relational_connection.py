@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from doyen.errors import ConfigError, OutcomeUnknown, StoreUnavailable, StoreUnusable
+from doyen.lease.clock import VirtualClock
 from doyen.stores.kit.failover import ConnectionLost
 from doyen.stores.kit.url import Host
-from doyen.stores.port import StoreURL
+from doyen.stores.port import Context, StoreURL
 from doyen.stores.sql.connection import (
     Given,
     Primary,
@@ -23,6 +25,7 @@ from doyen.stores.sql.connection import (
     WrongServer,
 )
 from doyen.stores.sql.psycopg_engine import PsycopgEngine, keep_connected
+from doyen.stores.sql.store import RelationalStore
 from doyen.testing import run_virtual
 
 
@@ -211,6 +214,34 @@ def test_calls_on_a_closed_connection_fail() -> None:
             await waiting
         with pytest.raises(StoreUnusable, match="closed"):
             await connection.read("b", {})
+
+    virtually(test)
+
+
+def test_a_look_at_leases_that_gets_no_response_blocks_other_calls_for_a_third_of_the_ttl() -> None:
+    """As when a connection was lost in an outage and nothing says so. Calls wait for their turn."""
+
+    async def test(connection: SqlConnection, engine: FakeEngine) -> None:
+        engine.answers_after_s = engine.connects_after_s = 0.01
+        loop, context = asyncio.get_running_loop(), Context(VirtualClock(), lambda event: None)
+        names = dict.fromkeys(
+            ("meta", "leases", "entries", "changes", "clock", "numbering", "incarnation"), ""
+        )
+        store = RelationalStore(
+            names, context, logs=False, connection=connection, renewals=connection, poll_s=None
+        )
+        await store.grant(1.5)
+        engine.answers_after_s = 1000
+        store._observer.follow(["lease"])
+        await asyncio.sleep(0.01)
+        engine.answers_after_s = 0.01
+        began, answered = loop.time(), False
+        while not answered:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.25):
+                    answered = bool(await connection.read("a", {}))
+        assert loop.time() - began < 0.6
+        await store.close()
 
     virtually(test)
 

@@ -19,7 +19,7 @@ from doyen.errors import LeaseGone
 from doyen.lease.clock import VirtualClock
 from doyen.stores.sqlite import leases as module
 from doyen.stores.sqlite.leases import LeaseFile, LeaseFileVerdict, LocalLeases
-from doyen.stores.sqlite.location import Folder
+from doyen.stores.sqlite.location import SessionsDirectory
 
 TTL_S = 10.0
 
@@ -30,8 +30,8 @@ class Bench:
     def __init__(self, path: Path) -> None:
         database = path / "x.db"
         database.touch()
-        self.folder = Folder(str(database))
-        self.folder.make()
+        self.directory = SessionsDirectory(str(database))
+        self.directory.make()
         self.clock = VirtualClock()
         self.ended: list[tuple[str, str]] = []
         self._handles: list[LocalLeases] = []
@@ -44,7 +44,7 @@ class Bench:
         boot: str = "this boot",
     ) -> LocalLeases:
         handle = kind(
-            self.folder,
+            self.directory,
             now=now or self.clock.now,
             boot=boot,
             ended=lambda lease, cause: self.ended.append((lease, cause)),
@@ -53,7 +53,7 @@ class Bench:
         return handle
 
     def files(self) -> set[str]:
-        return set(os.listdir(self.folder.path))
+        return set(os.listdir(self.directory.path))
 
     def close(self) -> None:
         for handle in self._handles:
@@ -158,7 +158,7 @@ def _judged_beside_another_judge(bench: Bench) -> bool:
     owner, judge = bench.handle(), bench.handle()
     lease = owner.grant(TTL_S)
     owner.release(lease)
-    other = os.open(bench.folder.file(lease, "lease"), os.O_RDONLY)
+    other = os.open(bench.directory.file(lease, "lease"), os.O_RDONLY)
     try:
         assert module._owner_is_dead(other)
         return judge.judge(lease).ended
@@ -246,7 +246,7 @@ def test_an_unreadable_lease_file_ends_only_by_death_or_timeout(bench: Bench) ->
     assert judge.judge(lease).ended
 
     lease = owner.grant(TTL_S)
-    os.truncate(bench.folder.file(lease, "lease"), 0)
+    os.truncate(bench.directory.file(lease, "lease"), 0)
     owner.release(lease)
     assert judge.judge(lease) == LeaseFileVerdict(False, module.UNREADABLE_S)
     bench.clock.advance(module.UNREADABLE_S)
@@ -305,7 +305,7 @@ def test_a_sweep_between_creating_and_locking_the_file_causes_a_retry(
     def interfering(fd: int, operation: int) -> None:
         if not swept:
             swept.extend(name for name in bench.files() if name.endswith(".lease"))
-            os.unlink(f"{bench.folder.path}/{swept[0]}")
+            os.unlink(f"{bench.directory.path}/{swept[0]}")
         elif len(swept) == 1:
             swept.append("locked")
             raise BlockingIOError
@@ -324,13 +324,13 @@ def test_session_files_have_the_permissions_of_the_database(tmp_path: Path) -> N
     database = tmp_path / "x.db"
     database.touch()
     database.chmod(0o660)
-    folder = Folder(str(database))
-    folder.make()
-    owner = LocalLeases(folder, now=lambda: 0.0, boot="b", ended=lambda *_: None)
+    directory = SessionsDirectory(str(database))
+    directory.make()
+    owner = LocalLeases(directory, now=lambda: 0.0, boot="b", ended=lambda *_: None)
     lease = owner.grant(1)
-    assert stat.S_IMODE(os.stat(folder.path).st_mode) == 0o770
+    assert stat.S_IMODE(os.stat(directory.path).st_mode) == 0o770
     for part in ("lease", "alive"):
-        assert stat.S_IMODE(os.stat(folder.file(lease, part)).st_mode) == 0o660
+        assert stat.S_IMODE(os.stat(directory.file(lease, part)).st_mode) == 0o660
     owner.release_all()
 
 
@@ -420,19 +420,19 @@ class WithoutSeal(LocalLeases):
 class WithoutUnlink(LocalLeases):
     """Broken: does not remove the lease file, so that a late write of the owner revives it."""
 
-    def _unlink(self, lease: str) -> None:
+    def end(self, lease: str) -> None:
         return
 
 
 class SealGoesFirst(LocalLeases):
     """Broken: removes the seal before the lease."""
 
-    def _unlink(self, lease: str) -> None:
+    def end(self, lease: str) -> None:
         try:
-            os.unlink(self._folder.file(lease, "seal"))
+            os.unlink(self._directory.file(lease, "seal"))
         except FileNotFoundError:
             pass
-        super()._unlink(lease)
+        super().end(lease)
 
 
 def _interleavings(calls: int, among: int) -> Iterator[tuple[str, ...]]:
@@ -472,7 +472,7 @@ def _violations(
             found.append(f"ended and alive again: {schedule}")
         owner.release_all()
         for name in bench.files():
-            os.unlink(f"{bench.folder.path}/{name}")
+            os.unlink(f"{bench.directory.path}/{name}")
         if found and kind is not LocalLeases:
             break
     return found

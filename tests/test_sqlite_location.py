@@ -83,12 +83,9 @@ def test_symbolic_links_to_one_file_are_one_store(tmp_path: Path) -> None:
         (f"sqlite:///tmp/x.db?token_floor={1 << 62}", "whole number"),
     ],
 )
-def test_invalid_urls_are_refused(url: str, message: str) -> None:
-    async def test() -> None:
-        with pytest.raises(ConfigError, match=message):
-            await open_store(url, Context(SystemClock(), lambda event: None))
-
-    run(test)
+async def test_invalid_urls_are_refused(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        await open_store(url, Context(SystemClock(), lambda event: None))
 
 
 MOUNTS = """\
@@ -123,12 +120,9 @@ def test_shared_file_systems_are_refused_by_name(tmp_path: Path) -> None:
     refuse_shared("/home/me/x.db", str(tmp_path / "no such table"))
 
 
-def test_missing_directories_are_created_and_permissions_kept(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with stores(tmp_path / "a" / "b" / "x.db"):
-            assert (tmp_path / "a" / "b" / "x.db.sessions").is_dir()
-
-    run(test)
+async def test_missing_directories_are_created_and_permissions_kept(tmp_path: Path) -> None:
+    async with stores(tmp_path / "a" / "b" / "x.db"):
+        assert (tmp_path / "a" / "b" / "x.db.sessions").is_dir()
 
 
 # Foreign files
@@ -191,7 +185,7 @@ def test_two_processes_may_create_the_store_at_once(
         (lambda path: path.mkdir(), "is a directory: choose a file"),
         (
             lambda path: path.with_name("x.db.sessions").touch(),
-            "x.db.sessions cannot be used .not a folder",
+            "x.db.sessions cannot be used .not a directory",
         ),
     ],
 )
@@ -211,24 +205,16 @@ def test_foreign_files_are_refused_and_not_changed(
     assert not [thread for thread in threading.enumerate() if thread.name == "doyen-sqlite"]
 
 
-def test_a_directory_that_cannot_be_created(tmp_path: Path) -> None:
+async def test_a_directory_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-
-    async def test() -> None:
-        with pytest.raises(StoreUnusable, match=r"directory .*/file/sub .*cannot be created"):
-            await opened(tmp_path / "file" / "sub" / "x.db")
-
-    run(test)
+    with pytest.raises(StoreUnusable, match=r"directory .*/file/sub .*cannot be created"):
+        await opened(tmp_path / "file" / "sub" / "x.db")
 
 
-def test_an_empty_file_is_treated_as_absent(tmp_path: Path) -> None:
+async def test_an_empty_file_is_treated_as_absent(tmp_path: Path) -> None:
     (tmp_path / "x.db").touch()
-
-    async def test() -> None:
-        async with stores(tmp_path / "x.db") as (store,):
-            assert await store.put("k", b"v", if_version=None)
-
-    run(test)
+    async with stores(tmp_path / "x.db") as (store,):
+        assert await store.put("k", b"v", if_version=None)
 
 
 def test_a_damaged_database_is_reported_with_its_remedy(tmp_path: Path) -> None:
@@ -252,23 +238,19 @@ def test_a_damaged_database_is_reported_with_its_remedy(tmp_path: Path) -> None:
     run(read)
 
 
-def test_a_replaced_database_is_noticed_before_anything_is_written(tmp_path: Path) -> None:
+async def test_a_replaced_database_is_noticed_before_anything_is_written(tmp_path: Path) -> None:
     path = tmp_path / "x.db"
-
-    async def test() -> None:
-        async with stores(path) as (store,):
-            lease = await store.grant(TTL_S)
-            path.rename(tmp_path / "away.db")
-            for replaced in (False, True):
-                if replaced:
-                    path.touch()
-                with pytest.raises(StoreUnusable, match=r"removed or replaced.*token_floor"):
-                    await store.create("k", b"v", lease)
-                with pytest.raises(LeaseGone, match="removed or replaced"):
-                    await store.renew(lease)
-            path.unlink()
-            (tmp_path / "away.db").rename(path)
-            await store.renew(lease)
-            assert (await store.create("k", b"v", lease)).won
-
-    run(test)
+    async with stores(path) as (store,):
+        lease = await store.grant(TTL_S)
+        path.rename(tmp_path / "away.db")
+        for replaced in (False, True):
+            if replaced:
+                path.touch()
+            with pytest.raises(StoreUnusable, match=r"removed or replaced.*token_floor"):
+                await store.create("k", b"v", lease)
+            with pytest.raises(LeaseGone, match="removed or replaced"):
+                await store.renew(lease)
+        path.unlink()
+        (tmp_path / "away.db").rename(path)
+        await store.renew(lease)
+        assert (await store.create("k", b"v", lease)).won

@@ -111,6 +111,9 @@ class LeaseObserver(LeaseObservations):
         self._unread: set[str] = set()
         self._store_failed = False
         """The store failed to respond since leases were last observed together."""
+        self.patience_s = _PATIENCE_S
+        """The deadline of what the observer asks the store at a time. Where other calls wait for
+        their turn behind it, it must be short beside their ttl."""
         self._wake = asyncio.Event()
         self._settling: asyncio.TimerHandle | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -240,7 +243,7 @@ class LeaseObserver(LeaseObservations):
             self._wake.clear()
             unread, self._unread = self._unread & self._scopes.keys(), set()
             try:
-                async with asyncio.timeout(_PATIENCE_S):
+                async with asyncio.timeout(self.patience_s):
                     if unread:
                         self._adopt(await self._source.survey(sorted(unread)))
                     await self._look()
@@ -294,7 +297,7 @@ class LeaseObserver(LeaseObservations):
             await asyncio.sleep(pause_s)
             began = self._loop.time()
             try:
-                async with asyncio.timeout(_PATIENCE_S):
+                async with asyncio.timeout(self.patience_s):
                     if self._changes is None:
                         await self._compare()
                     else:

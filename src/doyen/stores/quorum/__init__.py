@@ -11,9 +11,8 @@
 Every node serves: it forwards writes to the leader, and reads are linearizable. The parts:
 
     store        the port
-    connection   requests in flight, across connections to one node at a time
+    connection   requests in flight and watches, across connections to one node at a time
     dialling     how a node is reached
-    watches      watches, which outlive connections
     diagnosis    the findings of `doyen doctor`
 
 Frames and messages are those of `doyen.quorum.protocol`, which needs msgspec, the extra `quorum`.

@@ -9,14 +9,18 @@ loses no response.
 - A node that does not answer within `PATIENCE_S` is pinged, and left if it does not answer that
   either.
 
-The parts: `dialling` (how a node is reached), `watches` (which outlive connections), `_WriteIds`
-(under which ids the quorum knows this client's writes). Imports those, the quorum's protocol and
-the error tree.
+Watches outlive connections. Each is requested again on every connection, from its own position: the
+revision up to which it has been notified of all changes. The node notifies it of what was missed,
+then confirms it. A confirmed watch shares in the position that the node sends with every
+notification.
+
+Imports `dialling`, the stores' kit, the quorum's protocol and the error tree.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import uuid
 from collections.abc import Callable, Container, Coroutine, Sequence
@@ -32,6 +36,7 @@ from doyen.errors import (
     StoreUnusable,
     TicketGone,
 )
+from doyen.events.log_lines import log_line
 from doyen.quorum.keyspace.commands import (
     KeyspaceCommand,
     Result,
@@ -39,6 +44,7 @@ from doyen.quorum.keyspace.commands import (
     decode_result,
     encode,
 )
+from doyen.quorum.keyspace.versions import FIRST
 from doyen.quorum.protocol.connection import End, FrameConnection
 from doyen.quorum.protocol.frames import CloseReason
 from doyen.quorum.protocol.requests import (
@@ -63,10 +69,12 @@ from doyen.quorum.protocol.requests import (
     WriteResults,
     decode_answer,
 )
+from doyen.stores.kit.lifecycle import WatchHandle
 from doyen.stores.quorum.dialling import Dialler
-from doyen.stores.quorum.watches import QuorumWatch, WatchTable
 
 __all__ = ["QuorumConnection"]
+
+log = logging.getLogger("doyen")
 
 PATIENCE_S = 0.3
 """How long a response may take before the node is pinged, and how long the answer to that may."""
@@ -130,6 +138,24 @@ class _WriteIds:
         self.known = False
 
 
+class QuorumWatch(WatchHandle):
+    """One watch of a scope."""
+
+    def __init__(
+        self,
+        number: int,
+        scope: str,
+        notify: Callable[[], None],
+        on_close: Callable[[QuorumWatch], None],
+    ) -> None:
+        super().__init__(scope, notify, on_close)
+        self.id = number
+        self.position = -1
+        """It was notified of all changes up to this revision; negative before it is confirmed."""
+        self.confirmed = False
+        """Whether the current connection has confirmed it."""
+
+
 class QuorumConnection:
     """One connection at a time, and everything in flight on it."""
 
@@ -147,10 +173,13 @@ class QuorumConnection:
         self._unsent: list[_Call] = []
         """Writes that go out together, at the end of this iteration of the loop."""
         self._write_ids = _WriteIds()
-        self._watches = WatchTable()
+        self._watches: dict[int, QuorumWatch] = {}
+        self._notified = 0
+        """All watches that the current connection has confirmed were notified of all changes up to
+        this revision."""
         self._handlers: dict[type, Callable[[Any], None]] = {
             WriteResults: self._write_results,
-            WatchNotification: self._watches.changed,
+            WatchNotification: self._changed,
             WatchConfirmed: self._watch_confirmed,
             Failed: self._failed,
             ListChunk: self._list_chunk,
@@ -164,25 +193,18 @@ class QuorumConnection:
 
     # Requests.
 
-    def ask(
-        self,
-        make: Callable[[int], Request],
-        take: Callable[[BackupChunk], None] | None = None,
-    ) -> Coroutine[Any, Any, Any]:
-        """Send a request that may be repeated. `make` makes it with its id; `take` receives the
-        chunks of a backup."""
-        return self._call(make, take)
-
     def write(self, command: KeyspaceCommand) -> Coroutine[Any, Any, Result]:
         """Have a command carried out once, and return its result."""
-        return self._call(None, body=encode(command))
+        return self.ask(None, body=encode(command))
 
-    async def _call(
+    async def ask(
         self,
         make: Callable[[int], Request] | None,
         take: Callable[[BackupChunk], None] | None = None,
         body: bytes = b"",
     ) -> Any:
+        """Send a request that may be repeated. `make` makes it with its id; `take` receives the
+        chunks of a backup. Without `make`, it is a write with this body."""
         # Numbered at the same time as it is registered: the floor skips unregistered numbers.
         if make is None:
             self._write_ids.last = number = self._write_ids.last + 1
@@ -272,7 +294,7 @@ class QuorumConnection:
     async def watch(self, scope: str, notify: Callable[[], None]) -> QuorumWatch:
         """Begin a watch; returns when it is confirmed."""
         self._requests = number = self._requests - 1
-        watch = self._watches.open[number] = QuorumWatch(number, scope, notify, self._cancel)
+        watch = self._watches[number] = QuorumWatch(number, scope, notify, self._cancel)
         connection = self._connection
         if connection is None:
             self._connect()
@@ -289,7 +311,7 @@ class QuorumConnection:
         return watch
 
     def _cancel(self, watch: QuorumWatch) -> None:
-        if self._watches.open.pop(watch.id, None) is not None and self._connection is not None:
+        if self._watches.pop(watch.id, None) is not None and self._connection is not None:
             self._connection.send(REQUEST, encode(CancelWatch(watch.id)))
 
     # Responses.
@@ -307,8 +329,31 @@ class QuorumConnection:
                 connection.fail(CloseReason.MALFORMED, f"not a response of this protocol: {error}")
                 return
 
+    def _changed(self, notification: WatchNotification) -> None:
+        self._notified = notification.revision
+        for number in notification.ids:
+            watch = self._watches.get(number)
+            if watch is not None:
+                watch.notify_soon()
+
     def _watch_confirmed(self, response: WatchConfirmed) -> None:
-        self._watches.confirm(response, self._connection)
+        watch, connection = self._watches.get(response.id), self._connection
+        if watch is None:
+            return
+        watch.position, watch.confirmed = response.revision, True
+        if not watch.begun.done():
+            watch.begun.set_result(None)
+        elif connection is not None and connection.supports[1] == FIRST:
+            # A node of the first release confirms before it notifies of what was missed, and the
+            # connection may break in between.
+            watch.notify_soon()
+
+    def _watch_refused(self, response: Failed) -> None:
+        watch = self._watches.get(response.id)
+        if watch is not None:
+            if watch.begun.done():
+                log.warning(log_line(event="watch_refused", scope=watch.scope, error=response.text))
+            watch.fail(_error(response))
 
     def _write_results(self, response: WriteResults) -> None:
         self._write_ids.known = True
@@ -346,7 +391,7 @@ class QuorumConnection:
     def _failed(self, response: Failed) -> None:
         call = self._calls.get(response.id)
         if call is None:
-            self._watches.refuse(response.id, _error(response))
+            self._watch_refused(response)
         elif response.code is ErrorCode.FORGOTTEN:
             self._forgotten(response, call)
         elif response.code is ErrorCode.UNAVAILABLE and call.sent > 1 and response.id > 0:
@@ -389,7 +434,7 @@ class QuorumConnection:
                 connection = await self._dialler.connect(self._received, self._disconnected)
             except StoreError as error:
                 self._fail_unsent(error)
-                if not self._calls and not self._watches.open:
+                if not self._calls and not self._watches:
                     return
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
                 pause_s = min(2 * pause_s, longest_s)
@@ -407,7 +452,10 @@ class QuorumConnection:
         cluster.learn(connection)
         self._connection = connection
         connection.send(REQUEST, encode(IdentifyClient(self._write_ids.name)))
-        self._watches.resume(connection, cluster.id)
+        self._notified = 0
+        for watch in self._watches.values():
+            request = WatchRequest(watch.id, watch.scope, watch.position, cluster.id)
+            connection.send(REQUEST, encode(request))
         for _, call in sorted(self._calls.items()):
             self._send(call)
 
@@ -416,17 +464,21 @@ class QuorumConnection:
             self._connection = None
             self._unsent.clear()
             self._dialler.skip()
-            self._watches.disconnected()
+            for watch in self._watches.values():
+                if watch.confirmed:
+                    watch.position = max(watch.position, self._notified)
+                    watch.confirmed = False
             for call in self._calls.values():
                 call.entries = []  # not cleared: it may be a complete result, not yet taken
-            if self._calls or self._watches.open:
+            if self._calls or self._watches:
                 self._connect()
 
     def _fail_unsent(self, error: StoreError) -> None:
         for call in [*self._calls.values()]:
             if not call.sent:
                 self._fail(call, type(error)(str(error)))
-        self._watches.fail_new(error)
+        for watch in [*self._watches.values()]:
+            watch.fail(type(error)(str(error)))
 
     # Probes.
 
@@ -450,7 +502,7 @@ class QuorumConnection:
     async def close(self) -> None:
         """Fail everything in flight, and close the connection."""
         self._closed = True
-        for watch in [*self._watches.open.values()]:
+        for watch in [*self._watches.values()]:
             watch.close()
         tasks = [task for task in (self._connecting, self._probing) if task is not None]
         for task in tasks:

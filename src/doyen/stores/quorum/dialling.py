@@ -59,7 +59,6 @@ class Dialler:
         nodes: Sequence[str],
         security: Security,
         cluster: ExpectedCluster,
-        *,
         connect_timeout_s: float,
         first: int = 0,
     ) -> None:

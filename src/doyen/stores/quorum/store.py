@@ -92,18 +92,11 @@ class QuorumStore(GuardedStore):
         self._connect_timeout_s = connect_timeout_s
         self._cluster = ExpectedCluster(cluster)
         first = random.randrange(len(nodes))  # so that clients are spread over the nodes
-        self._requests = self._connection(first)
-        self._renewals = self._connection((first + 1) % len(nodes))
-
-    def _connection(self, first: int) -> QuorumConnection:
-        return QuorumConnection(
-            Dialler(
-                self._nodes,
-                self._security,
-                self._cluster,
-                connect_timeout_s=self._connect_timeout_s,
-                first=first,
+        self._requests, self._renewals = (
+            QuorumConnection(
+                Dialler(nodes, security, self._cluster, connect_timeout_s, at % len(nodes))
             )
+            for at in (first, first + 1)
         )
 
     async def open(self, token_floor: int) -> None:

@@ -178,6 +178,7 @@ class RelationalStore(GuardedStore):
         ttl_us = round(granted_s * 1e6)
         await self._connection.write(self._sql["grant"], {"lease": lease.id, "ttl_us": ttl_us})
         self._own.add(lease.id)
+        self._observer.patience_s = min(self._observer.patience_s, granted_s / 3)
         return lease
 
     async def renew(self, lease: Lease) -> None:

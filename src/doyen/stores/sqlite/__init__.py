@@ -1,7 +1,7 @@
 """`sqlite://`: the local store. One machine, no server, and a dead process is known at once.
 
     sqlite:///var/lib/doyen.db     the absolute path /var/lib/doyen.db
-    sqlite:doyen.db                relative to the current folder
+    sqlite:doyen.db                relative to the current directory
     ?token_floor=N                 raise the revision counter to N, after a move or a restore
 
 Rows for records, tickets and watches are in the database; beside it, in `<path>.sessions`, each
@@ -22,9 +22,11 @@ timer for each lease that owns something it watches. Without watches it never wa
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import sqlite3
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 from doyen.errors import LeaseGone, StoreError
 from doyen.events import LeaseEnded
@@ -34,14 +36,23 @@ from doyen.stores.kit.lifecycle import GuardedStore, opened
 from doyen.stores.kit.url import whole_number
 from doyen.stores.port import Capabilities, Context, Creation, StoreURL, Watch
 from doyen.stores.sqlite.database import Database
-from doyen.stores.sqlite.diagnosis import LocalStoreState, findings
+from doyen.stores.sqlite.diagnosis import findings
 from doyen.stores.sqlite.inbox import Inbox
 from doyen.stores.sqlite.leases import LocalLeases
-from doyen.stores.sqlite.location import Folder, make_folders, path_of, refuse_shared, translate_os
+from doyen.stores.sqlite.location import (
+    SessionsDirectory,
+    kind_of,
+    make_parents,
+    path_of,
+    refuse_shared,
+    translate_os,
+)
 from doyen.stores.sqlite.tables import Transaction
 from doyen.stores.sqlite.watches import LocalWatches
 
 __all__ = ["SQLiteStore", "open_store"]
+
+T = TypeVar("T")
 
 _SWEPT = 64
 """How many leases and inboxes are checked for leftovers when a store is opened. It is a sample:
@@ -54,7 +65,7 @@ async def open_store(url: StoreURL, context: Context) -> SQLiteStore:
     path = path_of(url)
     floor = whole_number(url, "token_floor")
     refuse_shared(path)
-    make_folders(path)
+    make_parents(path)
     store = SQLiteStore(path, context)
     return await opened(store, store.open(floor))
 
@@ -67,14 +78,12 @@ class SQLiteStore(GuardedStore):
     def __init__(self, path: str, context: Context) -> None:
         self._emit = context.emit
         self._loop = asyncio.get_running_loop()
-        self._folder = Folder(path)
+        self._directory = SessionsDirectory(path)
         self._leases = LocalLeases(
-            self._folder, now=context.clock.now, boot=boot_id(), ended=self._on_ended
+            self._directory, now=context.clock.now, boot=boot_id(), ended=self._on_ended
         )
-        self._inbox = Inbox(self._folder)
-        self._database = Database(
-            path, loop=self._loop, folder=self._folder, leases=self._leases, inbox=self._inbox
-        )
+        self._inbox = Inbox(self._directory)
+        self._database = Database(path, self._loop, self._directory, self._leases, self._inbox)
         self._watches = LocalWatches(self._loop, self._database, self._leases, self._inbox)
 
     async def open(self, token_floor: int) -> None:
@@ -106,7 +115,7 @@ class SQLiteStore(GuardedStore):
             raise translate_os(error, self._database.path) from error
         if not in_place:
             raise LeaseGone(
-                f"{self._database.path} or its folder was removed or replaced while in use:"
+                f"{self._database.path} or its directory was removed or replaced while in use:"
                 f" what is bound to lease {lease.id} is not visible to others; connect again"
             )
 
@@ -122,52 +131,54 @@ class SQLiteStore(GuardedStore):
         finally:
             self._leases.release(lease.id)
 
-    async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
+    def _submit(
+        self, run: Callable[[Transaction], T], *, writes: bool = True, durable: bool = False
+    ) -> asyncio.Future[T]:
         self._require_usable()
-        return await self._database.submit(
-            lambda tables: tables.create(key, value, lease.id), durable=True
-        )
+        return self._database.submit(run, writes=writes, durable=durable)
+
+    async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
+        return await self._submit(lambda tables: tables.create(key, value, lease.id), durable=True)
 
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
-        self._require_usable()
-        return await self._database.submit(
-            lambda tables: tables.put(key, value, if_version), durable=True
-        )
+        return await self._submit(lambda tables: tables.put(key, value, if_version), durable=True)
 
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
-        self._require_usable()
-        return await self._database.submit(lambda tables: tables.delete(key, if_version))
+        return await self._submit(lambda tables: tables.delete(key, if_version))
 
     async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
-        self._require_usable()
-        return await self._database.submit(
-            lambda tables: tables.enqueue(line, value, lease.id, rank)
-        )
+        return await self._submit(lambda tables: tables.enqueue(line, value, lease.id, rank))
 
     async def ahead(self, ticket: Entry) -> Entry | None:
-        self._require_usable()
-        return await self._database.submit(lambda tables: tables.ahead(ticket.key), writes=False)
+        return await self._submit(lambda tables: tables.ahead(ticket.key), writes=False)
 
     async def get(self, key: str) -> Entry | None:
-        self._require_usable()
-        return await self._database.submit(lambda tables: tables.get(key), writes=False)
+        return await self._submit(lambda tables: tables.get(key), writes=False)
 
     async def list(self, prefix: str) -> list[Entry]:
-        self._require_usable()
-        return await self._database.submit(lambda tables: tables.list(prefix), writes=False)
+        return await self._submit(lambda tables: tables.list(prefix), writes=False)
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
         self._require_usable()
         return await self._watches.watch(scope, notify)
 
     async def diagnose(self) -> Sequence[Finding]:
-        self._require_usable()
-        return findings(await self._database.submit(self._state, writes=False))
+        return await self._submit(self._diagnose, writes=False)
 
-    def _state(self, tables: Transaction) -> LocalStoreState:
-        names = [name for name, parts in self._folder.files().items() if "lease" in parts]
-        live = sum(not self._leases.judge(name).ended for name in names)
-        return LocalStoreState.of(self._database.path, journal=tables.journal(), live_leases=live)
+    def _diagnose(self, tables: Transaction) -> Sequence[Finding]:
+        path = self._database.path
+        names = [name for name, parts in self._directory.files().items() if "lease" in parts]
+        disk = os.statvfs(os.path.dirname(path))
+        return [
+            *findings(
+                path,
+                sqlite=sqlite3.sqlite_version_info,
+                journal=tables.journal(),
+                file_system=kind_of(path),
+                free_bytes=disk.f_bavail * disk.f_frsize,
+                live_leases=sum(not self._leases.judge(name).ended for name in names),
+            )
+        ]
 
     def proof(self, lease: Lease) -> tuple[int, ...]:
         return self._leases.proof(lease.id)
@@ -197,7 +208,7 @@ class SQLiteStore(GuardedStore):
     def _sweep(self, tables: Transaction, undecided: set[str]) -> None:
         """Remove leftovers of ended leases and inboxes without a reader."""
         undecided.clear()
-        files = self._folder.files()
+        files = self._directory.files()
         known = {name for name, parts in files.items() if "lease" in parts}
         for name, parts in files.items():
             if name not in known and parts & {"alive", "seal"}:

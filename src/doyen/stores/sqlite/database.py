@@ -22,16 +22,16 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from doyen.errors import OutcomeUnknown, StoreError, StoreUnavailable, StoreUnusable
 from doyen.stores.sqlite.inbox import Inbox
 from doyen.stores.sqlite.leases import LocalLeases
-from doyen.stores.sqlite.location import Folder, translate_os
+from doyen.stores.sqlite.location import SessionsDirectory, translate_os
 from doyen.stores.sqlite.tables import (
     APPLICATION_ID,
     SCHEMA,
@@ -40,7 +40,7 @@ from doyen.stores.sqlite.tables import (
     WriteNeeded,
 )
 
-__all__ = ["CommitOutcome", "Database"]
+__all__ = ["Database"]
 
 T = TypeVar("T")
 
@@ -67,23 +67,14 @@ class _Operation:
     error: BaseException | None = None
 
 
-@dataclass(slots=True)
-class CommitOutcome:
-    """The effect of a committed transaction on the watches of this handle; see `Transaction`."""
-
-    touched: dict[int, str] = field(default_factory=dict)
-    owners: dict[int, frozenset[str]] = field(default_factory=dict)
-
-
 class Database:
     """A connection with its thread. `submit` is called from the loop, as is `deliver`."""
 
     def __init__(
         self,
         path: str,
-        *,
         loop: asyncio.AbstractEventLoop,
-        folder: Folder,
+        directory: SessionsDirectory,
         leases: LocalLeases,
         inbox: Inbox,
         patience_s: float = PATIENCE_S,
@@ -91,9 +82,10 @@ class Database:
         self.path = path
         self.stale: deque[int] = deque()
         """Tags of watches that were closed; their rows go with the next write."""
-        self.deliver: Callable[[CommitOutcome], None] = lambda outcome: None
+        self.deliver: Callable[[Transaction], None] = lambda committed: None
+        """Receives each write transaction that was committed."""
         self._loop = loop
-        self._folder = folder
+        self._directory = directory
         self._leases = leases
         self._inbox = inbox
         self._patience_s = patience_s
@@ -182,19 +174,22 @@ class Database:
         except RuntimeError:
             pass  # the loop was closed without closing the store
 
-    def _answer(self, batch: list[_Operation], outcome: CommitOutcome) -> None:
+    def _answer(self, batch: list[_Operation], committed: Transaction | None) -> None:
         for operation in batch:
             _settle(operation.answer, operation.result, operation.error)
-        self.deliver(outcome)
+        if committed is not None:
+            self.deliver(committed)
 
-    def _carry_out(self, batch: list[_Operation]) -> CommitOutcome:
+    def _carry_out(self, batch: list[_Operation]) -> Transaction | None:
+        """Execute the operations. Returns the transaction if it wrote and was committed."""
         wanted = [operation for operation in batch if not operation.answer.cancelled()]
         if not wanted:
-            return CommitOutcome()
+            return None
         try:
             if not any(operation.writes for operation in wanted):
                 try:
-                    return self._read(wanted)
+                    self._read(wanted)
+                    return None
                 except WriteNeeded:
                     self._roll_back()
             return self._write(wanted)
@@ -202,7 +197,7 @@ class Database:
             self._roll_back()
             for operation in wanted:
                 operation.result, operation.error = None, self._translate(error, copy=True)
-            return CommitOutcome()
+            return None
 
     def _attempt(self, batch: list[_Operation], tables: Transaction) -> None:
         """Execute each operation. Its error is its own, unless the whole transaction is lost."""
@@ -216,34 +211,28 @@ class Database:
                     raise
                 operation.error = self._translate(error)
 
-    def _read(self, batch: list[_Operation]) -> CommitOutcome:
+    def _read(self, batch: list[_Operation]) -> None:
         self._begin(batch, "BEGIN")
-        tables = Transaction(self._execute, self._leases, self._inbox.name, writable=False)
-        self._attempt(batch, tables)
+        self._attempt(batch, self._transaction(writable=False))
         self._execute("COMMIT")
-        return CommitOutcome()
 
-    def _write(self, batch: list[_Operation]) -> CommitOutcome:
+    def _write(self, batch: list[_Operation]) -> Transaction:
         self._sync("FULL" if any(operation.durable for operation in batch) else "NORMAL")
         self._begin(batch, "BEGIN IMMEDIATE")
-        self._require_in_place()
-        tables = Transaction(self._execute, self._leases, self._inbox.name, writable=True)
-        self._attempt(batch, tables)
-        tables.finish(self._drop_stale(), self._inbox.send)
-        self._commit()
-        return CommitOutcome(tables.touched, tables.owners)
-
-    def _require_in_place(self) -> None:
         if not self.in_place():
             raise StoreUnusable(
                 f"{self.path} or its directory was removed or replaced while in use, so other"
                 " processes may use another file: connect again, and after a restore set"
                 " token_floor above the highest token ever issued"
             )
+        tables = self._transaction(writable=True)
+        self._attempt(batch, tables)
+        tables.finish(self.stale, self._inbox.send)
+        self._commit()
+        return tables
 
-    def _drop_stale(self) -> Iterator[int]:
-        while self.stale:
-            yield self.stale.popleft()
+    def _transaction(self, *, writable: bool) -> Transaction:
+        return Transaction(self._execute, self._leases, self._inbox.name, writable=writable)
 
     def _sync(self, level: str) -> None:
         if level != self._synchronous:
@@ -325,7 +314,7 @@ class Database:
             self._create()
         status = os.stat(self.path)
         self._identity = (status.st_dev, status.st_ino)
-        self._folder.make()
+        self._directory.make()
         self._begin([], "BEGIN IMMEDIATE")
         self._inbox.make()
         self._execute("COMMIT")

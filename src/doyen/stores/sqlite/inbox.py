@@ -18,7 +18,7 @@ import struct
 from collections.abc import Iterable
 from contextlib import suppress
 
-from doyen.stores.sqlite.location import Folder
+from doyen.stores.sqlite.location import SessionsDirectory
 
 __all__ = ["Inbox"]
 
@@ -28,28 +28,28 @@ _TAG = struct.Struct("<Q")
 class Inbox:
     """The inbox of one handle, and sending to the inboxes of others."""
 
-    def __init__(self, folder: Folder) -> None:
-        self._folder = folder
+    def __init__(self, directory: SessionsDirectory) -> None:
+        self._directory = directory
         self.name = secrets.token_hex(8)
         self.fd = -1
         self._capacity = select.PIPE_BUF
 
     def make(self) -> None:
-        path = self._folder.file(self.name, "inbox")
+        path = self._directory.file(self.name, "inbox")
         os.mkfifo(path)
-        os.chmod(path, self._folder.mode)
+        os.chmod(path, self._directory.mode)
         # Also open for writing, because otherwise the end of each sender would look like the end.
         self.fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         if hasattr(fcntl, "F_GETPIPE_SZ"):
             self._capacity = fcntl.fcntl(self.fd, fcntl.F_GETPIPE_SZ)
 
     def in_place(self) -> bool:
-        return os.path.exists(self._folder.file(self.name, "inbox"))
+        return os.path.exists(self._directory.file(self.name, "inbox"))
 
     def send(self, name: str, tags: Iterable[int]) -> bool:
         """Send tags to the inbox of another handle; False if it has no reader. Under the write
         lock."""
-        path = self._folder.file(name, "inbox")
+        path = self._directory.file(name, "inbox")
         try:
             fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
         except FileNotFoundError:
@@ -74,7 +74,7 @@ class Inbox:
 
     def has_reader(self, name: str) -> bool:
         try:
-            os.close(os.open(self._folder.file(name, "inbox"), os.O_WRONLY | os.O_NONBLOCK))
+            os.close(os.open(self._directory.file(name, "inbox"), os.O_WRONLY | os.O_NONBLOCK))
         except OSError as error:
             return error.errno not in (errno.ENXIO, errno.ENOENT)
         return True
@@ -93,7 +93,7 @@ class Inbox:
         """Remove the FIFO, after the rows that name it: until then it shows that its reader is
         gone."""
         with suppress(OSError):
-            os.unlink(self._folder.file(self.name, "inbox"))
+            os.unlink(self._directory.file(self.name, "inbox"))
 
     def close(self) -> None:
         if self.fd >= 0:

@@ -45,7 +45,7 @@ from contextlib import suppress
 from typing import Literal, NamedTuple
 
 from doyen.errors import LeaseGone, StoreUnavailable
-from doyen.stores.sqlite.location import Folder
+from doyen.stores.sqlite.location import SessionsDirectory
 
 __all__ = ["LeaseFileVerdict", "LocalLeases"]
 
@@ -111,13 +111,15 @@ class _Held:
         status = os.fstat(fd)
         self.identity = (status.st_dev, status.st_ino)
 
-    def stands(self) -> bool:
-        """Whether the descriptor still refers to our file and the file was not unlinked."""
+    def links(self) -> int | None:
+        """How many links to the file exist, 0 if it was unlinked. None if the descriptor does not
+        refer to it: code that closes all descriptors of a process may have caused its number to be
+        reused."""
         try:
             status = os.fstat(self.fd)
         except OSError:
-            return False
-        return status.st_nlink > 0 and (status.st_dev, status.st_ino) == self.identity
+            return None
+        return status.st_nlink if (status.st_dev, status.st_ino) == self.identity else None
 
 
 class LocalLeases:
@@ -125,13 +127,13 @@ class LocalLeases:
 
     def __init__(
         self,
-        folder: Folder,
+        directory: SessionsDirectory,
         *,
         now: Callable[[], float],
         boot: str,
         ended: Callable[[str, Literal["died", "expired"]], None],
     ) -> None:
-        self._folder = folder
+        self._directory = directory
         self._now = now
         self._boot = hashlib.sha256(boot.encode()).digest()[:16]
         self._tell_ended = ended
@@ -148,19 +150,19 @@ class LocalLeases:
                 self._held[lease] = held
                 return lease
         raise StoreUnavailable(
-            f"no new lease file in {self._folder.path} could be locked: try again"
+            f"no new lease file in {self._directory.path} could be locked: try again"
         )
 
     def _found(self, lease: str, ttl_s: float) -> _Held | None:
         """Create the files of a lease; None if another process removed them meanwhile as
         leftovers."""
-        path, fifo = self._folder.file(lease, "lease"), self._folder.file(lease, "alive")
-        alive = -1
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._folder.mode)
+        path, fifo = self._directory.file(lease, "lease"), self._directory.file(lease, "alive")
+        held, alive = None, -1
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._directory.mode)
         try:
-            os.fchmod(fd, self._folder.mode)
+            os.fchmod(fd, self._directory.mode)
             os.mkfifo(fifo)
-            os.chmod(fifo, self._folder.mode)
+            os.chmod(fifo, self._directory.mode)
             alive = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
             # The kernel closes the highest descriptor of a dying process first, so the lock is free
             # when the end of the FIFO is noticed.
@@ -170,18 +172,15 @@ class LocalLeases:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             record = LeaseFile(1, self._boot, self._now(), ttl_s, os.getpid())
             os.pwrite(fd, record.encode(), 0)
-            held = _Held(fd, alive, record)
             if os.fstat(fd).st_nlink == 1:
-                return held
+                held = _Held(fd, alive, record)
         except BlockingIOError:
             pass
-        except OSError:
-            self._close(fd, alive)
-            self._unlink(lease)
-            raise
-        self._close(fd, alive)
-        self._unlink(lease)
-        return None
+        finally:
+            if held is None:
+                self._close(fd, alive)
+                self.end(lease)
+        return held
 
     def renew(self, lease: str) -> None:
         """Restart the ttl of the lease, from an instant before the write."""
@@ -199,29 +198,24 @@ class LocalLeases:
         self._verify(held, lease)
 
     def _verify(self, held: _Held, lease: str) -> None:
-        """Check that the lease has no seal and then that its file was not unlinked. Also check that
-        the descriptor still refers to our file: code that closes all descriptors of a process may
-        have caused its number to be reused."""
+        """Check that the lease has no seal and then that its file was not unlinked."""
         try:
-            os.stat(self._folder.file(lease, "seal"))
+            os.stat(self._directory.file(lease, "seal"))
         except FileNotFoundError:
             pass
         else:
             raise LeaseGone(f"lease {lease} had run out and was declared ended")
-        try:
-            status = os.fstat(held.fd)
-        except OSError as error:
-            raise LeaseGone(
-                f"the descriptor of lease {lease} was closed by this process"
-            ) from error
-        if (status.st_dev, status.st_ino) != held.identity:
+        links = held.links()
+        if links is None:
             raise LeaseGone(f"the descriptor of lease {lease} was closed by this process")
-        if status.st_nlink == 0:
+        if links == 0:
             raise LeaseGone(f"lease {lease} was ended by another session, or its files removed")
 
     def end(self, lease: str) -> None:
-        """End a lease, of this or another process."""
-        self._unlink(lease)
+        """End a lease, of this or another process. The first file that is removed ends it."""
+        for part in ("lease", "alive", "seal"):
+            with suppress(FileNotFoundError):
+                os.unlink(self._directory.file(lease, part))
 
     def release(self, lease: str) -> None:
         """Close the descriptors of a held lease; to others this looks like the owner's death."""
@@ -239,17 +233,17 @@ class LocalLeases:
 
     def alive_path(self, lease: str) -> str:
         """The FIFO that ends with the owner."""
-        return self._folder.file(lease, "alive")
+        return self._directory.file(lease, "alive")
 
     def judge(self, lease: str) -> LeaseFileVerdict:
         """Whether a lease has ended. A lease that is found to be over is ended."""
         held = self._held.get(lease)
-        if held is not None and held.stands():
+        if held is not None and held.links():
             left_s = held.record.expires_at - self._now()
             if left_s > 0:
                 return LeaseFileVerdict(False, left_s, left_s)
         try:
-            fd = os.open(self._folder.file(lease, "lease"), os.O_RDONLY)
+            fd = os.open(self._directory.file(lease, "lease"), os.O_RDONLY)
         except FileNotFoundError:
             self._seen.pop(lease, None)
             return _ENDED
@@ -301,24 +295,18 @@ class LocalLeases:
                 # Report the end before the unlink, so that no other process can act on it before it
                 # is reported, even if this process is killed in between.
                 self._tell_ended(lease, cause)
-            self._unlink(lease)
+            self.end(lease)
         return _ENDED
 
     def _seal(self, lease: str) -> None:
         flags = os.O_WRONLY | os.O_CREAT
-        os.close(os.open(self._folder.file(lease, "seal"), flags, self._folder.mode))
-
-    def _unlink(self, lease: str) -> None:
-        """Remove the files of a lease. The first one ends it."""
-        for part in ("lease", "alive", "seal"):
-            with suppress(FileNotFoundError):
-                os.unlink(self._folder.file(lease, part))
+        os.close(os.open(self._directory.file(lease, "seal"), flags, self._directory.mode))
 
     def clear_remains(self, lease: str) -> None:
         """Remove the remaining files of a lease that has ended."""
         # The lease file of a new lease is created before the others.
-        if not os.path.exists(self._folder.file(lease, "lease")):
-            self._unlink(lease)
+        if not os.path.exists(self._directory.file(lease, "lease")):
+            self.end(lease)
 
     @staticmethod
     def _close(*descriptors: int) -> None:

@@ -16,10 +16,10 @@ from doyen.errors import ConfigError, StoreError, StoreUnavailable, StoreUnusabl
 from doyen.stores.port import StoreURL
 
 __all__ = [
-    "Folder",
+    "SessionsDirectory",
     "file_system",
     "kind_of",
-    "make_folders",
+    "make_parents",
     "path_of",
     "refuse_shared",
     "translate_os",
@@ -51,7 +51,7 @@ def path_of(url: StoreURL) -> str:
     return os.path.realpath(path)
 
 
-class Folder:
+class SessionsDirectory:
     """The directory of the lease and inbox files, `<path>.sessions`.
 
     It and its files have the permissions of the database.
@@ -69,7 +69,7 @@ class Folder:
             os.mkdir(self.path)
         except FileExistsError:
             if not os.path.isdir(self.path):
-                raise NotADirectoryError(errno.ENOTDIR, "not a folder", self.path) from None
+                raise NotADirectoryError(errno.ENOTDIR, "not a directory", self.path) from None
             return
         os.chmod(self.path, self.mode | (self.mode & 0o444) >> 2)
 
@@ -85,16 +85,16 @@ class Folder:
         return found
 
 
-def make_folders(path: str) -> None:
+def make_parents(path: str) -> None:
     """Create the parent directories of `path`."""
     if os.path.isdir(path):
         raise StoreUnusable(f"{path} is a directory: choose a file for the store")
-    folder = os.path.dirname(path)
+    parent = os.path.dirname(path)
     try:
-        os.makedirs(folder, exist_ok=True)
+        os.makedirs(parent, exist_ok=True)
     except OSError as error:
         raise StoreUnusable(
-            f"the directory {folder} for the store cannot be created"
+            f"the directory {parent} for the store cannot be created"
             f" ({error.strerror}): create it, or choose another path"
         ) from error
 

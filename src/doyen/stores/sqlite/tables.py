@@ -16,6 +16,7 @@ lease), so the others proceed. Used on the database thread only.
 from __future__ import annotations
 
 import sqlite3
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -146,12 +147,13 @@ class Transaction:
         """Something may have changed in these scopes of this handle."""
         self.touched.update(scopes)
 
-    def finish(self, stale: Iterable[int], send: Send) -> None:
+    def finish(self, stale: deque[int], send: Send) -> None:
         """Settle everything that goes with the changes; the commit is to follow at once."""
         if self._revision is not None:
             self._execute("UPDATE meta SET revision = ?", (self._revision,))
-        for tag in stale:
-            self._execute("DELETE FROM watches WHERE inbox = ? AND tag = ?", (self._inbox, tag))
+        while stale:
+            own = (self._inbox, stale.popleft())
+            self._execute("DELETE FROM watches WHERE inbox = ? AND tag = ?", own)
         others: dict[str, set[int]] = {}
         for inbox, tag, scope in self._watching():
             if inbox == self._inbox:

@@ -18,12 +18,14 @@ import asyncio
 import itertools
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from doyen.errors import StoreUnusable
 from doyen.stores.kit.lifecycle import WatchHandle
-from doyen.stores.sqlite.database import CommitOutcome, Database
+from doyen.stores.sqlite.database import Database
 from doyen.stores.sqlite.inbox import Inbox
 from doyen.stores.sqlite.leases import LocalLeases
+from doyen.stores.sqlite.tables import Transaction
 
 __all__ = ["LocalWatches"]
 
@@ -36,30 +38,24 @@ _REAP_AFTER_S = 0.05
 _JUDGE_AGAIN_S = 1.0
 
 
+@dataclass(slots=True, eq=False)
 class _LocalScope:
     """A scope that this handle watches, through one or more watches."""
 
-    __slots__ = ("name", "owners", "registered", "tag", "watches")
-
-    def __init__(self, name: str, tag: int) -> None:
-        self.name = name
-        self.tag = tag
-        self.registered = False
-        self.watches: dict[WatchHandle, None] = {}
-        self.owners: frozenset[str] = frozenset()
+    name: str
+    tag: int
+    registered: bool = False
+    watches: dict[WatchHandle, None] = field(default_factory=dict)
+    owners: frozenset[str] = frozenset()
 
 
+@dataclass(slots=True, eq=False)
 class _LeaseMonitor:
-    """Monitors one lease."""
-
-    __slots__ = ("fd", "lease", "settle_s", "tags", "timer")
-
-    def __init__(self, lease: str) -> None:
-        self.lease = lease
-        self.tags: set[int] = set()
-        self.fd = -1
-        self.timer: asyncio.TimerHandle | None = None
-        self.settle_s: float | None = None
+    lease: str
+    tags: set[int] = field(default_factory=set)
+    fd: int = -1
+    timer: asyncio.TimerHandle | None = None
+    settle_s: float | None = None
 
 
 class LocalWatches:
@@ -116,16 +112,16 @@ class LocalWatches:
             self._database.stale.append(scope.tag)
             self._monitor_owners(scope, frozenset())
 
-    def apply(self, outcome: CommitOutcome) -> None:
-        """Apply the outcome of a committed transaction."""
+    def apply(self, committed: Transaction) -> None:
+        """Apply the outcome of a transaction."""
         if self._closed:
             return
-        for tag, owners in outcome.owners.items():
+        for tag, owners in committed.owners.items():
             scope = self._by_tag.get(tag)
             if scope is not None:
                 scope.registered = True
                 self._monitor_owners(scope, owners)
-        self._notify(outcome.touched)
+        self._notify(committed.touched)
 
     def _notify(self, tags: Iterable[int]) -> None:
         for tag in tags:

@@ -15,8 +15,7 @@ znode, and the number of the transaction that created it is the token. The parts
 
     paths       the znodes of keys
     connection  kazoo's client, adapted to the rules of doyen's sessions
-    session     one session, for the store itself or as a lease
-    errors      kazoo's errors as doyen's
+    session     one session, for the store itself or as a lease; kazoo's errors as doyen's
     watches     watches that stay
     store       the port
     diagnosis   findings for `doyen doctor`

@@ -10,7 +10,7 @@ post to the loop. The two classes that kazoo is run with change the following:
 - Requests that wait are sent together, and what has arrived is read together. kazoo uses up to
   three system calls, and a change of threads, for each.
 
-Imports kazoo and the clock.
+Imports kazoo, the clock and log lines.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from kazoo.protocol.serialization import int_struct, write_string
 from kazoo.protocol.states import KeeperState
 from kazoo.retry import KazooRetry
 
+from doyen.events.log_lines import log_line
 from doyen.lease.clock import Clock
 from doyen.stores.kit.url import Host
 
@@ -254,7 +255,7 @@ class _Connection(ConnectionHandler):  # type: ignore[misc]
         try:
             super().zk_loop()
         except Exception as error:
-            log.exception("kazoo's connection has failed")
+            log.exception(log_line(event="connection_failed", server=self.session.address))
             self.error = error
         finally:
             self.session.finished(self.error)

@@ -33,21 +33,13 @@ class ZooKeeperServerState:
     settings: tuple[tuple[str, str], ...] = ()
 
 
+_LOSES_WRITES = (
+    "a server that crashes while it joins may lose confirmed writes (ZOOKEEPER-4785): two"
+    " candidates can both win an election, and only tokens protect"
+)
 _DEFECTS = (
-    Defect(
-        (0,),
-        (3, 8, 4),
-        "warning",
-        "a server that crashes while it joins may lose confirmed writes (ZOOKEEPER-4785): two"
-        " candidates can both win an election, and only tokens protect",
-    ),
-    Defect(
-        (3, 9, 0),
-        (3, 9, 2),
-        "warning",
-        "a server that crashes while it joins may lose confirmed writes (ZOOKEEPER-4785): two"
-        " candidates can both win an election, and only tokens protect",
-    ),
+    Defect((0,), (3, 8, 4), "warning", _LOSES_WRITES),
+    Defect((3, 9, 0), (3, 9, 2), "warning", _LOSES_WRITES),
     Defect(
         (3, 9, 3),
         (3, 9, 4),

@@ -28,7 +28,26 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
-from kazoo.exceptions import ConnectionDropped, RolledBackError, RuntimeInconsistency
+from kazoo.exceptions import (
+    AuthFailedError,
+    BadVersionError,
+    ConnectionClosedError,
+    ConnectionDropped,
+    InvalidACLError,
+    NoAuthError,
+    NodeExistsError,
+    NoNodeError,
+    NotReadOnlyCallError,
+    QuotaExceededError,
+    RolledBackError,
+    RuntimeInconsistency,
+    SASLException,
+    SessionClosedRequireSaslError,
+    SessionExpiredError,
+    SessionMovedError,
+    ThrottledOpError,
+    UnimplementedError,
+)
 from kazoo.protocol.serialization import (
     CheckVersion,
     Exists,
@@ -40,7 +59,7 @@ from kazoo.protocol.serialization import (
 from kazoo.protocol.states import KazooState
 
 from doyen._waiting import retrieve, shared
-from doyen.errors import LeaseGone, StoreUnavailable
+from doyen.errors import LeaseGone, OutcomeUnknown, StoreError, StoreUnavailable, StoreUnusable
 from doyen.stores.zookeeper.connection import (
     CloseSession,
     KazooHandler,
@@ -49,11 +68,13 @@ from doyen.stores.zookeeper.connection import (
     make_client,
     stop_client,
 )
-from doyen.stores.zookeeper.errors import translate
 
 __all__ = ["LeaseSession", "ZooKeeperSession"]
 
 _READS = (Exists, GetChildren, GetData)
+_ANSWERS = (NoNodeError, NodeExistsError, BadVersionError)
+"""Regular answers of a server, which the caller interprets."""
+_NOT_DONE = (ConnectionClosedError, NotReadOnlyCallError, SessionMovedError, ThrottledOpError)
 
 CONNECT_ATTEMPTS = 3
 """How many unanswered connections it takes until a session that is to be closed is left to expire.
@@ -240,7 +261,13 @@ class ZooKeeperSession:
         self._calls.post(call)
 
     def translate(self, error: Exception, *, writes: bool) -> Exception:
-        return translate(error, writes=writes, lease=self.id if self.is_lease else None)
+        """The error of a failed request. With `writes` it could have changed something."""
+        if isinstance(error, _ANSWERS):
+            answer: Exception = error
+            return answer
+        translated = _translate(error, writes, self.id if self.is_lease else None)
+        translated.__cause__ = error
+        return translated
 
     def may_connect(self) -> str | None:
         """Why no connection may be made; None if it may. kazoo's thread."""
@@ -422,3 +449,29 @@ class _PendingAnswer:
 
 def _name(session: int) -> str:
     return f"0x{session % 2**64:x}"
+
+
+def _translate(error: Exception, writes: bool, lease: str | None) -> StoreError:
+    reason = str(error) or type(error).__name__
+    match error:
+        case NoAuthError():
+            return StoreUnusable(
+                "ZooKeeper refuses: the access list of a znode does not include this client."
+                " Check user and password, or have an administrator change the list"
+            )
+        case AuthFailedError() | SessionClosedRequireSaslError() | SASLException():
+            reason = str(error.__cause__ or error) or type(error).__name__
+            return StoreUnusable(
+                f"ZooKeeper does not accept the credentials: {reason}; check user and password"
+            )
+        case InvalidACLError():
+            return StoreUnusable("acl=creator needs a user that ZooKeeper has authenticated")
+        case UnimplementedError():
+            return StoreUnusable("this ZooKeeper is too old: version 3.5 or later is needed")
+        case QuotaExceededError():
+            return StoreUnusable("a quota of ZooKeeper's is exhausted: have it raised")
+        case SessionExpiredError() if lease and not isinstance(error, ConnectionClosedError):
+            return LeaseGone(f"ZooKeeper has expired the session {lease}")
+    if writes and not isinstance(error, _NOT_DONE):
+        return OutcomeUnknown(f"the connection broke before ZooKeeper answered: {reason}")
+    return StoreUnavailable(f"ZooKeeper did not carry out the request: {reason}")
