@@ -92,7 +92,7 @@ async def test_a_crowd_before_a_store_that_is_down_still_ends_in_time(place: Pla
         return now()
 
     ended = await asyncio.gather(*map(stand, campaigns))
-    assert max(ended) <= 2.0 + 2 * session._opened.timing.request_timeout_s
+    assert max(ended) <= 2.0 + 2 * session._opened.calls.timing.request_timeout_s
     faults.heal()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from doyen.errors import OutcomeUnknown, StoreUnavailable
 from doyen.events import Unsure
-from doyen.lease.calls import CALLS_AT_ONCE
+from doyen.lease.keeper import CALLS_AT_ONCE
 from doyen.testing import Faults
 from doyen.testing.faults import FaultyStore
 from support import TTL_S, Place, core_of, now, virtual

@@ -33,10 +33,9 @@ from doyen.election.core import SessionCore
 from doyen.election.leader import Leading
 from doyen.errors import LeaseGone, StoreUnavailable
 from doyen.events import Elected, Event, Lost, Overrun, Waiting
-from doyen.lease.calls import StoreCalls
 from doyen.lease.clock import VirtualClock
 from doyen.lease.keepalive import Keepalive
-from doyen.lease.keeper import LeaseKeeper
+from doyen.lease.keeper import LeaseKeeper, StoreCalls
 from doyen.lease.timing import Timing
 from doyen.model import Claim, Entry, Leader, Lease, leader_key
 from doyen.session import Campaign

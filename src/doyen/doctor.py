@@ -25,17 +25,6 @@ from doyen.lease.timing import Timing
 from doyen.model import Finding, Lease, Line, Order, leader_key, line_key, order_key
 from doyen.stores.port import Capabilities, Store
 
-__all__ = [
-    "Examination",
-    "Latency",
-    "Operation",
-    "duration",
-    "examine",
-    "judge_capabilities",
-    "judge_line",
-    "judge_times",
-]
-
 T = TypeVar("T")
 
 Operation = Literal["read", "write", "renewal"]
@@ -133,11 +122,7 @@ async def examine(
         *(judge_line(line, order) if line is not None else ()),
     ]
     return Examination(
-        timing=timing,
-        capabilities=limits,
-        latencies=latencies,
-        line=line,
-        findings=tuple(findings),
+        timing=timing, capabilities=limits, latencies=latencies, line=line, findings=tuple(findings)
     )
 
 

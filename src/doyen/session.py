@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 
+from doyen._waiting import outlast, shared
 from doyen.election.candidate import Candidacy, entered_terms
 from doyen.election.core import SessionCore
 from doyen.election.options import CampaignOptions, CampaignSettings, SessionSettings
@@ -98,8 +99,7 @@ class Session:
         runtime = self._given_runtime or ThreadRuntime.acquire()
         try:
             self._core = await runtime.obtain(
-                SessionCore.open(self._settings, runtime, self._given_store),
-                SessionCore.close,
+                SessionCore.open(self._settings, runtime, self._given_store), SessionCore.close
             )
         except BaseException:
             runtime.release()
@@ -112,17 +112,12 @@ class Session:
         if core.runtime.pid != os.getpid():
             return
         closing = asyncio.ensure_future(core.runtime.finish(core.close()))
-        cancelled = None
-        while not closing.done():
-            try:
-                await asyncio.wait({closing})
-            except asyncio.CancelledError as error:
-                # doyen's thread must not stop before the lease is revoked, which takes little time.
-                cancelled = error
-        core.runtime.release()
-        closing.result()
-        if cancelled is not None:
-            raise cancelled
+        try:
+            await shared(closing)
+        finally:
+            # doyen's thread must not stop before the lease is revoked, which takes little time.
+            await outlast(closing)
+            core.runtime.release()
 
     @property
     def _opened(self) -> SessionCore:

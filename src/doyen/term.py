@@ -10,11 +10,12 @@ becomes valid again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import logging
 import threading
 from collections.abc import Callable
-from typing import Final
+from types import SimpleNamespace
 
 from doyen.errors import LeadershipLost
 from doyen.events.log_lines import log_line
@@ -37,13 +38,8 @@ class TermState(enum.Enum):
     """The body ended first."""
 
 
-class _Ended:
-    """Replaces the keepalive of a term that is over."""
-
-    valid_until: Final = NEVER
-
-
-_ENDED = _Ended()
+_ENDED = SimpleNamespace(valid_until=NEVER)
+"""Replaces the keepalive of a term that is over."""
 _latch = threading.Lock()
 log = logging.getLogger("doyen")
 
@@ -81,7 +77,7 @@ class Term:
         self.meta = meta
         self.token = token
         self._keepalive = keepalive
-        self._deadline: Keepalive | _Ended = keepalive
+        self._deadline: Keepalive | SimpleNamespace = keepalive
         self._now = clock.now
         self._state: TermState | None = None
         self.reason = ""
@@ -138,21 +134,15 @@ class Term:
     async def lost(self) -> str:
         """Wait until the term is over, and return why."""
         loop = asyncio.get_running_loop()
-        over: asyncio.Future[None] = loop.create_future()
-
-        def resolve() -> None:
-            if not over.done():
-                over.set_result(None)
+        over = asyncio.Event()
 
         def wake() -> None:
-            try:
-                loop.call_soon_threadsafe(resolve)
-            except RuntimeError:
-                pass  # the loop has been closed
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(over.set)
 
         self.on_end(wake)
         try:
-            await over
+            await over.wait()
         finally:
             self._forget(wake)
         return self.reason

@@ -148,8 +148,7 @@ class Claiming:
             return False
         await attempt.watch_record()
         record, ready = await asyncio.gather(
-            attempt.get(attempt.record_key),
-            attempt.get(ready_marker_key(attempt, order.successor)),
+            attempt.get(attempt.record_key), attempt.get(ready_marker_key(attempt, order.successor))
         )
         if record is not None:
             if record.revision == order.token:

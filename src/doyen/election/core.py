@@ -1,6 +1,6 @@
 """The part of a session that lives on doyen's loop: it composes the parts that campaigns share.
 
-calls       store calls with a deadline (`doyen.lease.calls`)
+calls       store calls with a deadline (`doyen.lease.keeper`)
 leases      the session's leases (`doyen.lease.keeper`)
 deletions   deleting records and tickets so that they stay deleted
 tasks       background tasks, cancelled when the session is closed
@@ -21,8 +21,7 @@ from doyen.election.options import SessionSettings
 from doyen.errors import ConfigError, OutcomeUnknown, SessionClosed, StoreError, StoreUnavailable
 from doyen.events.log_lines import log_line
 from doyen.events.telemetry import Telemetry
-from doyen.lease.calls import StoreCalls
-from doyen.lease.keeper import LeaseKeeper
+from doyen.lease.keeper import LeaseKeeper, StoreCalls
 from doyen.lease.runtime import Runtime
 from doyen.lease.timing import Timing
 from doyen.model import Claim, Entry
@@ -127,10 +126,7 @@ class SessionCore:
 
     @classmethod
     async def open(
-        cls,
-        settings: SessionSettings,
-        runtime: Runtime,
-        store: Store | None = None,
+        cls, settings: SessionSettings, runtime: Runtime, store: Store | None = None
     ) -> SessionCore:
         """Check the settings and open the store. No lease is granted yet."""
         session_id = f"{runtime.random.getrandbits(64):016x}"
@@ -167,10 +163,6 @@ class SessionCore:
             await telemetry.close()
             raise
         return cls(store, timing, timing_of, telemetry, runtime, session_id=session_id)
-
-    @property
-    def timing(self) -> Timing:
-        return self.calls.timing
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run work that a caller waits for. Closing the session ends it with `SessionClosed`."""

@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable
 
 from doyen.election.attempt import Attempt
 from doyen.election.handover import order_to_obey, ready_marker_key
 from doyen.errors import LeaseGone, StoreError
-from doyen.events import Elected, Lost, Overrun, Resigned
+from doyen.events import Elected, Event, Lost, Overrun, Resigned
 from doyen.events.log_lines import log_line
 from doyen.model import Entry
 from doyen.term import Term, TermState
@@ -59,21 +60,21 @@ class Leading:
         )
         keepalive.progress()
         core.leases.body_begins(keepalive)
-        core.telemetry.emit(
-            Elected(
-                election=settings.election,
-                name=settings.name,
-                token=self.term.token,
-                lease=keepalive.lease.id,
-                valid_until=keepalive.valid_until,
-            )
-        )
+        self._emit(Elected, valid_until=keepalive.valid_until)
         self.term.on_end(self._term_ended)
         keepalive.on_loss(self, self.term._lose)
         # Changes of the record between its creation and this line were not noticed, so the record
         # is read once, and watched from then on. The body begins before that.
         attempt.on_change = self._changed
         asyncio.get_running_loop().call_later(LOOK_AFTER_S, self._changed)
+
+    def _emit(self, event: Callable[..., Event], planned: bool = False, **fields: object) -> None:
+        """Emit an event of this term. `fields` are those that not all of them have."""
+        election, name = self.attempt.settings.election, self.attempt.settings.name
+        token, lease = self.term.token, self.attempt.keepalive.lease.id
+        self.attempt.core.telemetry.emit(
+            event(election=election, name=name, token=token, lease=lease, **fields), planned=planned
+        )
 
     def _changed(self) -> None:
         """The record, or an order below it, has changed."""
@@ -119,52 +120,29 @@ class Leading:
             self.attempt.core.runtime.post(self._term_lost)
 
     def _term_lost(self) -> None:
-        core, settings, term = self.attempt.core, self.attempt.settings, self.term
-        core.telemetry.emit(
-            Lost(
-                election=settings.election,
-                name=settings.name,
-                token=term.token,
-                lease=self.attempt.keepalive.lease.id,
-                reason=term.reason,
-                ended_at=term.ended_at,
-            ),
-            planned=term.reason == self._order_reason,
-        )
+        term, planned = self.term, self.term.reason == self._order_reason
+        self._emit(Lost, planned, reason=term.reason, ended_at=term.ended_at)
         if not self._body_ended:
-            left_s = term.ended_at + term.stop_budget_s - core.runtime.clock.now()
+            now = self.attempt.core.runtime.clock.now()
+            left_s = term.ended_at + term.stop_budget_s - now
             asyncio.get_running_loop().call_later(max(0.0, left_s), self._overrun)
 
     def _overrun(self) -> None:
         if self._body_ended:
             return
-        core, settings = self.attempt.core, self.attempt.settings
-        core.telemetry.emit(
-            Overrun(
-                election=settings.election,
-                name=settings.name,
-                token=self.term.token,
-                lease=self.attempt.keepalive.lease.id,
-            )
-        )
-        if settings.on_overrun == "exit":
+        self._emit(Overrun)
+        core = self.attempt.core
+        if self.attempt.settings.on_overrun == "exit":
             core.telemetry.flush(EXIT_FLUSH_S)
             core.runtime.flush_log(EXIT_FLUSH_S)
             os._exit(OVERRUN_EXIT_CODE)
 
     def body_ended(self) -> None:
         """The passage to leaving: the body has ended, so the record may be deleted."""
-        attempt, settings = self.attempt, self.attempt.settings
+        attempt = self.attempt
         self._body_ended = True
         if self.term._conclude():
-            attempt.core.telemetry.emit(
-                Resigned(
-                    election=settings.election,
-                    name=settings.name,
-                    token=self.term.token,
-                    lease=attempt.keepalive.lease.id,
-                )
-            )
+            self._emit(Resigned)
         attempt.keepalive.forget(self)
         attempt.on_change = attempt.wakeup.wake
         attempt.core.leases.body_ended(attempt.keepalive)

@@ -12,15 +12,6 @@ from doyen.events import Sink
 from doyen.lease.timing import Timing
 from doyen.model import Claim, Kind, Meta, leader_key
 
-__all__ = [
-    "CampaignOptions",
-    "CampaignSettings",
-    "OnOverrun",
-    "Recipe",
-    "SessionSettings",
-    "default_name",
-]
-
 Recipe = Literal["line", "race"]
 OnOverrun = Literal["report", "exit"]
 

@@ -85,21 +85,24 @@ class LogReporter:
     """
 
     def __init__(self) -> None:
-        self._outage = _Outage()
+        self._down_since: float | None = None
+        self._leases: set[str] = set()
+        self._candidates: dict[tuple[str, str], float] = {}
+        """Those that failed: election and name, with the time of the last failure."""
 
     def report(self, record: Record, *, planned: bool = False) -> None:
         """Log the event; at level info at most if it was `planned`."""
         event = record.event
         level, name = event.level, event.log_name
         if isinstance(event, Unsure | Hindered):
-            if self._outage.failed(event, record.at):
+            if self._failed(event, record.at):
                 name = "store_unavailable"
             else:
                 level = logging.DEBUG
-        elif self._outage.since is not None:
-            ended = self._outage.succeeded(event, record.at)
+        elif self._down_since is not None:
+            ended = self._succeeded(event, record.at, self._down_since)
             if ended is not None:
-                self.report(Record(ended, record.at, record.wall, record.session, record.pid))
+                self.report(record._replace(event=ended))
         if planned:
             level = min(level, logging.INFO)
         if not log.isEnabledFor(level):
@@ -113,28 +116,18 @@ class LogReporter:
         except Exception:
             log.exception("%s", log_line(event="logging_handler_failed", on=name))
 
-
-class _Outage:
-    """Follows which leases and candidates of a session fail at the store."""
-
-    def __init__(self) -> None:
-        self.since: float | None = None
-        self._leases: set[str] = set()
-        self._candidates: dict[tuple[str, str], float] = {}
-        """Election and name, with the time of the last failure."""
-
-    def failed(self, event: Unsure | Hindered, at: float) -> bool:
+    def _failed(self, event: Unsure | Hindered, at: float) -> bool:
         """Note a failure; True if the outage begins with it."""
         if isinstance(event, Unsure):
             self._leases.add(event.lease)
         else:
             self._candidates[event.election, event.name] = at
-        if self.since is not None:
+        if self._down_since is not None:
             return False
-        self.since = at
+        self._down_since = at
         return True
 
-    def succeeded(self, event: Event, at: float) -> OutageEnded | None:
+    def _succeeded(self, event: Event, at: float, since: float) -> OutageEnded | None:
         """Note a success, if the event is one; returns an event if the outage ends with it."""
         match event:
             case Granted():
@@ -152,10 +145,10 @@ class _Outage:
         for candidate, failed_at in list(self._candidates.items()):
             if at - failed_at > FORGET_S:
                 del self._candidates[candidate]
-        if self._leases or self._candidates or self.since is None:
+        if self._leases or self._candidates:
             return None
-        after_s, self.since = round(at - self.since, 3), None
-        return OutageEnded(after_s=after_s)
+        self._down_since = None
+        return OutageEnded(after_s=round(at - since, 3))
 
 
 def _wall_time(record: Record, at: float) -> str:

@@ -83,9 +83,7 @@ class Keepalive:
         self._lock = threading.Lock()
         self._listeners: dict[object, LossListener] = {}
         self._renewal_listeners: dict[object, Callable[[float], None]] = {}
-        telemetry.emit(
-            Granted(lease=lease.id, ttl_s=lease.ttl_s, valid_until=self.valid_until),
-        )
+        telemetry.emit(Granted(lease=lease.id, ttl_s=lease.ttl_s, valid_until=self.valid_until))
 
     def on_loss(self, owner: object, listener: LossListener) -> None:
         """Have `listener` called on loss; at once if the lease is lost already."""
