@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from doyen.lease.clock import SystemClock
@@ -42,12 +41,7 @@ class Crew:
         self._reading, self._writing = os.pipe()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.dismiss()
         os.close(self._reading)
         os.close(self._writing)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any
 
 import hypothesis
@@ -21,6 +21,7 @@ import pytest
 
 import servers
 import summary
+from fixtures import shared
 
 # The duration of an example means nothing, because other tests run at the same time.
 hypothesis.settings.register_profile("doyen", deadline=None)
@@ -84,46 +85,13 @@ def _restore_signals() -> None:
             signal.signal(ignored, usual)
 
 
-@pytest.fixture(scope="session")
-def etcd() -> Iterator[servers.Etcd]:
-    with servers.Etcd() as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def zookeeper() -> Iterator[servers.ZooKeeper]:
-    with servers.ZooKeeper() as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def postgresql() -> Iterator[servers.Postgres]:
-    with servers.Postgres() as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def redis() -> Iterator[servers.Redis]:
-    with servers.Redis() as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def nats() -> Iterator[servers.Nats]:
-    with servers.Nats() as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def mysql() -> Iterator[servers.MariaDB]:
-    with servers.MariaDB() as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def consul() -> Iterator[servers.Consul]:
-    with servers.Consul() as server:
-        yield server
+etcd = shared(servers.Etcd, "session")
+zookeeper = shared(servers.ZooKeeper, "session")
+postgresql = shared(servers.Postgres, "session")
+redis = shared(servers.Redis, "session")
+nats = shared(servers.Nats, "session")
+mysql = shared(servers.MariaDB, "session")
+consul = shared(servers.Consul, "session")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from doyen import Session, Term
@@ -90,19 +91,46 @@ class Place:
         assert self.server.list("elections") == [], "entries were left behind in the store"
 
 
-def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Make a test from a coroutine function whose first parameter is a `Place`, in virtual time.
+def runner(run: Callable[..., None], count: int = 1) -> Callable[..., Any]:
+    """Make a decorator for tests that are coroutine functions. `run` calls such a function with its
+    first parameters, `count` of them; the others are fixtures. Keywords of the decorator are passed
+    to `run`."""
+
+    def decorate(test: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+        if test is None:
+            return partial(decorate, **options)
+
+        def whole(**given: Any) -> None:
+            run(partial(test, **given), **options)
+
+        signature = inspect.signature(test)
+        whole.__name__, whole.__doc__, whole.__module__ = (
+            test.__name__,
+            test.__doc__,
+            test.__module__,
+        )
+        whole.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=list(signature.parameters.values())[count:], return_annotation=None
+        )
+        return whole
+
+    return decorate
+
+
+def run_in_place(test: Callable[[Place], Coroutine[Any, Any, None]]) -> None:
+    """Run a test in virtual time.
 
     After each test, its task must have no pending cancellation, and the store must be empty once
     the sessions are closed and the last lease has expired.
     """
+    place = Place()
 
-    async def whole(place: Place, given: dict[str, Any]) -> None:
+    async def whole() -> None:
         task = asyncio.current_task()
         assert task is not None
         try:
             async with asyncio.timeout(AGES_S):
-                await test(place, **given)
+                await test(place)
             assert task.cancelling() == 0
             await asyncio.sleep(0)
         except BaseException:
@@ -110,16 +138,10 @@ def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
             raise
         await place.close()
 
-    def run(**given: Any) -> None:
-        place = Place()
-        run_virtual(whole(place, given), clock=place.clock)
+    run_virtual(whole(), clock=place.clock)
 
-    signature = inspect.signature(test)
-    run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
-    run.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=list(signature.parameters.values())[1:], return_annotation=None
-    )
-    return run
+
+virtual = runner(run_in_place)
 
 
 def core_of(session: Any) -> SessionCore:

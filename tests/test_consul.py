@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
@@ -17,16 +17,14 @@ from doyen.stores.consul.client import Agents, ConsulResponse
 from doyen.stores.consul.diagnosis import AgentState, findings
 from doyen.stores.consul.watches import MOST_COVERS, ConsulWatches
 from doyen.stores.port import Context, Store, open_store
+from fixtures import shared
 from servers import wire
 
 MASTER = "5f0ab5a0-0000-4000-8000-000000000001"
 UNKNOWN = "5f0ab5a0-0000-4000-8000-000000000002"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[servers.Consul]:
-    with servers.Consul(session_ttl_min="1s") as server:
-        yield server
+server = shared(lambda: servers.Consul(session_ttl_min="1s"))
 
 
 @asynccontextmanager

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 import servers
 from doyen.model import leader_key, line_key, order_key
 from doyen.testing import LinkedStoreConformance, StoreHarness
+from fixtures import shared
 from linked import ServerHarness
 
 
@@ -21,10 +20,7 @@ class Harness(ServerHarness):
             self.server.put(f"doyen/{key}", b"\xff stray")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[servers.Consul]:
-    with servers.Consul(session_ttl_min="1s") as server:
-        yield server
+server = shared(lambda: servers.Consul(session_ttl_min="1s"))
 
 
 class TestConsul(LinkedStoreConformance):

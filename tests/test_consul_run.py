@@ -11,6 +11,7 @@ import pytest
 
 import servers
 from doyen.audit import verify
+from fixtures import shared
 from servers import wire
 from stamps import now, until
 
@@ -31,10 +32,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
         made.end()
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[servers.Consul]:
-    with servers.Consul(session_ttl_min="1s") as server:
-        yield server
+server = shared(lambda: servers.Consul(session_ttl_min="1s"))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +19,7 @@ from doyen.events import Record, Waiting
 from doyen.fencing import GuardedFile
 from doyen.model import leader_key
 from doyen.stores.etcd.diagnosis import EtcdMemberState, findings
+from fixtures import shared
 from servers import Etcd, EtcdCluster
 from servers.wire import http, http_json
 from support import gather_leaders, keepalive_of, lead_until_set, until
@@ -211,10 +212,7 @@ async def test_many_elections_share_one_renewal_stream(etcd: Etcd) -> None:
 # Loss of etcd's own leader
 
 
-@pytest.fixture
-def cluster() -> Iterator[EtcdCluster]:
-    with EtcdCluster() as cluster:
-        yield cluster
+cluster = shared(EtcdCluster, "function")
 
 
 def kill(member: Etcd) -> Callable[[], None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,6 +10,7 @@ import servers
 from doyen.model import leader_key, line_key, order_key
 from doyen.stores.nats.view import subject_of
 from doyen.testing import LinkedStoreConformance, StoreHarness
+from fixtures import shared
 from linked import ServerHarness
 from servers import wire
 
@@ -29,10 +29,7 @@ class Harness(ServerHarness):
         wire.nats_request(self.server.port, "$JS.API.STREAM.PURGE.KV_doyen", body)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[servers.Nats]:
-    with servers.Nats() as server:
-        yield server
+server = shared(servers.Nats)
 
 
 class TestNats(LinkedStoreConformance):

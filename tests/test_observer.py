@@ -20,6 +20,7 @@ from doyen.lease.clock import VirtualClock
 from doyen.stores.kit.expiry import LeaseRow
 from doyen.stores.kit.observer import LeaseObserver, Survey
 from doyen.testing import run_virtual
+from support import runner
 
 TTL_S = 10.0
 LEASE = "lease"
@@ -90,61 +91,59 @@ def virtually(test: Callable[[Tables], Coroutine[Any, Any, None]]) -> None:
     run_virtual(test(Tables(clock)), clock=clock)
 
 
+with_tables = runner(virtually)
+
+
 def judged(tables: Tables, observer: LeaseObserver) -> bool:
     return observer.judge(tables.row()).over
 
 
-def test_a_lease_expires_after_being_observed_unchanged_for_a_ttl() -> None:
-    async def test(tables: Tables) -> None:
-        observer = LeaseObserver(tables, tables.clock.now, None)
-        tables.clock.advance(1000)
-        assert not judged(tables, observer), "the lease was observed for the first time"
-        tables.clock.advance(TTL_S - 0.01)
-        assert not judged(tables, observer)
-        tables.clock.advance(0.01)
-        assert judged(tables, observer)
-
-    virtually(test)
+@with_tables
+async def test_a_lease_expires_after_being_observed_unchanged_for_a_ttl(tables: Tables) -> None:
+    observer = LeaseObserver(tables, tables.clock.now, None)
+    tables.clock.advance(1000)
+    assert not judged(tables, observer), "the lease was observed for the first time"
+    tables.clock.advance(TTL_S - 0.01)
+    assert not judged(tables, observer)
+    tables.clock.advance(0.01)
+    assert judged(tables, observer)
 
 
 @pytest.mark.parametrize("change", ["renewed", "server replaced", "counter went back"])
-def test_observations_before_a_change_do_not_count(change: str) -> None:
+@with_tables
+async def test_observations_before_a_change_do_not_count(tables: Tables, change: str) -> None:
     """After a failover, a server may lack renewals that its predecessor had confirmed."""
-
-    async def test(tables: Tables) -> None:
-        observer = LeaseObserver(tables, tables.clock.now, None)
-        tables.counter = 7
-        judged(tables, observer)
-        tables.clock.advance(TTL_S - 1)
-        match change:
-            case "renewed":
-                tables.counter, tables.renewed_at = 8, tables.now() - TTL_S
-            case "server replaced":
-                tables.incarnation = "second"
-            case "counter went back":
-                tables.counter = 6
-        assert not judged(tables, observer)
-        tables.clock.advance(TTL_S - 0.01)
-        assert not judged(tables, observer)
-        tables.clock.advance(0.01)
-        assert judged(tables, observer)
-
-    virtually(test)
+    observer = LeaseObserver(tables, tables.clock.now, None)
+    tables.counter = 7
+    judged(tables, observer)
+    tables.clock.advance(TTL_S - 1)
+    match change:
+        case "renewed":
+            tables.counter, tables.renewed_at = 8, tables.now() - TTL_S
+        case "server replaced":
+            tables.incarnation = "second"
+        case "counter went back":
+            tables.counter = 6
+    assert not judged(tables, observer)
+    tables.clock.advance(TTL_S - 0.01)
+    assert not judged(tables, observer)
+    tables.clock.advance(0.01)
+    assert judged(tables, observer)
 
 
 @pytest.mark.parametrize("step_s", [-3600.0, -TTL_S / 2, TTL_S / 2, 3600.0])
-def test_a_stepped_clock_ends_nothing_early_and_delays_little(step_s: float) -> None:
-    async def test(tables: Tables) -> None:
-        observer = LeaseObserver(tables, tables.clock.now, None)
-        tables.renew()
-        judged(tables, observer)
-        tables.step_s = step_s
-        seen_at = tables.clock.now()
-        while not judged(tables, observer):
-            tables.clock.advance(0.1)
-        assert TTL_S <= tables.clock.now() - seen_at <= 2 * TTL_S
-
-    virtually(test)
+@with_tables
+async def test_a_stepped_clock_ends_nothing_early_and_delays_little(
+    tables: Tables, step_s: float
+) -> None:
+    observer = LeaseObserver(tables, tables.clock.now, None)
+    tables.renew()
+    judged(tables, observer)
+    tables.step_s = step_s
+    seen_at = tables.clock.now()
+    while not judged(tables, observer):
+        tables.clock.advance(0.1)
+    assert TTL_S <= tables.clock.now() - seen_at <= 2 * TTL_S
 
 
 @given(
@@ -184,128 +183,117 @@ def test_no_lease_expires_within_a_ttl_of_its_renewal(
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("poll_s", [None, 0.05])
-def test_a_watch_notices_an_expiry_in_time(seed: int, poll_s: float | None) -> None:
+@with_tables
+async def test_a_watch_notices_an_expiry_in_time(
+    tables: Tables, seed: int, poll_s: float | None
+) -> None:
     """When a holder stops renewing, the watch is notified within the ttl plus the jitter of two
     renewals. Until then there is about one read per renewal."""
-
-    async def test(tables: Tables) -> None:
-        observer = tables.observer = LeaseObserver(tables, tables.clock.now, poll_s, tables.changes)
-        tables.polled = poll_s is not None
-        notified: list[float] = []
-        await observer.watch("e/leader", lambda: notified.append(tables.clock.now()))
-        chance = random.Random(seed)
-        renewals, last = 60, 0.0
-        for _ in range(renewals):
-            tables.renew()
-            last = tables.clock.now()
-            await asyncio.sleep(TTL_S / 3 * (1 + chance.uniform(-0.2, 0.2)))
-        assert not notified, "a notification for a live lease"
-        assert len(tables.looks) <= renewals * 1.1 + 2
-        await asyncio.sleep(TTL_S)
-        assert tables.expired_at is not None
-        assert notified
-        took_s = notified[0] - last
-        assert TTL_S <= took_s <= TTL_S * 1.14 + 0.01 + (poll_s or 0)
-        observer.close()
-
-    virtually(test)
-
-
-def test_a_failing_database_is_retried() -> None:
-    async def test(tables: Tables) -> None:
-        observer = tables.observer = LeaseObserver(tables, tables.clock.now, None)
-        notified = asyncio.Event()
-        await observer.watch("e/leader", notified.set)
-        await asyncio.sleep(1)
-        tables.failing = True
-        await asyncio.sleep(3 * TTL_S)
-        assert tables.expired_at is None
-        tables.failing = False
-        await notified.wait()
-        observer.close()
-
-    virtually(test)
-
-
-def test_without_watches_no_lease_is_read() -> None:
-    async def test(tables: Tables) -> None:
-        observer = tables.observer = LeaseObserver(tables, tables.clock.now, 0.05)
-        watch = await observer.watch("e/leader", lambda: None)
-        await asyncio.sleep(TTL_S / 2)
-        watch.close()
-        await asyncio.sleep(1)
-        looked = len(tables.looks)
+    observer = tables.observer = LeaseObserver(tables, tables.clock.now, poll_s, tables.changes)
+    tables.polled = poll_s is not None
+    notified: list[float] = []
+    await observer.watch("e/leader", lambda: notified.append(tables.clock.now()))
+    chance = random.Random(seed)
+    renewals, last = 60, 0.0
+    for _ in range(renewals):
         tables.renew()
-        await asyncio.sleep(10 * TTL_S)
-        assert len(tables.looks) == looked
-        assert tables.alive
+        last = tables.clock.now()
+        await asyncio.sleep(TTL_S / 3 * (1 + chance.uniform(-0.2, 0.2)))
+    assert not notified, "a notification for a live lease"
+    assert len(tables.looks) <= renewals * 1.1 + 2
+    await asyncio.sleep(TTL_S)
+    assert tables.expired_at is not None
+    assert notified
+    took_s = notified[0] - last
+    assert TTL_S <= took_s <= TTL_S * 1.14 + 0.01 + (poll_s or 0)
+    observer.close()
 
-    virtually(test)
+
+@with_tables
+async def test_a_failing_database_is_retried(tables: Tables) -> None:
+    observer = tables.observer = LeaseObserver(tables, tables.clock.now, None)
+    notified = asyncio.Event()
+    await observer.watch("e/leader", notified.set)
+    await asyncio.sleep(1)
+    tables.failing = True
+    await asyncio.sleep(3 * TTL_S)
+    assert tables.expired_at is None
+    tables.failing = False
+    await notified.wait()
+    observer.close()
 
 
-def test_leases_no_longer_observed_are_forgotten() -> None:
-    async def test(tables: Tables) -> None:
-        observer = LeaseObserver(tables, tables.clock.now, None)
-        for number in range(100):
-            observer.judge(tables.row()._replace(lease=str(number)))
-        tables.clock.advance(100 * TTL_S)
-        judged(tables, observer)
-        assert list(observer._observed) == [LEASE]
+@with_tables
+async def test_without_watches_no_lease_is_read(tables: Tables) -> None:
+    observer = tables.observer = LeaseObserver(tables, tables.clock.now, 0.05)
+    watch = await observer.watch("e/leader", lambda: None)
+    await asyncio.sleep(TTL_S / 2)
+    watch.close()
+    await asyncio.sleep(1)
+    looked = len(tables.looks)
+    tables.renew()
+    await asyncio.sleep(10 * TTL_S)
+    assert len(tables.looks) == looked
+    assert tables.alive
 
-    virtually(test)
+
+@with_tables
+async def test_leases_no_longer_observed_are_forgotten(tables: Tables) -> None:
+    observer = LeaseObserver(tables, tables.clock.now, None)
+    for number in range(100):
+        observer.judge(tables.row()._replace(lease=str(number)))
+    tables.clock.advance(100 * TTL_S)
+    judged(tables, observer)
+    assert list(observer._observed) == [LEASE]
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_server_that_was_slow_once_is_soon_polled_again(fails: bool) -> None:
+@with_tables
+async def test_a_server_that_was_slow_once_is_soon_polled_again(
+    tables: Tables, fails: bool
+) -> None:
     """One slow answer does not mean that the server is overloaded. A change after it is noticed
     within the longest polling interval."""
+    slow = False
 
-    async def test(tables: Tables) -> None:
-        slow = False
+    async def changes(since: int | None) -> tuple[int, Sequence[str] | None]:
+        if slow:
+            await asyncio.sleep(1.9)
+            if fails:
+                raise StoreUnavailable("no")
+        return await tables.changes(since)
 
-        async def changes(since: int | None) -> tuple[int, Sequence[str] | None]:
-            if slow:
-                await asyncio.sleep(1.9)
-                if fails:
-                    raise StoreUnavailable("no")
-            return await tables.changes(since)
-
-        observer = LeaseObserver(tables, tables.clock.now, 0.05, changes)
-        notified = asyncio.Event()
-        watch = await observer.watch("e", notified.set)
-        slow = True
-        await asyncio.sleep(1.0)
-        slow = False
-        await asyncio.sleep(1.1)
-        notified.clear()
-        tables.alive = False
-        changed_at = tables.clock.now()
-        await notified.wait()
-        assert tables.clock.now() - changed_at <= 0.6
-        watch.close()
-        observer.close()
-
-    virtually(test)
+    observer = LeaseObserver(tables, tables.clock.now, 0.05, changes)
+    notified = asyncio.Event()
+    watch = await observer.watch("e", notified.set)
+    slow = True
+    await asyncio.sleep(1.0)
+    slow = False
+    await asyncio.sleep(1.1)
+    notified.clear()
+    tables.alive = False
+    changed_at = tables.clock.now()
+    await notified.wait()
+    assert tables.clock.now() - changed_at <= 0.6
+    watch.close()
+    observer.close()
 
 
 @pytest.mark.parametrize("poll_s", [None, 0.1])
-def test_a_failed_survey_of_owners_is_retried(poll_s: float | None) -> None:
+@with_tables
+async def test_a_failed_survey_of_owners_is_retried(tables: Tables, poll_s: float | None) -> None:
     """The store fails just after a watch began, so that no lease is known to observe yet."""
-
-    async def test(tables: Tables) -> None:
-        changes = None if poll_s is None else tables.changes
-        observer = tables.observer = LeaseObserver(tables, tables.clock.now, poll_s, changes)
-        notified = asyncio.Event()
-        await observer.watch("e", notified.set)
-        tables.failing = True
-        await asyncio.sleep(1.0)
-        tables.failing = False
-        async with asyncio.timeout(3 * TTL_S):
-            await notified.wait()
-        assert tables.expired_at is not None
-        observer.close()
-
-    virtually(test)
+    changes = None if poll_s is None else tables.changes
+    observer = tables.observer = LeaseObserver(tables, tables.clock.now, poll_s, changes)
+    notified = asyncio.Event()
+    await observer.watch("e", notified.set)
+    tables.failing = True
+    await asyncio.sleep(1.0)
+    tables.failing = False
+    async with asyncio.timeout(3 * TTL_S):
+        await notified.wait()
+    assert tables.expired_at is not None
+    observer.close()
 
 
 class Line:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 
 from doyen.model import leader_key, line_key, order_key
 from doyen.stores.port import Store, open_store
 from doyen.testing import LinkedStoreConformance, StoreConformance, StoreHarness
+from fixtures import shared
 from linked import ProxyLink, ServerHarness
 from servers import QuorumCluster
 
@@ -54,10 +54,7 @@ class FollowersOnly(Harness):
         await asyncio.to_thread(self._quorum.start)
 
 
-@pytest.fixture(scope="module")
-def quorum() -> Iterator[QuorumCluster]:
-    with QuorumCluster() as quorum:
-        yield quorum
+quorum = shared(QuorumCluster)
 
 
 class TestQuorum(LinkedStoreConformance):

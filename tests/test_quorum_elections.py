@@ -5,22 +5,20 @@ What is asserted is read from the candidates' audit logs, as in test_engines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from contest import Candidate, Contest, Place
 from engines import SLACK_S, worst_s
+from fixtures import shared
 from servers import QuorumCluster, QuorumNode
 
 TTL_S = 2.0
 
 
-@pytest.fixture(scope="module")
-def quorum() -> Iterator[QuorumCluster]:
-    with QuorumCluster() as quorum:
-        yield quorum
+quorum = shared(QuorumCluster)
 
 
 FAULTS: dict[str, tuple[Callable[[QuorumNode], object], Callable[[QuorumNode], object]]] = {

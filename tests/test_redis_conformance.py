@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 import servers
 from doyen.model import leader_key, line_key, order_key
 from doyen.testing import LinkedStoreConformance, StoreHarness
+from fixtures import shared
 from linked import ServerHarness
 from servers import wire
 
@@ -31,10 +30,7 @@ class Harness(ServerHarness):
         wire.redis_command(self.server.port, command, f"{{doyen}}:{key}", *words)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[servers.Redis]:
-    with servers.Redis() as server:
-        yield server
+server = shared(servers.Redis)
 
 
 class TestRedis(LinkedStoreConformance):
@@ -43,10 +39,7 @@ class TestRedis(LinkedStoreConformance):
         return Harness(server)
 
 
-@pytest.fixture(scope="module")
-def valkey() -> Iterator[servers.Valkey]:
-    with servers.Valkey() as server:
-        yield server
+valkey = shared(servers.Valkey)
 
 
 class TestValkey(LinkedStoreConformance):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 import servers
 from doyen.stores.port import Store, open_store
 from doyen.testing import LinkedStoreConformance, StoreConformance, StoreHarness
+from fixtures import shared
 from linked import ServerHarness
 from servers.wire import ZooKeeperConnection
 
@@ -32,10 +31,7 @@ class Harness(ServerHarness):
             link.create(f"{CHROOT}/doyen/leases/stray{name}", b"\xff stray")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[servers.ZooKeeper]:
-    with servers.ZooKeeper() as server:
-        yield server
+server = shared(servers.ZooKeeper)
 
 
 class TestZooKeeper(LinkedStoreConformance):
@@ -55,10 +51,7 @@ class EnsembleHarness(StoreHarness):
         return await open_store(f"{self._ensemble.url}{CHROOT}", self.context())
 
 
-@pytest.fixture(scope="module")
-def ensemble() -> Iterator[servers.ZooKeeperEnsemble]:
-    with servers.ZooKeeperEnsemble() as ensemble:
-        yield ensemble
+ensemble = shared(servers.ZooKeeperEnsemble)
 
 
 @pytest.mark.chaos

@@ -26,6 +26,7 @@ from doyen.lease.clock import SystemClock
 from doyen.lease.timing import Timing
 from doyen.model import Claim, Lease, leader_key, line_key, order_key
 from doyen.stores.zookeeper.session import LeaseSession
+from fixtures import shared
 from test_zookeeper import TTL_S, opened
 
 # From 3.12 on, Python warns of forks in a process with threads, which is tested here.
@@ -35,10 +36,7 @@ WITHIN_S = 15.0
 now = SystemClock().now
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[servers.ZooKeeper]:
-    with servers.ZooKeeper() as server:
-        yield server
+server = shared(servers.ZooKeeper)
 
 
 @pytest.fixture

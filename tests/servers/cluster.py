@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from types import TracebackType
-from typing import Generic, Self, TypeVar
+from abc import abstractmethod
+from typing import Any, Generic, Self, TypeVar
 
 from .process import READY_WITHIN_S, Server, ServerFailed, start_or_close
 
 
 class Member(Server):
-    """One server of a cluster."""
+    """One server of a cluster, by default the only one."""
+
+    def __init__(self, name: str = "n1", **options: Any) -> None:
+        super().__init__(**options)
+        self.name = name
+        self.peers = [self]
 
     @abstractmethod
     def leads(self) -> bool:
@@ -21,16 +25,20 @@ class Member(Server):
 S = TypeVar("S", bound=Member)
 
 
-class Cluster(ABC, Generic[S]):
+class Cluster(Generic[S]):
     """The members in order. Each can be killed, frozen and restarted separately."""
 
-    def __init__(self, members: list[S]) -> None:
-        self.members = members
+    member: type[S]
+
+    def __init__(self, size: int = 3, **options: Any) -> None:
+        self.members = [self.member(f"n{number}", **options) for number in range(1, size + 1)]
+        for member in self.members:
+            member.peers = [*self.members]
 
     @property
-    @abstractmethod
     def url(self) -> str:
         """The store URL for doyen, which names all members."""
+        return f"{self.member.scheme}://" + ",".join(member.address for member in self.members)
 
     def leader(self, within_s: float = READY_WITHIN_S) -> S:
         """Wait for a leader and return it. Members that do not answer are passed over."""
@@ -68,10 +76,5 @@ class Cluster(ABC, Generic[S]):
     def __enter__(self) -> Self:
         return start_or_close(self, self.members)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

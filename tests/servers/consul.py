@@ -8,7 +8,7 @@ from pathlib import Path
 
 from . import wire
 from .cluster import Cluster, Member
-from .fetch import Debian, Recipe, obtain
+from .fetch import Debian, Recipe
 from .process import HOST
 
 RECIPE = Recipe(
@@ -30,22 +30,9 @@ STRAY = Path("/tmp/consul-test")
 class Consul(Member):
     """One server agent, by default a datacentre of one. Options are keys of its configuration."""
 
-    engine = "consul"
+    engine = scheme = "consul"
+    recipe = RECIPE
     port_count = 3
-
-    def __init__(self, **options: object) -> None:
-        self._program = obtain(RECIPE)
-        super().__init__()
-        self.options = options
-        self.peers: list[Consul] = [self]
-
-    @property
-    def url(self) -> str:
-        return f"consul://{self.address}"
-
-    @property
-    def address(self) -> str:
-        return f"{HOST}:{self.port}"
 
     def prepare(self) -> None:
         http, server, serf, *_ = self.ports
@@ -101,11 +88,4 @@ class Consul(Member):
 class ConsulCluster(Cluster[Consul]):
     """Servers of one datacentre."""
 
-    def __init__(self, size: int = 3, **options: object) -> None:
-        super().__init__([Consul(**options) for _ in range(size)])
-        for member in self.members:
-            member.peers = self.members
-
-    @property
-    def url(self) -> str:
-        return "consul://" + ",".join(member.address for member in self.members)
+    member = Consul

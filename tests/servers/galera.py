@@ -38,14 +38,9 @@ class GaleraMember(MariaDB, Member):
 
     port_count = 3
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "n1") -> None:
         self._provider = obtain(RECIPE).path
-        super().__init__()
-        self.peers: list[GaleraMember] = [self]
-
-    @property
-    def address(self) -> str:
-        return f"{HOST}:{self.port}"
+        super().__init__(name)
 
     def adopt(self, other: GaleraMember) -> None:
         """Copy the data of another member, which is stopped, before the first start."""
@@ -119,10 +114,7 @@ class GaleraMember(MariaDB, Member):
 class GaleraCluster(Cluster[GaleraMember]):
     """Members that replicate the same tables."""
 
-    def __init__(self, size: int = 3) -> None:
-        super().__init__([GaleraMember() for _ in range(size)])
-        for member in self.members:
-            member.peers = self.members
+    member = GaleraMember
 
     @property
     def url(self) -> str:

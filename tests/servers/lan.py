@@ -20,7 +20,6 @@ import subprocess
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from .fetch import Debian, Program, Recipe, Unavailable, obtain
@@ -148,12 +147,7 @@ class Lan:
     def close(self) -> None:
         self._stack.close()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

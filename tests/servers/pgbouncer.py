@@ -4,8 +4,7 @@ server connection."""
 from __future__ import annotations
 
 from . import wire
-from .fetch import Debian, Recipe, obtain
-from .folders import readable
+from .fetch import Debian, Recipe
 from .postgres import Postgres
 from .process import HOST, Server
 
@@ -23,10 +22,10 @@ class PgBouncer(Server):
     """A pooler without authentication, in front of a server without authentication."""
 
     engine = "pgbouncer"
+    recipe = RECIPE
     user = "nobody"
 
     def __init__(self, server: Postgres) -> None:
-        self._program = obtain(RECIPE)
         self._server = server
         super().__init__()
 
@@ -35,8 +34,6 @@ class PgBouncer(Server):
         return f"postgresql://postgres@{HOST}:{self.port}/postgres"
 
     def prepare(self) -> None:
-        if self.user:
-            self._program = readable(self._program)
         settings = {
             "listen_addr": HOST,
             "listen_port": str(self.port),
@@ -58,9 +55,6 @@ class PgBouncer(Server):
 
     def command(self) -> list[str]:
         return [str(self._program.path), str(self.folder / "pgbouncer.ini")]
-
-    def environment(self) -> dict[str, str]:
-        return self._program.environment()
 
     def ping(self) -> None:
         wire.postgres_query(self.port, "SELECT 1")

@@ -8,8 +8,7 @@ from signal import SIGINT
 from typing import Self
 
 from . import wire
-from .fetch import Debian, Recipe, obtain
-from .folders import readable
+from .fetch import Debian, Recipe
 from .process import HOST, Server, ServerFailed
 from .tally import fault, tidying
 
@@ -32,27 +31,18 @@ IPC_RMID = 0
 
 
 class Postgres(Server):
-    """One server without authentication. Options are its settings.
-
-    With `own_clock` its wall clock can be stepped: `server.step_clock(3600)`.
-    """
+    """One server without authentication."""
 
     engine = "postgresql"
+    recipe = RECIPE
     user = "nobody"
     stop_signal = SIGINT  # SIGTERM waits for clients to disconnect
-
-    def __init__(self, *, own_clock: bool = False, **options: str) -> None:
-        self._program = obtain(RECIPE)
-        super().__init__(own_clock=own_clock)
-        self.options = options
 
     @property
     def url(self) -> str:
         return f"postgresql://postgres@{HOST}:{self.port}/postgres"
 
     def prepare(self) -> None:
-        if self.user:
-            self._program = readable(self._program)
         options = ["--username=postgres", "--auth=trust", "--encoding=UTF8", "--no-locale"]
         data = self.folder / "data"
         initdb = [str(self._program.home / "initdb"), *options, "--no-sync", str(data)]
@@ -124,8 +114,6 @@ class PostgresStandby(Postgres):
 
     def prepare(self) -> None:
         """Copy the data of the primary, which is stopped meanwhile."""
-        if self.user:
-            self._program = readable(self._program)
         with tidying():
             self._primary.stop()
         data = self.folder / "data"

@@ -17,11 +17,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Protocol, Self, TypeVar
+from typing import Any, BinaryIO, Protocol, Self, TypeVar
 
 from .clock import OwnClock
-from .folders import held_folder, release_folder
+from .fetch import Recipe, obtain
+from .folders import held_folder, readable, release_folder
 from .janitor import family_of, is_running, janitor, send_signal
 from .tally import fault, tidying
 
@@ -105,22 +105,33 @@ class Server(ABC):
     """One server process. Subclasses define its command, protocol and URL."""
 
     engine: str
+    recipe: Recipe | None = None
+    """Where its program comes from; None if it runs on this interpreter."""
+    scheme: str
     stop_signal = signal.SIGTERM
     port_count = 1
     _prepared: bool
     user: str | None = None
     """The user that runs the server if the tests run as root and the server refuses to."""
 
-    def __init__(self, *, own_clock: bool = False) -> None:
+    def __init__(self, *, own_clock: bool = False, **options: Any) -> None:
+        """Options are settings of the server. With `own_clock` its wall clock can be stepped."""
+        if self.recipe is not None:
+            self._program = obtain(self.recipe)
+        self.options = options
         self._own_clock = own_clock
         self._process: subprocess.Popen[bytes] | None = None
         self.frozen = False
         self._allocate()
 
     @property
-    @abstractmethod
+    def address(self) -> str:
+        return f"{HOST}:{self.port}"
+
+    @property
     def url(self) -> str:
         """The store URL for doyen."""
+        return f"{self.scheme}://{self.address}"
 
     @abstractmethod
     def command(self) -> list[str]:
@@ -144,7 +155,7 @@ class Server(ABC):
 
     def environment(self) -> dict[str, str]:
         """Additions to the environment."""
-        return {}
+        return {} if self.recipe is None else self._program.environment()
 
     @property
     def port(self) -> int:
@@ -177,6 +188,8 @@ class Server(ABC):
     def launch(self) -> None:
         """Start the server without waiting for it."""
         if not self._prepared:
+            if self.user:
+                self._program = readable(self._program)
             self.prepare()
             self._prepared = True
         with self.log.open("ab") as log:
@@ -289,12 +302,7 @@ class Server(ABC):
     def __enter__(self) -> Self:
         return start_or_close(self, [self])
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def lost_its_port(self) -> bool:

@@ -30,7 +30,6 @@ import struct
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeVar
 
 from .process import HOST, free_port
@@ -277,12 +276,7 @@ class Proxy:
             self._thread.join()
             self._loop.close()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from doyen.lease.clock import SystemClock
 from doyen.stores.port import Context, Store, open_store
@@ -22,24 +22,11 @@ PROGRAM = Path(__file__).parents[1] / "quorum_nodes.py"
 
 
 class QuorumNode(Member):
-    """One node, by default a quorum of one. Settings are those of
+    """One node, by default a quorum of one. Options are those of
     `doyen.quorum.node.server.Options`."""
 
     engine = "quorum"
-
-    def __init__(self, name: str = "n1", **settings: Any) -> None:
-        super().__init__()
-        self.name = name
-        self.settings = settings
-        self.peers: list[QuorumNode] = [self]
-
-    @property
-    def url(self) -> str:
-        return f"doyen://{self.address}"
-
-    @property
-    def address(self) -> str:
-        return f"{HOST}:{self.port}"
+    scheme = "doyen"
 
     @property
     def addresses(self) -> dict[str, str]:
@@ -50,7 +37,7 @@ class QuorumNode(Member):
         return [self.name]
 
     def command(self) -> list[str]:
-        peers, settings = json.dumps(self.addresses), json.dumps(self.settings)
+        peers, settings = json.dumps(self.addresses), json.dumps(self.options)
         return [sys.executable, str(PROGRAM), str(self.folder), peers, settings, *self.nodes]
 
     def ping(self) -> None:
@@ -98,11 +85,4 @@ class Quorum(QuorumNode):
 class QuorumCluster(Cluster[QuorumNode]):
     """Nodes of one quorum, each in its own process."""
 
-    def __init__(self, size: int = 3, **settings: Any) -> None:
-        super().__init__([QuorumNode(f"n{number + 1}", **settings) for number in range(size)])
-        for member in self.members:
-            member.peers = self.members
-
-    @property
-    def url(self) -> str:
-        return "doyen://" + ",".join(member.address for member in self.members)
+    member = QuorumNode

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from . import wire
-from .fetch import Debian, Recipe, machine_suite, obtain
+from .fetch import Debian, Recipe, machine_suite
 from .process import HOST, Server
 
 RECIPE = Recipe(
@@ -32,22 +33,10 @@ VALKEY = Recipe(
 
 
 class Redis(Server):
-    """One server that writes every command to disk. Options are its settings.
+    """One server that writes every command to disk."""
 
-    With `own_clock` its wall clock can be stepped: `server.step_clock(3600)`.
-    """
-
-    engine = "redis"
+    engine = scheme = "redis"
     recipe = RECIPE
-
-    def __init__(self, *, own_clock: bool = False, **options: str) -> None:
-        self._program = obtain(self.recipe)
-        super().__init__(own_clock=own_clock)
-        self.options = options
-
-    @property
-    def url(self) -> str:
-        return f"redis://{HOST}:{self.port}"
 
     def command(self) -> list[str]:
         settings = {
@@ -62,9 +51,6 @@ class Redis(Server):
         }
         arguments = [word for name, value in settings.items() for word in (f"--{name}", value)]
         return [str(self._program.path), *arguments]
-
-    def environment(self) -> dict[str, str]:
-        return self._program.environment()
 
     def ping(self) -> None:
         if wire.redis_command(self.port, "PING") != b"PONG":
@@ -87,8 +73,8 @@ class Valkey(Redis):
 class RedisReplica(Redis):
     """A replica of a master."""
 
-    def __init__(self, master: Redis, *, own_clock: bool = False, **options: str) -> None:
-        super().__init__(own_clock=own_clock, **options)
+    def __init__(self, master: Redis, **options: Any) -> None:
+        super().__init__(**options)
         self._master = master
 
     def command(self) -> list[str]:
@@ -105,10 +91,10 @@ class RedisSentinel(Server):
     """Monitors a master, and promotes a replica when the master has failed."""
 
     engine = "redis"
+    recipe = RECIPE
     service = "doyen"
 
     def __init__(self, master: Redis, *, quorum: int = 1) -> None:
-        self._program = obtain(RECIPE)
         super().__init__()
         self._master = master
         self._quorum = quorum
@@ -128,9 +114,6 @@ class RedisSentinel(Server):
 
     def command(self) -> list[str]:
         return [str(self._program.path), str(self.folder / "sentinel.conf"), "--sentinel"]
-
-    def environment(self) -> dict[str, str]:
-        return self._program.environment()
 
     def ping(self) -> None:
         """Ready when it has found a replica that it can promote."""

@@ -57,23 +57,13 @@ MAIN = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
 class ZooKeeper(Member):
     """One server. Options are settings of its configuration, with underscores for dots."""
 
-    engine = "zookeeper"
+    engine = scheme = "zookeeper"
+    recipe = JAVA
     port_count = 3
 
-    def __init__(self, **options: str) -> None:
-        self._java = obtain(JAVA)
+    def __init__(self, name: str = "n1", **options: str) -> None:
         self._jar = obtain(JARS)
-        super().__init__()
-        self.options = options
-        self.ensemble: list[ZooKeeper] = []
-
-    @property
-    def url(self) -> str:
-        return f"zookeeper://{self.address}"
-
-    @property
-    def address(self) -> str:
-        return f"{HOST}:{self.port}"
+        super().__init__(name, **options)
 
     def prepare(self) -> None:
         data = self.folder / "data"
@@ -92,7 +82,7 @@ class ZooKeeper(Member):
             "4lw.commands.whitelist": "*",
             **{name.replace("_", "."): value for name, value in self.options.items()},
         }
-        for number, server in enumerate(self.ensemble, 1):
+        for number, server in enumerate(self.peers if len(self.peers) > 1 else (), 1):
             settings[f"server.{number}"] = f"{HOST}:{server.ports[1]}:{server.ports[2]}"
             if server is self:
                 (data / "myid").write_text(str(number))
@@ -107,7 +97,7 @@ class ZooKeeper(Member):
             "java.io.tmpdir": str(self.folder),
         }
         return [
-            str(self._java.path),
+            str(self._program.path),
             "-Xmx128m",
             "-XX:+UseSerialGC",
             "-XX:TieredStopAtLevel=1",
@@ -123,9 +113,6 @@ class ZooKeeper(Member):
         """The jar and its dependencies in the same directory."""
         beside = (jar for pattern in BESIDE for jar in self._jar.home.glob(pattern))
         return [self._jar.path, *beside]
-
-    def environment(self) -> dict[str, str]:
-        return self._java.environment()
 
     def ping(self) -> None:
         if self.mode() not in ("leader", "follower", "standalone"):
@@ -151,11 +138,4 @@ class ZooKeeper(Member):
 class ZooKeeperEnsemble(Cluster[ZooKeeper]):
     """Servers of one ensemble."""
 
-    def __init__(self, size: int = 3, **options: str) -> None:
-        super().__init__([ZooKeeper(**options) for _ in range(size)])
-        for member in self.members:
-            member.ensemble = self.members
-
-    @property
-    def url(self) -> str:
-        return "zookeeper://" + ",".join(member.address for member in self.members)
+    member = ZooKeeper
