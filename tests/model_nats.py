@@ -61,6 +61,7 @@ class Stored:
 class Stream:
     config: dict[str, Any]
     last: int = 0
+    created: str = ""
     messages: dict[str, Stored] = field(default_factory=dict)
     consumers: dict[str, Consumer] = field(default_factory=dict)
     expiring: list[tuple[float, int, str]] = field(default_factory=list)
@@ -180,7 +181,8 @@ class NatsModel:
                 stream.consumers.pop(rest, None)
             return b"", b"{}"
         if action == "STREAM.CREATE":
-            self.streams.setdefault(rest, Stream(request, request["first_seq"] - 1))
+            new = Stream(request, request["first_seq"] - 1, created=f"at {self._now()}")
+            self.streams.setdefault(rest, new)
         if rest not in self.streams:
             return b"", _error(404, 10059, "stream not found")
         stream = self.streams[rest]
@@ -188,7 +190,7 @@ class NatsModel:
         match action:
             case "STREAM.CREATE" | "STREAM.INFO":
                 state = {"last_seq": stream.last, "messages": len(stream.messages)}
-                answer = {"config": stream.config, "state": state}
+                answer = {"config": stream.config, "state": state, "created": stream.created}
             case "STREAM.MSG.GET":
                 found = stream.messages.get(request["last_by_subj"])
                 if request["last_by_subj"].endswith(">"):

@@ -21,8 +21,7 @@ import servers
 from doyen.errors import ConfigError, DoyenError, LeaseGone, StoreUnavailable, StoreUnusable
 from doyen.lease.clock import SystemClock
 from doyen.model import leader_key, line_key, order_key
-from doyen.stores.nats.connection import NatsAddress
-from doyen.stores.nats.jetstream import JetStream
+from doyen.stores.nats.jetstream import JetStream, NatsAddress
 from doyen.stores.nats.store import NatsStore
 from doyen.stores.port import Context, Creation, Store, open_store
 

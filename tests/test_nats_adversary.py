@@ -17,7 +17,6 @@ from doyen.errors import LeaseGone, OutcomeUnknown, StoreError, StoreUnavailable
 from doyen.events import Event, LeaseEnded
 from doyen.lease.clock import VirtualClock
 from doyen.model import Lease, leader_key, line_key, order_key
-from doyen.stores.nats import connection as connection_module
 from doyen.stores.nats import jetstream as jetstream_module
 from doyen.stores.nats.jetstream import WrongSequence
 from doyen.stores.nats.store import NatsStore
@@ -49,9 +48,10 @@ class NatsRoom:
         self.events: list[Event] = []
         self._stores: list[NatsStore] = []
 
-    async def open(self) -> NatsStore:
+    async def open(self, replicas: int = 1) -> NatsStore:
         context = Context(self.clock, self.events.append)
-        store = await open_store(f"nats://here:{PORT}/doyen?connect_timeout_s=1", context)
+        url = f"nats://here:{PORT}/doyen?connect_timeout_s=1&replicas={replicas}"
+        store = await open_store(url, context)
         assert isinstance(store, NatsStore)
         self._stores.append(store)
         return store
@@ -383,6 +383,25 @@ def test_a_foreign_value_ends_nothing(
         assert all(subject in line for line in logged)
 
 
+@pytest.mark.parametrize(("replicas", "ttls"), [(1, 1.9), (3, 1.0)])
+def test_what_was_observed_counts_at_another_server_of_a_cluster(
+    replicas: int, ttls: float
+) -> None:
+    """A server that holds the only replica may have lost renewals, so they are void there."""
+
+    async def test(room: NatsRoom) -> None:
+        dead, other = await room.open(replicas), await room.open(replicas)
+        await dead.create(KEY, b"leader", await dead.grant(TTL_S))
+        began = room.clock.now()
+        gone = asyncio.ensure_future(until_gone(other))
+        await asyncio.sleep(0.9 * TTL_S)
+        room.end_connections()
+        await gone
+        assert ttls <= (room.clock.now() - began) / TTL_S < ttls + 0.3
+
+    meets(test)
+
+
 def test_a_live_lease_that_was_overwritten_has_not_ended() -> None:
     """Also for a client that connects later: it could lead as well if the record were void."""
 
@@ -484,7 +503,7 @@ def test_opening_a_store_retries_a_connection_that_ends_at_once(
 ) -> None:
     """A server that is being stopped accepts a client and closes the connection."""
     accepted = 0
-    connect = connection_module.NatsConnection.connect
+    connect = jetstream_module.NatsConnection.connect
 
     async def ends(client: Any, *args: Any, **options: Any) -> None:
         nonlocal accepted
@@ -493,7 +512,7 @@ def test_opening_a_store_retries_a_connection_that_ends_at_once(
         if accepted <= 2:
             await client.close()
 
-    monkeypatch.setattr(connection_module.NatsConnection, "connect", ends)
+    monkeypatch.setattr(jetstream_module.NatsConnection, "connect", ends)
 
     async def test(room: NatsRoom) -> None:
         store = await room.open()

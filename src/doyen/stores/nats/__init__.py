@@ -12,14 +12,11 @@ which is not copied. The leader record is written only if its key is free, and t
 write is the token. No clock of a server is used: a client ends another's lease when it has seen
 no renewal for a whole ttl. The parts:
 
-    connection  one connection of nats-py
-    jetstream   requests to JetStream, and what its errors mean
-    consumer    the messages of a bucket in order
-    view        what the messages of a bucket mean
-    mirror      the copy of the bucket
-    marks       how long renewals have been unchanged
-    leases      leases: granted, renewed, observed, ended
-    store       the port
+    jetstream  connections of nats-py, requests to JetStream, and what its errors mean
+    view       what the messages of a bucket mean
+    mirror     the copy of the bucket, and the consumer that feeds it
+    leases     leases: granted, renewed, observed, ended
+    store      the port
 
 The client library is nats-py, the extra `nats`.
 """
@@ -50,7 +47,7 @@ async def open_store(url: StoreURL, context: Context) -> NatsStore:
         *options.TLS_OPTIONS, "creds", "replicas", "connect_timeout_s", "token_floor"
     )
     with options.requires("nats", "nats-py"):
-        from doyen.stores.nats.connection import NatsAddress
+        from doyen.stores.nats.jetstream import NatsAddress
         from doyen.stores.nats.store import NatsStore
 
     bucket = unquote(url.parts.path).strip("/") or "doyen"

@@ -22,6 +22,7 @@ import logging
 import math
 import random
 import uuid
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -32,12 +33,11 @@ from doyen.model import Entry, Lease
 from doyen.stores.kit.expiry import LeaseRow
 from doyen.stores.kit.observer import LeaseObserver, Survey
 from doyen.stores.nats.jetstream import PIPELINED, JetStream, StoredMessage, WrongSequence
-from doyen.stores.nats.marks import Marks
 from doyen.stores.nats.mirror import Mirror
 from doyen.stores.nats.view import subject_of
 from doyen.stores.port import Context
 
-__all__ = ["CHECKED", "NatsLeases", "lease_gone"]
+__all__ = ["CHECKED", "Marks", "NatsLeases"]
 
 log = logging.getLogger("doyen.nats")
 
@@ -48,8 +48,60 @@ MARK_S = 0.1
 SWEEP_S = 2.0
 SWEPT = 4
 """The interval of the sweep and how many leases it checks, while it finds none that has expired."""
+RESOLUTION_S = 0.01
+_MARKS = 512
 _DAMAGED_TTL_S = 60.0
 """The ttl that is assumed if neither the lease nor its renewal shows one."""
+
+
+class Marks:
+    """Positions of the stream of renewals, each with the time at which this process learned that
+    the stream had reached it: how long renewals have been unchanged, for all leases together.
+
+    Every renewal up to a position was written before that time. If it is still the last one of its
+    lease, it has been unchanged since then at least, whether or not this process has looked at the
+    lease before. After an outage one mark therefore dates all the leases that did not survive it,
+    and they expire at the same time, a ttl later. Marks of another incarnation are discarded, and
+    so are all marks if the stream has gone back.
+    """
+
+    def __init__(self) -> None:
+        self._incarnation = ""
+        self._positions: list[int] = []
+        self._times: list[float] = []
+
+    def note(self, incarnation: str, position: int, now: float) -> None:
+        """Note that the stream has reached `position`."""
+        if incarnation != self._incarnation or (self._positions and position < self._positions[-1]):
+            self._incarnation = incarnation
+            self._positions.clear()
+            self._times.clear()
+        if self._positions and position == self._positions[-1]:
+            return
+        if len(self._times) > 1 and now - self._times[-2] < RESOLUTION_S:
+            # Replace the last of two marks that are this close. The renewals that it dated look
+            # younger by less than RESOLUTION_S, and never older.
+            self._positions.pop()
+            self._times.pop()
+        self._positions.append(position)
+        self._times.append(now)
+        if len(self._positions) > _MARKS:
+            half = _MARKS // 2
+            self._positions[:half] = self._positions[1:half:2]
+            self._times[:half] = self._times[1:half:2]
+
+    def age_s(self, incarnation: str, now: float) -> float:
+        """The age of the latest mark."""
+        if incarnation != self._incarnation or not self._times:
+            return float("inf")
+        return now - self._times[-1]
+
+    def unchanged_s(self, incarnation: str, sequence: int, now: float) -> float:
+        """For how long the message with this sequence has been in the stream, at least."""
+        if incarnation != self._incarnation:
+            return 0.0
+        index = bisect_left(self._positions, sequence)
+        return now - self._times[index] if index < len(self._times) else 0.0
 
 
 class NatsLeases:
@@ -70,6 +122,8 @@ class NatsLeases:
         self._emit = context.emit
         self._now = context.clock.now
         self._marks = Marks()
+        self._created, self._replicated = "", False
+        """Of the stream of renewals: when it was created, and whether it has several replicas."""
         self._held: dict[str, int] = {}
         """The sequence of the last renewal of each lease that this client holds."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -89,7 +143,7 @@ class NatsLeases:
     def require(self, lease: str) -> None:
         """Raise `LeaseGone` if the lease has ended, as far as the copy shows."""
         if lease not in self._mirror.view.leases:
-            raise lease_gone(lease)
+            raise _lease_gone(lease)
 
     async def grant(self, ttl_s: float) -> Lease:
         lease = Lease(uuid.uuid4().hex, ttl_s)
@@ -98,7 +152,7 @@ class NatsLeases:
             granted = await self._mirror.write(subject_of(self._bucket, "leases", lease.id), value)
             renewed = await self._jetstream.write(self._subject(lease.id), value, 0)
         except WrongSequence as error:
-            raise lease_gone(lease.id) from error
+            raise _lease_gone(lease.id) from error
         await self._mirror.reach(granted)
         self._held[lease.id] = renewed
         return lease
@@ -123,7 +177,7 @@ class NatsLeases:
                 self._held[lease.id] = max(sequence, self._held[lease.id])
             if done:
                 return
-        raise lease_gone(lease.id)
+        raise _lease_gone(lease.id)
 
     async def revoke(self, lease: Lease) -> None:
         await self._jetstream.delete(self._subject(lease.id), None)
@@ -174,11 +228,11 @@ class NatsLeases:
 
     async def look(self, leases: Sequence[str]) -> Sequence[LeaseRow]:
         """For the observer: the last renewal of each lease. The server's clock is not used."""
-        incarnation, stream = self._jetstream.incarnation, f"KV_{self._bucket}_beats"
-        if self._marks.age_s(incarnation, self._now()) >= MARK_S:
+        if self._marks.age_s(self._incarnation, self._now()) >= MARK_S:
             await self._mark()
+        incarnation, stream = self._incarnation, f"KV_{self._bucket}_beats"
         renewals = await self._jetstream.last_of_each(stream, map(self._subject, leases))
-        if self._jetstream.incarnation != incarnation:
+        if self._incarnation != incarnation:
             raise StoreUnavailable("the server was replaced while leases were being looked at")
         found = zip(leases, renewals, strict=True)
         rows = [self._row(lease, renewal, incarnation) for lease, renewal in found]
@@ -199,11 +253,20 @@ class NatsLeases:
             unchanged_s = self._marks.unchanged_s(incarnation, counter, self._now())
         return LeaseRow(lease, round(ttl_s * 1e6), counter, -1, incarnation, unchanged_s)
 
+    @property
+    def _incarnation(self) -> str:
+        """Of the stream of renewals: differs if renewals that were confirmed may be lost. This is
+        so after the stream was created anew and, if it has one replica, after a restart of the
+        server. A server that is not the connected one may restart unnoticed (see `diagnose`)."""
+        return self._created if self._replicated else f"{self._created} {self._jetstream.server_id}"
+
     async def _mark(self) -> None:
-        incarnation = self._jetstream.incarnation
-        state = (await self._jetstream.call(f"STREAM.INFO.KV_{self._bucket}_beats"))["state"]
-        if self._jetstream.incarnation == incarnation:
-            self._marks.note(incarnation, int(state["last_seq"]), self._now())
+        server = self._jetstream.server_id
+        info = await self._jetstream.call(f"STREAM.INFO.KV_{self._bucket}_beats")
+        if self._jetstream.server_id == server:
+            self._created = info["created"]
+            self._replicated = info["config"]["num_replicas"] > 1
+            self._marks.note(self._incarnation, int(info["state"]["last_seq"]), self._now())
 
     async def _sweep(self) -> None:
         """End leases that have expired though no client waits for them.
@@ -249,7 +312,7 @@ class NatsLeases:
         return f"$KV.{self._bucket}_beats.{lease}"
 
 
-def lease_gone(lease: str) -> LeaseGone:
+def _lease_gone(lease: str) -> LeaseGone:
     return LeaseGone(f"the lease {lease} has ended")
 
 

@@ -17,8 +17,13 @@ from collections.abc import Callable, Sequence
 from doyen.errors import StoreUnavailable, StoreUnusable, TicketGone
 from doyen.model import Entry, Finding, Lease, Version
 from doyen.stores.kit.lifecycle import GuardedStore
-from doyen.stores.nats.connection import NatsAddress
-from doyen.stores.nats.jetstream import PIPELINED, JetStream, StreamMissing, WrongSequence
+from doyen.stores.nats.jetstream import (
+    PIPELINED,
+    JetStream,
+    NatsAddress,
+    StreamMissing,
+    WrongSequence,
+)
 from doyen.stores.nats.leases import CHECKED, NatsLeases
 from doyen.stores.nats.mirror import Mirror
 from doyen.stores.nats.view import CREATED, LEASE, subject_of
