@@ -20,7 +20,7 @@ from doyen.model import leader_key, order_key
 from doyen.stores.kit.expiry import LeaseRow, LeaseVerdict
 from doyen.stores.kit.observer import LeaseObserver
 from doyen.stores.port import Context, Store, open_store
-from doyen.stores.redis import master
+from doyen.stores.redis.connection import _DIGESTS
 from doyen.stores.redis.scripts import SCRIPTS
 from doyen.testing.faults import Faults, Late
 from model_redis import FAIR, LAG_S, RedisModel
@@ -115,7 +115,7 @@ def break_script(monkeypatch: pytest.MonkeyPatch, script: str, right: str, wrong
     assert right in text
     broken = text.replace(right, wrong)
     monkeypatch.setitem(SCRIPTS, script, broken)
-    monkeypatch.setitem(master._DIGESTS, script, hashlib.sha1(broken.encode()).hexdigest())
+    monkeypatch.setitem(_DIGESTS, script, hashlib.sha1(broken.encode()).hexdigest())
 
 
 def test_a_client_that_ends_leases_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,8 +34,6 @@ from doyen.stores.port import Context, StoreURL
 if TYPE_CHECKING:
     from doyen.stores.consul.store import ConsulStore
 
-__all__ = ["open_store"]
-
 PORT = 8500
 TLS_PORT = 8501
 

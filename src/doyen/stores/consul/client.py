@@ -20,8 +20,6 @@ agents that report their datacentre, which requires the permission agent:read.
 The HTTP library is httpcore2, the transport of httpx2. It sends a request once. aiohttp was not
 chosen because it repeats a PUT by itself if a reused connection fails, which would turn an unknown
 outcome into a second transaction.
-
-Imports httpcore2, the kit, the error tree and the diagnosis.
 """
 
 from __future__ import annotations
@@ -41,8 +39,6 @@ from doyen.errors import OutcomeUnknown, StoreError, StoreUnavailable, StoreUnus
 from doyen.stores.consul.diagnosis import seconds
 from doyen.stores.kit.failover import failover
 from doyen.stores.kit.lifecycle import CLOSED
-
-__all__ = ["TTL_MIN_S", "Agents", "ConsulClient", "ConsulResponse"]
 
 ANSWER_S = 10.0
 """Deadline of a request. Consul itself holds one for up to 7 s while its servers have no leader."""
@@ -291,13 +287,11 @@ class ConsulClient:
         *,
         accept: Collection[int] = (200,),
         reads: bool = False,
-        answer_s: float = ANSWER_S,
-        blocking: bool = False,
-        **options: object,
+        **request: Any,
     ) -> ConsulResponse:
         """One request, sent to one agent after another as long as nothing can be carried out twice.
 
-        Answers whose status is not in `accept` are failures.
+        Answers whose status is not in `accept` are failures. `request` is for `AgentPool.request`.
         """
 
         async def attempt(pool: AgentPool) -> ConsulResponse:
@@ -305,9 +299,7 @@ class ConsulClient:
                 raise StoreUnusable(CLOSED)
             try:
                 await self._agents.check(pool)
-                answer = await pool.request(
-                    method, path, body, answer_s=answer_s, blocking=blocking, **options
-                )
+                answer = await pool.request(method, path, body, **request)
                 if answer.status in accept and not _denied(answer):
                     return answer
                 raise translate(answer, pool.agent.host)

@@ -12,8 +12,6 @@ from typing import Any, Self
 
 from doyen.model import Finding
 
-__all__ = ["AgentState", "findings", "seconds"]
-
 OLDEST = (1, 7)
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "µs": 1e-6, "us": 1e-6, "ns": 1e-9}
 

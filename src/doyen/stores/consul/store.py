@@ -16,8 +16,6 @@ Why a leader that observes its own deadline is safe:
 Keys: the prefix, then the port's key. A ticket's name is its rank and a unique id; within the rank,
 its creation index is its place. Segments `.` and `..` are written `%2E` and `%2E%2E`, because they
 have a meaning in the path of a request. No quoted name can have that form.
-
-Imports the client, the watches, the kit and the port.
 """
 
 from __future__ import annotations
@@ -49,8 +47,6 @@ from doyen.stores.consul.watches import ConsulWatches
 from doyen.stores.kit.batches import Batches
 from doyen.stores.kit.lifecycle import GuardedStore
 from doyen.stores.port import Capabilities, Creation, Watch
-
-__all__ = ["ConsulStore"]
 
 TTL_MAX_S = 86_400.0
 _TICKET = re.compile(r"(-?\d+)\.[0-9a-f]{32}")

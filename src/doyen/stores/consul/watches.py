@@ -12,8 +12,6 @@ those of whole elections, then of all elections.
 - After a failure, when the index has gone backwards, and when a watch has moved to another cover,
   it is notified in any case.
 - The index rules of Consul: never below 1; begin anew if it goes backwards.
-
-Imports the client and the kit.
 """
 
 from __future__ import annotations
@@ -28,8 +26,6 @@ from doyen.errors import StoreError
 from doyen.events.log_lines import log_line
 from doyen.stores.consul.client import Agents, ConsulClient, ConsulResponse
 from doyen.stores.kit.lifecycle import WatchHandle
-
-__all__ = ["ConsulWatches"]
 
 log = logging.getLogger("doyen.consul")
 
@@ -148,19 +144,17 @@ class _Cover:
                 await asyncio.sleep(NO_CHANGE_PAUSE_S * random.uniform(0.5, 1.5))
 
     async def _ask(self, index: int) -> ConsulResponse:
-        options: dict[str, object] = {"recurse": None}
+        request: dict[str, object] = {"recurse": None, "answer_s": SILENCE_S}
         if index:
-            options |= {"index": index, "wait": f"{WAIT_S:g}s"}
-        answer_s = (WAIT_S * 17 / 16 if index else 0) + SILENCE_S
-        path = f"kv/{self.prefix}"
+            answer_s = WAIT_S * 17 / 16 + SILENCE_S
+            request |= {"index": index, "wait": f"{WAIT_S:g}s", "answer_s": answer_s}
         return await self._client.ask(
             "GET",
-            path,
+            f"kv/{self.prefix}",
             accept=(200, 404),
             reads=True,
-            answer_s=answer_s,
             blocking=bool(index),
-            **options,
+            **request,
         )
 
     def _take(self, now: dict[str, int]) -> bool:

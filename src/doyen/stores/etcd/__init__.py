@@ -32,8 +32,6 @@ from doyen.stores.port import Context, StoreURL
 if TYPE_CHECKING:
     from doyen.stores.etcd.store import EtcdStore
 
-__all__ = ["open_store"]
-
 # Set before grpc is imported. gRPC's own support for forks crashes one child in five while calls
 # are in flight. Without it, a child is safe as long as it does not use gRPC, which
 # `refuse_after_fork` ensures.

@@ -12,8 +12,6 @@ watches, so that none of them queues behind another. They share the `EtcdCluster
 The first request on a channel is `Status`, after the login. A call that fails later was therefore
 sent, and its outcome is unknown unless etcd or gRPC says otherwise. Reads are repeated at every
 other member; so is whatever was certainly not carried out.
-
-Imports grpc, the messages, the kit and the error tree.
 """
 
 from __future__ import annotations
@@ -43,18 +41,6 @@ from doyen.stores.etcd.diagnosis import EtcdMemberState
 from doyen.stores.etcd.rpc import Method
 from doyen.stores.kit.failover import answer_within, failover
 from doyen.stores.kit.lifecycle import CLOSED
-
-__all__ = [
-    "Denied",
-    "EtcdChannel",
-    "EtcdClient",
-    "EtcdCluster",
-    "EtcdLogin",
-    "EtcdStream",
-    "LoginExpired",
-    "refusal",
-    "refuse_after_fork",
-]
 
 Metadata = tuple[tuple[str, str], ...]
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from doyen.model import Finding
 from doyen.stores.kit.diagnosis import Defect, version_findings
 
-__all__ = ["EtcdMemberState", "findings"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EtcdMemberState:

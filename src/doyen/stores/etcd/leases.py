@@ -9,8 +9,6 @@
   same member in the same raft term: a majority still followed, after the renewal was sent, the
   leader that keeps the lease's time.
 - A response with TTL 0 means that the lease has ended.
-
-Imports the connection and the messages.
 """
 
 from __future__ import annotations
@@ -22,8 +20,6 @@ from typing import Any
 from doyen.errors import LeaseGone, StoreError, StoreUnavailable
 from doyen.stores.etcd import rpc
 from doyen.stores.etcd.connection import EtcdChannel, EtcdClient, EtcdCluster
-
-__all__ = ["EtcdKeepalive"]
 
 
 class EtcdKeepalive:

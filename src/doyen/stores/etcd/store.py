@@ -5,8 +5,6 @@ that key order is rank order. Within a rank, tickets are ordered by their creati
 is the order of arrival. `ahead` is then one ranged read, or two where a rank begins.
 
 A version is the revision of the last write, which no two writes share. All reads are linearizable.
-
-Imports the modules beside it, the kit and the port.
 """
 
 from __future__ import annotations
@@ -29,8 +27,6 @@ from doyen.stores.etcd.watches import EtcdWatches
 from doyen.stores.kit.batches import Batches
 from doyen.stores.kit.lifecycle import GuardedStore
 from doyen.stores.port import Capabilities, Creation, Watch
-
-__all__ = ["EtcdStore"]
 
 SETTLE_S = 0.02
 """Pause after closing, in which gRPC reports the end of cancelled calls to the loop. If the loop
@@ -60,12 +56,7 @@ class EtcdStore(GuardedStore):
         witness = self._prefix.encode()
         self._witness = rpc.RangeRequest(key=witness, count_only=True)
         self._client = EtcdClient(cluster)
-        self._reads = Batches(
-            self._read,
-            most=READS_AT_ONCE,
-            in_flight=READS_IN_FLIGHT,
-            abandoned=self._client.call_cancelled,
-        )
+        self._reads = Batches(self._read, most=READS_AT_ONCE, in_flight=READS_IN_FLIGHT)
         self._leases = EtcdKeepalive(cluster, witness)
         self._watches = EtcdWatches(cluster)
         self._tickets = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count(1))

@@ -7,8 +7,6 @@ changed. So no position has to be kept, and a compaction cannot hide the final s
 - etcd answers creation requests in their order; the response has the id that events carry.
 - On a stream without traffic, progress is requested. If that is not answered either, the stream is
   given up: a frozen or partitioned member must not leave candidates waiting.
-
-Imports the connection, the messages and the kit.
 """
 
 from __future__ import annotations
@@ -33,8 +31,6 @@ from doyen.stores.etcd.connection import (
     refusal,
 )
 from doyen.stores.kit.lifecycle import WatchHandle
-
-__all__ = ["EtcdWatches"]
 
 PROBE_S = 2.0
 """How long a stream may be silent before progress is requested, and how long that may take."""

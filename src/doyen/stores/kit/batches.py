@@ -3,8 +3,6 @@
 Requests of one turn of the loop share a call, and so do those that arrive while as many calls as
 permitted are in flight. A single request does not wait. A request whose caller is cancelled leaves
 its batch, and a batch without callers is cancelled.
-
-Imports the error tree and the standard library.
 """
 
 from __future__ import annotations
@@ -17,8 +15,6 @@ from typing import Generic, TypeVar
 from doyen._waiting import retrieve
 from doyen.errors import OutcomeUnknown
 
-__all__ = ["Batches"]
-
 Q = TypeVar("Q")
 R = TypeVar("R")
 
@@ -26,8 +22,8 @@ R = TypeVar("R")
 class Batches(Generic[Q, R]):
     """Passes requests to `send`, at most `most` in a batch and `in_flight` batches at a time.
 
-    `send` returns for each request its result, or an exception. `abandoned` is called with the time
-    at which a batch was sent when its last caller is gone, before the call is cancelled.
+    `send` returns for each request its result, or an exception. If it is cancelled, it may have
+    learned that a server does not answer, so no other call begins before it has ended.
     """
 
     def __init__(
@@ -36,16 +32,14 @@ class Batches(Generic[Q, R]):
         *,
         most: int,
         in_flight: int,
-        abandoned: Callable[[float], None] = lambda sent_at: None,
     ) -> None:
         self._send = send
         self._most = most
         self._in_flight = in_flight
-        self._abandoned = abandoned
         self._waiting: deque[tuple[Q, asyncio.Future[R]]] = deque()
         self._starting = False
         """The latest task has not begun to run. It takes whatever is waiting by then."""
-        self._tasks: dict[asyncio.Task[None], tuple[float, list[asyncio.Future[R]]]] = {}
+        self._tasks: dict[asyncio.Task[None], list[asyncio.Future[R]]] = {}
 
     async def ask(self, request: Q) -> R:
         answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
@@ -55,19 +49,19 @@ class Batches(Generic[Q, R]):
             return await answer
         except asyncio.CancelledError:
             retrieve(answer)
-            for task, (sent_at, answers) in self._tasks.items():
+            for task, answers in self._tasks.items():
                 if answer in answers and all(each.done() for each in answers):
-                    self._abandoned(sent_at)
                     task.cancel()
             raise
 
     def _start(self) -> None:
-        if self._waiting and not self._starting and len(self._tasks) < self._in_flight:
+        if not self._waiting or self._starting or len(self._tasks) >= self._in_flight:
+            return
+        if not any(task.cancelling() for task in self._tasks):
             self._starting = True
-            loop = asyncio.get_running_loop()
             answers: list[asyncio.Future[R]] = []
-            task = loop.create_task(self._run(answers))
-            self._tasks[task] = loop.time(), answers
+            task = asyncio.get_running_loop().create_task(self._run(answers))
+            self._tasks[task] = answers
             task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -82,6 +76,8 @@ class Batches(Generic[Q, R]):
             if not answer.done():
                 requests.append(request)
                 answers.append(answer)
+        if not requests:
+            return
         self._start()
         results: Sequence[R | BaseException] = [OutcomeUnknown("the store was closed")] * len(
             answers

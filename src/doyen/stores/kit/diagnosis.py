@@ -1,6 +1,6 @@
 """Findings that several engines share.
 
-Pure. Imports the model.
+Pure.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from doyen.model import Finding, Level
-
-__all__ = ["Defect", "version_findings"]
 
 
 class Defect(NamedTuple):

@@ -12,7 +12,7 @@ Redis, NATS). The rule:
 - The server's clock must agree. A clock that stands before the renewal, or a whole ttl after it,
   was stepped or shows that the lease is over; in both cases it has no say.
 
-Pure: time is passed in, and nothing is sent. Imports the standard library.
+Pure: time is passed in, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
-
-__all__ = ["GRAIN_S", "LeaseObservations", "LeaseRow", "LeaseVerdict"]
 
 RENEWED_BY = 0.4
 """The share of its ttl by which a healthy lease has been renewed: a third, plus 20 % jitter."""

@@ -1,7 +1,5 @@
 """Requests to several servers: each has a deadline, and the next server is tried where that is
 safe.
-
-Imports the error tree and the standard library.
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from doyen.errors import OutcomeUnknown, StoreError, StoreUnavailable
-
-__all__ = ["ConnectionLost", "answer_within", "failover"]
 
 M = TypeVar("M")
 T = TypeVar("T")

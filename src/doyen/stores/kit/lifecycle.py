@@ -1,7 +1,4 @@
-"""The life of a store and of a watch: opened once, closed once, unusable in a forked child.
-
-Imports the port, the error tree and the standard library.
-"""
+"""The life of a store and of a watch: opened once, closed once, unusable in a forked child."""
 
 from __future__ import annotations
 
@@ -15,8 +12,6 @@ from doyen._waiting import retrieve, shared
 from doyen.errors import StoreError, StoreUnusable
 from doyen.events.log_lines import log_line
 from doyen.stores.port import Store
-
-__all__ = ["CLOSED", "GuardedStore", "WatchHandle", "opened"]
 
 log = logging.getLogger("doyen")
 

@@ -16,7 +16,7 @@ not know the paths returns a counter, and the scopes are compared when it has mo
 entry that was created and deleted between two comparisons, although another client may have read it
 and wait for its end; it is good enough only beside notifications that are rarely lost.
 
-Everything runs on the store's loop. Imports the error tree and the standard library.
+Everything runs on the store's loop.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from doyen.errors import StoreError
 from doyen.events.log_lines import log_line
 from doyen.stores.kit.expiry import AT_ONCE, GRAIN_S, LeaseObservations, LeaseRow, LeaseVerdict
 from doyen.stores.kit.lifecycle import WatchHandle
-
-__all__ = ["Changes", "LeaseObserver", "LeaseSource", "Survey"]
 
 log = logging.getLogger("doyen")
 
@@ -143,19 +141,16 @@ class LeaseObserver(LeaseObservations):
             if self._changes is None:
                 self._adopt(await self._source.survey([name]))
             else:
-                await self._begin_polling(self._changes)
+                if self._position is None:
+                    position, _ = await self._changes(None)
+                    if self._position is None:  # else another watch began at an earlier position
+                        self._position = position
                 self._mark_unread({name})
         except BaseException:
             watch.close()
             raise
         self._start("poll", self._poll)
         return watch
-
-    async def _begin_polling(self, changes: Changes) -> None:
-        if self._position is None:
-            position, _ = await changes(None)
-            if self._position is None:  # otherwise another watch has begun at an earlier position
-                self._position = position
 
     def _leave(self, watch: WatchHandle) -> None:
         scope = self._scopes[watch.scope]

@@ -3,7 +3,6 @@
     scheme://user:password@h1,h2:2379,[::1]:2379/path?connect_timeout_s=3&ca=/etc/ca.pem
 
 Every function takes a `StoreURL` and raises `ConfigError` for what cannot work, naming the option.
-Imports the port, the error tree and the standard library.
 """
 
 from __future__ import annotations
@@ -21,20 +20,6 @@ from doyen.stores.port import StoreURL
 
 if TYPE_CHECKING:
     import ssl
-
-__all__ = [
-    "TLS_OPTIONS",
-    "Host",
-    "TLSFiles",
-    "choice",
-    "hosts",
-    "login",
-    "number",
-    "read_file",
-    "requires",
-    "tls_files",
-    "whole_number",
-]
 
 TLS_OPTIONS = ("tls", "ca", "cert", "key")
 
@@ -61,10 +46,7 @@ def hosts(url: StoreURL, default_port: int, *, empty: str | None = None) -> tupl
     >>> [str(host) for host in hosts(StoreURL.parse("etcd://me:secret@h1,h2:9,[::1]/app"), 2379)]
     ['h1:2379', 'h2:9', '[::1]:2379']
     """
-    return tuple(_hosts(url, default_port, empty))
-
-
-def _hosts(url: StoreURL, default_port: int, empty: str | None) -> Iterator[Host]:
+    found = []
     for text in url.parts.netloc.rpartition("@")[2].split(","):
         name, colon, port = text.rpartition(":")
         if not colon or port.endswith("]"):
@@ -77,7 +59,8 @@ def _hosts(url: StoreURL, default_port: int, empty: str | None) -> Iterator[Host
             )
         if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
             raise ConfigError(f"a port is a number from 1 to 65535, not {port!r}")
-        yield Host(unquote(name.strip("[]")) or empty or "", int(port))
+        found.append(Host(unquote(name.strip("[]")) or empty or "", int(port)))
+    return tuple(found)
 
 
 def login(url: StoreURL) -> tuple[str, str | None]:

@@ -36,8 +36,6 @@ from doyen.stores.port import Context, StoreURL
 if TYPE_CHECKING:
     from doyen.stores.nats.store import NatsStore
 
-__all__ = ["open_store"]
-
 PORT = 4222
 
 

@@ -3,8 +3,6 @@
 A request that has no responder, or that JetStream refuses, was not carried out. One that is not
 answered may have been carried out (`OutcomeUnknown`). Without a connection nothing is sent
 (`StoreUnavailable`).
-
-Imports nats-py and the error tree.
 """
 
 from __future__ import annotations
@@ -25,18 +23,6 @@ from nats.aio.msg import Msg
 
 from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.events.log_lines import log_line
-
-__all__ = [
-    "CLOSE_S",
-    "ConnectionEnded",
-    "JetStream",
-    "NatsAddress",
-    "NatsConnection",
-    "StoredMessage",
-    "StreamMissing",
-    "WrongSequence",
-    "run_in_task",
-]
 
 T = TypeVar("T")
 

@@ -37,8 +37,6 @@ from doyen.stores.nats.mirror import Mirror
 from doyen.stores.nats.view import subject_of
 from doyen.stores.port import Context
 
-__all__ = ["CHECKED", "Marks", "NatsLeases"]
-
 log = logging.getLogger("doyen.nats")
 
 CHECKED = 16

@@ -6,8 +6,6 @@
 - The server may place the consumer on a replica that lacks the latest messages. A new copy is
   therefore used only once it has the message that the leader of the stream reported as its last.
 - A message that doyen cannot have written is logged once and ignored.
-
-Imports JetStream and the view.
 """
 
 from __future__ import annotations
@@ -34,8 +32,6 @@ from doyen.stores.nats.jetstream import (
     run_in_task,
 )
 from doyen.stores.nats.view import BucketView, DamagedMessage, key_of
-
-__all__ = ["Mirror"]
 
 log = logging.getLogger("doyen.nats")
 

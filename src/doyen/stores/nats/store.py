@@ -4,8 +4,6 @@ One write decides an election. The leader record is written only if the key's su
 yet, or if its last message is the delete marker or the void record that this client has seen. The
 record is bound to a lease by a header. If that lease had ended before the write, the record is void
 for all clients from the start, and its writer finds that out before `create` returns.
-
-Imports the port, the model and its own package.
 """
 
 from __future__ import annotations
@@ -28,8 +26,6 @@ from doyen.stores.nats.leases import CHECKED, NatsLeases
 from doyen.stores.nats.mirror import Mirror
 from doyen.stores.nats.view import CREATED, LEASE, subject_of
 from doyen.stores.port import Capabilities, Context, Creation, Watch
-
-__all__ = ["NatsStore"]
 
 
 class NatsStore(GuardedStore):

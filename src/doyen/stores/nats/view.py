@@ -10,8 +10,6 @@ arrive.
 Any program may write to a bucket. A message that doyen cannot have written raises `DamagedMessage`
 and changes nothing, with one exception: a lease whose value is damaged still exists. If it counted
 as absent, a new client would consider the record of a live leader void.
-
-Imports the model and the messages of JetStream.
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ from urllib.parse import quote, unquote
 
 from doyen.model import Entry
 from doyen.stores.nats.jetstream import StoredMessage
-
-__all__ = ["CREATED", "LEASE", "BucketView", "DamagedMessage", "key_of", "subject_of"]
 
 LEASE = "Doyen-Lease"
 CREATED = "Doyen-Created"

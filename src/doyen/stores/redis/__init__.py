@@ -13,8 +13,7 @@
     ?sentinel_user=…&sentinel_password=…   the login at the sentinels, if they need one
 
     scripts     the data, and the scripts that read and change it
-    connection  one connection to a server
-    master      the server that is the master, and running scripts there
+    connection  connections to servers, the one that is the master, and running scripts there
     subscriber  the connection on which notifications of changes arrive
     store       the Store port
     diagnosis   what a server's settings mean
@@ -49,8 +48,6 @@ from doyen.stores.port import Context, StoreURL
 
 if TYPE_CHECKING:
     from doyen.stores.redis.store import RedisStore
-
-__all__ = ["open_store"]
 
 PORT = 6379
 SENTINEL_PORT = 26379

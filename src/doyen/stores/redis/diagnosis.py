@@ -1,113 +1,69 @@
-"""What a Redis server's mode and settings mean for elections. Pure: facts in, findings out.
-
-Imports the model.
-"""
+"""What a Redis server's mode and settings mean for elections. Pure: facts in, findings out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from doyen.model import Finding
 
-__all__ = ["RedisServerFacts", "findings"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RedisServerFacts:
-    """The state of a server."""
-
-    name: str
-    version: str
-    replicas: int
-    awaited: int
-    """How many replicas a write waits for."""
-    cluster: bool
-    log: bool
-    """Whether the server has an append-only file."""
-    fsync: str
-    """When that file is synced to disk; empty if the server does not report it."""
-    eviction: str
-    poll_s: float
-
-    @classmethod
-    def of(
-        cls, info: Mapping[str, str], fsync: str, awaited: int, poll_s: float
-    ) -> RedisServerFacts:
-        valkey = info.get("server_name") == "valkey"
-        return cls(
-            name="Valkey" if valkey else "Redis",
-            version=info.get("valkey_version" if valkey else "redis_version", "?"),
-            replicas=int(info.get("connected_slaves", 0)),
-            awaited=awaited,
-            cluster=info.get("cluster_enabled") == "1",
-            log=info.get("aof_enabled") == "1",
-            fsync=fsync,
-            eviction=info.get("maxmemory_policy", "noeviction"),
-            poll_s=poll_s,
-        )
-
-
-def findings(facts: RedisServerFacts) -> Iterator[Finding]:
-    """What the state of a server means."""
-    yield Finding(level="ok", subject="redis", text=f"{facts.name} {facts.version}")
+def findings(info: Mapping[str, str], fsync: str, awaited: int, poll_s: float) -> Iterator[Finding]:
+    """What the state of a server means: its INFO, its `appendfsync` (empty if it does not report
+    that), and how many replicas a write waits for."""
+    version = f"Redis {info.get('redis_version', '?')}"
+    if info.get("server_name") == "valkey":
+        version = f"Valkey {info.get('valkey_version', '?')}"
+    yield Finding(level="ok", subject="redis", text=version)
     yield Finding(
         level="ok",
         subject="changes",
         text="changes are notified by subscription; while something is watched, the server is also"
-        f" asked for changes every {facts.poll_s:g} s",
+        f" asked for changes every {poll_s:g} s",
     )
-    if facts.eviction.startswith("allkeys"):
+    eviction = info.get("maxmemory_policy", "")
+    if eviction.startswith("allkeys"):
         yield Finding(
             level="problem",
             subject="memory",
-            text=f"maxmemory-policy is {facts.eviction}: short of memory, the server evicts leases"
+            text=f"maxmemory-policy is {eviction}: short of memory, the server evicts leases"
             " and leader records, and two candidates may lead at a time",
             remedy="set maxmemory-policy noeviction (or volatile-*: doyen's keys have no expiry)",
         )
-    yield from _durability(facts)
-    yield from _replication(facts)
-
-
-def _durability(facts: RedisServerFacts) -> Iterator[Finding]:
     lost = "confirmed writes may be lost, among them a leader record or a renewal"
-    if not facts.log:
+    if info.get("aof_enabled") != "1":
         yield Finding(
             level="warning",
             subject="durability",
             text=f"the server has no append-only file (appendonly no): after a restart {lost}",
             remedy="set appendonly yes",
         )
-    elif facts.fsync in ("everysec", "no"):
+    elif fsync in ("everysec", "no"):
         yield Finding(
             level="note",
             subject="durability",
-            text=f"appendfsync is {facts.fsync}: after a crash of the machine {lost}; tokens still"
-            " grow",
+            text=f"appendfsync is {fsync}: after a crash of the machine {lost}; tokens still grow",
             remedy="set appendfsync always",
         )
-
-
-def _replication(facts: RedisServerFacts) -> Iterator[Finding]:
+    replicas = int(info.get("connected_slaves", 0))
     tokens = "only fencing by tokens protects against that (doyen.fencing); tokens still grow"
-    if facts.replicas and facts.awaited < facts.replicas:
-        counted = "a replica" if facts.replicas == 1 else f"{facts.replicas} replicas"
+    if replicas and awaited < replicas:
+        counted = "a replica" if replicas == 1 else f"{replicas} replicas"
         yield Finding(
             level="warning",
             subject="replication",
             text=f"{counted} may lack the last writes: after a failover a leader record can be"
             f" lost while its leader is still valid, so two may lead at a time; {tokens}",
-            remedy=f"add replicas={facts.replicas} to the URL: writes then wait for them, and fail"
+            remedy=f"add replicas={replicas} to the URL: writes then wait for them, and fail"
             " if one is down",
         )
-    elif facts.replicas:
+    elif replicas:
         yield Finding(
             level="note",
             subject="replication",
-            text=f"writes wait for {facts.awaited} replicas. A failover of Redis does not take into"
+            text=f"writes wait for {awaited} replicas. A failover of Redis does not take into"
             f" account which replica has confirmed which write; {tokens}",
         )
-    if facts.cluster:
+    if info.get("cluster_enabled") == "1":
         yield Finding(
             level="warning",
             subject="cluster",

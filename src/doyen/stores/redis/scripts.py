@@ -28,12 +28,10 @@ If the predecessor had itself just been promoted, and nothing that it wrote surv
 equally far ahead of their clocks. The later one then stays above as long as its clock is behind by
 less than the time between the two promotions.
 
-Numbers in Lua are exact up to 2**53, which microseconds reach in the year 2255. Imports nothing.
+Numbers in Lua are exact up to 2**53, which microseconds reach in the year 2255.
 """
 
 from __future__ import annotations
-
-__all__ = ["KEYS", "LARGEST", "LAYOUT", "SCRIPTS"]
 
 KEYS = ("meta", "leases", "due", "entries", "index", "bound")
 LAYOUT = 2

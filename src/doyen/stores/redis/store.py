@@ -6,8 +6,6 @@ leases decides what has expired, and looks after leases that are not read.
 
 Three connections: one for renewals, one for notifications (once something is watched), and one for
 everything else.
-
-Imports the port, the model, the kit of the stores and its own package.
 """
 
 from __future__ import annotations
@@ -25,13 +23,16 @@ from doyen.stores.kit.expiry import LeaseRow
 from doyen.stores.kit.lifecycle import GuardedStore
 from doyen.stores.kit.observer import LeaseObserver, Survey
 from doyen.stores.port import Capabilities, Context, Creation, Watch
-from doyen.stores.redis.connection import RedisAddress, RedisConnection, facts_in
-from doyen.stores.redis.diagnosis import RedisServerFacts, findings
-from doyen.stores.redis.master import RedisMaster, ScriptRunner
+from doyen.stores.redis.connection import (
+    RedisAddress,
+    RedisConnection,
+    RedisMaster,
+    ScriptRunner,
+    facts_in,
+)
+from doyen.stores.redis.diagnosis import findings
 from doyen.stores.redis.scripts import LAYOUT
 from doyen.stores.redis.subscriber import RedisSubscriber
-
-__all__ = ["RedisStore"]
 
 _RANKS = 1 << 31
 _AT_ONCE = 50
@@ -161,7 +162,7 @@ class RedisStore(GuardedStore):
             _, fsync = await self._scripts.command("CONFIG", "GET", "appendfsync")
         except (ResponseError, ValueError):
             fsync = b""  # managed servers refuse CONFIG
-        return [*findings(RedisServerFacts.of(facts, fsync.decode(), self._replicas, self._poll_s))]
+        return [*findings(facts, fsync.decode(), self._replicas, self._poll_s)]
 
     async def _release(self) -> None:
         self._observer.close()

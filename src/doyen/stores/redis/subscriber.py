@@ -4,8 +4,6 @@ Every watched scope is a channel, subscribed to before the watch begins. A messa
 and nothing else. After a new connection was made, all scopes are subscribed to again and notified,
 because changes in between may have been missed. A connection is replaced if it does not respond to
 a PING, or if another server has become the master.
-
-Imports its own package and the standard library.
 """
 
 from __future__ import annotations
@@ -22,10 +20,7 @@ from doyen._waiting import retrieve, shared
 from doyen.errors import StoreError, StoreUnusable
 from doyen.events.log_lines import log_line
 from doyen.stores.kit.lifecycle import CLOSED
-from doyen.stores.redis.connection import RedisConnection
-from doyen.stores.redis.master import RedisMaster
-
-__all__ = ["RedisSubscriber"]
+from doyen.stores.redis.connection import RedisConnection, RedisMaster
 
 log = logging.getLogger("doyen")
 
