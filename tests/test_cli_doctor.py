@@ -393,11 +393,7 @@ def test_a_problem_is_printed_with_its_remedy_and_exits_with_1(
     ],
 )
 def test_what_cannot_be_examined(
-    store: str,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    code: int,
-    words: str,
+    store: str, capsys: pytest.CaptureFixture[str], options: list[str], code: int, words: str
 ) -> None:
     assert main(["doctor", "--store", store, *options]) == code
     assert words in capsys.readouterr().err

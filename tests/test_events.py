@@ -79,9 +79,7 @@ def test_a_record_is_the_event_with_its_kind() -> None:
     }
 
 
-def test_a_sink_that_raises_is_reported_and_passed_over(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_sink_that_raises_is_reported_and_passed_over(caplog: pytest.LogCaptureFixture) -> None:
     def broken(_record: Record) -> None:
         raise RuntimeError("no")
 
@@ -202,9 +200,7 @@ async def lead(session: Session, election: str, **options: Any) -> None:
         pass
 
 
-def test_failures_during_an_outage_are_logged_at_debug(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_failures_during_an_outage_are_logged_at_debug(caplog: pytest.LogCaptureFixture) -> None:
     clock = VirtualClock()
     telemetry = Telemetry(clock, "s")
     caplog.set_level(logging.DEBUG, "doyen")
@@ -249,10 +245,7 @@ def numbered(number: int) -> Record:
     return Record(Renewed(lease="l", valid_until=0.0), float(number), 1e9 + number, "s", 1)
 
 
-@given(
-    limit=st.integers(1, 5),
-    steps=st.lists(st.booleans(), max_size=60),
-)
+@given(limit=st.integers(1, 5), steps=st.lists(st.booleans(), max_size=60))
 def test_a_backlog_is_bounded_and_accounts_for_everything(limit: int, steps: list[bool]) -> None:
     """Every item is taken once and in order, or counted by a gap in its place."""
     backlog = Backlog(limit, merge_gap)

@@ -41,17 +41,8 @@ from doyen.model import Claim, Entry, Leader, Lease, leader_key
 from doyen.session import Campaign
 from doyen.stores.memory import MemoryServer, _Held
 from doyen.stores.port import Creation, Store
-from doyen.testing.faults import (
-    Expired,
-    Faults,
-    FaultyStore,
-    RefusedCall,
-    Stray,
-    Unanswered,
-)
-from doyen.testing.faults import (
-    LostCall as Unheard,
-)
+from doyen.testing.faults import Expired, Faults, FaultyStore, RefusedCall, Stray, Unanswered
+from doyen.testing.faults import LostCall as Unheard
 from mutants_nodes import answer_ignored
 from support import STOP_BUDGET_S, TTL_S, VALID_S, Place, keepalive_of, now, until, virtual
 

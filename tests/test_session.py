@@ -671,10 +671,7 @@ for _ in range(100_000):
         ({"meta": {"socket": object()}}, "meta must be something that JSON can represent"),
         ({"meta": {"load": math.nan}}, "meta must be something that JSON can represent"),
         ({"meta": {"all": "x" * 70_000}}, "more than 65536: store large values elsewhere"),
-        (
-            {"meta": deep},
-            "meta must be something that JSON can represent",
-        ),
+        ({"meta": deep}, "meta must be something that JSON can represent"),
     ],
 )
 @virtual

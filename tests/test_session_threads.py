@@ -32,14 +32,7 @@ from doyen.lease.runtime import InlineRuntime, ThreadRuntime
 from doyen.stores.memory import MemoryStore
 from doyen.stores.port import Context
 from doyen.testing.faults import Faults, Late
-from support import (
-    core_of,
-    gather_leaders,
-    real_server,
-    real_session,
-    until,
-    until_blocking,
-)
+from support import core_of, gather_leaders, real_server, real_session, until, until_blocking
 
 
 def test_a_blocked_loop_does_not_cost_the_leader_its_term() -> None:

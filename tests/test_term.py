@@ -32,14 +32,7 @@ def keepalive_and_term(clock: VirtualClock) -> tuple[Keepalive, Term]:
         spread=random.Random(0),
         post=lambda call: call(),
     )
-    term = Term(
-        election="e",
-        name="a",
-        meta={},
-        token=7,
-        keepalive=keepalive,
-        clock=clock,
-    )
+    term = Term(election="e", name="a", meta={}, token=7, keepalive=keepalive, clock=clock)
     return keepalive, term
 
 
