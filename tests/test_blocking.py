@@ -275,7 +275,7 @@ def test_while_leader_raises_the_functions_own_error(url: str, lost: bool) -> No
         asyncio.run(async_work())
 
 
-def test_while_leader_lets_cancellation_out(url: str) -> None:
+async def test_while_leader_lets_cancellation_out(url: str) -> None:
     entered = asyncio.Event()
 
     @doyen.while_leader("e", store=url)
@@ -283,14 +283,11 @@ def test_while_leader_lets_cancellation_out(url: str) -> None:
         entered.set()
         await asyncio.sleep(30)
 
-    async def main() -> None:
-        task = asyncio.create_task(work())
-        await entered.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(main())
+    task = asyncio.create_task(work())
+    await entered.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 # Ctrl-C, in a process of its own.

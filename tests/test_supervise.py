@@ -15,8 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -63,14 +63,33 @@ async def until_async(condition: Callable[[], bool], what: str) -> None:
         await asyncio.sleep(0.001)
 
 
-def run(command: list[str], *, environ: dict[str, str] | None = None) -> int:
-    """Run a command to its end under a term that nothing happens to."""
+def run(
+    command: list[str], term: Tenure | None = None, environ: dict[str, str] | None = None
+) -> int:
+    """Run a command to its end."""
 
     async def main() -> int:
         async with Supervisor(command, environ=environ) as supervisor:
-            return await supervisor.run(Tenure())
+            return await supervisor.run(term or Tenure())
 
     return asyncio.run(main())
+
+
+@asynccontextmanager
+async def running(
+    work: Stamps, term: Tenure | None = None
+) -> AsyncIterator[tuple[Supervisor, asyncio.Task[int]]]:
+    """Start a command and wait until all its processes run."""
+    async with Supervisor(work.command) as supervisor:
+        body = asyncio.create_task(supervisor.run(term or Tenure(budget_s=3600.0)))
+        await until_async(work.all_write, "all processes run")
+        yield supervisor, body
+
+
+async def cancel(body: asyncio.Task[int]) -> None:
+    body.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await body
 
 
 @pytest.fixture
@@ -121,13 +140,8 @@ def test_the_command_has_a_group_of_its_own_and_nothing_but_stdio(tmp_path: Path
     )
     lock = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
     os.set_inheritable(lock, True)
-
-    async def main() -> int:
-        async with Supervisor([*PYTHON, "-c", script, str(out)]) as supervisor:
-            return await supervisor.run(Tenure(proof=(lock,)))
-
     try:
-        assert asyncio.run(main()) == 0
+        assert run([*PYTHON, "-c", script, str(out)], Tenure(proof=(lock,))) == 0
     finally:
         os.close(lock)
     leads_group, descriptors, default_term, status = json.loads(out.read_text())
@@ -138,32 +152,28 @@ def test_the_command_has_a_group_of_its_own_and_nothing_but_stdio(tmp_path: Path
     assert int(blocked.split()[1], 16) == 0
 
 
-def test_signals_reach_the_command(tmp_path: Path) -> None:
+async def test_signals_reach_the_command(tmp_path: Path) -> None:
     out = tmp_path / "out"
     script = f"""
         trap 'echo usr1 >> {out}' USR1; trap 'echo hup >> {out}' HUP
         trap 'echo term >> {out}; exit 3' TERM
         echo ready >> {out}; while :; do read -r _ < {tmp_path}/never & wait $!; done"""
     os.mkfifo(tmp_path / "never")
-
-    async def main() -> int:
-        async with Supervisor(["sh", "-c", script]) as supervisor:
-            body = asyncio.create_task(supervisor.run(Tenure()))
-            for signum, answer in (
-                (None, "ready"),
-                (signal.SIGUSR1, "usr1"),
-                (signal.SIGHUP, "hup"),
-                (signal.SIGTERM, "term"),
-            ):
-                if signum:
-                    supervisor.forward(signum)
-                await until_async(
-                    lambda: out.exists() and answer in out.read_text(),  # noqa: B023
-                    f"{answer} was answered",
-                )
-            return await body
-
-    assert asyncio.run(main()) == 3
+    async with Supervisor(["sh", "-c", script]) as supervisor:
+        body = asyncio.create_task(supervisor.run(Tenure()))
+        for signum, answer in (
+            (None, "ready"),
+            (signal.SIGUSR1, "usr1"),
+            (signal.SIGHUP, "hup"),
+            (signal.SIGTERM, "term"),
+        ):
+            if signum:
+                supervisor.forward(signum)
+            await until_async(
+                lambda: out.exists() and answer in out.read_text(),  # noqa: B023
+                f"{answer} was answered",
+            )
+        assert await body == 3
 
 
 async def test_a_signal_that_comes_with_the_start_is_not_lost() -> None:
@@ -177,27 +187,21 @@ async def test_a_signal_that_comes_with_the_start_is_not_lost() -> None:
                 assert await running == 128 + signum
 
 
-def test_the_command_can_be_run_again_under_the_same_guard(tmp_path: Path) -> None:
+async def test_the_command_can_be_run_again_under_the_same_guard(tmp_path: Path) -> None:
     out = tmp_path / "out"
 
-    async def main() -> None:
-        async with Supervisor(["sh", "-c", f"echo $PPID >> {out}; exit 4"]) as supervisor:
-            for _ in range(3):
-                assert await supervisor.run(Tenure()) == 4
-
-    asyncio.run(main())
+    async with Supervisor(["sh", "-c", f"echo $PPID >> {out}; exit 4"]) as supervisor:
+        for _ in range(3):
+            assert await supervisor.run(Tenure()) == 4
     assert len(set(out.read_text().split())) == 1
 
 
-def test_a_term_that_is_over_starts_nothing(tmp_path: Path) -> None:
+async def test_a_term_that_is_over_starts_nothing(tmp_path: Path) -> None:
     out = tmp_path / "out"
 
-    async def main() -> None:
-        async with Supervisor(["touch", str(out)]) as supervisor:
-            with pytest.raises(LeadershipLost):
-                await supervisor.run(Tenure(valid_s=-0.001))
-
-    asyncio.run(main())
+    async with Supervisor(["touch", str(out)]) as supervisor:
+        with pytest.raises(LeadershipLost):
+            await supervisor.run(Tenure(valid_s=-0.001))
     assert not out.exists()
 
 
@@ -206,12 +210,7 @@ def test_a_term_that_is_over_starts_nothing(tmp_path: Path) -> None:
 
 def test_what_the_command_leaves_behind_ends_with_it(stamps: Callable[..., Stamps]) -> None:
     work = stamps("leave", "away", "daemon")
-
-    async def main() -> int:
-        async with Supervisor(work.command) as supervisor:
-            return await supervisor.run(Tenure(budget_s=0.3))
-
-    assert asyncio.run(main()) == 5
+    assert run(work.command, Tenure(budget_s=0.3)) == 5
     assert not work.any_alive()
 
 
@@ -219,12 +218,8 @@ async def test_cancelling_stops_a_command_that_ends_on_sigterm_without_sigkill(
     stamps: Callable[..., Stamps],
 ) -> None:
     work = stamps("meek")
-    async with Supervisor(work.command) as supervisor:
-        body = asyncio.create_task(supervisor.run(Tenure(budget_s=3600.0)))
-        await until_async(work.all_write, "the command runs")
-        body.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await body
+    async with running(work) as (_, body):
+        await cancel(body)
         assert not work.any_alive()
 
 
@@ -232,121 +227,80 @@ async def test_a_stopped_command_is_continued_so_that_it_can_end(
     stamps: Callable[..., Stamps],
 ) -> None:
     work = stamps("meek")
-    async with Supervisor(work.command) as supervisor:
-        body = asyncio.create_task(supervisor.run(Tenure(budget_s=3600.0)))
-        await until_async(work.all_write, "the command runs")
+    async with running(work) as (_, body):
         os.kill(work.pids()[0], signal.SIGSTOP)
-        body.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await body
+        await cancel(body)
 
 
-def test_the_deadline_holds_for_the_whole_tree(stamps: Callable[..., Stamps]) -> None:
+async def test_the_deadline_holds_for_the_whole_tree(stamps: Callable[..., Stamps]) -> None:
     work = stamps("away", "daemon")
-    budget_s = 1.0
-
-    async def main() -> float:
-        async with Supervisor(work.command) as supervisor:
-            term = Tenure(valid_s=PATIENCE_S, budget_s=budget_s)
-            body = asyncio.create_task(supervisor.run(term))
-            await until_async(work.all_write, "the whole tree runs")
-            term.renew(0.2)  # the last renewal, and no word of loss
-            with pytest.raises(LeadershipLost):
-                await body
-            return term.valid_until
-
-    valid_until = asyncio.run(main())
+    term = Tenure(valid_s=PATIENCE_S, budget_s=1.0)
+    async with running(work, term) as (_, body):
+        term.renew(0.2)  # the last renewal, and no word of loss
+        with pytest.raises(LeadershipLost):
+            await body
     assert not work.any_alive()
-    assert valid_until < work.last() < valid_until + budget_s
+    assert term.valid_until < work.last() < term.valid_until + term.stop_budget_s
 
 
 async def test_renewals_keep_it_running(stamps: Callable[..., Stamps]) -> None:
     work = stamps("meek")
-    async with Supervisor(work.command) as supervisor:
-        term = Tenure(valid_s=PATIENCE_S, budget_s=0.1)
-        body = asyncio.create_task(supervisor.run(term))
-        await until_async(work.all_write, "the command runs")
+    term = Tenure(valid_s=PATIENCE_S, budget_s=0.1)
+    async with running(work, term) as (_, body):
         term.renew(0.15)
         first_deadline = term.valid_until
         term.renew(PATIENCE_S)
         await until_async(lambda: work.last() > first_deadline + 0.1, "that deadline is past")
         assert not body.done()
-        body.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await body
+        await cancel(body)
 
 
-def test_kill_does_not_wait(stamps: Callable[..., Stamps]) -> None:
+async def test_kill_does_not_wait(stamps: Callable[..., Stamps]) -> None:
     work = stamps("away")
-
-    async def main() -> int:
-        async with Supervisor(work.command) as supervisor:
-            body = asyncio.create_task(supervisor.run(Tenure(budget_s=3600.0)))
-            await until_async(work.all_write, "the tree runs")
-            supervisor.kill()
-            return await body
-
-    assert asyncio.run(main()) == 128 + signal.SIGKILL
+    async with running(work) as (supervisor, body):
+        supervisor.kill()
+        assert await body == 128 + signal.SIGKILL
     assert not work.any_alive()
 
 
 # Somebody is killed or frozen.
 
 
-def test_the_guard_is_killed(
+async def test_the_guard_is_killed(
     stamps: Callable[..., Stamps], caplog: pytest.LogCaptureFixture
 ) -> None:
     work = stamps("away", "daemon")
-
-    async def main() -> int:
-        async with Supervisor(work.command) as supervisor:
-            body = asyncio.create_task(supervisor.run(Tenure(budget_s=3600.0)))
-            await until_async(work.all_write, "the tree runs")
-            os.kill(work.guard(), signal.SIGKILL)
-            code = await body
-            assert not work.any_alive()
-            return code
-
     with subprocess.Popen(["sleep", "3600"]) as bystander:
         try:
-            assert asyncio.run(main()) == 128 + signal.SIGKILL
+            async with running(work) as (_, body):
+                os.kill(work.guard(), signal.SIGKILL)
+                assert await body == 128 + signal.SIGKILL
+                assert not work.any_alive()
             assert bystander.poll() is None
         finally:
             bystander.kill()
     assert "event=guard_died" in caplog.text
 
 
-def test_after_the_guards_death_the_next_run_has_a_new_one(tmp_path: Path) -> None:
+async def test_after_the_guards_death_the_next_run_has_a_new_one(tmp_path: Path) -> None:
     out = tmp_path / "out"
 
-    async def main() -> None:
-        async with Supervisor(["sh", "-c", f"echo $PPID >> {out}"]) as supervisor:
-            await supervisor.run(Tenure())
-            os.kill(int(out.read_text()), signal.SIGKILL)
-            await until_async(lambda: supervisor._guard is None, "the death was noticed")
-            assert await supervisor.run(Tenure()) == 0
-
-    asyncio.run(main())
+    async with Supervisor(["sh", "-c", f"echo $PPID >> {out}"]) as supervisor:
+        await supervisor.run(Tenure())
+        os.kill(int(out.read_text()), signal.SIGKILL)
+        await until_async(lambda: supervisor._guard is None, "the death was noticed")
+        assert await supervisor.run(Tenure()) == 0
     assert len(set(out.read_text().split())) == 2
 
 
-def test_the_guard_is_frozen_and_leadership_lost(stamps: Callable[..., Stamps]) -> None:
+async def test_the_guard_is_frozen_and_leadership_lost(stamps: Callable[..., Stamps]) -> None:
     work = stamps("away", "daemon")
-    budget_s = 1.0
-
-    async def main() -> float:
-        async with Supervisor(work.command) as supervisor:
-            body = asyncio.create_task(supervisor.run(Tenure(budget_s=budget_s)))
-            await until_async(work.all_write, "the tree runs")
-            os.kill(work.guard(), signal.SIGSTOP)
-            lost_at = now()
-            body.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await body
-            assert not work.any_alive()
-            return lost_at
-
-    assert asyncio.run(main()) + budget_s > work.last()
+    async with running(work, Tenure(budget_s=1.0)) as (_, body):
+        os.kill(work.guard(), signal.SIGSTOP)
+        lost_at = now()
+        await cancel(body)
+        assert not work.any_alive()
+    assert lost_at + 1.0 > work.last()
 
 
 class Host:
