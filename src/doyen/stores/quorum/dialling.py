@@ -20,13 +20,7 @@ from doyen.quorum.keyspace.commands import encode
 from doyen.quorum.protocol.connection import End, FrameConnection, dial
 from doyen.quorum.protocol.frames import CloseReason, ConnectionRefused, FrameError
 from doyen.quorum.protocol.handshake import ANY, ConnectionIdentity, MemberInfo
-from doyen.quorum.protocol.requests import (
-    ANSWER,
-    REQUEST,
-    NodeStatus,
-    StatusRequest,
-    decode_answer,
-)
+from doyen.quorum.protocol.requests import ANSWER, REQUEST, NodeStatus, StatusRequest, decode_answer
 from doyen.quorum.protocol.security import Security
 
 __all__ = ["Dialler", "Electing", "ExpectedCluster", "fetch_status"]

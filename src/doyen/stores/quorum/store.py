@@ -80,12 +80,7 @@ class QuorumStore(GuardedStore):
     )
 
     def __init__(
-        self,
-        nodes: Sequence[str],
-        security: Security,
-        *,
-        cluster: str,
-        connect_timeout_s: float,
+        self, nodes: Sequence[str], security: Security, *, cluster: str, connect_timeout_s: float
     ) -> None:
         self._nodes = nodes
         self._security = security

@@ -167,7 +167,7 @@ class SqlConnection:
     def __init__(self, engine: SqlEngine, primary: Primary) -> None:
         self.engine = engine
         self.where = engine.where
-        self._primary = primary
+        self.primary = primary
         primary.connections.append(self)
         self._loop = asyncio.get_running_loop()
         self._turn = asyncio.Lock()
@@ -253,7 +253,7 @@ class SqlConnection:
 
     async def _connect(self) -> ServerConnection:
         """A connection to the first host that is the primary. The last primary is tried first."""
-        engine, primary, timeout_s = self.engine, self._primary, self.engine.timeout_s
+        engine, primary, timeout_s = self.engine, self.primary, self.engine.timeout_s
         causes = []
         for host in sorted(engine.hosts, key=lambda host: host != primary.host):
             try:
@@ -283,7 +283,7 @@ class SqlConnection:
         if connecting.cancelled() or connecting.exception() is not None:
             return
         connection = connecting.result()
-        if self._closed or connection.incarnation != self._primary.incarnation:
+        if self._closed or connection.incarnation != self.primary.incarnation:
             connection.hang_up()
             return
         self._present = connection
@@ -299,7 +299,7 @@ class SqlConnection:
             connection = await self.connected()
             try:
                 *results, (identity,) = await self._execute(
-                    connection, f"{text}; {self._primary.identity_query}", given
+                    connection, f"{text}; {self.primary.identity_query}", given
                 )
             except Exception as error:
                 meaning = self.engine.translate(error)
@@ -330,7 +330,7 @@ class SqlConnection:
         if self._present is not connection:
             raise ConnectionLost("the response came after another server had become the primary")
         try:
-            if self._primary.accept(identity) == connection.incarnation:
+            if self.primary.accept(identity) == connection.incarnation:
                 return
         except WrongServer as error:
             self._drop(connection)

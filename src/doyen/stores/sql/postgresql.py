@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from doyen.errors import ConfigError, StoreUnavailable, StoreUnusable
@@ -35,13 +35,7 @@ from doyen.stores.kit import url as options
 from doyen.stores.port import Context, StoreURL, Watch
 from doyen.stores.sql.connection import Primary, SqlConnection, WrongServer
 from doyen.stores.sql.diagnosis import findings_of_postgresql
-from doyen.stores.sql.psycopg_engine import (
-    FLUSH,
-    PsycopgEngine,
-    errors,
-    keep_connected,
-    one_line,
-)
+from doyen.stores.sql.psycopg_engine import FLUSH, PsycopgEngine, errors, keep_connected, one_line
 from doyen.stores.sql.store import KEPT, LAYOUT, RelationalStore, check_layout
 
 __all__ = ["CLOCK", "PostgreSQLStore", "open_store"]
@@ -250,12 +244,7 @@ class PostgreSQLStore(RelationalStore):
         if timelines:
             numbering = f"revision = GREATEST(revision, ({_TIMELINE} - 1) * {_TIMELINE_STEP}) + 1"
         super().__init__(
-            {
-                **_names(schema),
-                "clock": CLOCK,
-                "numbering": numbering,
-                "incarnation": _STARTED,
-            },
+            {**_names(schema), "clock": CLOCK, "numbering": numbering, "incarnation": _STARTED},
             context,
             logs=False,
             connection=connection,
@@ -278,10 +267,6 @@ class PostgreSQLStore(RelationalStore):
         if self._listening is not None:
             self._listening.cancel()
         await super()._release()
-
-    def _connections(self) -> Iterable[SqlConnection]:
-        connections = dict.fromkeys((*super()._connections(), self._listener))
-        return [connection for connection in connections if connection is not None]
 
     async def diagnose(self) -> Sequence[Finding]:
         self._require_usable()

@@ -45,7 +45,7 @@ log = logging.getLogger("doyen")
 _LOCK_TIMEOUT_MS = 700
 """Below the request timeout of a session with the default ttl, so that the error has the cause."""
 _PING_TIMEOUT_S = 2.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.5
 
 _BEGIN_PLAIN = (
     "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE;"
@@ -158,10 +158,7 @@ class PsycopgEngine(SqlEngine):
     name = "PostgreSQL"
 
     def __init__(
-        self,
-        url: StoreURL,
-        channel: str = "",
-        notified: Callable[[str | None], None] | None = None,
+        self, url: StoreURL, channel: str = "", notified: Callable[[str | None], None] | None = None
     ) -> None:
         super().__init__(url, 5432, 2)
         self.commits_early = False

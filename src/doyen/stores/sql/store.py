@@ -15,7 +15,7 @@ Imports the port, the model, the kit of the stores and its own package.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from doyen.errors import ConfigError, LeaseGone, StoreUnusable, TicketGone
 from doyen.events import LeaseEnded
@@ -26,12 +26,7 @@ from doyen.stores.kit.observer import LeaseObserver, Survey
 from doyen.stores.port import Capabilities, Context, Creation, Watch
 from doyen.stores.sql.connection import Given, Row, SqlConnection, text_of
 
-__all__ = [
-    "KEPT",
-    "LAYOUT",
-    "RelationalStore",
-    "check_layout",
-]
+__all__ = ["KEPT", "LAYOUT", "RelationalStore", "check_layout"]
 
 LAYOUT = 1
 _RANKS = 1 << 31
@@ -376,11 +371,8 @@ class RelationalStore(GuardedStore):
 
     async def _release(self) -> None:
         self._observer.close()
-        for connection in self._connections():
+        for connection in self._connection.primary.connections:
             await connection.close()
-
-    def _connections(self) -> Iterable[SqlConnection]:
-        return (self._connection, self._renewals)
 
 
 def check_layout(layout: int, where: str) -> None:

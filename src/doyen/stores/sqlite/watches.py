@@ -62,11 +62,7 @@ class LocalWatches:
     """The watches of one handle."""
 
     def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        database: Database,
-        leases: LocalLeases,
-        inbox: Inbox,
+        self, loop: asyncio.AbstractEventLoop, database: Database, leases: LocalLeases, inbox: Inbox
     ) -> None:
         self._loop = loop
         self._database = database

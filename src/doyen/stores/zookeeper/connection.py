@@ -120,11 +120,7 @@ class KazooHandler(SequentialThreadingHandler):  # type: ignore[misc]
         return made
 
     def select(
-        self,
-        readers: list[Any],
-        writers: list[Any],
-        _: list[Any],
-        timeout_s: float | None = None,
+        self, readers: list[Any], writers: list[Any], _: list[Any], timeout_s: float | None = None
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """Like kazoo's own, with two differences: what was read ahead counts as readable, and in
         the middle of a message or a handshake the wait is short, not as long as the session."""

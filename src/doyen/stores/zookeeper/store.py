@@ -39,13 +39,7 @@ from kazoo.protocol.serialization import (
 from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 
 from doyen._waiting import shared
-from doyen.errors import (
-    ConfigError,
-    LeaseGone,
-    StoreError,
-    StoreUnusable,
-    TicketGone,
-)
+from doyen.errors import ConfigError, LeaseGone, StoreError, StoreUnusable, TicketGone
 from doyen.model import Entry, Finding, Lease, Version
 from doyen.stores.kit.lifecycle import GuardedStore
 from doyen.stores.port import Capabilities, Creation, Watch
