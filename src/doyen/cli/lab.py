@@ -298,7 +298,9 @@ def _hunt(args: argparse.Namespace) -> int:
         out = console()
         out.print(_progress_line(shown.latest) + (", interrupted" if interrupted else ""))
         for found, file in kept:
-            out.print(f"{found.protocol}, seed {found.seed}:", style="red")
+            out.print(
+                f"{found.outcome.plan.protocol}, seed {found.outcome.plan.seed}:", style="red"
+            )
             _show_found(out, found, file)
         if not kept:
             out.print("no violation was found", style="green")

@@ -16,7 +16,6 @@ from doyen.lab.workload import membership_of
 from doyen.quorum.consensus.core import ChangeAsked, EntryKind, Membership, TransferAsked
 
 if TYPE_CHECKING:
-    from doyen.lab.network import SimulatedLink
     from doyen.lab.server import SimulatedServer
     from doyen.lab.world import World
 
@@ -93,19 +92,12 @@ def begin(world: World, fault: Fault) -> Undo | None:
     return _KINDS[fault.kind](world, fault, [world.servers[name] for name in names])
 
 
-def _named(world: World, fault: Fault) -> tuple[str, ...] | None:
+def _named(world: World, fault: Fault) -> list[str] | None:
     leader = world.leader() if LEADER in fault.nodes else None
-    names = []
-    for name in fault.nodes:
-        if name == LEADER:
-            if leader is None:
-                return None
-            name = leader.id  # noqa: PLW2901
-        if name not in world.servers:
-            return None
-        if name not in names:
-            names.append(name)
-    return tuple(names)
+    if LEADER in fault.nodes and leader is None:
+        return None
+    names = [leader.id if leader and name == LEADER else name for name in fault.nodes]
+    return [*dict.fromkeys(names)] if all(name in world.servers for name in names) else None
 
 
 def _and(names: Iterable[SimulatedServer]) -> str:
@@ -115,46 +107,58 @@ def _and(names: Iterable[SimulatedServer]) -> str:
 # Links.
 
 
-def describe_cut(kind: str, names: Sequence[str]) -> tuple[str, str, str]:
-    """For the narration: the subject, and the predicates for the begin and the end of a cut."""
+def cut(
+    fault: Fault,
+    names: Sequence[str],
+    everyone: Iterable[str],
+    change: Callable[[str, str, int], None],
+    report: Callable[[str, str], None],
+) -> Undo | None:
+    """Cut links. `change` adds to the number of faults that cut a link; `report` gets the subject
+    and the predicate for the narration."""
+    if not names:
+        return None
     first, rest = names[0], " and ".join(names[1:])
-    match kind:
-        case "oneway":
-            return first, f"cannot send to {rest}", f"can send to {rest} again"
-        case "bridge":
-            return (
-                first,
-                f"is the only one that can reach both {rest} and the others",
-                "is no longer the only one that can reach both sides",
-            )
-    return " and ".join(names), "cannot reach the others", "can reach the others again"
+    subject, begins, ends = first, f"cannot send to {rest}", f"can send to {rest} again"
+    if fault.kind == "oneway":
+        links = [(first, other) for other in names[1:]]
+    else:
+        cut_off = names if fault.kind == "partition" else names[1:]
+        pairs = [(one, other) for one in cut_off for other in everyone if other not in names]
+        links = [link for one, other in pairs for link in ((one, other), (other, one))]
+        subject = " and ".join(names)
+        begins, ends = "cannot reach the others", "can reach the others again"
+    if fault.kind == "bridge":
+        subject = first
+        begins = f"is the only one that can reach both {rest} and the others"
+        ends = "is no longer the only one that can reach both sides"
+    if links:
+        report(subject, begins)
+    for here, there in links:
+        change(here, there, 1)
+
+    def undo() -> None:
+        for here, there in links:
+            change(here, there, -1)
+        if links:
+            report(subject, ends)
+
+    return undo
 
 
 def _cut(world: World, fault: Fault, servers: list[SimulatedServer]) -> Undo | None:
-    if not servers:
-        return None
-    others = [server for server in world.servers.values() if server not in servers]
-    cut: list[SimulatedLink] = []
-    if fault.kind == "oneway":
-        cut += [servers[0].links[other.id] for other in servers[1:]]
-    else:
-        for one in servers if fault.kind == "partition" else servers[1:]:
-            for other in others:
-                cut += [one.links[other.id], other.links[one.id]]
-    subject, begins, ends = describe_cut(fault.kind, [server.id for server in servers])
-    if cut:
-        world.report(subject, begins)
-    for link in cut:
-        link.cuts += 1
+    def change(here: str, there: str, by: int) -> None:
+        world.servers[here].links[there].cuts += by
+
+    names = [server.id for server in servers]
+    end = cut(fault, names, list(world.servers), change, world.report)
 
     def undo() -> None:
-        for link in cut:
-            link.cuts -= 1
-        if cut:
-            world.report(subject, ends)
-        world.network.reconnect()
+        if end is not None:
+            end()
+            world.network.reconnect()
 
-    return undo
+    return undo if end is not None else None
 
 
 def _reset(world: World, fault: Fault, servers: list[SimulatedServer]) -> Undo | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from doyen.lab.faults import PendingCrash, Undo, describe_cut
+from doyen.lab.faults import PendingCrash, Undo, cut
 from doyen.lab.files import Files
 from doyen.lab.machines import NodeMachine, SimulatedMachine
 from doyen.lab.plan import Fault
@@ -28,29 +28,9 @@ def _and(machines: Iterable[SimulatedMachine]) -> str:
 
 
 def _cut(world: QuorumWorld, fault: Fault, machines: list[SimulatedMachine]) -> Undo | None:
-    if not machines:
-        return None
-    others = [machine for machine in world.participants if machine not in machines]
-    pairs: list[tuple[str, str]] = []
-    if fault.kind == "oneway":
-        pairs += [(machines[0].name, other.name) for other in machines[1:]]
-    else:
-        for one in machines if fault.kind == "partition" else machines[1:]:
-            for other in others:
-                pairs += [(one.name, other.name), (other.name, one.name)]
-    subject, begins, ends = describe_cut(fault.kind, [machine.name for machine in machines])
-    if pairs:
-        world.report(subject, begins)
-    for here, there in pairs:
-        world.network.cut(here, there)
-
-    def undo() -> None:
-        for here, there in pairs:
-            world.network.cut(here, there, -1)
-        if pairs:
-            world.report(subject, ends)
-
-    return undo
+    names = [machine.name for machine in machines]
+    everyone = list(world.participants.machines)
+    return cut(fault, names, everyone, world.network.cut, world.report)
 
 
 def _reset(world: QuorumWorld, fault: Fault, machines: list[SimulatedMachine]) -> Undo | None:

@@ -97,11 +97,8 @@ class Measurements:
     ) -> RunOutcome:
         """The result. `faults_s` is how long the phase of faults lasted."""
         figures = self.statistics
-        figures.events = events
-        figures.virtual_s = round(virtual_s, 3)
-        figures.messages = messages
-        figures.leaders = leaders
-        figures.commits = commits
+        figures.events, figures.virtual_s, figures.messages = events, round(virtual_s, 3), messages
+        figures.leaders, figures.commits = leaders, commits
         share = len(self._tenths) / max(1, int(faults_s * 10))
         figures.available_share = round(min(1.0, share), 4)
         return RunOutcome(

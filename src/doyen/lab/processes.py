@@ -417,8 +417,8 @@ class StreamNetwork:
         mine.protocol.connection_made(mine)
         return mine, mine.protocol
 
-    def cut(self, here: str, there: str, by: int = 1) -> None:
-        """Cut the link from one machine to another, or with -1 undo one cut."""
+    def cut(self, here: str, there: str, by: int) -> None:
+        """Add to the number of faults that cut the link from one machine to another."""
         self.cuts[here, there] = self.cuts.get((here, there), 0) + by
         if by < 0:
             self.flush()

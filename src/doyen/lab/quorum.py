@@ -171,18 +171,12 @@ class QuorumWorld:
 
     def _named_in(self, fault: Fault) -> list[SimulatedMachine] | None:
         """The machines that a fault names; None if one of them does not exist now."""
-        machines: dict[str, SimulatedMachine] = {}
-        for name in fault.nodes:
-            found: str | None = name
-            if name == LEADER:
-                leader = self.participants.leader()
-                found = leader.name if leader is not None else None
-            elif name == HOLDER:
-                found = self.terms.holder
-            if found is None or found not in self.participants.machines:
-                return None
-            machines[found] = self.participants.machines[found]
-        return list(machines.values())
+        leader = self.participants.leader()
+        roles = {LEADER: leader.name if leader is not None else None, HOLDER: self.terms.holder}
+        names = dict.fromkeys(roles.get(name, name) for name in fault.nodes)
+        known = self.participants.machines
+        found = [known[name] for name in names if name is not None and name in known]
+        return found if len(found) == len(names) else None
 
     # The run.
 

@@ -209,10 +209,8 @@ def _check(plan: Plan, path: Path) -> None:
 
 
 class FoundFailure(Struct, kw_only=True):
-    """A failure: the seed that led to it, and the smallest run that shows it."""
+    """The smallest run that was found to show a failure."""
 
-    protocol: str
-    seed: int
     outcome: RunOutcome
     narration: list[str]
 
@@ -265,15 +263,12 @@ def reduce(plan: Plan, protocol: Protocol | None = None, tries: int = 300) -> Fo
     protocol = protocol or known(plan.protocol)
     smallest, _ = shrink(lambda each: _run(each, protocol), plan, tries=tries)
     outcome, narration = narrate(smallest, protocol)
-    return FoundFailure(
-        protocol=protocol.name, seed=plan.seed, outcome=outcome, narration=narration
-    )
+    return FoundFailure(outcome=outcome, narration=narration)
 
 
 def unreduced(outcome: RunOutcome) -> FoundFailure:
     """A failure as it was found, if there is no time to reduce it."""
-    plan = outcome.plan
-    return FoundFailure(protocol=plan.protocol, seed=plan.seed, outcome=outcome, narration=[])
+    return FoundFailure(outcome=outcome, narration=[])
 
 
 def hunt(

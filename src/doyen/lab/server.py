@@ -217,8 +217,13 @@ class ServerProcess:
         """The latest time that the core has seen: time must not go backwards for it."""
         self._armed = inf
         """The deadline for which a timer is pending."""
-        self.core: Core = world.make_core(
-            server.id, self._membership, recovered, jitter=server.rng.random, now=self._latest
+        self.core: Core = world.protocol.make(
+            server.id,
+            self._membership,
+            recovered,
+            settings=world.settings,
+            jitter=server.rng.random,
+            now=self._latest,
         )
         self.requests = PendingRequests(self)
         self._effects: dict[type, Callable[[Any], None]] = {

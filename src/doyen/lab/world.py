@@ -36,12 +36,10 @@ from doyen.lab.protocols import Protocol, known
 from doyen.lab.server import SimulatedServer
 from doyen.lab.workload import Client, WorkloadRequest
 from doyen.quorum.consensus.core import (
-    Core,
     CoreEvent,
     Effect,
     Membership,
     Message,
-    Recovered,
     Role,
     RoleChanged,
 )
@@ -64,7 +62,7 @@ class World:
         self.stamp: Callable[[], int] = count(1).__next__
         """Increasing numbers for the begin and the end of clients' operations."""
         self.membership = Membership(plan.names)
-        self._settings = self.protocol.make_settings(plan)
+        self.settings = self.protocol.make_settings(plan)
         self.measurements = Measurements()
         self.network = MessageNetwork(self, plan.latencies, self.noise)
         self.checkers = Checkers(self)
@@ -97,19 +95,6 @@ class World:
             self.on_report(self.queue.now, subject, predicate)
 
     # Servers.
-
-    def make_core(
-        self,
-        name: str,
-        membership: Membership,
-        recovered: Recovered,
-        *,
-        jitter: Callable[[], float],
-        now: float,
-    ) -> Core:
-        return self.protocol.make(
-            name, membership, recovered, settings=self._settings, jitter=jitter, now=now
-        )
 
     def add_server(self, name: str) -> SimulatedServer:
         server = SimulatedServer(self, name, len(self.servers) + 1)
