@@ -39,7 +39,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the script."""
     script = _SHELLS[args.shell]()
     if args.json:
         print_json({"shell": args.shell, "script": script})

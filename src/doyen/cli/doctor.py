@@ -71,7 +71,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine the store, and print the result."""
     url = store_url(args)
     settings = SessionSettings(url=url, ttl_s=args.ttl, stop_budget_s=args.stop_budget)
     found = asyncio.run(_examine(settings, args.election))

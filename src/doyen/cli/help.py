@@ -31,7 +31,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the help of a command, or the list of commands."""
     top, commands = parsers(*filter(None, [args.command]))
     text = (commands[args.command] if args.command else top).format_help()
     if args.json:

@@ -119,7 +119,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the action."""
     try:
         import msgspec  # noqa: F401
     except ModuleNotFoundError as error:

@@ -39,7 +39,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read the store once and print the leader."""
     with connect_blocking(store_url(args)) as session:
         leader = session.leader(args.election)
     if args.json:
@@ -68,5 +67,4 @@ def leader_dict(leader: Leader | None) -> dict[str, Any] | None:
 
 
 def as_dict(election: str, leader: Leader | None) -> dict[str, Any]:
-    """The output of `--json`."""
     return {"election": election, "leader": leader_dict(leader)}

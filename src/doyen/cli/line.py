@@ -58,7 +58,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the line, once or until interrupted."""
     url = store_url(args)
     if args.watch:
         return follow(_watch(url, args.election, _screen(args)))

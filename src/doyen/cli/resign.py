@@ -64,7 +64,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """End the term of the leader, and print the next leader."""
     url = store_url(args)
     if args.yes and not args.force:
         raise ConfigError("--yes is for --force only: without it there is no confirmation")

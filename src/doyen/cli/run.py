@@ -91,7 +91,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Campaign, run the command while leading, and return the exit code."""
     program = args.command[0]
     if shutil.which(program) is None:
         there = os.path.dirname(program) and os.path.exists(program)

@@ -152,7 +152,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the node until a signal stops it."""
     settings = options(vars(args), os.environ)
     http = settings.pop("http", None)
     try:

@@ -43,7 +43,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Order the transfer, and print the new leader."""
     with connect_blocking(store_url(args)) as session:
         before = session.leader(args.election)
         now = session.transfer(args.election, to=args.to, wait_s=args.wait)

@@ -39,7 +39,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; the exit code follows from its verdict."""
     report = verify(args.logs, tolerance_s=args.tolerance_s)
     if args.json:
         print_json(report.as_dict())

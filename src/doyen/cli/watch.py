@@ -34,7 +34,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print changes until interrupted."""
     show = _show_json if args.json else _text_printer()
     return follow(_watch(store_url(args), args.election, show))
 

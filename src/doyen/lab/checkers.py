@@ -117,7 +117,6 @@ class Checkers:
             )
 
     def snapshot_installed(self, server: SimulatedServer, snapshot: Snapshot, digest: int) -> None:
-        """A server replaces its state by a snapshot."""
         if snapshot.index >= len(self.digests) or self.digests[snapshot.index] != digest:
             self.fail(
                 "applied",
@@ -147,7 +146,6 @@ class StabilityChecker:
         self._disturbed_at = max(self._disturbed_at, self._world.now)
 
     def fault_changed(self, fault: Fault, by: int) -> None:
-        """A fault has begun or ended."""
         if fault.kind in ("partition", "oneway", "bridge"):
             leader = self._world.leader()
             cut_off = leader is None or not self._has_majority(leader)
@@ -184,12 +182,10 @@ class StabilityChecker:
         return self._applicable and not self._others and not self._cut_off and calm_s > long_s
 
     def stepped_down(self, server: SimulatedServer) -> None:
-        """A leader does not lead any more."""
         if not self._calm():
             server.was_leading = False
 
     def elected(self, server: SimulatedServer) -> None:
-        """A server became leader."""
         world = self._world
         if self._calm() and any(
             other.was_leading and other is not server for other in world.servers.values()

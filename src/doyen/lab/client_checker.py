@@ -87,7 +87,6 @@ class ClientChecker:
         """Numbers that make the values of all writes different."""
 
     def begin(self) -> RequestStart:
-        """A client is about to send a request."""
         return RequestStart(self._world.loop.time(), self._low)
 
     def _answered(self, index: int) -> None:
@@ -113,7 +112,6 @@ class ClientChecker:
         )
 
     def wrote(self, start: RequestStart, entry: Entry) -> None:
-        """A write was acknowledged."""
         written = self._reference.keyspace.written.get(version_number(entry))
         if written is None or not same_entry(entry, written.record):
             self._world.fail("lost write", f"{entry.key} was acknowledged, but is not in the log")
@@ -152,7 +150,6 @@ class ClientChecker:
         self.check_expired()
 
     def renewals_arrived(self, leases: list[int]) -> None:
-        """Renewals have arrived at a leader."""
         self._renewals |= dict.fromkeys(leases, self._world.loop.time())
 
     def check_overdue(self, steady_since: float) -> None:
@@ -180,7 +177,6 @@ class ClientChecker:
             self._answered(known.end_index)
 
     def gone(self, lease: Lease) -> None:
-        """A client was told that a lease has ended."""
         if self._reference.keyspace.leases[int(lease.id)].ended == inf:
             self._world.fail(
                 "lease", f"a client was told that lease {lease.id} has ended, but it has not"

@@ -110,7 +110,6 @@ class SimulatedDisk:
         return True
 
     def flip(self, rng: random.Random) -> None:
-        """Flip a bit of the log."""
         self.flipped = self.base + rng.randint(0, len(self.entries))
 
     def recover(self) -> Recovered:

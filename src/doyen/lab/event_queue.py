@@ -33,12 +33,10 @@ class EventQueue:
         self.trace = 0
 
     def push(self, at: float, call: Callable[[Any], object], argument: Any) -> None:
-        """Call it at this time."""
         self.seq += 1
         heappush(self.heap, (at, self.seq, call, argument))
 
     def push_after(self, delay_s: float, call: Callable[[Any], object], argument: Any) -> None:
-        """Call it after this delay."""
         self.push(self.now + delay_s, call, argument)
 
     def run_until(self, end: float) -> None:

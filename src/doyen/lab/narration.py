@@ -66,7 +66,6 @@ def _sentence(subject: str, predicate: str) -> str:
 
 
 def make_world(plan: Plan, protocol: Protocol | None = None) -> World | QuorumWorld:
-    """The world for this plan."""
     if plan.world == "cores":
         return World(plan, protocol)
     from doyen.lab.quorum import QuorumWorld  # imports nodes and sessions, which cores do not need

@@ -70,7 +70,6 @@ class MessageNetwork:
         self.unreliable = self.loss + self.duplicate + self.reorder > 1e-9
 
     def send(self, link: SimulatedLink, event: Received) -> None:
-        """Send a message over a link."""
         self.messages += 1
         if link.cuts or not link.connected:
             return

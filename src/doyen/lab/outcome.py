@@ -64,12 +64,10 @@ class Measurements:
         self._tenths: set[int] = set()
 
     def elected(self, now: float) -> None:
-        """A server became leader."""
         if self.statistics.first_leader_s is None:
             self.statistics.first_leader_s = round(now, 4)
 
     def answered(self, now: float, *, writes: bool) -> None:
-        """A client's request was answered."""
         if writes:
             self.statistics.writes += 1
         else:

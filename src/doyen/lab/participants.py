@@ -25,7 +25,6 @@ class Participants:
         """Processes that were killed and replaced."""
 
     def create(self) -> None:
-        """Create the machines of the plan."""
         world, plan = self._world, self._world.plan
         for number, name in enumerate(plan.names, 1):
             self.machines[name] = NodeMachine(world, name, number, joining=False)

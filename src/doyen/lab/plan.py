@@ -112,7 +112,6 @@ class Plan(Struct, frozen=True, kw_only=True):
         return tuple(f"n{number}" for number in range(1, self.nodes + 1))
 
     def replace(self, **changes: object) -> Plan:
-        """A copy with some fields changed."""
         return msgspec.structs.replace(self, **changes)
 
 
@@ -130,7 +129,6 @@ def draw(
     for_s: float = 20.0,
     clients: int = 3,
 ) -> Plan:
-    """Draw the plan of this seed."""
     rng = stream(seed, "plan")
     plan = Plan(
         protocol=protocol,
@@ -259,7 +257,6 @@ FAULT_SEQUENCES: dict[str, Callable[[random.Random, Plan], Plan]] = {
 def _draw_fault(
     rng: random.Random, kind: str, names: tuple[str, ...], at: float, for_s: float
 ) -> Fault:
-    """Draw one fault of this kind."""
     at, for_s = round(at, 4), round(for_s, 4)
     if kind in ("crash", "power", "fsync") and rng.random() < 0.4:
         for_s = rng.choice([0.002, 0.02, 0.1])

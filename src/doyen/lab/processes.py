@@ -98,7 +98,6 @@ class Process:
         self.context.run(_current.set, self)
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run a coroutine as part of the process."""
         return self._loop.create_task(work, context=self.context)
 
     def pause(self) -> None:

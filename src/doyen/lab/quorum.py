@@ -112,7 +112,6 @@ class QuorumWorld:
         self._outside.run(self.loop.call_later, delay_s, run)
 
     def answered(self, operation: Operation, result: int | None) -> None:
-        """An operation on the registers was answered."""
         self.registers.end(operation, result)
         self.measurements.answered(self.loop.time(), writes=operation.value is not None)
         self.service.answered()
@@ -234,7 +233,6 @@ class QuorumWorld:
             await self._clean_up()
 
     async def _run_faults(self) -> None:
-        """The phase in which faults begin and end."""
         while self.violation is None and (left := self.plan.for_s - self.loop.time()) > 0:
             await self._wait(min(left, 0.5))
             if (
@@ -273,7 +271,6 @@ class QuorumWorld:
                 self.fail("liveness", text)
 
     def _check_end(self) -> None:
-        """The checks at the end of a run."""
         self.clients.check_writes()
         for node in self.participants.nodes():
             if node.at(self.log.reference.index):

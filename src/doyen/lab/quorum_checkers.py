@@ -116,14 +116,12 @@ class ServiceChecker:
         """The name, the process and the generation of a leader that commits entries."""
 
     def answered(self) -> None:
-        """A request was answered."""
         now = self._world.loop.time()
         if self._answered_at:
             self.longest_s = max(self.longest_s, now - self._answered_at)
         self._answered_at = now
 
     def disturb(self) -> None:
-        """A fault began, ended or is active."""
         self._disturbed_at = self._world.loop.time()
 
     def check(self) -> None:

@@ -50,7 +50,6 @@ def draw(
     for_s: float = 20.0,
     clients: int = 3,
 ) -> Plan:
-    """Draw the plan of this seed for nodes and candidates."""
     kinds = KINDS if kinds == ALL else tuple(kind for kind in kinds if kind in (*KINDS, *NAMED))
     plan = draw_plan(protocol, nodes, seed, kinds=kinds, for_s=for_s, clients=clients)
     rng = stream(seed, "quorum")

@@ -95,7 +95,6 @@ def plan_for(
     for_s: float = FOR_S,
     clients: int = 3,
 ) -> Plan:
-    """Draw the plan of this seed for that kind of world."""
     if nodes < 1:
         raise ConfigError(f"a cluster needs at least one node, not {nodes}")
     _check_kinds(world, kinds)

@@ -206,7 +206,6 @@ class World:
             self.checkers.fail("flood", f"more than {LIMIT:,} events are pending")
 
     def _run_faults(self) -> None:
-        """The phase in which faults begin and end."""
         queue, rng = self.queue, stream(self.noise, "start")
         for server in self.servers.values():
             queue.push(rng.uniform(0.0, 0.2), lambda server: server.start(), server)

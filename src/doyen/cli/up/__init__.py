@@ -62,7 +62,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the candidates, inject faults, and verify the audit logs."""
     if not 2 <= args.candidates <= 9:
         raise ConfigError(f"--candidates must be from 2 to 9; got {args.candidates}")
     if args.for_s is not None and not 0 < args.for_s < float("inf"):

@@ -203,11 +203,9 @@ class ScenarioClient(Client):
         self._requests = 0
 
     def write(self, server: str, value: int) -> Operation:
-        """Request to set x."""
         return self._request_from(server, value)
 
     def read(self, server: str) -> Operation:
-        """Request the value of x."""
         return self._request_from(server, None)
 
     def repeat(self, server: str, operation: Operation) -> None:

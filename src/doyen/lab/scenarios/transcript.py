@@ -87,7 +87,6 @@ class Transcript:
         self._lines.append((None, [], text))
 
     def fact(self, text: str, held: bool) -> None:
-        """Assert a fact."""
         self.facts.append(ScenarioFact(text, held))
 
     def end(self) -> ScenarioResult:

@@ -11,7 +11,7 @@ import pytest
 from doyen.errors import LeaseGone
 from doyen.model import Entry, Lease, leader_key, line_key, order_key
 from doyen.stores.port import Store
-from doyen.testing.conformance.harness import StoreHarness, leased, listed, promise
+from doyen.testing.conformance.harness import StoreHarness, leased, listed, promise, put, read
 
 
 class EntryConformance:
@@ -72,8 +72,7 @@ class EntryConformance:
             return creation.won
 
         await h.within("a create succeeds over the record of an expired lease", won)
-        entry = await other.get(key)
-        assert entry is not None
+        entry = await read(other, key)
         assert entry.lease == other_lease.id
         assert entry.revision > first.entry.revision
         with pytest.raises(LeaseGone):
@@ -88,8 +87,7 @@ class EntryConformance:
         first = (await store.create(key, b"old", lease)).entry
         assert await store.put(key, b"new", if_version=None) is None
         await store.revoke(lease)
-        second = await store.put(key, b"new", if_version=None)
-        assert second is not None
+        second = await put(store, key, b"new")
         assert second.revision > first.revision
         await h.shows(store, key, b"new")
 
@@ -115,12 +113,8 @@ class EntryConformance:
         brief = await store.grant(h.ttl_s)
         await create(store, brief)
 
-        async def gone() -> bool:
-            return await store.get(key) is None
-
-        await h.within("an expired record is gone", gone)
-        written = await store.put(key, b"p", if_version=None)
-        assert written is not None
+        await h.gone(store, key, "an expired record is gone")
+        written = await put(store, key, b"p")
         seen.append(written.revision)
         assert await store.delete(key)
 
@@ -153,11 +147,9 @@ class EntryConformance:
         """`put` replaces only the version that it names, and keeps the revision of the creation."""
         store = await h.client()
         key = order_key(h.name())
-        first = await store.put(key, b"1", if_version=None)
-        assert first is not None
+        first = await put(store, key, b"1")
         assert await store.put(key, b"x", if_version=None) is None
-        second = await store.put(key, b"2", if_version=first.version)
-        assert second is not None
+        second = await put(store, key, b"2", first.version)
         assert second.version != first.version
         assert second.revision == first.revision
         assert await store.put(key, b"x", if_version=first.version) is None
@@ -186,10 +178,8 @@ class EntryConformance:
         key = leader_key(h.name())
         assert not await store.delete(key)
         entry = (await store.create(key, b"v", lease)).entry
-        moved = await store.put(order_key(h.name()), b"o", if_version=None)
-        assert moved is not None
-        newer = await store.put(moved.key, b"p", if_version=moved.version)
-        assert newer is not None
+        moved = await put(store, order_key(h.name()), b"o")
+        newer = await put(store, moved.key, b"p", moved.version)
         assert not await store.delete(moved.key, if_version=moved.version)
         await h.shows(store, moved.key, b"p")
         assert await store.delete(moved.key, if_version=newer.version)
@@ -202,13 +192,12 @@ class EntryConformance:
         """Clients increment one entry by compare-and-swap, and no increment is lost."""
         clients = [await h.client() for _ in range(h.racers)]
         key, steps = order_key(h.name()), 5
-        assert await clients[0].put(key, b"0", if_version=None) is not None
+        await put(clients[0], key, b"0")
 
         async def count(store: Store) -> None:
             done = 0
             while done < steps:
-                entry = await store.get(key)
-                assert entry is not None
+                entry = await read(store, key)
                 await asyncio.sleep(0)
                 value = str(int(entry.value) + 1).encode()
                 done += await store.put(key, value, if_version=entry.version) is not None
@@ -241,11 +230,9 @@ class EntryConformance:
         for value in (b"", b"text", bytes(range(256)), b"x" * 20_000):
             created = (await a.create(key, value, lease)).entry
             await h.shows(b, key, value)
-            written = await a.put(order, value, if_version=None)
-            assert written is not None
+            written = await put(a, order, value)
             await h.shows(b, order, value)
-            seen = await b.get(key)
-            assert seen is not None
+            seen = await read(b, key)
             assert (seen.revision, seen.version, seen.lease) == (
                 created.revision,
                 created.version,
@@ -268,7 +255,7 @@ class EntryConformance:
         for name in names:
             value, full = name.encode(), h.name(name)
             assert (await store.create(leader_key(full), value, lease)).won
-            assert await store.put(order_key(full), value, if_version=None) is not None
+            await put(store, order_key(full), value)
             await store.enqueue(line_key(full), value, lease)
             await store.enqueue(line_key(full), value, lease)
         for name in names:
@@ -297,7 +284,7 @@ class EntryConformance:
         inside = [f"{prefix}/{rest}" for rest in ("a", "a/b", "b/c", "0", "~")]
         outside = [f"{prefix}{rest}" for rest in ("", "0", "-", "x/a", "%2Fa", ".", "~/a")]
         for key in (*inside, *outside):
-            assert await store.put(key, key.encode(), if_version=None) is not None
+            await put(store, key, key.encode())
         listed = await store.list(prefix)
         assert sorted(entry.key for entry in listed) == sorted(inside)
         assert all(entry.value == entry.key.encode() for entry in listed)

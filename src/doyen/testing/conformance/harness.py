@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from doyen.lease.clock import Clock, SystemClock
-from doyen.model import Lease
+from doyen.model import Entry, Lease, Version
 from doyen.stores.port import Context, Store
 
 
@@ -70,6 +70,14 @@ class StoreHarness(ABC):
             if self.now() > deadline:
                 pytest.fail(f"not reached within {self._bound_s():g} s: {what}")
             await self.elapse(self.ttl_s / 20)
+
+    async def gone(self, store: Store, key: str, what: str) -> None:
+        """Wait until there is no entry at `key`."""
+
+        async def absent() -> bool:
+            return await store.get(key) is None
+
+        await self.within(what, absent)
 
     async def notified(self, event: asyncio.Event, what: str) -> None:
         """Wait for a notification without reading the store meanwhile."""
@@ -144,6 +152,20 @@ async def leased(h: StoreHarness) -> tuple[Store, Lease]:
     """Open a client and grant it a lease that does not end during the test."""
     store = await h.client()
     return store, await store.grant(h.ttl_s * 60)
+
+
+async def put(store: Store, key: str, value: bytes, version: Version | None = None) -> Entry:
+    """Write an entry, and assert that its version was the expected one."""
+    entry = await store.put(key, value, if_version=version)
+    assert entry is not None
+    return entry
+
+
+async def read(store: Store, key: str) -> Entry:
+    """Read an entry that must exist."""
+    entry = await store.get(key)
+    assert entry is not None
+    return entry
 
 
 async def listed(store: Store, prefix: str) -> list[bytes]:

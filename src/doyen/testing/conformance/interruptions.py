@@ -11,7 +11,7 @@ import pytest
 
 from doyen.errors import LeaseGone, OutcomeUnknown, StoreError
 from doyen.model import Claim, leader_key, line_key, order_key
-from doyen.testing.conformance.harness import StoreHarness, leased, listed, promise
+from doyen.testing.conformance.harness import StoreHarness, leased, listed, promise, put, read
 from doyen.testing.faults import Faults, FaultyStore, Stray, Unanswered
 
 
@@ -27,16 +27,14 @@ class InterruptionConformance:
             name = h.name(f"c{patience}")
             key, order, line = leader_key(name), order_key(name), line_key(name)
             lease = await store.grant(h.ttl_s * 60)
-            before = await store.put(order, b"before", if_version=None)
-            assert before is not None
+            before = await put(store, order, b"before")
             await _cancelled(store.create(key, b"whole", lease), patience)
             await _cancelled(store.enqueue(line, b"whole", lease), patience)
             await _cancelled(store.put(order, b"after", if_version=before.version), patience)
             await _cancelled(store.renew(lease), patience)
             assert (await store.create(key, b"whole", lease)).entry.value == b"whole"
             assert await listed(store, line) in ([], [b"whole"])
-            final = await store.get(order)
-            assert final is not None
+            final = await read(store, order)
             assert (final.value == b"before") == (final.version == before.version)
             assert final.value in (b"before", b"after")
             await store.revoke(lease)
@@ -78,8 +76,7 @@ class InterruptionConformance:
         with pytest.raises(OutcomeUnknown):
             await store.create(key, mine.encode(), lease)
         await h.shows(store, key, mine.encode())
-        found = await store.get(key)
-        assert found is not None
+        found = await read(store, key)
         assert Claim.decode(found.value).attempt == mine.attempt
         assert found.lease == lease.id
         again = await store.create(key, mine.encode(), lease)
@@ -118,15 +115,13 @@ class InterruptionConformance:
         """A `put` is durable: it survives its writer's leases, its writer and a restart."""
         store, lease = await leased(h)
         key = order_key(h.name())
-        written = await store.put(key, b"kept", if_version=None)
-        assert written is not None
+        written = await put(store, key, b"kept")
         await store.revoke(lease)
         await h.shows(store, key, b"kept")
         await h.close_clients()
         await h.restart()
         store = await h.client()
-        entry = await store.get(key)
-        assert entry is not None
+        entry = await read(store, key)
         assert (entry.value, entry.revision) == (b"kept", written.revision)
         assert await store.delete(key, if_version=entry.version)
 

@@ -9,7 +9,7 @@ import pytest
 from doyen.errors import LeaseGone, OutcomeUnknown, StoreUnavailable
 from doyen.model import Lease, leader_key, line_key, order_key
 from doyen.stores.port import Store
-from doyen.testing.conformance.harness import StoreHarness, leased, listed, promise
+from doyen.testing.conformance.harness import StoreHarness, leased, listed, promise, put, read
 
 
 class LeaseConformance:
@@ -130,10 +130,7 @@ class LeaseConformance:
         key = leader_key(h.name())
         await holder.create(key, b"v", lease)
 
-        async def gone() -> bool:
-            return await other.get(key) is None
-
-        await h.within("the entry of an expired lease is gone", gone)
+        await h.gone(other, key, "the entry of an expired lease is gone")
         await self._is_gone(h, holder, lease)
         assert await other.get(key) is None
 
@@ -170,13 +167,11 @@ class LeaseConformance:
         created = (await store.create(leader_key(h.name()), b"v", lease)).entry
         ticket = await store.enqueue(line_key(h.name()), b"t", lease)
         await h.elapse(h.ttl_s / 10)
-        later = await store.get(created.key)
-        assert later is not None
+        later = await read(store, created.key)
         for entry in (created, ticket, later):
             assert entry.remaining_s is None or 0 < entry.remaining_s <= most_s
         if created.remaining_s is not None and later.remaining_s is not None:
             assert later.remaining_s < created.remaining_s
-        unbound = await store.put(order_key(h.name()), b"o", if_version=None)
-        assert unbound is not None
+        unbound = await put(store, order_key(h.name()), b"o")
         assert unbound.lease is None
         assert unbound.remaining_s is None

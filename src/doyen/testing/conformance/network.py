@@ -17,7 +17,7 @@ import pytest
 from doyen.errors import LeaseGone, OutcomeUnknown, StoreError, StoreUnavailable, TicketGone
 from doyen.model import Lease, leader_key, line_key, order_key
 from doyen.stores.port import Creation, Store
-from doyen.testing.conformance.harness import StoreHarness, leased, listed, promise
+from doyen.testing.conformance.harness import StoreHarness, leased, listed, promise, put, read
 
 
 class BreakableConnection(Protocol):
@@ -167,10 +167,8 @@ class NetworkConformance:
             key, order = (of(h.name(f"s{answers_only}")) for of in (leader_key, order_key))
             line = line_key(h.name(f"s{answers_only}"))
             ticket = await store.enqueue(line, b"first", lease)
-            old = await store.put(order, b"before", if_version=None)
-            doomed = await store.put(f"{order}2", b"doomed", if_version=None)
-            assert old is not None
-            assert doomed is not None
+            old = await put(store, order, b"before")
+            doomed = await put(store, f"{order}2", b"doomed")
             await link.cut(answers_only=answers_only)
             await asyncio.gather(
                 *(
@@ -195,8 +193,7 @@ class NetworkConformance:
             made = await _insist(h, partial(store.create, key, b"whole", lease))
             assert made.entry.value == b"whole"
             await h.shows(other, key, b"whole")
-            now = await other.get(order)
-            assert now is not None
+            now = await read(other, order)
             assert (now.value == b"before") == (now.version == old.version)
             assert now.value in (b"before", b"after")
             assert await listed(other, line) in ([b"first"], [b"first", b"second"])

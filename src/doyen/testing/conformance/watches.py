@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from doyen.errors import LeaseGone
 from doyen.model import leader_key, line_key, order_key
-from doyen.testing.conformance.harness import StoreHarness, leased, promise
+from doyen.testing.conformance.harness import StoreHarness, leased, promise, put
 
 
 class WatchConformance:
@@ -39,12 +39,10 @@ class WatchConformance:
 
         await writer.create(key, b"v", lease)
         await notified("a creation", "record", "all", "own")
-        entry = await writer.put(order, b"1", if_version=None)
+        entry = await put(writer, order, b"1")
         await notified("a put", "order", "all", "own")
-        assert entry is not None
-        entry = await writer.put(order, b"2", if_version=entry.version)
+        entry = await put(writer, order, b"2", entry.version)
         await notified("another put", "order", "all", "own")
-        assert entry is not None
         await writer.delete(order, if_version=entry.version)
         await notified("a deletion", "order", "all", "own")
         await writer.enqueue(line, b"t", lease)
@@ -190,12 +188,11 @@ class WatchConformance:
         closed.close()
         await leaving.close()
         await leaving.close()
-        entry = await writer.put(key, b"0", if_version=None)
+        entry = await put(writer, key, b"0")
         await h.notified(live, "a write")
         await h.within("the watch that closes itself was notified", _true_when(lambda: bool(calls)))
         for number in range(5):
-            assert entry is not None
-            entry = await writer.put(key, str(number).encode(), if_version=entry.version)
+            entry = await put(writer, key, str(number).encode(), entry.version)
             await h.notified(live, "another write")
         assert calls == ["once"]
 
