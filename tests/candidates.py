@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import select
 import signal
 import subprocess
 import sys
@@ -10,12 +13,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
+import pytest
+
 import doyen
 from frozen import freeze
 
 DOYEN = [sys.executable, "-c", "from doyen.cli import main; raise SystemExit(main())"]
 IDLE = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
 WITHIN_S = 30.0
+
+Capture = pytest.CaptureFixture[str]
 
 
 def eventually(reached: Callable[[], object], what: str) -> None:
@@ -78,3 +85,53 @@ def candidates(store: str, *names: str) -> Iterator[Candidates]:
         yield started
     finally:
         started.stop()
+
+
+class Following:
+    """A command whose output is read as it is written, from a pipe or a terminal."""
+
+    def __init__(self, process: subprocess.Popen[bytes], out: int) -> None:
+        self.process = process
+        self._out = out
+        self.seen = ""
+
+    def until(self, pattern: str) -> str:
+        """The output up to the end of the pattern, which is then discarded."""
+        deadline = time.monotonic() + WITHIN_S
+        while not (found := re.search(pattern, self.seen, re.DOTALL)):
+            left_s = deadline - time.monotonic()
+            assert left_s > 0, f"{pattern!r} is not in {self.seen!r}"
+            if select.select([self._out], [], [], left_s)[0]:
+                read = os.read(self._out, 65536)
+                assert read, f"it ended: {self.seen!r}"
+                self.seen += read.decode()
+        before, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        return before
+
+    def interrupt(self) -> int:
+        self.process.send_signal(signal.SIGINT)
+        return self.end()
+
+    def close_output(self) -> int:
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return self.end()
+
+    def end(self) -> int:
+        """Wait for the end. Nothing was written to standard error."""
+        code = self.process.wait(WITHIN_S)
+        assert self.process.stderr is None or self.process.stderr.read() == b""
+        return code
+
+
+@contextmanager
+def following(*arguments: str) -> Iterator[Following]:
+    """A command of `doyen` that prints until it is ended."""
+    with subprocess.Popen(
+        [*DOYEN, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield Following(process, process.stdout.fileno())
+        finally:
+            process.kill()

@@ -14,6 +14,7 @@ import asyncio
 import inspect
 import signal
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -58,6 +59,12 @@ LONG = (
     "test_examples",
     "test_supervise",
 )
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    """The URL of a local store."""
+    return f"sqlite://{tmp_path}/doyen.db"
 
 
 def pytest_configure(config: pytest.Config) -> None:

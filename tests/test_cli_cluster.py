@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 import doyen
+from candidates import Capture
 from doyen.cli import main
 from doyen.quorum.protocol.requests import NodeStatus
 from doyen.stores.quorum.diagnosis import NodeAnswer, risks_of_removal
@@ -23,12 +24,12 @@ from served import Quorum
 NAMES = [("n1", "leading"), ("n2", "following")]
 
 
-def output(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
+def output(capsys: Capture, *arguments: str, code: int = 0) -> Any:
     assert main(["cluster", *arguments, "--json"]) == code
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_node_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_node_is_replaced(tmp_path: Path, capsys: Capture) -> None:
     with Quorum(tmp_path) as quorum:
         old = quorum.leader()
         store = ["--store", quorum.url]
@@ -54,7 +55,7 @@ def test_a_node_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_risky_removal_needs_confirmation(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Quorum(tmp_path) as quorum:
         quorum.leader()
@@ -138,7 +139,7 @@ def test_what_a_removal_puts_at_risk(
     assert all(part in risk for part, risk in zip(expected, risks, strict=True))
 
 
-def test_leadership_is_transferred(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_leadership_is_transferred(tmp_path: Path, capsys: Capture) -> None:
     with Quorum(tmp_path) as quorum:
         before = quorum.leader().name
         successor = next(name for name in quorum.nodes if name != before)
@@ -148,9 +149,7 @@ def test_leadership_is_transferred(tmp_path: Path, capsys: pytest.CaptureFixture
         assert "nobody" in capsys.readouterr().err
 
 
-def test_status_as_text_and_without_a_leader(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_as_text_and_without_a_leader(tmp_path: Path, capsys: Capture) -> None:
     with Quorum(tmp_path) as quorum:
         leader = quorum.leader()
         assert main(["cluster", "status", "--store", quorum.url]) == 0
@@ -174,7 +173,7 @@ def test_status_as_text_and_without_a_leader(
 
 
 def test_status_of_nodes_that_do_not_all_know_who_leads(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A member that runs and knows no leader makes the exit code 1, like a silent one. A node that
     is not a member does not."""
@@ -214,7 +213,7 @@ def test_status_of_nodes_that_do_not_all_know_who_leads(
     assert "outside" in capsys.readouterr().out
 
 
-def test_a_silent_node_is_listed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_silent_node_is_listed_once(tmp_path: Path, capsys: Capture) -> None:
     """The nodes know each other as 127.0.0.1, while the user writes localhost."""
     with Quorum(tmp_path) as quorum:
         store = ["--store", quorum.url.replace("127.0.0.1", "localhost")]
@@ -233,9 +232,7 @@ def test_a_silent_node_is_listed_once(tmp_path: Path, capsys: pytest.CaptureFixt
         assert main(["cluster", "remove", silent, *store]) == 0
 
 
-def test_a_backup_is_restored_as_another_cluster(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_backup_is_restored_as_another_cluster(tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "backup"
     with Quorum(tmp_path / "old") as quorum:
         quorum.leader()
@@ -262,9 +259,7 @@ def test_a_backup_is_restored_as_another_cluster(
         assert leader is None
 
 
-def test_when_the_majority_is_lost_a_folder_is_a_backup(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_when_the_majority_is_lost_a_folder_is_a_backup(tmp_path: Path, capsys: Capture) -> None:
     with Quorum(tmp_path / "old") as quorum:
         quorum.leader()
         with doyen.connect_blocking(quorum.url) as session, session.campaign("e") as term:
@@ -298,7 +293,7 @@ def test_when_the_majority_is_lost_a_folder_is_a_backup(
     ],
 )
 def test_impossible_requests_are_refused_with_the_reason(
-    arguments: list[str], code: int, complaint: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], code: int, complaint: str, capsys: Capture
 ) -> None:
     assert main(["cluster", *arguments]) == code
     assert complaint in capsys.readouterr().err
@@ -306,7 +301,7 @@ def test_impossible_requests_are_refused_with_the_reason(
 
 def test_a_backup_that_is_refused_is_refused_in_one_line(
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

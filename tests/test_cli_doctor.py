@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import doyen
+from candidates import Capture
 from doyen import doctor
 from doyen.cli import doctor as command
 from doyen.cli import main
@@ -315,14 +316,7 @@ def test_a_clock_that_halts_in_suspend(monkeypatch: pytest.MonkeyPatch) -> None:
 # The command
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> str:
-    return f"sqlite://{tmp_path}/doyen.db"
-
-
-def test_a_real_store_in_json(
-    store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_real_store_in_json(store: str, tmp_path: Path, capsys: Capture) -> None:
     options = ["--ttl", "60", "--stop-budget", "5", "--json"]
     assert main(["doctor", "billing", "--store", store, *options]) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -344,7 +338,7 @@ def test_a_real_store_in_json(
         assert session.leader("billing") is None
 
 
-def test_a_real_store_in_words(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_store_in_words(store: str, capsys: Capture) -> None:
     assert main(["doctor", "--store", store, "--ttl", "60"]) == 0
     out = capsys.readouterr().out
     for text in (f"store  {store}", "safety margin", "leader crashed", "SQLite", "no problems"):
@@ -353,7 +347,7 @@ def test_a_real_store_in_words(store: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_problem_is_printed_with_its_remedy_and_exits_with_1(
-    store: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    store: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def troubled(*_: Any, **__: Any) -> Examination:
         return Examination(
@@ -393,14 +387,14 @@ def test_a_problem_is_printed_with_its_remedy_and_exits_with_1(
     ],
 )
 def test_what_cannot_be_examined(
-    store: str, capsys: pytest.CaptureFixture[str], options: list[str], code: int, words: str
+    store: str, capsys: Capture, options: list[str], code: int, words: str
 ) -> None:
     assert main(["doctor", "--store", store, *options]) == code
     assert words in capsys.readouterr().err
 
 
 def test_a_store_that_does_not_open_is_given_up(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def never(*_: Any) -> Store:
         await asyncio.Event().wait()

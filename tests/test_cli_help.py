@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from candidates import Capture
 from doyen.cli import COMMANDS, main, parsers
 from doyen.cli._output import Exit
 from doyen.cli.completion import words
@@ -106,7 +107,7 @@ def test_every_line_of_an_example_is_one() -> None:
 
 
 @each_command
-def test_help_of_a_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_command(name: str, capsys: Capture) -> None:
     assert main(["help", name]) == 0
     said = capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
@@ -117,7 +118,7 @@ def test_help_of_a_command(name: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert json.loads(capsys.readouterr().out) == {"command": name, "help": said}
 
 
-def test_help_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_all(capsys: Capture) -> None:
     assert main(["help"]) == 0
     said = capsys.readouterr().out
     assert all(f"\n    {name}" in said for name in COMMANDS)
@@ -140,7 +141,7 @@ def completion(shell: str) -> str:
 
 
 @each_shell
-def test_the_script_is_printed(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_is_printed(shell: str, capsys: Capture) -> None:
     assert main(["completion", shell]) == 0
     assert capsys.readouterr().out == completion(shell)
     assert main(["completion", shell, "--json"]) == 0

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from candidates import Capture
 from doyen.cli import main
 from doyen.lab import protocols, runner
 from doyen.lab.plan import Plan
@@ -22,18 +23,18 @@ from mutants_raft import ComparesNothing
 BROKEN = known("raft").replace(make=ComparesNothing)
 
 
-def output(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
+def output(capsys: Capture, *arguments: str, code: int = 0) -> Any:
     assert main(["lab", *arguments, "--json"]) == code
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_run_prints_its_narration_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prints_its_narration_as_json(capsys: Capture) -> None:
     arguments = ["run", "--nodes", "3", "--faults", "none", "--for", "3s"]
     assert "story" not in output(capsys, *arguments)
     assert any(" leads in " in line for line in output(capsys, *arguments, "--tell")["story"])
 
 
-def test_a_run_is_the_same_twice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_the_same_twice(capsys: Capture) -> None:
     arguments = ["run", "--nodes", "3", "--seed", "7", "--for", "5s"]
     one, two = (output(capsys, *arguments) for _ in range(2))
     assert one["ok"]
@@ -45,9 +46,7 @@ def test_a_run_is_the_same_twice(capsys: pytest.CaptureFixture[str]) -> None:
     assert "all invariants held" in out
 
 
-def test_a_run_is_written_down_and_replayed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_written_down_and_replayed(tmp_path: Path, capsys: Capture) -> None:
     file = str(tmp_path / "run.json")
     one = output(capsys, "run", "--nodes", "3", "--for", "3s", "--save", file)
     again = output(capsys, "replay", file)
@@ -57,7 +56,7 @@ def test_a_run_is_written_down_and_replayed(
     assert "does not exist" in capsys.readouterr().err
 
 
-def test_a_hunt_shows_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hunt_shows_what_it_did(tmp_path: Path, capsys: Capture) -> None:
     """At least some seeds are run, even if the time is over before the first process has
     started."""
     arguments = ["hunt", "--limit", "0.01s", "--jobs", "1", "--for", "2s", "--out", str(tmp_path)]
@@ -69,7 +68,7 @@ def test_a_hunt_shows_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_failure_is_reduced_narrated_and_saved(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from doyen.lab import narration, world
 
@@ -96,7 +95,7 @@ def test_a_failure_is_reduced_narrated_and_saved(
 
 
 def test_an_interrupted_hunt_reports_and_saves_what_it_has_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = runner.unreduced(run_plan(Plan(protocol="raft", nodes=3, seed=4711, for_s=1.0)))
 
@@ -120,9 +119,7 @@ def test_an_interrupted_hunt_reports_and_saves_what_it_has_found(
     assert [each["file"] for each in hunted["failures"]] == [None]
 
 
-def test_protocols_side_by_side_in_a_table_and_a_chart(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_protocols_side_by_side_in_a_table_and_a_chart(tmp_path: Path, capsys: Capture) -> None:
     chart = tmp_path / "chart.svg"
     arguments = ["compare", "--protocols", "raft,smallest-id", "--seeds", "1", "--for", "3s"]
     arguments += ["--nodes", "3", "--faults", "crash"]
@@ -136,7 +133,7 @@ def test_protocols_side_by_side_in_a_table_and_a_chart(
 
 
 def test_charts_are_drawn_as_png_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path))  # the cache directory of matplotlib
     for name, *arguments in (
@@ -154,7 +151,7 @@ def test_charts_are_drawn_as_png_too(
 
 
 def test_a_change_of_leader_costs_the_same_however_many_wait(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Capture
 ) -> None:
     chart = tmp_path / "scale.svg"
     costs = output(capsys, "scale", "--most", "100", "--plot", str(chart))["costs"]
@@ -191,7 +188,7 @@ def test_a_change_of_leader_costs_the_same_however_many_wait(
     ],
 )
 def test_invalid_arguments_are_refused(
-    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], complaint: str, capsys: Capture
 ) -> None:
     assert main(["lab", *arguments]) == 2
     assert complaint in capsys.readouterr().err
@@ -209,7 +206,7 @@ def test_invalid_arguments_are_refused(
         ["scale", "--most", "0"],
     ],
 )
-def test_wrong_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_2(arguments: list[str], capsys: Capture) -> None:
     with pytest.raises(SystemExit) as refused:
         main(["lab", *arguments])
     assert refused.value.code == 2

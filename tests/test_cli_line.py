@@ -6,30 +6,21 @@ import json
 import os
 import pty
 import re
-import select
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 import doyen
-from candidates import DOYEN, WITHIN_S, candidates
+from candidates import DOYEN, WITHIN_S, Capture, Following, candidates, following
 from doyen.cli import main
 from doyen.cli._output import Table, printable
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> str:
-    return f"sqlite://{tmp_path}/doyen.db"
-
-
-def test_the_line_in_order_as_text_and_as_json(
-    store: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_line_in_order_as_text_and_as_json(store: str, capsys: Capture) -> None:
     with candidates(store, "server1", "server2") as started:
         started.add("server3", "--priority", "10")
         with doyen.connect_blocking(store) as session:
@@ -56,7 +47,7 @@ def test_the_line_in_order_as_text_and_as_json(
         assert list(printed["line"][0]) == ["position", "name", "priority", "leads", "meta"]
 
 
-def test_line_without_a_leader_exits_with_1(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_line_without_a_leader_exits_with_1(store: str, capsys: Capture) -> None:
     assert main(["line", "billing", "--store", store]) == 1
     assert capsys.readouterr().out == "billing has no leader; none waiting\n"
     assert main(["line", "billing", "--json", "--store", store]) == 1
@@ -64,17 +55,13 @@ def test_line_without_a_leader_exits_with_1(store: str, capsys: pytest.CaptureFi
     assert printed == {"election": "billing", "leader": None, "line": []}
 
 
-def test_a_leader_without_a_ticket_is_not_listed_as_waiting(
-    store: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_leader_without_a_ticket_is_not_listed_as_waiting(store: str, capsys: Capture) -> None:
     with doyen.connect_blocking(store) as session, session.campaign("e", name="a", recipe="race"):
         assert main(["line", "e", "--store", store]) == 0
     assert capsys.readouterr().out.endswith("; none waiting\n")
 
 
-def test_meta_and_odd_names_are_shown_and_harmless(
-    store: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_meta_and_odd_names_are_shown_and_harmless(store: str, capsys: Capture) -> None:
     """Names come from other processes and must not contain control sequences in the output."""
     with (
         doyen.connect_blocking(store) as session,
@@ -93,44 +80,6 @@ def test_tables_are_aligned_by_what_is_seen() -> None:
     table = Table(["a", ">b", "c"], [["日本", "1", "x"], ["e\u0301", "100", ""]])
     assert str(table).splitlines() == ["a       b  c", "日本    1  x", "e\u0301     100"]
     assert printable({"b": [1]}) == '{"b": [1]}'
-
-
-class Following:
-    """A command whose output is read as it is written, from a pipe or a terminal."""
-
-    def __init__(self, process: subprocess.Popen[bytes], out: int) -> None:
-        self.process = process
-        self._out = out
-        self.seen = ""
-
-    def until(self, pattern: str) -> str:
-        """The output up to the end of the pattern, which is then discarded."""
-        deadline = time.monotonic() + WITHIN_S
-        while not (found := re.search(pattern, self.seen, re.DOTALL)):
-            left_s = deadline - time.monotonic()
-            assert left_s > 0, f"{pattern!r} is not in {self.seen!r}"
-            if select.select([self._out], [], [], left_s)[0]:
-                read = os.read(self._out, 65536)
-                assert read, f"it ended: {self.seen!r}"
-                self.seen += read.decode()
-        before, self.seen = self.seen[: found.end()], self.seen[found.end() :]
-        return before
-
-    def interrupt(self) -> int:
-        self.process.send_signal(signal.SIGINT)
-        return self.process.wait(WITHIN_S)
-
-
-@contextmanager
-def following(*options: str) -> Iterator[Following]:
-    with subprocess.Popen(
-        [*DOYEN, "line", *options, "--watch"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        try:
-            yield Following(process, process.stdout.fileno())
-        finally:
-            process.kill()
 
 
 @contextmanager
@@ -153,7 +102,7 @@ def at_terminal(*options: str, term: str = "xterm") -> Iterator[Following]:
 
 
 def test_every_change_is_printed_anew_in_a_pipe(store: str) -> None:
-    with following("billing", "--store", store) as watch:
+    with following("line", "billing", "--store", store, "--watch") as watch:
         assert watch.until(r"none waiting\n\n").startswith(time.strftime("%Y-"))
         with candidates(store, "server1") as started:
             watch.until(r"server1 leads billing, token \d+; none waiting\n\n.* leads +0\n\n")
@@ -163,12 +112,10 @@ def test_every_change_is_printed_anew_in_a_pipe(store: str) -> None:
             watch.until(r"server2 leads billing")
         watch.until(r"billing has no leader; none waiting\n")
         assert watch.interrupt() == 0
-        assert watch.process.stderr is not None
-        assert watch.process.stderr.read() == b""
 
 
 def test_json_lines(store: str) -> None:
-    with following("billing", "--json", "--store", store) as watch:
+    with following("line", "billing", "--json", "--store", store, "--watch") as watch:
         first = json.loads(watch.until("\n"))
         assert (first["leader"], first["line"]) == (None, [])
         assert first["at"][:2] == "20"
@@ -177,11 +124,9 @@ def test_json_lines(store: str) -> None:
 
 
 def test_it_ends_by_sigpipe_when_its_output_is_closed(store: str) -> None:
-    with following("billing", "--store", store) as watch:
+    with following("line", "billing", "--store", store, "--watch") as watch:
         watch.until("\n\n")
-        assert watch.process.stdout is not None
-        watch.process.stdout.close()
-        assert watch.process.wait(WITHIN_S) == 128 + signal.SIGPIPE
+        assert watch.close_output() == 128 + signal.SIGPIPE
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])

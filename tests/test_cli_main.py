@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import doyen
+from candidates import Capture
 from doyen import cli
 from doyen.cli import _output
 from doyen.errors import (
@@ -72,14 +73,14 @@ def raiser(error: BaseException) -> Callable[[argparse.Namespace], int]:
     ids=lambda value: type(value).__name__,
 )
 def test_what_is_raised_becomes_a_line_and_a_code(
-    play: Play, capsys: pytest.CaptureFixture[str], error: Exception, code: int
+    play: Play, capsys: Capture, error: Exception, code: int
 ) -> None:
     play(raiser(error))
     assert cli.main(["leader"]) == code
     assert capsys.readouterr() == ("", "doyen: a\n")
 
 
-def test_a_message_is_one_line(play: Play, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_message_is_one_line(play: Play, capsys: Capture) -> None:
     play(raiser(ConfigError("first,\n  second")))
     cli.main(["leader"])
     play(raiser(ConfigError()))
@@ -88,7 +89,7 @@ def test_a_message_is_one_line(play: Play, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_traceback_is_there_for_the_asking(
-    play: Play, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    play: Play, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play(raiser(ConfigError("a")))
     monkeypatch.setenv("DOYEN_DEBUG", "1")
@@ -109,7 +110,7 @@ def test_an_unexpected_exception_is_not_hidden(play: Play) -> None:
         cli.main(["leader"])
 
 
-def test_every_command_has_json(play: Play, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_json(play: Play, capsys: Capture) -> None:
     def run(args: argparse.Namespace) -> int:
         if args.json:
             _output.print_json({"name": "ü"})
@@ -125,7 +126,7 @@ def test_every_command_has_json(play: Play, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_command_that_is_not_installed_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setitem(cli.COMMANDS, "absent", "is not there")
     assert cli.main(["absent"]) == 2
@@ -139,14 +140,14 @@ def test_wrong_usage_is_2(arguments: list[str]) -> None:
     assert ended.value.code == 2
 
 
-def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_prints_the_help(capsys: Capture) -> None:
     assert cli.main([]) == 2
     out = capsys.readouterr().out
     assert all(f"  {name}" in out for name in cli.COMMANDS)
     assert all(f"  {code.value} " in out for code in _output.Exit)
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version(capsys: Capture) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["--version"])
     assert ended.value.code == 0
@@ -214,9 +215,7 @@ def test_closed_standard_streams_change_no_code(tmp_path: Path, closed: str) -> 
     assert result.stderr == (b"" if "2>&-" in closed else b"complained\n")
 
 
-def test_an_empty_option_is_not_the_default(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_empty_option_is_not_the_default(tmp_path: Path, capsys: Capture) -> None:
     assert cli.main(["leader", "--store", "", "e"]) == 2
     assert "--store is empty" in capsys.readouterr().err
     url = f"sqlite:{tmp_path}/d.db"
@@ -224,7 +223,7 @@ def test_an_empty_option_is_not_the_default(
     assert "--name is empty" in capsys.readouterr().err
 
 
-def test_run_refuses_a_store_where_it_would_be_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_refuses_a_store_where_it_would_be_alone(capsys: Capture) -> None:
     assert cli.main(["run", "e", "--store", "memory://", "--", "true"]) == 2
     assert "every `doyen run` would lead" in capsys.readouterr().err
 

@@ -8,18 +8,12 @@ import pty
 import select
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 
 import doyen
-from candidates import DOYEN, WITHIN_S, candidates, eventually
+from candidates import DOYEN, WITHIN_S, Capture, candidates, eventually
 from doyen.cli import main
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> str:
-    return f"sqlite://{tmp_path}/doyen.db"
 
 
 def leader(store: str) -> doyen.Leader:
@@ -29,9 +23,7 @@ def leader(store: str) -> doyen.Leader:
         return found
 
 
-def test_resign_prints_the_former_and_the_new_leader(
-    store: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resign_prints_the_former_and_the_new_leader(store: str, capsys: Capture) -> None:
     with candidates(store, "server1", "server2"):
         first = leader(store)
         assert main(["resign", "billing", "--store", store]) == 0
@@ -53,9 +45,7 @@ def test_resign_prints_the_former_and_the_new_leader(
         }
 
 
-def test_a_single_candidate_campaigns_again_after_resigning(
-    store: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_single_candidate_campaigns_again_after_resigning(store: str, capsys: Capture) -> None:
     with candidates(store, "server1"):
         assert main(["resign", "billing", "--store", store]) == 0
         token = leader(store).token
@@ -64,9 +54,7 @@ def test_a_single_candidate_campaigns_again_after_resigning(
     )
 
 
-def test_resigning_without_candidates_leaves_no_leader(
-    store: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resigning_without_candidates_leaves_no_leader(store: str, capsys: Capture) -> None:
     with candidates(store) as started:
         started.add("server1", "--once")
         assert main(["resign", "billing", "--store", store]) == 0
@@ -76,16 +64,12 @@ def test_resigning_without_candidates_leaves_no_leader(
 @pytest.mark.parametrize(
     "order", [["resign", "billing"], ["resign", "billing", "--force", "--yes"]], ids=" ".join
 )
-def test_no_leader_is_a_valid_answer(
-    store: str, capsys: pytest.CaptureFixture[str], order: list[str]
-) -> None:
+def test_no_leader_is_a_valid_answer(store: str, capsys: Capture, order: list[str]) -> None:
     assert main([*order, "--store", store]) == 1
     assert capsys.readouterr() == ("", "doyen: 'billing' has no leader\n")
 
 
-def test_a_leader_that_does_not_obey_goes_on_until_forced(
-    store: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_leader_that_does_not_obey_goes_on_until_forced(store: str, capsys: Capture) -> None:
     """The leader is frozen and its lease is valid for a minute, so it cannot obey an order. Its
     leader record can be deleted by force."""
     with candidates(store, "server1", "server2") as started:
@@ -113,7 +97,7 @@ def test_a_leader_that_does_not_obey_goes_on_until_forced(
             )
 
 
-def test_transfer_to_a_named_candidate(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_transfer_to_a_named_candidate(store: str, capsys: Capture) -> None:
     with candidates(store, "server1", "server2", "server3"):
         assert main(["transfer", "billing", "--to", "server3", "--store", store]) == 0
         third = leader(store)
@@ -130,9 +114,7 @@ def test_transfer_to_a_named_candidate(store: str, capsys: pytest.CaptureFixture
         }
 
 
-def test_a_transfer_that_cannot_be_is_refused(
-    store: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_transfer_that_cannot_be_is_refused(store: str, capsys: Capture) -> None:
     with candidates(store, "server1", "server2"):
         before = leader(store)
         assert main(["transfer", "billing", "--to", "server9", "--store", store]) == 1
@@ -159,7 +141,7 @@ def test_wrong_usage(arguments: list[str]) -> None:
     assert ended.value.code == 2
 
 
-def test_yes_without_force_is_a_mistake(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_yes_without_force_is_a_mistake(store: str, capsys: Capture) -> None:
     assert main(["resign", "billing", "--yes", "--store", store]) == 2
     assert "--force" in capsys.readouterr().err
 

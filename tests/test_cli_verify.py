@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from candidates import Capture
 from doyen.audit import AuditLog
 from doyen.cli import main
 from doyen.events import Elected, Event, Gap, Resigned
@@ -61,7 +62,7 @@ def logs(tmp_path: Path) -> Logs:
     return logs
 
 
-def test_a_right_history(logs: Logs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_right_history(logs: Logs, capsys: Capture) -> None:
     logs.close()
     assert main(["verify", *logs.paths]) == 0
     out = capsys.readouterr().out
@@ -70,7 +71,7 @@ def test_a_right_history(logs: Logs, capsys: pytest.CaptureFixture[str]) -> None
     assert "proved: no two terms overlapped" in out
 
 
-def test_a_wrong_history(logs: Logs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_history(logs: Logs, capsys: Capture) -> None:
     logs.elected(1, 12)
     logs.close()
     assert main(["verify", *logs.paths]) == 1
@@ -81,7 +82,7 @@ def test_a_wrong_history(logs: Logs, capsys: pytest.CaptureFixture[str]) -> None
     assert "proved" not in out
 
 
-def test_a_wrong_history_for_programs(logs: Logs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_history_for_programs(logs: Logs, capsys: Capture) -> None:
     logs.elected(1, 12)
     logs.close()
     assert main(["verify", "--json", *logs.paths]) == 1
@@ -93,7 +94,7 @@ def test_a_wrong_history_for_programs(logs: Logs, capsys: pytest.CaptureFixture[
     assert violation["terms"][1]["start"]["where"] == f"{logs.paths[0]}:3"
 
 
-def test_a_log_with_a_gap_proves_nothing(logs: Logs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_with_a_gap_proves_nothing(logs: Logs, capsys: Capture) -> None:
     logs.says(1, Gap(missed=3, since=1.0))
     logs.close()
     assert main(["verify", *logs.paths]) == 1
@@ -106,7 +107,7 @@ def test_a_log_with_a_gap_proves_nothing(logs: Logs, capsys: pytest.CaptureFixtu
 
 
 def test_a_log_whose_line_with_a_beginning_was_deleted_proves_nothing(
-    logs: Logs, capsys: pytest.CaptureFixture[str]
+    logs: Logs, capsys: Capture
 ) -> None:
     logs.close()
     path = Path(logs.paths[0])
@@ -124,9 +125,7 @@ def test_one_log_alone_may_not_show_it(logs: Logs) -> None:
 
 
 @pytest.mark.parametrize("json_option", [[], ["--json"]])
-def test_nothing_to_verify(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], json_option: list[str]
-) -> None:
+def test_nothing_to_verify(tmp_path: Path, capsys: Capture, json_option: list[str]) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.touch()
     assert main(["verify", str(empty), *json_option]) == 2
@@ -134,9 +133,7 @@ def test_nothing_to_verify(
     assert ("nothing to verify" in out) if not json_option else not json.loads(out)["ok"]
 
 
-def test_what_was_ignored_is_listed(
-    logs: Logs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_ignored_is_listed(logs: Logs, tmp_path: Path, capsys: Capture) -> None:
     logs.close()
     torn = tmp_path / "torn.jsonl"
     torn.write_text("nonsense\n" * 30 + '{"event":"elec')
@@ -148,12 +145,12 @@ def test_what_was_ignored_is_listed(
     assert "and 11 more; --json has all" in out
 
 
-def test_a_log_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_that_is_not_there(tmp_path: Path, capsys: Capture) -> None:
     assert main(["verify", str(tmp_path / "absent.jsonl")]) == 2
     assert capsys.readouterr().err.startswith("doyen: the audit log ")
 
 
-def test_a_tolerance_that_is_not_a_number(logs: Logs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tolerance_that_is_not_a_number(logs: Logs, capsys: Capture) -> None:
     logs.close()
     assert main(["verify", *logs.paths, "--tolerance", "nan"]) == 2
     assert "tolerance" in capsys.readouterr().err

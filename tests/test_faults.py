@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -25,19 +27,34 @@ from doyen.testing import (
     run_virtual,
 )
 
-Body = Callable[[FaultyStore, MemoryServer, VirtualClock], Awaitable[None]]
+
+class Wrapped:
+    """A store with faults around it, in virtual time."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.faults = Faults()
+        self.server = MemoryServer(self.clock)
+        self.store: FaultyStore
+
+    async def run(self, body: Callable[..., Awaitable[None]], given: dict[str, Any]) -> None:
+        context = Context(self.clock, lambda _: None)
+        self.store = FaultyStore(MemoryStore(self.server, context), self.faults)
+        await body(self, **given)
+        await self.store.close()
 
 
-def with_faults(faults: Faults, body: Body) -> None:
-    clock = VirtualClock()
+def faulty(body: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Make a test from a coroutine function whose first parameter is a `Wrapped`."""
 
-    async def main() -> None:
-        server = MemoryServer(clock)
-        store = FaultyStore(MemoryStore(server, Context(clock, lambda _: None)), faults)
-        await body(store, server, clock)
-        await store.close()
+    def test(**given: Any) -> None:
+        wrapped = Wrapped()
+        run_virtual(wrapped.run(body, given), clock=wrapped.clock)
 
-    run_virtual(main, clock=clock)
+    parameters = [*inspect.signature(body).parameters.values()][1:]
+    test.__name__, test.__doc__ = body.__name__, body.__doc__
+    test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return test
 
 
 async def gave_up(call: Awaitable[object], after_s: float = 2.0) -> bool:
@@ -58,16 +75,14 @@ async def gave_up(call: Awaitable[object], after_s: float = 2.0) -> bool:
         (Late(after_s=3.0), True),
     ],
 )
-def test_an_unanswered_call_waits_until_it_is_cancelled(fault: Fault, done: bool) -> None:
-    faults = Faults()
-
-    async def body(store: FaultyStore, server: MemoryServer, clock: VirtualClock) -> None:
-        faults.next("put", fault)
-        assert await gave_up(store.put("k", b"v", if_version=None))
-        assert clock.now() == 2.0
-        assert (server.get("k") is not None) == done
-
-    with_faults(faults, body)
+@faulty
+async def test_an_unanswered_call_waits_until_it_is_cancelled(
+    on: Wrapped, fault: Fault, done: bool
+) -> None:
+    on.faults.next("put", fault)
+    assert await gave_up(on.store.put("k", b"v", if_version=None))
+    assert on.clock.now() == 2.0
+    assert (on.server.get("k") is not None) == done
 
 
 @pytest.mark.parametrize(
@@ -78,155 +93,119 @@ def test_an_unanswered_call_waits_until_it_is_cancelled(fault: Fault, done: bool
         (Unanswered(told=True), OutcomeUnknown, True),
     ],
 )
-def test_an_answered_failure_is_raised_at_once(
-    fault: Fault, error: type[DoyenError], done: bool
+@faulty
+async def test_an_answered_failure_is_raised_at_once(
+    on: Wrapped, fault: Fault, error: type[DoyenError], done: bool
 ) -> None:
-    faults = Faults()
-
-    async def body(store: FaultyStore, server: MemoryServer, clock: VirtualClock) -> None:
-        faults.next("put", fault)
-        with pytest.raises(error):
-            await store.put("k", b"v", if_version=None)
-        assert clock.now() == 0.0
-        assert (server.get("k") is not None) == done
-        assert (await store.put("k", b"v", if_version=None) is None) == done
-
-    with_faults(faults, body)
+    on.faults.next("put", fault)
+    with pytest.raises(error):
+        await on.store.put("k", b"v", if_version=None)
+    assert on.clock.now() == 0.0
+    assert (on.server.get("k") is not None) == done
+    assert (await on.store.put("k", b"v", if_version=None) is None) == done
 
 
-def test_cancelling_a_late_request_stops_it() -> None:
-    faults = Faults()
-
-    async def body(store: FaultyStore, server: MemoryServer, clock: VirtualClock) -> None:
-        faults.next("put", Late(before_s=3.0))
-        assert await gave_up(store.put("k", b"v", if_version=None))
-        await asyncio.sleep(10)
-        assert server.get("k") is None
-        faults.next("put", Late(before_s=3.0, after_s=1.0))
-        began = clock.now()
-        assert await store.put("k", b"v", if_version=None) is not None
-        assert clock.now() == began + 4.0
-
-    with_faults(faults, body)
+@faulty
+async def test_cancelling_a_late_request_stops_it(on: Wrapped) -> None:
+    on.faults.next("put", Late(before_s=3.0))
+    assert await gave_up(on.store.put("k", b"v", if_version=None))
+    await asyncio.sleep(10)
+    assert on.server.get("k") is None
+    on.faults.next("put", Late(before_s=3.0, after_s=1.0))
+    began = on.clock.now()
+    assert await on.store.put("k", b"v", if_version=None) is not None
+    assert on.clock.now() == began + 4.0
 
 
-def test_a_stray_call_is_carried_out_after_cancellation_and_later_calls() -> None:
-    faults = Faults()
-
-    async def body(store: FaultyStore, server: MemoryServer, clock: VirtualClock) -> None:
-        first = await store.put("k", b"0", if_version=None)
-        assert first is not None
-        faults.next("delete", Stray(after_s=5.0))
-        assert await gave_up(store.delete("k"))
-        assert await store.put("k", b"1", if_version=first.version) is not None
-        await asyncio.sleep(5.0)
-        assert server.get("k") is None
-
-    with_faults(faults, body)
+@faulty
+async def test_a_stray_call_is_carried_out_after_cancellation_and_later_calls(on: Wrapped) -> None:
+    first = await on.store.put("k", b"0", if_version=None)
+    assert first is not None
+    on.faults.next("delete", Stray(after_s=5.0))
+    assert await gave_up(on.store.delete("k"))
+    assert await on.store.put("k", b"1", if_version=first.version) is not None
+    await asyncio.sleep(5.0)
+    assert on.server.get("k") is None
 
 
-def test_a_stray_call_returns_its_answer_or_error_to_a_waiting_caller() -> None:
-    faults = Faults()
-
-    async def body(store: FaultyStore, server: MemoryServer, clock: VirtualClock) -> None:
-        lease = await store.grant(1.0)
-        faults.next("create", Stray(after_s=0.5), Stray(after_s=5.0))
-        assert (await store.create("k", b"v", lease)).won
-        with pytest.raises(LeaseGone):
-            await store.create("k", b"v", lease)
-        faults.next("create", Stray(after_s=5.0))
-        assert await gave_up(store.create("k", b"v", lease))
-
-    with_faults(faults, body)
+@faulty
+async def test_a_stray_call_returns_its_answer_or_error_to_a_waiting_caller(on: Wrapped) -> None:
+    lease = await on.store.grant(1.0)
+    on.faults.next("create", Stray(after_s=0.5), Stray(after_s=5.0))
+    assert (await on.store.create("k", b"v", lease)).won
+    with pytest.raises(LeaseGone):
+        await on.store.create("k", b"v", lease)
+    on.faults.next("create", Stray(after_s=5.0))
+    assert await gave_up(on.store.create("k", b"v", lease))
 
 
-def test_a_lease_can_end_without_its_holders_knowledge() -> None:
-    faults = Faults()
-
-    async def body(store: FaultyStore, server: MemoryServer, clock: VirtualClock) -> None:
-        lease = await store.grant(5.0)
-        await store.create("k", b"v", lease)
-        faults.next("renew", Expired())
-        with pytest.raises(LeaseGone):
-            await store.renew(lease)
-        assert server.get("k") is None
-
-    with_faults(faults, body)
+@faulty
+async def test_a_lease_can_end_without_its_holders_knowledge(on: Wrapped) -> None:
+    lease = await on.store.grant(5.0)
+    await on.store.create("k", b"v", lease)
+    on.faults.next("renew", Expired())
+    with pytest.raises(LeaseGone):
+        await on.store.renew(lease)
+    assert on.server.get("k") is None
 
 
-def test_a_cut_stops_all_traffic_and_healing_notifies_every_watch() -> None:
-    faults = Faults()
-
-    async def body(store: FaultyStore, server: MemoryServer, clock: VirtualClock) -> None:
-        notified: list[float] = []
-        watch = await store.watch("k", lambda: notified.append(clock.now()))
-        closed = await store.watch("k", lambda: notified.append(-1.0))
-        closed.close()
-        faults.cut()
-        server.put("k", b"v", None)
-        assert await gave_up(store.get("k"))
-        assert await gave_up(store.delete("k"))
-        assert await gave_up(store.watch("k", lambda: notified.append(-1.0)))
-        assert notified == []
-        assert server.get("k") is not None
-        faults.heal()
-        await asyncio.sleep(1.0)
-        assert notified == [6.0]
-        assert await store.get("k") is not None
-        server.delete("k")
-        await asyncio.sleep(1.0)
-        assert notified == [6.0, 7.0]
-        watch.close()
-
-    with_faults(faults, body)
+@faulty
+async def test_a_cut_stops_all_traffic_and_healing_notifies_every_watch(on: Wrapped) -> None:
+    notified: list[float] = []
+    watch = await on.store.watch("k", lambda: notified.append(on.clock.now()))
+    closed = await on.store.watch("k", lambda: notified.append(-1.0))
+    closed.close()
+    on.faults.cut()
+    on.server.put("k", b"v", None)
+    assert await gave_up(on.store.get("k"))
+    assert await gave_up(on.store.delete("k"))
+    assert await gave_up(on.store.watch("k", lambda: notified.append(-1.0)))
+    assert notified == []
+    assert on.server.get("k") is not None
+    on.faults.heal()
+    await asyncio.sleep(1.0)
+    assert notified == [6.0]
+    assert await on.store.get("k") is not None
+    on.server.delete("k")
+    await asyncio.sleep(1.0)
+    assert notified == [6.0, 7.0]
+    watch.close()
 
 
-def test_a_cut_of_answers_lets_requests_through() -> None:
-    faults = Faults()
-
-    async def body(store: FaultyStore, server: MemoryServer, clock: VirtualClock) -> None:
-        faults.cut(answers_only=True)
-        assert await gave_up(store.put("k", b"v", if_version=None))
-        assert server.get("k") is not None
-
-    with_faults(faults, body)
+@faulty
+async def test_a_cut_of_answers_lets_requests_through(on: Wrapped) -> None:
+    on.faults.cut(answers_only=True)
+    assert await gave_up(on.store.put("k", b"v", if_version=None))
+    assert on.server.get("k") is not None
 
 
-def test_calls_in_flight_when_a_cut_begins_are_lost() -> None:
-    faults = Faults()
-
-    async def body(store: FaultyStore, server: MemoryServer, clock: VirtualClock) -> None:
-        faults.next("put", Late(before_s=1.0), Late(after_s=1.0), Stray(after_s=1.0))
-        calls = [asyncio.create_task(store.put(key, b"v", if_version=None)) for key in "abc"]
-        await asyncio.sleep(0.5)
-        faults.cut()
-        await asyncio.sleep(5.0)
-        faults.heal()
-        await asyncio.sleep(5.0)
-        assert [call.done() for call in calls] == [False, False, False]
-        assert [server.get(key) is not None for key in "abc"] == [False, True, False]
-        for call in calls:
-            call.cancel()
-        await asyncio.wait(calls)
-
-    with_faults(faults, body)
+@faulty
+async def test_calls_in_flight_when_a_cut_begins_are_lost(on: Wrapped) -> None:
+    on.faults.next("put", Late(before_s=1.0), Late(after_s=1.0), Stray(after_s=1.0))
+    calls = [asyncio.create_task(on.store.put(key, b"v", if_version=None)) for key in "abc"]
+    await asyncio.sleep(0.5)
+    on.faults.cut()
+    await asyncio.sleep(5.0)
+    on.faults.heal()
+    await asyncio.sleep(5.0)
+    assert [call.done() for call in calls] == [False, False, False]
+    assert [on.server.get(key) is not None for key in "abc"] == [False, True, False]
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
 
 
-def test_a_watch_whose_answer_was_lost_is_removed() -> None:
-    faults = Faults()
-
-    async def body(store: FaultyStore, server: MemoryServer, clock: VirtualClock) -> None:
-        notified: list[int] = []
-        faults.next("watch", Unanswered(), Stray(after_s=3.0))
-        assert await gave_up(store.watch("k", lambda: notified.append(1)))
-        assert await gave_up(store.watch("k", lambda: notified.append(2)))
-        await asyncio.sleep(10.0)
-        server.put("k", b"v", None)
-        await asyncio.sleep(1.0)
-        assert notified == []
-        assert server._watchers == {}
-
-    with_faults(faults, body)
+@faulty
+async def test_a_watch_whose_answer_was_lost_is_removed(on: Wrapped) -> None:
+    notified: list[int] = []
+    on.faults.next("watch", Unanswered(), Stray(after_s=3.0))
+    assert await gave_up(on.store.watch("k", lambda: notified.append(1)))
+    assert await gave_up(on.store.watch("k", lambda: notified.append(2)))
+    await asyncio.sleep(10.0)
+    on.server.put("k", b"v", None)
+    await asyncio.sleep(1.0)
+    assert notified == []
+    assert on.server._watchers == {}
 
 
 def scramble(seed: int) -> tuple[list[str], list[tuple[float, str]]]:
