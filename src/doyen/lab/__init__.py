@@ -10,7 +10,7 @@
       checkers         what must hold after every event
     quorum             whole nodes, candidates and clients on simulated machines
       quorum_plan      plans for this world
-      participants     all machines; `machines`: nodes and candidates; `clients`: of the keyspace
+      machines         nodes and candidates; `clients`: of the keyspace
       processes        processes, clocks and TCP on one virtual loop; `files`: their disks
       node_faults      what each kind of fault does; `administrator`: changes of the membership
       quorum_checkers  terms, the log, service, recovery

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from math import inf
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from doyen.lab.processes import Process
@@ -256,18 +257,10 @@ class ClientChecker:
     def check_state(self, name: str, keyspace: Keyspace) -> None:
         """Compare the keyspace of a node that has applied the whole log with the reference."""
         log, stored = self._reference, self._reference.keyspace
-        expected = (
-            *(stored.revision, stored.era, stored.version, sorted(stored.unended)),
-            *(stored.quota, stored.bytes()),
-        )
-        actual = (
-            keyspace.revision,
-            keyspace.era,
-            keyspace.version,
-            [lease for lease, _ in keyspace.leases()],
-            keyspace.quota,
-            keyspace.bytes,
-        )
+        figures = attrgetter("revision", "era", "version", "quota")
+        leases = [lease for lease, _ in keyspace.leases()]
+        expected = figures(stored), stored.bytes(), sorted(stored.unended)
+        actual = figures(keyspace), keyspace.bytes, leases
         same = all(
             [*keyspace.list(prefix)] == log.keys.under(prefix, log.index)
             for prefix in ("k", "l", "elections")
@@ -284,10 +277,5 @@ def same_entry(entry: Entry | None, record: StoredEntry | None) -> bool:
     if entry is None or record is None:
         return entry is None and record is None
     lease = str(record.lease) if record.lease else None
-    return (entry.key, entry.value, entry.revision, entry.version, entry.lease) == (
-        record.key,
-        record.value,
-        record.revision,
-        record.version,
-        lease,
-    )
+    shared = attrgetter("key", "value", "revision", "version")
+    return (shared(entry), entry.lease) == (shared(record), lease)

@@ -16,6 +16,7 @@ import errno
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from doyen.quorum.consensus.core import Snapshot
@@ -177,13 +178,6 @@ class _Inline:
         pass
 
 
-class _Queue:
-    """Replaces the journal's queue to its writing thread."""
-
-    def __init__(self, put: Callable[[Any], None]) -> None:
-        self.put = put
-
-
 class LabJournal(FileJournal):
     """The journal of a simulated node."""
 
@@ -208,7 +202,7 @@ class LabJournal(FileJournal):
             disk=files,
         )
         self._aside: Any = _Inline()
-        self._queue: Any = _Queue(self._take_in)
+        self._queue: Any = SimpleNamespace(put=self._take_in)  # to the writing thread
         self._writes: list[Any] = []
         self._busy = False
         self._rng = rng

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
+import msgspec
+
 
 @dataclass(slots=True, eq=False, repr=False)
 class Operation:
@@ -38,6 +40,15 @@ class Operation:
         what = f"reads k{self.key}" if self.value is None else f"sets k{self.key} to {self.value}"
         answer = f", answered {self.result}" if self.ended < inf else ", unanswered"
         return f"client {self.client} {what}{answer}"
+
+
+_encode = msgspec.msgpack.Encoder().encode
+decode_swap = msgspec.msgpack.Decoder(tuple[int, int, int, int]).decode
+"""The client, the request's number, the key and the value of a write."""
+
+
+def encode_swap(operation: Operation) -> bytes:
+    return _encode((operation.client, operation.seq, operation.key, operation.value))
 
 
 def witnessed(history: Iterable[Operation]) -> Operation | None:

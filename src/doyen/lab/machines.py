@@ -21,9 +21,10 @@ from doyen.election.options import Recipe, SessionSettings
 from doyen.errors import DoyenError, OutcomeUnknown, StoreError, StoreUnusable
 from doyen.lab.faults import PendingCrash
 from doyen.lab.files import DATA_DIRECTORY, Files, LabJournal
+from doyen.lab.linearizability import encode_swap
 from doyen.lab.plan import stream
 from doyen.lab.processes import MachineClock, Process, ProcessKilled
-from doyen.lab.registers import Registers, encode_swap
+from doyen.lab.registers import Registers
 from doyen.lease.runtime import InlineRuntime
 from doyen.quorum.keyspace.commands import RemoveEndedKeys, decode_command
 from doyen.quorum.keyspace.state import Keyspace

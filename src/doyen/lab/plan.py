@@ -264,35 +264,35 @@ def _draw_fault(
     shuffled = tuple(rng.sample(names, len(names)))
     some = shuffled[: rng.randint(1, max(1, len(names) - 1))]
     pair = (*one, rng.choice(names))
+    nodes: tuple[str, ...] = one
     match kind:
         case "partition":
-            return Fault(kind, at, for_s, one if rng.random() < 0.4 else some)
+            nodes = one if rng.random() < 0.4 else some
         case "oneway":
-            return Fault(kind, at, for_s, pair if rng.random() < 0.5 else (*one, *names))
+            nodes = pair if rng.random() < 0.5 else (*one, *names)
         case "bridge":
-            return Fault(kind, at, for_s, shuffled[: 1 + len(names) // 2])
-        case "reset":
-            return Fault(kind, at, 0.0, pair)
-        case "slow":
-            return Fault(kind, at, for_s, pair, rng.choice([0.05, 0.3, 1.0]))
+            nodes = shuffled[: 1 + len(names) // 2]
+        case "reset" | "slow":
+            nodes = pair
         case "loss" | "duplicate" | "reorder":
-            return Fault(kind, at, for_s, (), rng.choice([0.02, 0.1, 0.4]))
-        case "crash" | "power":
-            return Fault(kind, at, for_s, one, rng.choice([0, 1, 1, 2, 3, 5, 8]))
+            nodes = ()
         case "ballot":
-            down_s = rng.choice([0.002, 0.02, 0.2])
-            return Fault(kind, at, down_s, some, rng.choice([0, 1, 1, 2, 3]))
-        case "fsync" | "rot":
-            return Fault(kind, at, for_s, one)
-        case "stall":
-            return Fault(kind, at, for_s, one, rng.choice([0.05, 0.3, 1.5]))
-        case "rate":
-            return Fault(kind, at, for_s, one, rng.choice([0.5, 0.9, 1.1, 2.0]))
-        case "jump":
-            return Fault(kind, at, 0.0, one, rng.choice([0.2, 1.0, 5.0]))
+            for_s, nodes = rng.choice([0.002, 0.02, 0.2]), some
         case "transfer":
-            return Fault(kind, at, 0.0, (rng.choice(names),) if rng.random() < 0.7 else ())
+            nodes = (rng.choice(names),) if rng.random() < 0.7 else ()
         case "churn":
             return Fault(kind, at, for_s, (rng.choice(names),), float(rng.random() < 0.5))
-        case _:
-            return Fault(kind, at, for_s, one)
+    amount = rng.choice(_AMOUNTS[kind]) if kind in _AMOUNTS else 0.0
+    return Fault(kind, at, 0.0 if kind in ("reset", "jump", "transfer") else for_s, nodes, amount)
+
+
+_AMOUNTS: dict[str, tuple[float, ...]] = {
+    "slow": (0.05, 0.3, 1.0),
+    **dict.fromkeys(("loss", "duplicate", "reorder"), (0.02, 0.1, 0.4)),
+    **dict.fromkeys(("crash", "power"), (0, 1, 1, 2, 3, 5, 8)),
+    "ballot": (0, 1, 1, 2, 3),
+    "stall": (0.05, 0.3, 1.5),
+    "rate": (0.5, 0.9, 1.1, 2.0),
+    "jump": (0.2, 1.0, 5.0),
+}
+"""From what the amount of a fault is drawn."""

@@ -119,47 +119,41 @@ class Process:
             self._loop.run_backlog(backlog)
 
 
-class _Handle(asyncio.Handle):
-    """A callback of a process."""
+class _OfProcess:
+    """A callback of a process. It waits while the process is paused or dead."""
 
-    __slots__ = ("_process",)
+    __slots__ = ()
 
-    def __init__(self, process: Process, *others: Any) -> None:
+    def __init__(self: Any, process: Process, *others: Any) -> None:
         super().__init__(*others)
         self._process = process
 
-    def _run(self) -> None:
-        _run(self, self._process)
+    def _run(self: Any) -> None:
+        process: Process = self._process
+        if process.dead or process.paused:
+            process.backlog.append(self)
+            return
+        loop: LabLoop = self._loop
+        loop.steps += 1
+        loop.trace = hash((loop.trace, loop.clock._monotonic, process.number))
+        try:
+            self._context.run(self._callback, *self._args)
+        except ProcessKilled:
+            pass
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # noqa: BLE001  (as asyncio does it)
+            loop.call_exception_handler(
+                {"message": f"in {self._callback}", "exception": error, "handle": self}
+            )
 
 
-class _TimerHandle(asyncio.TimerHandle):
+class _Handle(_OfProcess, asyncio.Handle):
     __slots__ = ("_process",)
 
-    def __init__(self, process: Process, *others: Any) -> None:
-        super().__init__(*others)
-        self._process = process
 
-    def _run(self) -> None:
-        _run(self, self._process)
-
-
-def _run(handle: Any, process: Process) -> None:
-    if process.dead or process.paused:
-        process.backlog.append(handle)
-        return
-    loop: LabLoop = handle._loop
-    loop.steps += 1
-    loop.trace = hash((loop.trace, loop.clock._monotonic, process.number))
-    try:
-        handle._context.run(handle._callback, *handle._args)
-    except ProcessKilled:
-        pass
-    except (SystemExit, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # noqa: BLE001  (as asyncio does it)
-        loop.call_exception_handler(
-            {"message": f"in {handle._callback}", "exception": error, "handle": handle}
-        )
+class _TimerHandle(_OfProcess, asyncio.TimerHandle):
+    __slots__ = ("_process",)
 
 
 class LabLoop(VirtualLoop):
@@ -270,17 +264,14 @@ class SimulatedConnection(asyncio.Transport):
         for call, arguments in held:
             self._network.deliver(self, call, *arguments)
 
-    def close(self) -> None:
+    def close(self, error: Exception | None = None) -> None:
         if not self._closing:
             self._closing = True
-            self._network.deliver(self, self.other.end, None)
+            self._network.deliver(self, self.other.end, error)
             self._call(self.lose, None)
 
     def abort(self) -> None:
-        if not self._closing:
-            self._closing = True
-            self._network.deliver(self, self.other.end, ConnectionResetError("reset"))
-            self._call(self.lose, None)
+        self.close(ConnectionResetError("reset"))
 
     def is_closing(self) -> bool:
         return self._closing
@@ -297,10 +288,6 @@ class SimulatedConnection(asyncio.Transport):
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self.protocol = protocol
 
-    def get_protocol(self) -> asyncio.BaseProtocol:
-        protocol: asyncio.BaseProtocol = self.protocol
-        return protocol
-
     def pause_reading(self) -> None:
         self._reading = False
 
@@ -309,9 +296,6 @@ class SimulatedConnection(asyncio.Transport):
         unread, self._unread = self._unread, []
         if unread:
             self._call(self.receive, b"".join(unread))
-
-    def is_reading(self) -> bool:
-        return self._reading
 
     # Called by the network.
 

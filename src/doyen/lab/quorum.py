@@ -22,21 +22,21 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from contextvars import copy_context
 from typing import Any
 
 from doyen.errors import DoyenError
 from doyen.lab.administrator import Administrator
 from doyen.lab.client_checker import ClientChecker
+from doyen.lab.clients import ClientMachine
 from doyen.lab.faults import ActiveFaults, Undo
 from doyen.lab.linearizability import Operation
-from doyen.lab.machines import NodeMachine, SimulatedMachine
+from doyen.lab.machines import CandidateMachine, NodeMachine, SimulatedMachine
 from doyen.lab.node_faults import BEGIN, DRIFT
 from doyen.lab.outcome import Measurements, RunOutcome, Violation
-from doyen.lab.participants import Participants
 from doyen.lab.plan import LEADER, Fault, Plan, stream
-from doyen.lab.processes import LabLoop, ProcessKilled, StreamNetwork, quiet
+from doyen.lab.processes import LabLoop, Process, ProcessKilled, StreamNetwork, quiet
 from doyen.lab.protocols import Protocol, known
 from doyen.lab.quorum_checkers import (
     LogChecker,
@@ -44,16 +44,76 @@ from doyen.lab.quorum_checkers import (
     ServiceChecker,
     TermChecker,
 )
-from doyen.lab.quorum_plan import HOLDER
+from doyen.lab.quorum_plan import CLIENTS, HOLDER
 from doyen.lab.registers import RegisterChecker
 from doyen.lease.clock import VirtualClock
-from doyen.quorum.consensus.core import Role
+from doyen.quorum.consensus.core import Membership, Role
 from doyen.quorum.consensus.invariants import InvariantBroken
 from doyen.quorum.keyspace.state import UnknownCommand
 from doyen.quorum.node.framed_files import SyncFailed
 
 LIVENESS_S = 60.0
 """The time, after the end of all faults, within which the quorum must have recovered."""
+
+
+class Participants:
+    """Nodes, candidates and clients of the keyspace."""
+
+    def __init__(self, world: QuorumWorld) -> None:
+        self._world = world
+        self.machines: dict[str, SimulatedMachine] = {}
+        self.dead: list[Process] = []
+        """Processes that were killed and replaced."""
+
+    def create(self) -> None:
+        world, plan = self._world, self._world.plan
+        for number, name in enumerate(plan.names, 1):
+            self.machines[name] = NodeMachine(world, name, number, joining=False)
+        for number in range(1, plan.clients + 1):
+            self.machines[f"c{number}"] = CandidateMachine(world, f"c{number}", 100 + number)
+        for number, name in enumerate(CLIENTS, 1):
+            self.machines[name] = ClientMachine(world, name, 200 + number)
+
+    def __iter__(self) -> Iterator[SimulatedMachine]:
+        return iter(self.machines.values())
+
+    def processes(self) -> list[Process]:
+        """All processes that there ever were."""
+        return [*self.dead, *(machine.process for machine in self if machine.process)]
+
+    def nodes(self) -> list[NodeMachine]:
+        return [machine for machine in self if isinstance(machine, NodeMachine)]
+
+    def leader(self) -> NodeMachine | None:
+        """The node that leads in the latest generation."""
+        leading = [
+            (node.driver.generation, node.number, node)
+            for node in self.nodes()
+            if node.driver and node.driver.role is Role.LEADING
+        ]
+        return max(leading, key=lambda each: each[:2])[2] if leading else None
+
+    def add_node(self) -> NodeMachine:
+        """Start a new node that waits to be added to the membership."""
+        number = 1 + len(self.nodes())
+        node = NodeMachine(self._world, f"n{number}", number, joining=True)
+        self.machines[node.name] = node
+        node.start()
+        return node
+
+    def addresses_for(self, node: NodeMachine) -> dict[str, str]:
+        """The addresses with which a node is started: the founders' or, if it joins, all nodes'."""
+        plan = self._world.plan
+        known = [each.name for each in self.nodes()] if node.joining else plan.names
+        return {name: f"{name}:1" for name in dict.fromkeys((*known, node.name))}
+
+    def membership_for(self, node: NodeMachine) -> Membership:
+        """The membership with which a node is started."""
+        addresses = self.addresses_for(node)
+        if not node.joining:
+            return Membership(self._world.plan.names, (), addresses)
+        others = tuple(name for name in addresses if name != node.name)
+        return Membership(others, (node.name,), addresses)
 
 
 class QuorumWorld:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple
 
-from doyen.lab.registers import decode_swap
+from doyen.lab.linearizability import decode_swap
 from doyen.quorum.consensus.core import EntryKind, LogEntry
 from doyen.quorum.keyspace import commands
 from doyen.quorum.keyspace.commands import StoredEntry, decode_command, encode

@@ -15,16 +15,11 @@ from random import Random
 import msgspec
 from msgspec.msgpack import Decoder
 
-from doyen.lab.linearizability import Operation, linearizable, witnessed
+from doyen.lab.linearizability import Operation, decode_swap, linearizable, witnessed
 from doyen.quorum.node.state_machine import StateMachine
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_state = Decoder(tuple[int, dict[int, int]]).decode
-decode_swap = Decoder(tuple[int, int, int, int]).decode
-
-
-def encode_swap(operation: Operation) -> bytes:
-    return _encode((operation.client, operation.seq, operation.key, operation.value))
 
 
 class Registers(StateMachine):

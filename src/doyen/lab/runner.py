@@ -29,6 +29,7 @@ import msgspec
 from msgspec import Struct
 
 from doyen.errors import ConfigError
+from doyen.lab import quorum_plan
 from doyen.lab.narration import make_world, narrate
 from doyen.lab.outcome import RunOutcome
 from doyen.lab.plan import FAULT_SEQUENCES, KINDS, NODE_KINDS, REQUESTS, Plan, draw
@@ -100,8 +101,6 @@ def plan_for(
     _check_kinds(world, kinds)
     if world == "cores":
         return draw(protocol, nodes, seed, kinds=kinds, for_s=for_s, clients=clients)
-    from doyen.lab import quorum_plan
-
     return quorum_plan.draw(protocol, nodes, seed, kinds=kinds, for_s=for_s, clients=clients)
 
 
@@ -109,8 +108,6 @@ def _check_kinds(world: str, kinds: Sequence[str]) -> None:
     """Refuse faults that this kind of world does not have. `KINDS` means all that it has."""
     available: Sequence[str] = KINDS
     if world == "quorum":
-        from doyen.lab import quorum_plan
-
         available = (*quorum_plan.KINDS, *quorum_plan.NAMED)
     elif world != "cores":
         raise ConfigError(f"unknown world {world!r}: choose cores or quorum")

@@ -13,25 +13,19 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from doyen.lab.linearizability import Operation
+from doyen.lab.linearizability import Operation, decode_swap, encode_swap
 from doyen.lab.plan import stream
 from doyen.quorum.consensus.core import Membership
 
 if TYPE_CHECKING:
     from doyen.lab.world import World
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(tuple[int, int, int, int]).decode
-_decode_membership = msgspec.msgpack.Decoder(Membership).decode
+membership_of = msgspec.msgpack.Decoder(Membership).decode
+"""Decodes the data of a membership entry."""
 
 SAME_SERVER = 0.6
 """The probability that a client sends a request first to the server that answered it last. That is
 how requests reach a leader that has been deposed."""
-
-
-def membership_of(data: bytes) -> Membership:
-    """Decode the data of a membership entry."""
-    return _decode_membership(data)
 
 
 class RegisterMachine:
@@ -48,7 +42,7 @@ class RegisterMachine:
 
     def apply(self, data: bytes) -> int | None:
         """Swap a register's value. Returns the one before."""
-        client, seq, key, value = _decode(data)
+        client, seq, key, value = decode_swap(data)
         last = self.done.get(client)
         if last is not None and last[0] >= seq:
             return last[1]
@@ -76,12 +70,7 @@ class WorkloadRequest:
     def __init__(self, client: Client, operation: Operation) -> None:
         self.client = client
         self.operation = operation
-        value = operation.value
-        self.data = (
-            b""
-            if value is None
-            else _encode((operation.client, operation.seq, operation.key, value))
-        )
+        self.data = b"" if operation.value is None else encode_swap(operation)
 
 
 class Client:

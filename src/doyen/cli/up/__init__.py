@@ -92,7 +92,8 @@ def _run(
     problems: list[str] = []
     with ExitStack() as stack:
         quorum = None if args.store else _quorum(directory, stack)
-        store = args.store or (quorum.url if quorum else _file(directory))
+        local = f"sqlite://{quote(str(directory / 'doyen.db'))}"
+        store = args.store or (quorum.url if quorum else local)
         timing, worst_s = timing_on(store, args.ttl_s)
         cluster = CandidateGroup(
             directory,
@@ -109,7 +110,7 @@ def _run(
             show(cluster, stopping=interrupts.stopping)
         else:
             out = console()
-            report_line = _silent if args.json else out.print
+            report_line = (lambda _: None) if args.json else out.print
             if quorum:
                 report_line(f"a quorum of {len(quorum.servers)} nodes: {store}")
             report_line(f"{args.candidates} candidates on {'it' if quorum else store}")
@@ -136,14 +137,6 @@ def _quorum(directory: Path, stack: ExitStack) -> NodeGroup | None:
     stack.callback(quorum.stop)
     quorum.start()
     return quorum
-
-
-def _file(directory: Path) -> str:
-    return f"sqlite://{quote(str(directory / 'doyen.db'))}"
-
-
-def _silent(_: str) -> None:
-    return
 
 
 def _print(verdict: DrillResult, args: argparse.Namespace, directory: Path, *, keep: bool) -> None:

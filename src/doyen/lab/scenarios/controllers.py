@@ -118,7 +118,7 @@ class BrokerCluster:
 
     def _arrive(self, order: LeaderAndIsr, to: tuple[str, ...]) -> None:
         for name in to:
-            inside = self.world.participants[name].process.context
+            inside = self.world.participants[name].context
             self.world.loop.call_soon(self.brokers[name].obey, order, context=inside)
 
     def claims(self, partition: str) -> list[str]:
@@ -142,7 +142,7 @@ async def _fail_over(world: StoreWorld, make: Making) -> BrokerCluster:
     broker1 = world.participants["broker1"]
     world.record("broker1", "sends broker1 and broker3 again that broker1 leads orders-0")
     order = LeaderAndIsr("broker1", cluster.terms[0].token, "orders-0", "broker1")
-    broker1.process.context.copy().run(cluster.send, order, "broker1", "broker3")
+    broker1.context.copy().run(cluster.send, order, "broker1", "broker3")
     broker1.pause()
     await world.until(lambda: cluster.brokers["broker2"].leaders["orders-0"] == "broker2")
     await asyncio.sleep(2.0)
@@ -155,7 +155,6 @@ async def _fail_over(world: StoreWorld, make: Making) -> BrokerCluster:
 
 
 def controller(transcript: Transcript, credulous: Making = CredulousBroker) -> None:
-    """A leader that assigns other leaders."""
     cluster = run_store_world(transcript, lambda world: _fail_over(world, Broker))
     transcript.note("The same with brokers that ignore the epoch (a broken variant); at the end:")
     misled = run_store_world(Transcript(), lambda world: _fail_over(world, credulous))

@@ -56,7 +56,6 @@ class MasterRow:
 
 
 def master_row(transcript: Transcript, *, row_ttl_s: float | None = None) -> None:
-    """How the end of the master is noticed."""
     transcript.note(
         "A model: INSERT INTO master (id, …) VALUES (1, …); the primary key admits one row."
     )
@@ -123,7 +122,6 @@ async def _lease_and_notification(world: StoreWorld) -> tuple[float, list[int]]:
 
 
 def herd(transcript: Transcript, *, crowded: Recipe = "race", most: int = 1000) -> None:
-    """How many candidates are notified when a leader resigns."""
     transcript.note("Candidates wait behind guid_0000000001, which leads and then resigns.")
     crowds = (most // 100, most // 10, most)
     rows = {
@@ -220,7 +218,6 @@ class GuardedRegister(Register):
 
 
 def paused_leader(transcript: Transcript, *, bare: Register | None = None) -> None:
-    """A leader that was paused and does not know it."""
     with closing(GuardedRegister()) as guarded:
         bare = bare or Register()
         registers = {"the unguarded file": bare, "the guarded row": guarded}

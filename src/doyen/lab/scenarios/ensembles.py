@@ -61,7 +61,6 @@ class Ensemble(CoreWorld):
 
 
 def five_servers(transcript: Transcript) -> None:
-    """Five servers start one after the other, without data."""
     world = Ensemble(transcript, 5)
     seen = []
     for name in server_names(5):
@@ -106,7 +105,6 @@ def _history(world: Ensemble) -> None:
 
 
 def restarted_cluster(transcript: Transcript) -> None:
-    """Votes are compared by logical clock, then by data, then by id."""
     world = Ensemble(transcript, 5)
     transcript.note("Before: server5 led and crashed; then server4 led, and x was written.")
     with transcript.muted():
@@ -176,7 +174,6 @@ def by_ids_alone(me: str, reach: Mapping[str, Sequence[str]]) -> str | None:
 
 
 def no_majority(transcript: Transcript, rule: Rule = by_ids_alone) -> None:
-    """Rounds of votes without a majority."""
     nodes = ("node17", "node42", "node88")
     transcript.note("Servers A, B and C have drawn the numbers 42, 17 and 88.")
     transcript.note("A model of the vote by numbers alone, with the network cut between all three:")

@@ -94,7 +94,6 @@ class Replicas:
 
 
 def quorum_anomaly(transcript: Transcript, *, repair: bool = False) -> None:
-    """A value that was read disappears and returns."""
     transcript.note("A model: x on three servers, W = R = 2, and no leader. At first x = 1.")
     model = Replicas(transcript, repair=repair)
     model.begin()
@@ -197,7 +196,6 @@ def _cut_all_for(world: CoreWorld, seconds: float) -> tuple[int, int, float]:
 
 
 def partition_heals(transcript: Transcript) -> None:
-    """All five servers look for a leader when a partition heals."""
     world = CoreWorld(transcript, FIVE, "raft")
     spent: list[tuple[int, int, float]] = []
     broken = violation_of(lambda: spent.append(_cut_all_for(world, 10.0)))
@@ -274,7 +272,6 @@ def _record_no_leader(world: CoreWorld) -> None:
 
 
 def votes_too_early(transcript: Transcript, early: Making = CountsWhoIsUp) -> None:
-    """The servers that start first must not count only themselves."""
     transcript.note("A mutant: a server counts a majority of the servers that it is connected to.")
     hasty = CoreWorld(transcript, FIVE, "raft", core=early)
     hasty.checkers.cluster.majorities = False  # otherwise the checker stops the run too early
@@ -342,7 +339,6 @@ def _behind(world: CoreWorld) -> Operation:
 
 
 def vote_without_log(transcript: Transcript, printed: Making = AsPrinted) -> None:
-    """A later generation alone is no reason to grant a vote."""
     transcript.note("The mutant grants its vote to a later generation, whatever the other log.")
     bare = CoreWorld(transcript, THREE, "raft", core=printed)
     broken = violation_of(lambda: _behind(bare))

@@ -68,14 +68,14 @@ class StoreWorld:
     ) -> Participant:
         """Start a process that runs this with its session."""
         participant = self.participants[name] = Participant(self, name)
-        participant.process.start(self._run(participant, run, ttl_s))
+        participant.start(self._run(participant, run, ttl_s))
         return participant
 
     async def _run(
         self, participant: Participant, run: Callable[[Session], Awaitable[None]], ttl_s: float
     ) -> None:
         store = RemoteStore(self, participant)
-        runtime = InlineRuntime(self.clock, participant.process.number)
+        runtime = InlineRuntime(self.clock, participant.number)
         settings = SessionSettings(url="memory://", ttl_s=ttl_s)
         async with Session(settings, runtime, store) as session:
             await run(session)
@@ -84,32 +84,31 @@ class StoreWorld:
         """End all processes, including killed and paused ones."""
         tasks = []
         for participant in self.participants.values():
-            participant.process.release()
-            tasks += [task for task in participant.process.tasks if not task.done()]
+            participant.release()
+            tasks += [task for task in participant.tasks if not task.done()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Participant:
-    """One process."""
+class Participant(Process):
+    """One process. What happens to it is recorded."""
 
     def __init__(self, world: StoreWorld, name: str) -> None:
+        super().__init__(world.loop, name, len(world.participants) + 1)
         self._world = world
-        self.name = name
-        self.process = Process(world.loop, name, len(world.participants) + 1)
 
     def kill(self) -> None:
-        self._world.record(self.name, "is killed")
-        self.process.dead = True
+        self._world.record(self.machine, "is killed")
+        self.dead = True
 
     def pause(self) -> None:
-        self._world.record(self.name, "is paused")
-        self.process.pause()
+        self._world.record(self.machine, "is paused")
+        super().pause()
 
     def resume(self) -> None:
-        self._world.record(self.name, "resumes")
-        self.process.resume()
+        self._world.record(self.machine, "resumes")
+        super().resume()
 
 
 class RemoteStore(FaultyStore):
@@ -120,7 +119,7 @@ class RemoteStore(FaultyStore):
         super().__init__(store, Faults())
         self._world = world
         self._participant = participant
-        self._inside: Variables = participant.process.context
+        self._inside: Variables = participant.context
         self._local = world.local
 
     async def _call(
@@ -143,7 +142,7 @@ class RemoteStore(FaultyStore):
         return result
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
-        world, name = self._world, self._participant.name
+        world, name = self._world, self._participant.machine
 
         def changed() -> None:
             world.notified.append((world.now, name))
