@@ -79,27 +79,9 @@ def test_a_risky_removal_needs_confirmation(
 
 
 def condition(node: str, role: str = "following", applied: int = 5000, **other: Any) -> NodeAnswer:
-    status: dict[str, Any] = {
-        "id": 0,
-        "node": node,
-        "version": "",
-        "role": role,
-        "generation": 1,
-        "leader": "n1",
-        "commit": 5000,
-        "applied": applied,
-        "snapshot": 0,
-        "full": False,
-        "voters": ("n1", "n2", "n3"),
-        "learners": ("n4",),
-        "addresses": {},
-        "revision": 1,
-        "keys": 1,
-        "leases": 1,
-        "clients": 1,
-        "watches": 1,
-    }
-    return NodeAnswer(f"{node}:1", NodeStatus(**status | other))
+    start = (0, node, "", role, 1, "n1", 5000, applied, 0, False)
+    status = NodeStatus(*start, ("n1", "n2", "n3"), ("n4",), {}, 1, 1, 1, 1, 1)
+    return NodeAnswer(f"{node}:1", replace(status, **other))
 
 
 @pytest.mark.parametrize(
@@ -116,19 +98,12 @@ def condition(node: str, role: str = "following", applied: int = 5000, **other: 
             ["n1 would be the only voter"],
         ),
         (
-            [
-                condition("n1", "leading"),
-                condition("n2", applied=3000),
-                condition("n3", applied=3000),
-            ],
+            [condition("n1", "leading"), *(condition(name, applied=3000) for name in ("n2", "n3"))],
             "n1",
             ["2 voters", "n1 may have the only up-to-date copy"],
         ),
-        (
-            [condition("n2"), condition("n3")],
-            "n2",
-            [],
-        ),  # without a leader no change is possible anyway
+        # Without a leader no change is possible anyway.
+        ([condition("n2"), condition("n3")], "n2", []),
     ],
 )
 def test_what_a_removal_puts_at_risk(
@@ -184,31 +159,22 @@ def test_status_of_nodes_that_do_not_all_know_who_leads(
 
     monkeypatch.setattr(QuorumStore, "inspect", inspect)
     store = ["--store", "doyen://h1"]
-    voters, counts = ("n1", "n2"), (0, 0, 0, 0, 0)
-
-    def condition(node: str, role: str, leader: str | None) -> NodeStatus:
-        learners = () if node in voters else (node,)
-        start = (0, node, "1", role, 1, leader, 0, 0, 0, False)
-        return NodeStatus(*start, voters, learners, {}, *counts)
-
-    states += [
-        NodeAnswer("h1:7400", condition("n1", "leading", "n1")),
-        NodeAnswer("h2\x1b[2J:7400", condition("n2", "loo\x1b[2Jking", None)),
-    ]
+    odd = condition("n2", "loo\x1b[2Jking", leader=None).condition
+    states += [condition("n1", "leading"), NodeAnswer("h2\x1b[2J:7400", odd)]
     assert main(["cluster", "status", *store]) == 1
     out = capsys.readouterr().out
     assert "h2\\x1b[2J:7400  loo\\x1b[2Jking" in out
     assert "\x1b" not in out
-    refused = replace(
-        condition("n1", "leading", "n1"), refused={"n2": "h2:7400: \x1b[2Jempty; remove n2"}
-    )
-    waiting = replace(condition("n2", "looking", None), missing=("n3",))
-    states[:] = [NodeAnswer("h1:7400", refused), NodeAnswer("h2:7400", waiting)]
+    refused = {"n2": "h2:7400: \x1b[2Jempty; remove n2"}
+    states[:] = [
+        condition("n1", "leading", learners=(), refused=refused),
+        condition("n2", "looking", leader=None, missing=("n3",)),
+    ]
     assert main(["cluster", "status", *store]) == 1
     out = capsys.readouterr().out
     assert "n2 is not connected to n1: h2:7400: \\x1b[2Jempty; remove n2\n" in out
     assert "n2 waits for n3: start every node of its --peers with --found" in out
-    states[1:] = [NodeAnswer("h4:7400", condition("n4", "looking", None))]
+    states[1:] = [condition("n4", "looking", leader=None)]
     assert main(["cluster", "status", *store]) == 0
     assert "outside" in capsys.readouterr().out
 
