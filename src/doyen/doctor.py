@@ -175,16 +175,16 @@ async def _line(store: Store, election: str) -> tuple[Line, Order | None]:
     return line_of(election, record, tickets), Order.decode(order.value) if order else None
 
 
+def _note(subject: str, text: str) -> Finding:
+    return Finding(level="note", subject=subject, text=text)
+
+
 def judge_times(
     timing: Timing, latencies: Mapping[Operation, Latency], *, requested_ttl_s: float
 ) -> Iterator[Finding]:
     """Whether the timing of a lease fits the store's latency."""
     if timing.ttl_s != requested_ttl_s:
-        yield Finding(
-            level="note",
-            subject="ttl",
-            text=f"requested {requested_ttl_s:g} s, the store grants {timing.ttl_s:g} s",
-        )
+        yield _note("ttl", f"requested {requested_ttl_s:g} s, the store grants {timing.ttl_s:g} s")
     if timing.ttl_s < LEAST_TTL_S:
         pause_s = timing.validity_s - timing.renew_every_s
         yield Finding(
@@ -255,23 +255,20 @@ def _judge_clock(clock: Clock) -> Iterator[Finding]:
 def judge_capabilities(limits: Capabilities) -> Iterator[Finding]:
     """What the engine cannot do, and the consequences."""
     if not limits.proof_of_death:
-        yield Finding(
-            level="note",
-            subject="failover",
-            text="this store has no proof of death: a crashed leader is replaced when its lease"
+        yield _note(
+            "failover",
+            "this store has no proof of death: a crashed leader is replaced when its lease"
             " has expired, like one that is frozen",
         )
     if limits.expiry_factor > 1:
-        yield Finding(
-            level="note",
-            subject="failover",
-            text=f"this store may keep a lease for up to {limits.expiry_factor:g} times its ttl",
+        yield _note(
+            "failover",
+            f"this store may keep a lease for up to {limits.expiry_factor:g} times its ttl",
         )
     if not limits.linearizable_reads:
-        yield Finding(
-            level="note",
-            subject="reads",
-            text="reads of this store may be stale: leader, line and observers may show an earlier"
+        yield _note(
+            "reads",
+            "reads of this store may be stale: leader, line and observers may show an earlier"
             " state",
         )
 
@@ -280,7 +277,7 @@ def judge_line(line: Line, order: Order | None) -> Iterator[Finding]:
     """Whether an election is in order."""
     waiting = [each for each in line.candidates if not each.leads]
     if line.leader is None and not waiting:
-        yield Finding(level="note", subject="line", text="no leader and no candidates")
+        yield _note("line", "no leader and no candidates")
     elif line.leader is None:
         yield Finding(
             level="warning",
@@ -309,11 +306,7 @@ def judge_line(line: Line, order: Order | None) -> Iterator[Finding]:
                 remedy="give each its own name",
             )
     if order is not None and line.leader is not None and order.token == line.leader.token:
-        yield Finding(
-            level="note",
-            subject="order",
-            text=f"{order.by!r} has ordered {line.leader.name!r} to let go",
-        )
+        yield _note("order", f"{order.by!r} has ordered {line.leader.name!r} to let go")
 
 
 def duration(seconds: float) -> str:

@@ -173,8 +173,6 @@ _ENGINES = {
     "aiomysql": _MYSQL,
 }
 _IN_TRANSACTION = 1
-
-
 _ASYNCHRONOUS = {"psycopg.AsyncConnection", "asyncmy.Connection", "aiomysql.Connection"}
 
 
@@ -184,11 +182,11 @@ def _engine_of(connection: object, *, asynchronous: bool) -> _Engine:
         engine = _ENGINES.get(client)
         if engine is None:
             continue
-        if asynchronous and f"{client}.{kind.__name__}" not in _ASYNCHRONOUS:
+        if (f"{client}.{kind.__name__}" in _ASYNCHRONOUS) is asynchronous:
+            return engine
+        if asynchronous:
             raise ConfigError("this connection is not asynchronous: use create and check")
-        if not asynchronous and f"{client}.{kind.__name__}" in _ASYNCHRONOUS:
-            raise ConfigError("this connection is asynchronous: use create_async and check_async")
-        return engine
+        raise ConfigError("this connection is asynchronous: use create_async and check_async")
     raise ConfigError(
         "SQLGuard works with connections of sqlite3, psycopg, psycopg2, PyMySQL, mysqlclient,"
         f" mysql.connector, asyncmy and aiomysql, not with a {type(connection).__name__}"
@@ -351,9 +349,7 @@ class GuardedFile:
         draft = self._fence / f"{token}.{uuid.uuid4().hex}.draft"
         try:
             self._write_draft(draft, data)
-            _fsync_directory(
-                self._fence
-            )  # the claim must be durable before the new content is visible
+            _fsync_directory(self._fence)  # the claim is durable before the new content is visible
             self._refuse_if_stale(token)
             os.rename(draft, self.path)
         except FileNotFoundError:

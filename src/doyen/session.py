@@ -231,19 +231,16 @@ class Session:
                     loop.call_soon_threadsafe(changed.set)
 
         observing = asyncio.ensure_future(self._run(observe, election, deliver))
+        observing.add_done_callback(lambda _: changed.set())
         try:
             while True:
                 while seen:
                     yield seen.popleft()
-                waking = asyncio.ensure_future(changed.wait())
-                try:
-                    await asyncio.wait({waking, observing}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    waking.cancel()
-                changed.clear()
-                if not seen and observing.done():
+                if observing.done():
                     observing.result()
                     raise SessionClosed("the session is closed; connect again")
+                await changed.wait()
+                changed.clear()
         finally:
             observing.cancel()
 

@@ -62,14 +62,9 @@ class AuditLog:
                 self._gap = None
 
     def _line(self, record: Record) -> bytes:
-        stamp = {
-            "at": record.at,
-            "wall": record.wall,
-            "boot": self._boot,
-            "pid": record.pid,
-            "session": record.session,
-        }
-        text = json.dumps({**record.fields(), **stamp}, separators=(",", ":"), default=repr)
+        when = {"at": record.at, "wall": record.wall, "boot": self._boot}
+        line = {**record.fields(), **when, "pid": record.pid, "session": record.session}
+        text = json.dumps(line, separators=(",", ":"), default=repr)
         return text.encode() + b"\n"
 
     def close(self) -> None:

@@ -85,11 +85,6 @@ class Claiming:
                 if record is not None:
                     return record
 
-    def end(self) -> None:
-        """End the attempt, whose lease is lost: the store removes its entries."""
-        self.succession.close()
-        self.attempt.end()
-
     async def _join(self) -> None:
         """Take a ticket, unless the attempt has one or needs none."""
         attempt, settings = self.attempt, self.attempt.settings
@@ -171,8 +166,7 @@ class Claiming:
         attempt, candidacy = self.attempt, self._candidacy
         if await attempt.core.deletions.delete_left_over(entry):
             return
-        if attempt.ticket is not None and not self.succession.watched:
-            await self.succession.watch()
+        if attempt.ticket is not None and await self.succession.watch():
             return
         name = Claim.decode(entry.value).name
         where = "leads" if entry.key == attempt.record_key else "is ahead in line"
@@ -282,8 +276,9 @@ class Candidacy:
                                 keepalive = await core.leases.shared()
                             else:
                                 keepalive = await core.leases.own(settings.stall_after_s)
-                        if claiming is not None:
-                            claiming.end()
+                        if claiming is not None:  # its lease is lost: the store removes its entries
+                            claiming.succession.close()
+                            claiming.attempt.end()
                         claiming = Claiming(Attempt(core, settings, keepalive), self)
                         self._claiming = claiming
                     claiming.attempt.record = record = await claiming.win()

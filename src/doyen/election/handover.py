@@ -34,15 +34,14 @@ class Succession:
         self._watch: Watch | None = None
         self._unread = False
 
-    @property
-    def watched(self) -> bool:
-        return self._watch is not None
-
-    async def watch(self) -> None:
-        """Watch for a notice, until closed."""
+    async def watch(self) -> bool:
+        """Watch for a notice, until closed. False if it was watched already."""
+        if self._watch is not None:
+            return False
         core = self._attempt.core
         self._watch = await core.call(core.store.watch(self._key(), self._notified))
         self._unread = True
+        return True
 
     def _key(self) -> str:
         settings = self._attempt.settings

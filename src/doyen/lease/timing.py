@@ -61,11 +61,8 @@ class Timing:
         if not 0 < self.ttl_s < float("inf"):
             raise ConfigError(f"ttl_s must be positive, not {self.ttl_s}")
         renewals = 6 if self.renewals_lag else 3
-        for name, share in (
-            ("stop_budget_s", 6),
-            ("renew_every_s", renewals),
-            ("request_timeout_s", 6),
-        ):
+        shares = {"stop_budget_s": 6, "renew_every_s": renewals, "request_timeout_s": 6}
+        for name, share in shares.items():
             if math.isnan(getattr(self, name)):
                 object.__setattr__(self, name, self.ttl_s / share)
         for name, low, high in (

@@ -227,11 +227,9 @@ def _spawn(command: list[str], token: int) -> int:
             for signum in _NOT_FOR_THE_GUARD:
                 if signal.getsignal(signum) is not signal.SIG_IGN:
                     signal.signal(signum, signal.SIG_DFL)
-            for signum in (
-                signal.SIGPIPE,
-                signal.SIGXFSZ,
-            ):  # Python ignores these, and exec would keep that
-                signal.signal(signum, signal.SIG_DFL)
+            # Python ignores these, and exec would keep that.
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, unhandled)
             os.execvpe(command[0], command, {**os.environ, "DOYEN_TOKEN": str(token)})
     except OSError as error:
@@ -288,7 +286,11 @@ class _Guard:
         if tree is None:
             return
         gone = tree.reap()
-        if not gone and self._kill_at == inf and (tree.status is not None or self._expired()):
+        if (
+            not gone
+            and self._kill_at == inf
+            and (tree.status is not None or now() >= self._valid_until)
+        ):
             if tree.status is None:
                 self._report = EXPIRED
             self._stop()
@@ -298,12 +300,9 @@ class _Guard:
         if gone:
             self._finish(tree.status or 0)
 
-    def _expired(self) -> bool:
-        return now() >= self._valid_until
-
     def _start(self, token: int) -> None:
         self._kill_at = inf
-        if self._expired():
+        if now() >= self._valid_until:
             self._report = EXPIRED
             self._finish(signal.SIGTERM)
             return
