@@ -64,10 +64,7 @@ class Crew:
 
     def start_command(self, who: str, arguments: list[str], python: str = sys.executable) -> str:
         self._members[who] = subprocess.Popen(
-            [python, *arguments],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=self._writing,
+            [python, *arguments], cwd=ROOT, stdin=subprocess.PIPE, stdout=self._writing
         )
         return who
 

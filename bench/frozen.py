@@ -17,11 +17,7 @@ from bench.figures import Figure, spread
 
 __all__ = ["frozen"]
 
-IDIOMS = {
-    "checked": "checks term.valid",
-    "scope": "async scope",
-    "unchecked": "ignores its term",
-}
+IDIOMS = {"checked": "checks term.valid", "scope": "async scope", "unchecked": "ignores its term"}
 
 
 def frozen(*, trials: int = 10, ttl_s: float = 1.0, observe_s: float = 1.0) -> list[Figure]:

@@ -100,11 +100,7 @@ class Turns:
 
 
 def writes(
-    *,
-    rounds: int = 5,
-    seconds: float = 2.0,
-    levels: tuple[int, ...] = LEVELS,
-    peers: bool = True,
+    *, rounds: int = 5, seconds: float = 2.0, levels: tuple[int, ...] = LEVELS, peers: bool = True
 ) -> list[Figure]:
     """Replicated writes per second, one and many in flight, compared with etcd and PySyncObj."""
     turns = Turns()

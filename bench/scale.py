@@ -75,11 +75,7 @@ def _mean(counts: list[Counter[str]]) -> dict[str, float]:
 
 
 def many(
-    *,
-    elections: int = 10_000,
-    traced: int = 2_000,
-    settle_s: float = 2.0,
-    hold_s: float = 15.0,
+    *, elections: int = 10_000, traced: int = 2_000, settle_s: float = 2.0, hold_s: float = 15.0
 ) -> list[Figure]:
     """Many elections led by one session: the time to win them, and their cost while led.
     Memory includes everything that an election needs, the caller's task included."""

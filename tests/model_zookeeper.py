@@ -345,10 +345,9 @@ class ZooKeeperModel:
     def _notify(self, event: int, path: str) -> None:
         """Send an event to the watches of a path, and remove them."""
         for connection, watches in self._watches.items():
-            kinds = {
-                CHILD: [watches.children],
-                DELETED: [watches.data, watches.children],
-            }.get(event, [watches.data])
+            kinds = {CHILD: [watches.children], DELETED: [watches.data, watches.children]}.get(
+                event, [watches.data]
+            )
             hit = [kind for kind in kinds if path in kind]
             for kind in hit:
                 kind.discard(path)

@@ -116,10 +116,7 @@ class ReturnsExpiryTime(MemoryServer):
         return entry._replace(remaining_s=left)
 
 
-@caught_by(
-    "of_many_racers_exactly_one_wins",
-    "a_lost_answer_is_resolved_by_reading_the_attempt_id",
-)
+@caught_by("of_many_racers_exactly_one_wins", "a_lost_answer_is_resolved_by_reading_the_attempt_id")
 class LastOneWins(MemoryServer):
     def create(self, key: str, value: bytes, lease: str) -> Creation:
         self.delete(key)

@@ -249,8 +249,7 @@ async def existing(store: Store, key: str) -> Entry:
 
 
 @pytest.mark.parametrize(
-    ("mutant", "seed", "caught"),
-    [(unbound, 7, TimeoutError), (credulous, 7, SafetyViolated)],
+    ("mutant", "seed", "caught"), [(unbound, 7, TimeoutError), (credulous, 7, SafetyViolated)]
 )
 def test_mutants_are_detected(
     mutant: Callable[..., object],

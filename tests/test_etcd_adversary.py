@@ -95,9 +95,7 @@ class Unwitnessed(EtcdKeepalive):
         self._client.call = agree  # type: ignore[method-assign]
 
 
-def test_a_mutant_without_confirmed_renewals_is_detected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_mutant_without_confirmed_renewals_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("doyen.stores.etcd.store.EtcdKeepalive", Unwitnessed)
     with pytest.raises(SafetyViolated):
         contest(UNWITNESSED)

@@ -42,10 +42,7 @@ def test_a_minute_of_hunting_detects(variant: Protocol, faults: str) -> None:
 
 @pytest.mark.parametrize(("broken", "pinned", "kinds"), MUTANTS)
 def test_a_minute_of_hunting_detects_a_mutant_of_nodes(
-    broken: nodes.Mutant,
-    pinned: int,
-    kinds: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
+    broken: nodes.Mutant, pinned: int, kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = seed = random.SystemRandom().randrange(1_000_000)
     until = time.monotonic() + HUNT_S

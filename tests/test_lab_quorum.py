@@ -287,10 +287,7 @@ def unbroken(seed: int, kinds: tuple[str, ...]) -> RunOutcome:
 
 @pytest.mark.parametrize(("broken", "pinned", "kinds"), MUTANTS)
 def test_the_lab_detects(
-    broken: nodes.Mutant,
-    pinned: int,
-    kinds: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
+    broken: nodes.Mutant, pinned: int, kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the mutant some seed ends in a violation; without it the same seed does not."""
     with monkeypatch.context() as patch:

@@ -13,13 +13,7 @@ from typing import Any
 
 import pytest
 
-from doyen.errors import (
-    ConfigError,
-    LeaseGone,
-    OutcomeUnknown,
-    StoreUnavailable,
-    StoreUnusable,
-)
+from doyen.errors import ConfigError, LeaseGone, OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.lease.clock import SystemClock
 from doyen.quorum.keyspace.commands import StoredEntry, encode
 from doyen.quorum.node import replicated as machines
@@ -294,10 +288,7 @@ async def test_a_client_whose_session_was_dropped_takes_a_new_id(
 
 
 async def test_a_token_floor_raises_tokens(tmp_path: Path) -> None:
-    async with (
-        nodes(tmp_path) as quorum,
-        opened(quorum.url(query="?token_floor=1000000")) as store,
-    ):
+    async with nodes(tmp_path) as quorum, opened(quorum.url(query="?token_floor=1000000")) as store:
         lease = await store.grant(60.0)
         assert (await store.create("k", b"", lease)).entry.revision > 1_000_000
 
@@ -365,10 +356,7 @@ async def test_secrets(tmp_path: Path) -> None:
     file.write_text(f"{SECRET}\n")
     quoted = SECRET.replace(" ", "%20")
     async with nodes(tmp_path / "n", secret=SECRET, peer_secret=f"{SECRET} of nodes") as quorum:
-        for url in (
-            quorum.url(secret=quoted),
-            quorum.url(query=f"?secret_file={file}"),
-        ):
+        for url in (quorum.url(secret=quoted), quorum.url(query=f"?secret_file={file}")):
             async with opened(url) as store:
                 assert await store.get("k") is None
         for url in (quorum.url(), quorum.url(secret="not%20the%20secret%20we%20mean")):

@@ -105,9 +105,7 @@ def test_a_sweeper_that_was_late_spares_due_leases_once() -> None:
     assert clock.due(clock.next_deadline) == (other,)
 
 
-def test_a_sweeper_that_was_late_spares_every_lease_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_sweeper_that_was_late_spares_every_lease_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that were spared before end in several commands; the others are spared all the same."""
     monkeypatch.setattr(module, "AT_ONCE", 3)
     keyspace, clock, dead = granted(*[2.0] * 5)

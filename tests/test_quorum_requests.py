@@ -309,9 +309,7 @@ def test_a_first_write_is_not_retried_once_a_later_one_was_answered(
     with_client(test, monkeypatch)
 
 
-def test_a_first_write_is_not_retried_after_a_long_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_first_write_is_not_retried_after_a_long_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The quorum may have carried it out and forgotten the client since. Once it has answered a
     write under this name, it notices that."""
 

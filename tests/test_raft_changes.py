@@ -32,18 +32,7 @@ from doyen.quorum.consensus.raft.messages import (
     TimeoutNow,
 )
 from raft_cluster import RaftCluster
-from raft_kit import (
-    ABC,
-    change,
-    following,
-    hear,
-    leading,
-    log,
-    raft,
-    recovered,
-    sends,
-    write,
-)
+from raft_kit import ABC, change, following, hear, leading, log, raft, recovered, sends, write
 
 
 def test_transfer_stops_for_a_dead_successor() -> None:

@@ -27,17 +27,7 @@ from doyen.quorum.consensus.raft.messages import (
     VoteReply,
 )
 from raft_cluster import RaftCluster
-from raft_kit import (
-    ABC,
-    following,
-    hear,
-    leading,
-    only,
-    raft,
-    recovered,
-    sends,
-    write,
-)
+from raft_kit import ABC, following, hear, leading, only, raft, recovered, sends, write
 
 
 def test_pre_vote_changes_no_generation() -> None:

@@ -54,18 +54,7 @@ from doyen.quorum.consensus.raft.messages import (
     Vote,
     VoteReply,
 )
-from raft_kit import (
-    ABC,
-    SNAPSHOT,
-    change,
-    following,
-    hear,
-    leading,
-    log,
-    raft,
-    recovered,
-    sends,
-)
+from raft_kit import ABC, SNAPSHOT, change, following, hear, leading, log, raft, recovered, sends
 
 
 class Foreign(Message, frozen=True, array_like=True, tag=True, gc=False):

@@ -133,9 +133,7 @@ async def standing(store: Store) -> list[bytes]:
     return tickets if record is None else [record.value, *tickets]
 
 
-async def test_an_ask_redirection_is_followed_for_one_command(
-    nodes: tuple[Node, Node],
-) -> None:
+async def test_an_ask_redirection_is_followed_for_one_command(nodes: tuple[Node, Node]) -> None:
     """The source responds ASK for keys that it no longer has. The target serves them after
     ASKING."""
     slot = Slot("ask", *nodes)

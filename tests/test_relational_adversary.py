@@ -56,11 +56,7 @@ def contest(
         return models[0]
 
     run_contest(
-        seed,
-        build,
-        lambda host: address(engine, worlds[0].network, host),
-        ttl_s=TTL_S,
-        **options,
+        seed, build, lambda host: address(engine, worlds[0].network, host), ttl_s=TTL_S, **options
     )
     assert not models[0].failed
 

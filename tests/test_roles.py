@@ -237,10 +237,7 @@ async def test_certificates_are_reloaded_without_a_restart(
             await store.close()
         return True
 
-    async with (
-        asyncio.timeout(60),
-        one_node(tmp_path / "n1", tls=installed) as address,
-    ):
+    async with asyncio.timeout(60), one_node(tmp_path / "n1", tls=installed) as address:
         assert await reaches(address, certificates)
         files["certificate"].write_text("half a certifi")
         assert await reaches(address, certificates)

@@ -259,10 +259,7 @@ async def test_a_full_inbox_notifies_every_watch(tmp_path: Path) -> None:
         notified: list[str] = []
         await reader.watch("quiet", lambda: notified.append("quiet"))
         await reader.watch("noisy", lambda: notified.append("noisy"))
-        noisy, quiet = (
-            reader._watches._scopes["noisy"].tag,
-            reader._watches._scopes["quiet"].tag,
-        )
+        noisy, quiet = (reader._watches._scopes["noisy"].tag, reader._watches._scopes["quiet"].tag)
         capacity = reader._inbox._capacity
         assert capacity % 8 == 0
         # All sent before the loop runs again, so that nothing is read in between.

@@ -343,10 +343,7 @@ async def test_the_record_of_an_earlier_session_is_not_accepted(
     """curator#1211: a client accepted the record of its earlier session. Here the content of the
     record is that of this candidate, but ZooKeeper has bound it to another session."""
     monkeypatch.setattr(SessionCore, "next_attempt", lambda self: "the-same-1")
-    async with (
-        opened(server.url) as last,
-        doyen.connect(server.url, ttl_s=TTL_S) as session,
-    ):
+    async with opened(server.url) as last, doyen.connect(server.url, ttl_s=TTL_S) as session:
         lease = await last.grant(10.0)
         ours = Claim("same", "the-same-1", {}).encode()
         left = await last.create(leader_key(election), ours, lease)

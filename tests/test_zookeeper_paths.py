@@ -91,9 +91,7 @@ def test_odd_names_have_distinct_znodes() -> None:
 
 
 @given(st.sets(st.tuples(names, st.sampled_from(KINDS)), min_size=1, max_size=4))
-def test_a_walk_finds_exactly_what_was_written(
-    elections: set[tuple[str, Kind]],
-) -> None:
+def test_a_walk_finds_exactly_what_was_written(elections: set[tuple[str, Kind]]) -> None:
     keys = [key for name, kind in elections if name.isprintable() for key in keys_of(name, kind)]
     paths = [LAYOUT.leaf(key) for key in keys]
     assert len(set(paths)) == len(keys)
