@@ -256,6 +256,11 @@ class Contest:
                     pass
 
 
+def sound(report: Report, terms: int) -> None:
+    assert not report.violations, report.violations[0].story
+    assert report.terms >= terms
+
+
 async def run_candidate(url: str, name: str, ttl_s: float, audit: str) -> None:
     """Campaign until standard input ends."""
 

@@ -1,12 +1,17 @@
-"""Fixtures that are alike in many modules."""
+"""What the tests of many stores share: fixtures of servers, and opening a store of a kind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from typing import Any, Literal, TypeVar
 
 import pytest
+
+from doyen.lease.clock import SystemClock
+from doyen.stores.port import Context, Store, open_store
+
+S = TypeVar("S", bound=Store)
 
 
 def shared(
@@ -22,3 +27,18 @@ def shared(
             yield server
 
     return server
+
+
+def opening(kind: type[S]) -> Callable[[str], AbstractAsyncContextManager[S]]:
+    """Opens a store of this kind at a URL, and closes it."""
+
+    @asynccontextmanager
+    async def opened(url: str) -> AsyncIterator[S]:
+        store = await open_store(url, Context(SystemClock(), lambda event: None))
+        assert isinstance(store, kind)
+        try:
+            yield store
+        finally:
+            await store.close()
+
+    return opened

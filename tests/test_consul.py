@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 
 import pytest
 
 import servers
 from doyen.errors import ConfigError, OutcomeUnknown, StoreError, StoreUnavailable, StoreUnusable
-from doyen.lease.clock import SystemClock
 from doyen.model import leader_key, line_key, order_key
 from doyen.stores.consul.client import Agents, ConsulResponse
 from doyen.stores.consul.diagnosis import AgentState, findings
+from doyen.stores.consul.store import ConsulStore
 from doyen.stores.consul.watches import MOST_COVERS, ConsulWatches
-from doyen.stores.port import Context, Store, open_store
-from fixtures import shared
+from doyen.stores.port import Store
+from fixtures import opening, shared
 from servers import wire
 
 MASTER = "5f0ab5a0-0000-4000-8000-000000000001"
@@ -27,13 +27,7 @@ UNKNOWN = "5f0ab5a0-0000-4000-8000-000000000002"
 server = shared(lambda: servers.Consul(session_ttl_min="1s"))
 
 
-@asynccontextmanager
-async def opened(url: str) -> AsyncIterator[Store]:
-    store = await open_store(url, Context(SystemClock(), lambda event: None))
-    try:
-        yield store
-    finally:
-        await store.close()
+opened = opening(ConsulStore)
 
 
 async def reached(event: asyncio.Event) -> None:

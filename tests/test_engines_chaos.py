@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 import servers
-from contest import Candidate, Contest
-from doyen.audit import Report
+from contest import Candidate, Contest, sound
 from engines import ENGINES, Trial, on_trial, worst_s
 from servers import Proxy
 
@@ -32,11 +31,6 @@ def trial(request: pytest.FixtureRequest) -> Iterator[Trial]:
 def link_of(candidate: Candidate) -> Proxy:
     assert candidate.link is not None
     return candidate.link
-
-
-def sound(report: Report, terms: int) -> None:
-    assert not report.violations, report.violations[0].story
-    assert report.terms >= terms
 
 
 DEADLY: dict[str, Callable[[Proxy, float], object]] = {

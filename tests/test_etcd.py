@@ -11,8 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,13 +28,12 @@ from doyen.errors import (
     StoreUnavailable,
     StoreUnusable,
 )
-from doyen.lease.clock import SystemClock
 from doyen.model import leader_key, line_key
 from doyen.stores.etcd import connection, rpc, watches
 from doyen.stores.etcd.connection import EtcdChannel, EtcdCluster, EtcdLogin
 from doyen.stores.etcd.leases import EtcdKeepalive
 from doyen.stores.etcd.store import EtcdStore
-from doyen.stores.port import Context, open_store
+from fixtures import opening
 from servers import Etcd, Proxy, free_port
 from servers.wire import http, http_json
 
@@ -44,14 +42,7 @@ PATIENCE_S = 20.0
 KEY = leader_key("e")
 
 
-@asynccontextmanager
-async def opened(url: str) -> AsyncIterator[EtcdStore]:
-    store = await open_store(url, Context(SystemClock(), lambda event: None))
-    assert isinstance(store, EtcdStore)
-    try:
-        yield store
-    finally:
-        await store.close()
+opened = opening(EtcdStore)
 
 
 def on(url: str, body: Callable[[EtcdStore], Awaitable[None]]) -> None:
@@ -155,11 +146,9 @@ def test_a_member_that_does_not_answer_is_reported(etcd: Etcd) -> None:
 
 
 @pytest.mark.usefixtures("in_order")
-def test_a_dead_member_is_skipped(etcd: Etcd) -> None:
-    async def body(store: EtcdStore) -> None:
+async def test_a_dead_member_is_skipped(etcd: Etcd) -> None:
+    async with opened(f"etcd://127.0.0.1:{free_port()},{etcd.address}") as store:
         assert await store.get(KEY) is None
-
-    on(f"etcd://127.0.0.1:{free_port()},{etcd.address}", body)
 
 
 async def test_stores_with_different_prefixes_share_nothing(etcd: Etcd) -> None:
@@ -175,11 +164,9 @@ def test_a_cluster_below_the_token_floor_is_refused(etcd: Etcd) -> None:
     on(f"{etcd.url}?token_floor=1", lambda store: asyncio.sleep(0))
 
 
-def test_ttls_are_granted_in_whole_seconds(etcd: Etcd) -> None:
-    async def body(store: EtcdStore) -> None:
+async def test_ttls_are_granted_in_whole_seconds(etcd: Etcd) -> None:
+    async with opened(etcd.url) as store:
         assert (await store.grant(1.2)).ttl_s == 2.0
-
-    on(etcd.url, body)
 
 
 # Answers that must not be accepted
@@ -269,8 +256,8 @@ def test_an_error_does_not_keep_its_channel_alive() -> None:
 # Reads in one transaction
 
 
-def test_concurrent_reads_are_each_answered(etcd: Etcd) -> None:
-    async def body(store: EtcdStore) -> None:
+async def test_concurrent_reads_are_each_answered(etcd: Etcd) -> None:
+    async with opened(etcd.url) as store:
         lease = await store.grant(60)
         keys = [leader_key(f"r{number}") for number in range(250)]
         await asyncio.gather(*(store.create(key, key.encode(), lease) for key in keys[::2]))
@@ -281,8 +268,6 @@ def test_concurrent_reads_are_each_answered(etcd: Etcd) -> None:
         values = [entry and entry.value for entry in found]
         assert values == [None if number % 2 else key.encode() for number, key in enumerate(keys)]
         await store.revoke(lease)
-
-    on(etcd.url, body)
 
 
 def test_a_cancelled_read_does_not_affect_its_batch(etcd: Etcd) -> None:
@@ -371,10 +356,10 @@ async def test_a_late_answer_is_not_taken_for_that_of_the_next_renewal() -> None
     leases._stream.end()
 
 
-def test_a_renewal_by_a_deposed_leader_does_not_count(
+async def test_a_renewal_by_a_deposed_leader_does_not_count(
     etcd: Etcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def body(store: EtcdStore) -> None:
+    async with opened(etcd.url) as store:
         lease = await store.grant(60)
         await store.renew(lease)
         keepalive: Any = store._leases
@@ -388,8 +373,6 @@ def test_a_renewal_by_a_deposed_leader_does_not_count(
         monkeypatch.setattr(keepalive._client, "call", read_later)
         with pytest.raises(StoreUnavailable, match="changed its leader"):
             await store.renew(lease)
-
-    on(etcd.url, body)
 
 
 async def test_the_renewal_of_an_ended_lease_fails(etcd: Etcd) -> None:
@@ -434,10 +417,9 @@ async def test_a_watch_outlives_a_restart_and_a_compaction() -> None:
                 await notified.wait()
 
 
-def test_a_watch_that_etcd_cancels_begins_anew_and_is_notified(etcd: Etcd) -> None:
+async def test_a_watch_that_etcd_cancels_begins_anew_and_is_notified(etcd: Etcd) -> None:
     """As etcd does after a compaction that a watch has fallen behind."""
-
-    async def body(store: EtcdStore) -> None:
+    async with opened(etcd.url) as store:
         notified = asyncio.Event()
         await store.watch(KEY, notified.set)
         stream: Any = store._watches._stream
@@ -448,8 +430,6 @@ def test_a_watch_that_etcd_cancels_begins_anew_and_is_notified(etcd: Etcd) -> No
         await store.put(KEY, b"v", if_version=None)
         await notified.wait()
         await store.delete(KEY)
-
-    on(etcd.url, body)
 
 
 @pytest.mark.usefixtures("in_order")
@@ -473,16 +453,14 @@ def test_a_silent_watch_stream_is_replaced(
         asyncio.run(main(proxy))
 
 
-def test_watches_share_one_stream_and_are_removed_from_the_server(etcd: Etcd) -> None:
-    async def body(store: EtcdStore) -> None:
+async def test_watches_share_one_stream_and_are_removed_from_the_server(etcd: Etcd) -> None:
+    async with opened(etcd.url) as store:
         before = watchers(etcd)
         each = [await store.watch(f"k{number}", lambda: None) for number in range(50)]
         assert watchers(etcd) == (before[0] + 1, before[1] + 50)
         for watch in each:
             watch.close()
         await eventually(lambda: _require(lambda: watchers(etcd)[1] == before[1]))
-
-    on(etcd.url, body)
 
 
 async def _require(condition: Callable[[], bool]) -> None:

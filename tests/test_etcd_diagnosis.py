@@ -8,9 +8,8 @@ import pytest
 
 from doyen.model import Finding
 from doyen.stores.etcd.diagnosis import EtcdMemberState, findings
-from doyen.stores.etcd.store import EtcdStore
 from servers import Etcd, free_port
-from test_etcd import on
+from test_etcd import opened
 
 GOOD = EtcdMemberState(member="h:2379", version="3.6.12")
 THREE = [replace(GOOD, member=f"h{number}:2379") for number in range(3)]
@@ -66,15 +65,12 @@ def test_a_single_member_is_noted() -> None:
     assert finding.level == "note"
 
 
-def test_every_member_of_a_real_cluster_is_inspected(etcd: Etcd) -> None:
+async def test_every_member_of_a_real_cluster_is_inspected(etcd: Etcd) -> None:
     absent = f"127.0.0.1:{free_port()}"
-
-    async def body(store: EtcdStore) -> None:
+    async with opened(f"{etcd.url},{absent}") as store:
         found = await store.diagnose()
         assert any(
             etcd.address in finding.text for finding in found if finding.subject == "version"
         )
         (missing,) = [finding for finding in found if finding.subject == "members"]
         assert absent in missing.text
-
-    on(f"{etcd.url},{absent}", body)

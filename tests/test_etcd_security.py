@@ -13,7 +13,7 @@ from doyen.model import leader_key
 from doyen.stores.etcd.store import EtcdStore
 from servers import Etcd
 from servers.wire import http_json
-from test_etcd import on
+from test_etcd import on, opened
 
 KEY = leader_key("e")
 
@@ -62,10 +62,10 @@ def test_a_refused_login_names_the_reason(
     assert "p@ss" not in str(caught.value)
 
 
-def test_an_expired_token_is_replaced(guarded: Etcd) -> None:
+async def test_an_expired_token_is_replaced(guarded: Etcd) -> None:
     """In calls, in renewals and in the watch stream."""
+    async with opened(f"etcd://user:p%40ss%2Fword@{guarded.address}") as store:
 
-    async def body(store: EtcdStore) -> None:
         def expire_token() -> None:
             assert store._cluster.login.token not in ("", "expired")
             store._cluster.login.token = "expired"
@@ -81,8 +81,6 @@ def test_an_expired_token_is_replaced(guarded: Etcd) -> None:
         expire_token()
         await store.renew(lease)
         assert store._cluster.login.token != "expired"
-
-    on(f"etcd://user:p%40ss%2Fword@{guarded.address}", body)
 
 
 def test_a_password_is_accepted_without_authentication(etcd: Etcd) -> None:

@@ -11,17 +11,11 @@ from pathlib import Path
 import pytest
 
 import servers
-from contest import Candidate, Contest, Place
-from doyen.audit import Report
+from contest import Candidate, Contest, Place, sound
 from engines import CLUSTERS, SLACK_S, worst_s
 from servers.tally import tally
 
 TTL_S = 2.0
-
-
-def sound(report: Report, terms: int) -> None:
-    assert not report.violations, report.violations[0].story
-    assert report.terms >= terms
 
 
 @pytest.fixture

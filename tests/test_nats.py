@@ -10,8 +10,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -19,21 +17,13 @@ import pytest
 import doyen
 import servers
 from doyen.errors import ConfigError, DoyenError, LeaseGone, StoreUnavailable, StoreUnusable
-from doyen.lease.clock import SystemClock
 from doyen.model import leader_key, line_key, order_key
 from doyen.stores.nats.jetstream import JetStream, NatsAddress
 from doyen.stores.nats.store import NatsStore
-from doyen.stores.port import Context, Creation, Store, open_store
+from doyen.stores.port import Creation, Store
+from fixtures import opening
 
-
-@asynccontextmanager
-async def opened(url: str) -> AsyncIterator[NatsStore]:
-    store = await open_store(url, Context(SystemClock(), lambda event: None))
-    assert isinstance(store, NatsStore)
-    try:
-        yield store
-    finally:
-        await store.close()
+opened = opening(NatsStore)
 
 
 def refused(url: str, kind: type[DoyenError], match: str) -> None:

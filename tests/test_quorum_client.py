@@ -29,6 +29,7 @@ from doyen.stores.quorum.connection import QuorumConnection
 from doyen.stores.quorum.diagnosis import NodeAnswer, findings
 from doyen.stores.quorum.dialling import Dialler, ExpectedCluster
 from doyen.stores.quorum.store import OTHERS, QuorumStore
+from fixtures import opening
 from servers import Proxy, QuorumCluster, free_port
 
 SECRET = "correct horse battery staple"
@@ -87,14 +88,7 @@ async def nodes(folder: Path, size: int = 1, **settings: Any) -> AsyncIterator[N
         await started.stop()
 
 
-@asynccontextmanager
-async def opened(url: str) -> AsyncIterator[QuorumStore]:
-    store = await open_store(url, Context(SystemClock(), lambda event: None))
-    assert isinstance(store, QuorumStore)
-    try:
-        yield store
-    finally:
-        await store.close()
+opened = opening(QuorumStore)
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from contest import Candidate, Contest, Place
-from doyen.audit import Report
+from contest import Candidate, Contest, Place, sound
 from doyen.lease.timing import Timing
 from doyen.stores.quorum.store import QuorumStore
 from engines import SLACK_S
@@ -54,11 +53,6 @@ def bound_s() -> float:
         expiry_factor=able.expiry_factor, notice_s=able.notice_s
     )
     return worst_s + SLACK_S
-
-
-def sound(report: Report, terms: int) -> None:
-    assert not report.violations, report.violations[0].story
-    assert report.terms >= terms
 
 
 @pytest.mark.parametrize("with_the_leader", [False, True], ids=["follower", "leader"])

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import tarfile
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,14 +29,6 @@ FOLDERS = Path(__file__).with_name("folders")
 WITHIN_S = 20.0
 LINE = [(b"t2", 2), (b"t1", 1), (b"t4", 2), (b"t0", 2), (b"t3", 1)]
 """Values and leases of the tickets, in the order in which they stand."""
-
-
-def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(2 * WITHIN_S):
-            await main()
-
-    asyncio.run(bounded())
 
 
 async def started(folder: Path, machine: Tally | None = None, **limits: int) -> NodeServer:

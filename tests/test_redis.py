@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from doyen.lease.clock import SystemClock
 from doyen.model import leader_key, order_key
 from doyen.stores.port import Context, Store, open_store
 from doyen.stores.redis.store import RedisStore
+from fixtures import opening
 from servers import wire
 
 TTL_S = 0.6
@@ -31,14 +31,7 @@ PATIENCE_S = 10.0
 KEY = leader_key("e")
 
 
-@asynccontextmanager
-async def opened(url: str) -> AsyncIterator[RedisStore]:
-    store = await open_store(url, Context(SystemClock(), lambda event: None))
-    assert isinstance(store, RedisStore)
-    try:
-        yield store
-    finally:
-        await store.close()
+opened = opening(RedisStore)
 
 
 async def test_a_lease_is_ended_only_on_the_server_on_which_it_was_observed(

@@ -8,8 +8,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,11 @@ from kazoo.client import KazooClient
 import doyen
 import servers
 from doyen.errors import ConfigError, LeaseGone, StoreError, StoreUnavailable, StoreUnusable
-from doyen.lease.clock import SystemClock
 from doyen.model import leader_key, line_key, notice_key, order_key
-from doyen.stores.port import Context, open_store
 from doyen.stores.zookeeper import store as module
 from doyen.stores.zookeeper.diagnosis import ZooKeeperServerState, findings
 from doyen.stores.zookeeper.store import ZooKeeperStore
+from fixtures import opening
 from servers import wire
 from servers.fetch import obtain
 from servers.zookeeper import JAVA
@@ -32,14 +31,7 @@ from servers.zookeeper import JAVA
 TTL_S = 2.0
 
 
-@asynccontextmanager
-async def opened(url: str) -> AsyncIterator[ZooKeeperStore]:
-    store = await open_store(url, Context(SystemClock(), lambda event: None))
-    assert isinstance(store, ZooKeeperStore)
-    try:
-        yield store
-    finally:
-        await store.close()
+opened = opening(ZooKeeperStore)
 
 
 @contextmanager
