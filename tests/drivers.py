@@ -9,22 +9,46 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+import sys
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from doyen.errors import DoyenError, OutcomeUnknown, StoreUnavailable
 from doyen.lease.clock import VirtualClock
-from doyen.quorum.consensus.core import CoreEvent, Membership, Message, Role, Snapshot
+from doyen.quorum.consensus.core import (
+    Connected,
+    CoreEvent,
+    Disconnected,
+    Install,
+    LogEntry,
+    Membership,
+    Message,
+    Persist,
+    Persisted,
+    Received,
+    Recovered,
+    Role,
+    Snapshot,
+)
 from doyen.quorum.consensus.invariants import ClusterView, check
 from doyen.quorum.consensus.raft import STATE, Raft, RaftSettings
 from doyen.quorum.keyspace.versions import NEWEST
-from doyen.quorum.node.driver import Driver, ProposalLimits
-from doyen.quorum.node.interfaces import StateMachine
-from doyen.quorum.node.journal import MemoryJournal
-from doyen.quorum.node.replicated import USER, ReplicatedMachines
+from doyen.quorum.node import StateMachine
+from doyen.quorum.node.data_directory import Installed, Kept, Ledger, PutEntries, Stated, Took
+from doyen.quorum.node.driver import Driver
+from doyen.quorum.node.proposals import ProposalLimits
+from doyen.quorum.node.replicated import USER, Command, ReplicatedMachines
 
 KEEPALIVE_S = 1.0
 """How long a link may be silent before it is given up."""
@@ -50,29 +74,109 @@ class Tally(StateMachine):
         self.done = msgspec.msgpack.decode(b"".join(pieces), type=list[bytes])
 
 
-class Disk(MemoryJournal):
-    """Takes its time."""
+class Disk:
+    """A journal in memory that takes its time."""
 
     sync_s = 0.0005
 
-    def _enqueue(self, records: list[Any], token: int) -> None:
-        if not self._queue:
-            self._loop.call_later(self.sync_s, self._flush)
-        self._queue.append((records, token))
+    def __init__(self, ledger: Ledger | None = None, stored: Any = None) -> None:
+        self._ledger = ledger = ledger or Ledger()
+        self._stored: dict[str, list[bytes]] = stored or {}
+        self._queue: list[tuple[list[Any], int]] = []
+        self._received: Kept | None = None
+        self._latest = kept = ledger.kept
+        self.full = False
+        self._closed = False
+        self.recovered = Recovered(
+            msgspec.msgpack.decode(ledger.state, type=STATE) if ledger.state else None,
+            kept.snapshot if kept else None,
+            [*ledger.following()],
+        )
+
+    def reopen(self) -> Disk:
+        """What a restart finds: what was not yet reported as persisted is lost."""
+        self._closed = True
+        return Disk(self._ledger, self._stored)
 
     def crash(self, written: int) -> None:
-        """The first few of what was queued are on disk all the same; no one was notified."""
+        """The first few of what was queued are on disk all the same, and were not reported."""
         queued, self._queue = self._queue, []
         for records, _ in queued[:written]:
             for record in records:
                 self._ledger.advance(record)
         self._closed = True
 
-    def reopen(self) -> Disk:
-        again = super().reopen()
-        again.__class__ = type(self)
-        assert isinstance(again, Disk)
-        return again
+    def start(
+        self, persisted: Callable[[int], None], failed: Callable[[BaseException], None]
+    ) -> None:
+        self._persisted = persisted
+
+    def persist(self, effect: Persist) -> None:
+        records: list[Any] = []
+        if effect.state is not None:
+            records.append(Stated(msgspec.msgpack.encode(effect.state)))
+        if effect.first:
+            records.append(PutEntries(effect.first, effect.keep, effect.entries))
+        self._enqueue(records, effect.token)
+
+    @property
+    def queued(self) -> int:
+        puts = [each for records, _ in self._queue for each in records]
+        return sum(
+            len(entry.data) for put in puts if isinstance(put, PutEntries) for entry in put.entries
+        )
+
+    async def take_snapshot(self, snapshot: Snapshot, pieces: Iterator[bytes]) -> None:
+        if self.full:
+            raise StoreUnavailable("there is no room for a snapshot")
+        kept = self._keep(snapshot, list(pieces))
+        if self._latest is None or snapshot.index > self._latest.snapshot.index:
+            self._latest = kept
+            self._enqueue([Took(kept)], 0)
+
+    async def read_snapshot(self) -> tuple[Snapshot, AsyncIterator[bytes]]:
+        assert self._latest is not None
+        pieces = self._stored[self._latest.file]
+
+        async def each() -> AsyncIterator[bytes]:
+            for piece in pieces:
+                yield piece
+
+        return self._latest.snapshot, each()
+
+    async def receive_snapshot(self, snapshot: Snapshot, pieces: AsyncIterator[bytes]) -> None:
+        self._received = self._keep(snapshot, [piece async for piece in pieces])
+
+    def install(self, effect: Install) -> None:
+        kept = self._received
+        assert kept is not None
+        assert kept.snapshot == effect.snapshot
+        self._latest, self._received = kept, None
+        self._enqueue([Installed(kept)], effect.token)
+
+    async def close(self) -> None:
+        self._flush()
+        self._closed = True
+
+    def _keep(self, snapshot: Snapshot, pieces: list[bytes]) -> Kept:
+        kept = Kept(snapshot, f"snapshot-{snapshot.index}-{len(self._stored)}")
+        self._stored[kept.file] = pieces
+        return kept
+
+    def _enqueue(self, records: list[Any], token: int) -> None:
+        if not self._queue:
+            asyncio.get_running_loop().call_later(self.sync_s, self._flush)
+        self._queue.append((records, token))
+
+    def _flush(self) -> None:
+        if self._closed:
+            return
+        queued, self._queue = self._queue, []
+        for records, _ in queued:
+            for record in records:
+                self._ledger.advance(record)
+        if token := max((token for _, token in queued), default=0):
+            self._persisted(token)
 
 
 class Crashed(Exception):
@@ -90,14 +194,11 @@ class Link:
 
     def start(
         self,
-        received: Callable[[str, Message], None],
-        connected: Callable[[str], None],
-        disconnected: Callable[[str], None],
+        step: Callable[[CoreEvent], None],
         asked: Callable[[str, bytes, Callable[[bytes], None]], None],
         streamed: Callable[[str, int, Snapshot, AsyncIterator[bytes]], Awaitable[None]],
     ) -> None:
-        self.received, self.connected, self.disconnected = received, connected, disconnected
-        self.asked, self.streamed = asked, streamed
+        self.step, self.asked, self.streamed = step, asked, streamed
         self.open = True
         self._world.opened(self._node)
 
@@ -113,7 +214,7 @@ class Link:
         self.required = version
 
     def send(self, peer: str, message: Message) -> None:
-        self._world.carry(self._node, peer, lambda link: link.received(self._node, message))
+        self._world.carry(self._node, peer, lambda link: link.step(Received(self._node, message)))
 
     async def ask(self, peer: str, question: bytes) -> bytes:
         world = self._world
@@ -170,6 +271,50 @@ class Link:
         self._world.closed(self._node)
 
 
+# Mutants.
+
+
+class Hasty(Driver):
+    """Does not wait for the disk."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.pump._durable = sys.maxsize
+        vars(self.pump)["persisted"] = lambda token: self.pump.step(Persisted(token))
+
+
+class Stale(Driver):
+    """Reads without a round of the quorum."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        applier = self.applier
+        vars(self.reads)["when_current"] = lambda call: applier.when(applier.index, call)
+
+
+class Forgetful(ReplicatedMachines):
+    """Does again what it has done."""
+
+    def apply(self, index: int, commands: Sequence[Command]) -> list[Any]:
+        return [self._applies[command.target](command.body) for command in commands]
+
+
+class Credulous(Driver):
+    """Takes what stands at the place of its own entry for its own."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        applier, apply, appended = self.applier, self.applier._apply, self.proposals.appended
+
+        def take(entry: LogEntry) -> int:
+            if batch := appended.get(applier.index + 1):
+                batch.generation = entry.generation
+            return apply(entry)
+
+        vars(applier)["_apply"] = take
+        vars(self.proposals)["entered"] = lambda generation, index: None
+
+
 class World:
     """Nodes, and everything between them. One seed, one run."""
 
@@ -215,7 +360,7 @@ class World:
 
     async def boot_one(self, name: str, membership: Membership | None = None) -> None:
         old = self.disks.get(name)
-        disk = self.disks[name] = old.reopen() if old else Disk(STATE)
+        disk = self.disks[name] = old.reopen() if old else Disk()
         core = Raft(
             name,
             membership or Membership(self.voters),
@@ -231,31 +376,33 @@ class World:
         link = self.links[name] = Link(self, name)
         self.nodes[name] = driver = self.driver(
             core,
-            disk,
-            link,
+            cast(Any, disk),
+            cast(Any, link),
             self.machine({USER: tally}),
             self.clock,
             incarnation=f"{self._starts}",
             limits=self.limits,
             abort=lambda error: self.aborted.append((name, error)),
         )
-        self._arm(driver)
+        self._arm(driver, link)
         await driver.start()
 
-    def _arm(self, driver: Driver) -> None:
+    def _arm(self, driver: Driver, link: Link) -> None:
         """Have the node crash before the effect that `crash_in` counts down to."""
         name = driver.id
 
-        def armed(carry_out: Callable[[Any], None]) -> Callable[[Any], None]:
-            def do(effect: Any) -> None:
+        def armed(carry_out: Callable[..., None]) -> Callable[..., None]:
+            def do(*effect: Any) -> None:
                 if name in self.crash_in:
                     self.crash_in[name] -= 1
                     if self.crash_in[name] < 0:
                         self.crash(name)
                         raise Crashed
-                carry_out(effect)
+                carry_out(*effect)
 
             return do
+
+        vars(link)["send"] = armed(link.send)
 
         for kind, carry_out in driver.pump.carry_out.items():
             driver.pump.carry_out[kind] = armed(carry_out)
@@ -281,7 +428,7 @@ class World:
 
     def _meet(self, node: str, peer: str) -> None:
         if self.links[node].open and self.links[peer].open:
-            self.links[node].connected(peer)
+            self.links[node].step(Connected(peer))
 
     def closed(self, node: str) -> None:
         """The others see the connection end, and whoever waits for an answer learns it."""
@@ -295,7 +442,7 @@ class World:
 
     def _part(self, node: str, peer: str) -> None:
         if self.links[node].open:
-            self.links[node].disconnected(peer)
+            self.links[node].step(Disconnected(peer))
 
     def crash(self, node: str, written: int | None = None) -> None:
         self.crash_in.pop(node, None)

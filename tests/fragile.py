@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
-from doyen.quorum.node.framed_files import FileSystem
+from doyen.quorum.node.framed_files import FileSystem, SyncFailed
 
 __all__ = ["LUCK", "Crashed", "FragileDisk"]
 
@@ -152,14 +152,14 @@ class FragileDisk(FileSystem):
         with self._change():
             del self.open_files[fd].data[size:]
 
-    def sync(self, fd: int) -> None:
+    def sync(self, fd: int, path: Path) -> None:
         with self._change():
             inode = self.open_files[fd]
             if self.sync_errors:
                 # The kernel reports the error once and then marks the lost pages as clean.
                 self.sync_errors -= 1
                 inode.sync_lost = True
-                raise OSError(errno.EIO, "input/output error")
+                raise SyncFailed(f"{path} could not be synced: input/output error")
             if not inode.sync_lost:
                 inode.synced = bytes(inode.data)
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from doyen.quorum.consensus.core import LogEntry, Persist
 from doyen.quorum.node import journal
-from doyen.quorum.node.journal import DirectoryIdentity, FileJournal
+from doyen.quorum.node.data_directory import DirectoryIdentity
+from doyen.quorum.node.journal import FileJournal
 
 WHOSE = DirectoryIdentity("c1", "n1", "raft")
 

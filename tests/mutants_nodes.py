@@ -15,13 +15,13 @@ from msgspec.structs import replace
 
 from doyen.election.attempt import Attempt
 from doyen.election.candidate import Claiming
+from doyen.lab.files import Files
 from doyen.lab.processes import MachineClock
 from doyen.lease.keepalive import Keepalive
 from doyen.model import Entry
 from doyen.quorum.keyspace import commands, snapshot, state
 from doyen.quorum.keyspace.history import Change, ChangeKind, History
 from doyen.quorum.keyspace.state import Keyspace
-from doyen.quorum.node import framed_files as frames
 from doyen.quorum.node import lease_keeper as keeper
 from doyen.quorum.node import membership as members
 from doyen.quorum.node import replicated as machine
@@ -222,13 +222,13 @@ def renamed(patch: pytest.MonkeyPatch) -> None:
 
 def not_synced(patch: pytest.MonkeyPatch) -> None:
     """The journal reports writes to its log as durable without a sync."""
-    sync = frames.sync
+    sync = Files.sync
 
-    def skip(disk: frames.FileSystem, fd: int, path: Path) -> None:
+    def skip(self: Files, fd: int, path: Path) -> None:
         if not path.name.startswith("log-") or path.suffix == ".new":
-            sync(disk, fd, path)
+            sync(self, fd, path)
 
-    patch.setattr(frames, "sync", skip)
+    patch.setattr(Files, "sync", skip)
 
 
 def unknown_skipped(patch: pytest.MonkeyPatch) -> None:

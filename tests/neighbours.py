@@ -10,8 +10,9 @@ from typing import Any
 
 from msgspec.msgpack import Decoder
 
-from doyen.quorum.consensus.core import Membership, Message, Snapshot
+from doyen.quorum.consensus.core import Membership, Message, Received, Snapshot
 from doyen.quorum.node.listener import Listener
+from doyen.quorum.node.membership import Members, NodeMember
 from doyen.quorum.node.peers import Peers
 from doyen.quorum.protocol.connection import ConnectionErrors, End, FrameConnection, dial
 from doyen.quorum.protocol.handshake import ConnectionIdentity
@@ -57,6 +58,23 @@ def _bug() -> tuple[int, str, bytes]:
     raise LookupError("a bug")
 
 
+class Anyone(Members):
+    """Accepts every peer."""
+
+    def __init__(self, node: str) -> None:
+        async def save(member: NodeMember) -> None: ...
+
+        super().__init__(node, {}, NodeMember(""), save)
+
+    @property
+    def everyone(self) -> tuple[str, ...]:
+        return tuple(f"n{number}" for number in range(10))
+
+    def admit(self, *_: Any) -> None: ...
+
+    def check(self, *_: Any) -> None: ...
+
+
 class Node:
     """A node that others can reach. `events` is what its transport reported, in order."""
 
@@ -73,6 +91,7 @@ class Node:
         self.me = ConnectionIdentity(cluster, name, incarnation or hash(name))
         self.errors = ConnectionErrors()
         decode = Decoder(Beat | Text).decode
+        settings = {"members": Anyone(name), **settings}
         self.peers = Peers(self.me, security, decode=decode, errors=self.errors, **settings)
         self.clients: list[FrameConnection] = []
         self.frames: list[tuple[int, bytes]] = []
@@ -114,13 +133,15 @@ class Node:
     async def open(self, port: int = 0) -> Node:
         self.port = await self.listener.listen(HOST, port)
         self.peers.start(
-            lambda peer, message: self.events.append(("received", peer, message)),
-            lambda peer: self.events.append(("connected", peer)),
-            lambda peer: self.events.append(("disconnected", peer)),
+            self._step,
             lambda peer, question, answer: self.answer(question, answer),
             self._store,
         )
         return self
+
+    def _step(self, event: Any) -> None:
+        more = (event.message,) if isinstance(event, Received) else ()
+        self.events.append((type(event).__name__.lower(), event.peer, *more))
 
     async def _store(
         self, peer: str, generation: int, snapshot: Snapshot, pieces: AsyncIterator[bytes]

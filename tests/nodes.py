@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 import doyen
-from doyen.quorum.node.driver import ProposalLimits
+from doyen.quorum.node.proposals import ProposalLimits
 from servers import free_port
 
 PATIENCE_S = 30.0

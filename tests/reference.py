@@ -242,7 +242,7 @@ PARTS: dict[str, Callable[[], str]] = {
         ("doyen.quorum.node", "Node"),
         ("doyen.quorum.node.state_machine", "StateMachine"),
         ("doyen.quorum.node", "NodeRole"),
-        ("doyen.quorum.node.interfaces", "Status"),
+        ("doyen.quorum.node.driver", "Status"),
     ),
     "fencing": lambda: stubs(("doyen.fencing", "SQLGuard"), ("doyen.fencing", "GuardedFile")),
     "stores": stores,

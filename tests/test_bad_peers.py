@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from msgspec.msgpack import encode
 
 from doyen.errors import StoreUnavailable
-from doyen.quorum.node.peer_frames import ANSWER, CHUNK, MESSAGE, QUESTION, STORED, STREAM
+from doyen.quorum.node.peer_connections import ANSWER, CHUNK, MESSAGE, QUESTION, STORED, STREAM
 from doyen.quorum.node.snapshot_transfer import CREDIT, WINDOW
 from doyen.quorum.protocol.connection import FrameConnection
 from doyen.quorum.protocol.frames import (
@@ -421,7 +421,8 @@ def test_complaints_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture
     caplog.set_level(logging.INFO)
     run(body())
     (line,) = [record for record in caplog.records if record.name == "doyen"]
-    assert "sent neither HTTP nor frames [garbage]" in line.getMessage()
+    assert "event=connection_closed reason=garbage" in line.getMessage()
+    assert "sent neither HTTP nor frames" in line.getMessage()
 
 
 def test_a_closed_listener_drops_pending_connections_and_accepts_none() -> None:

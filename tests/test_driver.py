@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from msgspec.msgpack import encode
 
 from doyen.errors import (
     CommandFailed,
@@ -20,13 +21,20 @@ from doyen.errors import (
     SessionClosed,
     StoreUnavailable,
 )
-from doyen.quorum.consensus.core import Accepted, Membership, Message, Propose, Role, Send
+from doyen.quorum.consensus.core import (
+    Accepted,
+    Membership,
+    Message,
+    Propose,
+    Received,
+    Role,
+)
 from doyen.quorum.node.admin import AdminRequest
-from doyen.quorum.node.driver import Driver, ProposalLimits
-from doyen.quorum.node.proposals import Batch, decode_results, encode_results
-from doyen.quorum.node.replicated import USER, Command, Failure, ReplicatedMachines
+from doyen.quorum.node.driver import Driver
+from doyen.quorum.node.proposals import Batch, ProposalLimits, decode_results, encode_results
+from doyen.quorum.node.replicated import USER, Failure, ReplicatedMachines
 from doyen.testing.virtual import run_virtual
-from drivers import VOTERS, Clients, World, storm
+from drivers import VOTERS, Clients, Credulous, Forgetful, Hasty, Stale, World, storm
 
 
 def test_three_nodes_agree() -> None:
@@ -86,40 +94,6 @@ def test_nothing_is_lost_or_done_twice_in_a_storm(seed: int) -> None:
     assert not people.wrong
     assert len(people.acknowledged) > 50
     assert people.reads > 10
-
-
-class Hasty(Driver):
-    """Does not wait for the disk."""
-
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
-        self.pump.carry_out[Send] = lambda send: self._transport.send(send.peer, send.message)
-
-
-class Stale(Driver):
-    """Reads without a round of the quorum."""
-
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
-        applier = self.applier
-        vars(self.reads)["when_current"] = lambda call: applier.when(applier.index, call)
-
-
-class Forgetful(ReplicatedMachines):
-    """Does again what it has done."""
-
-    def apply(self, index: int, commands: Sequence[Command]) -> list[Any]:
-        return [self._applies[command.target](command.body) for command in commands]
-
-
-class Credulous(Driver):
-    """Takes what stands at the place of its own entry for its own."""
-
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
-        entries = self.own_entries
-        vars(entries)["take"] = lambda index, generation: entries.waiting.pop(index, None)
-        vars(entries)["entered"] = lambda generation, index: None
 
 
 @pytest.mark.parametrize(
@@ -255,12 +229,12 @@ def test_a_proposal_cut_off_by_another_leader_is_proposed_again(
         world.cut(leader.id)
         lost = asyncio.ensure_future(leader.propose(USER, b"cut off"))
         await asyncio.sleep(0.01)
-        [index] = leader.own_entries.waiting
+        [index] = leader.proposals.appended
         accepted = Accepted(index, leader.generation + 2)
         with monkeypatch.context() as patch:
             patch.setattr(leader.core, "handle", lambda event, now: [accepted])
-            assert leader.own_entries.append(Propose(b""), Batch([], [])) is None
-        del leader.own_entries.waiting[index]
+            assert leader.proposals.append(Propose(b""), Batch([], [])) is None
+        del leader.proposals.appended[index]
         world.heal()
         assert await asyncio.wait_for(lost, 5.0) == 1
 
@@ -423,7 +397,7 @@ def test_a_stop_hands_over_first_and_loses_nothing() -> None:
 def test_a_full_disk_refuses_and_another_leads() -> None:
     async def main(world: World) -> None:
         (leader,) = world.leaders()
-        world.disks[leader.id].fill(True)
+        world.disks[leader.id].full = True
         with pytest.raises(StoreUnavailable, match=f"disk of node {leader.id}.* is full"):
             await leader.propose(USER, b"a")
         assert leader.status().full
@@ -437,7 +411,7 @@ def test_when_every_disk_is_full_one_leader_stays(caplog: pytest.LogCaptureFixtu
     async def main(world: World) -> None:
         (leader,) = world.leaders()
         for disk in world.disks.values():
-            disk.fill(True)
+            disk.full = True
         for node in [*world.nodes.values()] * 20:
             with pytest.raises(StoreUnavailable, match=f"disk of node {leader.id}.* is full"):
                 await node.propose(USER, b"a")
@@ -445,7 +419,9 @@ def test_when_every_disk_is_full_one_leader_stays(caplog: pytest.LogCaptureFixtu
             await asyncio.sleep(0.1)
         assert world.leaders() == [leader]
         assert leader.generation == 1
-        logged = [record.getMessage() for record in caplog.records if "is full" in record.message]
+        logged = [
+            record.getMessage() for record in caplog.records if "event=disk_full" in record.message
+        ]
         assert len(logged) == len({*logged}) == 3, "each node says so once, followers too"
         assert all(node.status().full for node in world.nodes.values())
         with pytest.raises(OrderFailed, match="no other voter is connected that could lead"):
@@ -454,7 +430,7 @@ def test_when_every_disk_is_full_one_leader_stays(caplog: pytest.LogCaptureFixtu
         with pytest.raises(OrderFailed, match=f"the disk of {other} is full"):
             await leader.admin.transfer(other)
         for disk in world.disks.values():
-            disk.fill(False)
+            disk.full = False
         await asyncio.sleep(0.5)
         assert await world.leaders()[0].propose(USER, b"b") == 1
 
@@ -465,8 +441,8 @@ def test_a_full_leader_hands_over_to_a_node_with_room() -> None:
     async def main(world: World) -> None:
         (leader,) = world.leaders()
         full, *roomy = [node for node in world.voters if node != leader.id]
-        world.disks[leader.id].fill(True)
-        world.disks[full].fill(True)
+        world.disks[leader.id].full = True
+        world.disks[full].full = True
         await world.until(lambda: full in leader.disk_space.without_space())
         for _ in range(10):
             with contextlib.suppress(StoreUnavailable):
@@ -485,10 +461,10 @@ def test_writes_are_refused_while_no_majority_has_room() -> None:
     async def main(world: World) -> None:
         (leader,) = world.leaders()
         full = [node for node in VOTERS if node != leader.id]
-        world.disks[full[0]].fill(True)
+        world.disks[full[0]].full = True
         await asyncio.sleep(0.5)
         assert await leader.propose(USER, b"a") == 1
-        world.disks[full[1]].fill(True)
+        world.disks[full[1]].full = True
         await asyncio.sleep(0.5)
         for node in world.nodes.values():
             with pytest.raises(StoreUnavailable, match="no majority has room"):
@@ -497,7 +473,7 @@ def test_writes_are_refused_while_no_majority_has_room() -> None:
         leader.submit(USER, b"own", lambda *outcome: settled.append(outcome), internal=True)
         await world.until(lambda: settled)
         assert settled[0][1:] == (2, None)
-        world.disks[full[0]].fill(False)
+        world.disks[full[0]].full = False
         await asyncio.sleep(0.5)
         assert await leader.propose(USER, b"c") == 3
 
@@ -532,7 +508,7 @@ def test_a_journal_that_fails_ends_the_process() -> None:
         assert [name for name, _ in world.aborted] == [leader.id]
         with pytest.raises(SessionClosed):
             await leader.propose(USER, b"a")
-        leader._received("n9", Message(1))
+        leader.pump.step(Received("n9", Message(1)))
         assert len(world.aborted) == 1
 
     run_virtual(main)
@@ -581,25 +557,25 @@ def test_nodes_come_and_go() -> None:
         await leader.propose(USER, b"a")
         await world.boot_one("n4", Membership(VOTERS, ("n4",)))
         with pytest.raises(OrderFailed, match="add it first"):
-            await leader.admin.promote("n4")
-        await follower_of(world).admin.add("n4", "n4:1")
-        await leader.admin.add("n4", "n4:1")
+            await leader.admin.perform("promote", "n4")
+        await follower_of(world).admin.perform("add", "n4", "n4:1")
+        await leader.admin.perform("add", "n4", "n4:1")
         await world.until(lambda: world.nodes["n4"].applied == leader.applied)
         assert world.tallies["n4"].done == [b"a"]
         assert world.links[leader.id].addresses["n4"] == "n4:1"
         while "n4" not in leader.membership.voters:
             await asyncio.sleep(0.01)
             with contextlib.suppress(OrderFailed):  # it may be a little behind
-                await leader.admin.promote("n4")
+                await leader.admin.perform("promote", "n4")
         assert leader.membership.voters == ("n1", "n2", "n3", "n4")
-        await leader.admin.remove(leader.id)
+        await leader.admin.perform("remove", leader.id)
         world.crash(leader.id)
         other = await world.leader()
         assert leader.id not in other.membership.everyone
         assert await world.nodes["n4"].propose(USER, b"b") == 2
         with pytest.raises(OrderFailed, match="unknown request"):
             await world.nodes["n4"].leader_calls.call_leader(
-                b"O" + AdminRequest("dance", "n4").encoded()
+                b"O" + encode(AdminRequest("dance", "n4"))
             )
 
     run(main)
@@ -612,7 +588,7 @@ def test_a_snapshot_has_the_members_of_its_own_place_in_the_log() -> None:
     async def main(world: World) -> None:
         (leader,) = world.leaders()
         await leader.propose(USER, b"a")
-        await leader.admin.add("n4", "n4:1")
+        await leader.admin.perform("add", "n4", "n4:1")
         follower = follower_of(world)
         await world.until(lambda: follower.applied == leader.applied)
         world.crash(follower.id)
@@ -773,7 +749,9 @@ def test_removing_the_leader_stops_writes_no_longer_than_two_transfers(
         transfer = await longest_write(world, follower, lambda: admin.transfer(follower.id))
         (leader,) = world.leaders()
         client = next(node for node in world.nodes.values() if node is not leader)
-        removal = await longest_write(world, client, lambda: client.admin.remove(leader.id))
+        removal = await longest_write(
+            world, client, lambda: client.admin.perform("remove", leader.id)
+        )
         assert removal < 2 * transfer
         assert leader.id not in client.membership.everyone
         assert leader.membership == client.membership, "it has heard of it"
@@ -788,7 +766,7 @@ def test_members_that_leave_are_reached_until_the_change_is_committed() -> None:
         leaves = follower_of(world)
         stays = next(n for n in world.nodes if n not in (leader.id, leaves.id))
         world.disks[leader.id].sync_s = world.disks[stays].sync_s = 0.5
-        removal = asyncio.ensure_future(leader.admin.remove(leaves.id))
+        removal = asyncio.ensure_future(leader.admin.perform("remove", leaves.id))
         await asyncio.sleep(0.1)
         assert leaves.id not in leader.membership.everyone
         assert leaves.id in world.links[leader.id].addresses

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from itertools import permutations
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,8 @@ class Core:
 
 class Node(Members):
     """One with a disk in memory."""
+
+    core: Any
 
     def __init__(self, name: str = "n1", own: NodeMember | None = None) -> None:
         self.disk = own or NodeMember(f"m{name[1:]}", "c", IDS)

@@ -144,7 +144,7 @@ def test_an_older_copy_of_a_folder_is_refused(
         again = await nodes.start(follower)
         await until(lambda: "its data directory is an older copy" in caplog.text)
         assert f"doyen cluster remove {follower}" in caplog.text
-        await until(lambda: f"node {follower} takes no part any more" in caplog.text)
+        await until(lambda: f"event=node_takes_no_part node={follower}" in caplog.text)
         assert again.leader is None
         await remarked(nodes, f"{follower} is not", "older copy", f"cluster remove {follower}")
         assert await leader.propose(b"third") == 3

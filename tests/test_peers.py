@@ -15,7 +15,7 @@ from doyen.quorum.consensus.core import Membership, Recovered
 from doyen.quorum.consensus.raft import Raft, RaftSettings
 from doyen.quorum.keyspace.versions import NEWEST
 from doyen.quorum.node.membership import Members, NodeMember
-from doyen.quorum.node.peer_frames import FOUNDED
+from doyen.quorum.node.peer_connections import FOUNDED
 from doyen.quorum.node.snapshot_transfer import CHUNK_SIZE, MAX_PIECE, WINDOW
 from doyen.quorum.protocol.connection import FrameConnection
 from doyen.quorum.protocol.frames import MAX_FRAME
@@ -584,7 +584,7 @@ def test_the_receiver_of_a_snapshot_learns_of_the_end_of_its_connection() -> Non
             await until(lambda: other.streams and other.streams[0][3])
             one.die()
             await until(lambda: not other.peers.incoming)
-            await until(lambda: len(other.peers._tasks) == 1)  # the one that dials
+            await until(lambda: len(other.peers._tasks._tasks) == 1)  # the one that dials
 
     run(body())
 

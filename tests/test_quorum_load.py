@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 
+from doyen.quorum.consensus.core import Disconnected
 from doyen.quorum.keyspace.commands import (
     Create,
     Delete,
@@ -161,7 +162,7 @@ def test_while_every_disk_is_full_leases_are_renewed_and_ended() -> None:
             live, dead, given_up = [await granted(client, number) for number in (1, 2, 3)]
             assert isinstance(await client.do(4, Put(node, b"", 0)), Written)
             for disk in world.disks.values():
-                disk.fill(True)
+                disk.full = True
             await asyncio.sleep(0.5)
             began = world.loop.time()
             number = 10
@@ -179,7 +180,7 @@ def test_while_every_disk_is_full_leases_are_renewed_and_ended() -> None:
             assert quorum.keyspace(leader).lease(live) is not None
             assert (await quorum.leader(), world.nodes[leader].generation) == (leader, generation)
             for disk in world.disks.values():
-                disk.fill(False)
+                disk.full = False
             await asyncio.sleep(0.5)
 
     on_quorum(test)
@@ -214,7 +215,7 @@ def test_deletions_in_a_mixed_batch_are_carried_out_when_disks_are_full() -> Non
             lease = await granted(client)
             await client.do(2, Put(f"kept/{node}", b"", 0))
             for disk in quorum.world.disks.values():
-                disk.fill(True)
+                disk.full = True
             await asyncio.sleep(0.5)
             commands = Put(f"new/{node}", b"", 0), Delete(f"kept/{node}", 0), Revoke(lease)
             client.put(Write(3, [3, 4, 5], [encode(each) for each in commands]))
@@ -226,7 +227,7 @@ def test_deletions_in_a_mixed_batch_are_carried_out_when_disks_are_full() -> Non
                 assert isinstance(done, bytes)
                 assert isinstance(decode_result(done), Done)
             for disk in quorum.world.disks.values():
-                disk.fill(False)
+                disk.full = False
             await asyncio.sleep(0.5)
 
     on_quorum(test)
@@ -250,12 +251,12 @@ def test_a_removed_node_sends_its_clients_away_at_once() -> None:
 
         writing = asyncio.create_task(write())
         other = quorum.world.nodes[await quorum.follower()]
-        await other.admin.remove(leader)
+        await other.admin.perform("remove", leader)
         await quorum.world.until(lambda: leader not in driver.membership.everyone)
         outside_at = loop.time()
         quorum.world.cut(leader)  # the others hang up
         for peer in driver.membership.everyone:
-            quorum.world.links[leader].disconnected(peer)
+            quorum.world.links[leader].step(Disconnected(peer))
         await writing
         assert loop.time() - outside_at < 0.2
         assert not service.serving
@@ -274,14 +275,14 @@ def test_a_snapshot_that_found_no_room_is_taken_when_there_is_some(
     async def main(world: World) -> None:
         (leader,) = world.leaders()
         node = follower_of(world)
-        world.disks[node.id].fill(True)
+        world.disks[node.id].full = True
         for _ in range(SMALL.snapshot_entries):
             await leader.propose(USER, b"a")
         await asyncio.sleep(30.0)
         assert node.status().snapshot == 0
         assert leader.status().snapshot > 0
-        world.disks[node.id].fill(False)
+        world.disks[node.id].full = False
         await world.until(lambda: node.status().snapshot > 0, within_s=5.0)
-        assert caplog.text.count("snapshot not taken") == 1
+        assert caplog.text.count("event=snapshot_failed") == 1
 
     run(main, limits=SMALL)

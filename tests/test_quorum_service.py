@@ -35,12 +35,12 @@ from doyen.quorum.keyspace.commands import (
 from doyen.quorum.keyspace.history import ChangeKind
 from doyen.quorum.keyspace.state import Keyspace
 from doyen.quorum.keyspace.versions import FIRST, NEWEST
+from doyen.quorum.node import StateMachine, watches
 from doyen.quorum.node import replicated as machines
 from doyen.quorum.node import service as services
 from doyen.quorum.node.driver import Driver
-from doyen.quorum.node.interfaces import StateMachine
 from doyen.quorum.node.replicated import KEYSPACE, ReplicatedMachines
-from doyen.quorum.node.service import SLICE, ClientLimits, Service
+from doyen.quorum.node.service import SLICE, Service
 from doyen.quorum.protocol.frames import MAX_FRAME, CloseReason
 from doyen.quorum.protocol.requests import (
     ANSWER,
@@ -97,7 +97,7 @@ class Client:
         self.deaf = self.paused = self.congested = False
         self._on_frames: Callable[..., None] | None = None
         self._ids = 0
-        service.admit(self)
+        service.admit(self)  # type: ignore[arg-type]
         if self._on_frames is not None and role == "client":
             self.put(IdentifyClient(name))
 
@@ -173,10 +173,9 @@ class Client:
 class Quorum:
     """Three nodes that serve clients."""
 
-    def __init__(self, limits: ClientLimits = ClientLimits()) -> None:  # noqa: B008
+    def __init__(self) -> None:
         self.world = World(machine=WithKeyspace)
         self.services: dict[str, Service] = {}
-        self.limits = limits
 
     async def start(self, *, raised: bool = True) -> None:
         await self.world.boot()
@@ -189,9 +188,7 @@ class Quorum:
             )
 
     def serve(self, node: Driver) -> None:
-        self.services[node.id] = Service(
-            node, self.keyspace(node.id), self.world.clock, limits=self.limits
-        )
+        self.services[node.id] = Service(node, self.keyspace(node.id), self.world.clock)
 
     async def restart(self, node: str) -> None:
         await self.world.boot_one(node)
@@ -214,12 +211,9 @@ class Quorum:
         self.world.crash(node)
 
 
-def on_quorum(
-    test: Callable[[Quorum], Coroutine[Any, Any, None]],
-    limits: ClientLimits = ClientLimits(),  # noqa: B008
-) -> None:
+def on_quorum(test: Callable[[Quorum], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
-        quorum = Quorum(limits)
+        quorum = Quorum()
         await quorum.start()
         await test(quorum)
 
@@ -522,7 +516,9 @@ def test_a_resumed_watch_notifies_of_missed_changes_only() -> None:
     on_quorum(test)
 
 
-def test_invalid_commands_are_refused_with_the_reason() -> None:
+def test_invalid_commands_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watches, "WATCHES", 3)
+
     async def test(quorum: Quorum) -> None:
         client = Client(quorum.services["n1"])
         lease = await granted(client)
@@ -554,7 +550,7 @@ def test_invalid_commands_are_refused_with_the_reason() -> None:
         assert (await other.ask(WatchRequest, "x" * (MAX_KEY + 1), -1)).code is ErrorCode.UNUSABLE
         assert await client.do(99, Revoke(lease)) == Done()
 
-    on_quorum(test, ClientLimits(watches=3))
+    on_quorum(test)
 
 
 def test_nonsense_ends_the_connection() -> None:

@@ -13,7 +13,7 @@ import pytest
 from doyen.quorum.consensus.core import Membership
 from doyen.quorum.keyspace.commands import Create, Grant, LeaseGranted, Written
 from doyen.quorum.keyspace.state import Keyspace
-from doyen.quorum.node.interfaces import StateMachine
+from doyen.quorum.node import StateMachine
 from doyen.quorum.node.replicated import KEYSPACE, ReplicatedMachines
 from doyen.quorum.node.service import Service
 from doyen.quorum.protocol.requests import ErrorCode, Failed, LeaseRenewed, RenewLease

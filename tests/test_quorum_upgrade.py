@@ -17,7 +17,7 @@ from doyen.lease.clock import SystemClock
 from doyen.model import Lease
 from doyen.quorum.consensus.core import Role
 from doyen.quorum.keyspace.versions import NEWEST
-from doyen.quorum.node.driver import ProposalLimits
+from doyen.quorum.node.proposals import ProposalLimits
 from doyen.quorum.node.replicated import USER
 from doyen.quorum.node.server import NodeOptions, NodeServer
 from doyen.stores.port import Context, open_store

@@ -59,7 +59,7 @@ async def versions_around_an_addition(delay_s: float) -> tuple[int, int]:
     quorum.services[leader.id]._keeper._start_upkeep()
     if delay_s:
         await asyncio.sleep(delay_s)
-    adding = asyncio.ensure_future(leader.admin.add("n4", "h4:1"))
+    adding = asyncio.ensure_future(leader.admin.perform("add", "n4", "h4:1"))
     await quorum.world.until(lambda: "n4" in leader.membership.everyone)
     added_at = quorum.keyspace(leader.id).version
     await adding
@@ -103,10 +103,10 @@ def test_a_new_leader_adds_no_node_before_it_knows_the_version() -> None:
         await leader.admin.transfer(heir.id)
         assert quorum.keyspace(heir.id).version == FIRST
         with pytest.raises(OrderFailed, match="ask again"):
-            await heir.admin.add("n4", "h4:1")
+            await heir.admin.perform("add", "n4", "h4:1")
         heir.applier._paused = False
         heir.applier._apply_slice()
-        await heir.admin.add("n4", "h4:1")
+        await heir.admin.perform("add", "n4", "h4:1")
         assert quorum.keyspace(heir.id).version == NEWEST
 
     run_virtual(main)

@@ -528,9 +528,9 @@ class SlowDisk(FileSystem):
     file: Path
     writes_too = False
 
-    def sync(self, fd: int) -> None:
+    def sync(self, fd: int, path: Path) -> None:
         self._wait()
-        super().sync(fd)
+        super().sync(fd, path)
 
     def write(self, fd: int, data: bytes, offset: int) -> None:
         if self.writes_too:

@@ -20,8 +20,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from doyen.quorum.consensus.core import Snapshot
-from doyen.quorum.node.framed_files import NO_ROOM, FileSystem
-from doyen.quorum.node.journal import RETRY_S, DirectoryIdentity, FileJournal
+from doyen.quorum.node.data_directory import DirectoryIdentity
+from doyen.quorum.node.framed_files import FileSystem, SyncFailed
+from doyen.quorum.node.journal import RETRY_S, FileJournal
 
 DATA_DIRECTORY = Path("data")
 SECTOR = 64
@@ -139,12 +140,12 @@ class Files(FileSystem):
     def cut(self, fd: int, size: int) -> None:
         del self._open[fd].data[size:]
 
-    def sync(self, fd: int) -> None:
+    def sync(self, fd: int, path: Path) -> None:
         file = self._open[fd]
         if self.sync_fails:
             self.sync_fails = False
             file.data[:] = file.synced
-            raise OSError(errno.EIO, "input/output error")
+            raise SyncFailed(f"{path} could not be synced: input/output error")
         if file.synced != file.data:
             file.synced = bytes(file.data)
 
@@ -215,6 +216,7 @@ class LabJournal(FileJournal):
     ) -> None:
         self._persisted, self._failed = persisted, failed
         self._loop = asyncio.get_running_loop()
+        self._tell = lambda report, *arguments: report(*arguments)
 
     async def take_snapshot(self, snapshot: Snapshot, pieces: Iterator[bytes]) -> None:
         """Take it after a delay: what is applied meanwhile must not be part of it."""
@@ -237,7 +239,7 @@ class LabJournal(FileJournal):
         """Do the work of the writing thread up to the point where it would wait."""
         writes, self._writes, self._busy = self._writes, [], False
         try:
-            left = self._write_what_fits(writes)
+            left = writes[self._write(writes) :]
             if not left and self._rng.random() < SEALED:
                 self._seal()
             if self.full and not left:
@@ -252,25 +254,6 @@ class LabJournal(FileJournal):
         elif self._writes and not self._busy:
             self._busy = True
             self._loop.call_later(self.sync_s, self._work)
-
-    def _write_what_fits(self, writes: list[Any]) -> list[Any]:
-        while writes:
-            some = writes[:1] if self.full else writes
-            try:
-                self._append(some)
-            except OSError as error:
-                if error.errno not in NO_ROOM:
-                    raise
-                if self.full:
-                    return writes
-                self.full = True
-                self._disk.remove(self._folder / "reserve")
-            else:
-                writes = writes[len(some) :]
-        return []
-
-    def _tell(self, what: Callable[..., None], *arguments: Any) -> None:
-        what(*arguments)
 
     def _on_aside(self, do: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

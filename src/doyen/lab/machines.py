@@ -29,12 +29,13 @@ from doyen.lease.runtime import InlineRuntime
 from doyen.quorum.keyspace.commands import RemoveEndedKeys, decode_command
 from doyen.quorum.keyspace.state import Keyspace
 from doyen.quorum.keyspace.versions import FIRST
-from doyen.quorum.node.data_directory import read_member, write_member
-from doyen.quorum.node.driver import Answer, Driver, ProposalLimits
-from doyen.quorum.node.journal import DirectoryIdentity
+from doyen.quorum.node.data_directory import DirectoryIdentity, read_member, write_member
+from doyen.quorum.node.driver import Driver
+from doyen.quorum.node.leader_calls import Answer
 from doyen.quorum.node.lease_keeper import decode_leases
 from doyen.quorum.node.membership import Members, NodeMember, initial_member
 from doyen.quorum.node.peers import Peers
+from doyen.quorum.node.proposals import ProposalLimits
 from doyen.quorum.node.replicated import KEYSPACE, USER, Command, ReplicatedMachines
 from doyen.quorum.node.server import record_members
 from doyen.quorum.node.service import Service

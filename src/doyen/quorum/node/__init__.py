@@ -15,7 +15,6 @@ handed to that thread together, and so are the results.
     membership        the ids of nodes and clusters, founding
     roles             what peers, administrators, clients and onlookers may do
     peers, listener   connections to other nodes; the sockets that a node listens on
-    interfaces        what the driver needs: a journal, a transport
     server            a real node, put together
 
 Importing this imports none of those, so msgspec is needed only when a node is made.
@@ -270,15 +269,15 @@ class Node:
 
     async def add(self, node: str, address: str) -> None:
         """Add a learner: it receives the log and does not vote until it is promoted."""
-        await self._do(self._running.driver.admin.add(node, address))
+        await self._do(self._running.driver.admin.perform("add", node, address))
 
     async def promote(self, node: str) -> None:
         """Make a learner a voter."""
-        await self._do(self._running.driver.admin.promote(node))
+        await self._do(self._running.driver.admin.perform("promote", node))
 
     async def remove(self, node: str) -> None:
         """Remove a member from the quorum."""
-        await self._do(self._running.driver.admin.remove(node))
+        await self._do(self._running.driver.admin.perform("remove", node))
 
 
 class _NodeThread:

@@ -25,12 +25,9 @@ from doyen.quorum.node.leader_calls import (
     LeaderCalls,
     Respond,
 )
-from doyen.quorum.node.own_entries import OwnEntries
-from doyen.quorum.node.proposals import Batch
+from doyen.quorum.node.proposals import Batch, Proposals
 from doyen.quorum.node.pump import Pump
 from doyen.quorum.protocol.security import parse_address
-
-__all__ = ["AdminRequest", "Administration", "changed"]
 
 PAUSES = 100
 """How long to wait until a new leader is known, in pauses of the pump."""
@@ -57,13 +54,6 @@ class AdminRequest(Struct, frozen=True, array_like=True):
     what: Name
     node: Name
     address: Name = ""
-
-    def encoded(self) -> bytes:
-        return _encode(self)
-
-    @classmethod
-    def decoded(cls, data: bytes) -> AdminRequest:
-        return _decode(data)
 
 
 _decode = Decoder(AdminRequest).decode
@@ -122,13 +112,13 @@ class Administration:
     def __init__(
         self,
         pump: Pump,
-        entries: OwnEntries,
+        proposals: Proposals,
         applier: Applier,
         disk_space: DiskSpace,
         leader_calls: LeaderCalls,
     ) -> None:
         self._pump = pump
-        self._entries = entries
+        self._proposals = proposals
         self._applier = applier
         self._disk_space = disk_space
         self._leader_calls = leader_calls
@@ -151,29 +141,13 @@ class Administration:
             if core.leader in (None, before) or core.leader != (to or core.leader):
                 raise
 
-    async def add(self, node: str, address: str) -> None:
-        """Add a learner: it receives the log and does not vote until it is promoted."""
-        await self._request(AdminRequest("add", node, address))
-
-    async def promote(self, node: str) -> None:
-        """Make a learner a voter."""
-        await self._request(AdminRequest("promote", node))
-
-    async def remove(self, node: str) -> None:
-        """Remove a member."""
-        await self._request(AdminRequest("remove", node))
-
     async def perform(self, what: str, node: str, address: str = "") -> None:
-        """Make a request by its name."""
+        """Make a request by its name. It is repeated if the leader is lost before it answers; a
+        leader that is to be removed is."""
         if what == "transfer":
             await self.transfer(node)
-        elif what == "add":
-            await self.add(node, address)
-        else:
-            await self._request(AdminRequest(what, node))
-
-    async def _request(self, request: AdminRequest) -> None:
-        """Repeat it if the leader is lost before it answers; a leader that is to be removed is."""
+            return
+        request = AdminRequest(what, node, address)
         for _ in range(UNKNOWN_RETRIES):
             try:
                 await self._call_leader(request)
@@ -184,7 +158,7 @@ class Administration:
         await self._call_leader(request)
 
     async def _call_leader(self, request: AdminRequest) -> None:
-        await self._leader_calls.call_leader(ADMIN + request.encoded())
+        await self._leader_calls.call_leader(ADMIN + _encode(request))
 
     # On the node that leads.
 
@@ -193,7 +167,7 @@ class Administration:
 
     async def _carry_out(self, body: bytes, respond: Respond) -> None:
         try:
-            request = AdminRequest.decoded(body)
+            request = _decode(body)
             if request.what == "transfer":
                 await self._transfer(request.node)
             elif not await self._change(request, respond):
@@ -224,7 +198,7 @@ class Administration:
             if len(wanted.everyone) > len(core.membership.everyone) and self._version_in_flux():
                 reason = "the version of the cluster is being raised; ask again in a moment"
             else:
-                reason = self._entries.append(ChangeAsked(wanted), Batch.forwarded([], respond))
+                reason = self._proposals.append(ChangeAsked(wanted), Batch.forwarded([], respond))
             if reason is None:
                 return False
             await self._pump.pause()
@@ -235,9 +209,8 @@ class Administration:
         It was proposed because all members supported that version, so no member may be added before
         it is applied. Once an entry of this generation is applied, only this node can have appended
         such a command."""
-        return (
-            self._applier.generation != self._pump.core.generation or self._entries.raises_version()
-        )
+        entered = self._applier.generation == self._pump.core.generation
+        return not entered or self._proposals.raises_version()
 
     async def _transfer(self, to: str) -> None:
         core = self._pump.core

@@ -18,6 +18,7 @@ from msgspec import MsgspecError
 from msgspec.msgpack import Decoder
 
 from doyen.errors import StoreUnavailable
+from doyen.events.log_lines import log_line
 from doyen.quorum.consensus.core import (
     Committed,
     Compacted,
@@ -29,13 +30,10 @@ from doyen.quorum.consensus.core import (
 )
 from doyen.quorum.keyspace.state import UnknownCommand
 from doyen.quorum.keyspace.versions import FIRST
-from doyen.quorum.node.interfaces import Journal
-from doyen.quorum.node.own_entries import OwnEntries
-from doyen.quorum.node.proposals import ProposalLimits
+from doyen.quorum.node.journal import FileJournal
+from doyen.quorum.node.proposals import ProposalLimits, Proposals
 from doyen.quorum.node.pump import Pump
 from doyen.quorum.node.replicated import Command, ReplicatedMachines, decode_batch
-
-__all__ = ["Applier"]
 
 log = logging.getLogger("doyen.quorum.node")
 
@@ -52,18 +50,16 @@ class Applier:
         self,
         pump: Pump,
         machine: ReplicatedMachines,
-        journal: Journal,
-        entries: OwnEntries,
+        journal: FileJournal,
+        proposals: Proposals,
         limits: ProposalLimits,
     ) -> None:
         self.machine = machine
-        self.after_slice: Callable[[], None] = lambda: None
-        """Called after entries were applied, before `on_applied`."""
         self.on_applied: list[Callable[[int], None]] = []
         """Called with the index after entries were applied. Exceptions are logged."""
         self._pump = pump
         self._journal = journal
-        self._entries = entries
+        self._proposals = proposals
         self._limits = limits
         self._start_from(journal.recovered.snapshot or Snapshot(0, 0, pump.core.founders))
         self._queue: deque[LogEntry | Install] = deque()
@@ -152,12 +148,15 @@ class Applier:
 
     def _apply(self, entry: LogEntry) -> int:
         """Returns what it takes of the budget of a slice."""
-        entries = self._entries
+        proposals = self._proposals
         self.index = index = self.index + 1
         if entry.generation > self.generation:
             self.generation = entry.generation
-            entries.entered(entry.generation, index)
-        batch = entries.take(index, entry.generation)
+            proposals.entered(entry.generation, index)
+        batch = proposals.appended.pop(index, None)
+        if batch is not None and batch.generation != entry.generation:
+            proposals.propose_again(batch)
+            batch = None
         results: list[Any] = []
         if entry.kind == EntryKind.COMMANDS:
             commands = self._commands(entry.data) if batch is None else batch.commands
@@ -167,7 +166,7 @@ class Applier:
         elif entry.kind != EntryKind.NOTHING:
             raise UnknownCommand(_UNREADABLE.format(index=index))
         if batch is not None:
-            entries.settle(batch, results)
+            proposals.settle(batch, results)
         self._applied_entries += 1
         self._applied_bytes += len(entry.data)
         return len(results) + 1
@@ -185,12 +184,11 @@ class Applier:
         waiting, index = self._waiting, self.index
         while waiting and waiting[0][0] <= index:
             heappop(waiting)[2]()
-        self.after_slice()
         for callback in self.on_applied:
             try:
                 callback(index)
             except Exception:
-                log.exception("a callback of the node failed")
+                log.exception(log_line(event="callback_failed"))
         limits = self._limits
         if not self._snapshotting and (
             self._applied_entries >= limits.snapshot_entries
@@ -218,14 +216,15 @@ class Applier:
                 except StoreUnavailable as error:
                     if not failed:
                         failed = True
-                        log.warning("snapshot not taken: %s; retrying every %g s", error, RETRY_S)
+                        line = log_line(event="snapshot_failed", error=error, retry_s=RETRY_S)
+                        log.warning("%s", line)
                 await asyncio.sleep(RETRY_S)
                 if self.snapshot >= snapshot.index:  # one of the leader was installed meanwhile
                     return
         finally:
             self._snapshotting = False
         if failed:
-            log.warning("snapshot taken: the disk has room again")
+            log.warning("%s", log_line(event="snapshot_taken", index=snapshot.index))
         if snapshot.index > self.snapshot:
             self.snapshot = snapshot.index
             self._pump.step(Compacted(snapshot))
@@ -240,8 +239,8 @@ class Applier:
     async def _restore_installed(self) -> None:
         snapshot = await self.restore()
         self._start_from(snapshot)
-        self._entries.replaced(snapshot.index)
-        self._entries.entered(snapshot.generation, snapshot.index)
+        self._proposals.replaced(snapshot.index)
+        self._proposals.entered(snapshot.generation, snapshot.index)
         self._paused = False
         if self._queue:
             self._apply_slice()

@@ -38,8 +38,6 @@ from doyen.quorum.node.data_directory import (
 )
 from doyen.quorum.node.framed_files import FileSystem, FrameReader, FrameWriter
 
-__all__ = ["Contents", "backup", "inspect", "restore", "write_backup"]
-
 REMEDY = "Use another backup."
 ATTEMPTS = 3
 CHUNK_BYTES = 1 << 20

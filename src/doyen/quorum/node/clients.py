@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from msgspec import Struct
 
@@ -27,6 +27,7 @@ from doyen.quorum.keyspace.commands import (
 )
 from doyen.quorum.node import roles
 from doyen.quorum.node.proposals import Forgotten
+from doyen.quorum.protocol.connection import FrameConnection
 from doyen.quorum.protocol.frames import CloseReason
 from doyen.quorum.protocol.requests import (
     ANSWER,
@@ -36,55 +37,11 @@ from doyen.quorum.protocol.requests import (
     Response,
     WriteResults,
 )
-from doyen.quorum.protocol.security import Role
-
-__all__ = ["PIECE", "ClientConnection", "ClientLimits", "RefusedCreate", "ServedClient"]
 
 PIECE: Final = 1 << 20
 """About how many bytes of results or of a list go into one frame."""
 TEXT: Final = 4 * MAX_KEY
 """The longest explanation of an error that is sent, in characters."""
-
-
-class ClientLimits(Struct, frozen=True, kw_only=True):
-    """Bounds on what one client may have."""
-
-    watches: int = 100_000
-    name: int = 64
-
-
-class ClientConnection(Protocol):
-    """What is needed of a client's connection."""
-
-    @property
-    def closed(self) -> bool: ...
-
-    @property
-    def congested(self) -> bool: ...
-
-    @property
-    def role(self) -> str: ...
-
-    @property
-    def granted(self) -> Role: ...
-
-    def welcome(self, on_frames: Any, on_end: Any) -> None: ...
-
-    def refuse(self, reason: CloseReason, text: str) -> None: ...
-
-    def send(self, kind: int, *parts: bytes) -> bool: ...
-
-    async def drain(self) -> None: ...
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def abort(self) -> None: ...
-
-    def fail(self, reason: CloseReason, text: str) -> None: ...
 
 
 class RefusedCreate(Struct, frozen=True, gc=False):
@@ -105,7 +62,7 @@ class ServedClient:
 
     def __init__(
         self,
-        connection: ClientConnection,
+        connection: FrameConnection,
         loop: asyncio.AbstractEventLoop,
         read: Callable[[ServedClient, list[Any]], None],
         drain: Callable[[ServedClient], None],

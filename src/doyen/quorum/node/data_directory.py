@@ -63,32 +63,6 @@ from doyen.quorum.node.framed_files import (
 )
 from doyen.quorum.node.membership import NodeMember
 
-__all__ = [
-    "AHEAD_BYTES",
-    "SEGMENT_BYTES",
-    "DirectoryIdentity",
-    "Findings",
-    "Installed",
-    "Kept",
-    "Ledger",
-    "LogWriter",
-    "Mark",
-    "PutEntries",
-    "Record",
-    "Segment",
-    "SnapshotReader",
-    "SnapshotWriter",
-    "Stated",
-    "Took",
-    "check_identity",
-    "claim",
-    "read_identity",
-    "read_member",
-    "survey",
-    "write_identity",
-    "write_member",
-]
-
 SEGMENT_BYTES = 64 << 20
 AHEAD_BYTES = 1 << 20
 """How many zeros are written ahead of the batches in a segment."""
@@ -229,16 +203,13 @@ HOLE = LogEntry(0, EntryKind.NOTHING, b"")
 """A gap in the log of a protocol that fills it out of order."""
 
 
-class Mark:
+class Mark(Struct):
     """The state that the log leads to, without its entries."""
 
-    __slots__ = ("end", "kept", "state")
-
-    def __init__(self, end: int = 0, state: bytes = b"", kept: Kept | None = None) -> None:
-        self.end = end
-        """The index of the last entry."""
-        self.state = state
-        self.kept = kept
+    end: int = 0
+    """The index of the last entry."""
+    state: bytes = b""
+    kept: Kept | None = None
 
     @property
     def base(self) -> int:
@@ -263,17 +234,14 @@ class Ledger(Mark):
     """The state that the log leads to. `entries` begin at `start`, which may be before the end of
     the snapshot."""
 
-    __slots__ = ("entries", "start")
+    start: int = 0
+    entries: list[LogEntry] = []
 
-    def __init__(self, end: int = 0, state: bytes = b"", kept: Kept | None = None) -> None:
-        super().__init__(end, state, kept)
-        self.start = end + 1
-        self.entries: list[LogEntry] = []
+    def __post_init__(self) -> None:
+        self.start = self.end + 1
 
     def advance(self, record: Record) -> None:
-        if (
-            isinstance(record, PutEntries) and record.first == self.end + 1
-        ):  # the most frequent case
+        if isinstance(record, PutEntries) and record.first == self.end + 1:  # most frequent
             self.entries += record.entries
             self.end += len(record.entries)
             return
@@ -497,12 +465,12 @@ class LogWriter:
         if findings.torn:
             self._disk.cut(self._fd, self._offset)
             self._allocated = self._offset
-        frames.sync(self._disk, self._fd, self._path)
+        self._disk.sync(self._fd, self._path)
         if findings.last and not findings.sealed:
             self._rewrite(*findings.last)
         for name in findings.unused:
             self._disk.remove(self._folder / name)
-        frames.sync_folder(self._disk, self._folder)
+        self._disk.sync_folder(self._folder)
 
     def _rewrite(self, name: str, start: int, end: int) -> None:
         """Write a batch again of which it is not known whether it was synced. After a failed sync
@@ -511,7 +479,7 @@ class LogWriter:
         fd = self._disk.open(path, write=True)
         try:
             self._disk.write(fd, self._disk.read(fd, end - start, start), start)
-            frames.sync(self._disk, fd, path)
+            self._disk.sync(fd, path)
         finally:
             self._disk.close(fd)
 
@@ -533,12 +501,15 @@ class LogWriter:
             following = self._create(self._number + 1, self._batch + 1, after)
         flag = LAST if following else ORDINARY
         try:
-            self._write(frames.frame(payload, flag, self._batch, self._salt))
+            data = frames.frame(payload, flag, self._batch, self._salt)
+            self._disk.write(self._fd, data, self._offset)
+            if end > self._allocated:
+                self._write_ahead(end)
         except OSError:
             if following:
                 self._disk.close(following[0])
             raise
-        frames.sync(self._disk, self._fd, self._path)
+        self._disk.sync(self._fd, self._path)
         self._mark = after
         self._batch += 1
         self._offset = end
@@ -562,19 +533,16 @@ class LogWriter:
     def close(self) -> None:
         self._disk.close(self._fd)
 
-    def _write(self, frame: bytes) -> None:
-        self._disk.write(self._fd, frame, self._offset)
-        end = self._offset + len(frame)
-        if end > self._allocated:
-            # A sync that need not record a new length of the file is much faster.
-            self._allocated = end
-            try:
-                self._disk.write(self._fd, bytes(self._ahead_bytes), end)
-            except OSError as error:
-                if error.errno not in NO_ROOM:
-                    raise
-            else:
-                self._allocated += self._ahead_bytes
+    def _write_ahead(self, end: int) -> None:
+        """A sync that need not record a new length of the file is much faster."""
+        self._allocated = end
+        try:
+            self._disk.write(self._fd, bytes(self._ahead_bytes), end)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+        else:
+            self._allocated += self._ahead_bytes
 
     def _create(self, number: int, batch: int, mark: Mark) -> tuple[int, int, int]:
         """Create a segment durably. Returns descriptor, salt and the offset of the first batch."""
@@ -585,9 +553,9 @@ class LogWriter:
         fd = self._disk.create(new)
         try:
             self._disk.write(fd, data, 0)
-            frames.sync(self._disk, fd, new)
+            self._disk.sync(fd, new)
             self._disk.rename(new, path)
-            frames.sync_folder(self._disk, self._folder)
+            self._disk.sync_folder(self._folder)
         except BaseException:
             self._disk.close(fd)
             raise

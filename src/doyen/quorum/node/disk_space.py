@@ -17,15 +17,14 @@ import logging
 from collections.abc import Sequence
 from math import inf
 
+from doyen.events.log_lines import log_line
 from doyen.quorum.consensus.core import Role, TransferAsked
-from doyen.quorum.node.interfaces import Journal
+from doyen.quorum.node.journal import FileJournal
 from doyen.quorum.node.leader_calls import DISK_SPACE, DONE, LeaderCalls, Respond
 from doyen.quorum.node.proposals import ProposalLimits
 from doyen.quorum.node.pump import Pump
 from doyen.quorum.node.replicated import Command
-from doyen.quorum.node.validation import frees
-
-__all__ = ["FULL", "ROOM", "DiskSpace"]
+from doyen.quorum.node.roles import frees
 
 log = logging.getLogger("doyen.quorum.node")
 
@@ -44,10 +43,8 @@ class DiskSpace:
     """What one node knows about its own disk and, while it leads, about those of the others."""
 
     def __init__(
-        self, pump: Pump, journal: Journal, leader_calls: LeaderCalls, limits: ProposalLimits
+        self, pump: Pump, journal: FileJournal, leader_calls: LeaderCalls, limits: ProposalLimits
     ) -> None:
-        self.full = False
-        """Whether the disk was full when `check` last ran."""
         self._pump = pump
         self._journal = journal
         self._leader_calls = leader_calls
@@ -58,6 +55,7 @@ class DiskSpace:
         self._settled_at = -inf
         self._transferring: asyncio.TimerHandle | None = None
         self._spent = 0
+        pump.on_disk = self._check
         pump.on_end.append(self._cancel)
         leader_calls.handlers[DISK_SPACE] = self._reported
 
@@ -73,20 +71,18 @@ class DiskSpace:
 
     # The node's own disk.
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Notice whether the disk is full."""
-        full = self._journal.full
-        if full is self.full:
+        full, name = self._journal.full, self._pump.id
+        if full is self._pump.disk_full:
             return
-        self.full, name = full, self._pump.id
+        self._pump.disk_full = full
         if not full:
-            log.warning("the disk of node %s has room again", name)
+            log.warning("%s", log_line(event="disk_has_room", node=name))
             return
-        log.error(
-            "the disk of node %s is full: make room there. Until then it takes part from what it"
-            " has in reserve, and writes are refused if it leads or no majority has room",
-            name,
-        )
+        effect = "writes are refused if this node leads or no majority has room"
+        remedy = "make room on the disk of this node"
+        log.error("%s", log_line(event="disk_full", node=name, effect=effect, remedy=remedy))
         self._settled_at = max(self._settled_at, self._pump.now() + SETTLE_S)
         if not self._reporting:
             self._reporting = True
@@ -95,8 +91,8 @@ class DiskSpace:
     async def _report(self) -> None:
         pump, full = self._pump, True
         while full:
-            self.check()
-            full, leader = self.full, pump.core.leader
+            self._check()
+            full, leader = pump.disk_full, pump.core.leader
             if leader is not None and leader != pump.id:
                 await self._leader_calls.call(leader, DISK_SPACE + (FULL if full else ROOM))
             if full:
@@ -115,15 +111,15 @@ class DiskSpace:
 
     def without_space(self) -> tuple[str, ...]:
         """The nodes whose disk is full, as far as this one knows."""
-        now, own = self._pump.now(), (self._pump.id,) if self.full else ()
+        now, own = self._pump.now(), (self._pump.id,) if self._pump.disk_full else ()
         return (*own, *(peer for peer, until in self._reports.items() if until > now))
 
     def refusal(self) -> str | None:
         """Why clients' writes are refused now; None if they are not."""
-        if self._journal.full is not self.full:
-            self.check()
+        if self._journal.full is not self._pump.disk_full:
+            self._check()
         waiting = self._journal.queued
-        if self.full:
+        if self._pump.disk_full:
             return f"the disk of node {self._pump.id}, which leads, is full: make room there"
         if self._reports and not self._majority_has_space():
             names = ", ".join(self.without_space())
@@ -150,7 +146,7 @@ class DiskSpace:
 
     def transfer_soon(self) -> None:
         """Transfer leadership to a node with space, once it is known which have."""
-        if self.full and self._transferring is None:
+        if self._pump.disk_full and self._transferring is None:
             wait_s = max(self._settled_at - self._pump.now(), 0.0)
             self._transferring = self._pump.loop.call_later(wait_s, self._transfer)
 

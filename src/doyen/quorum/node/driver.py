@@ -3,7 +3,6 @@
     pump            events to the core, effects in order, the journal before the network
     proposals       commands until their outcome is known
     proposer        commands into log entries, here or by way of the leader
-    own_entries     entries that this node appended, until they are applied
     applier         committed entries into the state machine; snapshots
     reads           linearizable reads
     leader_calls    calls to the node that leads
@@ -19,17 +18,15 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 from doyen.errors import OrderFailed, OutcomeUnknown, StoreUnavailable
+from doyen.events.log_lines import log_line
 from doyen.lease.clock import Clock
 from doyen.quorum.consensus.core import (
-    Connected,
     Core,
-    Disconnected,
     Membership,
-    Message,
     ProposalRefused,
-    Received,
     Role,
     RoleChanged,
     SendSnapshot,
@@ -42,16 +39,14 @@ from doyen.quorum.keyspace.versions import NEWEST
 from doyen.quorum.node.admin import Administration
 from doyen.quorum.node.applier import Applier
 from doyen.quorum.node.disk_space import DiskSpace
-from doyen.quorum.node.interfaces import Journal, Status, Transport
+from doyen.quorum.node.journal import FileJournal
 from doyen.quorum.node.leader_calls import DONE, SERVICE, Answer, LeaderCalls, Respond
-from doyen.quorum.node.own_entries import OwnEntries
+from doyen.quorum.node.peers import Peers
 from doyen.quorum.node.proposals import ProposalLimits, Proposals
 from doyen.quorum.node.proposer import Proposer
 from doyen.quorum.node.pump import Pump, call_safely
 from doyen.quorum.node.reads import LinearizableReads
 from doyen.quorum.node.replicated import ReplicatedMachines
-
-__all__ = ["Answer", "Driver", "ProposalLimits", "Status"]
 
 log = logging.getLogger("doyen.quorum.node")
 
@@ -61,14 +56,32 @@ HANDOVERS = 15
 OnRole = Callable[[Role, int, str | None], None]
 
 
+class Status(NamedTuple):
+    """The state of a node."""
+
+    id: str
+    role: Role
+    generation: int
+    leader: str | None
+    commit: int
+    applied: int
+    snapshot: int
+    """The index up to which a snapshot replaces the log."""
+    pending: int
+    """Proposals whose outcome is not known yet."""
+    full: bool
+    """The disk has no room for more proposals."""
+    membership: Membership
+
+
 class Driver:
     """One node's consensus. Lives on one event loop and is called only from there."""
 
     def __init__(
         self,
         core: Core,
-        journal: Journal,
-        transport: Transport,
+        journal: FileJournal,
+        transport: Peers,
         machine: ReplicatedMachines,
         clock: Clock,
         *,
@@ -85,16 +98,14 @@ class Driver:
         self.pump = pump = Pump(core, journal, transport, clock, abort)
         self.leader_calls = calls = LeaderCalls(pump, transport, limits.patience_s)
         self.proposals = Proposals(pump, machine, calls, incarnation, limits)
-        self.own_entries = OwnEntries(pump, self.proposals)
-        self.applier = Applier(pump, machine, journal, self.own_entries, limits)
+        self.applier = Applier(pump, machine, journal, self.proposals, limits)
         self.reads = LinearizableReads(pump, self.applier, calls, limits.patience_s)
         self.disk_space = DiskSpace(pump, journal, calls, limits)
-        self.admin = Administration(pump, self.own_entries, self.applier, self.disk_space, calls)
+        self.admin = Administration(pump, self.proposals, self.applier, self.disk_space, calls)
         self._proposer = Proposer(
             pump,
             machine,
             self.proposals,
-            self.own_entries,
             self.applier,
             self.disk_space,
             calls,
@@ -108,7 +119,7 @@ class Driver:
         self._required = 0
         """The version of the state that peers were last required to support."""
         pump.on_membership = self._reach
-        self.applier.after_slice = self._applied
+        self.on_applied(self._applied)
         pump.carry_out |= {
             RoleChanged: self._role_changed,
             ProposalRefused: self._refused,
@@ -123,13 +134,7 @@ class Driver:
         await self.applier.start()
         self._require()
         self._journal.start(self.pump.persisted, self.pump.fail)
-        self._transport.start(
-            self._received,
-            lambda peer: self.pump.step(Connected(peer)),
-            lambda peer: self.pump.step(Disconnected(peer)),
-            self.leader_calls.called,
-            self._snapshot_received,
-        )
+        self._transport.start(self.pump.step, self.leader_calls.called, self._snapshot_received)
         self._reach()
         self.pump.set_timer()
 
@@ -155,7 +160,7 @@ class Driver:
             with suppress(OrderFailed, OutcomeUnknown, StoreUnavailable):
                 await self.admin.transfer()
             await self.pump.pause()
-        log.warning("node %s stops without having handed over", self.id)
+        log.warning("%s", log_line(event="handover_failed", node=self.id))
 
     def crash(self) -> None:
         """Stop at once, as a process that is killed."""
@@ -238,11 +243,6 @@ class Driver:
 
     # Peers.
 
-    def _received(self, peer: str, message: Message) -> None:
-        if self._journal.full is not self.disk_space.full:
-            self.disk_space.check()
-        self.pump.step(Received(peer, message))
-
     def _reach(self) -> None:
         """Connect to all members. Until a change of the membership is committed, the members before
         and after it take part: one that is removed has to acknowledge and to learn of it."""
@@ -262,12 +262,15 @@ class Driver:
         self._required = self.machine.version
         self._transport.require(self._required)
 
-    def _applied(self) -> None:
-        if self.machine.version != self._required:
+    def _applied(self, index: int) -> None:
+        keyspace, proposer = self.machine.versioned, self._proposer
+        if keyspace is not None and keyspace.version != self._required:
             self._require()
         if self.applier.membership is not self._reached:
             self._reach()
-        self._proposer.flush_waiting()
+        if proposer.held_back:
+            proposer.held_back = False
+            self.pump.flush_soon()
 
     # Effects of the core.
 
@@ -278,11 +281,12 @@ class Driver:
             self.admin.transferred()
         self.leader_calls.leader_changed(effect.leader)
         self.pump.flush_soon()
+        self.pump.loop.call_soon(self.reads.flush)
         for callback in self._on_role:
             call_safely(callback, effect.role, effect.generation, effect.leader)
 
     def _refused(self, effect: ProposalRefused) -> None:
-        if not self.own_entries.refused(effect.reason):
+        if not self.proposals.refused(effect.reason):
             self.admin.transferred(effect.reason)
 
     def _transfer_failed(self, effect: TransferFailed) -> None:

@@ -22,31 +22,6 @@ import msgspec
 
 from doyen.errors import StoreUnusable
 
-__all__ = [
-    "FORMAT",
-    "FRAME_LIMIT",
-    "FRAME_SIZE",
-    "LAST",
-    "NO_ROOM",
-    "ORDINARY",
-    "REMEDY",
-    "SEAL",
-    "FileSystem",
-    "FrameReader",
-    "FrameWriter",
-    "SyncFailed",
-    "damaged",
-    "frame",
-    "new_head",
-    "put_file",
-    "read_all",
-    "read_head",
-    "sync",
-    "sync_folder",
-    "valid_after",
-    "valid_at",
-]
-
 FORMAT = 1
 FRAME_LIMIT = 64 << 20
 """The longest frame. A longer one in a file is damage."""
@@ -104,16 +79,22 @@ class FileSystem:
     def cut(self, fd: int, size: int) -> None:
         os.ftruncate(fd, size)
 
-    def sync(self, fd: int) -> None:
-        if hasattr(fcntl, "F_FULLFSYNC"):
-            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
-        else:
-            os.fdatasync(fd)
+    def sync(self, fd: int, path: Path) -> None:
+        """Raises `SyncFailed`, with the path of this file."""
+        try:
+            if hasattr(fcntl, "F_FULLFSYNC"):
+                fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+            else:
+                os.fdatasync(fd)
+        except OSError as error:
+            raise SyncFailed(f"{path} could not be synced: {error}") from error
 
     def sync_folder(self, path: Path) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
+        except OSError as error:
+            raise SyncFailed(f"{path} could not be synced: {error}") from error
         finally:
             os.close(fd)
 
@@ -148,20 +129,6 @@ def _close_locks_after_fork() -> None:
 os.register_at_fork(after_in_child=_close_locks_after_fork)
 
 
-def sync(disk: FileSystem, fd: int, path: Path) -> None:
-    try:
-        disk.sync(fd)
-    except OSError as error:
-        raise SyncFailed(f"{path} could not be synced: {error}") from error
-
-
-def sync_folder(disk: FileSystem, path: Path) -> None:
-    try:
-        disk.sync_folder(path)
-    except OSError as error:
-        raise SyncFailed(f"{path} could not be synced: {error}") from error
-
-
 def read_all(disk: FileSystem, path: Path) -> bytes:
     fd = disk.open(path)
     try:
@@ -180,11 +147,11 @@ def put_file(disk: FileSystem, path: Path, data: bytes) -> None:
     fd = disk.create(new)
     try:
         disk.write(fd, data, 0)
-        sync(disk, fd, new)
+        disk.sync(fd, new)
     finally:
         disk.close(fd)
     disk.rename(new, path)
-    sync_folder(disk, path.parent)
+    disk.sync_folder(path.parent)
 
 
 MAGIC = b"\xd0yn\x01"
@@ -255,7 +222,7 @@ class FrameWriter:
         self._write(frame(payload, flag, self._number, self._salt))
 
     def sync(self) -> None:
-        sync(self._disk, self._fd, self._new)
+        self._disk.sync(self._fd, self._new)
 
     def finish(self) -> None:
         self.write(b"", END)
@@ -263,7 +230,7 @@ class FrameWriter:
         self._disk.close(self._fd)
         self._fd = -1
         self._disk.rename(self._new, self.path)
-        sync_folder(self._disk, self.path.parent)
+        self._disk.sync_folder(self.path.parent)
 
     def abandon(self) -> None:
         if self._fd >= 0:

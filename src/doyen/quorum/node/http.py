@@ -10,12 +10,17 @@ from doyen.quorum.node.listener import Page
 from doyen.quorum.node.service import Service
 from doyen.quorum.protocol.connection import ConnectionErrors
 
-__all__ = ["pages"]
-
 
 def pages(driver: Driver, service: Service, errors: ConnectionErrors) -> dict[str, Page]:
     """Each page by its path."""
-    leaders = _Leaders(driver)
+    last, changes = driver.leader, 0
+
+    def role_changed(role: Role, generation: int, leader: str | None) -> None:
+        nonlocal last, changes
+        if leader is not None and leader != last:
+            last, changes = leader, changes + 1
+
+    driver.on_role(role_changed)
 
     def text(status: int, words: str) -> tuple[int, str, bytes]:
         return status, "text/plain; charset=utf-8", f"{words}\n".encode()
@@ -29,7 +34,7 @@ def pages(driver: Driver, service: Service, errors: ConnectionErrors) -> dict[st
         return text(200 if leads else 503, driver.leader or "no leader is known")
 
     def metrics() -> tuple[int, str, bytes]:
-        lines = _metrics(driver, service, errors, leaders.seen)
+        lines = _metrics(driver, service, errors, changes)
         return 200, "text/plain; version=0.0.4; charset=utf-8", "".join(lines).encode()
 
     return {
@@ -38,20 +43,6 @@ def pages(driver: Driver, service: Service, errors: ConnectionErrors) -> dict[st
         "/leader": leader,
         "/metrics": metrics,
     }
-
-
-class _Leaders:
-    """Counts the changes of leader that this node has seen."""
-
-    def __init__(self, driver: Driver) -> None:
-        self.seen = 0
-        self._last = driver.leader
-        driver.on_role(self._role)
-
-    def _role(self, role: Role, generation: int, leader: str | None) -> None:
-        if leader is not None and leader != self._last:
-            self.seen += 1
-            self._last = leader
 
 
 def _metrics(

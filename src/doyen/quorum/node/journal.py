@@ -1,4 +1,4 @@
-"""A node's log and snapshots, on disk (`FileJournal`) and in memory (`MemoryJournal`).
+"""A node's log and snapshots on disk.
 
 One thread writes the log. It takes everything that is queued, writes it as one batch, syncs,
 reports to the event loop, and takes what was queued meanwhile. At most one sync is in flight, and
@@ -42,7 +42,6 @@ from doyen.quorum.node.data_directory import (
     Kept,
     Ledger,
     LogWriter,
-    Mark,
     PutEntries,
     Record,
     SnapshotReader,
@@ -56,8 +55,6 @@ from doyen.quorum.node.data_directory import (
     write_identity,
 )
 from doyen.quorum.node.framed_files import NO_ROOM, FileSystem, SyncFailed
-
-__all__ = ["DirectoryIdentity", "FileJournal", "MemoryJournal"]
 
 RESERVE_BYTES = 16 << 20
 BATCH_BYTES = 4 << 20
@@ -84,8 +81,8 @@ class _Write(NamedTuple):
 
 
 class FileJournal:
-    """The journal of a real node. Opening one reads all of it, which may take a while, so open it
-    on a thread."""
+    """The log and the snapshots on a node's disk. What was reported as persisted survives a crash
+    at any instant. Opening one reads all of it, which may take a while, so open it on a thread."""
 
     def __init__(
         self,
@@ -106,10 +103,11 @@ class FileJournal:
             ledger = self._open(identity, state, segment_bytes, ahead_bytes)
         except OSError as error:
             raise StoreUnusable(f"{folder} cannot be used: {error}") from error
-        self._mark = Mark(ledger.end, b"", ledger.kept)
-        """The state of the log when everything that is queued is written."""
+        self._kept = ledger.kept
+        """The snapshot in force when everything that is queued is written."""
         self._received: Kept | None = None
         self.queued = 0
+        """About how many bytes wait to be on disk."""
         self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._writer: threading.Thread | None = None
@@ -123,12 +121,18 @@ class FileJournal:
         try:
             known, findings = self._examine(identity)
             ledger = findings.ledger if findings else Ledger()
-            self.recovered = _recovered(ledger, state)
+            # What was found at opening; `start` drops the entries.
+            self.recovered = Recovered(
+                msgspec.msgpack.decode(ledger.state, type=state or Any) if ledger.state else None,
+                ledger.kept.snapshot if ledger.kept else None,
+                ledger.following(),
+            )
             self._log = LogWriter(
                 disk, folder, findings, segment_bytes=segment_bytes, ahead_bytes=ahead_bytes
             )
             if not known:
                 write_identity(disk, folder, identity)
+            # Whether the disk has no room for more proposals. What is on it stays.
             self.full = not self._restore_reserve()
         except BaseException:
             disk.close(self._lock)
@@ -158,15 +162,19 @@ class FileJournal:
     def start(
         self, persisted: Callable[[int], None], failed: Callable[[BaseException], None]
     ) -> None:
+        """Begin. `persisted(token)` is called on the loop when everything up to the token is on
+        disk; tokens may be skipped and are never reordered. `failed` means that the state of the
+        disk is unknown, so the process must end."""
         self._persisted = persisted
         self._failed = failed
-        self._loop = asyncio.get_running_loop()
+        self._tell: Callable[..., Any] = asyncio.get_running_loop().call_soon_threadsafe
         # The core has its own copy; this one would be kept for ever.
         self.recovered = Recovered(self.recovered.state, self.recovered.snapshot)
         self._writer = threading.Thread(target=self._run, name="doyen-journal", daemon=True)
         self._writer.start()
 
     def persist(self, effect: Persist) -> None:
+        """Queue a write. Everything that is queued while the disk is busy is written together."""
         records: list[Record] = []
         size = 0
         if effect.state is not None:
@@ -177,30 +185,30 @@ class FileJournal:
             for at, entry in enumerate(entries):
                 size += len(entry.data) + 16
                 if size > BATCH_BYTES and at > start:
-                    put = PutEntries(first + start, keep, entries[start:at])
-                    self._mark.advance(put)
-                    records.append(put)
+                    records.append(PutEntries(first + start, keep, entries[start:at]))
                     self.queued += size
                     self._queue.put(_Write(records, size, 0))
                     records, start, size = [], at, len(entry.data) + 16
-            put = PutEntries(first + start, keep, entries[start:] if start else entries)
-            self._mark.advance(put)
-            records.append(put)
+            rest = entries[start:] if start else entries
+            records.append(PutEntries(first + start, keep, rest))
         self.queued += size
         self._queue.put(_Write(records, size, effect.token))
 
     async def take_snapshot(self, snapshot: Snapshot, pieces: Iterator[bytes]) -> None:
+        """Write a snapshot of this node durably, in small steps; then drop the log entries that it
+        replaces, except for a tail that serves followers which are a little behind."""
         kept = await self._store(snapshot, lambda step: self._on_aside(step, pieces))
-        if snapshot.index <= self._mark.base:
+        if self._kept and snapshot.index <= self._kept.snapshot.index:
             self._remove([self._folder / kept.file])
             return
-        took = Took(kept)
-        self._mark.advance(took)
+        self._kept = kept
         done = asyncio.get_running_loop().create_future()
-        self._queue.put(_Write([took], 0, 0, done))
+        self._queue.put(_Write([Took(kept)], 0, 0, done))
         await done
 
     async def receive_snapshot(self, snapshot: Snapshot, pieces: AsyncIterator[bytes]) -> None:
+        """Store a snapshot of the leader durably, without using it. `install` puts it in force."""
+
         async def step(write: Callable[[Iterator[bytes]], bool]) -> bool:
             async for piece in pieces:
                 await self._on_aside(write, iter((piece,)))
@@ -234,23 +242,24 @@ class FileJournal:
         return storing.kept
 
     async def read_snapshot(self) -> tuple[Snapshot, AsyncIterator[bytes]]:
-        kept = self._mark.kept
+        """The latest snapshot and its pieces, to send or to restore. It stays readable until the
+        iterator is closed, even if another snapshot is taken meanwhile."""
+        kept = self._kept
         if kept is None:
             raise LookupError("there is no snapshot yet")
-        # Opened here, so that it stays readable when the file is removed.
         reader = SnapshotReader(self._disk, self._folder, kept)
         return kept.snapshot, _Pieces(reader, self._on_aside, self._aside)
 
     def install(self, effect: Install) -> None:
+        """Queue a write: the received snapshot is in force, and the log after it is empty."""
         kept = self._received
         if kept is None or kept.snapshot != effect.snapshot:
             raise ValueError(f"no snapshot of index {effect.snapshot.index} has been received")
-        self._received = None
-        installed = Installed(kept)
-        self._mark.advance(installed)
-        self._queue.put(_Write([installed], 0, effect.token))
+        self._kept, self._received = kept, None
+        self._queue.put(_Write([Installed(kept)], 0, effect.token))
 
     async def close(self) -> None:
+        """Write what is queued, and release the data directory."""
         self._closing.set()
         if self._writer:
             self._queue.put(None)
@@ -272,30 +281,33 @@ class FileJournal:
 
     def _run(self) -> None:
         try:
-            while (writes := self._next()) and self._write(writes):
-                pass
+            while writes := self._next():
+                while writes := writes[self._write(writes) :]:
+                    if self._closing.wait(RETRY_S):
+                        return self._seal()  # nothing may be written after what did not fit
             self._seal()
         except BaseException as error:  # noqa: BLE001 - the state of the disk is unknown
-            self._tell(self._failed, error)
+            with suppress(RuntimeError):  # the loop has been closed
+                self._tell(self._failed, error)
 
     def _next(self) -> list[_Write]:
         """Everything that is queued, up to the size of a batch; empty when the journal closes."""
         try:
-            first = self._queue.get_nowait()
+            write = self._queue.get(timeout=IDLE_S)
         except queue.Empty:
-            first = self._wait()
+            write = self._idle()
         writes = []
         size = 0
-        while first:
-            writes.append(first)
-            size += first.size
+        while write:
+            writes.append(write)
+            size += write.size
             if size >= BATCH_BYTES:
                 break
             try:
-                first = self._queue.get_nowait()
+                write = self._queue.get_nowait()
             except queue.Empty:
                 break
-            if first is None:
+            if write is None:
                 self._queue.put(None)
         return writes
 
@@ -303,9 +315,7 @@ class FileJournal:
         with suppress(OSError):
             self._log.seal()
 
-    def _wait(self) -> _Write | None:
-        with suppress(queue.Empty):
-            return self._queue.get(timeout=IDLE_S)
+    def _idle(self) -> _Write | None:
         self._seal()
         while self.full:
             with suppress(queue.Empty):
@@ -313,39 +323,36 @@ class FileJournal:
             self.full = not self._restore_reserve()
         return self._queue.get()
 
-    def _write(self, writes: list[_Write]) -> bool:
-        """Write this to disk, however long it takes. Returns False if the journal was closed before
-        there was space; then nothing may be written after it."""
-        while True:
-            if self.full and len(writes) > 1:  # so that what fits is written
-                return all(self._write([write]) for write in writes)
+    def _write(self, writes: list[_Write]) -> int:
+        """Write as much of this to disk as there is space for. Returns how many writes that is."""
+        written = 0
+        while written < len(writes):
+            some = writes[written : written + 1] if self.full else writes[written:]
+            records: list[Record] = []
+            done: list[asyncio.Future[None]] = []
+            token = size = 0
+            for write in some:
+                records += write.records
+                size += write.size
+                token = max(token, write.token)
+                if write.done:
+                    done.append(write.done)
             try:
-                self._append(writes)
-                return True
+                if records:
+                    self._log.append(records)
             except OSError as error:
                 if error.errno not in NO_ROOM:
                     raise
-            if not self.full:
+                if self.full:
+                    break
                 self.full = True
                 self._disk.remove(self._folder / "reserve")
-            elif self._closing.wait(RETRY_S):
-                return False
-
-    def _append(self, writes: list[_Write]) -> None:
-        records: list[Record] = []
-        done: list[asyncio.Future[None]] = []
-        token = size = 0
-        for write in writes:
-            records += write.records
-            size += write.size
-            token = max(token, write.token)
-            if write.done:
-                done.append(write.done)
-        if records:
-            self._log.append(records)
-        self._tell(self._report, token, size, done)
-        if self._log.unused:
-            self._remove(self._log.take_unused())
+                continue
+            written += len(some)
+            self._tell(self._report, token, size, done)
+            if self._log.unused:
+                self._remove(self._log.take_unused())
+        return written
 
     def _restore_reserve(self) -> bool:
         """Restore the reserve, if there is space for it."""
@@ -387,10 +394,6 @@ class FileJournal:
 
         with suppress(RuntimeError):
             self._aside.submit(remove)
-
-    def _tell(self, what: Callable[..., None], *arguments: Any) -> None:
-        with suppress(RuntimeError):  # the loop has been closed
-            self._loop.call_soon_threadsafe(what, *arguments)
 
     def _report(self, token: int, size: int, done: list[asyncio.Future[None]]) -> None:
         self.queued -= size
@@ -464,118 +467,3 @@ class _Pieces(AsyncIterator[bytes]):
 
     def __del__(self) -> None:
         self._close()
-
-
-def _recovered(ledger: Ledger, state: Any) -> Recovered:
-    return Recovered(
-        msgspec.msgpack.decode(ledger.state, type=state or Any) if ledger.state else None,
-        ledger.kept.snapshot if ledger.kept else None,
-        ledger.following(),
-    )
-
-
-class MemoryJournal:
-    """A journal that lives as long as this object. `reopen` returns what a restart would find:
-    what was not yet reported as persisted is lost."""
-
-    def __init__(self, state: Any = None) -> None:
-        self._type = state
-        self._ledger = Ledger()
-        self._stored: dict[str, list[bytes]] = {}
-        self.recovered = Recovered()
-        self._begin()
-
-    def _begin(self) -> None:
-        self._queue: list[tuple[list[Record], int]] = []
-        self._received: Kept | None = None
-        self._latest = self._ledger.kept
-        self.full = False
-        self._closed = False
-
-    def reopen(self) -> MemoryJournal:
-        self._closed = True
-        again = MemoryJournal(self._type)
-        again._ledger, again._stored = self._ledger, self._stored
-        again._begin()
-        again.recovered = _recovered(self._ledger, self._type)
-        return again
-
-    def start(
-        self, persisted: Callable[[int], None], failed: Callable[[BaseException], None]
-    ) -> None:
-        self._persisted = persisted
-        self._loop = asyncio.get_running_loop()
-
-    def persist(self, effect: Persist) -> None:
-        records: list[Record] = []
-        if effect.state is not None:
-            records.append(Stated(msgspec.msgpack.encode(effect.state)))
-        if effect.first:
-            records.append(PutEntries(effect.first, effect.keep, effect.entries))
-        self._enqueue(records, effect.token)
-
-    @property
-    def queued(self) -> int:
-        return sum(
-            len(entry.data)
-            for records, _ in self._queue
-            for record in records
-            if isinstance(record, PutEntries)
-            for entry in record.entries
-        )
-
-    def fill(self, full: bool) -> None:
-        """Simulate a full disk, or end that."""
-        self.full = full
-
-    async def take_snapshot(self, snapshot: Snapshot, pieces: Iterator[bytes]) -> None:
-        if self.full:
-            raise StoreUnavailable("there is no room for a snapshot")
-        kept = self._keep(snapshot, list(pieces))
-        if self._latest is None or snapshot.index > self._latest.snapshot.index:
-            self._latest = kept
-            self._enqueue([Took(kept)], 0)
-
-    async def read_snapshot(self) -> tuple[Snapshot, AsyncIterator[bytes]]:
-        if self._latest is None:
-            raise LookupError("there is no snapshot yet")
-        return self._latest.snapshot, _each(self._stored[self._latest.file])
-
-    async def receive_snapshot(self, snapshot: Snapshot, pieces: AsyncIterator[bytes]) -> None:
-        self._received = self._keep(snapshot, [piece async for piece in pieces])
-
-    def install(self, effect: Install) -> None:
-        kept = self._received
-        if kept is None or kept.snapshot != effect.snapshot:
-            raise ValueError(f"no snapshot of index {effect.snapshot.index} has been received")
-        self._latest, self._received = kept, None
-        self._enqueue([Installed(kept)], effect.token)
-
-    async def close(self) -> None:
-        self._flush()
-        self._closed = True
-
-    def _keep(self, snapshot: Snapshot, pieces: list[bytes]) -> Kept:
-        kept = Kept(snapshot, f"snapshot-{snapshot.index}-{len(self._stored)}")
-        self._stored[kept.file] = pieces
-        return kept
-
-    def _enqueue(self, records: list[Record], token: int) -> None:
-        if not self._queue:
-            self._loop.call_soon(self._flush)
-        self._queue.append((records, token))
-
-    def _flush(self) -> None:
-        if self._closed:
-            return
-        queued, self._queue = self._queue, []
-        for records, _ in queued:
-            for record in records:
-                self._ledger.advance(record)
-        if token := max((token for _, token in queued), default=0):
-            self._persisted(token)
-
-
-async def _each(pieces: list[bytes]) -> AsyncIterator[bytes]:
-    for piece in pieces:
-        yield piece

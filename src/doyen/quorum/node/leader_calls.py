@@ -15,25 +15,8 @@ from collections.abc import Callable
 
 from doyen.errors import OrderFailed, OutcomeUnknown, SessionClosed, StoreUnavailable
 from doyen.quorum.consensus.core import Role
-from doyen.quorum.node.interfaces import Transport
+from doyen.quorum.node.peers import Peers
 from doyen.quorum.node.pump import Pump
-
-__all__ = [
-    "ADMIN",
-    "DISK_SPACE",
-    "DONE",
-    "NOT_LEADING",
-    "PROPOSE",
-    "PROPOSE_AS_ADMIN",
-    "READ",
-    "REFUSED",
-    "SERVICE",
-    "UNKNOWN",
-    "Answer",
-    "Handler",
-    "LeaderCalls",
-    "Respond",
-]
 
 Answer = Callable[[bytes], None]
 """Sends the encoded response."""
@@ -52,7 +35,7 @@ PROPOSE, READ, SERVICE, ADMIN, PROPOSE_AS_ADMIN, DISK_SPACE = b"P", b"R", b"Q", 
 class LeaderCalls:
     """The calls of one node to the leader, and those of its peers to it while it leads."""
 
-    def __init__(self, pump: Pump, transport: Transport, patience_s: float) -> None:
+    def __init__(self, pump: Pump, transport: Peers, patience_s: float) -> None:
         self.handlers: dict[bytes, Handler] = {}
         self._pump = pump
         self._transport = transport

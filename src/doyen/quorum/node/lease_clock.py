@@ -25,8 +25,6 @@ from math import inf
 
 from doyen.quorum.keyspace.state import Keyspace
 
-__all__ = ["LeaseClock"]
-
 SLICE = 4096
 """Leases that are taken in at a time."""
 AT_ONCE = 512
@@ -73,7 +71,7 @@ class LeaseClock:
         for lease, ttl_s in islice(self._keyspace.leases(after=self.taken_in), SLICE):
             taken += 1
             self.taken_in = lease
-            until = self._begin(ttl_s, now)
+            until = now + ttl_s
             self._until[lease] = until
             heappush(self._heap, (until, lease))
         if len(self._heap) > 2 * self._keyspace.lease_count + SLICE:
@@ -82,9 +80,6 @@ class LeaseClock:
             return True
         self.taken_in = max(self.taken_in, self._keyspace.newest_lease)
         return False
-
-    def _begin(self, ttl_s: float, now: float) -> float:
-        return now + ttl_s
 
     def renew(self, lease: int, now: float) -> bool:
         """A renewal arrives. Returns False if it is too late."""

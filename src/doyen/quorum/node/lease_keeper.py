@@ -9,13 +9,14 @@ Upkeep is one command at a time. It raises the cluster's version once all member
 one, sets the quota that this node was given, and removes the keys of ended leases, a slice at a
 time.
 
-Lives on the driver's event loop.
+`Renewals` takes the renewals of a node's clients to the node that leads, those of one turn of the
+event loop in one call. Both live on the driver's event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from math import isfinite
 from typing import Any, Final
@@ -39,12 +40,13 @@ from doyen.quorum.keyspace.commands import (
 )
 from doyen.quorum.keyspace.state import Keyspace
 from doyen.quorum.keyspace.versions import FIRST, NEWEST
-from doyen.quorum.node.driver import Answer, Driver
+from doyen.quorum.node.clients import ServedClient
+from doyen.quorum.node.driver import Driver
+from doyen.quorum.node.leader_calls import Answer
 from doyen.quorum.node.lease_clock import LeaseClock
 from doyen.quorum.node.proposals import Settle
 from doyen.quorum.node.replicated import KEYSPACE
-
-__all__ = ["CONFIRMED", "GONE", "NOT_NOW", "RETRY_S", "KeyspaceLeases", "decode_leases"]
+from doyen.quorum.protocol.requests import ErrorCode, LeaseRenewed, RenewLease
 
 TIMER_S: Final = 1e-3
 """The shortest wait for the end of a lease."""
@@ -301,3 +303,66 @@ class KeyspaceLeases:
             self._driver.submit(KEYSPACE, encode(command), settle, internal=True)
         except DoyenError as error:
             self._loop.call_later(RETRY_S, settle, 0, None, error)
+
+
+Waiting = dict[int, list[tuple[ServedClient, int]]]
+"""Client and request id of each renewal, by lease."""
+
+
+class Renewals:
+    """The renewals that this node's clients ask for."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        election_s: float,
+        start: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        """`start` runs a task."""
+        self._driver = driver
+        self._election_s = election_s
+        self._start = start
+        self._loop = asyncio.get_running_loop()
+        self._waiting: Waiting = {}
+
+    def renew(self, client: ServedClient, request: RenewLease) -> None:
+        if not self._waiting:
+            self._loop.call_soon(self._send)
+        self._waiting.setdefault(request.lease, []).append((client, request.id))
+
+    def _send(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        self._start(self._renew(waiting))
+
+    async def _renew(self, waiting: Waiting) -> None:
+        """Call the leader. While the leader changes, retry for two election timeouts."""
+        give_up_at = self._loop.time() + 2 * self._election_s
+        while waiting:
+            verdicts, why = await self._call_leader([*waiting])
+            retried: Waiting = {}
+            late = self._loop.time() > give_up_at
+            for (lease, askers), verdict in zip(waiting.items(), verdicts, strict=True):
+                if verdict == NOT_NOW and not late:
+                    if askers := [each for each in askers if not each[0].connection.closed]:
+                        retried[lease] = askers
+                    continue
+                for client, request in askers:
+                    if verdict == CONFIRMED:
+                        client.send(LeaseRenewed(request))
+                    elif verdict == GONE:
+                        client.fail(request, ErrorCode.LEASE_GONE, f"the lease {lease} has ended")
+                    else:
+                        client.fail(request, ErrorCode.UNAVAILABLE, why)
+            waiting = retried
+            if waiting:
+                await asyncio.sleep(RETRY_S)
+
+    async def _call_leader(self, leases: list[int]) -> tuple[list[int], str]:
+        """The verdict on each lease, and why if it is `NOT_NOW`."""
+        try:
+            verdicts = decode_leases(await self._driver.ask_leader(encode(leases)))
+        except (DoyenError, MsgspecError) as error:
+            return [NOT_NOW] * len(leases), str(error)
+        if len(verdicts) != len(leases):
+            verdicts = [NOT_NOW] * len(leases)
+        return verdicts, "the leader has changed, or is about to end this lease"

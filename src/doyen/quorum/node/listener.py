@@ -31,6 +31,7 @@ from http import HTTPStatus
 from typing import Any
 
 from doyen.errors import StoreUnusable
+from doyen.events.log_lines import log_line
 from doyen.quorum.protocol.connection import (
     BOUND,
     HANDSHAKE_S,
@@ -42,8 +43,6 @@ from doyen.quorum.protocol.connection import (
 from doyen.quorum.protocol.frames import CloseReason
 from doyen.quorum.protocol.handshake import ConnectionIdentity, MemberInfo, ServerHandshake
 from doyen.quorum.protocol.security import Security, check_exposure
-
-__all__ = ["Listener", "Page"]
 
 log = logging.getLogger("doyen")
 
@@ -356,7 +355,7 @@ class PendingConnection(asyncio.Protocol):
         try:
             return page()
         except Exception:
-            log.exception("the page %s failed", target)
+            log.exception("%s", log_line(event="page_failed", page=target.decode("latin-1")))
             return 500, "text/plain", b"internal error: see the log of the node\n"
 
     def _answer(self, status: int, kind: str, body: bytes) -> None:

@@ -19,6 +19,7 @@ from doyen.quorum.keyspace.state import Keyspace
 from doyen.quorum.node.clients import PIECE, RefusedCreate, ServedClient
 from doyen.quorum.node.driver import Driver
 from doyen.quorum.protocol import requests
+from doyen.quorum.protocol.connection import FrameConnection
 from doyen.quorum.protocol.requests import (
     BackupChunk,
     BackupOrigin,
@@ -27,8 +28,6 @@ from doyen.quorum.protocol.requests import (
     ListChunk,
     WriteResults,
 )
-
-__all__ = ["Lists"]
 
 LISTS: Final = 8
 """How many long lists may be under way to one client."""
@@ -42,7 +41,7 @@ class Lists:
         driver: Driver,
         keyspace: Keyspace,
         start: Callable[[Coroutine[Any, Any, None]], None],
-        resume: Callable[[ServedClient], None],
+        resume: Callable[[FrameConnection], None],
     ) -> None:
         """`start` runs a task; `resume` goes on serving a client that was congested."""
         self._driver = driver
@@ -93,7 +92,7 @@ class Lists:
         await client.connection.drain()
         client.draining = False
         self._answer(client)
-        self._resume(client)
+        self._resume(client.connection)
 
     def _get(self, client: ServedClient, request: requests.Get) -> None:
         client.send(FoundEntry(request.id, self._keyspace.get(request.key)))

@@ -32,19 +32,18 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import sha256
 from secrets import token_hex
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import MsgspecError, Struct
 from msgspec.msgpack import Decoder, encode
 from msgspec.structs import replace
 
 from doyen.errors import ConfigError, StoreUnusable
-from doyen.quorum.consensus.core import Membership, Position
+from doyen.events.log_lines import log_line
+from doyen.quorum.consensus.core import Core, Membership, Position
 from doyen.quorum.protocol.frames import NOT_FOUNDED, CloseReason, ConnectionRefused
 from doyen.quorum.protocol.handshake import CheckRemote, ConnectionIdentity, MemberInfo
 from doyen.quorum.protocol.security import certificate_names
-
-__all__ = ["DataDirectoryRolledBack", "Members", "NodeMember", "initial_member", "not_founded"]
 
 log = logging.getLogger("doyen.quorum.node")
 
@@ -123,15 +122,6 @@ class DataDirectoryRolledBack(ConnectionRefused):
     """The node's data directory is an older copy of itself: the node must take no part any more."""
 
 
-class MemberCore(Protocol):
-    """What is needed of a consensus core. Only Raft also has `position`, `witnessed` and a `log`
-    with the membership before the one in force."""
-
-    membership: Membership
-    generation: int
-    commit: int
-
-
 class Members:
     """The members of the cluster as this node knows them."""
 
@@ -144,7 +134,7 @@ class Members:
     ) -> None:
         self.node = node
         self.own = own
-        self.core: MemberCore | None = None
+        self.core: Core | None = None
         self.infos: dict[str, MemberInfo] = {}
         """What each connected peer has stated about itself."""
         self.lost = ""
@@ -373,7 +363,8 @@ class Members:
         if missing != self._logged:
             self._logged = missing
             if missing:
-                log.warning("%s", not_founded(self.node, missing))
+                reason = not_founded(self.node, missing)
+                log.warning("%s", log_line(event="not_founded", node=self.node, reason=reason))
 
     async def found(self) -> bool:
         """Found the cluster if that is up to this node and all founders are connected. Returns
@@ -418,7 +409,8 @@ class Members:
             self._adopting = False
         self.own = own
         self.changes.set()
-        log.info("node %s: cluster founded, id %s", self.node, founding.cluster_id)
+        line = log_line(event="cluster_founded", node=self.node, cluster_id=founding.cluster_id)
+        log.info("%s", line)
 
     def missing(self) -> list[str]:
         """The founders that are not connected."""

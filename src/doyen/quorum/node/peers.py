@@ -1,15 +1,15 @@
-"""The real `Transport`: connections to the other nodes over TCP.
+"""The connections to the other nodes.
 
-    peers = Peers(me, security, decode=Decoder(RaftMessage).decode)
+    peers = Peers(me, security, decode=Decoder(RaftMessage).decode, members=members)
     listener = Listener(me, security, peers=peers.admit, …)
-    peers.start(received, connected, disconnected, asked, streamed)
+    peers.start(step, asked, streamed)
     peers.reach({"n2": "10.0.0.2:7400", "n3": "10.0.0.3:7400"})
 
-**One connection per direction.** A node dials every peer (`outgoing`) and sends on that connection:
-messages, questions, snapshots. Only answers and credit come back on it. What a peer sends arrives
-on the connection that the peer dialled (`incoming`). So two nodes need not agree on which of their
-connections counts. `connected` and `disconnected` refer to the connection that this node dialled; a
-process that dies ends both.
+**One connection per direction.** A node dials every peer (`OutgoingPeer`) and sends on that
+connection: messages, questions, snapshots. Only answers and credit come back on it. What a peer
+sends arrives on the connection that the peer dialled (`IncomingPeer`). So two nodes need not agree
+on which of their connections counts. `Connected` and `Disconnected` refer to the connection that
+this node dialled; a process that dies ends both.
 
 **A peer that cannot be dialled** is sent messages on the connection that it dialled itself. A node
 that was down does not know the addresses of members that joined or moved meanwhile: they are in
@@ -32,19 +32,25 @@ waits behind more than that.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
+from doyen._waiting import BackgroundTasks
 from doyen.errors import DoyenError, StoreUnavailable
-from doyen.quorum.consensus.core import Message, Snapshot
+from doyen.events.log_lines import log_line
+from doyen.quorum.consensus.core import CoreEvent, Message, Snapshot
 from doyen.quorum.keyspace.versions import FIRST
-from doyen.quorum.node.incoming import IncomingPeer
 from doyen.quorum.node.membership import DataDirectoryRolledBack, Members
-from doyen.quorum.node.outgoing import OutgoingPeer
-from doyen.quorum.node.peer_frames import FOUNDED, LOST, MESSAGE, encode
+from doyen.quorum.node.peer_connections import (
+    FOUNDED,
+    LOST,
+    MESSAGE,
+    IncomingPeer,
+    OutgoingPeer,
+    encode,
+)
 from doyen.quorum.protocol.connection import (
     BOUND,
     HANDSHAKE_S,
@@ -57,14 +63,11 @@ from doyen.quorum.protocol.frames import MAX_FRAME, CloseReason, ConnectionRefus
 from doyen.quorum.protocol.handshake import ConnectionIdentity
 from doyen.quorum.protocol.security import Security
 
-__all__ = ["Peers"]
-
 log = logging.getLogger("doyen")
 
 PROBE_S = 1.0
 """How long a connection may take to answer a ping before it counts as dead."""
 
-Received = Callable[[str, Message], None]
 Asked = Callable[[str, bytes, Callable[[bytes], None]], None]
 Streamed = Callable[[str, int, Snapshot, AsyncIterator[bytes]], Awaitable[None]]
 
@@ -78,7 +81,7 @@ class Peers:
         security: Security,
         *,
         decode: Callable[[bytes], Message],
-        members: Members | None = None,
+        members: Members,
         errors: ConnectionErrors | None = None,
         jitter: Callable[[], float] = random.random,
         bound: int = BOUND,
@@ -106,26 +109,29 @@ class Peers:
         """Connections that peers dialled while they or this node wait to be founded."""
         self._encoded: tuple[Message | None, bytes] = None, b""
         """The last message that was sent: a leader sends the same one to several peers."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
+        self.start_task = self._tasks.start
         self._closed = False
         self._version = FIRST
         security.dialling  # noqa: B018 - files that cannot be used raise here
 
     def start(
         self,
-        received: Received,
-        connected: Callable[[str], None],
-        disconnected: Callable[[str], None],
+        step: Callable[[CoreEvent], None],
         asked: Asked,
         streamed: Streamed,
     ) -> None:
-        self.received = received
-        self.connected = connected
-        self.disconnected = disconnected
+        """Begin. `step` is called with `Received`, `Connected` and `Disconnected`: the last when a
+        connection was closed or reset, never for silence. `asked` is called with a peer's question
+        and a function that answers it. `streamed` runs for a snapshot that a peer sends, with the
+        generation and the pieces as they arrive. When it returns, the peer learns that all of it is
+        on disk; when it raises (as the pieces do if the connection ends), that it is not."""
+        self.step = step
         self.asked = asked
         self.streamed = streamed
 
     def reach(self, addresses: dict[str, str]) -> None:
+        """Connect to these peers, at these addresses, and close the connections to others."""
         for node, peer in list(self.outgoing.items()):
             if addresses.get(node) != peer.address:
                 del self.outgoing[node]
@@ -133,23 +139,26 @@ class Peers:
         for node, address in addresses.items():
             if node != self.me.node and node not in self.outgoing:
                 self.outgoing[node] = OutgoingPeer(self, node, address)
-        if self.members is not None:
-            self.members.membership_changed()
-            heard = {*addresses, *self.members.everyone}
-            for node, incoming in list(self.incoming.items()):
-                if node not in heard:
-                    incoming.connection.close()
+        self.members.membership_changed()
+        heard = {*addresses, *self.members.everyone}
+        for node, incoming in list(self.incoming.items()):
+            if node not in heard:
+                incoming.connection.close()
 
     def supports(self, peer: str) -> int:
+        """The newest version of the replicated state that a connected peer supports (see
+        `keyspace.versions`); 0 if it is not connected."""
         connection = self.connections.get(peer)
         return 0 if connection is None else connection.supports[1]
 
     def require(self, version: int) -> None:
+        """Refuse peers that do not support this version from now on, and close the connections to
+        such peers."""
         if version != self._version:
             self._version = version
             for connection in self._open():
                 if (reason := self.unsupported(connection)) is not None:
-                    log.warning("%s", reason)
+                    log.warning("%s", log_line(event="peer_closed", reason=reason))
                     connection.abort()
 
     def unsupported(self, connection: FrameConnection) -> str | None:
@@ -166,6 +175,7 @@ class Peers:
         return [*self.connections.values(), *(peer.connection for peer in self.incoming.values())]
 
     def send(self, peer: str, message: Message) -> None:
+        """Queue a message. Messages arrive in order or not at all."""
         connection = self.connections.get(peer) or self._dialled_by(peer)
         if connection is not None:
             last, data = self._encoded
@@ -187,6 +197,8 @@ class Peers:
         return incoming.connection
 
     async def ask(self, peer: str, question: bytes) -> bytes:
+        """Send a question and wait for the answer. Raises `StoreUnavailable` if it has certainly
+        not arrived, `OutcomeUnknown` if the connection ended before the answer came."""
         outgoing = self.outgoing.get(peer)
         if outgoing is None or outgoing.connection is None:
             raise StoreUnavailable(f"node {peer!r} is not connected")
@@ -200,6 +212,8 @@ class Peers:
         pieces: AsyncIterator[bytes],
         done: Callable[[bool], None],
     ) -> None:
+        """Send a snapshot, slowly enough not to delay other messages. `done` is called on the loop,
+        exactly once: with True only if the peer has confirmed that all of it is on disk."""
         outgoing = self.outgoing.get(peer)
         self.start_task(self._stream(outgoing, generation, snapshot, pieces, done))
 
@@ -211,10 +225,7 @@ class Peers:
         self.outgoing.clear()
         for connection in connections:
             connection.close()
-        for task in list(self._tasks):
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.cancel()
         for connection in connections:
             await connection.wait()
 
@@ -252,19 +263,17 @@ class Peers:
             text = f"another process is connected as node {them.node!r}: every node needs its own"
             connection.refuse(CloseReason.DUPLICATE, text)
             return
-        members = self.members
-        if members is not None:
-            try:
-                members.admit(them, connection.info, connection.certificate)
-            except DataDirectoryRolledBack as error:
-                self._refuse_rolled_back(connection, str(error))
-                return
-            except ConnectionRefused as error:
-                connection.refuse(error.reason, str(error))
-                return
-            if members.waiting or connection.info.founding:
-                self._admit_founder(connection)
-                return
+        try:
+            self.members.admit(them, connection.info, connection.certificate)
+        except DataDirectoryRolledBack as error:
+            self._refuse_rolled_back(connection, str(error))
+            return
+        except ConnectionRefused as error:
+            connection.refuse(error.reason, str(error))
+            return
+        if self.members.waiting or connection.info.founding:
+            self._admit_founder(connection)
+            return
         before = self.incoming.get(them.node)
         if before is not None:
             before.connection.abort()
@@ -287,9 +296,10 @@ class Peers:
 
     def stop_taking_part(self, text: str) -> None:
         """A peer says that this node's data directory is an older copy."""
-        if self.members is not None and not self.members.lost:
+        if not self.members.lost:
             self.members.lost = text
-            log.critical("node %s takes no part any more: %s", self.me.node, text)
+            line = log_line(event="node_takes_no_part", node=self.me.node, reason=text)
+            log.critical("%s", line)
             for connection in self._open():
                 connection.abort()
 
@@ -323,7 +333,6 @@ class Peers:
             self.start_task(self._take_founding_record(connection, payload))
 
     async def _take_founding_record(self, connection: FrameConnection, record: bytes) -> None:
-        assert self.members is not None
         try:
             if await self.members.take_record(record):
                 self._founded()
@@ -332,7 +341,7 @@ class Peers:
 
     async def found(self) -> None:
         """Found the cluster, if that is up to this node and all founders are connected."""
-        if self.members is not None and await self.members.found():
+        if await self.members.found():
             self._founded()
 
     def _founded(self) -> None:
@@ -357,13 +366,6 @@ class Peers:
                 connection.abort(End.SILENT)
         return True
 
-    def start_task(self, work: Awaitable[None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(work)
-        assert isinstance(task, asyncio.Task)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     # Snapshots that this node sends.
 
     async def _stream(
@@ -379,7 +381,8 @@ class Peers:
             if peer is not None and peer.connection is not None:
                 ok = await peer.stream(peer.connection, generation, snapshot, pieces)
         except Exception as error:
-            log.warning("snapshot not sent: %s", error, exc_info=not isinstance(error, DoyenError))
+            line = log_line(event="snapshot_not_sent", error=error)
+            log.warning("%s", line, exc_info=not isinstance(error, DoyenError))
         finally:
             close = getattr(pieces, "aclose", None)
             if close is not None:

@@ -8,7 +8,9 @@ them, gathers waiting ones into batches, reports outcomes, and gives up those th
 Commands of the node itself (ends of leases, upkeep) have a queue and a bound of their own and are
 gathered first, so that no load of clients delays or refuses them.
 
-`proposer` decides when a batch goes to the core or to the leader.
+`proposer` decides when a batch goes to the core or to the leader. When an entry that this node has
+appended as leader is applied, its proposers receive the results. When it turns out not to be
+committed, or a snapshot has replaced it, its proposals are proposed again under the same ids.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 from msgspec import Struct
@@ -29,7 +32,9 @@ from doyen.errors import (
     SessionClosed,
     StoreUnavailable,
 )
-from doyen.quorum.node.leader_calls import LeaderCalls, Respond
+from doyen.events.log_lines import log_line
+from doyen.quorum.consensus.core import Accepted, CoreEvent
+from doyen.quorum.node.leader_calls import DONE, UNKNOWN, LeaderCalls, Respond
 from doyen.quorum.node.pump import Pump, call_safely
 from doyen.quorum.node.replicated import (
     FORGOTTEN_AFTER,
@@ -38,18 +43,7 @@ from doyen.quorum.node.replicated import (
     Failure,
     ReplicatedMachines,
 )
-
-__all__ = [
-    "Batch",
-    "Forgotten",
-    "ForwardedBatches",
-    "ProposalLimits",
-    "Proposals",
-    "Request",
-    "Settle",
-    "decode_results",
-    "encode_results",
-]
+from doyen.quorum.node.roles import raises_version
 
 log = logging.getLogger("doyen.quorum.node")
 
@@ -245,6 +239,11 @@ class Proposals:
         """Commands of the node itself that wait to be gathered."""
         self._internal_live = 0
         self._sweeper: asyncio.TimerHandle | None = None
+        self.appended: dict[int, Batch] = {}
+        """Entries that this node has appended as leader and not yet applied, by index."""
+        self._appending: Batch | None = None
+        self._refusal = ""
+        pump.carry_out[Accepted] = self._accepted
         pump.on_end.append(self._end)
 
     def __len__(self) -> int:
@@ -322,7 +321,8 @@ class Proposals:
         if self._sweeper is None:
             self._sweeper = pump.loop.call_later(limits.patience_s, self._sweep)
         if not pump.flushing:
-            pump.flush_soon()
+            pump.flushing = True
+            pump.loop.call_soon(pump.flush)
 
     def _queue_of(self, proposal: _Proposal) -> deque[_Proposal]:
         return self.internal if proposal.internal else self.queue
@@ -379,6 +379,12 @@ class Proposals:
 
     def settle(self, batch: Batch, results: list[Any]) -> None:
         """A batch has been carried out."""
+        if batch.responses:
+            start = 0
+            for respond, count in batch.responses:
+                respond(DONE, encode_results(results[start : start + count]))
+                start += count
+            results = results[start:]
         live = self._live
         for proposal, result in zip(batch.proposals, results, strict=True):
             if type(result) is Failure:
@@ -393,7 +399,7 @@ class Proposals:
                 try:
                     proposal.settle(proposal.seq, result, None)
                 except Exception:
-                    log.exception("the outcome of a proposal could not be reported")
+                    log.exception(log_line(event="callback_failed"))
 
     def _failed(self, proposal: _Proposal, failure: Failure) -> None:
         if not failure.forgotten:
@@ -412,6 +418,7 @@ class Proposals:
         proposal.attempts = 0
         self._identify(proposal)
         self._queue_of(proposal).append(proposal)
+        self._pump.flush_soon()
 
     def _finish(self, proposal: _Proposal, value: Any, error: BaseException | None) -> None:
         live = self._live
@@ -476,6 +483,57 @@ class Proposals:
         else:
             error = StoreUnavailable(f"{reason}; it was not carried out")
         self._finish(proposal, None, error)
+
+    # Entries that this node has appended as leader.
+
+    def append(self, event: CoreEvent, batch: Batch) -> str | None:
+        """Have the core append an entry. Returns why it refused, or None; then `batch` is settled
+        when the entry is applied."""
+        self._appending, self._refusal = batch, ""
+        self._pump.step(event)
+        if self._appending is None:
+            return None
+        self._appending = None
+        return self._refusal or f"node {self._pump.id} is not leading"
+
+    def _accepted(self, effect: Accepted) -> None:
+        batch = self._appending
+        if batch is not None:
+            batch.generation = effect.generation
+            before, self.appended[effect.index] = self.appended.get(effect.index), batch
+            self._appending = None
+            if before is not None:  # of an earlier leadership: another leader has removed it
+                self.propose_again(before)
+
+    def raises_version(self) -> bool:
+        """Whether a command that raises the cluster's version waits to be appended or applied."""
+        appended = (command for batch in self.appended.values() for command in batch.commands)
+        waiting: Iterable[_Proposal | Command] = chain(self.internal, appended)
+        return any(raises_version(each.target, each.body) for each in waiting)
+
+    def refused(self, reason: str) -> bool:
+        """The core refused something. False if that was not an entry."""
+        self._refusal = reason
+        return self._appending is not None
+
+    def entered(self, generation: int, index: int) -> None:
+        """An entry of this later generation is applied at `index`: entries of earlier generations
+        do not follow."""
+        self._lost(lambda at, batch: at >= index and batch.generation < generation)
+
+    def replaced(self, index: int) -> None:
+        """A snapshot has replaced everything up to `index`: the results there are not known."""
+        self._lost(lambda at, _: at <= index)
+
+    def _lost(self, lost: Callable[[int, Batch], bool]) -> None:
+        for at in [at for at, batch in self.appended.items() if lost(at, batch)]:
+            self.propose_again(self.appended.pop(at))
+
+    def propose_again(self, batch: Batch) -> None:
+        """What became of its entry is not known."""
+        batch.respond(UNKNOWN)
+        self.retry(batch)
+        self._pump.flush_soon()
 
 
 class ForwardedBatches:

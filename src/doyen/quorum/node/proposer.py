@@ -27,7 +27,6 @@ from doyen.quorum.node.leader_calls import (
     LeaderCalls,
     Respond,
 )
-from doyen.quorum.node.own_entries import OwnEntries
 from doyen.quorum.node.proposals import (
     Batch,
     ForwardedBatches,
@@ -37,10 +36,7 @@ from doyen.quorum.node.proposals import (
 )
 from doyen.quorum.node.pump import Pump
 from doyen.quorum.node.replicated import NO_MACHINE, ReplicatedMachines, decode_batch, encode_batch
-from doyen.quorum.node.roles import needs_admin
-from doyen.quorum.node.validation import frees
-
-__all__ = ["Proposer"]
+from doyen.quorum.node.roles import frees, needs_admin
 
 
 class Proposer:
@@ -51,7 +47,6 @@ class Proposer:
         pump: Pump,
         machine: ReplicatedMachines,
         proposals: Proposals,
-        entries: OwnEntries,
         applier: Applier,
         disk_space: DiskSpace,
         leader_calls: LeaderCalls,
@@ -60,7 +55,6 @@ class Proposer:
         self._pump = pump
         self._machine = machine
         self._proposals = proposals
-        self._entries = entries
         self._applier = applier
         self._disk_space = disk_space
         self._leader_calls = leader_calls
@@ -68,50 +62,54 @@ class Proposer:
         self._forwarded = ForwardedBatches(limits)
         self._forwarding = 0
         """Batches that were sent to the leader and have no response."""
-        pump.flushes.append(self._flush)
+        self.held_back = False
+        """Whether something waits until entries are applied."""
+        pump.flush = self._flush
         handlers = leader_calls.handlers
         handlers[PROPOSE] = lambda _, data, respond: self._called(data, respond, False)
         handlers[PROPOSE_AS_ADMIN] = lambda _, data, respond: self._called(data, respond, True)
 
-    def flush_waiting(self) -> None:
-        """Entries have been applied, so more may be appended."""
-        if self._proposals.queue or self._proposals.internal or self._forwarded.queue:
-            self._pump.flush_soon()
-
     def _flush(self) -> None:
-        core, proposals, forwarded = self._pump.core, self._proposals, self._forwarded
-        if core.role is not Role.LEADING:
-            self._flush_to_leader(core.leader)
+        pump, proposals, forwarded = self._pump, self._proposals, self._forwarded
+        pump.flushing = False
+        if pump.ended:
             return
-        applied, under_way = self._applier.index, self._entries.waiting
+        if pump.core.role is not Role.LEADING:
+            self._flush_to_leader(pump.core.leader)
+            return
+        applied, appended = self._applier.index, proposals.appended
         while proposals.internal:
-            own = proposals.gather(applied, internal=True)
-            if own is not None and not self._append(own):
-                return
+            batch = proposals.gather(applied, internal=True)
+            if batch is not None:
+                event = Propose(encode_batch(batch.commands))
+                if proposals.append(event, batch) is not None:
+                    self._not_appended(batch)
+                    return
         if not proposals.queue and not forwarded.queue:
             return
         if (reason := self._disk_space.refusal()) is not None:
             self._refuse(reason)
-        while (proposals.queue or forwarded.queue) and len(under_way) < self._limits.pipeline:
-            batch, data = (
-                forwarded.next_entry(proposals, applied)
-                if forwarded.queue
-                else (proposals.gather(applied), b"")
-            )
-            if batch is not None and not self._append(batch, data):
+        while proposals.queue or forwarded.queue:
+            if len(appended) >= self._limits.pipeline:
+                self.held_back = True
                 return
+            data = b""
+            if forwarded.queue:
+                batch, data = forwarded.next_entry(proposals, applied)
+            else:
+                batch = proposals.gather(applied)
+            if batch is not None:
+                event = Propose(data or encode_batch(batch.commands))
+                if proposals.append(event, batch) is not None:
+                    self._not_appended(batch)
+                    return
 
-    def _append(self, batch: Batch, data: bytes = b"") -> bool:
-        """Whether the core takes a batch as an entry. If not, this node, or the peers that sent
-        it, propose it again."""
-        event = Propose(data or encode_batch(batch.commands))
-        if self._entries.append(event, batch) is None:
-            return True
+    def _not_appended(self, batch: Batch) -> None:
+        """This node, or the peers that sent it, propose it again."""
         batch.not_carried_out()
         batch.respond(NOT_LEADING)
         self._proposals.retry(batch)
         self._pump.flush_after_pause()
-        return False
 
     def _refuse(self, reason: str) -> None:
         """Refuse writes for lack of disk space, and transfer leadership to a node that has some."""

@@ -8,8 +8,8 @@ carries it out (`carry_out`); the classes that own the functions register them.
 - **Order.** Effects are carried out in the order in which the core returned them. A `Send` that
   has to wait for the disk is held until the journal reports its token; the core receives
   `Persisted` only after the held messages have left.
-- **Turns.** `flush_soon` runs all `flushes` once per turn of the event loop, so everything that
-  was proposed or asked in one turn is handled together.
+- **Turns.** `flush_soon` runs `flush` once per turn of the event loop, so everything that was
+  proposed in one turn is handled together.
 - **Failure.** An exception in the core or in an effect leaves an unknown state, so it ends the
   node (`fail`).
 
@@ -26,11 +26,11 @@ from math import inf
 from typing import Any
 
 from doyen.errors import DoyenError, SessionClosed
+from doyen.events.log_lines import log_line
 from doyen.lease.clock import Clock
 from doyen.quorum.consensus.core import Core, CoreEvent, Elapsed, Persist, Persisted, Send
-from doyen.quorum.node.interfaces import Journal, Transport
-
-__all__ = ["RETRY_S", "Pump", "call_safely"]
+from doyen.quorum.node.journal import FileJournal
+from doyen.quorum.node.peers import Peers
 
 log = logging.getLogger("doyen.quorum.node")
 
@@ -43,7 +43,7 @@ def call_safely(callback: Callable[..., None], *arguments: Any) -> None:
     try:
         callback(*arguments)
     except Exception:
-        log.exception("a callback of the node failed")
+        log.exception(log_line(event="callback_failed"))
 
 
 class Pump:
@@ -52,8 +52,8 @@ class Pump:
     def __init__(
         self,
         core: Core,
-        journal: Journal,
-        transport: Transport,
+        journal: FileJournal,
+        transport: Peers,
         clock: Clock,
         abort: Callable[[BaseException], None],
     ) -> None:
@@ -62,19 +62,22 @@ class Pump:
         self.id = core.id
         self.now = clock.now
         self.loop = asyncio.get_running_loop()
-        self.carry_out: dict[type, Callable[[Any], None]] = {
-            Persist: journal.persist,
-            Send: self._send,
-        }
-        self.flushes: list[Callable[[], None]] = []
+        self.carry_out: dict[type, Callable[[Any], None]] = {Persist: journal.persist}
+        """For every kind of effect except `Send`."""
+        self.flush: Callable[[], None] = lambda: None
         self.flushing = False
-        """Whether a flush is scheduled for this turn of the loop."""
+        """Whether a flush is scheduled for this turn of the loop. `flush` resets it."""
+        self.disk_full = False
+        """Whether the journal was full in the last step."""
+        self.on_disk: Callable[[], None] = lambda: None
+        """Called before a step if the journal has become full, or has room again."""
         self.on_membership: Callable[[], None] = lambda: None
         """Called after a step in which the core's membership has changed."""
         self.on_end: list[Callable[[], None]] = []
         self.stopping = False
         self.ended = False
         self._membership = core.membership
+        self._journal = journal
         self._transport = transport
         self._abort = abort
         self._tasks: dict[asyncio.Task[Any], None] = {}
@@ -99,12 +102,24 @@ class Pump:
         self._events.append(event)
         if self._stepping:
             return
+        if self._journal.full is not self.disk_full:
+            self.on_disk()
         self._stepping = True
-        core, carry_out, events = self.core, self.carry_out, self._events
+        core, carry_out, events, held = self.core, self.carry_out, self._events, self._held
+        send = self._transport.send
         try:
             while events:
+                durable = self._durable
+                while held and held[0].after <= durable:
+                    waited = held.popleft()
+                    send(waited.peer, waited.message)
                 for effect in core.handle(events.popleft(), self.now()):
-                    carry_out[type(effect)](effect)
+                    if type(effect) is not Send:
+                        carry_out[type(effect)](effect)
+                    elif effect.after > durable:
+                        held.append(effect)
+                    else:
+                        send(effect.peer, effect.message)
         except Exception as error:  # noqa: BLE001 - a defect: the state is unknown
             self.fail(error)
             return
@@ -120,21 +135,9 @@ class Pump:
             for call in calls:
                 call()
 
-    def _send(self, effect: Send) -> None:
-        if effect.after > self._durable:
-            self._held.append(effect)
-        else:
-            self._transport.send(effect.peer, effect.message)
-
     def persisted(self, token: int) -> None:
-        """Everything up to this token is on disk: send what waited for it, then tell the core."""
-        if self.ended:
-            return
+        """Everything up to this token is on disk."""
         self._durable = token
-        held = self._held
-        while held and held[0].after <= token:
-            send = held.popleft()
-            self._transport.send(send.peer, send.message)
         self.step(Persisted(token))
 
     def set_timer(self) -> None:
@@ -159,10 +162,10 @@ class Pump:
     # Flushes.
 
     def flush_soon(self) -> None:
-        """Run the flushes, once in this turn of the loop."""
+        """Run `flush`, once in this turn of the loop."""
         if not self.flushing and not self.ended:
             self.flushing = True
-            self.loop.call_soon(self._flush)
+            self.loop.call_soon(self.flush)
 
     def flush_after_pause(self) -> None:
         if self._retry is None and not self.ended:
@@ -171,12 +174,6 @@ class Pump:
     def _flush_retry(self) -> None:
         self._retry = None
         self.flush_soon()
-
-    def _flush(self) -> None:
-        self.flushing = False
-        if not self.ended:
-            for flush in self.flushes:
-                flush()
 
     # Waiting for a change of role.
 
@@ -210,7 +207,8 @@ class Pump:
         """End the node and the process: its state, or what is on its disk, is unknown."""
         if not self.ended:
             trace = None if isinstance(error, OSError | DoyenError) else error
-            log.critical("node %s cannot go on: %s", self.id, error, exc_info=trace)
+            line = log_line(event="node_failed", node=self.id, error=error)
+            log.critical("%s", line, exc_info=trace)
             self.end()
             self._abort(error)
 

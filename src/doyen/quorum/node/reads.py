@@ -14,9 +14,7 @@ from doyen.errors import StoreUnavailable
 from doyen.quorum.consensus.core import ReadAsked, ReadReady, ReadRefused, Role
 from doyen.quorum.node.applier import Applier
 from doyen.quorum.node.leader_calls import DONE, READ, LeaderCalls, Respond
-from doyen.quorum.node.pump import Pump
-
-__all__ = ["LinearizableReads"]
+from doyen.quorum.node.pump import RETRY_S, Pump
 
 Reader = Callable[[int], None]
 """Called with the index that has to be applied."""
@@ -36,7 +34,6 @@ class LinearizableReads:
         self._rounds: dict[int, list[Reader]] = {}
         self._round = 0
         self._calling = False
-        pump.flushes.append(self._flush)
         pump.on_end.append(self._clear)
         pump.carry_out[ReadReady] = self._ready
         pump.carry_out[ReadRefused] = self._refused
@@ -63,17 +60,19 @@ class LinearizableReads:
         self._add(lambda index: respond(DONE, index.to_bytes(8)))
 
     def _add(self, reader: Reader) -> None:
+        if not self._waiting:
+            self._pump.loop.call_soon(self.flush)
         self._waiting.append(reader)
-        self._pump.flush_soon()
 
     def _clear(self) -> None:
         self._waiting.clear()
         self._rounds.clear()
 
-    def _flush(self) -> None:
-        if not self._waiting:
-            return
+    def flush(self) -> None:
+        """Obtain an index for the waiting reads, if a leader is known."""
         core = self._pump.core
+        if not self._waiting or self._pump.ended:
+            return
         if core.role is Role.LEADING:
             self._round += 1
             self._rounds[self._round], self._waiting = self._waiting, []
@@ -92,7 +91,7 @@ class LinearizableReads:
 
     def _retry(self, readers: list[Reader]) -> None:
         self._waiting = readers + self._waiting
-        self._pump.flush_after_pause()
+        self._pump.loop.call_later(RETRY_S, self.flush)
 
     async def _call_leader(self, leader: str, readers: list[Reader]) -> None:
         response = await self._leader_calls.call(leader, READ)
@@ -102,5 +101,4 @@ class LinearizableReads:
             return
         for ready in readers:
             ready(int.from_bytes(response[1:]))
-        if self._waiting:
-            self._pump.flush_soon()
+        self.flush()

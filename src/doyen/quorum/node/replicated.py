@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from struct import Struct as Layout
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import MsgspecError, Struct
 from msgspec.msgpack import Decoder, Encoder
@@ -38,16 +38,7 @@ from msgspec.msgpack import Decoder, Encoder
 from doyen.errors import StoreUnusable
 from doyen.quorum.keyspace.state import Keyspace, UnknownCommand
 from doyen.quorum.keyspace.versions import FIRST, NEWEST
-
-__all__ = [
-    "KEYSPACE",
-    "USER",
-    "Command",
-    "Failure",
-    "ReplicatedMachines",
-    "decode_batch",
-    "encode_batch",
-]
+from doyen.quorum.node.state_machine import StateMachine
 
 KEYSPACE = 0
 USER = 1
@@ -77,16 +68,6 @@ class Command(Struct, frozen=True, array_like=True, gc=False):
     floor: int
     target: int
     body: bytes
-
-
-class Target(Protocol):
-    """A `StateMachine`, structurally."""
-
-    def apply(self, command: bytes, /) -> Any: ...
-
-    def snapshot(self) -> Iterator[bytes]: ...
-
-    def restore(self, pieces: Iterable[bytes], /) -> None: ...
 
 
 class Failure(Struct, frozen=True, array_like=True, gc=False):
@@ -156,10 +137,10 @@ class _Remembered(Struct, array_like=True):
 class ReplicatedMachines:
     """The state machines of a node, and the results of the commands carried out on them."""
 
-    def __init__(self, targets: Mapping[int, Target]) -> None:
+    def __init__(self, targets: Mapping[int, StateMachine | Keyspace]) -> None:
         self.targets = dict(targets)
         keyspace = targets.get(KEYSPACE)
-        self._keyspace = keyspace if isinstance(keyspace, Keyspace) else None
+        self.versioned = keyspace if isinstance(keyspace, Keyspace) else None
         self._applies = {number: target.apply for number, target in targets.items()}
         # In the order of their last commands, the longest idle first.
         self._clients: dict[str, _Client] = {}
@@ -173,7 +154,7 @@ class ReplicatedMachines:
     @property
     def version(self) -> int:
         """The version of the cluster; see `keyspace.versions`."""
-        return NEWEST if self._keyspace is None else self._keyspace.version
+        return NEWEST if self.versioned is None else self.versioned.version
 
     def apply(self, index: int, commands: Sequence[Command]) -> list[Any]:
         """Carry out the batch at `index` of the log; returns a result or a `Failure` for each."""

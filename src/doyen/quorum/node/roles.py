@@ -1,4 +1,5 @@
-"""What each role may do. The table in docs/stores/quorum.md shows the same.
+"""What each role may do, and which commands of the keyspace clients may propose, within which
+bounds. The table in docs/stores/quorum.md shows the same.
 
     onlooker    status, reads, watches
     client      also writes and leases
@@ -11,16 +12,26 @@ role too: one with an administrator's command is marked, and the leader refuses 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
+from typing import Any
 
 from msgspec import MsgspecError
 
-from doyen.quorum.keyspace.commands import AdvanceRevision, decode_command
+from doyen.quorum.keyspace.commands import (
+    AdvanceRevision,
+    Create,
+    Delete,
+    Enqueue,
+    Grant,
+    Put,
+    RaiseVersion,
+    Revoke,
+    decode_command,
+)
 from doyen.quorum.node.replicated import KEYSPACE, Command
 from doyen.quorum.protocol import requests
+from doyen.quorum.protocol.requests import MAX_KEY, MAX_LEVELS, MAX_TTL_S, MAX_VALUE, MIN_TTL_S
 from doyen.quorum.protocol.security import Role, allows
-
-__all__ = ["ADMIN_COMMANDS", "NEEDED", "allowed", "needs_admin", "refusal"]
 
 NEEDED: dict[type[requests.Request], Role] = {
     requests.StatusRequest: "onlooker",
@@ -74,3 +85,74 @@ def _is_admins(body: bytes) -> bool:
         return isinstance(decode_command(body), ADMIN_COMMANDS)
     except (MsgspecError, UnicodeDecodeError):
         return False
+
+
+_FREEING = {kind.__struct_config__.tag for kind in (Revoke, Delete)}
+_RAISING = {RaiseVersion.__struct_config__.tag}
+
+
+def frees(command: Command) -> bool:
+    """Whether a command only removes something."""
+    return _has_tag(command.target, command.body, _FREEING)
+
+
+def raises_version(target: int, body: bytes) -> bool:
+    """Whether a command raises the version of the cluster."""
+    return _has_tag(target, body, _RAISING)
+
+
+def _has_tag(target: int, body: bytes, tags: Container[object]) -> bool:
+    """The tag is read in place if the encoding is the usual one: a short array that begins with a
+    small number."""
+    usual = target == KEYSPACE and len(body) >= 2 and 0x90 < body[0] <= 0x9F
+    return usual and body[1] in tags
+
+
+def flaw(body: bytes, role: Role) -> str | None:
+    """Why a client may not have this carried out; None if it may."""
+    try:
+        command = decode_command(body)
+    except (MsgspecError, UnicodeDecodeError) as error:
+        return f"not a command of this version of doyen: {error}"
+    kind = type(command)
+    if kind in ADMIN_COMMANDS and not allows(role, "admin"):
+        return refusal(role, "admin")
+    if isinstance(command, Create | Put | Enqueue):
+        key = command.line if isinstance(command, Enqueue) else command.key
+        if not 0 < len(key) <= MAX_KEY:
+            return f"a key has 1 to {MAX_KEY} characters, not {len(key)}"
+        if key.count("/") >= MAX_LEVELS:
+            return f"a key has at most {MAX_LEVELS} parts between slashes, not {key.count('/') + 1}"
+        if len(command.value) > MAX_VALUE:
+            return (
+                f"a value has at most {MAX_VALUE} bytes, not {len(command.value)}: keep large data"
+                " elsewhere, and store here where it is"
+            )
+        return None
+    check = _CHECKS.get(kind)
+    return "only the quorum's leader may propose this" if check is None else check(command)
+
+
+def _flaw_of_lease(command: Grant) -> str | None:
+    if not MIN_TTL_S <= command.ttl_s <= MAX_TTL_S:
+        return f"a ttl is between {MIN_TTL_S:g} and {MAX_TTL_S:g} s, not {command.ttl_s:g}"
+    return None
+
+
+def _flaw_of_floor(command: AdvanceRevision) -> str | None:
+    if not 0 <= command.floor < 2**62 or command.by:
+        return f"a token floor is between 0 and 2^62, not {command.floor}"
+    return None
+
+
+def _flawless(command: Revoke | Delete) -> None:
+    return None
+
+
+_CHECKS: dict[type, Callable[[Any], str | None]] = {
+    Grant: _flaw_of_lease,
+    AdvanceRevision: _flaw_of_floor,
+    Revoke: _flawless,
+    Delete: _flawless,
+}
+"""What else clients may propose."""

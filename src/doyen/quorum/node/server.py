@@ -24,29 +24,28 @@ from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
 from doyen.errors import ConfigError, StoreUnusable
+from doyen.events.log_lines import log_line
 from doyen.events.telemetry import FLUSH_S, LogRelay
 from doyen.lease.clock import SystemClock
 from doyen.quorum.consensus.core import ChangeAsked, Making, Membership, ProtocolSettings, Role
 from doyen.quorum.keyspace.state import QUOTA, Keyspace
 from doyen.quorum.keyspace.versions import FIRST
+from doyen.quorum.node.data_directory import DirectoryIdentity as Owner
 from doyen.quorum.node.data_directory import read_identity, read_member, survey, write_member
-from doyen.quorum.node.driver import Driver, ProposalLimits
+from doyen.quorum.node.driver import Driver
 from doyen.quorum.node.framed_files import FileSystem
 from doyen.quorum.node.http import pages
-from doyen.quorum.node.journal import DirectoryIdentity as Owner
 from doyen.quorum.node.journal import FileJournal
 from doyen.quorum.node.listener import Listener
 from doyen.quorum.node.membership import Members, NodeMember, initial_member
 from doyen.quorum.node.peers import Peers
-from doyen.quorum.node.proposals import Batch
+from doyen.quorum.node.proposals import Batch, ProposalLimits
 from doyen.quorum.node.replicated import KEYSPACE, USER, ReplicatedMachines
 from doyen.quorum.node.service import Service
 from doyen.quorum.node.state_machine import StateMachine
 from doyen.quorum.protocol.connection import ConnectionErrors
 from doyen.quorum.protocol.handshake import ConnectionIdentity
 from doyen.quorum.protocol.security import TLS, Security, check_exposure, parse_address
-
-__all__ = ["PROTOCOLS", "NodeOptions", "NodeServer", "record_members"]
 
 log = logging.getLogger("doyen.quorum.node")
 
@@ -224,7 +223,7 @@ async def record_members(driver: Driver, members: Members) -> None:
         members.changes.clear()
         wanted = members.to_record() if driver.role is Role.LEADING else None
         if wanted is not None:
-            driver.own_entries.append(ChangeAsked(wanted), Batch([], []))
+            driver.proposals.append(ChangeAsked(wanted), Batch([], []))
         with suppress(TimeoutError):
             async with asyncio.timeout(RECORD_RETRY_S if wanted is not None else None):
                 await members.changes.wait()
@@ -234,18 +233,19 @@ def _warn_of_other_peers(options: NodeOptions, members: Membership) -> None:
     """Log a warning if the configured peers differ from the membership on disk."""
     if dict(members.addresses) != dict(options.peers):
         where = ", ".join(f"{node}={members.addresses.get(node, '?')}" for node in members.everyone)
-        log.warning(
-            "node %s: the configured peers differ from the members recorded in %s; using the"
-            " recorded ones: %s (change them with doyen cluster add, remove)",
-            options.id,
-            options.data_dir,
-            where,
+        line = log_line(
+            event="peers_differ",
+            node=options.id,
+            used=where,
+            reason=f"the configured peers differ from the members recorded in {options.data_dir}",
+            remedy="change the members with doyen cluster add, remove",
         )
+        log.warning("%s", line)
 
 
 def _end_process(error: BaseException) -> None:
     """End the process at once, since the state of the journal is unknown."""
-    log.critical("ending the process: %s", error)
+    log.critical("%s", log_line(event="process_ended", error=error))
 
     def write_out() -> None:
         for relay in _relays:

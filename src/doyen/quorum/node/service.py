@@ -1,17 +1,17 @@
 """Serves the store port to clients, on any node of a quorum.
 
-    writes     writes, and renewals of leases
     lists      reads, lists, copies for backups
     watches    watches and notifications
     clients    what a node keeps for one client
 
-The node that leads also keeps the leases: see `lease_keeper`.
+Writes are proposed under the client's own request id, so a client that repeats one, at this node
+or at another, gets the same result. The node that leads also keeps the leases: see `lease_keeper`.
 
 A node that has known no leader for an election timeout, or that was removed, closes its clients'
 connections, so that they go to a node that can serve them. The end of a connection says nothing
 about its client.
 
-Lives on the driver's event loop. Knows connections only as something that takes frames.
+Lives on the driver's event loop.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from typing import Any, Final
 
 from msgspec import MsgspecError
 
-from doyen.errors import DoyenError, OutcomeUnknown, StoreUnavailable
+from doyen.errors import ConfigError, DoyenError, OutcomeUnknown, StoreUnavailable
+from doyen.events.log_lines import log_line
 from doyen.lease.clock import Clock
 from doyen.quorum.consensus.core import Role
 from doyen.quorum.keyspace.state import QUOTA, Keyspace
 from doyen.quorum.node import roles
-from doyen.quorum.node.clients import ClientConnection, ClientLimits, ServedClient
+from doyen.quorum.node.clients import ServedClient
 from doyen.quorum.node.driver import Driver
-from doyen.quorum.node.lease_keeper import KeyspaceLeases
+from doyen.quorum.node.lease_keeper import KeyspaceLeases, Renewals
 from doyen.quorum.node.lists import Lists
 from doyen.quorum.node.membership import not_founded
+from doyen.quorum.node.replicated import KEYSPACE
 from doyen.quorum.node.watches import Watches
-from doyen.quorum.node.writes import Renewals, Writes
 from doyen.quorum.protocol import requests
+from doyen.quorum.protocol.connection import FrameConnection
 from doyen.quorum.protocol.frames import CloseReason
 from doyen.quorum.protocol.requests import (
     REQUEST,
@@ -48,10 +50,9 @@ from doyen.quorum.protocol.requests import (
     decode_request,
 )
 
-__all__ = ["ClientLimits", "Service"]
-
 log = logging.getLogger("doyen.quorum.node")
 
+MAX_NAME: Final = 64
 SLICE: Final = 256
 """About how many requests of one client are handled in one turn of the event loop."""
 BACKLOG: Final = 1 << 18
@@ -74,7 +75,6 @@ class Service:
         cluster: str = "",
         protocol: str = "raft",
         quota_bytes: int = QUOTA,
-        limits: ClientLimits = ClientLimits(),  # noqa: B008  (frozen)
         refusals: Callable[[], dict[str, str]] = dict,
         missing: Callable[[], Sequence[str]] = tuple,
     ) -> None:
@@ -85,19 +85,19 @@ class Service:
         self._keyspace = keyspace
         self._election_s = election_s
         self._loop = asyncio.get_running_loop()
-        self._clients: dict[ClientConnection, ServedClient] = {}
+        self._clients: dict[FrameConnection, ServedClient] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._serving = False
+        self.serving = False
+        """Whether clients are admitted: a leader is known, or was a moment ago."""
         self._closed = False
         self._giving_up: asyncio.TimerHandle | None = None
-        self._watches = Watches(driver, keyspace, limits)
-        self._lists = lists = Lists(driver, keyspace, self._start, self._serve)
+        self._watches = Watches(driver, keyspace)
+        self._lists = lists = Lists(driver, keyspace, self._start, self._take)
         self._keeper = KeyspaceLeases(driver, keyspace, clock, quota_bytes)
-        writes = Writes(driver, limits)
         renewals = Renewals(driver, election_s, self._start)
         self._handlers: dict[type, Callable[[ServedClient, Any], None]] = {
-            requests.IdentifyClient: writes.hello,
-            requests.Write: writes.write,
+            requests.IdentifyClient: self._identify,
+            requests.Write: self._write,
             requests.RenewLease: renewals.renew,
             requests.WatchRequest: self._watches.add,
             requests.CancelWatch: self._watches.remove,
@@ -115,11 +115,6 @@ class Service:
         self._role_changed(status.role, status.generation, status.leader)
 
     @property
-    def serving(self) -> bool:
-        """Whether clients are admitted: a leader is known, or was a moment ago."""
-        return self._serving
-
-    @property
     def clients(self) -> int:
         return len(self._clients)
 
@@ -129,13 +124,13 @@ class Service:
 
     # Connections.
 
-    def admit(self, connection: ClientConnection) -> None:
+    def admit(self, connection: FrameConnection) -> None:
         """Admit a client if this node can serve it; an onlooker at any time."""
         if self._closed:
             connection.refuse(CloseReason.NOT_SERVING, "this node is stopping; ask another")
         elif connection.role == "onlooker":
             connection.welcome(self._take_inquiry, lambda connection, end: None)
-        elif not self._serving:
+        elif not self.serving:
             missing = self._missing()
             text = "this node knows of no leader; ask another"
             if missing:
@@ -145,7 +140,7 @@ class Service:
             self._clients[connection] = self._served(connection)
             connection.welcome(self._take, self._ended)
 
-    def _served(self, connection: ClientConnection) -> ServedClient:
+    def _served(self, connection: FrameConnection) -> ServedClient:
         return ServedClient(connection, self._loop, self._lists.read, self._lists.drain)
 
     def close(self) -> None:
@@ -162,7 +157,7 @@ class Service:
         for connection in [*self._clients]:
             connection.close()
 
-    def _ended(self, connection: ClientConnection, end: object) -> None:
+    def _ended(self, connection: FrameConnection, end: object) -> None:
         client = self._clients.pop(connection, None)
         if client is not None:
             self._watches.remove_all(client)
@@ -173,8 +168,8 @@ class Service:
             self._giving_up.cancel()
             self._giving_up = None
         if leader is not None:
-            self._serving = not self._closed
-        elif not self._serving:
+            self.serving = not self._closed
+        elif not self.serving:
             return
         elif (status := self._driver.status()).id not in status.membership.everyone:
             self._give_up()  # a removed node hears of no leader again
@@ -183,33 +178,60 @@ class Service:
 
     def _give_up(self) -> None:
         self._giving_up = None
-        self._serving = False
+        self.serving = False
         if self._clients:
-            log.warning("no leader is known: closing %d client connections", len(self._clients))
+            reason, count = "no leader is known", len(self._clients)
+            log.warning("%s", log_line(event="clients_closed", clients=count, reason=reason))
         self._close_connections()
 
     # Requests.
 
-    def _take(self, connection: ClientConnection, frames: Sequence[tuple[int, bytes]]) -> None:
-        client = self._clients.get(connection)
-        if client is not None:
-            waiting = bool(client.backlog)
-            client.backlog.extend(frames)
-            for _, payload in frames:
-                client.backlog_bytes += len(payload)
-            if len(client.backlog) > BACKLOG or client.backlog_bytes > BACKLOG_BYTES:
-                client.paused = True
-                connection.pause()
-            if not waiting:
-                self._serve(client)
+    def _identify(self, client: ServedClient, request: requests.IdentifyClient) -> None:
+        """Set the name under which a client numbers its writes."""
+        if not 8 <= len(request.client) <= MAX_NAME:
+            text = f"a client's name has 8 to {MAX_NAME} characters"
+            client.connection.fail(CloseReason.MALFORMED, text)
+            return
+        client.name = request.client
 
-    def _serve(self, client: ServedClient) -> None:
+    def _write(self, client: ServedClient, request: Write) -> None:
+        name, floor, ids, bodies = client.name, request.floor, request.ids, request.bodies
+        if not name or len(ids) != len(bodies) or min(ids) < floor:
+            client.connection.fail(CloseReason.OUT_OF_TURN, _flaw_of_write(client, request))
+            return
+        submit, settle, role = self._driver.submit, client.settle, client.role
+        for number, body in zip(ids, bodies, strict=True):
+            reason = roles.flaw(body, role)
+            if reason is not None:
+                client.fail(number, ErrorCode.UNUSABLE, reason)
+                continue
+            try:
+                submit(KEYSPACE, body, settle, (name, number, floor))
+            except DoyenError as error:
+                unusable = isinstance(error, ConfigError)
+                code = ErrorCode.UNUSABLE if unusable else ErrorCode.UNAVAILABLE
+                client.fail(number, code, str(error))
+
+    def _take(self, connection: FrameConnection, frames: Sequence[tuple[int, bytes]] = ()) -> None:
         """Handle a slice of the backlog. The first requests are then on their way to disks and
         peers while the rest is decoded, and a client with many requests does not delay the others.
         Nothing is handled for a client that does not take its answers."""
+        client = self._clients.get(connection)
+        if client is None:
+            return
+        backlog, waiting = client.backlog, bool(client.backlog)
+        if frames:
+            backlog.extend(frames)
+            for _, payload in frames:
+                client.backlog_bytes += len(payload)
+            if len(backlog) > BACKLOG or client.backlog_bytes > BACKLOG_BYTES:
+                client.paused = True
+                connection.pause()
+            if waiting:
+                return
         if client.draining:
             return
-        connection, backlog, room = client.connection, client.backlog, SLICE
+        room = SLICE
         reads: list[Any] = []
         while backlog and room > 0 and not connection.closed:
             kind, payload = backlog.popleft()
@@ -234,7 +256,7 @@ class Service:
             backlog.clear()
             return
         if backlog:
-            self._loop.call_soon(self._serve, client)
+            self._loop.call_soon(self._take, connection)
         if client.paused and len(backlog) <= BACKLOG and client.backlog_bytes <= BACKLOG_BYTES:
             client.paused = False
             connection.resume()
@@ -248,7 +270,7 @@ class Service:
             client.fail(number, ErrorCode.UNUSABLE, text)
 
     def _take_inquiry(
-        self, connection: ClientConnection, frames: Sequence[tuple[int, bytes]]
+        self, connection: FrameConnection, frames: Sequence[tuple[int, bytes]]
     ) -> None:
         """An onlooker may ask for the node's condition, once at a time: thousands of requests at
         once would delay the clients."""
@@ -325,11 +347,20 @@ class Service:
         task.add_done_callback(self._tasks.discard)
 
 
-def _malformed(connection: ClientConnection, error: Exception) -> None:
+def _flaw_of_write(client: ServedClient, request: Write) -> str:
+    ids, bodies = request.ids, request.bodies
+    if not client.name:
+        return "malformed write: the client has sent no name before it"
+    if len(ids) != len(bodies):
+        return f"malformed write: {len(ids)} request ids, {len(bodies)} bodies"
+    return f"malformed write: request id {min(ids)} is below the floor {request.floor}"
+
+
+def _malformed(connection: FrameConnection, error: Exception) -> None:
     connection.fail(CloseReason.MALFORMED, f"not a request of this protocol: {error}")
 
 
-def _out_of_turn(connection: ClientConnection, kind: int) -> None:
+def _out_of_turn(connection: FrameConnection, kind: int) -> None:
     connection.fail(CloseReason.OUT_OF_TURN, f"a frame of kind {kind} from a client")
 
 

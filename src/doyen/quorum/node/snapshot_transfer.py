@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import AsyncIterator
 from struct import Struct as Layout
 
-from msgspec import Struct
-
 from doyen.errors import StoreUnavailable, StoreUnusable
 from doyen.quorum.protocol.connection import FrameConnection
 from doyen.quorum.protocol.frames import FIRST_FREE, MAX_FRAME, CloseReason, FrameError
@@ -26,19 +24,12 @@ MORE, WHOLE, LAST = 0, 1, 2
 """What a chunk ends: nothing, a piece, or the snapshot."""
 
 
-class Chunk(Struct):
-    data: bytes
-    end: bool
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-
-def cut_into_chunks(piece: bytes) -> list[Chunk]:
+def cut_into_chunks(piece: bytes) -> list[tuple[bytes, int]]:
+    """Each chunk, and what it ends: nothing or the piece."""
     if len(piece) > MAX_PIECE:
         raise StoreUnusable(f"a piece of a snapshot of {len(piece)} bytes is too large")
-    last = max(len(piece) - 1, 0) // CHUNK_SIZE * CHUNK_SIZE
-    return [Chunk(piece[at : at + CHUNK_SIZE], at == last) for at in range(0, last + 1, CHUNK_SIZE)]
+    starts = range(0, max(len(piece), 1), CHUNK_SIZE)
+    return [(piece[at : at + CHUNK_SIZE], WHOLE if at == starts[-1] else MORE) for at in starts]
 
 
 class OutgoingSnapshot:

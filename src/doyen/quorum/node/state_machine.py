@@ -8,8 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["StateMachine"]
-
 
 class StateMachine(ABC):
     """Carries out the same commands, in the same order, on every node of a quorum.

@@ -12,7 +12,7 @@ from functools import partial
 
 from doyen.errors import DoyenError
 from doyen.quorum.keyspace.state import Keyspace
-from doyen.quorum.node.clients import ClientLimits, ServedClient
+from doyen.quorum.node.clients import ServedClient
 from doyen.quorum.node.driver import Driver
 from doyen.quorum.protocol.requests import (
     MAX_KEY,
@@ -23,7 +23,8 @@ from doyen.quorum.protocol.requests import (
     WatchRequest,
 )
 
-__all__ = ["Watches"]
+WATCHES = 100_000
+"""How many watches one connection may have."""
 
 Watchers = dict[tuple[ServedClient, int], None]
 
@@ -31,10 +32,9 @@ Watchers = dict[tuple[ServedClient, int], None]
 class Watches:
     """All watches on one node."""
 
-    def __init__(self, driver: Driver, keyspace: Keyspace, limits: ClientLimits) -> None:
+    def __init__(self, driver: Driver, keyspace: Keyspace) -> None:
         self._driver = driver
         self._keyspace = keyspace
-        self._limits = limits
         self._watchers: dict[str, Watchers] = {}
         """Client and id of each watch, by scope."""
         self._notified = keyspace.revision
@@ -47,8 +47,8 @@ class Watches:
     def add(self, client: ServedClient, request: WatchRequest) -> None:
         if request.id in client.watches:
             return
-        if len(client.watches) >= self._limits.watches:
-            text = f"one connection may have {self._limits.watches} watches; open another store"
+        if len(client.watches) >= WATCHES:
+            text = f"one connection may have {WATCHES} watches; open another store"
             client.fail(request.id, ErrorCode.UNUSABLE, text)
             return
         if len(request.scope) > MAX_KEY:

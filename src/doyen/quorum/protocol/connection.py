@@ -2,15 +2,6 @@
 
     connection = await dial("10.0.0.1:7400", local, role="client", security=security,
                             on_frames=on_frames, on_end=on_end)
-    connection.send(kind, payload)   # queued; False if it has ended or its queue is full
-    await connection.drain()         # until the queue has room again
-    connection.pause(); .resume()    # stop reading, so that the other side is eventually blocked
-    connection.close(); .abort()     # after the queue has been sent; at once
-    connection.closed, .end          # whether it has ended, and how
-    await connection.wait()          # until it has
-    connection.remote                # identity of the other side: cluster, node, incarnation
-    connection.info                  # MemberInfo of the other side, if it is a node
-    connection.granted               # the role that the other side has, if it dialled
 
 `on_frames(connection, [(kind, payload), …])` receives everything that one read returned, in order.
 It may be called before `dial` returns, and may raise `FrameError`. `on_end(connection, end)` is
@@ -26,7 +17,7 @@ three of them (`End.SILENT`). `End.LEFT`, a close or a reset by the other side, 
 suggests that the other process has died. Malformed input closes the connection, is counted in
 `ConnectionErrors` and logged at a limited rate; nothing is raised out of the protocol.
 
-The parts: `FrameConnection` (handshake, received frames, end), `_SendQueue` (what waits to be
+The parts: `FrameConnection` (handshake, received frames, end), `_FrameSender` (what waits to be
 written), `_Keepalive` (pings, and probes for life).
 """
 
@@ -41,10 +32,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
-from typing import Any, cast
+from typing import Any
 
 from doyen._waiting import shared
 from doyen.errors import StoreUnavailable
+from doyen.events.log_lines import log_line
 from doyen.quorum.protocol.frames import (
     MAX_FRAME,
     MAX_GREETING,
@@ -66,8 +58,6 @@ from doyen.quorum.protocol.handshake import (
     refusal,
 )
 from doyen.quorum.protocol.security import Role, Security, parse_address
-
-__all__ = ["ConnectionErrors", "End", "FrameConnection", "dial"]
 
 log = logging.getLogger("doyen")
 
@@ -111,31 +101,33 @@ class ConnectionErrors:
         last, before = self._logged.get(reason, (-LOG_EVERY_S, 0))
         if now - last >= LOG_EVERY_S:
             self._logged[reason] = (now, count)
-            more = f" ({count - before - 1} more like this before)" if count - before > 1 else ""
-            log.warning("connection closed: %s [%s]%s", text, reason, more)
+            more = count - before - 1 or None
+            line = log_line(event="connection_closed", reason=reason, detail=text, more=more)
+            log.warning("%s", line)
 
 
-class _SendQueue:
+class _FrameSender:
     """Frames that wait to be written, joined into one write per iteration of the loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, bound: int) -> None:
-        self._loop = loop
+    def __init__(self, bound: int) -> None:
+        self._loop = asyncio.get_running_loop()
         self._parts: list[bytes] = []
         self._scheduled = False
         self._waiters: list[asyncio.Future[None]] = []
-        self.transport: Any = None
-        """An asyncio.Transport once the connection is made; None again when nothing more may be
-        sent."""
-        self.blocked = False
+        self._sink: Any = None
+        """An asyncio.Transport while frames may be sent."""
+        self._blocked = False
         """The transport's buffer is full."""
-        self.bound = bound
-        self.size = 0
+        self._bound = bound
+        self.queued = 0
         """Bytes that wait to be handed to the transport."""
         self.accepted = self.written = 0
         """Frames queued so far, and how many of them have been handed to the transport."""
 
-    def add(self, kind: int, parts: tuple[bytes, ...]) -> bool:
-        if self.transport is None or self.size > self.bound:
+    def send(self, kind: int, *parts: bytes) -> bool:
+        """Queue a frame. Returns False, and queues nothing, if the connection has ended or its
+        queue is full."""
+        if self._sink is None or self.queued > self._bound:
             return False
         size = 1
         for part in parts:
@@ -144,53 +136,55 @@ class _SendQueue:
             raise ValueError(f"the frame has {size} bytes; {MAX_FRAME} are allowed")
         self._parts.append(pack_header(size, kind))
         self._parts.extend(parts)
-        self.size += size + 4
+        self.queued += size + 4
         self.accepted += 1
-        if not self._scheduled and not self.blocked:
+        if not self._scheduled and not self._blocked:
             self._scheduled = True
             self._loop.call_soon(self._flush)
         return True
 
     @property
     def congested(self) -> bool:
-        return self.blocked or self.size > HIGH_WATER
+        """Whether `drain` would wait."""
+        return self._blocked or self.queued > HIGH_WATER
 
-    async def room(self) -> None:
-        future = self._loop.create_future()
-        self._waiters.append(future)
-        await future
+    async def drain(self) -> None:
+        """Wait until the queue has room, or the connection has ended."""
+        while self.congested:
+            future = self._loop.create_future()
+            self._waiters.append(future)
+            await future
 
-    def unblock(self) -> None:
-        self.blocked = False
+    def pause_writing(self) -> None:
+        self._blocked = True
+
+    def resume_writing(self) -> None:
+        self._blocked = False
         self._flush()
 
     def _flush(self) -> None:
         self._scheduled = False
-        if self.blocked:
+        if self._blocked:
             return
-        if self._parts and self.transport is not None:
+        if self._parts and self._sink is not None:
             data = b"".join(self._parts)
             self._parts.clear()
-            self.size = 0
+            self.queued = 0
             self.written = self.accepted
-            self.transport.write(data)
+            self._sink.write(data)
         if self._waiters:
             self._wake()
 
-    def finish(self) -> None:
+    def _finish_sending(self) -> None:
         """Write what is queued, and accept no more."""
-        if self._parts and self.transport is not None:
-            self.transport.write(b"".join(self._parts))
-            self._parts.clear()
-            self.size = 0
-            self.written = self.accepted
-        self.transport = None
+        self._blocked = False
+        self._flush()
+        self._sink = None
 
-    def discard(self) -> None:
+    def _discard_queued(self) -> None:
         """Drop what is queued, and accept no more."""
-        self.transport = None
+        self._sink, self._blocked, self.queued = None, False, 0
         self._parts.clear()
-        self.size = 0
         self._wake()
 
     def _wake(self) -> None:
@@ -258,7 +252,7 @@ class _Keepalive:
         self.probes.clear()
 
 
-class FrameConnection(asyncio.Protocol):
+class FrameConnection(_FrameSender, asyncio.Protocol):
     """One connection, from its first byte to its end."""
 
     def __init__(
@@ -272,20 +266,19 @@ class FrameConnection(asyncio.Protocol):
         keepalive_s: float = KEEPALIVE_S,
         bound: int = BOUND,
     ) -> None:
-        self._loop = loop = asyncio.get_running_loop()
+        super().__init__(bound)
         self._handshake = handshake
         self._errors = errors
         self._admit = admit
         self._on_frames = on_frames
         self._on_end = on_end
         self._decoder = FrameDecoder(MAX_GREETING)
-        self._queue = _SendQueue(loop, bound)
-        self._keepalive = _Keepalive(loop, keepalive_s, self._ping, self._silent)
+        self._keepalive = _Keepalive(self._loop, keepalive_s, self._ping, self._silent)
         self._transport: Any = None  # an asyncio.Transport once the connection is made
         self._linger: asyncio.TimerHandle | None = None
         self._ending: End | None = None
-        self._gone: asyncio.Future[None] = loop.create_future()
-        self.established: asyncio.Future[None] = loop.create_future()
+        self._gone: asyncio.Future[None] = self._loop.create_future()
+        self.established: asyncio.Future[None] = self._loop.create_future()
         """Done when the handshake has completed or failed."""
         self.open = False
         self.closed = False
@@ -299,12 +292,12 @@ class FrameConnection(asyncio.Protocol):
     @property
     def role(self) -> Role:
         """The role in which the other side connects, if it dialled."""
-        return self._handshake.role if isinstance(self._handshake, ServerHandshake) else "peer"
+        return self._handshake.role
 
     @property
     def granted(self) -> Role:
         """The role that the other side's secret and certificate grant."""
-        return self._handshake.granted if isinstance(self._handshake, ServerHandshake) else "peer"
+        return self._handshake.granted
 
     @property
     def info(self) -> MemberInfo:
@@ -317,60 +310,16 @@ class FrameConnection(asyncio.Protocol):
         return self._handshake.certificate
 
     @property
-    def version(self) -> int:
-        return self._handshake.version
-
-    @property
     def supports(self) -> tuple[int, int]:
         """The versions of the replicated state that the other side supports; see `versions`."""
         return self._handshake.supports
-
-    @property
-    def end(self) -> End | None:
-        """How it ended, once it has."""
-        return self._ending if self.closed else None
 
     @property
     def ending(self) -> bool:
         """Whether it has ended, or is about to."""
         return self.closed or self._ending is not None
 
-    @property
-    def full(self) -> bool:
-        """Whether `send` would refuse for lack of room."""
-        return self._queue.size > self._queue.bound
-
-    @property
-    def congested(self) -> bool:
-        """Whether `drain` would wait."""
-        return not self.closed and self._queue.congested
-
-    @property
-    def queued(self) -> int:
-        """Bytes that wait to be handed to the transport."""
-        return self._queue.size
-
-    @property
-    def accepted(self) -> int:
-        """The number of frames that have been queued."""
-        return self._queue.accepted
-
-    @property
-    def written(self) -> int:
-        """How many of the queued frames have been handed to the transport."""
-        return self._queue.written
-
     # For the owner.
-
-    def send(self, kind: int, *parts: bytes) -> bool:
-        """Queue a frame. Returns False, and queues nothing, if the connection has ended or its
-        queue is full."""
-        return self._queue.add(kind, parts)
-
-    async def drain(self) -> None:
-        """Wait until the queue has room, or the connection has ended."""
-        while self.congested:
-            await self._queue.room()
 
     def pause(self) -> None:
         """Stop reading. Silence of the other side goes unnoticed until `resume`."""
@@ -388,14 +337,14 @@ class FrameConnection(asyncio.Protocol):
         if self.ending:
             return
         self._ending = end
-        self._queue.finish()
+        self._finish_sending()
         self._transport.close()
         self._linger = self._loop.call_later(LINGER_S, self._transport.abort)
 
     def abort(self, end: End = End.CLOSED) -> None:
         if not self.closed:
             self._ending = self._ending or end
-            self._queue.transport = None
+            self._sink = None
             if self._transport is not None:
                 self._transport.abort()
 
@@ -430,7 +379,7 @@ class FrameConnection(asyncio.Protocol):
         self._on_frames, self._on_end = on_frames, on_end
         self._transport.write(self._handshake.welcome())
         self._establish()
-        self._receive(b"")
+        self.data_received(b"")
 
     def refuse(self, reason: CloseReason, text: str) -> None:
         """Send the client the reason, and close."""
@@ -449,20 +398,26 @@ class FrameConnection(asyncio.Protocol):
         if self._ending is not None:
             self._transport.abort()
             return
-        self._queue.transport = transport
+        self._sink = transport
         if isinstance(self._handshake, ClientHandshake):
             self._transport.write(self._handshake.begin())
 
     def data_received(self, data: bytes) -> None:
         self._keepalive.heard = True
-        if self._ending is None:
-            self._receive(data)
-
-    def pause_writing(self) -> None:
-        self._queue.blocked = True
-
-    def resume_writing(self) -> None:
-        self._queue.unblock()
+        if self._ending is not None:
+            return
+        try:
+            if not self.open:
+                self._shake_hands(data)
+                data = b""
+            if self.open:
+                frames = self._decoder.feed(data)
+                if self._decoder.control or self._keepalive.probes:
+                    self._control()
+                if frames:
+                    self._on_frames(self, frames)  # type: ignore[misc]
+        except FrameError as error:
+            self.fail(error.reason, str(error))
 
     def eof_received(self) -> None:
         """Returning None makes the transport close itself."""
@@ -474,7 +429,7 @@ class FrameConnection(asyncio.Protocol):
             self._ending = End.LEFT if left else End.SILENT
         if self._linger is not None:
             self._linger.cancel()
-        self._queue.discard()
+        self._discard_queued()
         self._keepalive.stop()
         self._gone.set_result(None)
         if not self.established.done():
@@ -483,23 +438,9 @@ class FrameConnection(asyncio.Protocol):
                 StoreUnavailable(f"{self} closed the connection before the handshake ended{why}")
             )
         if was_open:
-            cast(OnEnd, self._on_end)(self, self._ending)
+            self._on_end(self, self._ending)  # type: ignore[misc]
 
     # Received frames.
-
-    def _receive(self, data: bytes) -> None:
-        try:
-            if not self.open:
-                self._shake_hands(data)
-                data = b""
-            if self.open:
-                frames = self._decoder.feed(data)
-                if self._decoder.control or self._keepalive.probes:
-                    self._control()
-                if frames:
-                    cast(OnFrames, self._on_frames)(self, frames)
-        except FrameError as error:
-            self.fail(error.reason, str(error))
 
     def _control(self) -> None:
         """Process frames of the protocol's own kinds after the handshake."""
@@ -507,7 +448,7 @@ class FrameConnection(asyncio.Protocol):
         control, self._decoder.control = self._decoder.control, []
         for kind, payload in control:
             if kind == FrameKind.PING and not payload:
-                if not self._queue.blocked:
+                if not self._blocked:
                     self._transport.write(frame(FrameKind.PONG))
             elif kind != FrameKind.PONG or payload:
                 raise FrameError(
@@ -543,7 +484,7 @@ class FrameConnection(asyncio.Protocol):
                 self._establish()
             return not handshake.done
         if handshake.authenticated:
-            cast(Admit, self._admit)(self)
+            self._admit(self)  # type: ignore[misc]
         return not handshake.authenticated
 
     def _establish(self) -> None:
@@ -561,7 +502,7 @@ class FrameConnection(asyncio.Protocol):
     # Keepalive.
 
     def _ping(self) -> None:
-        if not self._queue.blocked:
+        if not self._blocked:
             self._transport.write(frame(FrameKind.PING))
 
     def _silent(self) -> None:

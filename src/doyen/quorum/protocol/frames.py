@@ -17,20 +17,6 @@ from struct import Struct as Layout
 
 from doyen.errors import StoreError
 
-__all__ = [
-    "FIRST_FREE",
-    "MAX_FRAME",
-    "MAX_GREETING",
-    "NOT_FOUNDED",
-    "CloseReason",
-    "ConnectionRefused",
-    "FrameDecoder",
-    "FrameError",
-    "FrameKind",
-    "frame",
-    "pack_header",
-]
-
 MAX_FRAME = 8 << 20
 MAX_GREETING = 4096
 FIRST_FREE = 16

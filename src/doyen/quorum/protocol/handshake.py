@@ -36,19 +36,7 @@ from doyen.quorum.protocol.frames import (
     FrameKind,
     frame,
 )
-from doyen.quorum.protocol.security import Role, Security, certificate_role, lesser
-
-__all__ = [
-    "ANY",
-    "NEWEST",
-    "OLDEST",
-    "CheckRemote",
-    "ClientHandshake",
-    "ConnectionIdentity",
-    "MemberInfo",
-    "ServerHandshake",
-    "refusal",
-]
+from doyen.quorum.protocol.security import Role, Security, allows, certificate_role
 
 OLDEST, NEWEST = 1, 1
 """The supported versions of the protocol. A connection uses the newest one that both sides
@@ -152,7 +140,26 @@ def _proof(secret: bytes | None, label: bytes, hello: bytes, challenge: bytes) -
     return hmac.digest(secret, label + transcript, "sha256")
 
 
-class ClientHandshake:
+class _Handshake:
+    """What one side has learnt about the other."""
+
+    def __init__(self, local: ConnectionIdentity) -> None:
+        self._local = local
+        self._hello = b""
+        self._challenge = b""
+        self.certificate: Mapping[str, Any] | None = None
+        """The other side's certificate, if it has sent one."""
+        self.remote = ConnectionIdentity(ANY, ANY, 0)
+        self.supports = FIRST, FIRST
+        self.info = MemberInfo()
+        self.version = 0
+        self.role: Role = "peer"
+        """The role in which the client connects. A server is taken for a peer."""
+        self.granted: Role = "peer"
+        """The role that the client's secret and its certificate grant."""
+
+
+class ClientHandshake(_Handshake):
     """The side that dials: send `begin()`, then `receive` each frame until `done`."""
 
     def __init__(
@@ -166,8 +173,8 @@ class ClientHandshake:
         check: CheckRemote | None = None,
     ) -> None:
         """`check` may refuse the server by its identity and `MemberInfo`."""
-        self._local = local
-        self._role = role
+        super().__init__(local)
+        self._own_role = role
         self._wanted = wanted
         self._secret = secret
         self._local_info = info
@@ -175,13 +182,6 @@ class ClientHandshake:
         self._hello = encode(
             _Hello("doyen", OLDEST, NEWEST, role, local, wanted, token_bytes(32), SUPPORTED, info)
         )
-        self._challenge = b""
-        self.certificate: Mapping[str, Any] | None = None
-        """The server's certificate, if TLS is in use."""
-        self.remote = ConnectionIdentity(ANY, ANY, 0)
-        self.supports = FIRST, FIRST
-        self.info = MemberInfo()
-        self.version = 0
         self.done = False
 
     def begin(self) -> bytes:
@@ -239,7 +239,7 @@ class ClientHandshake:
         if self._check_remote is not None:
             self._check_remote(challenge.server, challenge.info)
         if challenge.secret and self._secret is None:
-            text = "a peer secret" if self._role == "peer" else "a shared secret"
+            text = "a peer secret" if self._own_role == "peer" else "a shared secret"
             raise ConnectionRefused(
                 CloseReason.SECRET, f"the node requires {text}, and none is set here"
             )
@@ -250,7 +250,7 @@ class ClientHandshake:
             )
 
 
-class ServerHandshake:
+class ServerHandshake(_Handshake):
     """The side that listens: `receive` each frame until `authenticated`, then send `welcome()`.
 
     If `receive` raises `ConnectionRefused`, send `refusal(error)` so that the client learns why.
@@ -265,23 +265,12 @@ class ServerHandshake:
         info: Callable[[], MemberInfo] = MemberInfo,
     ) -> None:
         """`secret` alone grants every role to a client that knows it."""
-        self._local = local
+        super().__init__(local)
         self._security = security or Security(peer_secret=secret)
         self._secret: bytes | None = None
         """The secret that the client has proved to know."""
         self._local_info = info
-        self._hello = b""
-        self._challenge = b""
-        self.certificate: Mapping[str, Any] | None = None
-        """The client's certificate, if it has sent one."""
-        self.remote = ConnectionIdentity(ANY, ANY, 0)
-        self.supports = FIRST, FIRST
-        self.info = MemberInfo()
-        self.role: Role = "client"
-        """The role in which the client connects."""
-        self.granted: Role = "onlooker"
-        """The role that its secret and its certificate grant."""
-        self.version = 0
+        self.role, self.granted = "client", "onlooker"
         self.authenticated = False
 
     def receive(self, kind: int, payload: bytes) -> bytes:
@@ -323,7 +312,7 @@ class ServerHandshake:
             # names no role is treated as a client's, unless nodes have a secret that clients lack.
             assumed: Role = "peer" if self._security.peer_secret else "client"
             by_certificate = certificate_role(self.certificate) or assumed
-        self.granted = lesser(by_secret, by_certificate)
+        self.granted = by_certificate if allows(by_secret, by_certificate) else by_secret
         if self.role == "peer" and self.granted != "peer":
             what = "secret" if by_secret != "peer" else "certificate"
             raise ConnectionRefused(

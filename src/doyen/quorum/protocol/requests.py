@@ -24,47 +24,6 @@ from doyen.quorum.consensus.core import Snapshot
 from doyen.quorum.keyspace.commands import StoredEntry
 from doyen.quorum.keyspace.versions import FIRST
 
-__all__ = [
-    "ANSWER",
-    "MAX_KEY",
-    "MAX_LEVELS",
-    "MAX_TTL_S",
-    "MAX_VALUE",
-    "MAX_WRITES",
-    "MIN_TTL_S",
-    "REQUEST",
-    "Administer",
-    "Administered",
-    "Ahead",
-    "Answers",
-    "BackupChunk",
-    "BackupOrigin",
-    "BackupRequest",
-    "CancelWatch",
-    "ErrorCode",
-    "Failed",
-    "FoundEntry",
-    "Get",
-    "Head",
-    "IdentifyClient",
-    "LeaseRenewed",
-    "ListChunk",
-    "NodeStatus",
-    "RenewLease",
-    "Request",
-    "Requests",
-    "Response",
-    "Scan",
-    "StatusRequest",
-    "WatchConfirmed",
-    "WatchNotification",
-    "WatchRequest",
-    "Write",
-    "WriteResults",
-    "decode_answer",
-    "decode_request",
-]
-
 REQUEST: Final = 32
 ANSWER: Final = 33
 

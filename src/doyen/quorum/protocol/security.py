@@ -28,18 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from doyen.errors import ConfigError
-
-__all__ = [
-    "TLS",
-    "Role",
-    "Security",
-    "allows",
-    "certificate_names",
-    "certificate_role",
-    "check_exposure",
-    "lesser",
-    "parse_address",
-]
+from doyen.events.log_lines import log_line
 
 log = logging.getLogger("doyen")
 
@@ -56,10 +45,6 @@ _UNIT = "doyen-"
 def allows(granted: Role, needed: Role) -> bool:
     """Whether the granted role includes the needed one."""
     return _RANKS[granted] >= _RANKS[needed]
-
-
-def lesser(one: Role, other: Role) -> Role:
-    return min(one, other, key=_RANKS.__getitem__)
 
 
 def certificate_role(certificate: Mapping[str, Any] | None) -> Role | None:
@@ -178,9 +163,12 @@ class _ReloadingContext:
             self._loaded = fingerprints
             try:
                 self._context = self._make()
-                log.warning("certificates reloaded: %s", ", ".join(map(str, self._files)))
+                files = ", ".join(map(str, self._files))
+                log.warning("%s", log_line(event="certificates_reloaded", files=files))
             except ConfigError as error:
-                log.warning("changed certificates not used, the earlier ones stay: %s", error)
+                effect = "the earlier certificates stay in use"
+                line = log_line(event="certificates_refused", error=error, effect=effect)
+                log.warning("%s", line)
         return self._context
 
 

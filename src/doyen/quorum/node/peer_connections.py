@@ -1,66 +1,84 @@
-"""The connection that this node keeps to one peer: dialled, and dialled again when it ends.
+"""The connections between this node and one peer, and the frames on them.
 
-This node sends its messages, questions and snapshots on it. A peer that connects itself is dialled
-at once; otherwise the pause between attempts grows from 10 ms to half a second.
+`OutgoingPeer` keeps the connection that this node dials, and dials again when it ends. This node
+sends its messages, questions and snapshots on it. A peer that connects itself is dialled at once;
+otherwise the pause between attempts grows from 10 ms to half a second. `IncomingPeer` is the
+connection that the peer has dialled, with its messages, questions and snapshots to this node.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from itertools import count
+from struct import Struct as Layout
 from typing import TYPE_CHECKING
 
+from msgspec import MsgspecError, Struct
+from msgspec.msgpack import Decoder, Encoder
+
 from doyen.errors import DoyenError, OutcomeUnknown, StoreUnavailable, StoreUnusable
-from doyen.quorum.consensus.core import Snapshot
-from doyen.quorum.node.membership import Members
-from doyen.quorum.node.peer_frames import (
-    ANSWER,
-    CHUNK,
-    CHUNK_LAYOUT,
-    FOUNDED,
-    LOST,
-    MESSAGE,
-    NUMBER_LAYOUT,
-    QUESTION,
-    STORED,
-    STREAM,
-    UNDECODABLE,
-    SnapshotHead,
-    encode,
-    not_a_message,
-)
+from doyen.events.log_lines import log_line
+from doyen.quorum.consensus.core import Connected, Disconnected, Received, Snapshot
 from doyen.quorum.node.snapshot_transfer import (
     CREDIT,
     CREDIT_LAYOUT,
     LAST,
-    MORE,
-    WHOLE,
+    IncomingSnapshot,
     OutgoingSnapshot,
     cut_into_chunks,
 )
 from doyen.quorum.protocol.connection import End, FrameConnection, dial
 from doyen.quorum.protocol.frames import (
+    FIRST_FREE,
     MAX_FRAME,
     NOT_FOUNDED,
     CloseReason,
     ConnectionRefused,
     FrameError,
 )
-from doyen.quorum.protocol.handshake import MemberInfo
 
 if TYPE_CHECKING:
     from doyen.quorum.node.peers import Peers
 
-__all__ = ["OutgoingPeer"]
+log = logging.getLogger("doyen")
 
 SOONEST_S, LATEST_S = 0.01, 0.5
 HELD_S = 1.0
 """After a connection that ended sooner, the pause is that of a failed attempt. Otherwise two nodes
 that refuse one another would do nothing but connect."""
 MAX_QUESTIONS = 1 << 16
+
+MESSAGE, QUESTION, ANSWER, STREAM = range(FIRST_FREE, FIRST_FREE + 4)
+CHUNK, STORED, FOUNDED, LOST = FIRST_FREE + 4, FIRST_FREE + 6, FIRST_FREE + 7, FIRST_FREE + 8
+
+NUMBER_LAYOUT = Layout(">Q")
+"""Number of a question, before the question and the answer."""
+CHUNK_LAYOUT = Layout(">QB")
+"""Number of a snapshot, and what the chunk ends or whether all of it is stored."""
+
+
+class _SnapshotHead(Struct, frozen=True, array_like=True):
+    """The first frame of a snapshot."""
+
+    number: int
+    generation: int
+    snapshot: Snapshot
+
+
+_UNDECODABLE = (MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding raises for bytes that are not a message."""
+
+
+def _not_a_message(error: Exception) -> FrameError:
+    return FrameError(CloseReason.MALFORMED, f"not a message: {error}")
+
+
+encode = Encoder().encode
+_decode_head = Decoder(_SnapshotHead).decode
 
 
 class OutgoingPeer:
@@ -89,10 +107,9 @@ class OutgoingPeer:
 
     def founded(self) -> None:
         """The cluster has been founded: send the record to the peer if it waits, and reconnect."""
-        connection, members = self._waiting, self._peers.members
-        if connection is not None and members is not None:
-            connection.send(FOUNDED, members.record())
-            connection.close()
+        if self._waiting is not None:
+            self._waiting.send(FOUNDED, self._peers.members.record())
+            self._waiting.close()
         self.dial_now()
 
     def close(self) -> None:
@@ -101,8 +118,7 @@ class OutgoingPeer:
             self._waiting.close()
         connection, self.connection = self.connection, None
         if connection is not None:
-            if self._peers.members is not None:
-                self._peers.members.disconnected(self.node)
+            self._peers.members.disconnected(self.node)
             connection.close()  # first, since this still sends what is queued
             self._drop(connection)
 
@@ -126,7 +142,7 @@ class OutgoingPeer:
                 self.dialling = self.refused = False
                 began = loop.time()
                 await connection.wait()
-                if self._waiting is not None and self._peers.members is not None:
+                if self._waiting is not None:
                     self._waiting = None
                     self._peers.members.founder_disconnected(self.node)
                 if loop.time() - began > HELD_S:
@@ -140,14 +156,14 @@ class OutgoingPeer:
 
     async def _dial(self) -> FrameConnection:
         peers, members = self._peers, self._peers.members
-        info = members.info() if members is not None else MemberInfo()
+        info = members.info()
         connection = await dial(
             self.address,
             peers.me,
             role="peer",
             wanted=self.node,
             info=info,
-            check=members.checker(self.node) if members is not None else None,
+            check=members.checker(self.node),
             security=peers.security,
             on_frames=self._take,
             on_end=self._ended,
@@ -165,7 +181,7 @@ class OutgoingPeer:
                     f"another process is connected as node {self.node!r} than the one at "
                     f"{self.address}: every node needs an id of its own",
                 )
-            if members is not None and members.lost:
+            if members.lost:
                 # A peer has said so since the handshake of this connection was checked.
                 raise ConnectionRefused(CloseReason.MEMBER, members.lost)
             if connection.closed:
@@ -173,16 +189,16 @@ class OutgoingPeer:
         except BaseException:
             connection.abort()
             raise
-        if members is not None:
-            if info.founding or connection.info.founding:
-                self._wait_to_found(connection, members)
-                return connection
-            members.connected(self.node, connection.info)
+        if info.founding or connection.info.founding:
+            self._wait_to_found(connection)
+            return connection
+        members.connected(self.node, connection.info)
         self.connection = peers.connections[self.node] = connection
-        peers.connected(self.node)
+        peers.step(Connected(self.node))
         return connection
 
-    def _wait_to_found(self, connection: FrameConnection, members: Members) -> None:
+    def _wait_to_found(self, connection: FrameConnection) -> None:
+        members = self._peers.members
         self.error = NOT_FOUNDED
         if not members.waiting:  # any more: send the record, and reconnect as a member
             if record := members.record():
@@ -198,11 +214,10 @@ class OutgoingPeer:
             return
         self.connection = None
         self.error = f"{self.address}: {end.value}"
-        if self._peers.members is not None:
-            self._peers.members.disconnected(self.node)
+        self._peers.members.disconnected(self.node)
         self._drop(connection)
         if end is End.LEFT:
-            self._peers.disconnected(self.node)
+            self._peers.step(Disconnected(self.node))
 
     def _drop(self, connection: FrameConnection) -> None:
         if self._peers.connections.get(self.node) is connection:
@@ -247,15 +262,14 @@ class OutgoingPeer:
         number = next(self._numbers)
         sending = self._streams[number] = OutgoingSnapshot()
         try:
-            head = encode(SnapshotHead(number, generation, snapshot))
+            head = encode(_SnapshotHead(number, generation, snapshot))
             if not connection.send(STREAM, head):
                 return False
             async for piece in pieces:
-                for chunk in cut_into_chunks(piece):
+                for chunk, ends in cut_into_chunks(piece):
                     await sending.room(len(chunk))
                     await connection.drain()
-                    whole = WHOLE if chunk.end else MORE
-                    if not connection.send(CHUNK, CHUNK_LAYOUT.pack(number, whole), chunk.data):
+                    if not connection.send(CHUNK, CHUNK_LAYOUT.pack(number, ends), chunk):
                         return False
             connection.send(CHUNK, CHUNK_LAYOUT.pack(number, LAST))
             return await sending.outcome
@@ -274,10 +288,10 @@ class OutgoingPeer:
                 elif kind == MESSAGE:
                     try:
                         message = self._peers.decode(payload)
-                    except UNDECODABLE as error:
-                        raise not_a_message(error) from None
+                    except _UNDECODABLE as error:
+                        raise _not_a_message(error) from None
                     if connection is self.connection:
-                        self._peers.received(self.node, message)
+                        self._peers.step(Received(self.node, message))
                 elif kind == LOST:
                     self._peers.stop_taking_part(payload.decode(errors="replace"))
                 elif kind == CREDIT:
@@ -292,3 +306,78 @@ class OutgoingPeer:
                     raise FrameError(CloseReason.OUT_OF_TURN, f"a frame of kind {kind} in answer")
         except struct.error as error:
             connection.fail(CloseReason.MALFORMED, str(error))
+
+
+class IncomingPeer:
+    """The connection that a peer has dialled."""
+
+    def __init__(self, peers: Peers, connection: FrameConnection) -> None:
+        self.connection = connection
+        self._peers = peers
+        self._node = connection.remote.node
+        self._arriving: IncomingSnapshot | None = None
+
+    def take(self, connection: FrameConnection, frames: Sequence[tuple[int, bytes]]) -> None:
+        peers, node = self._peers, self._node
+        for kind, payload in frames:
+            if kind == MESSAGE:
+                try:
+                    message = peers.decode(payload)
+                except _UNDECODABLE as error:
+                    raise _not_a_message(error) from None
+                peers.step(Received(node, message))
+            elif kind == QUESTION and len(payload) >= 8:
+                self._question(payload)
+            elif kind == FOUNDED:
+                connection.close()  # this node has the record by now; ordinary connections follow
+            else:
+                self._snapshot(kind, payload)
+
+    def _question(self, payload: bytes) -> None:
+        number, connection = payload[:8], self.connection
+
+        def answer(data: bytes) -> None:
+            if not connection.send(ANSWER, number, data) and not connection.closed:
+                connection.fail(CloseReason.OVERFLOW, "does not read its answers")
+
+        self._peers.asked(self._node, payload[8:], answer)
+
+    def _snapshot(self, kind: int, payload: bytes) -> None:
+        try:
+            if kind == STREAM:
+                stream = _decode_head(payload)
+                self._drop("another snapshot follows")
+                self._arriving = IncomingSnapshot(self.connection, stream.number)
+                self._peers.start_task(self._store(self._arriving, stream))
+            elif kind == CHUNK:
+                number, ends = CHUNK_LAYOUT.unpack_from(payload)
+                if self._arriving is not None and self._arriving.number == number:
+                    self._arriving.take(payload[CHUNK_LAYOUT.size :], ends)
+            else:
+                raise FrameError(CloseReason.OUT_OF_TURN, f"a frame of kind {kind} from a peer")
+        except (MsgspecError, UnicodeDecodeError, struct.error) as error:
+            raise FrameError(CloseReason.MALFORMED, str(error)) from None
+
+    async def _store(self, arriving: IncomingSnapshot, stream: _SnapshotHead) -> None:
+        ok = False
+        try:
+            pieces = arriving.pieces()
+            await self._peers.streamed(self._node, stream.generation, stream.snapshot, pieces)
+            ok = True
+        except Exception as error:
+            line = log_line(event="snapshot_not_stored", sender=self._node, error=error)
+            log.warning("%s", line, exc_info=not isinstance(error, DoyenError))
+        finally:
+            if self._arriving is arriving:
+                self._arriving = None
+            self.connection.send(STORED, CHUNK_LAYOUT.pack(arriving.number, ok))
+
+    def _drop(self, why: str) -> None:
+        if self._arriving is not None:
+            self._arriving.end(why)
+            self._arriving = None
+
+    def ended(self, connection: FrameConnection, end: End) -> None:
+        self._drop(f"the connection ended: {end.value}")
+        if self._peers.incoming.get(self._node) is self:
+            del self._peers.incoming[self._node]
