@@ -24,7 +24,6 @@ the disk is synced. Sends that wait for a write are shown with it: `after 3`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import singledispatch
 
 from doyen.quorum.consensus.core import (
     Accepted,
@@ -96,75 +95,40 @@ def message(it: Message) -> str:
     return name
 
 
-@singledispatch
 def effect(it: Effect) -> str:
+    match it:
+        case Persist():
+            parts = [f"write {it.token}:"]
+            if it.state is not None:
+                parts.append(f"generation {it.state.generation}, vote {it.state.vote or '-'}")
+            if it.first:
+                parts.append(f"from {it.first} [{entries(list(it.entries))}]")
+            return " ".join(parts)
+        case Send():
+            waits = f"   (after {it.after})" if it.after else ""
+            return f"to {it.peer}: {message(it.message)}{waits}"
+        case Committed():
+            return f"committed from {it.first} [{entries(list(it.entries))}]"
+        case RoleChanged():
+            whom = f" {it.leader}" if it.role is Role.FOLLOWING else ""
+            return f"{it.role}{whom} in generation {it.generation}"
+        case Accepted():
+            return f"accepted at {it.index}@{it.generation}"
+        case ProposalRefused():
+            return f"refused: {it.reason}"
+        case ReadReady():
+            return f"read {it.token} at {it.index}"
+        case ReadRefused():
+            return f"read {it.token} refused"
+        case TransferFailed():
+            return f"no transfer: {it.reason}"
+        case SendSnapshot():
+            return f"stream a snapshot to {it.peer}, generation {it.generation}"
+        case Install():
+            voters = " ".join(it.snapshot.membership.voters)
+            at = f"{it.snapshot.index}@{it.snapshot.generation}"
+            return f"install {it.token}: snapshot to {at}, voters {voters}"
     return repr(it)
-
-
-@effect.register
-def _(it: Persist) -> str:
-    parts = [f"write {it.token}:"]
-    if it.state is not None:
-        parts.append(f"generation {it.state.generation}, vote {it.state.vote or '-'}")
-    if it.first:
-        parts.append(f"from {it.first} [{entries(list(it.entries))}]")
-    return " ".join(parts)
-
-
-@effect.register
-def _(it: Send) -> str:
-    waits = f"   (after {it.after})" if it.after else ""
-    return f"to {it.peer}: {message(it.message)}{waits}"
-
-
-@effect.register
-def _(it: Committed) -> str:
-    return f"committed from {it.first} [{entries(list(it.entries))}]"
-
-
-@effect.register
-def _(it: RoleChanged) -> str:
-    whom = f" {it.leader}" if it.role is Role.FOLLOWING else ""
-    return f"{it.role}{whom} in generation {it.generation}"
-
-
-@effect.register
-def _(it: Accepted) -> str:
-    return f"accepted at {it.index}@{it.generation}"
-
-
-@effect.register
-def _(it: ProposalRefused) -> str:
-    return f"refused: {it.reason}"
-
-
-@effect.register
-def _(it: ReadReady) -> str:
-    return f"read {it.token} at {it.index}"
-
-
-@effect.register
-def _(it: ReadRefused) -> str:
-    return f"read {it.token} refused"
-
-
-@effect.register
-def _(it: TransferFailed) -> str:
-    return f"no transfer: {it.reason}"
-
-
-@effect.register
-def _(it: SendSnapshot) -> str:
-    return f"stream a snapshot to {it.peer}, generation {it.generation}"
-
-
-@effect.register
-def _(it: Install) -> str:
-    voters = " ".join(it.snapshot.membership.voters)
-    return (
-        f"install {it.token}: snapshot to {it.snapshot.index}@{it.snapshot.generation}, "
-        f"voters {voters}"
-    )
 
 
 class Player:

@@ -10,9 +10,6 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
-from doyen.lab.plan import draw
-from doyen.lab.protocols import known
-from doyen.lab.world import run_plan
 from doyen.quorum.consensus.core import (
     Committed,
     Connected,
@@ -35,27 +32,25 @@ from doyen.quorum.consensus.core import (
 )
 from doyen.quorum.consensus.invariants import check, check_step, facts
 
-FAULTS = (
-    *("partition", "bridge", "slow", "loss", "duplicate", "reorder"),
-    *("crash", "power", "ballot", "pause", "stall"),
-)
-
-
-def kill(protocol: str, mutant: Any, nodes: int, seed: int) -> None:
-    """See that the lab kills a mutant, and finds nothing wrong with the original on the same plan.
-
-    `seed` is one that is known to; should the lab draw other plans one day, the search goes on from
-    there.
-    """
-    for each in range(seed, seed + 150):
-        plan = draw(protocol, nodes, each, kinds=FAULTS, for_s=15.0)
-        if run_plan(plan, known(protocol).replace(make=mutant)).violations:
-            assert run_plan(plan).violations == []
-            return
-    raise AssertionError(f"{mutant.__name__} lives")
-
-
 SETTINGS = ProtocolSettings(election_timeout_s=1.0, heartbeat_s=0.1)
+
+
+def role_of(core: Any) -> Role:
+    role: Role = core.role
+    return role
+
+
+def hear(core: Any, peer: str, message: Any, now: float = 0.0) -> list[Any]:
+    effects: list[Any] = core.handle(Received(peer, message), now)
+    return effects
+
+
+def sent(effects: list[Any], kind: type, peer: str | None = None) -> list[Any]:
+    return [
+        e.message
+        for e in effects
+        if isinstance(e, Send) and isinstance(e.message, kind) and peer in (None, e.peer)
+    ]
 
 
 class Room:

@@ -17,7 +17,6 @@ from doyen.quorum.consensus.core import (
     Membership,
     Persist,
     Persisted,
-    Received,
     Recovered,
     Role,
 )
@@ -33,7 +32,7 @@ from doyen.quorum.consensus.paxos import (
     Prepare,
     Promise,
 )
-from room import SETTINGS, Room, kill
+from room import SETTINGS, Room, hear, role_of, sent
 
 THREE = ("n0", "n1", "n2")
 
@@ -56,24 +55,6 @@ def one(
         jitter=lambda: 0.0,
         now=0.0,
     )
-
-
-def role_of(core: Any) -> Role:
-    role: Role = core.role
-    return role
-
-
-def hear(core: Any, peer: str, message: Any, now: float = 0.0) -> list[Any]:
-    effects: list[Any] = core.handle(Received(peer, message), now)
-    return effects
-
-
-def sent(effects: list[Any], kind: type, peer: str | None = None) -> list[Any]:
-    return [
-        e.message
-        for e in effects
-        if isinstance(e, Sending) and isinstance(e.message, kind) and peer in (None, e.peer)
-    ]
 
 
 def proposer(
@@ -296,16 +277,3 @@ def test_what_may_be_chosen_is_not_lost(make: Any) -> None:
     core = proposer(make)
     hear(core, "n1", Promise(core.generation, 1, (1,), (value("a"),), 1))
     assert (core.log[0].data == b"a") == (make is Paxos)
-
-
-@pytest.mark.parametrize(
-    ("mutant", "nodes", "seed"),
-    [
-        (mutants.AcceptsBeforeWriting, 5, 0),
-        (mutants.FirstReportWins, 3, 44),
-        (mutants.HearsNoReports, 5, 1),
-        (mutants.ForgetsBallots, 3, 44),
-    ],
-)
-def test_the_lab_kills(mutant: Any, nodes: int, seed: int) -> None:
-    kill("paxos", mutant, nodes, seed)

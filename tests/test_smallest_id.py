@@ -20,7 +20,7 @@ from doyen.quorum.consensus.core import (
 )
 from doyen.quorum.consensus.core import Send as Sending
 from doyen.quorum.consensus.smallest_id import Append, Looking, SmallestId, Stand, Vote, VoterState
-from room import SETTINGS, Room, kill
+from room import SETTINGS, Room, role_of
 
 FIVE = ("n1", "n2", "n3", "n4", "n5")
 
@@ -34,11 +34,6 @@ def one(recovered: Recovered | None = None, make: Any = SmallestId, name: str = 
         jitter=lambda: 0.5,
         now=0.0,
     )
-
-
-def role_of(core: Any) -> Role:
-    role: Role = core.role
-    return role
 
 
 def votes(effects: list[Any]) -> list[tuple[Vote, int]]:
@@ -212,17 +207,3 @@ def test_a_vote_that_comes_twice_counts_once() -> None:
     for _ in range(3):
         broken.handle(Received("n2", Vote(1, True)), 0.0)
     assert broken.role is Role.LEADING
-
-
-@pytest.mark.parametrize(
-    ("mutant", "nodes", "seed"),
-    [
-        (mutants.VotesTwice, 3, 0),
-        (mutants.ForgetsGeneration, 3, 0),
-        (mutants.LooksAtIndexOnly, 5, 254),
-        (mutants.LooksAtNoLog, 3, 45),
-        (mutants.IdAloneDecides, 5, 1),
-    ],
-)
-def test_the_lab_kills(mutant: Any, nodes: int, seed: int) -> None:
-    kill("smallest-id", mutant, nodes, seed)

@@ -32,7 +32,7 @@ from doyen.quorum.consensus.viewstamped import (
     Viewstamped,
     ViewState,
 )
-from room import SETTINGS, Room, kill
+from room import SETTINGS, Room, hear, sent
 
 THREE = ("n0", "n1", "n2")
 
@@ -56,15 +56,6 @@ def one(
         jitter=lambda: 0.5,
         now=0.0,
     )
-
-
-def hear(core: Any, peer: str, message: Any, now: float = 0.0) -> list[Any]:
-    effects: list[Any] = core.handle(Received(peer, message), now)
-    return effects
-
-
-def sent(effects: list[Any], kind: type) -> list[Any]:
-    return [e.message for e in effects if isinstance(e, Sending) and isinstance(e.message, kind)]
 
 
 def test_the_primary_is_the_view_modulo_the_servers() -> None:
@@ -266,11 +257,3 @@ def test_a_server_with_a_live_primary_ignores_a_view_change() -> None:
     other = next(name for name in THREE if name not in (follower, room.leader()))
     assert room.tell(follower, Received(other, StartViewChange(9, False))) == []
     assert room.cores[follower].role is Role.FOLLOWING
-
-
-@pytest.mark.parametrize(
-    ("mutant", "nodes", "seed"),
-    [(mutants.LongestLogWins, 3, 577), (mutants.AcknowledgesBeforeWriting, 3, 1)],
-)
-def test_the_lab_kills(mutant: Any, nodes: int, seed: int) -> None:
-    kill("viewstamped", mutant, nodes, seed)

@@ -29,7 +29,7 @@ from doyen.quorum.consensus.zab.messages import (
     Sync,
     ZabState,
 )
-from room import SETTINGS, Room, kill
+from room import SETTINGS, Room, hear, sent
 
 FIVE = ("1", "2", "3", "4", "5")
 THREE = ("1", "2", "3")
@@ -59,15 +59,6 @@ def one(
     core._look()
     core._effects.clear()
     return core
-
-
-def hear(core: Any, peer: str, message: Any, now: float = 0.0) -> list[Any]:
-    effects: list[Any] = core.handle(Received(peer, message), now)
-    return effects
-
-
-def sent(effects: list[Any], kind: type) -> list[Any]:
-    return [e.message for e in effects if isinstance(e, Sending) and isinstance(e.message, kind)]
 
 
 def test_five_servers_started_in_order_the_third_leads() -> None:
@@ -328,11 +319,3 @@ def test_a_leader_that_learns_of_a_later_epoch_starts_an_election() -> None:
     room.run(2.0)
     assert room.settled()
     assert room.cores[leader].generation == 10
-
-
-@pytest.mark.parametrize(
-    ("mutant", "nodes", "seed"),
-    [(mutants.AcknowledgesBeforeWriting, 3, 0), (mutants.AcceptsAnyLeader, 3, 1)],
-)
-def test_the_lab_kills(mutant: Any, nodes: int, seed: int) -> None:
-    kill("zab", mutant, nodes, seed)

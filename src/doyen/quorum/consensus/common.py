@@ -61,18 +61,6 @@ from doyen.quorum.consensus.core import (
     TransferFailed,
 )
 
-__all__ = [
-    "WINDOW",
-    "Answer",
-    "Behind",
-    "Commit",
-    "Entries",
-    "Later",
-    "Peer",
-    "ReplicatedServer",
-    "order",
-]
-
 
 def order(name: str) -> tuple[tuple[int, int, str], ...]:
     """The order of ids: numbers within names as numbers, so that n2 comes before n10."""

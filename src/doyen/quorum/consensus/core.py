@@ -38,45 +38,6 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-__all__ = [
-    "Accepted",
-    "ChangeAsked",
-    "Committed",
-    "Compacted",
-    "Connected",
-    "Core",
-    "CoreEvent",
-    "Disconnected",
-    "Effect",
-    "Elapsed",
-    "EntryKind",
-    "Install",
-    "LogEntry",
-    "Making",
-    "Membership",
-    "Message",
-    "Persist",
-    "Persisted",
-    "Position",
-    "ProposalRefused",
-    "Propose",
-    "ProtocolSettings",
-    "ReadAsked",
-    "ReadReady",
-    "ReadRefused",
-    "Received",
-    "Recovered",
-    "Role",
-    "RoleChanged",
-    "Send",
-    "SendSnapshot",
-    "Snapshot",
-    "SnapshotReceived",
-    "SnapshotSent",
-    "TransferAsked",
-    "TransferFailed",
-]
-
 
 class Role(StrEnum):
     """The role of a server. A looking server serves nothing."""

@@ -38,16 +38,6 @@ from doyen.quorum.consensus.core import (
     Snapshot,
 )
 
-__all__ = [
-    "ClusterView",
-    "CoreFacts",
-    "IllegalEvent",
-    "InvariantBroken",
-    "check",
-    "check_step",
-    "facts",
-]
-
 
 class InvariantBroken(Exception):
     """An invariant is violated: by a defect, or by a disk or a peer that returned wrong data."""
@@ -74,9 +64,8 @@ def facts(core: Core) -> CoreFacts:
 
 def check(core: Core) -> None:
     """Check one server at any instant, including what its protocol adds (a method `check`)."""
-    if (core.role is Role.LEADING) != (core.leader == core.id):
-        raise InvariantBroken(f"{core.id} is {core.role} with {core.leader} as its leader")
-    if (core.role is Role.FOLLOWING) != (core.leader is not None and core.leader != core.id):
+    leads, follows = core.leader == core.id, core.leader not in (None, core.id)
+    if (core.role is Role.LEADING, core.role is Role.FOLLOWING) != (leads, follows):
         raise InvariantBroken(f"{core.id} is {core.role} with {core.leader} as its leader")
     if core.next_deadline != core.next_deadline:
         raise InvariantBroken(f"{core.id}: the next deadline is not a number")

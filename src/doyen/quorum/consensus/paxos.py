@@ -38,19 +38,6 @@ from doyen.quorum.consensus.common import (
 )
 from doyen.quorum.consensus.core import EntryKind, LogEntry, Message, Role
 
-__all__ = [
-    "MESSAGES",
-    "STATE",
-    "Accept",
-    "AcceptOk",
-    "AcceptorState",
-    "Chosen",
-    "Doubt",
-    "Paxos",
-    "Prepare",
-    "Promise",
-]
-
 GAP = LogEntry(0, EntryKind.NOTHING, b"")
 
 
@@ -303,7 +290,8 @@ class Paxos(ReplicatedServer):
                 self._find(slot, self._ballots[slot - 1], self.log[slot - 1])
         first = self.commit + 1
         top = max(self._found, default=self.commit)
-        entries = [self._value(slot) for slot in range(first, top + 1)]
+        nothing = (0, LogEntry(self.generation, EntryKind.NOTHING, b""))
+        entries = [self._found.get(slot, nothing)[1] for slot in range(first, top + 1)]
         self._cut(self.commit)
         del self._ballots[self.commit :]
         self.log.extend(entries)
@@ -312,10 +300,6 @@ class Paxos(ReplicatedServer):
         self._runs = self._count_runs()
         self._persist(self._state(), first=first, entries=tuple(entries))
         self._lead()
-
-    def _value(self, slot: int) -> LogEntry:
-        found = self._found.get(slot)
-        return found[1] if found is not None else LogEntry(self.generation, EntryKind.NOTHING, b"")
 
     def _count_runs(self) -> tuple[tuple[int, int], ...]:
         runs = [(1, self.generation)]

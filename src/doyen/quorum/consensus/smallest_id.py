@@ -29,19 +29,6 @@ from msgspec import Struct
 from doyen.quorum.consensus.common import Answer, Peer, ReplicatedServer
 from doyen.quorum.consensus.core import LogEntry, Message, Role
 
-__all__ = [
-    "MESSAGES",
-    "STATE",
-    "Append",
-    "Appended",
-    "Looking",
-    "Missing",
-    "SmallestId",
-    "Stand",
-    "Vote",
-    "VoterState",
-]
-
 
 class VoterState(Struct, frozen=True, array_like=True):
     """What a server keeps on disk: its generation, and its vote in it."""

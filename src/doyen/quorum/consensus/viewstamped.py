@@ -38,20 +38,6 @@ from doyen.quorum.consensus.common import (
 )
 from doyen.quorum.consensus.core import LogEntry, Message, Role
 
-__all__ = [
-    "MESSAGES",
-    "STATE",
-    "DoViewChange",
-    "GetState",
-    "NewState",
-    "Prepare",
-    "PrepareOk",
-    "StartView",
-    "StartViewChange",
-    "ViewState",
-    "Viewstamped",
-]
-
 
 class ViewState(Struct, frozen=True, array_like=True):
     """What a server keeps on disk besides its log."""
@@ -170,14 +156,12 @@ class Viewstamped(ReplicatedServer):
             self._barred = self.generation
         self._set_role(Role.LOOKING, None)
         for _ in self._names:
-            if self.leader_of(view) in self._unreachable or self._may_not_lead(view):
+            leader = self.leader_of(view)
+            if leader in self._unreachable or (leader == self.id and view <= self._barred):
                 view += 1
         self.wanted = view
         self._wants = {}
         self._ask()
-
-    def _may_not_lead(self, view: int) -> bool:
-        return view <= self._barred and self.leader_of(view) == self.id
 
     def _ask(self) -> None:
         self._send_all(StartViewChange(self.wanted, False))

@@ -13,37 +13,6 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-__all__ = [
-    "AdvanceRevision",
-    "BeginEra",
-    "ConditionFailed",
-    "Create",
-    "Delete",
-    "Done",
-    "Enqueue",
-    "EntryExists",
-    "Expire",
-    "Grant",
-    "KeyspaceCommand",
-    "LargeEntryExists",
-    "LeaseGranted",
-    "LeaseNotFound",
-    "MalformedCommand",
-    "Put",
-    "QuotaExceeded",
-    "RaiseVersion",
-    "RemoveEndedKeys",
-    "Result",
-    "Revoke",
-    "SetQuota",
-    "StoredEntry",
-    "TicketIssued",
-    "Written",
-    "decode_command",
-    "decode_result",
-    "encode",
-]
-
 RANKS: Final = 2**63
 """A ticket's rank lies between -RANKS and RANKS, both excluded."""
 

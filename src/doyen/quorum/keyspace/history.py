@@ -103,12 +103,13 @@ class History:
     def _trim(self) -> None:
         """Apply the bounds. The loops run in C: this is a part of the cost of every write."""
         changes = self._changes
-        self._bytes += _size(islice(reversed(changes), len(changes) - self._counted))
+        new = len(changes) - self._counted
+        self._bytes += _size(islice(reversed(changes), new), new)
         excess = len(changes) - self._most
         while excess > 0 or self._bytes > MAX_BYTES:
             dropped = [changes.popleft() for _ in range(max(excess, 1))]
             self._floor = dropped[-1].revision
-            self._bytes -= _size(dropped)
+            self._bytes -= _size(dropped, len(dropped))
             excess = 0
         self._counted = len(changes)
         self._trim_at = self._counted + TRIM_EVERY
@@ -174,6 +175,5 @@ class History:
         self._indexed_to = latest
 
 
-def _size(changes: Iterable[Change]) -> int:
-    lengths = [*map(len, map(_KEY, changes))]
-    return sum(lengths) + OVERHEAD * len(lengths)
+def _size(changes: Iterable[Change], count: int) -> int:
+    return sum(map(len, map(_KEY, changes))) + OVERHEAD * count

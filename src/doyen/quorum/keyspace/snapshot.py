@@ -19,17 +19,6 @@ from doyen.quorum.keyspace.history import Change
 from doyen.quorum.keyspace.sorted_map import Block
 from doyen.quorum.keyspace.versions import FIRST
 
-__all__ = [
-    "FORMATS",
-    "Changes",
-    "EndedLeases",
-    "Entries",
-    "Leases",
-    "SnapshotHeader",
-    "decode_piece",
-    "encode_pieces",
-]
-
 QUOTA: Final = 1 << 30
 """The quota of a cluster in which no leader has set another."""
 PIECE_BYTES: Final = 2**18

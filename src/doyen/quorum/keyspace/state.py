@@ -219,7 +219,6 @@ class Keyspace:
         return None
 
     def _live(self, entry: StoredEntry | None) -> StoredEntry | None:
-
         return None if entry is not None and entry.lease in self._ended else entry
 
     def lease(self, lease: int) -> float | None:

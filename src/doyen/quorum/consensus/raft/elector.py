@@ -352,9 +352,5 @@ class Elector:
 def _settings(settings: ProtocolSettings) -> RaftSettings:
     if isinstance(settings, RaftSettings):
         return settings
-    return RaftSettings(
-        election_timeout_s=settings.election_timeout_s,
-        heartbeat_s=settings.heartbeat_s,
-        message_bytes=settings.message_bytes,
-        haste_s=min(HASTE_S, settings.election_timeout_s),
-    )
+    haste_s = min(HASTE_S, settings.election_timeout_s)
+    return RaftSettings(**msgspec.structs.asdict(settings), haste_s=haste_s)

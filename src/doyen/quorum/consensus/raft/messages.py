@@ -9,22 +9,6 @@ from msgspec import Struct
 from doyen.errors import ConfigError
 from doyen.quorum.consensus.core import LogEntry, Membership, Message, ProtocolSettings
 
-__all__ = [
-    "MESSAGES",
-    "STATE",
-    "Append",
-    "AppendReply",
-    "Ballot",
-    "Heartbeat",
-    "HeartbeatReply",
-    "PreVote",
-    "PreVoteReply",
-    "RaftSettings",
-    "TimeoutNow",
-    "Vote",
-    "VoteReply",
-]
-
 HASTE_S = 0.03
 
 

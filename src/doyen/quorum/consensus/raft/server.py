@@ -727,17 +727,14 @@ class Raft(Elector):
     def _stranded(self, wanted: Membership) -> str | None:
         """Refuse a change that the connected servers could not commit: it could not be undone
         either."""
-        silent = [voter for voter in wanted.voters if not self._is_there(voter)]
+        there = {peer for peer, known in self._peers.items() if known.active or known.lately}
+        silent = [voter for voter in wanted.voters if voter not in there and voter != self.id]
         if len(wanted.voters) - len(silent) >= wanted.majority:
             return None
         return (
             f"without {', '.join(silent)}, which do not answer, that would be no majority:"
             " start them, or remove those first"
         )
-
-    def _is_there(self, voter: str) -> bool:
-        progress = self._peers.get(voter)
-        return voter == self.id or (progress is not None and (progress.active or progress.lately))
 
 
 def _unlike(old: Membership, new: Membership) -> str | None:

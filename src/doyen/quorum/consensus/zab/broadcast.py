@@ -259,7 +259,13 @@ class Zab(ZabElector):
         if message.generation != self.generation or not self._opened():
             return
         if self.role is Role.LEADING:
-            self._admit(peer, message.last)
+            # The follower has this history: it takes part in the broadcast.
+            if not peer.synced:
+                peer.synced = True
+                peer.match = 0
+                peer.next = message.last + 1
+            self._send(peer, UpToDate(self.generation, self.commit))
+            self._answered(peer, message.last, 0)
         elif self.phase is Phase.SYNCHRONISATION:
             self._leader_acks[peer.name] = message.last
             self._progress()
@@ -281,15 +287,6 @@ class Zab(ZabElector):
         peer.synced = peer.name in self._leader_acks
         peer.match = self._leader_acks.get(peer.name, 0)
         peer.next = peer.match + 1
-
-    def _admit(self, peer: Peer, last: int) -> None:
-        """The follower has this history up to `last`: it takes part in the broadcast."""
-        if not peer.synced:
-            peer.synced = True
-            peer.match = 0
-            peer.next = last + 1
-        self._send(peer, UpToDate(self.generation, self.commit))
-        self._answered(peer, last, 0)
 
     # Discovery and synchronisation, on a follower.
 

@@ -11,23 +11,6 @@ from msgspec import Struct
 from doyen.quorum.consensus.common import Answer, Behind, Commit, Entries
 from doyen.quorum.consensus.core import LogEntry, Message, Role
 
-__all__ = [
-    "MESSAGES",
-    "STATE",
-    "Ack",
-    "AckEpoch",
-    "AckLeader",
-    "FollowerInfo",
-    "LeaderInfo",
-    "NewLeader",
-    "Notification",
-    "Proposal",
-    "Sync",
-    "Synced",
-    "UpToDate",
-    "ZabState",
-]
-
 
 class ZabState(Struct, frozen=True, array_like=True):
     """What a server keeps on disk beside its history."""
