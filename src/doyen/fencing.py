@@ -38,12 +38,9 @@ class HasToken(Protocol):
     def token(self) -> int: ...
 
 
-_TOKEN_MAX = 2**63 - 1
-
-
 def _token_of(token: int | HasToken) -> int:
     number = getattr(token, "token", token)
-    if type(number) is not int or not 0 <= number <= _TOKEN_MAX:
+    if type(number) is not int or not 0 <= number < 2**63:
         raise ConfigError(f"a token must be an integer from 0 to 2**63 - 1; got {number!r}")
     return number
 
@@ -172,7 +169,6 @@ _ENGINES = {
     "asyncmy": _MYSQL,
     "aiomysql": _MYSQL,
 }
-_IN_TRANSACTION = 1
 _ASYNCHRONOUS = {"psycopg.AsyncConnection", "asyncmy.Connection", "aiomysql.Connection"}
 
 
@@ -200,7 +196,7 @@ def _in_transaction(connection: Any) -> bool:
     if hasattr(connection, "get_transaction_status"):
         return bool(connection.get_transaction_status())
     if hasattr(connection, "server_status"):
-        return bool(connection.server_status & _IN_TRANSACTION)
+        return bool(connection.server_status & 1)  # SERVER_STATUS_IN_TRANS
     return not connection.get_autocommit()
 
 

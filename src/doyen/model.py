@@ -110,8 +110,7 @@ class Line:
 Level = Literal["ok", "note", "warning", "problem"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(NamedTuple):
     """A property of a store or a configuration that users should know, and what to do about it."""
 
     level: Level

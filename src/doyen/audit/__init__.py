@@ -25,8 +25,6 @@ each have an election of the same name.
 The verdict is "incomplete" if the logs have a gap, a term that ends without beginning, or a line
 that cannot be read, except an unfinished last line, which a killed process leaves behind. What the
 missing events could explain is not reported as a violation.
-
-The files are read as streams. The order of files and lines does not matter.
 """
 
 from doyen.audit.evidence import Ignored, LogLine, Where

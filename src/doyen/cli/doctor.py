@@ -176,5 +176,5 @@ def _as_dict(found: Examination, url: str, election: str | None) -> dict[str, An
             "silent_worst_s": found.worst_failover_s,
             "proof_of_death": found.capabilities.proof_of_death,
         },
-        "findings": [asdict(finding) for finding in found.findings],
+        "findings": [finding._asdict() for finding in found.findings],
     }

@@ -368,19 +368,15 @@ def _wake_on_child() -> int:
     wake, poke = os.pipe()
     os.set_blocking(poke, False)
     signal.set_wakeup_fd(poke, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, _nothing)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
     return wake
-
-
-def _nothing(signum: int, frame: object) -> None:
-    return
 
 
 def main(arguments: list[str]) -> None:
     descriptor, *command = arguments
     for signum in _NOT_FOR_THE_GUARD:
         if signal.getsignal(signum) is not signal.SIG_IGN:  # the command must inherit that
-            signal.signal(signum, _nothing)
+            signal.signal(signum, lambda *_: None)
     _prctl(_PR_SET_NAME, b"doyen-guard")
     os.set_inheritable(int(descriptor), False)
     _Guard(socket.socket(fileno=int(descriptor)), command).serve()
