@@ -79,24 +79,22 @@ class Batches(Generic[Q, R]):
         if not requests:
             return
         self._start()
-        results: Sequence[R | BaseException] = [OutcomeUnknown("the store was closed")] * len(
-            answers
-        )
         try:
             results = await self._send(requests)
+        except asyncio.CancelledError:
+            results = [OutcomeUnknown("the store was closed")] * len(requests)
         except Exception as error:  # noqa: BLE001 - raised in the callers
             results = [error] * len(requests)
-        finally:
-            for answer, result in zip(answers, results, strict=True):
-                if answer.done():
-                    continue
-                if isinstance(result, BaseException):
-                    # One exception per caller, since each adds its own traceback.
-                    failure = type(result)(*result.args)
-                    failure.__cause__ = result
-                    answer.set_exception(failure)
-                else:
-                    answer.set_result(result)
+        for answer, result in zip(answers, results, strict=True):
+            if answer.done():
+                continue
+            if isinstance(result, BaseException):
+                # One exception per caller, since each adds its own traceback.
+                failure = type(result)(*result.args)
+                failure.__cause__ = result
+                answer.set_exception(failure)
+            else:
+                answer.set_result(result)
 
     async def close(self) -> None:
         """Cancel the calls in flight; their outcome is unknown."""

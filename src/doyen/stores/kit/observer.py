@@ -117,10 +117,6 @@ class LeaseObserver(LeaseObservations):
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closed = False
 
-    @property
-    def watching(self) -> bool:
-        return bool(self._scopes)
-
     def judge(self, row: LeaseRow) -> LeaseVerdict:
         verdict = super().judge(row)
         monitor = self._monitors.get(row.lease)
@@ -175,12 +171,10 @@ class LeaseObserver(LeaseObservations):
                 names.add(path)
             path = path.rpartition("/")[0]
         self._notify(names)
-        self._mark_unread(names)
 
     def all_changed(self) -> None:
         """Notify all watches, because notifications may have been missed."""
         self._notify(self._scopes)
-        self._mark_unread(self._scopes)
 
     def close(self) -> None:
         self._closed = True
@@ -194,12 +188,13 @@ class LeaseObserver(LeaseObservations):
             self._settling.cancel()
 
     def _notify(self, names: Iterable[str]) -> None:
+        """Notify the watches of these scopes, and read their owners soon."""
         for name in names:
             for watch in self._scopes[name].watches:
                 watch.notify_soon()
+        self._mark_unread(names)
 
     def _mark_unread(self, names: Iterable[str]) -> None:
-        """Read the owners of these scopes soon."""
         self._unread.update(names)
         if self._unread and self._settling is None and not self._closed:
             self._settling = self._loop.call_later(_SETTLE_S, self._on_settled)
@@ -293,30 +288,25 @@ class LeaseObserver(LeaseObservations):
             began = self._loop.time()
             try:
                 async with asyncio.timeout(self.patience_s):
-                    if self._changes is None:
-                        await self._compare()
-                    else:
-                        await self._ask(self._changes)
+                    await self._read_changes()
             except (StoreError, TimeoutError) as error:
                 log.debug("%s", log_line(event="changes_unreadable", reason=error))
             took_s = self._loop.time() - began
             pause_s = max(self._poll_s or 0.0, min(4 * took_s, _LONGEST_PAUSE_S))
         self._position = None
 
-    async def _ask(self, changes: Changes) -> None:
-        position, paths = await changes(self._position)
-        if paths is not None:
-            for path in paths:
+    async def _read_changes(self) -> None:
+        if self._changes is None:
+            position = await self._source.position()
+            if position != self._position:
+                self._adopt(await self._source.survey(sorted(self._scopes)))
+        else:
+            position, paths = await self._changes(self._position)
+            for path in paths or ():
                 self.changed(path)
-        elif position != self._position:
-            self.all_changed()
+            if paths is None and position != self._position:
+                self.all_changed()
         self._position = position
-
-    async def _compare(self) -> None:
-        position = await self._source.position()
-        if position != self._position:
-            self._adopt(await self._source.survey(sorted(self._scopes)))
-            self._position = position
 
     def _adopt(self, surveys: dict[str, Survey]) -> None:
         for name, survey in surveys.items():
@@ -329,7 +319,8 @@ class LeaseObserver(LeaseObservations):
                     and self._changes is None
                     and before not in (None, survey)
                 ):
-                    self._notify({name})
+                    for watch in scope.watches:
+                        watch.notify_soon()
 
     def _monitor_owners(self, scope: _ObservedScope, survey: Survey) -> None:
         """Monitor exactly the leases that own entries in the scope."""

@@ -30,8 +30,6 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _AT_ONCE = 500
 """How many channels are subscribed to in one command."""
 
-_SubscriberCommand = Sequence[str]
-
 
 class RedisSubscriber:
     """Subscriptions to scopes. `changed` is called with each scope that has changed."""
@@ -47,7 +45,7 @@ class RedisSubscriber:
         self._resubscribed: set[str] = set()
         """Scopes that were subscribed to on an earlier connection, and not yet on this one."""
         self._confirmations: dict[str, asyncio.Future[None]] = {}
-        self._outbox: asyncio.Queue[_SubscriberCommand | None] = asyncio.Queue()
+        self._outbox: asyncio.Queue[Sequence[str] | None] = asyncio.Queue()
         """Commands to send, in order; None after the connection has ended."""
         self._running: asyncio.Task[None] | None = None
 
@@ -113,7 +111,7 @@ class RedisSubscriber:
     def _resubscribe(self, connection: RedisConnection) -> None:
         """Replace the outbox by subscriptions to all wanted scopes."""
         loop = asyncio.get_running_loop()
-        outbox: asyncio.Queue[_SubscriberCommand | None] = asyncio.Queue()
+        outbox: asyncio.Queue[Sequence[str] | None] = asyncio.Queue()
         self._outbox = outbox
         connection.ended.add_done_callback(lambda _: outbox.put_nowait(None))
         scopes = list(self._wanted)
@@ -130,7 +128,7 @@ class RedisSubscriber:
         loop = asyncio.get_running_loop()
         connection.received_at = loop.time()
         while True:
-            command: _SubscriberCommand | None = ("PING",)
+            command: Sequence[str] | None = ("PING",)
             try:
                 async with asyncio.timeout(_PING_S):
                     command = await self._outbox.get()
