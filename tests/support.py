@@ -91,10 +91,9 @@ class Place:
         assert self.server.list("elections") == [], "entries were left behind in the store"
 
 
-def runner(run: Callable[..., None], count: int = 1) -> Callable[..., Any]:
+def runner(run: Callable[..., None]) -> Callable[..., Callable[..., Any]]:
     """Make a decorator for tests that are coroutine functions. `run` calls such a function with its
-    first parameters, `count` of them; the others are fixtures. Keywords of the decorator are passed
-    to `run`."""
+    first parameter; the others are fixtures. `run` gets the keywords of the decorator."""
 
     def decorate(test: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
         if test is None:
@@ -110,7 +109,7 @@ def runner(run: Callable[..., None], count: int = 1) -> Callable[..., Any]:
             test.__module__,
         )
         whole.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=list(signature.parameters.values())[count:], return_annotation=None
+            parameters=list(signature.parameters.values())[1:], return_annotation=None
         )
         return whole
 

@@ -21,20 +21,14 @@ from doyen.errors import (
     SessionClosed,
     StoreUnavailable,
 )
-from doyen.quorum.consensus.core import (
-    Accepted,
-    Membership,
-    Message,
-    Propose,
-    Received,
-    Role,
-)
+from doyen.quorum.consensus.core import Accepted, Membership, Message, Propose, Received, Role
 from doyen.quorum.node.admin import AdminRequest
 from doyen.quorum.node.driver import Driver
 from doyen.quorum.node.proposals import Batch, ProposalLimits, decode_results, encode_results
 from doyen.quorum.node.replicated import USER, Failure, ReplicatedMachines
 from doyen.testing.virtual import run_virtual
 from drivers import VOTERS, Clients, Credulous, Forgetful, Hasty, Stale, World, storm
+from support import runner
 
 
 def test_three_nodes_agree() -> None:
@@ -161,150 +155,132 @@ def run(main: Callable[[World], Coroutine[Any, Any, None]], **options: Any) -> N
     run_virtual(begin)
 
 
+with_world = runner(run)
+
+
 def follower_of(world: World) -> Driver:
     return next(node for node in world.nodes.values() if node.role is Role.FOLLOWING)
 
 
-def test_what_is_proposed_in_one_turn_is_one_entry() -> None:
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        await leader.propose(USER, b"first")
-        before = leader.core.commit
-        await asyncio.gather(*(leader.propose(USER, b"%d" % n) for n in range(500)))
-        assert leader.core.commit == before + 1
-
-    run(main)
+@with_world
+async def test_what_is_proposed_in_one_turn_is_one_entry(world: World) -> None:
+    (leader,) = world.leaders()
+    await leader.propose(USER, b"first")
+    before = leader.core.commit
+    await asyncio.gather(*(leader.propose(USER, b"%d" % n) for n in range(500)))
+    assert leader.core.commit == before + 1
 
 
-def test_batches_have_bounds() -> None:
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        await leader.propose(USER, b"first")
-        before = leader.core.commit
-        await asyncio.gather(*(leader.propose(USER, b"%d" % n) for n in range(10)))
-        assert leader.core.commit == before + 4
-        await asyncio.gather(*(leader.propose(USER, bytes(600)) for n in range(4)))
-        assert leader.core.commit == before + 6
-
-    run(main, limits=ProposalLimits(batch_commands=3, batch_bytes=1000))
+@with_world(limits=ProposalLimits(batch_commands=3, batch_bytes=1000))
+async def test_batches_have_bounds(world: World) -> None:
+    (leader,) = world.leaders()
+    await leader.propose(USER, b"first")
+    before = leader.core.commit
+    await asyncio.gather(*(leader.propose(USER, b"%d" % n) for n in range(10)))
+    assert leader.core.commit == before + 4
+    await asyncio.gather(*(leader.propose(USER, bytes(600)) for n in range(4)))
+    assert leader.core.commit == before + 6
 
 
-def test_too_many_proposals_are_refused() -> None:
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        made = [asyncio.ensure_future(leader.propose(USER, b"%d" % n)) for n in range(5)]
-        await asyncio.sleep(0)
-        with pytest.raises(StoreUnavailable, match="5 proposals are under way"):
-            await leader.propose(USER, b"one too many")
-        await asyncio.gather(*made)
-        with pytest.raises(ConfigError, match="at most 100 bytes, not 101"):
-            await leader.propose(USER, bytes(101))
-        with pytest.raises(StoreUnavailable):
-            await asyncio.gather(*(leader.propose(USER, bytes(90)) for n in range(4)))
-        await leader.propose(USER, b"again")
-
-    run(main, limits=ProposalLimits(pending_commands=5, pending_bytes=300, command_bytes=100))
+@with_world(limits=ProposalLimits(pending_commands=5, pending_bytes=300, command_bytes=100))
+async def test_too_many_proposals_are_refused(world: World) -> None:
+    (leader,) = world.leaders()
+    made = [asyncio.ensure_future(leader.propose(USER, b"%d" % n)) for n in range(5)]
+    await asyncio.sleep(0)
+    with pytest.raises(StoreUnavailable, match="5 proposals are under way"):
+        await leader.propose(USER, b"one too many")
+    await asyncio.gather(*made)
+    with pytest.raises(ConfigError, match="at most 100 bytes, not 101"):
+        await leader.propose(USER, bytes(101))
+    with pytest.raises(StoreUnavailable):
+        await asyncio.gather(*(leader.propose(USER, bytes(90)) for n in range(4)))
+    await leader.propose(USER, b"again")
 
 
 @pytest.mark.parametrize("body", ["text", bytearray(b"bytes that may change"), memoryview(b"m")])
-def test_only_bytes_are_commands(body: Any) -> None:
+@with_world
+async def test_only_bytes_are_commands(world: World, body: Any) -> None:
     """The leader would carry out what it was given, the others what they find in the log."""
-
-    async def main(world: World) -> None:
-        for node in world.nodes.values():
-            with pytest.raises(ConfigError, match=f"bytes, not {type(body).__name__}"):
-                await node.propose(USER, body)
-
-    run(main)
+    for node in world.nodes.values():
+        with pytest.raises(ConfigError, match=f"bytes, not {type(body).__name__}"):
+            await node.propose(USER, body)
 
 
-def test_a_proposal_cut_off_by_another_leader_is_proposed_again(
-    monkeypatch: pytest.MonkeyPatch,
+@with_world
+async def test_a_proposal_cut_off_by_another_leader_is_proposed_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """We led and had entries on their way; somebody else led and cut them off; we lead again, and
     are as far along as before, before anything of that was committed."""
-
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        world.cut(leader.id)
-        lost = asyncio.ensure_future(leader.propose(USER, b"cut off"))
-        await asyncio.sleep(0.01)
-        [index] = leader.proposals.appended
-        accepted = Accepted(index, leader.generation + 2)
-        with monkeypatch.context() as patch:
-            patch.setattr(leader.core, "handle", lambda event, now: [accepted])
-            assert leader.proposals.append(Propose(b""), Batch([], [])) is None
-        del leader.proposals.appended[index]
-        world.heal()
-        assert await asyncio.wait_for(lost, 5.0) == 1
-
-    run(main)
+    (leader,) = world.leaders()
+    world.cut(leader.id)
+    lost = asyncio.ensure_future(leader.propose(USER, b"cut off"))
+    await asyncio.sleep(0.01)
+    [index] = leader.proposals.appended
+    accepted = Accepted(index, leader.generation + 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(leader.core, "handle", lambda event, now: [accepted])
+        assert leader.proposals.append(Propose(b""), Batch([], [])) is None
+    del leader.proposals.appended[index]
+    world.heal()
+    assert await asyncio.wait_for(lost, 5.0) == 1
 
 
-def test_without_a_majority_nothing_is_confirmed() -> None:
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        for name in [*world.nodes]:
-            if name != leader.id:
-                world.crash(name)
-        with pytest.raises(OutcomeUnknown, match="may have been carried out"):
-            await leader.propose(USER, b"a")
-        await world.until(lambda: leader.role is Role.LOOKING)
-        with pytest.raises(StoreUnavailable, match=r"no leader is known.*was not carried out"):
-            await leader.propose(USER, b"b")
-        with pytest.raises(StoreUnavailable, match="the read was not confirmed"):
-            await leader.barrier()
-        with pytest.raises(StoreUnavailable):
-            await leader.ask_leader(b"?")
-        assert leader.status().pending == 0
-
-    run(main, limits=ProposalLimits(patience_s=2.0))
+@with_world(limits=ProposalLimits(patience_s=2.0))
+async def test_without_a_majority_nothing_is_confirmed(world: World) -> None:
+    (leader,) = world.leaders()
+    for name in [*world.nodes]:
+        if name != leader.id:
+            world.crash(name)
+    with pytest.raises(OutcomeUnknown, match="may have been carried out"):
+        await leader.propose(USER, b"a")
+    await world.until(lambda: leader.role is Role.LOOKING)
+    with pytest.raises(StoreUnavailable, match=r"no leader is known.*was not carried out"):
+        await leader.propose(USER, b"b")
+    with pytest.raises(StoreUnavailable, match="the read was not confirmed"):
+        await leader.barrier()
+    with pytest.raises(StoreUnavailable):
+        await leader.ask_leader(b"?")
+    assert leader.status().pending == 0
 
 
-def test_a_proposal_outlives_its_leader() -> None:
+@with_world
+async def test_a_proposal_outlives_its_leader(world: World) -> None:
     """Accepted by a leader that is cut off before anyone has it; carried out by the next, once."""
-
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        world.cut(leader.id)
-        waiting = asyncio.ensure_future(leader.propose(USER, b"mine"))
-        await world.until(lambda: any(node is not leader for node in world.leaders()))
-        (other,) = [node for node in world.leaders() if node is not leader]
-        assert await other.propose(USER, b"theirs") == 1
-        world.heal()
-        assert await waiting == 2
-        assert world.tallies[leader.id].done == [b"theirs", b"mine"]
-
-    run(main)
+    (leader,) = world.leaders()
+    world.cut(leader.id)
+    waiting = asyncio.ensure_future(leader.propose(USER, b"mine"))
+    await world.until(lambda: any(node is not leader for node in world.leaders()))
+    (other,) = [node for node in world.leaders() if node is not leader]
+    assert await other.propose(USER, b"theirs") == 1
+    world.heal()
+    assert await waiting == 2
+    assert world.tallies[leader.id].done == [b"theirs", b"mine"]
 
 
-def test_a_forwarded_proposal_outlives_its_leader() -> None:
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        follower = follower_of(world)
-        waiting = [asyncio.ensure_future(follower.propose(USER, b"%d" % n)) for n in range(20)]
-        await asyncio.sleep(0.002)
-        world.crash(leader.id)
-        assert sorted(await asyncio.gather(*waiting)) == list(range(1, 21))
-        assert len(world.tallies[follower.id].done) == 20
-
-    run(main)
+@with_world
+async def test_a_forwarded_proposal_outlives_its_leader(world: World) -> None:
+    (leader,) = world.leaders()
+    follower = follower_of(world)
+    waiting = [asyncio.ensure_future(follower.propose(USER, b"%d" % n)) for n in range(20)]
+    await asyncio.sleep(0.002)
+    world.crash(leader.id)
+    assert sorted(await asyncio.gather(*waiting)) == list(range(1, 21))
+    assert len(world.tallies[follower.id].done) == 20
 
 
-def test_a_request_repeated_with_its_number_is_served_once() -> None:
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        follower = follower_of(world)
-        assert await leader.propose(USER, b"a", request=("client", 1, 1)) == 1
-        assert await follower.propose(USER, b"a", request=("client", 1, 1)) == 1
-        assert await leader.propose(USER, b"b", request=("client", 2, 2)) == 2
-        with pytest.raises(OutcomeUnknown, match="has confirmed its result"):
-            await follower.propose(USER, b"a", request=("client", 1, 1))
-        with pytest.raises(OutcomeUnknown, match="forgotten"):
-            await follower.propose(USER, b"a", request=("stranger", 7, 5))
-        assert world.tallies[leader.id].done == [b"a", b"b"]
-
-    run(main)
+@with_world
+async def test_a_request_repeated_with_its_number_is_served_once(world: World) -> None:
+    (leader,) = world.leaders()
+    follower = follower_of(world)
+    assert await leader.propose(USER, b"a", request=("client", 1, 1)) == 1
+    assert await follower.propose(USER, b"a", request=("client", 1, 1)) == 1
+    assert await leader.propose(USER, b"b", request=("client", 2, 2)) == 2
+    with pytest.raises(OutcomeUnknown, match="has confirmed its result"):
+        await follower.propose(USER, b"a", request=("client", 1, 1))
+    with pytest.raises(OutcomeUnknown, match="forgotten"):
+        await follower.propose(USER, b"a", request=("stranger", 7, 5))
+    assert world.tallies[leader.id].done == [b"a", b"b"]
 
 
 def test_a_dropped_client_gets_a_new_id(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,15 +298,13 @@ def test_a_dropped_client_gets_a_new_id(monkeypatch: pytest.MonkeyPatch) -> None
     run(main)
 
 
-def test_a_proposer_that_has_gone_is_not_missed() -> None:
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.0001):
-                await leader.propose(USER, b"a")
-        assert await leader.propose(USER, b"b") == 2
-
-    run(main)
+@with_world
+async def test_a_proposer_that_has_gone_is_not_missed(world: World) -> None:
+    (leader,) = world.leaders()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.0001):
+            await leader.propose(USER, b"a")
+    assert await leader.propose(USER, b"b") == 2
 
 
 def test_results_too_large_to_send_are_reported() -> None:
@@ -342,161 +316,145 @@ def test_results_too_large_to_send_are_reported() -> None:
     assert decode_results(encode_results(large[:1])) == large[:1]
 
 
-def test_questions_go_to_whoever_leads() -> None:
-    async def main(world: World) -> None:
-        for node in world.nodes.values():
-            node.on_question(
-                lambda question, answer, node=node: answer(  # type: ignore[misc]
-                    node.id.encode() + question
-                )
+@with_world
+async def test_questions_go_to_whoever_leads(world: World) -> None:
+    for node in world.nodes.values():
+        node.on_question(
+            lambda question, answer, node=node: answer(  # type: ignore[misc]
+                node.id.encode() + question
             )
-        (leader,) = world.leaders()
-        for node in world.nodes.values():
-            assert await node.ask_leader(b"?") == leader.id.encode() + b"?"
-
-    run(main)
-
-
-def test_transfer_from_anywhere() -> None:
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        follower = follower_of(world)
-        await follower.admin.transfer(follower.id)
-        assert (await world.leader()) is follower
-        with pytest.raises(OrderFailed, match="n9 is not a voter"):
-            await leader.admin.transfer("n9")
-        await follower.admin.transfer()
-        assert (await world.leader()) is not follower
-
-    run(main)
+        )
+    (leader,) = world.leaders()
+    for node in world.nodes.values():
+        assert await node.ask_leader(b"?") == leader.id.encode() + b"?"
 
 
-def test_a_stop_hands_over_first_and_loses_nothing() -> None:
-    async def main(world: World) -> None:
-        for _ in range(4):
-            leader = await world.leader()
-            generation = leader.generation
-            waiting = [
-                asyncio.ensure_future(node.propose(USER, b"%s-%d" % (node.id.encode(), n)))
-                for node in world.nodes.values()
-                for n in range(10)
-            ]
-            await asyncio.sleep(0.0005)
-            began = world.loop.time()
-            await world.stop(leader.id)
-            assert world.loop.time() - began < 0.1
-            await asyncio.gather(*waiting)
-            with pytest.raises(SessionClosed):
-                await leader.propose(USER, b"late")
-            assert (await world.leader()).generation == generation + 1
-            await world.boot_one(leader.id)
-
-    run(main)
+@with_world
+async def test_transfer_from_anywhere(world: World) -> None:
+    (leader,) = world.leaders()
+    follower = follower_of(world)
+    await follower.admin.transfer(follower.id)
+    assert (await world.leader()) is follower
+    with pytest.raises(OrderFailed, match="n9 is not a voter"):
+        await leader.admin.transfer("n9")
+    await follower.admin.transfer()
+    assert (await world.leader()) is not follower
 
 
-def test_a_full_disk_refuses_and_another_leads() -> None:
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        world.disks[leader.id].full = True
-        with pytest.raises(StoreUnavailable, match=f"disk of node {leader.id}.* is full"):
-            await leader.propose(USER, b"a")
-        assert leader.status().full
-        await world.until(lambda: world.leaders() and world.leaders() != [leader])
-        assert await leader.propose(USER, b"b") == 1
-
-    run(main)
-
-
-def test_when_every_disk_is_full_one_leader_stays(caplog: pytest.LogCaptureFixture) -> None:
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        for disk in world.disks.values():
-            disk.full = True
-        for node in [*world.nodes.values()] * 20:
-            with pytest.raises(StoreUnavailable, match=f"disk of node {leader.id}.* is full"):
-                await node.propose(USER, b"a")
-            await node.barrier()
-            await asyncio.sleep(0.1)
-        assert world.leaders() == [leader]
-        assert leader.generation == 1
-        logged = [
-            record.getMessage() for record in caplog.records if "event=disk_full" in record.message
+@with_world
+async def test_a_stop_hands_over_first_and_loses_nothing(world: World) -> None:
+    for _ in range(4):
+        leader = await world.leader()
+        generation = leader.generation
+        waiting = [
+            asyncio.ensure_future(node.propose(USER, b"%s-%d" % (node.id.encode(), n)))
+            for node in world.nodes.values()
+            for n in range(10)
         ]
-        assert len(logged) == len({*logged}) == 3, "each node says so once, followers too"
-        assert all(node.status().full for node in world.nodes.values())
-        with pytest.raises(OrderFailed, match="no other voter is connected that could lead"):
-            await leader.admin.transfer()
-        other = follower_of(world).id
-        with pytest.raises(OrderFailed, match=f"the disk of {other} is full"):
-            await leader.admin.transfer(other)
-        for disk in world.disks.values():
-            disk.full = False
-        await asyncio.sleep(0.5)
-        assert await world.leaders()[0].propose(USER, b"b") == 1
-
-    run(main)
+        await asyncio.sleep(0.0005)
+        began = world.loop.time()
+        await world.stop(leader.id)
+        assert world.loop.time() - began < 0.1
+        await asyncio.gather(*waiting)
+        with pytest.raises(SessionClosed):
+            await leader.propose(USER, b"late")
+        assert (await world.leader()).generation == generation + 1
+        await world.boot_one(leader.id)
 
 
-def test_a_full_leader_hands_over_to_a_node_with_room() -> None:
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        full, *roomy = [node for node in world.voters if node != leader.id]
-        world.disks[leader.id].full = True
-        world.disks[full].full = True
-        await world.until(lambda: full in leader.disk_space.without_space())
-        for _ in range(10):
-            with contextlib.suppress(StoreUnavailable):
-                await leader.propose(USER, b"a")
-            await asyncio.sleep(0.2)
-        (successor,) = world.leaders()
-        assert successor.id in roomy
-        assert successor.generation == 2
-
-    run(main, voters=("n1", "n2", "n3", "n4", "n5"))
+@with_world
+async def test_a_full_disk_refuses_and_another_leads(world: World) -> None:
+    (leader,) = world.leaders()
+    world.disks[leader.id].full = True
+    with pytest.raises(StoreUnavailable, match=f"disk of node {leader.id}.* is full"):
+        await leader.propose(USER, b"a")
+    assert leader.status().full
+    await world.until(lambda: world.leaders() and world.leaders() != [leader])
+    assert await leader.propose(USER, b"b") == 1
 
 
-def test_writes_are_refused_while_no_majority_has_room() -> None:
+@with_world
+async def test_when_every_disk_is_full_one_leader_stays(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    (leader,) = world.leaders()
+    for disk in world.disks.values():
+        disk.full = True
+    for node in [*world.nodes.values()] * 20:
+        with pytest.raises(StoreUnavailable, match=f"disk of node {leader.id}.* is full"):
+            await node.propose(USER, b"a")
+        await node.barrier()
+        await asyncio.sleep(0.1)
+    assert world.leaders() == [leader]
+    assert leader.generation == 1
+    logged = [
+        record.getMessage() for record in caplog.records if "event=disk_full" in record.message
+    ]
+    assert len(logged) == len({*logged}) == 3, "each node says so once, followers too"
+    assert all(node.status().full for node in world.nodes.values())
+    with pytest.raises(OrderFailed, match="no other voter is connected that could lead"):
+        await leader.admin.transfer()
+    other = follower_of(world).id
+    with pytest.raises(OrderFailed, match=f"the disk of {other} is full"):
+        await leader.admin.transfer(other)
+    for disk in world.disks.values():
+        disk.full = False
+    await asyncio.sleep(0.5)
+    assert await world.leaders()[0].propose(USER, b"b") == 1
+
+
+@with_world(voters=("n1", "n2", "n3", "n4", "n5"))
+async def test_a_full_leader_hands_over_to_a_node_with_room(world: World) -> None:
+    (leader,) = world.leaders()
+    full, *roomy = [node for node in world.voters if node != leader.id]
+    world.disks[leader.id].full = True
+    world.disks[full].full = True
+    await world.until(lambda: full in leader.disk_space.without_space())
+    for _ in range(10):
+        with contextlib.suppress(StoreUnavailable):
+            await leader.propose(USER, b"a")
+        await asyncio.sleep(0.2)
+    (successor,) = world.leaders()
+    assert successor.id in roomy
+    assert successor.generation == 2
+
+
+@with_world
+async def test_writes_are_refused_while_no_majority_has_room(world: World) -> None:
     """Else the reserves of the full nodes would be used up, and no lease could end."""
-
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        full = [node for node in VOTERS if node != leader.id]
-        world.disks[full[0]].full = True
-        await asyncio.sleep(0.5)
-        assert await leader.propose(USER, b"a") == 1
-        world.disks[full[1]].full = True
-        await asyncio.sleep(0.5)
-        for node in world.nodes.values():
-            with pytest.raises(StoreUnavailable, match="no majority has room"):
-                await node.propose(USER, b"b")
-        settled: list[Any] = []
-        leader.submit(USER, b"own", lambda *outcome: settled.append(outcome), internal=True)
-        await world.until(lambda: settled)
-        assert settled[0][1:] == (2, None)
-        world.disks[full[0]].full = False
-        await asyncio.sleep(0.5)
-        assert await leader.propose(USER, b"c") == 3
-
-    run(main)
+    (leader,) = world.leaders()
+    full = [node for node in VOTERS if node != leader.id]
+    world.disks[full[0]].full = True
+    await asyncio.sleep(0.5)
+    assert await leader.propose(USER, b"a") == 1
+    world.disks[full[1]].full = True
+    await asyncio.sleep(0.5)
+    for node in world.nodes.values():
+        with pytest.raises(StoreUnavailable, match="no majority has room"):
+            await node.propose(USER, b"b")
+    settled: list[Any] = []
+    leader.submit(USER, b"own", lambda *outcome: settled.append(outcome), internal=True)
+    await world.until(lambda: settled)
+    assert settled[0][1:] == (2, None)
+    world.disks[full[0]].full = False
+    await asyncio.sleep(0.5)
+    assert await leader.propose(USER, b"c") == 3
 
 
-def test_what_waits_for_the_leaders_disk_has_a_bound() -> None:
+@with_world(limits=ProposalLimits(journal_bytes=10000))
+async def test_what_waits_for_the_leaders_disk_has_a_bound(world: World) -> None:
     """The others commit without it, so nothing else bounds it."""
-
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        disk = world.disks[leader.id]
-        disk.sync_s = 5.0
-        with pytest.raises(StoreUnavailable, match=f"bytes wait for the disk of node {leader.id}"):
-            for n in range(30):
-                await leader.propose(USER, b"%d" % n + b"x" * 1000)
-        assert 10_000 < disk.queued < 12_500
-        await asyncio.sleep(6.0)
-        assert disk.queued == 0
-        disk.sync_s = 0.001
-        await leader.propose(USER, b"again")
-
-    run(main, limits=ProposalLimits(journal_bytes=10_000))
+    (leader,) = world.leaders()
+    disk = world.disks[leader.id]
+    disk.sync_s = 5.0
+    with pytest.raises(StoreUnavailable, match=f"bytes wait for the disk of node {leader.id}"):
+        for n in range(30):
+            await leader.propose(USER, b"%d" % n + b"x" * 1000)
+    assert 10_000 < disk.queued < 12_500
+    await asyncio.sleep(6.0)
+    assert disk.queued == 0
+    disk.sync_s = 0.001
+    await leader.propose(USER, b"again")
 
 
 def test_a_journal_that_fails_ends_the_process() -> None:
@@ -514,162 +472,144 @@ def test_a_journal_that_fails_ends_the_process() -> None:
     run_virtual(main)
 
 
-def test_a_node_that_was_away_is_sent_a_snapshot() -> None:
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        away = follower_of(world).id
-        world.crash(away)
-        for n in range(30):
-            await asyncio.gather(*(leader.propose(USER, b"%d-%d" % (n, m)) for m in range(20)))
-        assert leader.status().snapshot > 0
-        await world.boot_one(away)
-        await world.until(lambda: world.nodes[away].applied == leader.applied)
-        assert world.streams == 1
-        assert world.tallies[away].done == world.tallies[leader.id].done
-        assert world.nodes[away].status().snapshot > 0
-        await world.nodes[away].propose(USER, b"back")
-        world.crash(away)
-        await world.boot_one(away)
-        await world.nodes[away].barrier()
-        assert world.tallies[away].done[-1] == b"back"
-
-    run(main, limits=ProposalLimits(snapshot_bytes=3_000, batch_commands=2))
+@with_world(limits=ProposalLimits(snapshot_bytes=3000, batch_commands=2))
+async def test_a_node_that_was_away_is_sent_a_snapshot(world: World) -> None:
+    (leader,) = world.leaders()
+    away = follower_of(world).id
+    world.crash(away)
+    for n in range(30):
+        await asyncio.gather(*(leader.propose(USER, b"%d-%d" % (n, m)) for m in range(20)))
+    assert leader.status().snapshot > 0
+    await world.boot_one(away)
+    await world.until(lambda: world.nodes[away].applied == leader.applied)
+    assert world.streams == 1
+    assert world.tallies[away].done == world.tallies[leader.id].done
+    assert world.nodes[away].status().snapshot > 0
+    await world.nodes[away].propose(USER, b"back")
+    world.crash(away)
+    await world.boot_one(away)
+    await world.nodes[away].barrier()
+    assert world.tallies[away].done[-1] == b"back"
 
 
-def test_a_large_state_is_not_copied_as_often() -> None:
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        taken: list[int] = []
-        for n in range(200):
-            await leader.propose(USER, b"%05d" % n + bytes(95))
-            if leader.status().snapshot not in taken:
-                taken.append(leader.status().snapshot)
-        apart = [after - before for before, after in pairwise(taken)]
-        assert apart[0] <= 12
-        assert apart[-1] > 40
-
-    run(main, limits=ProposalLimits(snapshot_bytes=1000))
+@with_world(limits=ProposalLimits(snapshot_bytes=1000))
+async def test_a_large_state_is_not_copied_as_often(world: World) -> None:
+    (leader,) = world.leaders()
+    taken: list[int] = []
+    for n in range(200):
+        await leader.propose(USER, b"%05d" % n + bytes(95))
+        if leader.status().snapshot not in taken:
+            taken.append(leader.status().snapshot)
+    apart = [after - before for before, after in pairwise(taken)]
+    assert apart[0] <= 12
+    assert apart[-1] > 40
 
 
-def test_nodes_come_and_go() -> None:
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        await leader.propose(USER, b"a")
-        await world.boot_one("n4", Membership(VOTERS, ("n4",)))
-        with pytest.raises(OrderFailed, match="add it first"):
+@with_world
+async def test_nodes_come_and_go(world: World) -> None:
+    (leader,) = world.leaders()
+    await leader.propose(USER, b"a")
+    await world.boot_one("n4", Membership(VOTERS, ("n4",)))
+    with pytest.raises(OrderFailed, match="add it first"):
+        await leader.admin.perform("promote", "n4")
+    await follower_of(world).admin.perform("add", "n4", "n4:1")
+    await leader.admin.perform("add", "n4", "n4:1")
+    await world.until(lambda: world.nodes["n4"].applied == leader.applied)
+    assert world.tallies["n4"].done == [b"a"]
+    assert world.links[leader.id].addresses["n4"] == "n4:1"
+    while "n4" not in leader.membership.voters:
+        await asyncio.sleep(0.01)
+        with contextlib.suppress(OrderFailed):  # it may be a little behind
             await leader.admin.perform("promote", "n4")
-        await follower_of(world).admin.perform("add", "n4", "n4:1")
-        await leader.admin.perform("add", "n4", "n4:1")
-        await world.until(lambda: world.nodes["n4"].applied == leader.applied)
-        assert world.tallies["n4"].done == [b"a"]
-        assert world.links[leader.id].addresses["n4"] == "n4:1"
-        while "n4" not in leader.membership.voters:
-            await asyncio.sleep(0.01)
-            with contextlib.suppress(OrderFailed):  # it may be a little behind
-                await leader.admin.perform("promote", "n4")
-        assert leader.membership.voters == ("n1", "n2", "n3", "n4")
-        await leader.admin.perform("remove", leader.id)
-        world.crash(leader.id)
-        other = await world.leader()
-        assert leader.id not in other.membership.everyone
-        assert await world.nodes["n4"].propose(USER, b"b") == 2
-        with pytest.raises(OrderFailed, match="unknown request"):
-            await world.nodes["n4"].leader_calls.call_leader(
-                b"O" + encode(AdminRequest("dance", "n4"))
-            )
-
-    run(main)
+    assert leader.membership.voters == ("n1", "n2", "n3", "n4")
+    await leader.admin.perform("remove", leader.id)
+    world.crash(leader.id)
+    other = await world.leader()
+    assert leader.id not in other.membership.everyone
+    assert await world.nodes["n4"].propose(USER, b"b") == 2
+    with pytest.raises(OrderFailed, match="unknown request"):
+        await world.nodes["n4"].leader_calls.call_leader(b"O" + encode(AdminRequest("dance", "n4")))
 
 
-def test_a_snapshot_has_the_members_of_its_own_place_in_the_log() -> None:
+@with_world
+async def test_a_snapshot_has_the_members_of_its_own_place_in_the_log(world: World) -> None:
     """Not a later one's, which is in the log already and may yet be cut off: whoever started from
     such a snapshot would count majorities of a quorum that never was."""
-
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        await leader.propose(USER, b"a")
-        await leader.admin.perform("add", "n4", "n4:1")
-        follower = follower_of(world)
-        await world.until(lambda: follower.applied == leader.applied)
-        world.crash(follower.id)
-        world.cut(follower.id)
-        await world.boot_one(follower.id)
-        again = world.nodes[follower.id]
-        assert again.membership.learners == ("n4",)
-        assert again.applied == 0
-        assert again.applier.copy()[0].membership == Membership(VOTERS)
-        world.heal()
-        await again.barrier()
-        assert again.applier.copy()[0].membership == leader.membership
-
-    run(main)
+    (leader,) = world.leaders()
+    await leader.propose(USER, b"a")
+    await leader.admin.perform("add", "n4", "n4:1")
+    follower = follower_of(world)
+    await world.until(lambda: follower.applied == leader.applied)
+    world.crash(follower.id)
+    world.cut(follower.id)
+    await world.boot_one(follower.id)
+    again = world.nodes[follower.id]
+    assert again.membership.learners == ("n4",)
+    assert again.applied == 0
+    assert again.applier.copy()[0].membership == Membership(VOTERS)
+    world.heal()
+    await again.barrier()
+    assert again.applier.copy()[0].membership == leader.membership
 
 
-def test_a_long_backlog_does_not_hold_up_the_loop() -> None:
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        done = world.tallies[leader.id].done
-        seen: list[int] = []
-        leader.on_applied(lambda _: seen.append(len(done)))
-        entries = [leader.propose(USER, b"%d" % n) for n in range(100)]
-        await asyncio.gather(*entries)
-        assert len(seen) > 10
-        assert max(after - before for before, after in pairwise(seen)) <= 12
-
-    run(main, limits=ProposalLimits(batch_commands=4, apply_commands=8, pipeline=100))
+@with_world(limits=ProposalLimits(batch_commands=4, apply_commands=8, pipeline=100))
+async def test_a_long_backlog_does_not_hold_up_the_loop(world: World) -> None:
+    (leader,) = world.leaders()
+    done = world.tallies[leader.id].done
+    seen: list[int] = []
+    leader.on_applied(lambda _: seen.append(len(done)))
+    entries = [leader.propose(USER, b"%d" % n) for n in range(100)]
+    await asyncio.gather(*entries)
+    assert len(seen) > 10
+    assert max(after - before for before, after in pairwise(seen)) <= 12
 
 
-def test_garbage_from_a_peer_is_refused() -> None:
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        answers: list[bytes] = []
-        for question in (b"", b"P", b"P\xc1garbage", b"O\xc1", b"X", b"Q"):
-            leader.leader_calls.called("n9", question, answers.append)
-        await asyncio.sleep(0.1)
-        assert len(answers) == 6
-        assert all(answer[0] == 3 for answer in answers)
-
-    run(main)
+@with_world
+async def test_garbage_from_a_peer_is_refused(world: World) -> None:
+    (leader,) = world.leaders()
+    answers: list[bytes] = []
+    for question in (b"", b"P", b"P\xc1garbage", b"O\xc1", b"X", b"Q"):
+        leader.leader_calls.called("n9", question, answers.append)
+    await asyncio.sleep(0.1)
+    assert len(answers) == 6
+    assert all(answer[0] == 3 for answer in answers)
 
 
-def test_no_load_of_clients_refuses_or_delays_commands_of_the_node_itself() -> None:
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        for disk in world.disks.values():
-            disk.sync_s = 0.05
-        waiting = [asyncio.ensure_future(leader.propose(USER, b"%d" % n)) for n in range(40)]
-        await asyncio.sleep(0.001)
-        with pytest.raises(StoreUnavailable, match="40 proposals are under way on node"):
-            await leader.propose(USER, b"one too many")
-        settled: list[Any] = []
-        for _ in range(2):
-            leader.submit(USER, b"own", lambda *outcome: settled.append(outcome), internal=True)
-        with pytest.raises(StoreUnavailable, match=r"2 commands of node n. itself"):
-            leader.submit(USER, b"own", lambda *outcome: None, internal=True)
-        await world.until(lambda: len(settled) == 2)
-        # Behind what was in the log already, and before everything else.
-        assert [result for _, result, error in settled if error is None] == [17, 18]
-        await asyncio.gather(*waiting)
+@with_world(limits=ProposalLimits(pending_commands=40, internal_commands=2, batch_commands=2))
+async def test_no_load_of_clients_refuses_or_delays_commands_of_the_node_itself(
+    world: World,
+) -> None:
+    (leader,) = world.leaders()
+    for disk in world.disks.values():
+        disk.sync_s = 0.05
+    waiting = [asyncio.ensure_future(leader.propose(USER, b"%d" % n)) for n in range(40)]
+    await asyncio.sleep(0.001)
+    with pytest.raises(StoreUnavailable, match="40 proposals are under way on node"):
+        await leader.propose(USER, b"one too many")
+    settled: list[Any] = []
+    for _ in range(2):
+        leader.submit(USER, b"own", lambda *outcome: settled.append(outcome), internal=True)
+    with pytest.raises(StoreUnavailable, match=r"2 commands of node n. itself"):
+        leader.submit(USER, b"own", lambda *outcome: None, internal=True)
+    await world.until(lambda: len(settled) == 2)
+    # Behind what was in the log already, and before everything else.
+    assert [result for _, result, error in settled if error is None] == [17, 18]
+    await asyncio.gather(*waiting)
 
-    run(main, limits=ProposalLimits(pending_commands=40, internal_commands=2, batch_commands=2))
 
-
-def test_an_internal_command_of_a_deposed_leader_is_not_forwarded() -> None:
+@with_world
+async def test_an_internal_command_of_a_deposed_leader_is_not_forwarded(world: World) -> None:
     """It was right when it was proposed: a version that all members supported, say, and one has
     joined since that does not."""
-
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        world.cut(leader.id)
-        settled: list[Any] = []
-        leader.submit(USER, b"own", lambda *outcome: settled.append(outcome), internal=True)
-        await world.until(lambda: [node for node in world.leaders() if node is not leader])
-        world.heal()
-        await world.until(lambda: settled)
-        assert isinstance(settled[0][2], OutcomeUnknown)
-        assert await leader.propose(USER, b"a client's") == 1
-
-    run(main)
+    (leader,) = world.leaders()
+    world.cut(leader.id)
+    settled: list[Any] = []
+    leader.submit(USER, b"own", lambda *outcome: settled.append(outcome), internal=True)
+    await world.until(lambda: [node for node in world.leaders() if node is not leader])
+    world.heal()
+    await world.until(lambda: settled)
+    assert isinstance(settled[0][2], OutcomeUnknown)
+    assert await leader.propose(USER, b"a client's") == 1
 
 
 async def written_at(world: World, node: Driver, rate: int, seconds: float) -> list[float]:
@@ -688,33 +628,28 @@ async def written_at(world: World, node: Driver, rate: int, seconds: float) -> l
     return sorted(took)
 
 
-def test_writes_through_a_follower_keep_up_on_a_slow_disk() -> None:
+@with_world
+async def test_writes_through_a_follower_keep_up_on_a_slow_disk(world: World) -> None:
     """Every turn's proposals as a batch of their own would be more entries than the leader's
     disk can take, so they would pile up there."""
-
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        for disk in world.disks.values():
-            disk.sync_s = 0.01
-        direct = await written_at(world, leader, 2000, 1.0)
-        forwarded = await written_at(world, follower_of(world), 2000, 1.0)
-        assert len(direct) == len(forwarded) == 2000
-        assert forwarded[1000] < 1.5 * direct[1000]
-        assert forwarded[-1] < 2 * direct[-1]
-
-    run(main)
+    (leader,) = world.leaders()
+    for disk in world.disks.values():
+        disk.sync_s = 0.01
+    direct = await written_at(world, leader, 2000, 1.0)
+    forwarded = await written_at(world, follower_of(world), 2000, 1.0)
+    assert len(direct) == len(forwarded) == 2000
+    assert forwarded[1000] < 1.5 * direct[1000]
+    assert forwarded[-1] < 2 * direct[-1]
 
 
-def test_a_leader_serves_its_own_clients_and_its_followers_alike() -> None:
-    async def main(world: World) -> None:
-        for disk in world.disks.values():
-            disk.sync_s = 0.01
-        took = await asyncio.gather(
-            *(written_at(world, node, 1000, 0.5) for node in world.nodes.values())
-        )
-        assert max(each[-1] for each in took) < 0.1
-
-    run(main, limits=ProposalLimits(batch_commands=32, pipeline=2))
+@with_world(limits=ProposalLimits(batch_commands=32, pipeline=2))
+async def test_a_leader_serves_its_own_clients_and_its_followers_alike(world: World) -> None:
+    for disk in world.disks.values():
+        disk.sync_s = 0.01
+    took = await asyncio.gather(
+        *(written_at(world, node, 1000, 0.5) for node in world.nodes.values())
+    )
+    assert max(each[-1] for each in took) < 0.1
 
 
 async def longest_write(world: World, node: Driver, order: Callable[[], Any]) -> float:
@@ -760,19 +695,17 @@ def test_removing_the_leader_stops_writes_no_longer_than_two_transfers(
     run(main, voters=voters)
 
 
-def test_members_that_leave_are_reached_until_the_change_is_committed() -> None:
-    async def main(world: World) -> None:
-        (leader,) = world.leaders()
-        leaves = follower_of(world)
-        stays = next(n for n in world.nodes if n not in (leader.id, leaves.id))
-        world.disks[leader.id].sync_s = world.disks[stays].sync_s = 0.5
-        removal = asyncio.ensure_future(leader.admin.perform("remove", leaves.id))
-        await asyncio.sleep(0.1)
-        assert leaves.id not in leader.membership.everyone
-        assert leaves.id in world.links[leader.id].addresses
-        assert leaves.id in world.links[stays].addresses
-        await removal
-        await world.until(lambda: leaves.id not in world.links[stays].addresses)
-        assert leaves.id not in world.links[leader.id].addresses
-
-    run(main)
+@with_world
+async def test_members_that_leave_are_reached_until_the_change_is_committed(world: World) -> None:
+    (leader,) = world.leaders()
+    leaves = follower_of(world)
+    stays = next(n for n in world.nodes if n not in (leader.id, leaves.id))
+    world.disks[leader.id].sync_s = world.disks[stays].sync_s = 0.5
+    removal = asyncio.ensure_future(leader.admin.perform("remove", leaves.id))
+    await asyncio.sleep(0.1)
+    assert leaves.id not in leader.membership.everyone
+    assert leaves.id in world.links[leader.id].addresses
+    assert leaves.id in world.links[stays].addresses
+    await removal
+    await world.until(lambda: leaves.id not in world.links[stays].addresses)
+    assert leaves.id not in world.links[leader.id].addresses

@@ -114,21 +114,18 @@ def test_what_was_written_is_found_again(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_queued_during_a_sync_goes_down_in_one_batch() -> None:
-    async def write() -> None:
-        disk = FragileDisk()
-        journal = FileJournal(Path("data"), WHOSE, disk=disk)
-        for token in range(1, 101):
-            journal.persist(Persist(token, None, token, entries(1)))
-        before = disk.operations
-        acks = Acks(journal)
-        await acks.upto(100)
-        assert acks.tokens == [100]
-        await journal.close()
-        # Batch, zeros ahead of it, sync, seal.
-        assert disk.operations - before <= 6
-
-    asyncio.run(write())
+async def test_what_is_queued_during_a_sync_goes_down_in_one_batch() -> None:
+    disk = FragileDisk()
+    journal = FileJournal(Path("data"), WHOSE, disk=disk)
+    for token in range(1, 101):
+        journal.persist(Persist(token, None, token, entries(1)))
+    before = disk.operations
+    acks = Acks(journal)
+    await acks.upto(100)
+    assert acks.tokens == [100]
+    await journal.close()
+    # Batch, zeros ahead of it, sync, seal.
+    assert disk.operations - before <= 6
 
 
 def test_long_writes_go_down_in_several_batches(
@@ -288,7 +285,7 @@ class TestSnapshots:
         assert found(tmp_path) == Recovered(None, Snapshot(50, 2, MEMBERS), entries(2))
         assert len(list(tmp_path.glob("snapshot-*"))) == 1
 
-    def test_the_loop_is_not_held_up(self, tmp_path: Path) -> None:
+    async def test_the_loop_is_not_held_up(self, tmp_path: Path) -> None:
         """Pieces are taken off the loop and a few at a time."""
         turns = 0
 
@@ -298,23 +295,20 @@ class TestSnapshots:
                 turns += 1
                 await asyncio.sleep(0)
 
-        async def write() -> None:
-            journal = FileJournal(tmp_path, WHOSE)
-            Acks(journal)
-            seen = []
+        journal = FileJournal(tmp_path, WHOSE)
+        Acks(journal)
+        seen = []
 
-            def pieces() -> Iterator[bytes]:
-                for _ in range(40):
-                    seen.append(turns)
-                    yield bytes(100_000)
+        def pieces() -> Iterator[bytes]:
+            for _ in range(40):
+                seen.append(turns)
+                yield bytes(100_000)
 
-            turning = asyncio.ensure_future(turn())
-            await journal.take_snapshot(Snapshot(1, 1, MEMBERS), pieces())
-            turning.cancel()
-            assert len(set(seen)) > 5
-            await journal.close()
-
-        asyncio.run(write())
+        turning = asyncio.ensure_future(turn())
+        await journal.take_snapshot(Snapshot(1, 1, MEMBERS), pieces())
+        turning.cancel()
+        assert len(set(seen)) > 5
+        await journal.close()
 
     def test_an_abandoned_snapshot_leaves_nothing(self, tmp_path: Path) -> None:
         async def write() -> None:
@@ -357,54 +351,48 @@ class TestFull:
     def _impatient(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "RETRY_S", 0.005)
 
-    def test_stops_and_goes_on(self) -> None:
-        async def write() -> None:
-            disk = FragileDisk()
-            sizes = {"segment_bytes": 3000, "ahead_bytes": 100, "reserve_bytes": 1000}
-            journal = FileJournal(Path("data"), WHOSE, Voted, disk=disk, **sizes)
-            acks = Acks(journal)
-            disk.room = 9000
-            token = 0
-            while not journal.full:
-                token += 1
-                journal.persist(Persist(token, None, token, entries(1, 300)))
-                await acks.upto(token)
-            assert "reserve" not in disk.files()
-            journal.persist(Persist(token + 1, Voted(9, "n3")))
-            await acks.upto(token + 1)
-            journal.persist(Persist(token + 2, None, token + 1, entries(50, 300)))
-            journal.persist(Persist(token + 3, Voted(10, "n3")))
-            with pytest.raises(StoreUnavailable, match="no room for a snapshot"):
-                await journal.take_snapshot(Snapshot(1, 1, MEMBERS), iter([bytes(5000)]))
-            assert acks.tokens[-1] == token + 1
-            disk.room = 40_000
-            await acks.upto(token + 3)
-            await until(lambda: not journal.full)
-            await journal.close()
-            again = FileJournal(Path("data"), WHOSE, Voted, disk=disk.after_crash("none"))
-            assert len(again.recovered.entries) == token + 50
-            assert again.recovered.state == Voted(10, "n3")
-            assert not acks.failures
+    async def test_stops_and_goes_on(self) -> None:
+        disk = FragileDisk()
+        sizes = {"segment_bytes": 3000, "ahead_bytes": 100, "reserve_bytes": 1000}
+        journal = FileJournal(Path("data"), WHOSE, Voted, disk=disk, **sizes)
+        acks = Acks(journal)
+        disk.room = 9000
+        token = 0
+        while not journal.full:
+            token += 1
+            journal.persist(Persist(token, None, token, entries(1, 300)))
+            await acks.upto(token)
+        assert "reserve" not in disk.files()
+        journal.persist(Persist(token + 1, Voted(9, "n3")))
+        await acks.upto(token + 1)
+        journal.persist(Persist(token + 2, None, token + 1, entries(50, 300)))
+        journal.persist(Persist(token + 3, Voted(10, "n3")))
+        with pytest.raises(StoreUnavailable, match="no room for a snapshot"):
+            await journal.take_snapshot(Snapshot(1, 1, MEMBERS), iter([bytes(5000)]))
+        assert acks.tokens[-1] == token + 1
+        disk.room = 40_000
+        await acks.upto(token + 3)
+        await until(lambda: not journal.full)
+        await journal.close()
+        again = FileJournal(Path("data"), WHOSE, Voted, disk=disk.after_crash("none"))
+        assert len(again.recovered.entries) == token + 50
+        assert again.recovered.state == Voted(10, "n3")
+        assert not acks.failures
 
-        asyncio.run(write())
-
-    def test_can_be_closed_and_opened(self) -> None:
-        async def write() -> None:
-            disk = FragileDisk()
-            journal = FileJournal(Path("data"), WHOSE, Voted, disk=disk, reserve_bytes=100)
-            acks = Acks(journal)
-            disk.room = 0
-            journal.persist(Persist(1, None, 1, entries(50, 300)))
-            journal.persist(Persist(2, Voted(1, "n1")))
-            await until(lambda: journal.full)
-            await journal.close()
-            assert acks.tokens == []
-            again = FileJournal(Path("data"), WHOSE, Voted, disk=disk, reserve_bytes=100)
-            assert again.full
-            assert again.recovered == Recovered(entries=[])
-            await again.close()
-
-        asyncio.run(write())
+    async def test_can_be_closed_and_opened(self) -> None:
+        disk = FragileDisk()
+        journal = FileJournal(Path("data"), WHOSE, Voted, disk=disk, reserve_bytes=100)
+        acks = Acks(journal)
+        disk.room = 0
+        journal.persist(Persist(1, None, 1, entries(50, 300)))
+        journal.persist(Persist(2, Voted(1, "n1")))
+        await until(lambda: journal.full)
+        await journal.close()
+        assert acks.tokens == []
+        again = FileJournal(Path("data"), WHOSE, Voted, disk=disk, reserve_bytes=100)
+        assert again.full
+        assert again.recovered == Recovered(entries=[])
+        await again.close()
 
     def test_a_real_full_disk(self, tmp_path: Path) -> None:
         mount = f"mount -t tmpfs -o size=1m none {tmp_path}"

@@ -156,151 +156,136 @@ def test_an_older_copy_of_a_folder_is_refused(
     with_three(tmp_path, work)
 
 
-def test_a_node_of_another_cluster_of_the_same_name_is_refused(
+async def test_a_node_of_another_cluster_of_the_same_name_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two clusters, founded apart; then a node of one is given the addresses of the other."""
-
-    async def main() -> None:
-        async with asyncio.timeout(60):
-            ours, theirs = Trio(tmp_path / "ours"), Trio(tmp_path / "theirs")
-            ours.peers, theirs.peers = {"n1": addresses(1)[0]}, {"n2": addresses(1)[0]}
-            await ours.start("n1")
-            await theirs.start("n2")
-            await (await ours.leader()).propose(b"ours")
-            await (await theirs.leader()).propose(b"theirs")
-            await (await ours.leader()).add("n2", theirs.peers["n2"])
-            await until(lambda: "was founded separately" in caplog.text)
-            await remarked(ours, "n2 is not connected to n1", "founded separately", "--join")
-            assert theirs.notes["n2"].kept == [b"theirs"]
-            await ours.stop("n1")
-            await theirs.stop("n2")
-
-    asyncio.run(main())
+    async with asyncio.timeout(60):
+        ours, theirs = Trio(tmp_path / "ours"), Trio(tmp_path / "theirs")
+        ours.peers, theirs.peers = {"n1": addresses(1)[0]}, {"n2": addresses(1)[0]}
+        await ours.start("n1")
+        await theirs.start("n2")
+        await (await ours.leader()).propose(b"ours")
+        await (await theirs.leader()).propose(b"theirs")
+        await (await ours.leader()).add("n2", theirs.peers["n2"])
+        await until(lambda: "was founded separately" in caplog.text)
+        await remarked(ours, "n2 is not connected to n1", "founded separately", "--join")
+        assert theirs.notes["n2"].kept == [b"theirs"]
+        await ours.stop("n1")
+        await theirs.stop("n2")
 
 
-def test_a_client_keeps_to_the_cluster_that_it_saw_first(tmp_path: Path) -> None:
-    async def main() -> None:
-        nodes = Trio(tmp_path)
-        nodes.peers = {"n1": addresses(1)[0]}
-        async with asyncio.timeout(60):
-            await nodes.start("n1")
-            await nodes.leader()
-            store = make_store(StoreURL.parse(f"doyen://{nodes.peers['n1']}"))
-            await store.open(0)
-            await store.put("key", b"value", if_version=None)
-            await nodes.stop("n1")
-            await nodes.start("n1")
-            await nodes.leader()
-            assert (await store.get("key")) is not None
-            await nodes.stop("n1")
-            shutil.rmtree(tmp_path / "n1")
-            await nodes.start("n1")
-            await nodes.leader()
-            with pytest.raises(doyen.StoreUnusable, match=r"was founded separately.*connect anew"):
-                await store.get("key")
-            await store.close()
-            await nodes.stop("n1")
-
-    asyncio.run(main())
+async def test_a_client_keeps_to_the_cluster_that_it_saw_first(tmp_path: Path) -> None:
+    nodes = Trio(tmp_path)
+    nodes.peers = {"n1": addresses(1)[0]}
+    async with asyncio.timeout(60):
+        await nodes.start("n1")
+        await nodes.leader()
+        store = make_store(StoreURL.parse(f"doyen://{nodes.peers['n1']}"))
+        await store.open(0)
+        await store.put("key", b"value", if_version=None)
+        await nodes.stop("n1")
+        await nodes.start("n1")
+        await nodes.leader()
+        assert (await store.get("key")) is not None
+        await nodes.stop("n1")
+        shutil.rmtree(tmp_path / "n1")
+        await nodes.start("n1")
+        await nodes.leader()
+        with pytest.raises(doyen.StoreUnusable, match=r"was founded separately.*connect anew"):
+            await store.get("key")
+        await store.close()
+        await nodes.stop("n1")
 
 
-def test_a_founder_states_whom_it_waits_for(
+async def test_a_founder_states_whom_it_waits_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> None:
-        nodes = Trio(tmp_path)
-        waits = "the cluster has not been founded: node n1 waits for "
-        url = f"doyen://{nodes.peers['n1']}?connect_timeout_s=0.2"
+    nodes = Trio(tmp_path)
+    waits = "the cluster has not been founded: node n1 waits for "
+    url = f"doyen://{nodes.peers['n1']}?connect_timeout_s=0.2"
 
-        def lines() -> list[str]:
-            return [text.partition(waits)[2].split(":")[0] for text in caplog.messages]
+    def lines() -> list[str]:
+        return [text.partition(waits)[2].split(":")[0] for text in caplog.messages]
 
-        async with asyncio.timeout(60):
-            await nodes.start("n1")
-            await until(lambda: "n2, n3" in lines())
-            await remarked(nodes, "n1 waits for n2, n3", "--found")
-            store = make_store(StoreURL.parse(url))
-            with pytest.raises(doyen.StoreUnavailable, match=f"{waits}n2, n3") as refused:
-                await store.open(0)
-            assert "majority" not in str(refused.value)
-            texts = [finding.text for finding in await store.diagnose()]
-            assert any("n1 waits for n2, n3" in text for text in texts)
-            assert not any("majority" in finding.remedy for finding in await store.diagnose())
-            await store.close()
-            await nodes.start("n2")
-            await until(lambda: "n3" in lines())
-            await remarked(nodes, "n1 waits for n3")
-            await nodes.stop("n2")
-            await until(lambda: lines().count("n2, n3") == 2)
-            await nodes.start("n2")
-            await nodes.start("n3")
-            await nodes.leader()
-            assert [line for line in lines() if line][:3] == ["n2, n3", "n3", "n2, n3"]
-            for name in [*nodes.nodes]:
-                await nodes.stop(name)
-
-    asyncio.run(main())
+    async with asyncio.timeout(60):
+        await nodes.start("n1")
+        await until(lambda: "n2, n3" in lines())
+        await remarked(nodes, "n1 waits for n2, n3", "--found")
+        store = make_store(StoreURL.parse(url))
+        with pytest.raises(doyen.StoreUnavailable, match=f"{waits}n2, n3") as refused:
+            await store.open(0)
+        assert "majority" not in str(refused.value)
+        texts = [finding.text for finding in await store.diagnose()]
+        assert any("n1 waits for n2, n3" in text for text in texts)
+        assert not any("majority" in finding.remedy for finding in await store.diagnose())
+        await store.close()
+        await nodes.start("n2")
+        await until(lambda: "n3" in lines())
+        await remarked(nodes, "n1 waits for n3")
+        await nodes.stop("n2")
+        await until(lambda: lines().count("n2, n3") == 2)
+        await nodes.start("n2")
+        await nodes.start("n3")
+        await nodes.leader()
+        assert [line for line in lines() if line][:3] == ["n2, n3", "n3", "n2, n3"]
+        for name in [*nodes.nodes]:
+            await nodes.stop(name)
 
 
-def test_a_founding_that_was_interrupted_goes_on(tmp_path: Path) -> None:
-    async def main() -> None:
-        nodes = Trio(tmp_path)
-        async with asyncio.timeout(60):
-            await nodes.start("n1")
-            await nodes.start("n2")
-            await nodes.stop("n1")
-            before = read_member(FileSystem(), tmp_path / "n1")
-            await nodes.start("n3")
-            assert before is not None
-            assert before.pending
-            assert not before.cluster_id
-            await nodes.start("n1")
-            await (await nodes.leader()).propose(b"first")
-            await all_recorded(nodes)
-            after = read_member(FileSystem(), tmp_path / "n1")
-            assert after is not None
-            assert after.member == before.member
-            assert after.cluster_id == nodes.nodes["n2"].status().membership.cluster
-            for name in [*nodes.nodes]:
-                await nodes.stop(name)
-
-    asyncio.run(main())
+async def test_a_founding_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+    nodes = Trio(tmp_path)
+    async with asyncio.timeout(60):
+        await nodes.start("n1")
+        await nodes.start("n2")
+        await nodes.stop("n1")
+        before = read_member(FileSystem(), tmp_path / "n1")
+        await nodes.start("n3")
+        assert before is not None
+        assert before.pending
+        assert not before.cluster_id
+        await nodes.start("n1")
+        await (await nodes.leader()).propose(b"first")
+        await all_recorded(nodes)
+        after = read_member(FileSystem(), tmp_path / "n1")
+        assert after is not None
+        assert after.member == before.member
+        assert after.cluster_id == nodes.nodes["n2"].status().membership.cluster
+        for name in [*nodes.nodes]:
+            await nodes.stop(name)
 
 
-def test_a_folder_of_an_earlier_release_gets_its_ids_when_all_are_there(tmp_path: Path) -> None:
+async def test_a_folder_of_an_earlier_release_gets_its_ids_when_all_are_there(
+    tmp_path: Path,
+) -> None:
     """Without the file `member` a folder is as such a release left it; its log names no ids."""
+    nodes = Trio(tmp_path)
+    async with asyncio.timeout(60):
+        from doyen.quorum.node import server
 
-    async def main() -> None:
-        nodes = Trio(tmp_path)
-        async with asyncio.timeout(60):
-            from doyen.quorum.node import server
-
-            recording = server.record_members
-            server.record_members = lambda driver, members: asyncio.sleep(3600)
-            try:
-                for name in nodes.peers:
-                    await nodes.start(name)
-                await (await nodes.leader()).propose(b"first")
-            finally:
-                server.record_members = recording
+        recording = server.record_members
+        server.record_members = lambda driver, members: asyncio.sleep(3600)
+        try:
             for name in nodes.peers:
-                await nodes.stop(name)
-                (tmp_path / name / "member").unlink()
-            for name in ("n1", "n2"):
-                await nodes.start(name, found=False)
-            leader = await nodes.leader()
-            await leader.propose(b"second")
-            assert recorded(leader) == {}
-            await nodes.start("n3", found=False)
-            await all_recorded(nodes)
-            clusters = {node.status().membership.cluster for node in nodes.nodes.values()}
-            assert len(clusters) == 1
-            assert clusters != {""}
-            for name in [*nodes.nodes]:
-                await nodes.stop(name)
-
-    asyncio.run(main())
+                await nodes.start(name)
+            await (await nodes.leader()).propose(b"first")
+        finally:
+            server.record_members = recording
+        for name in nodes.peers:
+            await nodes.stop(name)
+            (tmp_path / name / "member").unlink()
+        for name in ("n1", "n2"):
+            await nodes.start(name, found=False)
+        leader = await nodes.leader()
+        await leader.propose(b"second")
+        assert recorded(leader) == {}
+        await nodes.start("n3", found=False)
+        await all_recorded(nodes)
+        clusters = {node.status().membership.cluster for node in nodes.nodes.values()}
+        assert len(clusters) == 1
+        assert clusters != {""}
+        for name in [*nodes.nodes]:
+            await nodes.stop(name)
 
 
 def test_a_shared_secret_does_not_make_a_peer() -> None:

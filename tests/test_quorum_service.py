@@ -73,6 +73,7 @@ from doyen.quorum.protocol.requests import (
 from doyen.quorum.protocol.security import Role as Power
 from doyen.testing.virtual import run_virtual
 from drivers import World
+from support import runner
 
 TTL_S = 2.0
 
@@ -220,92 +221,85 @@ def on_quorum(test: Callable[[Quorum], Coroutine[Any, Any, None]]) -> None:
     run_virtual(main)
 
 
+with_quorum = runner(on_quorum)
+
+
 async def granted(client: Client, id: int = 1) -> int:  # noqa: A002
     result = await client.do(id, Grant(TTL_S))
     assert isinstance(result, LeaseGranted)
     return result.lease
 
 
-def test_a_write_asked_again_of_another_node_is_carried_out_once() -> None:
-    async def test(quorum: Quorum) -> None:
-        first, second = quorum.services["n1"], quorum.services["n2"]
-        a, again = Client(first), Client(second)
-        b = Client(second, "another-client")
-        lease = await granted(a)
-        won = await a.do(2, Create("k", b"a", lease))
-        assert isinstance(won, Written)
-        assert await again.do(2, Create("k", b"a", lease)) == won
-        ticket = await a.do(3, Enqueue("line", b"", lease, 0))
-        assert await again.do(3, Enqueue("line", b"", lease, 0)) == ticket
-        listed = await again.ask(Scan, "line")
-        assert len(listed.entries) == 1
-        assert isinstance(await b.do(2, Create("k", b"b", await granted(b))), EntryExists)
-        found = await b.ask(Get, "k")
-        assert found.entry.value == b"a"
-
-    on_quorum(test)
+@with_quorum
+async def test_a_write_asked_again_of_another_node_is_carried_out_once(quorum: Quorum) -> None:
+    first, second = quorum.services["n1"], quorum.services["n2"]
+    a, again = Client(first), Client(second)
+    b = Client(second, "another-client")
+    lease = await granted(a)
+    won = await a.do(2, Create("k", b"a", lease))
+    assert isinstance(won, Written)
+    assert await again.do(2, Create("k", b"a", lease)) == won
+    ticket = await a.do(3, Enqueue("line", b"", lease, 0))
+    assert await again.do(3, Enqueue("line", b"", lease, 0)) == ticket
+    listed = await again.ask(Scan, "line")
+    assert len(listed.entries) == 1
+    assert isinstance(await b.do(2, Create("k", b"b", await granted(b))), EntryExists)
+    found = await b.ask(Get, "k")
+    assert found.entry.value == b"a"
 
 
-def test_a_write_outlives_the_leader_it_was_sent_to() -> None:
-    async def test(quorum: Quorum) -> None:
-        follower = await quorum.follower()
-        client = Client(quorum.services[follower])
-        leader = await quorum.leader()
-        client.put(Write(1, [1], [encode(Put("k", b"v", 0))]))
-        quorum.crash(leader)
-        answer = await client.answer_to(1)
-        assert isinstance(decode_result(answer), Written)
-        assert await client.do(1, Put("k", b"v", 0)) == decode_result(answer)
-
-    on_quorum(test)
+@with_quorum
+async def test_a_write_outlives_the_leader_it_was_sent_to(quorum: Quorum) -> None:
+    follower = await quorum.follower()
+    client = Client(quorum.services[follower])
+    leader = await quorum.leader()
+    client.put(Write(1, [1], [encode(Put("k", b"v", 0))]))
+    quorum.crash(leader)
+    answer = await client.answer_to(1)
+    assert isinstance(decode_result(answer), Written)
+    assert await client.do(1, Put("k", b"v", 0)) == decode_result(answer)
 
 
-def test_every_node_reads_what_was_acknowledged() -> None:
-    async def test(quorum: Quorum) -> None:
-        clients = [Client(service, f"client-{n}") for n, service in quorum.services.items()]
-        for number in range(30):
-            writer = clients[number % 3]
-            result = await writer.do(number + 1, Put(f"k/{number}", b"v", 0))
-            assert isinstance(result, Written)
-            for reader in clients:
-                assert (await reader.ask(Get, f"k/{number}")).entry.value == b"v"
-                assert len((await reader.ask(Scan, "k")).entries) == number + 1
-
-    on_quorum(test)
+@with_quorum
+async def test_every_node_reads_what_was_acknowledged(quorum: Quorum) -> None:
+    clients = [Client(service, f"client-{n}") for n, service in quorum.services.items()]
+    for number in range(30):
+        writer = clients[number % 3]
+        result = await writer.do(number + 1, Put(f"k/{number}", b"v", 0))
+        assert isinstance(result, Written)
+        for reader in clients:
+            assert (await reader.ask(Get, f"k/{number}")).entry.value == b"v"
+            assert len((await reader.ask(Scan, "k")).entries) == number + 1
 
 
-def test_lines() -> None:
-    async def test(quorum: Quorum) -> None:
-        client = Client(quorum.services[await quorum.follower()])
-        lease = await granted(client)
-        first = await client.do(2, Enqueue("l", b"1", lease, 0))
-        second = await client.do(3, Enqueue("l", b"2", lease, 0))
-        assert (await client.ask(Head, "l")).entry.key == first.key
-        assert (await client.ask(Ahead, second.key)).entry.key == first.key
-        assert (await client.ask(Ahead, first.key)).entry is None
-        await client.do(4, Delete(first.key, 0))
-        gone = await client.ask(Ahead, first.key)
-        assert gone.code is ErrorCode.TICKET_GONE
-        assert (await client.ask(Get, "nothing")) == FoundEntry(client._ids, None)
-
-    on_quorum(test)
+@with_quorum
+async def test_lines(quorum: Quorum) -> None:
+    client = Client(quorum.services[await quorum.follower()])
+    lease = await granted(client)
+    first = await client.do(2, Enqueue("l", b"1", lease, 0))
+    second = await client.do(3, Enqueue("l", b"2", lease, 0))
+    assert (await client.ask(Head, "l")).entry.key == first.key
+    assert (await client.ask(Ahead, second.key)).entry.key == first.key
+    assert (await client.ask(Ahead, first.key)).entry is None
+    await client.do(4, Delete(first.key, 0))
+    gone = await client.ask(Ahead, first.key)
+    assert gone.code is ErrorCode.TICKET_GONE
+    assert (await client.ask(Get, "nothing")) == FoundEntry(client._ids, None)
 
 
-def test_much_that_arrives_at_once_is_carried_out_in_order() -> None:
-    async def test(quorum: Quorum) -> None:
-        service = quorum.services[await quorum.leader()]
-        client, gone = (Client(service, name) for name in ("a-client", "b-client"))
-        count = 3 * SLICE + 7
-        client.put(*(Write(1, [n], [encode(Put(f"k/{n}", b"", 0))]) for n in range(1, count + 1)))
-        client.put(Write(1, [count + 1], [encode(Put("k/last", b"", 0))]))
-        gone.put(*(Write(1, [n], [encode(Put(f"g/{n}", b"", 0))]) for n in range(1, count + 1)))
-        gone.close()
-        await client.answer_to(count + 1)
-        assert [*client.results] == list(range(1, count + 2))
-        listed = await client.ask(Scan, "g")
-        assert len(listed.entries) < count, "whoever has gone is not served any more"
-
-    on_quorum(test)
+@with_quorum
+async def test_much_that_arrives_at_once_is_carried_out_in_order(quorum: Quorum) -> None:
+    service = quorum.services[await quorum.leader()]
+    client, gone = (Client(service, name) for name in ("a-client", "b-client"))
+    count = 3 * SLICE + 7
+    client.put(*(Write(1, [n], [encode(Put(f"k/{n}", b"", 0))]) for n in range(1, count + 1)))
+    client.put(Write(1, [count + 1], [encode(Put("k/last", b"", 0))]))
+    gone.put(*(Write(1, [n], [encode(Put(f"g/{n}", b"", 0))]) for n in range(1, count + 1)))
+    gone.close()
+    await client.answer_to(count + 1)
+    assert [*client.results] == list(range(1, count + 2))
+    listed = await client.ask(Scan, "g")
+    assert len(listed.entries) < count, "whoever has gone is not served any more"
 
 
 def test_no_more_is_read_than_a_node_can_keep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,155 +317,139 @@ def test_no_more_is_read_than_a_node_can_keep(monkeypatch: pytest.MonkeyPatch) -
     on_quorum(test)
 
 
-def test_results_of_one_turn_come_together_and_within_bounds() -> None:
-    async def test(quorum: Quorum) -> None:
-        client = Client(quorum.services[await quorum.leader()])
-        lease = await granted(client)
-        refused = encode(Create("k", bytes(4000), lease))
-        client.put(Write(1, [*range(2, 252)], [refused] * 250))
-        client.put(Write(1, [*range(252, 502)], [refused] * 250))
-        client.put(Write(1, [*range(502, 510)], [encode(Delete("none", 0))] * 8))
-        await client.answer_to(509)
-        together = [answer.ids for answer in client.received if isinstance(answer, WriteResults)][
-            1:
-        ]
-        assert [number for ids in together for number in ids] == [*range(2, 510)]
-        assert 2 <= len(together) <= 5, "as many as fit"
-        assert all(
-            sum(len(client.results[number]) for number in ids) < 2_000_000 for ids in together
-        )
-
-    on_quorum(test)
+@with_quorum
+async def test_results_of_one_turn_come_together_and_within_bounds(quorum: Quorum) -> None:
+    client = Client(quorum.services[await quorum.leader()])
+    lease = await granted(client)
+    refused = encode(Create("k", bytes(4000), lease))
+    client.put(Write(1, [*range(2, 252)], [refused] * 250))
+    client.put(Write(1, [*range(252, 502)], [refused] * 250))
+    client.put(Write(1, [*range(502, 510)], [encode(Delete("none", 0))] * 8))
+    await client.answer_to(509)
+    together = [answer.ids for answer in client.received if isinstance(answer, WriteResults)][1:]
+    assert [number for ids in together for number in ids] == [*range(2, 510)]
+    assert 2 <= len(together) <= 5, "as many as fit"
+    assert all(sum(len(client.results[number]) for number in ids) < 2_000_000 for ids in together)
 
 
-def test_long_lists_come_in_pieces() -> None:
-    async def test(quorum: Quorum) -> None:
-        client = Client(quorum.services["n1"])
-        for number in range(6):
-            await client.do(number + 1, Put(f"k/{number}", bytes(400_000), 0))
-        client.put(Scan(-1, "k"))
-        await quorum.world.until(
-            lambda: any(isinstance(each, ListChunk) and not each.more for each in client.received)
-        )
-        pieces = [each for each in client.received if isinstance(each, ListChunk)]
-        assert len(pieces) > 1
-        assert [each.more for each in pieces] == [True] * (len(pieces) - 1) + [False]
-        keys = [record.key for each in pieces for record in each.entries]
-        assert keys == [f"k/{number}" for number in range(6)]
-
-    on_quorum(test)
+@with_quorum
+async def test_long_lists_come_in_pieces(quorum: Quorum) -> None:
+    client = Client(quorum.services["n1"])
+    for number in range(6):
+        await client.do(number + 1, Put(f"k/{number}", bytes(400_000), 0))
+    client.put(Scan(-1, "k"))
+    await quorum.world.until(
+        lambda: any(isinstance(each, ListChunk) and not each.more for each in client.received)
+    )
+    pieces = [each for each in client.received if isinstance(each, ListChunk)]
+    assert len(pieces) > 1
+    assert [each.more for each in pieces] == [True] * (len(pieces) - 1) + [False]
+    keys = [record.key for each in pieces for record in each.entries]
+    assert keys == [f"k/{number}" for number in range(6)]
 
 
-def test_a_lease_is_renewed_through_any_node_and_ends_without_renewals() -> None:
-    async def test(quorum: Quorum) -> None:
-        clients = [Client(service) for service in quorum.services.values()]
-        lease = await granted(clients[0])
-        await clients[0].do(2, Create("k", b"", lease))
-        for number in range(12):
-            await asyncio.sleep(TTL_S / 2)
-            assert isinstance(await clients[number % 3].ask(RenewLease, lease), LeaseRenewed)
-        began = quorum.world.loop.time()
-        while (await clients[1].ask(Get, "k")).entry is not None:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        took_s = quorum.world.loop.time() - began
-        assert TTL_S - 0.1 <= took_s <= TTL_S + 0.1
-        assert (await clients[2].ask(RenewLease, lease)).code is ErrorCode.LEASE_GONE
+@with_quorum
+async def test_a_lease_is_renewed_through_any_node_and_ends_without_renewals(
+    quorum: Quorum,
+) -> None:
+    clients = [Client(service) for service in quorum.services.values()]
+    lease = await granted(clients[0])
+    await clients[0].do(2, Create("k", b"", lease))
+    for number in range(12):
+        await asyncio.sleep(TTL_S / 2)
+        assert isinstance(await clients[number % 3].ask(RenewLease, lease), LeaseRenewed)
+    began = quorum.world.loop.time()
+    while (await clients[1].ask(Get, "k")).entry is not None:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    took_s = quorum.world.loop.time() - began
+    assert TTL_S - 0.1 <= took_s <= TTL_S + 0.1
+    assert (await clients[2].ask(RenewLease, lease)).code is ErrorCode.LEASE_GONE
 
-    on_quorum(test)
 
-
-def test_leases_outlive_a_change_of_leader_and_end_after_it() -> None:
-    async def test(quorum: Quorum) -> None:
-        leader = await quorum.leader()
-        client = Client(quorum.services[await quorum.follower()])
-        renewed = await granted(client)
-        silent = await granted(client, 2)
-        await client.do(3, Create("renewed", b"", renewed))
-        await client.do(4, Create("silent", b"", silent))
-        await asyncio.sleep(TTL_S * 0.9)
+@with_quorum
+async def test_leases_outlive_a_change_of_leader_and_end_after_it(quorum: Quorum) -> None:
+    leader = await quorum.leader()
+    client = Client(quorum.services[await quorum.follower()])
+    renewed = await granted(client)
+    silent = await granted(client, 2)
+    await client.do(3, Create("renewed", b"", renewed))
+    await client.do(4, Create("silent", b"", silent))
+    await asyncio.sleep(TTL_S * 0.9)
+    assert isinstance(await client.ask(RenewLease, renewed), LeaseRenewed)
+    quorum.crash(leader)
+    died_at = quorum.world.loop.time()
+    assert isinstance(await client.ask(RenewLease, renewed), LeaseRenewed)
+    assert (await client.ask(Get, "silent")).entry is not None, "it has its time anew"
+    while (await client.ask(Get, "silent")).entry is not None:
+        await asyncio.sleep(TTL_S / 4)
         assert isinstance(await client.ask(RenewLease, renewed), LeaseRenewed)
-        quorum.crash(leader)
-        died_at = quorum.world.loop.time()
-        assert isinstance(await client.ask(RenewLease, renewed), LeaseRenewed)
-        assert (await client.ask(Get, "silent")).entry is not None, "it has its time anew"
-        while (await client.ask(Get, "silent")).entry is not None:
-            await asyncio.sleep(TTL_S / 4)
-            assert isinstance(await client.ask(RenewLease, renewed), LeaseRenewed)
-        assert quorum.world.loop.time() - died_at <= TTL_S * 1.5 + 0.5
-        assert (await client.ask(Get, "renewed")).entry is not None
-
-    on_quorum(test)
+    assert quorum.world.loop.time() - died_at <= TTL_S * 1.5 + 0.5
+    assert (await client.ask(Get, "renewed")).entry is not None
 
 
-def test_a_leader_without_followers_confirms_no_renewal() -> None:
-    async def test(quorum: Quorum) -> None:
-        leader = await quorum.leader()
-        client = Client(quorum.services[leader])
-        lease = await granted(client)
-        quorum.world.cut(leader)
-        client.put(RenewLease(-1, lease))
-        await asyncio.sleep(15.0)
-        assert not any(isinstance(answer, LeaseRenewed) for answer in client.received)
-        assert client.closed, "and it sends its clients away"
-        quorum.world.heal()
-
-    on_quorum(test)
+@with_quorum
+async def test_a_leader_without_followers_confirms_no_renewal(quorum: Quorum) -> None:
+    leader = await quorum.leader()
+    client = Client(quorum.services[leader])
+    lease = await granted(client)
+    quorum.world.cut(leader)
+    client.put(RenewLease(-1, lease))
+    await asyncio.sleep(15.0)
+    assert not any(isinstance(answer, LeaseRenewed) for answer in client.received)
+    assert client.closed, "and it sends its clients away"
+    quorum.world.heal()
 
 
-def test_a_node_without_a_leader_sends_clients_away_and_takes_them_back() -> None:
-    async def test(quorum: Quorum) -> None:
-        world = quorum.world
-        follower = await quorum.follower()
-        service = quorum.services[follower]
-        client = Client(service)
-        world.cut(follower)
-        await world.until(lambda: client.closed)
-        assert not service.serving
-        assert Client(service).refused is CloseReason.NOT_SERVING
-        assert service.clients == 0
-        world.heal()
-        await world.until(lambda: service.serving)
-        again = Client(service)
-        assert isinstance(await again.do(1, Put("k", b"", 0)), Written)
-
-    on_quorum(test)
-
-
-def test_a_short_election_costs_no_connection() -> None:
-    async def test(quorum: Quorum) -> None:
-        leader = await quorum.leader()
-        client = Client(quorum.services[await quorum.follower()])
-        quorum.crash(leader)
-        assert isinstance(await client.do(1, Put("k", b"", 0)), Written)
-        assert not client.closed
-
-    on_quorum(test)
+@with_quorum
+async def test_a_node_without_a_leader_sends_clients_away_and_takes_them_back(
+    quorum: Quorum,
+) -> None:
+    world = quorum.world
+    follower = await quorum.follower()
+    service = quorum.services[follower]
+    client = Client(service)
+    world.cut(follower)
+    await world.until(lambda: client.closed)
+    assert not service.serving
+    assert Client(service).refused is CloseReason.NOT_SERVING
+    assert service.clients == 0
+    world.heal()
+    await world.until(lambda: service.serving)
+    again = Client(service)
+    assert isinstance(await again.do(1, Put("k", b"", 0)), Written)
 
 
-def test_watches_notify_of_changes_by_other_nodes() -> None:
-    async def test(quorum: Quorum) -> None:
-        writer, watcher = (Client(quorum.services[node]) for node in ("n1", "n2"))
-        assert isinstance(await watcher.answer(WatchRequest(-1, "a", -1)), WatchConfirmed)
-        assert isinstance(await watcher.answer(WatchRequest(-2, "a/b", -1)), WatchConfirmed)
-        assert isinstance(await watcher.answer(WatchRequest(-3, "a/c", -1)), WatchConfirmed)
-        result = await writer.do(1, Put("a/b", b"", 0))
-        await quorum.world.until(lambda: notices(watcher))
-        assert sorted(notices(watcher)) == [-2, -1]
-        revision = max(
-            each.revision for each in watcher.received if isinstance(each, WatchNotification)
-        )
-        assert revision == result.revision
-        watcher.put(CancelWatch(-1))
-        watcher.received.clear()
-        await writer.do(2, Put("a/c/d", b"", 0))
-        await quorum.world.until(lambda: notices(watcher))
-        assert notices(watcher) == [-3]
-        service = quorum.services["n2"]
-        assert service.watches == 2
-        watcher.close()
-        assert service.watches == 0
+@with_quorum
+async def test_a_short_election_costs_no_connection(quorum: Quorum) -> None:
+    leader = await quorum.leader()
+    client = Client(quorum.services[await quorum.follower()])
+    quorum.crash(leader)
+    assert isinstance(await client.do(1, Put("k", b"", 0)), Written)
+    assert not client.closed
 
-    on_quorum(test)
+
+@with_quorum
+async def test_watches_notify_of_changes_by_other_nodes(quorum: Quorum) -> None:
+    writer, watcher = (Client(quorum.services[node]) for node in ("n1", "n2"))
+    assert isinstance(await watcher.answer(WatchRequest(-1, "a", -1)), WatchConfirmed)
+    assert isinstance(await watcher.answer(WatchRequest(-2, "a/b", -1)), WatchConfirmed)
+    assert isinstance(await watcher.answer(WatchRequest(-3, "a/c", -1)), WatchConfirmed)
+    result = await writer.do(1, Put("a/b", b"", 0))
+    await quorum.world.until(lambda: notices(watcher))
+    assert sorted(notices(watcher)) == [-2, -1]
+    revision = max(
+        each.revision for each in watcher.received if isinstance(each, WatchNotification)
+    )
+    assert revision == result.revision
+    watcher.put(CancelWatch(-1))
+    watcher.received.clear()
+    await writer.do(2, Put("a/c/d", b"", 0))
+    await quorum.world.until(lambda: notices(watcher))
+    assert notices(watcher) == [-3]
+    service = quorum.services["n2"]
+    assert service.watches == 2
+    watcher.close()
+    assert service.watches == 0
 
 
 def notices(client: Client) -> list[int]:
@@ -483,37 +461,33 @@ def notices(client: Client) -> list[int]:
     ]
 
 
-def test_the_end_of_a_lease_notifies_watches_on_every_node() -> None:
-    async def test(quorum: Quorum) -> None:
-        holder = Client(quorum.services["n1"])
-        watchers = [Client(service) for service in quorum.services.values()]
-        lease = await granted(holder)
-        await holder.do(2, Create("k", b"", lease))
-        for watcher in watchers:
-            await watcher.answer(WatchRequest(-1, "k", -1))
-            watcher.received.clear()
-        await quorum.world.until(lambda: all(notices(each) for each in watchers))
-
-    on_quorum(test)
+@with_quorum
+async def test_the_end_of_a_lease_notifies_watches_on_every_node(quorum: Quorum) -> None:
+    holder = Client(quorum.services["n1"])
+    watchers = [Client(service) for service in quorum.services.values()]
+    lease = await granted(holder)
+    await holder.do(2, Create("k", b"", lease))
+    for watcher in watchers:
+        await watcher.answer(WatchRequest(-1, "k", -1))
+        watcher.received.clear()
+    await quorum.world.until(lambda: all(notices(each) for each in watchers))
 
 
-def test_a_resumed_watch_notifies_of_missed_changes_only() -> None:
-    async def test(quorum: Quorum) -> None:
-        writer, first = Client(quorum.services["n1"]), Client(quorum.services["n2"])
-        begun = await first.answer(WatchRequest(-1, "a", -1))
-        await writer.do(1, Put("b", b"", 0))
-        quiet = Client(quorum.services["n3"])
-        await quiet.ask(Get, "b")  # so that it has caught up
-        await quiet.answer(WatchRequest(-5, "a", begun.revision))
-        assert notices(quiet) == []
-        first.close()
-        await writer.do(2, Put("a/x", b"", 0))
-        await quiet.ask(Get, "a")
-        missed = Client(quorum.services["n3"])
-        await missed.answer(WatchRequest(-1, "a", begun.revision))
-        await quorum.world.until(lambda: notices(missed))
-
-    on_quorum(test)
+@with_quorum
+async def test_a_resumed_watch_notifies_of_missed_changes_only(quorum: Quorum) -> None:
+    writer, first = Client(quorum.services["n1"]), Client(quorum.services["n2"])
+    begun = await first.answer(WatchRequest(-1, "a", -1))
+    await writer.do(1, Put("b", b"", 0))
+    quiet = Client(quorum.services["n3"])
+    await quiet.ask(Get, "b")  # so that it has caught up
+    await quiet.answer(WatchRequest(-5, "a", begun.revision))
+    assert notices(quiet) == []
+    first.close()
+    await writer.do(2, Put("a/x", b"", 0))
+    await quiet.ask(Get, "a")
+    missed = Client(quorum.services["n3"])
+    await missed.answer(WatchRequest(-1, "a", begun.revision))
+    await quorum.world.until(lambda: notices(missed))
 
 
 def test_invalid_commands_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -553,40 +527,36 @@ def test_invalid_commands_are_refused_with_the_reason(monkeypatch: pytest.Monkey
     on_quorum(test)
 
 
-def test_nonsense_ends_the_connection() -> None:
-    async def test(quorum: Quorum) -> None:
-        service = quorum.services["n1"]
-        for kind, payload in (
-            (REQUEST, b"nonsense"),
-            (REQUEST, b""),
-            (77, encode(Get(-1, "k"))),
-            (REQUEST, encode(Write(0, [0], [b""]))),
-            (REQUEST, encode(Write(2, [1], [b""]))),
-            (REQUEST, encode(Write(1, [], []))),
-            (REQUEST, encode(Write(1, [1, 2], [b""]))),
-            (REQUEST, encode(Write(1, [2**64 - 1], [b""]))),
-            (REQUEST, encode(Write(1, [*range(1, 999)], [b""] * 998))),
-            (REQUEST, encode(IdentifyClient("short"))),
-            (REQUEST, b"\x93\x00\xa8a-client" + b"\x91" * 3000),
-        ):
-            client = Client(service)
-            assert client._on_frames is not None
-            client._on_frames(client, [(kind, payload)])
-            assert client.faults, payload
-            assert client.closed
-        assert service.clients == 0
-
-    on_quorum(test)
+@with_quorum
+async def test_nonsense_ends_the_connection(quorum: Quorum) -> None:
+    service = quorum.services["n1"]
+    for kind, payload in (
+        (REQUEST, b"nonsense"),
+        (REQUEST, b""),
+        (77, encode(Get(-1, "k"))),
+        (REQUEST, encode(Write(0, [0], [b""]))),
+        (REQUEST, encode(Write(2, [1], [b""]))),
+        (REQUEST, encode(Write(1, [], []))),
+        (REQUEST, encode(Write(1, [1, 2], [b""]))),
+        (REQUEST, encode(Write(1, [2**64 - 1], [b""]))),
+        (REQUEST, encode(Write(1, [*range(1, 999)], [b""] * 998))),
+        (REQUEST, encode(IdentifyClient("short"))),
+        (REQUEST, b"\x93\x00\xa8a-client" + b"\x91" * 3000),
+    ):
+        client = Client(service)
+        assert client._on_frames is not None
+        client._on_frames(client, [(kind, payload)])
+        assert client.faults, payload
+        assert client.closed
+    assert service.clients == 0
 
 
-def test_a_client_that_does_not_read_is_disconnected() -> None:
-    async def test(quorum: Quorum) -> None:
-        client = Client(quorum.services["n1"])
-        client.deaf = True
-        client.put(Get(-1, "k"))
-        await quorum.world.until(lambda: client.closed)
-
-    on_quorum(test)
+@with_quorum
+async def test_a_client_that_does_not_read_is_disconnected(quorum: Quorum) -> None:
+    client = Client(quorum.services["n1"])
+    client.deaf = True
+    client.put(Get(-1, "k"))
+    await quorum.world.until(lambda: client.closed)
 
 
 def test_a_client_whose_session_was_dropped_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -605,87 +575,80 @@ def test_a_client_whose_session_was_dropped_gets_an_error(monkeypatch: pytest.Mo
     on_quorum(test)
 
 
-def test_a_node_reports_its_status() -> None:
-    async def test(quorum: Quorum) -> None:
-        leader = await quorum.leader()
-        client = Client(quorum.services[leader])
-        await granted(client)
-        await client.do(2, Put("k", b"", 0))
-        condition = await client.ask(StatusRequest)
-        assert isinstance(condition, NodeStatus)
-        assert (condition.node, condition.leader, condition.role) == (leader, leader, "leading")
-        assert (condition.keys, condition.leases, condition.clients) == (1, 1, 1)
-        assert sorted(condition.voters) == ["n1", "n2", "n3"]
-        assert not condition.full
-
-    on_quorum(test)
+@with_quorum
+async def test_a_node_reports_its_status(quorum: Quorum) -> None:
+    leader = await quorum.leader()
+    client = Client(quorum.services[leader])
+    await granted(client)
+    await client.do(2, Put("k", b"", 0))
+    condition = await client.ask(StatusRequest)
+    assert isinstance(condition, NodeStatus)
+    assert (condition.node, condition.leader, condition.role) == (leader, leader, "leading")
+    assert (condition.keys, condition.leases, condition.clients) == (1, 1, 1)
+    assert sorted(condition.voters) == ["n1", "n2", "n3"]
+    assert not condition.full
 
 
-def test_an_onlooker_may_only_ask_for_the_status_of_a_node_without_a_leader() -> None:
-    async def test(quorum: Quorum) -> None:
-        follower = await quorum.follower()
-        service = quorum.services[follower]
-        quorum.world.cut(follower)
-        await quorum.world.until(lambda: not service.serving)
-        onlooker = Client(service, role="onlooker")
-        condition = await onlooker.ask(StatusRequest)
-        assert isinstance(condition, NodeStatus)
-        assert (condition.node, condition.leader, condition.clients) == (follower, None, 0)
-        onlooker.put(Get(-9, "k"))
-        assert onlooker.faults == [CloseReason.OUT_OF_TURN]
-        garbage = Client(service, role="onlooker")
-        assert garbage._on_frames is not None
-        garbage._on_frames(garbage, [(REQUEST, b"\xc1")])
-        assert garbage.faults == [CloseReason.MALFORMED]
-        flood = Client(service, role="onlooker")
-        flood.put(StatusRequest(1), StatusRequest(2))
-        assert flood.faults == [CloseReason.OUT_OF_TURN]
-        assert not flood.received
-        service.close()
-        assert Client(service, role="onlooker").refused is CloseReason.NOT_SERVING
+@with_quorum
+async def test_an_onlooker_may_only_ask_for_the_status_of_a_node_without_a_leader(
+    quorum: Quorum,
+) -> None:
+    follower = await quorum.follower()
+    service = quorum.services[follower]
+    quorum.world.cut(follower)
+    await quorum.world.until(lambda: not service.serving)
+    onlooker = Client(service, role="onlooker")
+    condition = await onlooker.ask(StatusRequest)
+    assert isinstance(condition, NodeStatus)
+    assert (condition.node, condition.leader, condition.clients) == (follower, None, 0)
+    onlooker.put(Get(-9, "k"))
+    assert onlooker.faults == [CloseReason.OUT_OF_TURN]
+    garbage = Client(service, role="onlooker")
+    assert garbage._on_frames is not None
+    garbage._on_frames(garbage, [(REQUEST, b"\xc1")])
+    assert garbage.faults == [CloseReason.MALFORMED]
+    flood = Client(service, role="onlooker")
+    flood.put(StatusRequest(1), StatusRequest(2))
+    assert flood.faults == [CloseReason.OUT_OF_TURN]
+    assert not flood.received
+    service.close()
+    assert Client(service, role="onlooker").refused is CloseReason.NOT_SERVING
 
-    on_quorum(test)
 
-
-def test_an_era_begun_by_one_who_led_before_is_followed_by_another() -> None:
+@with_quorum
+async def test_an_era_begun_by_one_who_led_before_is_followed_by_another(quorum: Quorum) -> None:
     """A leader's first word may be carried out late, in the next one's time."""
-
-    async def test(quorum: Quorum) -> None:
-        leader = await quorum.world.leader()
-        await asyncio.sleep(0.1)
-        era = quorum.keyspace(leader.id).era
-        await leader.propose(KEYSPACE, encode(BeginEra(era + 1)))
-        await quorum.world.until(lambda: quorum.keyspace(leader.id).era == era + 2)
-        client = Client(quorum.services[await quorum.follower()])
-        lease = await granted(client)
-        assert isinstance(await client.ask(RenewLease, lease), LeaseRenewed)
-        assert (
-            decode_result(await leader.propose(KEYSPACE, encode(Expire(era, (lease,)))))
-            == ConditionFailed()
-        )
-        await quorum.world.until(lambda: quorum.keyspace(leader.id).lease(lease) is None)
-
-    on_quorum(test)
+    leader = await quorum.world.leader()
+    await asyncio.sleep(0.1)
+    era = quorum.keyspace(leader.id).era
+    await leader.propose(KEYSPACE, encode(BeginEra(era + 1)))
+    await quorum.world.until(lambda: quorum.keyspace(leader.id).era == era + 2)
+    client = Client(quorum.services[await quorum.follower()])
+    lease = await granted(client)
+    assert isinstance(await client.ask(RenewLease, lease), LeaseRenewed)
+    assert (
+        decode_result(await leader.propose(KEYSPACE, encode(Expire(era, (lease,)))))
+        == ConditionFailed()
+    )
+    await quorum.world.until(lambda: quorum.keyspace(leader.id).lease(lease) is None)
 
 
-def test_nodes_that_restart_serve_again() -> None:
-    async def test(quorum: Quorum) -> None:
-        client = Client(quorum.services["n1"])
-        lease = (await client.do(1, Grant(60.0))).lease
-        await client.do(2, Create("k", b"v", lease))
-        for node in ("n1", "n2", "n3"):
-            quorum.crash(node)
-        for node in ("n1", "n2", "n3"):
-            await quorum.restart(node)
-        await quorum.world.leader()
-        service = quorum.services["n2"]
-        await quorum.world.until(lambda: service.serving)
-        again = Client(service)
-        assert (await again.ask(Get, "k")).entry.value == b"v"
-        assert isinstance(await again.ask(RenewLease, lease), LeaseRenewed)
-        assert [node.role for node in quorum.world.nodes.values()].count(Role.LEADING) == 1
-
-    on_quorum(test)
+@with_quorum
+async def test_nodes_that_restart_serve_again(quorum: Quorum) -> None:
+    client = Client(quorum.services["n1"])
+    lease = (await client.do(1, Grant(60.0))).lease
+    await client.do(2, Create("k", b"v", lease))
+    for node in ("n1", "n2", "n3"):
+        quorum.crash(node)
+    for node in ("n1", "n2", "n3"):
+        await quorum.restart(node)
+    await quorum.world.leader()
+    service = quorum.services["n2"]
+    await quorum.world.until(lambda: service.serving)
+    again = Client(service)
+    assert (await again.ask(Get, "k")).entry.value == b"v"
+    assert isinstance(await again.ask(RenewLease, lease), LeaseRenewed)
+    assert [node.role for node in quorum.world.nodes.values()].count(Role.LEADING) == 1
 
 
 def test_a_lease_with_many_keys_ends_a_slice_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -738,23 +701,21 @@ def test_an_end_outlives_the_leader_that_began_it(monkeypatch: pytest.MonkeyPatc
     on_quorum(test)
 
 
-def test_writes_beyond_the_quota_are_refused_with_the_remedy() -> None:
-    async def test(quorum: Quorum) -> None:
-        for service in quorum.services.values():
-            service._keeper._quota_bytes = 1000
-        client = Client(quorum.services["n1"])
-        lease = await granted(client)
-        quorum.services[await quorum.leader()]._keeper._start_upkeep()
-        await quorum.world.until(lambda: quorum.keyspace("n1").quota == 1000)
-        refused = await client.do(2, Create("k", b"x" * 1000, lease))
-        assert isinstance(refused, Failed)
-        assert refused.code is ErrorCode.UNAVAILABLE
-        assert "of 1000 bytes" in refused.text
-        assert "--quota-bytes" in refused.text
-        condition = await client.ask(StatusRequest)
-        assert (condition.alarm, condition.quota) == (True, 1000)
-        assert condition.bytes == quorum.keyspace("n1").bytes > 0
-        assert await client.do(3, Revoke(lease)) == Done()
-        assert not (await client.ask(StatusRequest)).alarm
-
-    on_quorum(test)
+@with_quorum
+async def test_writes_beyond_the_quota_are_refused_with_the_remedy(quorum: Quorum) -> None:
+    for service in quorum.services.values():
+        service._keeper._quota_bytes = 1000
+    client = Client(quorum.services["n1"])
+    lease = await granted(client)
+    quorum.services[await quorum.leader()]._keeper._start_upkeep()
+    await quorum.world.until(lambda: quorum.keyspace("n1").quota == 1000)
+    refused = await client.do(2, Create("k", b"x" * 1000, lease))
+    assert isinstance(refused, Failed)
+    assert refused.code is ErrorCode.UNAVAILABLE
+    assert "of 1000 bytes" in refused.text
+    assert "--quota-bytes" in refused.text
+    condition = await client.ask(StatusRequest)
+    assert (condition.alarm, condition.quota) == (True, 1000)
+    assert condition.bytes == quorum.keyspace("n1").bytes > 0
+    assert await client.do(3, Revoke(lease)) == Done()
+    assert not (await client.ask(StatusRequest)).alarm
