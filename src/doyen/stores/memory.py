@@ -125,6 +125,15 @@ class MemoryServer:
                 self._changed(key)
             return self._entry(key)
 
+    def update(self, entry: Entry, value: bytes) -> Entry | None:
+        with self._turn():
+            stored = self._entries.get(entry.key)
+            if stored is None or stored.lease is None or stored.version != entry.version:
+                return None
+            stored.value, stored.version = value, self._next()
+            self._changed(entry.key)
+            return self._entry(entry.key)
+
     def delete(self, key: str, if_version: Version | None = None) -> bool:
         with self._turn():
             stored = self._entries.get(key)
@@ -307,6 +316,9 @@ class MemoryStore(Store):
 
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
         return self._at().put(key, value, if_version)
+
+    async def update(self, entry: Entry, value: bytes) -> Entry | None:
+        return self._at().update(entry, value)
 
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
         return self._at().delete(key, if_version)

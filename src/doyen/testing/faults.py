@@ -197,6 +197,10 @@ class FaultyStore(Store):
         do = partial(self._store.put, key, value, if_version=if_version)
         return await self._call("put", key, do)
 
+    async def update(self, entry: Entry, value: bytes) -> Entry | None:
+        do = partial(self._store.update, entry, value)
+        return await self._call("update", entry.key, do)
+
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
         do = partial(self._store.delete, key, if_version=if_version)
         return await self._call("delete", key, do)
