@@ -25,10 +25,12 @@ ALL = SOURCES + TESTS + OTHERS
 
 PUBLIC = [
     "AlreadyCampaigning",
+    "BadDocument",
     "BlockingSession",
     "Candidate",
     "CommandFailed",
     "ConfigError",
+    "Conflict",
     "DoyenError",
     "Leader",
     "LeadershipLost",

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from doyen.blocking import BlockingSession, connect_blocking, while_leader
     from doyen.errors import (
         AlreadyCampaigning,
+        BadDocument,
         CommandFailed,
         ConfigError,
+        Conflict,
         DoyenError,
         LeadershipLost,
         NotElected,
@@ -37,10 +39,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AlreadyCampaigning",
+    "BadDocument",
     "BlockingSession",
     "Candidate",
     "CommandFailed",
     "ConfigError",
+    "Conflict",
     "DoyenError",
     "Leader",
     "LeadershipLost",

@@ -6,6 +6,8 @@
     ├── NotElected             the campaign ended without leadership, such as after `wait_s`
     │   └── AlreadyCampaigning the calling scope leads this election; waiting would deadlock
     ├── OrderFailed            the leader did not resign or transfer as ordered
+    ├── Conflict               the document has been changed since it was read
+    ├── BadDocument            a document in the store cannot be read, or fails its type
     ├── CommandFailed          a state machine raised an error, the same on every node
     ├── LeadershipLost         the term ended before its body did
     ├── StaleToken             a fenced resource refused the token of an earlier term
@@ -17,15 +19,19 @@
         └── StoreUnusable      retrying will not help: wrong file, newer schema, no permission
 
 Messages name the cause and the remedy. Adapters translate the errors of their client libraries and
-keep the original as `__cause__`. This module imports nothing.
+keep the original as `__cause__`. This module imports nothing of doyen.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "AlreadyCampaigning",
+    "BadDocument",
     "CommandFailed",
     "ConfigError",
+    "Conflict",
     "DoyenError",
     "LeadershipLost",
     "LeaseGone",
@@ -63,6 +69,20 @@ class AlreadyCampaigning(NotElected):
 
 class OrderFailed(DoyenError):
     """The leader did not resign in time, or the named successor does not lead."""
+
+
+class Conflict(DoyenError):
+    """The document has been changed since it was read; nothing was written. `current` is what it is
+    now."""
+
+    def __init__(self, message: str, current: Any = None) -> None:
+        super().__init__(message)
+        self.current = current
+
+
+class BadDocument(DoyenError):
+    """A document in the store cannot be read, or fails its type. The last good one stays in
+    force."""
 
 
 class CommandFailed(DoyenError):

@@ -37,6 +37,7 @@ __all__ = [
     "Meta",
     "Order",
     "Version",
+    "encode_json",
     "leader_key",
     "line_key",
     "notice_key",
@@ -133,7 +134,7 @@ class Claim(NamedTuple):
 
     def encode(self) -> bytes:
         try:
-            encoded = _encode(self._asdict())
+            encoded = encode_json(self._asdict())
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"meta must be something that JSON can represent: {error}") from error
         if len(encoded) > CLAIM_BYTES:
@@ -175,7 +176,7 @@ class Order(NamedTuple):
     or a higher priority ignores it."""
 
     def encode(self) -> bytes:
-        return _encode(
+        return encode_json(
             {"token": self.token, "by": self.by, "heir": self.successor, "rank": self.rank}
         )
 
@@ -195,7 +196,8 @@ class Order(NamedTuple):
             return None
 
 
-def _encode(value: object) -> bytes:
+def encode_json(value: object) -> bytes:
+    """Compact JSON. Raises `TypeError` or `ValueError` for what JSON cannot represent."""
     return json.dumps(value, separators=(",", ":"), default=_mapping, allow_nan=False).encode()
 
 

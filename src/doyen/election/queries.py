@@ -10,10 +10,19 @@ from typing import TypeVar
 from doyen.election.core import SessionCore
 from doyen.errors import OutcomeUnknown, StoreUnavailable
 from doyen.events.log_lines import log_line
+from doyen.lease.keeper import StoreCalls
 from doyen.model import Candidate, Claim, Entry, Kind, Leader, Line, leader_key, line_key
 from doyen.stores.port import Watch
 
-__all__ = ["leader_of", "line_of", "observe_leader", "observe_line", "read_leader", "read_line"]
+__all__ = [
+    "leader_of",
+    "line_of",
+    "observe",
+    "observe_leader",
+    "observe_line",
+    "read_leader",
+    "read_line",
+]
 
 T = TypeVar("T")
 log = logging.getLogger("doyen")
@@ -39,21 +48,22 @@ async def observe_leader(
 
     While the store is unavailable nothing is delivered.
     """
-    await _observe(core, [leader_key(election)], lambda: read_leader(core, election), deliver)
+    await observe(core.calls, [leader_key(election)], lambda: read_leader(core, election), deliver)
 
 
 async def observe_line(core: SessionCore, election: str, deliver: Callable[[Line], None]) -> None:
     """The same for the leader and the line."""
     scopes = [leader_key(election), line_key(election)]
-    await _observe(core, scopes, lambda: read_line(core, election), deliver)
+    await observe(core.calls, scopes, lambda: read_line(core, election), deliver)
 
 
-async def _observe(
-    core: SessionCore,
+async def observe(
+    calls: StoreCalls,
     scopes: list[str],
     read: Callable[[], Awaitable[T]],
     deliver: Callable[[T], None],
 ) -> None:
+    """Deliver what `read` returns, and again whenever it differs after a change in `scopes`."""
     changed = asyncio.Event()
     delivered: list[T] = []
     watches: list[Watch] = []
@@ -62,12 +72,12 @@ async def _observe(
             try:
                 while len(watches) < len(scopes):
                     scope = scopes[len(watches)]
-                    watches.append(await core.call(core.store.watch(scope, changed.set)))
+                    watches.append(await calls.call(calls.store.watch(scope, changed.set)))
                 changed.clear()
                 current = await read()
             except (OutcomeUnknown, StoreUnavailable) as error:
                 log.debug("%s", log_line(event="observing_failed", key=scopes[0], error=error))
-                await asyncio.sleep(core.calls.retry_pause())
+                await asyncio.sleep(calls.retry_pause())
                 continue
             if delivered != [current]:
                 delivered = [current]

@@ -82,6 +82,10 @@ class StoreCalls:
                 ) from error
             raise
 
+    def unique_id(self) -> str:
+        """A random id for something that is written to the store."""
+        return f"{self._random.getrandbits(64):016x}"
+
     def retry_pause(self) -> float:
         """How many seconds to wait before a failed request is retried."""
         return self.timing.retry_pause_s(self._random.uniform(-1, 1))

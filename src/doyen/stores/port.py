@@ -74,6 +74,10 @@ class Capabilities:
     """The engine may keep a lease up to this many times its ttl."""
     notice_s: float = 0.0
     """The longest delay of a notification when nothing fails."""
+    value_bytes: int = 1_000_000
+    """The largest value."""
+    value_limit: str = "the limit of doyen for every store"
+    """What the engine calls that limit."""
 
 
 class Creation(NamedTuple):

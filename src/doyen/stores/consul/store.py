@@ -65,6 +65,9 @@ class ConsulStore(GuardedStore):
         ttl_step_s=0.001,
         expiry_factor=2.0,
         notice_s=0.2,
+        # Values are sent in base64, and the limit of 512 KiB is for the whole transaction.
+        value_bytes=380_000,
+        value_limit="Consul's limits.txn_max_req_len",
     )
 
     def __init__(self, agents: Agents, *, prefix: str) -> None:

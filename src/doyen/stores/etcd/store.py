@@ -48,6 +48,7 @@ class EtcdStore(GuardedStore):
         ttl_step_s=1.0,
         # etcd checks for expired leases twice a second.
         notice_s=0.5,
+        value_limit="within etcd's --max-request-bytes",
     )
 
     def __init__(self, cluster: EtcdCluster, *, prefix: str) -> None:

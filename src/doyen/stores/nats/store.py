@@ -11,6 +11,7 @@ from __future__ import annotations
 import uuid
 from builtins import list as list_
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from doyen.errors import StoreUnavailable, StoreUnusable, TicketGone
 from doyen.model import Entry, Finding, Lease, Version
@@ -40,7 +41,9 @@ class NatsStore(GuardedStore):
         self._replicas = 1
         # A client that has just begun to observe needs a whole ttl from then on to find a lease
         # expired. A candidate that has been waiting needs little more than the ttl in all.
-        self.capabilities = Capabilities(expiry_factor=2.0, notice_s=0.1, durable=False)
+        self.capabilities = Capabilities(
+            expiry_factor=2.0, notice_s=0.1, durable=False, value_limit="within NATS' max_payload"
+        )
 
     async def open(self, *, replicas: int, floor: int) -> None:
         """Connect, create missing buckets, and copy the one with the entries."""
@@ -96,9 +99,7 @@ class NatsStore(GuardedStore):
                 )
         self._replicas = int(config["num_replicas"])
         if self._replicas > 1:
-            self.capabilities = Capabilities(
-                expiry_factor=2.0, notice_s=0.1, linearizable_reads=False
-            )
+            self.capabilities = replace(self.capabilities, durable=True, linearizable_reads=False)
 
     async def grant(self, ttl_s: float) -> Lease:
         self._require_usable()

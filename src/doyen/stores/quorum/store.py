@@ -37,6 +37,7 @@ from doyen.quorum.keyspace.commands import (
 )
 from doyen.quorum.protocol.frames import NOT_FOUNDED
 from doyen.quorum.protocol.requests import (
+    MAX_VALUE,
     MIN_TTL_S,
     Administer,
     Ahead,
@@ -77,6 +78,8 @@ class QuorumStore(GuardedStore):
         # restarts the lease's ttl.
         expiry_factor=2.0,
         notice_s=ELECTIONS,
+        value_bytes=MAX_VALUE,
+        value_limit="the limit of a quorum",
     )
 
     def __init__(

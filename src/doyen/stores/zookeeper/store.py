@@ -82,6 +82,8 @@ class ZooKeeperStore(GuardedStore):
         # session is shorter than two ticks.
         ttl_min_s=0.4,
         expiry_factor=1.75,
+        value_bytes=_LARGEST,
+        value_limit="ZooKeeper's jute.maxbuffer",
     )
 
     def __init__(

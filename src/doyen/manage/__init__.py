@@ -1,0 +1,1 @@
+"""What a leader is for: members, published lists, configuration, shards, semaphores, barriers."""
