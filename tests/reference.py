@@ -153,7 +153,11 @@ def events_table() -> str:
     def rows() -> Iterator[tuple[str, ...]]:
         for name in events.__all__:
             kind = getattr(events, name)
-            if isinstance(kind, type) and issubclass(kind, events.Event) and fields(kind):
+            if (
+                isinstance(kind, type)
+                and issubclass(kind, events.Event)
+                and hasattr(kind, "log_name")
+            ):
                 shown = ", ".join(f"`{each.name}`" for each in fields(kind))
                 node = definition("doyen.events", name)
                 level = logging.getLevelName(kind.level).lower()

@@ -17,7 +17,7 @@ from doyen.election.options import SessionSettings
 from doyen.events import Event, Record
 from doyen.lease.clock import Clock, SystemClock, VirtualClock
 from doyen.lease.runtime import InlineRuntime, ThreadRuntime
-from doyen.model import Claim, leader_key, line_key
+from doyen.model import KINDS, Claim, leader_key, line_key
 from doyen.stores.memory import MemoryServer, MemoryStore
 from doyen.stores.port import Context, Store
 from doyen.testing import run_virtual
@@ -88,7 +88,8 @@ class Place:
     async def close(self) -> None:
         await self.sessions.aclose()
         await asyncio.sleep(2 * TTL_S)
-        assert self.server.list("elections") == [], "entries were left behind in the store"
+        left = [entry.key for kind in KINDS for entry in self.server.list(kind)]
+        assert left == [], "entries were left behind in the store"
 
 
 def runner(run: Callable[..., None]) -> Callable[..., Callable[..., Any]]:

@@ -116,6 +116,17 @@ def check(lines: list[LogLine], *expected: str, tolerance_s: float = 0.0) -> Rep
 # Correct histories.
 
 
+def test_a_lock_and_an_election_of_one_name_are_not_compared(
+    lines: list[LogLine], a: Process, b: Process
+) -> None:
+    a.elected(1, 10, until=8)
+    b.elected(2, 11, until=8, election_kind="locks")
+    report = check(lines)
+    assert (report.elections, report.ok) == (2, True)
+    b.elected(3, 12, until=8)
+    check(lines, "overlap")
+
+
 def test_resigning_hands_over(lines: list[LogLine], a: Process, b: Process) -> None:
     a.granted(0, until=4)
     a.elected(1, 10, until=4)
@@ -611,6 +622,7 @@ def test_a_line_has_the_event_and_where_it_comes_from(tmp_path: Path) -> None:
     assert json.loads(path.read_bytes()) == {
         "event": "elected",
         "election": "billing",
+        "election_kind": "elections",
         "name": 'odd "{"event":\n name',
         "token": 7,
         "lease": "l",

@@ -27,6 +27,7 @@ def test_leader_is_printed_as_text_and_as_json(
         assert main(["leader", "billing", "--store", store, "--json"]) == 0
         assert json.loads(capsys.readouterr().out) == {
             "election": "billing",
+            "kind": "elections",
             "leader": {"name": "server1", "token": term.token, "meta": {"port": 80}},
         }
 
@@ -37,7 +38,8 @@ def test_leader_without_a_leader_exits_with_1(
     assert main(["leader", "billing", "--store", store]) == 1
     assert capsys.readouterr().out == "billing has no leader\n"
     assert main(["leader", "billing", "--store", store, "--json"]) == 1
-    assert json.loads(capsys.readouterr().out) == {"election": "billing", "leader": None}
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == {"election": "billing", "kind": "elections", "leader": None}
 
 
 def test_watch_prints_every_change_in_a_pipe_until_interrupted(store: str) -> None:

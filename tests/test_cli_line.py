@@ -52,7 +52,7 @@ def test_line_without_a_leader_exits_with_1(store: str, capsys: Capture) -> None
     assert capsys.readouterr().out == "billing has no leader; none waiting\n"
     assert main(["line", "billing", "--json", "--store", store]) == 1
     printed = json.loads(capsys.readouterr().out)
-    assert printed == {"election": "billing", "leader": None, "line": []}
+    assert printed == {"election": "billing", "kind": "elections", "leader": None, "line": []}
 
 
 def test_a_leader_without_a_ticket_is_not_listed_as_waiting(store: str, capsys: Capture) -> None:

@@ -39,6 +39,7 @@ def test_resign_prints_the_former_and_the_new_leader(store: str, capsys: Capture
         third = leader(store)
         assert json.loads(capsys.readouterr().out) == {
             "election": "billing",
+            "kind": "elections",
             "resigned": {"name": "server2", "token": second.token, "meta": {}},
             "forced": False,
             "leader": {"name": "server1", "token": third.token, "meta": {}},
@@ -109,6 +110,7 @@ def test_transfer_to_a_named_candidate(store: str, capsys: Capture) -> None:
         second = leader(store)
         assert json.loads(capsys.readouterr().out) == {
             "election": "billing",
+            "kind": "elections",
             "from": {"name": "server3", "token": third.token, "meta": {}},
             "leader": {"name": "server2", "token": second.token, "meta": {}},
         }

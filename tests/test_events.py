@@ -72,6 +72,7 @@ def test_a_record_is_the_event_with_its_kind() -> None:
     assert Record(ELECTED, 0.0, 0.0, "s", 1).fields() == {
         "event": "elected",
         "election": "billing",
+        "election_kind": "elections",
         "name": "server1",
         "token": 7,
         "lease": "l",
@@ -109,6 +110,11 @@ def test_a_sink_that_raises_is_reported_and_passed_over(caplog: pytest.LogCaptur
             logging.WARNING,
             'event=leadership_lost election=e name="a b" token=1 lease=l'
             r' reason="by \"x\"\n" ended_at=2001-09-09T01:46:41.500Z',
+        ),
+        (
+            Waiting(election="e", election_kind="locks", name="a", behind="b"),
+            logging.DEBUG,
+            "event=candidate_waiting election=e election_kind=locks name=a behind=b",
         ),
         (
             LeaseLost(lease="l", reason="", ended_at=-math.inf),

@@ -25,7 +25,7 @@ from doyen.election.leader import Leading
 from doyen.election.options import CampaignOptions
 from doyen.events import Lost, Record
 from doyen.lease.keeper import LeaseKeeper
-from doyen.model import Claim, Entry, Order, leader_key, line_key, order_key
+from doyen.model import Claim, Entry, Kind, Order, leader_key, line_key, order_key
 from swarm import TTL_S, Oracle, Process, World, election_of, is_record
 
 ELECTION, LOCK = "swarm", "mutex"
@@ -177,12 +177,15 @@ class Operator(Process):
     async def _order(self, session: Session, wait_s: float) -> None:
         rng, world = self.world.rng, self.world
         try:
+            kind: Kind = "locks" if rng.random() < 0.2 else "elections"
+            name = LOCK if kind == "locks" else ELECTION
             if rng.random() < 0.3:
                 force = world.force and rng.random() < 0.5
-                world.resigned(await session.resign(ELECTION, wait_s=wait_s, force=force))
+                world.resigned(await session.resign(name, kind=kind, wait_s=wait_s, force=force))
             else:
                 to = rng.choice(world.processes).name
-                world.transferred(await session.transfer(ELECTION, to=to, wait_s=wait_s), to)
+                leader = await session.transfer(name, kind=kind, to=to, wait_s=wait_s)
+                world.transferred(leader, to)
         except (OrderFailed, StoreError, SessionClosed):
             pass
 
@@ -269,13 +272,13 @@ class OrdersWorld(World):
         return process
 
     def resigned(self, leader: Leader) -> None:
-        record = self.server.get(leader_key(ELECTION))
+        record = self.server.get(leader_key(leader.election, leader.kind))
         if record is not None and record.revision == leader.token:
             self.oracle.object(f"{leader} was said to have let go")
 
     def transferred(self, leader: Leader, to: str) -> None:
         self.transfers += 1
-        record = self.oracle.records.get((ELECTION, leader.token))
+        record = self.oracle.records.get((leader.election, leader.token))
         if record is None or Claim.decode(record.value).name != to:
             self.oracle.object(f"{leader} was said to have taken over from {to}")
 

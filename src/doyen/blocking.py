@@ -24,7 +24,7 @@ from doyen.election.queries import observe_leader, observe_line, read_leader, re
 from doyen.errors import AlreadyCampaigning, ConfigError, SessionClosed
 from doyen.events import Sink
 from doyen.lease.runtime import ThreadRuntime
-from doyen.model import Candidate, Leader, Line
+from doyen.model import Candidate, Kind, Leader, Line
 from doyen.session import OBSERVED, Observing, connect, enter_term, exit_term, settle_loss, track
 from doyen.term import Term, TermState
 
@@ -98,21 +98,31 @@ class BlockingSession:
         settings = CampaignSettings(election=lock, kind="locks", **options)
         return BlockingCampaign(self._opened, self._runtime, settings)
 
-    def leader(self, election: str) -> Leader | None:
-        """The current leader, read from the store; None if there is none."""
-        return self._run(read_leader, election)
+    def leader(self, election: str, *, kind: Kind = "elections") -> Leader | None:
+        """The current leader, read from the store; None if there is none. With `kind="locks"`, the
+        holder of the lock of that name."""
+        return self._run(read_leader, election, kind)
 
-    def line(self, election: str) -> list[Candidate]:
+    def line(self, election: str, *, kind: Kind = "elections") -> list[Candidate]:
         """The candidates in line, in order, the leader marked."""
-        return [*self._run(read_line, election).candidates]
+        return [*self._run(read_line, election, kind).candidates]
 
-    def resign(self, election: str, *, wait_s: float = 10.0, force: bool = False) -> Leader:
+    def resign(
+        self,
+        election: str,
+        *,
+        kind: Kind = "elections",
+        wait_s: float = 10.0,
+        force: bool = False,
+    ) -> Leader:
         """Have the leader resign; see `Session.resign`."""
-        return self._run(order_resign, election, wait_s=wait_s, force=force)
+        return self._run(order_resign, election, kind=kind, wait_s=wait_s, force=force)
 
-    def transfer(self, election: str, *, to: str, wait_s: float = 10.0) -> Leader:
+    def transfer(
+        self, election: str, *, to: str, kind: Kind = "elections", wait_s: float = 10.0
+    ) -> Leader:
         """Have the leader transfer to the candidate named `to`; see `Session.transfer`."""
-        return self._run(order_transfer, election, to=to, wait_s=wait_s)
+        return self._run(order_transfer, election, kind=kind, to=to, wait_s=wait_s)
 
     def _run(
         self,
@@ -124,15 +134,21 @@ class BlockingSession:
         core.check_open()
         return self._runtime.do_blocking(core.run(functools.partial(work, core, *args, **kwargs)))
 
-    def observe(self, election: str) -> Generator[Leader | None, None, None]:
+    def observe(
+        self, election: str, *, kind: Kind = "elections"
+    ) -> Generator[Leader | None, None, None]:
         """The current leader, then every change; None while there is none."""
-        return self._observe(observe_leader, election)
+        return self._observe(observe_leader, election, kind)
 
-    def observe_line(self, election: str) -> Generator[Line, None, None]:
+    def observe_line(
+        self, election: str, *, kind: Kind = "elections"
+    ) -> Generator[Line, None, None]:
         """The current leader and line, then every change."""
-        return self._observe(observe_line, election)
+        return self._observe(observe_line, election, kind)
 
-    def _observe(self, observe: Observing[T], election: str) -> Generator[T, None, None]:
+    def _observe(
+        self, observe: Observing[T], election: str, kind: Kind
+    ) -> Generator[T, None, None]:
         core = self._opened
         core.check_open()
         seen: queue.SimpleQueue[T | BaseException] = queue.SimpleQueue()
@@ -145,7 +161,7 @@ class BlockingSession:
 
         async def work() -> None:
             try:
-                await core.run(lambda: observe(core, election, deliver))
+                await core.run(lambda: observe(core, election, kind, deliver))
             except BaseException as error:
                 seen.put(error)
                 raise

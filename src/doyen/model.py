@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from doyen.errors import ConfigError
 
@@ -37,6 +37,7 @@ __all__ = [
     "Meta",
     "Order",
     "Version",
+    "described",
     "encode_json",
     "leader_key",
     "line_key",
@@ -49,6 +50,11 @@ Version = Hashable
 """Opaque: compared for equality by the store that made it, never ordered."""
 
 Kind = Literal["elections", "locks"]
+"""What a name stands for. An election and a lock of the same name are independent of each other."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+LEADER: Mapping[Kind, str] = {"elections": "leader", "locks": "holder"}
+HAS: Mapping[Kind, str] = {"elections": "leads", "locks": "has"}
+"""Words of messages."""
 
 CLAIM_BYTES = 64 * 1024
 """Limit for the name and meta of a candidate. Other candidates read them, on any engine."""
@@ -81,17 +87,18 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """Who leads an election."""
+    """Who leads an election, or holds a lock."""
 
     election: str
     name: str
     token: int
     meta: Meta = field(default_factory=dict)
+    kind: Kind = "elections"
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A candidate in the line of an election."""
+    """A candidate in the line of an election or a lock."""
 
     name: str
     priority: int
@@ -208,6 +215,8 @@ def _mapping(value: object) -> object:
 
 
 def _path(name: object, kind: Kind) -> str:
+    if kind not in KINDS:
+        raise ConfigError(f"kind is one of {', '.join(map(repr, KINDS))}, not {kind!r}")
     if not isinstance(name, str) or not name:
         raise ConfigError(f"the name of an election is a string of 1 to 200 bytes, not {name!r}")
     if not name.isprintable():  # also refuses what UTF-8 cannot encode
@@ -219,6 +228,15 @@ def _path(name: object, kind: Kind) -> str:
     from urllib.parse import quote  # would take a tenth of the time to import doyen
 
     return f"{kind}/{quote(name, safe='')}"
+
+
+def described(name: str, kind: Kind) -> str:
+    """The name in messages, which say so if it is a lock's.
+
+    >>> described("billing", "elections"), described("migration", "locks")
+    ("'billing'", "the lock 'migration'")
+    """
+    return repr(name) if kind == "elections" else f"the lock {name!r}"
 
 
 def leader_key(name: str, kind: Kind = "elections") -> str:

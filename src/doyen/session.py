@@ -26,7 +26,7 @@ from doyen.election.queries import observe_leader, observe_line, read_leader, re
 from doyen.errors import AlreadyCampaigning, LeadershipLost, SessionClosed, StaleToken
 from doyen.events import Sink
 from doyen.lease.runtime import Runtime, ThreadRuntime
-from doyen.model import Candidate, Leader, Line
+from doyen.model import Candidate, Kind, Leader, Line
 from doyen.stores.port import Store
 from doyen.term import Term
 from doyen.term import forked as term_forked
@@ -37,7 +37,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 OBSERVED = 64
 """How many changes wait for an observer. A slower observer misses the oldest."""
-Observing = Callable[[SessionCore, str, Callable[[T], None]], Coroutine[Any, Any, None]]
+Observing = Callable[[SessionCore, str, Kind, Callable[[T], None]], Coroutine[Any, Any, None]]
 """`observe_leader` or `observe_line`."""
 
 
@@ -159,20 +159,33 @@ class Session:
             async with session.lock("migration") as term:
                 await migrate(fencing_token=term.token)
 
-        A lock and an election of the same name are independent of each other.
+        A lock and an election of the same name are independent of each other. `leader`, `line`,
+        `observe`, `observe_line`, `resign` and `transfer` take `kind="locks"`.
         """
         return Campaign(self._opened, CampaignSettings(election=lock, kind="locks", **options))
 
-    async def resign(self, election: str, *, wait_s: float = 10.0, force: bool = False) -> Leader:
+    async def resign(
+        self,
+        election: str,
+        *,
+        kind: Kind = "elections",
+        wait_s: float = 10.0,
+        force: bool = False,
+    ) -> Leader:
         """Have the leader of `election` resign, and return it once it has.
+
+            await session.resign("billing")
+            await session.resign("migration", kind="locks")  # have its holder give the lock up
 
         Its body is cancelled, and its record is deleted when the body has ended; `OrderFailed` if
         that takes longer than `wait_s`. `force` deletes the record of a leader that may still be
         at work: from then on only tokens protect what it writes.
         """
-        return await self._run(order_resign, election, wait_s=wait_s, force=force)
+        return await self._run(order_resign, election, kind=kind, wait_s=wait_s, force=force)
 
-    async def transfer(self, election: str, *, to: str, wait_s: float = 10.0) -> Leader:
+    async def transfer(
+        self, election: str, *, to: str, kind: Kind = "elections", wait_s: float = 10.0
+    ) -> Leader:
         """Have the leader transfer to the candidate named `to`, and return it once it leads.
 
             await session.transfer("billing", to="server2")
@@ -180,11 +193,11 @@ class Session:
         The successor is ready before the leader lets go. `OrderFailed` if `to` is not exactly one
         candidate in line, or does not lead within `wait_s`.
         """
-        return await self._run(order_transfer, election, to=to, wait_s=wait_s)
+        return await self._run(order_transfer, election, kind=kind, to=to, wait_s=wait_s)
 
-    async def line(self, election: str) -> list[Candidate]:
+    async def line(self, election: str, *, kind: Kind = "elections") -> list[Candidate]:
         """The candidates in line, in order, the leader marked."""
-        return [*(await self._run(read_line, election)).candidates]
+        return [*(await self._run(read_line, election, kind)).candidates]
 
     async def _run(
         self,
@@ -196,28 +209,35 @@ class Session:
         core.check_open()
         return await core.runtime.do(core.run(partial(work, core, *args, **kwargs)))
 
-    async def leader(self, election: str) -> Leader | None:
-        """The current leader, read from the store; None if there is none."""
-        return await self._run(read_leader, election)
+    async def leader(self, election: str, *, kind: Kind = "elections") -> Leader | None:
+        """The current leader, read from the store; None if there is none. With `kind="locks"`, the
+        holder of the lock of that name."""
+        return await self._run(read_leader, election, kind)
 
-    def observe(self, election: str) -> AsyncGenerator[Leader | None, None]:
+    def observe(
+        self, election: str, *, kind: Kind = "elections"
+    ) -> AsyncGenerator[Leader | None, None]:
         """The current leader, then every change; None while there is none. An observer that is more
         than 64 changes behind misses the oldest.
 
         async for leader in session.observe("billing"):
             print(leader.name if leader else "no leader")
         """
-        return self._observe(observe_leader, election)
+        return self._observe(observe_leader, election, kind)
 
-    def observe_line(self, election: str) -> AsyncGenerator[Line, None]:
+    def observe_line(
+        self, election: str, *, kind: Kind = "elections"
+    ) -> AsyncGenerator[Line, None]:
         """The current leader and line, then every change.
 
         async for line in session.observe_line("billing"):
             print([candidate.name for candidate in line.candidates])
         """
-        return self._observe(observe_line, election)
+        return self._observe(observe_line, election, kind)
 
-    async def _observe(self, observe: Observing[T], election: str) -> AsyncGenerator[T, None]:
+    async def _observe(
+        self, observe: Observing[T], election: str, kind: Kind
+    ) -> AsyncGenerator[T, None]:
         self._opened.check_open()
         loop = asyncio.get_running_loop()
         seen: deque[T] = deque(maxlen=OBSERVED)
@@ -230,7 +250,7 @@ class Session:
                 with contextlib.suppress(RuntimeError):  # the observer's loop has been closed
                     loop.call_soon_threadsafe(changed.set)
 
-        observing = asyncio.ensure_future(self._run(observe, election, deliver))
+        observing = asyncio.ensure_future(self._run(observe, election, kind, deliver))
         observing.add_done_callback(lambda _: changed.set())
         try:
             while True:

@@ -180,7 +180,7 @@ class OpenTerm(NamedTuple):
     start: EvidenceFact
 
 
-TermKey = tuple[str, int, str]
+TermKey = tuple[str, str, int, str]
 """Election, token, session."""
 
 
@@ -319,4 +319,5 @@ class Evidence:
         return facts
 
     def _term_key(self, raw: dict[str, Any], session: str) -> TermKey:
-        return _text(raw, "election"), _whole(raw, "token"), session
+        kind = _text(raw, "election_kind") if "election_kind" in raw else "elections"
+        return kind, _text(raw, "election"), _whole(raw, "token"), session

@@ -42,6 +42,11 @@ class TermEvidence:
     pid: int
     start: EvidenceFact
     end: EvidenceFact
+    election_kind: str = "elections"
+
+    @property
+    def key(self) -> TermKey:
+        return self.election_kind, self.election, self.token, self.session
 
     @property
     def was_valid(self) -> bool:
@@ -57,7 +62,7 @@ class TermEvidence:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        names = ("election", "name", "token", "lease", "session", "pid")
+        names = ("election", "election_kind", "name", "token", "lease", "session", "pid")
         plain = {name: getattr(self, name) for name in names}
         return {**plain, "start": self.start.as_dict(), "end": self.end.as_dict()}
 
@@ -235,9 +240,9 @@ class _Judge:
             terms += self._after_proof(lease, facts, by_lease[lease])
             self._expiry(lease, facts, by_lease[lease])
 
-        elections: defaultdict[str, list[TermEvidence]] = defaultdict(list)
+        elections: defaultdict[tuple[str, str], list[TermEvidence]] = defaultdict(list)
         for term in terms:
-            elections[term.election].append(term)
+            elections[term.election_kind, term.election].append(term)
         for election in sorted(elections):
             everyone = elections[election]
             self._reuse(everyone)
@@ -275,7 +280,7 @@ class _Judge:
 
     def _term(self, key: TermKey, begun: OpenTerm) -> TermEvidence:
         """The term, with the end that its own process recorded."""
-        election, token, session = key
+        kind, election, token, session = key
         facts = self._seen.leases[begun.lease]
         lost = self._seen.lost.get(key, [])
         resigned = self._seen.resigned.get(key, [])
@@ -283,7 +288,7 @@ class _Judge:
         ends = [fact for fact in (facts.deadline, facts.given_up) if fact] + lost + resigned
         end = min(ends, key=lambda fact: fact.when.at)
         term = TermEvidence(
-            election, begun.name, token, begun.lease, session, begun.pid, begun.start, end
+            election, begun.name, token, begun.lease, session, begun.pid, begun.start, end, kind
         )
         for fact in resigned if not lost else ():
             facts.counted_on = later(facts.counted_on, fact)
@@ -317,7 +322,7 @@ class _Judge:
         The end is recorded by the term's own process or, if that was killed, by any process that
         found out. So if the process lived, only gaps of its own session matter; otherwise all do.
         """
-        key = (term.election, term.token, term.session)
+        key = term.key
         if key in self._seen.lost or key in self._seen.resigned:
             return True
         alive = self._seen.leases[term.lease].given_up is not None
@@ -509,7 +514,7 @@ class _Judge:
         if not self._seen.overruns:
             return
         for term in terms:
-            key = (term.election, term.token, term.session)
+            key = term.key
             noticed = self._seen.loss_noticed.get(key)
             for overrun in self._seen.overruns.get(key, ()):
                 rivals = [

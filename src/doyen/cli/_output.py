@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
 
 from doyen.errors import ConfigError
+from doyen.model import Kind
 from doyen.stores.port import split_url
 
 if TYPE_CHECKING:
@@ -260,9 +261,15 @@ def add_lease_options(parser: argparse.ArgumentParser, work: str) -> None:
 
 
 def add_election_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the election's name and `--store`."""
+    """Add the election's name, `--lock` and `--store`. Read the kind with `kind_of`."""
     parser.add_argument("election", metavar="ELECTION", help="the election's name")
+    add_option(parser, "--lock", "the name is that of a lock; its holder is shown as its leader")
     add_store_option(parser)
+
+
+def kind_of(args: argparse.Namespace) -> Kind:
+    """Whether the name on the command line is that of an election or of a lock."""
+    return "locks" if args.lock else "elections"
 
 
 def store_url(args: argparse.Namespace) -> str:

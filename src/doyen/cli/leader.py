@@ -10,11 +10,12 @@ from doyen.cli._output import (
     Exit,
     add_election_arguments,
     console,
+    kind_of,
     print_json,
     printable,
     store_url,
 )
-from doyen.model import Leader
+from doyen.model import Kind, Leader
 
 MANUAL = """\
 Reads the store once and prints the leader's name, its token and its metadata. The leader may change
@@ -27,6 +28,8 @@ exit codes:
 
 examples:
   doyen leader billing
+  # the holder of a lock
+  doyen leader migration --lock
   # its name, for a script
   doyen leader billing --json | jq -r .leader.name
   # test whether there is a leader
@@ -40,23 +43,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with connect_blocking(store_url(args)) as session:
-        leader = session.leader(args.election)
+        leader = session.leader(args.election, kind=kind_of(args))
     if args.json:
-        print_json(as_dict(args.election, leader))
+        print_json(as_dict(args.election, leader, kind_of(args)))
     else:
-        console().print(leader_text(args.election, leader))
+        console().print(leader_text(args.election, leader, kind_of(args)))
     return Exit.NO if leader is None else Exit.DONE
 
 
-def leader_text(election: str, leader: Leader | None) -> str:
+def leader_text(election: str, leader: Leader | None, kind: Kind) -> str:
     """
-    >>> leader_text("billing", Leader("billing", "server1", 7, {"port": 80}))
+    >>> leader_text("billing", Leader("billing", "server1", 7, {"port": 80}), "elections")
     'server1 leads billing, token 7, {"port": 80}'
+    >>> leader_text("migration", None, "locks")
+    'the lock migration is free'
     """
+    lock = kind == "locks"
     if leader is None:
-        return f"{election} has no leader"
+        return f"the lock {election} is free" if lock else f"{election} has no leader"
     meta = f", {printable(leader.meta)}" if leader.meta else ""
-    return f"{printable(leader.name)} leads {election}, token {leader.token}{meta}"
+    has = "has the lock" if lock else "leads"
+    return f"{printable(leader.name)} {has} {election}, token {leader.token}{meta}"
 
 
 def leader_dict(leader: Leader | None) -> dict[str, Any] | None:
@@ -66,5 +73,5 @@ def leader_dict(leader: Leader | None) -> dict[str, Any] | None:
     return {"name": leader.name, "token": leader.token, "meta": dict(leader.meta)}
 
 
-def as_dict(election: str, leader: Leader | None) -> dict[str, Any]:
-    return {"election": election, "leader": leader_dict(leader)}
+def as_dict(election: str, leader: Leader | None, kind: Kind) -> dict[str, Any]:
+    return {"election": election, "kind": kind, "leader": leader_dict(leader)}

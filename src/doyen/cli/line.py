@@ -20,12 +20,13 @@ from doyen.cli._output import (
     add_option,
     console,
     follow,
+    kind_of,
     print_json,
     printable,
     store_url,
 )
 from doyen.cli.leader import as_dict, leader_text
-from doyen.model import Line
+from doyen.model import Kind, Line
 from doyen.session import connect
 
 if TYPE_CHECKING:
@@ -60,27 +61,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     url = store_url(args)
     if args.watch:
-        return follow(_watch(url, args.election, _screen(args)))
-    line = asyncio.run(_once(url, args.election))
+        return follow(_watch(url, args.election, kind_of(args), _screen(args)))
+    line = asyncio.run(_once(url, args.election, kind_of(args)))
     if args.json:
-        print_json(_as_dict(args.election, line))
+        print_json(_as_dict(args.election, line, kind_of(args)))
     else:
-        _print(args.election, line)
+        _print(args.election, line, kind_of(args))
     return Exit.DONE if line.leader or line.candidates else Exit.NO
 
 
 _Show = Callable[[Line], None]
 
 
-async def _once(url: str, election: str) -> Line:
-    async with connect(url) as session, aclosing(session.observe_line(election)) as lines:
+async def _once(url: str, election: str, kind: Kind) -> Line:
+    async with (
+        connect(url) as session,
+        aclosing(session.observe_line(election, kind=kind)) as lines,
+    ):
         return await anext(lines)
 
 
-async def _watch(url: str, election: str, screen: AbstractContextManager[_Show]) -> None:
+async def _watch(
+    url: str, election: str, kind: Kind, screen: AbstractContextManager[_Show]
+) -> None:
     async with connect(url) as session:
         with screen as show:
-            async for line in session.observe_line(election):
+            async for line in session.observe_line(election, kind=kind):
                 show(line)
 
 
@@ -96,22 +102,22 @@ def _table(line: Line) -> Table:
     return table
 
 
-def _title(election: str, line: Line) -> str:
+def _title(election: str, line: Line, kind: Kind) -> str:
     waiting = sum(not each.leads for each in line.candidates)
-    return f"{leader_text(election, line.leader)}; {waiting or 'none'} waiting"
+    return f"{leader_text(election, line.leader, kind)}; {waiting or 'none'} waiting"
 
 
-def _print(election: str, line: Line) -> None:
+def _print(election: str, line: Line, kind: Kind) -> None:
     out = console()
-    out.print(_title(election, line))
+    out.print(_title(election, line, kind))
     if line.candidates:
         out.print()
         out.print(_table(line))
 
 
-def _as_dict(election: str, line: Line) -> dict[str, Any]:
+def _as_dict(election: str, line: Line, kind: Kind) -> dict[str, Any]:
     return {
-        **as_dict(election, line.leader),
+        **as_dict(election, line.leader, kind),
         "line": [
             {
                 "position": position,
@@ -126,16 +132,18 @@ def _as_dict(election: str, line: Line) -> dict[str, Any]:
 
 
 def _screen(args: argparse.Namespace) -> AbstractContextManager[_Show]:
-    election = args.election
+    election, kind = args.election, kind_of(args)
     if args.json:
-        return nullcontext(lambda line: print_json({"at": _now(), **_as_dict(election, line)}))
+        return nullcontext(
+            lambda line: print_json({"at": _now(), **_as_dict(election, line, kind)})
+        )
     out: Any = console()
     if getattr(out, "is_terminal", False) and not out.is_dumb_terminal:
-        return _Live(election, out)
+        return _Live(election, kind, out)
 
     def print_state(line: Line) -> None:
         out.print(_now())
-        _print(election, line)
+        _print(election, line, kind)
         out.print()
 
     return nullcontext(print_state)
@@ -148,10 +156,11 @@ def _now() -> str:
 class _Live:
     """Redraws the line in place after every change. The last state stays on the screen."""
 
-    def __init__(self, election: str, out: RichConsole) -> None:
+    def __init__(self, election: str, kind: Kind, out: RichConsole) -> None:
         from rich.live import Live
 
         self._election = election
+        self._kind = kind
         self._live = Live(console=out, auto_refresh=False)
 
     def __enter__(self) -> _Show:
@@ -166,7 +175,7 @@ class _Live:
         from rich.text import Text
 
         parts: list[Any] = [
-            Text(_title(self._election, line), style="bold"),
+            Text(_title(self._election, line, self._kind), style="bold"),
             Text(f"as of {datetime.now().astimezone():%H:%M:%S}; Ctrl-C ends", style="dim"),
         ]
         if line.candidates:

@@ -13,13 +13,14 @@ from doyen.cli._output import (
     add_election_arguments,
     add_option,
     console,
+    kind_of,
     print_json,
     printable,
     store_url,
 )
-from doyen.cli.leader import leader_dict
+from doyen.cli.leader import leader_dict, leader_text
 from doyen.errors import ConfigError, OrderFailed
-from doyen.model import Leader
+from doyen.model import HAS, LEADER, Leader, described
 from doyen.session import Session, connect
 
 FOLLOWED_WITHIN_S = 1.0
@@ -44,6 +45,8 @@ exit codes:
 examples:
   # before a reboot: give the leader a minute to finish its work
   doyen resign billing --wait 60
+  # have the holder of a lock give it up
+  doyen resign migration --lock
   # a leader that does not respond, in a script
   doyen resign billing --force --yes
 """
@@ -67,13 +70,13 @@ def run(args: argparse.Namespace) -> int:
     url = store_url(args)
     if args.yes and not args.force:
         raise ConfigError("--yes is for --force only: without it there is no confirmation")
-    if args.force and not _confirmed(url, args.election, asked=not args.yes):
+    if args.force and not _confirmed(url, args, asked=not args.yes):
         print("doyen: not confirmed, nothing was done", file=sys.stderr)
         return Exit.NO
     old, now = asyncio.run(_resign(url, args))
     if args.json:
         leaders = {"resigned": leader_dict(old), "forced": args.force, "leader": leader_dict(now)}
-        print_json({"election": args.election, **leaders})
+        print_json({"election": args.election, "kind": kind_of(args), **leaders})
     else:
         console().print(_as_text(old, now, forced=args.force))
     return Exit.DONE
@@ -81,7 +84,9 @@ def run(args: argparse.Namespace) -> int:
 
 async def _resign(url: str, args: argparse.Namespace) -> tuple[Leader, Leader | None]:
     async with connect(url) as session:
-        old = await session.resign(args.election, wait_s=args.wait, force=args.force)
+        old = await session.resign(
+            args.election, kind=kind_of(args), wait_s=args.wait, force=args.force
+        )
         return old, await _successor(session, old)
 
 
@@ -90,7 +95,7 @@ async def _successor(session: Session, old: Leader) -> Leader | None:
     try:
         async with (
             asyncio.timeout(FOLLOWED_WITHIN_S),
-            aclosing(session.observe(old.election)) as leaders,
+            aclosing(session.observe(old.election, kind=old.kind)) as leaders,
         ):
             async for leader in leaders:
                 if leader is not None and leader.token != old.token:
@@ -100,37 +105,40 @@ async def _successor(session: Session, old: Leader) -> Leader | None:
     return None
 
 
-def _confirmed(url: str, election: str, *, asked: bool) -> bool:
+def _confirmed(url: str, args: argparse.Namespace, *, asked: bool) -> bool:
     """Whether to use force; prints the consequences and asks."""
+    election, kind = args.election, kind_of(args)
     with connect_blocking(url) as session:
-        leader = session.leader(election)
+        leader = session.leader(election, kind=kind)
         if leader is None:
-            raise OrderFailed(f"{election!r} has no leader")
+            raise OrderFailed(f"{described(election, kind)} has no {LEADER[kind]}")
         if not asked:
             return True
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise ConfigError("--force asks for confirmation, which needs a terminal: add --yes")
         name = printable(leader.name)
-        print(f"The leader of {election} is {name}, token {leader.token}.\n{COST}", file=sys.stderr)
+        print(f"{leader_text(election, leader, kind)}.\n{COST}", file=sys.stderr)
         print(f"Delete the leader record of {name}? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             return False
-        if session.leader(election) != leader:
-            raise OrderFailed(f"{leader.name!r} no longer leads {election!r}")
+        if session.leader(election, kind=kind) != leader:
+            raise OrderFailed(f"{leader.name!r} no longer {HAS[kind]} {described(election, kind)}")
         return True
 
 
 def _as_text(old: Leader, now: Leader | None, *, forced: bool) -> str:
-    name = printable(old.name)
+    name, lock = printable(old.name), old.kind == "locks"
+    leads = "has it" if lock else "leads"
     if now is None:
-        follows = "there is no leader now"
+        follows = "it is free now" if lock else "there is no leader now"
     elif now.name == old.name:
-        follows = f"{name} campaigned again and leads, token {now.token}"
+        follows = f"{name} campaigned again and {leads}, token {now.token}"
     else:
-        follows = f"{printable(now.name)} leads now, token {now.token}"
+        follows = f"{printable(now.name)} {leads} now, token {now.token}"
     if forced:
         return (
             f"the leader record of {name} (token {old.token}) in {old.election} was deleted;"
             f" {follows}; only tokens protect against writes that {name} may still make"
         )
-    return f"{name} (token {old.token}) resigned from {old.election}; {follows}"
+    resigned = f"gave up the lock {old.election}" if lock else f"resigned from {old.election}"
+    return f"{name} (token {old.token}) {resigned}; {follows}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from doyen.blocking import connect_blocking
 from doyen.cli._output import (
@@ -10,11 +11,12 @@ from doyen.cli._output import (
     add_election_arguments,
     add_option,
     console,
+    kind_of,
     print_json,
     printable,
     store_url,
 )
-from doyen.cli.leader import leader_dict
+from doyen.cli.leader import leader_dict, leader_text
 from doyen.model import Leader
 
 MANUAL = """\
@@ -44,12 +46,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with connect_blocking(store_url(args)) as session:
-        before = session.leader(args.election)
-        now = session.transfer(args.election, to=args.to, wait_s=args.wait)
+        before = session.leader(args.election, kind=kind_of(args))
+        now = session.transfer(args.election, to=args.to, kind=kind_of(args), wait_s=args.wait)
     if args.json:
-        print_json(
-            {"election": args.election, "from": leader_dict(before), "leader": leader_dict(now)}
-        )
+        leaders = {"from": leader_dict(before), "leader": leader_dict(now)}
+        print_json({"election": args.election, "kind": kind_of(args), **leaders})
     else:
         console().print(_as_text(before, now))
     return Exit.DONE
@@ -57,4 +58,4 @@ def run(args: argparse.Namespace) -> int:
 
 def _as_text(before: Leader | None, now: Leader) -> str:
     handed = f"{printable(before.name)} handed over: " if before else ""
-    return f"{handed}{printable(now.name)} leads {now.election}, token {now.token}"
+    return handed + leader_text(now.election, replace(now, meta={}), now.kind)

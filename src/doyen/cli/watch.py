@@ -6,9 +6,16 @@ import argparse
 from collections.abc import Callable
 from datetime import datetime
 
-from doyen.cli._output import add_election_arguments, console, follow, print_json, store_url
+from doyen.cli._output import (
+    add_election_arguments,
+    console,
+    follow,
+    kind_of,
+    print_json,
+    store_url,
+)
 from doyen.cli.leader import as_dict, leader_text
-from doyen.model import Leader
+from doyen.model import Kind, Leader
 from doyen.session import connect
 
 MANUAL = """\
@@ -35,26 +42,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     show = _show_json if args.json else _text_printer()
-    return follow(_watch(store_url(args), args.election, show))
+    return follow(_watch(store_url(args), args.election, kind_of(args), show))
 
 
-_Show = Callable[[str, Leader | None, datetime], None]
+_Show = Callable[[str, Leader | None, Kind, datetime], None]
 
 
-def _show_json(election: str, leader: Leader | None, at: datetime) -> None:
-    print_json({"at": at.isoformat(timespec="milliseconds"), **as_dict(election, leader)})
+def _show_json(election: str, leader: Leader | None, kind: Kind, at: datetime) -> None:
+    print_json({"at": at.isoformat(timespec="milliseconds"), **as_dict(election, leader, kind)})
 
 
 def _text_printer() -> _Show:
     out = console()
 
-    def show(election: str, leader: Leader | None, at: datetime) -> None:
-        out.print(f"{at:%Y-%m-%d %H:%M:%S}.{at:%f}"[:-3], leader_text(election, leader))
+    def show(election: str, leader: Leader | None, kind: Kind, at: datetime) -> None:
+        out.print(f"{at:%Y-%m-%d %H:%M:%S}.{at:%f}"[:-3], leader_text(election, leader, kind))
 
     return show
 
 
-async def _watch(url: str, election: str, show: _Show) -> None:
+async def _watch(url: str, election: str, kind: Kind, show: _Show) -> None:
     async with connect(url) as session:
-        async for leader in session.observe(election):
-            show(election, leader, datetime.now().astimezone())
+        async for leader in session.observe(election, kind=kind):
+            show(election, leader, kind, datetime.now().astimezone())

@@ -173,9 +173,7 @@ class Claiming:
         if candidacy.behind != f"{name!r} {where}":
             candidacy.behind = f"{name!r} {where}"
             settings = attempt.settings
-            attempt.core.telemetry.emit(
-                Waiting(election=settings.election, name=settings.name, behind=name)
-            )
+            attempt.core.telemetry.emit(Waiting(**settings.identity, behind=name))
         candidacy.error = None
         await candidacy.sleep(attempt, until)
 
@@ -330,9 +328,7 @@ class Candidacy:
         """Wait before a request that failed is retried. Each error is reported once."""
         if str(error) != str(self.error):
             settings = self._settings
-            self._core.telemetry.emit(
-                Hindered(election=settings.election, name=settings.name, error=str(error))
-            )
+            self._core.telemetry.emit(Hindered(**settings.identity, error=str(error)))
         self.error = error
         self._leave_admission()
         left_s = self._deadline - asyncio.get_running_loop().time()

@@ -70,10 +70,10 @@ class Leading:
 
     def _emit(self, event: Callable[..., Event], planned: bool = False, **fields: object) -> None:
         """Emit an event of this term. `fields` are those that not all of them have."""
-        election, name = self.attempt.settings.election, self.attempt.settings.name
         token, lease = self.term.token, self.attempt.keepalive.lease.id
         self.attempt.core.telemetry.emit(
-            event(election=election, name=name, token=token, lease=lease, **fields), planned=planned
+            event(**self.attempt.settings.identity, token=token, lease=lease, **fields),
+            planned=planned,
         )
 
     def _changed(self) -> None:

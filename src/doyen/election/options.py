@@ -63,6 +63,14 @@ class CampaignOptions(TypedDict, total=False):
     an event, "exit" ends the process."""
 
 
+class CampaignIdentity(TypedDict):
+    """The fields of `doyen.events.CampaignEvent`."""
+
+    election: str
+    election_kind: Kind
+    name: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CampaignSettings:
     """The options of a campaign, checked and completed; see `CampaignOptions`."""
@@ -78,6 +86,11 @@ class CampaignSettings:
     recipe: Recipe = "line"
     stall_after_s: float | None = None
     on_overrun: OnOverrun = "report"
+
+    @property
+    def identity(self) -> CampaignIdentity:
+        """What the events of the campaign have in common."""
+        return {"election": self.election, "election_kind": self.kind, "name": self.name}
 
     def __post_init__(self) -> None:
         leader_key(self.election, self.kind)

@@ -1,4 +1,5 @@
-"""Giving orders: have the leader of an election resign, or transfer to a named candidate.
+"""Giving orders: have the leader of an election, or the holder of a lock, resign, or transfer to a
+named candidate.
 
 How candidates and leaders act on an order is in `doyen.election.handover`. The giver binds its
 order, and the notice for the successor, to a lease that serves nothing else and ends with the
@@ -20,10 +21,14 @@ from doyen.election.queries import leader_of
 from doyen.errors import OrderFailed
 from doyen.lease.keepalive import Keepalive
 from doyen.model import (
+    HAS,
+    LEADER,
     Claim,
     Entry,
+    Kind,
     Leader,
     Order,
+    described,
     leader_key,
     line_key,
     notice_key,
@@ -35,14 +40,16 @@ from doyen.stores.port import Watch
 __all__ = ["order_resign", "order_transfer"]
 
 
-async def order_resign(core: SessionCore, election: str, *, wait_s: float, force: bool) -> Leader:
+async def order_resign(
+    core: SessionCore, election: str, *, kind: Kind, wait_s: float, force: bool
+) -> Leader:
     """Have the leader resign, and return it once it has."""
-    record = await _record(core, election)
-    leader = leader_of(election, record)
+    record = await _record(core, election, kind)
+    leader = leader_of(election, record, kind)
     if force:
-        await _remove(core, election, record)
+        await _remove(core, election, kind, record)
         return leader
-    async with _given(core, election, Order(leader.token, default_name()), wait_s) as given:
+    async with _given(core, leader, Order(leader.token, default_name()), wait_s) as given:
         while True:
             current = await core.call(core.store.get(record.key))
             if current is None or current.revision != leader.token:
@@ -51,43 +58,47 @@ async def order_resign(core: SessionCore, election: str, *, wait_s: float, force
                 raise OrderFailed(_not_obeyed(leader, wait_s))
 
 
-async def _remove(core: SessionCore, election: str, record: Entry) -> None:
+async def _remove(core: SessionCore, election: str, kind: Kind, record: Entry) -> None:
     """Delete what a leader has in the store, in its order: the record, then the ticket, behind
     which the next candidate waits."""
     await core.call(core.store.delete(record.key, if_version=record.version))
     attempt = Claim.decode(record.value).attempt
-    for ticket in await _tickets(core, election):
+    for ticket in await _tickets(core, election, kind):
         if Claim.decode(ticket.value).attempt == attempt:
             await core.call(core.store.delete(ticket.key, if_version=ticket.version))
 
 
-async def order_transfer(core: SessionCore, election: str, *, to: str, wait_s: float) -> Leader:
+async def order_transfer(
+    core: SessionCore, election: str, *, kind: Kind, to: str, wait_s: float
+) -> Leader:
     """Have the leader transfer to the candidate named `to`, and return that one once it leads."""
-    record, tickets = await asyncio.gather(_record(core, election), _tickets(core, election))
-    old = leader_of(election, record)
-    successor = _successor(election, to, record, tickets)
-    async with _given(core, election, Order(old.token, default_name(), successor), wait_s) as given:
+    record, tickets = await asyncio.gather(
+        _record(core, election, kind), _tickets(core, election, kind)
+    )
+    old, what = leader_of(election, record, kind), described(election, kind)
+    successor = _successor(old, to, record, tickets)
+    async with _given(core, old, Order(old.token, default_name(), successor), wait_s) as given:
         while True:
             current = await core.call(core.store.get(record.key))
             if current is not None and current.revision != old.token:
-                new = leader_of(election, current)
+                new = leader_of(election, current, kind)
                 if Claim.decode(current.value).attempt == successor:
                     return new
                 raise OrderFailed(
-                    f"{old.name!r} let go of {election!r}, {to!r} did not take over in time,"
-                    f" and the line went on: {new.name!r} leads"
+                    f"{old.name!r} let go of {what}, {to!r} did not take over in time,"
+                    f" and the line went on: {new.name!r} {HAS[kind]} it"
                 )
             if await given.change():
                 continue
             if current is None:
                 raise OrderFailed(
-                    f"{old.name!r} let go of {election!r} and no candidate has taken over yet"
+                    f"{old.name!r} let go of {what} and no candidate has taken over yet"
                 )
-            ready = await core.call(core.store.get(ready_key(election, successor)))
+            ready = await core.call(core.store.get(ready_key(election, successor, kind)))
             if ready is None or ready.value != given.lease.encode():
                 raise OrderFailed(
                     f"{to!r} did not confirm within {wait_s:g} s that it is ready;"
-                    f" {old.name!r} goes on leading {election!r}"
+                    f" {old.name!r} keeps {what}"
                 )
             raise OrderFailed(_not_obeyed(old, wait_s))
 
@@ -120,31 +131,32 @@ class _GivenOrder:
 
 @asynccontextmanager
 async def _given(
-    core: SessionCore, election: str, order: Order, wait_s: float
+    core: SessionCore, leader: Leader, order: Order, wait_s: float
 ) -> AsyncIterator[_GivenOrder]:
     """Write an order, and the notice for its successor. Both end with the lease they are bound to.
 
     The requests are sent at once: the watch has to be there only before the first read, and a
     notice has no effect without its order.
     """
+    election, kind = leader.election, leader.kind
     store, keepalive = core.store, await core.leases.own()
     given = _GivenOrder(core, keepalive, wait_s)
     watch: Watch | None = None
 
     async def watch_record() -> None:
         nonlocal watch
-        watch = await core.call(store.watch(leader_key(election), given.changed.set))
+        watch = await core.call(store.watch(leader_key(election, kind), given.changed.set))
 
     async def notify_successor() -> bool:
         if not order.successor:
             return True
-        notice = notice_key(election, order.successor)
+        notice = notice_key(election, order.successor, kind)
         return (await core.call(store.create(notice, order.encode(), keepalive.lease))).won
 
     try:
         # All are waited for, even if one fails: a watch that opens later would never be closed.
         written, notified, watching = await asyncio.gather(
-            _write(core, order_key(election), order, keepalive),
+            _write(core, order_key(election, kind), order, keepalive),
             notify_successor(),
             watch_record(),
             return_exceptions=True,
@@ -155,7 +167,7 @@ async def _given(
         if not notified:
             # The notice that is there belongs to an earlier order, which ours has replaced.
             await _write(
-                core, notice_key(election, order.successor), order, keepalive, replace=True
+                core, notice_key(election, order.successor, kind), order, keepalive, replace=True
             )
         yield given
     finally:
@@ -181,20 +193,20 @@ async def _write(
         await core.call(store.delete(key, if_version=creation.entry.version))
 
 
-async def _record(core: SessionCore, election: str) -> Entry:
-    record = await core.call(core.store.get(leader_key(election)))
+async def _record(core: SessionCore, election: str, kind: Kind) -> Entry:
+    record = await core.call(core.store.get(leader_key(election, kind)))
     if record is None:
-        raise OrderFailed(f"{election!r} has no leader")
+        raise OrderFailed(f"{described(election, kind)} has no {LEADER[kind]}")
     return record
 
 
-async def _tickets(core: SessionCore, election: str) -> list[Entry]:
-    return await core.call(core.store.list(line_key(election)))
+async def _tickets(core: SessionCore, election: str, kind: Kind) -> list[Entry]:
+    return await core.call(core.store.list(line_key(election, kind)))
 
 
-def _successor(election: str, to: str, record: Entry, tickets: list[Entry]) -> str:
+def _successor(leader: Leader, to: str, record: Entry, tickets: list[Entry]) -> str:
     """The attempt of the one candidate in line whose name is `to`."""
-    leading = Claim.decode(record.value)
+    leading, what = Claim.decode(record.value), described(leader.election, leader.kind)
     claims = [Claim.decode(ticket.value) for ticket in tickets]
     # By attempt: a request that was carried out late may have left a candidate with two tickets.
     waiting = {claim.attempt: claim for claim in claims if claim.attempt != leading.attempt}
@@ -203,18 +215,19 @@ def _successor(election: str, to: str, record: Entry, tickets: list[Entry]) -> s
         return named[0]
     if named:
         raise OrderFailed(
-            f"{len(named)} candidates in the line of {election!r} are named {to!r}:"
+            f"{len(named)} candidates in the line of {what} are named {to!r}:"
             " give each its own name"
         )
     if leading.name == to:
-        raise OrderFailed(f"{to!r} leads {election!r} already")
+        raise OrderFailed(f"{to!r} {HAS[leader.kind]} {what} already")
     others = ", ".join(repr(claim.name) for claim in waiting.values()) or "none"
-    raise OrderFailed(f"{to!r} is not in the line of {election!r}; candidates there: {others}")
+    raise OrderFailed(f"{to!r} is not in the line of {what}; candidates there: {others}")
 
 
 def _not_obeyed(leader: Leader, wait_s: float) -> str:
     return (
-        f"{leader.name!r} was ordered to let go of {leader.election!r} and has not done so within"
-        f" {wait_s:g} s: its work has not ended, or it cannot reach the store. Wait, or stop that"
-        " process; force removes its record, and then only tokens protect"
+        f"{leader.name!r} was ordered to let go of {described(leader.election, leader.kind)}"
+        f" and has not done so within {wait_s:g} s: its work has not ended, or it cannot reach"
+        " the store. Wait, or stop that process; force removes its record, and then only tokens"
+        " protect"
     )

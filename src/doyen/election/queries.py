@@ -1,4 +1,4 @@
-"""Reading and observing who leads an election and who waits in its line."""
+"""Reading and observing who leads an election, or holds a lock, and who waits in its line."""
 
 from __future__ import annotations
 
@@ -31,30 +31,33 @@ log = logging.getLogger("doyen")
 async def read_leader(core: SessionCore, election: str, kind: Kind = "elections") -> Leader | None:
     """The leader of an election, read from the store."""
     record = await core.call(core.store.get(leader_key(election, kind)))
-    return None if record is None else leader_of(election, record)
+    return None if record is None else leader_of(election, record, kind)
 
 
-async def read_line(core: SessionCore, election: str) -> Line:
+async def read_line(core: SessionCore, election: str, kind: Kind = "elections") -> Line:
     """The leader and all candidates in line. The leader keeps its ticket and is marked."""
-    record = await core.call(core.store.get(leader_key(election)))
-    tickets = await core.call(core.store.list(line_key(election)))
-    return line_of(election, record, tickets)
+    record = await core.call(core.store.get(leader_key(election, kind)))
+    tickets = await core.call(core.store.list(line_key(election, kind)))
+    return line_of(election, record, tickets, kind)
 
 
 async def observe_leader(
-    core: SessionCore, election: str, deliver: Callable[[Leader | None], None]
+    core: SessionCore, election: str, kind: Kind, deliver: Callable[[Leader | None], None]
 ) -> None:
     """Deliver the current leader, then every change, until cancelled.
 
     While the store is unavailable nothing is delivered.
     """
-    await observe(core.calls, [leader_key(election)], lambda: read_leader(core, election), deliver)
+    scopes = [leader_key(election, kind)]
+    await observe(core.calls, scopes, lambda: read_leader(core, election, kind), deliver)
 
 
-async def observe_line(core: SessionCore, election: str, deliver: Callable[[Line], None]) -> None:
+async def observe_line(
+    core: SessionCore, election: str, kind: Kind, deliver: Callable[[Line], None]
+) -> None:
     """The same for the leader and the line."""
-    scopes = [leader_key(election), line_key(election)]
-    await observe(core.calls, scopes, lambda: read_line(core, election), deliver)
+    scopes = [leader_key(election, kind), line_key(election, kind)]
+    await observe(core.calls, scopes, lambda: read_line(core, election, kind), deliver)
 
 
 async def observe(
@@ -88,18 +91,20 @@ async def observe(
             watch.close()
 
 
-def leader_of(election: str, record: Entry) -> Leader:
+def leader_of(election: str, record: Entry, kind: Kind = "elections") -> Leader:
     """The leader that a leader record describes."""
     claim = Claim.decode(record.value)
-    return Leader(election, claim.name, record.revision, claim.meta)
+    return Leader(election, claim.name, record.revision, claim.meta, kind)
 
 
-def line_of(election: str, record: Entry | None, tickets: list[Entry]) -> Line:
+def line_of(
+    election: str, record: Entry | None, tickets: list[Entry], kind: Kind = "elections"
+) -> Line:
     """The line that a leader record and the tickets describe."""
     if record is None:
         leader, attempt = None, None
     else:
-        leader, attempt = leader_of(election, record), Claim.decode(record.value).attempt
+        leader, attempt = leader_of(election, record, kind), Claim.decode(record.value).attempt
     claims = [Claim.decode(ticket.value) for ticket in tickets]
     # By attempt: a candidate may have two tickets for a while.
     by_attempt = {claim.attempt: claim for claim in claims}

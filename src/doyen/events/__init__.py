@@ -4,7 +4,7 @@ Logs, the audit log, metrics and dashboards receive the same events. An event is
 `Record`, which adds when and where, to *sinks*: callables that take a `Record`.
 `doyen.events.telemetry` delivers them.
 
-This module imports nothing of doyen.
+Of doyen, this module imports only the model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from doyen.model import Kind
+
 __all__ = [
+    "CampaignEvent",
     "Elected",
     "Event",
     "Gap",
@@ -47,6 +50,17 @@ class Event:
     @property
     def kind(self) -> str:
         return type(self).__name__.lower()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CampaignEvent(Event):
+    """The base of the events of a campaign."""
+
+    election: str
+    """The name of the election or lock."""
+    election_kind: Kind = "elections"
+    name: str
+    """The name of the candidate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,50 +121,42 @@ class LeaseEnded(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting(Event):
+class Waiting(CampaignEvent):
     """A candidate waits in line. `behind` names the candidate before it, or the leader."""
 
     log_name: ClassVar[str] = "candidate_waiting"
-    election: str
-    name: str
     behind: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hindered(Event):
+class Hindered(CampaignEvent):
     """A candidate's request to the store failed. The candidate tries again."""
 
     level: ClassVar[int] = logging.WARNING
     log_name: ClassVar[str] = "campaign_hindered"
-    election: str
-    name: str
     error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Elected(Event):
+class Elected(CampaignEvent):
     """A term began."""
 
     level: ClassVar[int] = logging.INFO
     log_name: ClassVar[str] = "elected"
     awaited: ClassVar[bool] = True
-    election: str
-    name: str
     token: int
     lease: str
     valid_until: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lost(Event):
+class Lost(CampaignEvent):
     """A term ended before its body did. `ended_at` is when it stopped being valid. If the leader
     obeyed an order to resign or to transfer, the log line is at level info."""
 
     level: ClassVar[int] = logging.WARNING
     log_name: ClassVar[str] = "leadership_lost"
     awaited: ClassVar[bool] = True
-    election: str
-    name: str
     token: int
     lease: str
     reason: str
@@ -158,29 +164,25 @@ class Lost(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resigned(Event):
+class Resigned(CampaignEvent):
     """A term's body has ended and the leader resigns. It is emitted before the leader record is
     deleted."""
 
     level: ClassVar[int] = logging.INFO
     log_name: ClassVar[str] = "resigned"
     awaited: ClassVar[bool] = True
-    election: str
-    name: str
     token: int
     lease: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overrun(Event):
+class Overrun(CampaignEvent):
     """The body of a term was still running at the end of its stop budget. Another leader may have
     been elected since."""
 
     level: ClassVar[int] = logging.ERROR
     log_name: ClassVar[str] = "overrun"
     awaited: ClassVar[bool] = True
-    election: str
-    name: str
     token: int
     lease: str
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from doyen.events import (
+    CampaignEvent,
     Elected,
     Event,
     Granted,
@@ -87,8 +88,8 @@ class LogReporter:
     def __init__(self) -> None:
         self._down_since: float | None = None
         self._leases: set[str] = set()
-        self._candidates: dict[tuple[str, str], float] = {}
-        """Those that failed: election and name, with the time of the last failure."""
+        self._candidates: dict[tuple[str, str, str], float] = {}
+        """Those that failed: kind, election and name, with the time of the last failure."""
 
     def report(self, record: Record, *, planned: bool = False) -> None:
         """Log the event; at level info at most if it was `planned`."""
@@ -110,6 +111,7 @@ class LogReporter:
         fields = {
             field: _wall_time(record, value) if field in _BOOT_TIMES else value
             for field, value in asdict(event).items()
+            if (field, value) != ("election_kind", "elections")
         }
         try:
             log.log(level, "%s", log_line(event=name, **fields), extra={"doyen": record})
@@ -121,7 +123,7 @@ class LogReporter:
         if isinstance(event, Unsure):
             self._leases.add(event.lease)
         else:
-            self._candidates[event.election, event.name] = at
+            self._candidates[_candidate(event)] = at
         if self._down_since is not None:
             return False
         self._down_since = at
@@ -134,8 +136,8 @@ class LogReporter:
                 self._leases.clear()
             case Renewed(lease=lease):
                 self._leases.discard(lease)
-            case Waiting(election=election, name=name) | Elected(election=election, name=name):
-                self._candidates.pop((election, name), None)
+            case Waiting() | Elected():
+                self._candidates.pop(_candidate(event), None)
             case LeaseLost(lease=lease):
                 self._leases.discard(lease)  # and the next success ends the outage
                 return None
@@ -149,6 +151,10 @@ class LogReporter:
             return None
         self._down_since = None
         return OutageEnded(after_s=round(at - since, 3))
+
+
+def _candidate(event: CampaignEvent) -> tuple[str, str, str]:
+    return event.election_kind, event.election, event.name
 
 
 def _wall_time(record: Record, at: float) -> str:
