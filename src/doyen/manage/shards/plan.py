@@ -1,0 +1,186 @@
+"""The plan of a set of shards: what the controller has decided. Pure; imports the errors only.
+
+In memory, owners and standbys are names. In the document they are indices into a table of names, so
+that a plan for 10,000 shards with two standbys takes less than 100 KB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from doyen.errors import BadDocument
+
+__all__ = ["Move", "Plan", "PlannedMember"]
+
+NOBODY = ""
+"""The owner of a shard that has none."""
+
+
+class PlannedMember(NamedTuple):
+    """What the plan says about a member, for clients to route by."""
+
+    incarnation: int = 0
+    zone: str = ""
+    address: str = ""
+    weight: float = 1.0
+
+
+class Move(NamedTuple):
+    """A shard on its way from its owner to another member."""
+
+    to: str
+    incarnation: int
+    """Of `to`. A member that has come back under the same name has not prepared."""
+    id: int
+    """Distinguishes it from every other move of this set."""
+    ready: bool = False
+    """`to` is prepared, and the old owner is ending."""
+    stuck: bool = False
+    """The old owner has been ending for too long."""
+    age_s: float = 0.0
+    """Since it began, or since it was ready."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What the controller has decided."""
+
+    generation: int = 0
+    """Raised with every change of the count. 0: nothing has been planned yet."""
+    open: bool = True
+    """False between two generations with `barrier`: nobody may own a shard."""
+    owners: tuple[str, ...] = ()
+    """The planned owner of each shard, or `NOBODY`."""
+    standbys: tuple[tuple[str, ...], ...] = ()
+    """The first standby of each shard, the second standby of each shard, and so on."""
+    members: Mapping[str, PlannedMember] = field(default_factory=dict)
+    moves: Mapping[int, Move] = field(default_factory=dict)
+    last_move: int = 0
+    """The highest move id that was ever used."""
+    grace: Mapping[str, float] = field(default_factory=dict)
+    """Members that have gone, and the seconds for which their shards are still kept for them."""
+    failed: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """The members on which the body of a shard kept failing."""
+    aside: Mapping[int, str] = field(default_factory=dict)
+    """Shards that are set aside because their body failed everywhere, and the last error."""
+    retry: int = 0
+    rebalanced: int = 0
+    """The values of the spec's `retry` and `rebalance` that were carried out."""
+    note: str = ""
+    """Why nothing is assigned, if nothing is."""
+
+    @property
+    def count(self) -> int:
+        return len(self.owners)
+
+    def planned(self, member: str, incarnation: int, shard: int, *, target_ready: bool) -> bool:
+        """Whether a member may own a shard.
+
+        During a move these are the old owner, until the new one is ready, and the new one, once
+        `target_ready` says that it is.
+        """
+        if not self.open or not 0 <= shard < self.count:
+            return False
+        move = self.moves.get(shard)
+        if move is not None and target_ready:
+            return (move.to, move.incarnation) == (member, incarnation)
+        return self.owners[shard] == member
+
+    def loads(self) -> dict[str, int]:
+        """How many shards each member owns or is about to own."""
+        loads: dict[str, int] = {}
+        for shard, owner in enumerate(self.owners):
+            name = self.moves[shard].to if shard in self.moves else owner
+            loads[name] = loads.get(name, 0) + 1
+        return loads
+
+    def significant(self) -> Plan:
+        """The plan without what only passes the time."""
+        return replace(
+            self,
+            moves={shard: move._replace(age_s=0.0) for shard, move in self.moves.items()},
+        )
+
+    def encode(self) -> dict[str, Any]:
+        """The body of the document. Empty fields are left out."""
+        mentioned = {owner for column in (self.owners, *self.standbys) for owner in column}
+        mentioned.update(move.to for move in self.moves.values())
+        names = sorted((mentioned | set(self.members)) - {NOBODY})
+        index = {name: position for position, name in enumerate(names)} | {NOBODY: -1}
+
+        def indices(column: Iterable[str]) -> list[int]:
+            return [index[name] for name in column]
+
+        body = {
+            "generation": self.generation,
+            "open": self.open,
+            "names": names,
+            "owners": indices(self.owners),
+            "standbys": [indices(column) for column in self.standbys],
+            "members": {name: list(about) for name, about in sorted(self.members.items())},
+            "moves": {
+                str(shard): {**move._asdict(), "age_s": round(move.age_s, 3)}
+                for shard, move in sorted(self.moves.items())
+            },
+            "last_move": self.last_move,
+            "grace": {name: round(left_s, 3) for name, left_s in sorted(self.grace.items())},
+            "failed": {str(shard): list(names) for shard, names in sorted(self.failed.items())},
+            "aside": {str(shard): error for shard, error in sorted(self.aside.items())},
+            "retry": self.retry,
+            "rebalanced": self.rebalanced,
+            "note": self.note,
+        }
+        return {name: value for name, value in body.items() if value or name in _ALWAYS}
+
+    @classmethod
+    def decode(cls, body: Mapping[str, Any]) -> Plan:
+        """Read a document. Raises `BadDocument` if it is not a plan."""
+        try:
+            names = [str(name) for name in body["names"]]
+            named = [*names, NOBODY]  # the index -1
+
+            def column(indices: list[int]) -> tuple[str, ...]:
+                if indices and (min(indices) < -1 or max(indices) >= len(names)):
+                    raise ValueError("an index is outside the table of names")
+                return tuple([named[each] for each in indices])
+
+            return cls(
+                generation=int(body["generation"]),
+                open=bool(body["open"]),
+                owners=column(body["owners"]),
+                standbys=tuple(column(each) for each in body.get("standbys", ())),
+                members={
+                    str(name): PlannedMember(
+                        int(about[0]), str(about[1]), str(about[2]), float(about[3])
+                    )
+                    for name, about in body.get("members", {}).items()
+                },
+                moves={
+                    int(shard): Move(
+                        str(move["to"]),
+                        int(move["incarnation"]),
+                        int(move["id"]),
+                        bool(move["ready"]),
+                        bool(move["stuck"]),
+                        float(move["age_s"]),
+                    )
+                    for shard, move in body.get("moves", {}).items()
+                },
+                last_move=int(body.get("last_move", 0)),
+                grace={str(who): float(left) for who, left in body.get("grace", {}).items()},
+                failed={
+                    int(shard): tuple(map(str, names))
+                    for shard, names in body.get("failed", {}).items()
+                },
+                aside={int(shard): str(error) for shard, error in body.get("aside", {}).items()},
+                retry=int(body.get("retry", 0)),
+                rebalanced=int(body.get("rebalanced", 0)),
+                note=str(body.get("note", "")),
+            )
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise BadDocument(f"this is not the plan of shards: {error!r}") from error
+
+
+_ALWAYS = frozenset({"generation", "open", "names", "owners"})

@@ -1,0 +1,205 @@
+"""Which member should own which shard, and who stands by. Pure: the same input gives the same plan.
+
+In this order:
+
+1. only eligible members own shards;
+2. a shard with a preferred owner that is eligible is owned by it;
+3. the load of each member, counted in shards that are not placed by the first two rules, is within
+   one of its target, which is its share by weight;
+4. as few shards as possible leave an eligible owner. A difference of one therefore moves nothing;
+5. standbys are in other zones than the owner where there are other zones.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from doyen.manage.shards.plan import NOBODY
+
+__all__ = ["Eligible", "choose_owners", "choose_standbys", "targets"]
+
+
+class Eligible(NamedTuple):
+    """A member that may own shards. The weight is above 0."""
+
+    weight: float = 1.0
+    zone: str = ""
+
+
+class Target(NamedTuple):
+    """The load that a member should have."""
+
+    ideal: Fraction
+    low: int
+    high: int
+
+
+def targets(
+    free: int, members: Mapping[str, Eligible], *, exact: bool = False
+) -> dict[str, Target]:
+    """The target of each member if `free` shards are to be balanced. With `exact`, loads are within
+    less than one of the ideal, else within one.
+
+    >>> targets(7, {"a": Eligible(), "b": Eligible(2.0)})["b"][1:]
+    (4, 5)
+    """
+    total = sum(Fraction(each.weight) for each in members.values())
+    found = {}
+    for name, each in members.items():
+        ideal = free * Fraction(each.weight) / total
+        if exact:
+            found[name] = Target(ideal, math.floor(ideal), math.ceil(ideal))
+        else:
+            found[name] = Target(ideal, max(0, math.ceil(ideal - 1)), math.floor(ideal + 1))
+    return found
+
+
+def choose_owners(
+    current: Sequence[str],
+    members: Mapping[str, Eligible],
+    *,
+    pins: Mapping[int, str] | None = None,
+    banned: Mapping[int, Collection[str]] | None = None,
+    kept: Collection[int] = (),
+    standbys: Sequence[Sequence[str]] = (),
+    exact: bool = False,
+) -> list[str]:
+    """The owner that each shard should have.
+
+    `current` are the present owners; those that are not eligible count as none. A member in
+    `banned` may not own that shard. Shards in `kept` stay as they are and do not count. A standby
+    is preferred where the balance allows it. With nobody eligible, nothing changes.
+
+    >>> choose_owners(["a", "a", "a", "a"], {"a": Eligible(), "b": Eligible()})
+    ['a', 'a', 'a', 'b']
+    """
+    if not members:
+        return list(current)
+    pins, banned = pins or {}, banned or {}
+    names = sorted(members)
+    owners = list(current)
+    load = dict.fromkeys(names, 0)
+    """Of the shards that are balanced."""
+    fixed: list[int] = []
+    homeless: list[int] = []
+    owned: dict[str, list[int]] = {name: [] for name in names}
+    for shard, owner in enumerate(current):
+        pin = pins.get(shard, NOBODY)
+        if shard in kept:
+            continue
+        if pin in members and pin not in banned.get(shard, ()):
+            owners[shard] = pin
+        elif shard in banned:
+            fixed.append(shard)
+        elif owner in members:
+            owned[owner].append(shard)
+            load[owner] += 1
+        else:
+            homeless.append(shard)
+    target = targets(len(homeless) + sum(load.values()), members, exact=exact)
+
+    def excess(name: str) -> Fraction:
+        return load[name] - target[name].ideal
+
+    def shed(name: str) -> None:
+        homeless.append(owned[name].pop())
+        load[name] -= 1
+
+    for name in names:
+        while load[name] > target[name].high:
+            shed(name)
+    needed = sum(max(0, target[name].low - load[name]) for name in names)
+    givers = [(-excess(name), name) for name in names if load[name] > target[name].low]
+    heapq.heapify(givers)
+    while len(homeless) < needed:
+        _, name = heapq.heappop(givers)
+        shed(name)
+        if load[name] > target[name].low:
+            heapq.heappush(givers, (-excess(name), name))
+
+    takers = [(excess(name), name) for name in names]
+    heapq.heapify(takers)
+    for left, shard in zip(range(len(homeless), 0, -1), sorted(homeless), strict=True):
+        taker = None
+        for column in standbys:
+            standby = column[shard] if shard < len(column) else NOBODY
+            if standby not in members or load[standby] == target[standby].high:
+                continue
+            if load[standby] < target[standby].low or left > needed:
+                taker = standby
+                break
+        if taker is None:
+            while (found := heapq.heappop(takers))[0] != excess(found[1]):
+                heapq.heappush(takers, (excess(found[1]), found[1]))
+            taker = found[1]
+            heapq.heappush(takers, (excess(taker) + 1, taker))
+        needed -= load[taker] < target[taker].low
+        owners[shard] = taker
+        load[taker] += 1
+
+    for shard in fixed:
+        allowed = [name for name in names if name not in banned[shard]]
+        if current[shard] not in allowed:
+            owners[shard] = min(allowed, key=excess, default=NOBODY)
+            if allowed:
+                load[owners[shard]] += 1
+    return owners
+
+
+def choose_standbys(
+    owners: Sequence[str],
+    members: Mapping[str, Eligible],
+    number: int,
+    current: Sequence[Sequence[str]] = (),
+) -> tuple[tuple[str, ...], ...]:
+    """The standbys of each shard: `number` columns, each with one name for each shard.
+
+    A standby that is still suitable stays. Others are taken in turns.
+
+    >>> zones = {"a": Eligible(1, "x"), "b": Eligible(1, "x"), "c": Eligible(1, "y")}
+    >>> choose_standbys(["a", "c"], zones, 1)
+    (('c', 'a'),)
+    """
+    names = sorted(members)
+    several_zones = len({each.zone for each in members.values()}) > 1
+    rings: dict[str | None, list[str]] = {}
+    turn: Counter[str | None] = Counter()
+    columns: list[list[str]] = [[] for _ in range(number)]
+    for shard, owner in enumerate(owners):
+        home = members[owner].zone if owner in members and several_zones else None
+        chosen = [
+            column[shard]
+            for column in current[:number]
+            if shard < len(column)
+            and (kept := members.get(column[shard])) is not None
+            and column[shard] != owner
+            and kept.zone != home
+        ]
+        chosen = list(dict.fromkeys(chosen))
+        if len(chosen) < number:
+            ring = rings.setdefault(
+                home, [each for each in names if home is None or members[each].zone != home]
+            )
+            start = turn[home]
+            turn[home] += 1
+            others = [ring[(start + step) % len(ring)] for step in range(len(ring))]
+            used = {members[each].zone for each in chosen}
+            # First those of zones that no other standby is in, then any.
+            for other_zone_only in (True, False):
+                for name in others:
+                    if len(chosen) == number:
+                        break
+                    if name == owner or name in chosen:
+                        continue
+                    if other_zone_only and members[name].zone in used:
+                        continue
+                    chosen.append(name)
+                    used.add(members[name].zone)
+        for rank in range(number):
+            columns[rank].append(chosen[rank] if rank < len(chosen) else NOBODY)
+    return tuple(map(tuple, columns))

@@ -1,0 +1,237 @@
+"""The next plan: a pure function of what is asked for, what is planned and what is observed.
+
+A controller that dies in the middle of anything leaves a plan from which its successor takes the
+next step. Nothing that a step needs is kept elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from doyen.manage.shards.plan import NOBODY, Move, Plan, PlannedMember
+from doyen.manage.shards.planner import Eligible, choose_owners, choose_standbys
+from doyen.manage.shards.spec import ShardSpec
+
+__all__ = ["SeenMember", "eligible", "next_plan"]
+
+FAILED_ON = 2
+"""On how many members a body has to keep failing before its shard is set aside."""
+
+
+class SeenMember(NamedTuple):
+    """A live member, as its entry in the store describes it."""
+
+    incarnation: int
+    weight: float = 1.0
+    zone: str = ""
+    address: str = ""
+    prepared: frozenset[int] = frozenset()
+    """The ids of moves for which it has prepared."""
+    failed: Mapping[int, str] = {}
+    """Shards whose body keeps failing on it, and the last error."""
+    retry: int = 0
+    """The value of `retry` in the plan to which `failed` refers."""
+
+
+Members = Mapping[str, SeenMember]
+
+
+def eligible(spec: ShardSpec, members: Members) -> dict[str, Eligible]:
+    """The members that may be given shards."""
+    return {
+        name: Eligible(weight, spec.zones.get(name, member.zone))
+        for name, member in sorted(members.items())
+        if (weight := spec.weight(name, member.weight)) > 0
+    }
+
+
+def next_plan(
+    spec: ShardSpec, plan: Plan, members: Members, records: Mapping[int, str], elapsed_s: float
+) -> Plan:
+    """The plan that follows `plan`, which is returned unchanged if there is nothing to do.
+
+    `records` has the holder of each leader record that stands: those of shards on the move, and all
+    of them while the plan is not open. `elapsed_s` is the time since the last step.
+    """
+    if spec.paused and plan.generation:
+        return plan
+    if not plan.open or plan.count != spec.count:
+        if plan.open and plan.generation and spec.barrier:
+            return replace(plan, open=False, moves={})
+        if not plan.open and records:
+            return plan
+        plan = _resized(plan, spec.count)
+    return _Step(spec, plan, members, records, elapsed_s).result()
+
+
+def _resized(plan: Plan, count: int) -> Plan:
+    def resized(column: tuple[str, ...]) -> tuple[str, ...]:
+        return (*column[:count], *[NOBODY] * (count - len(column)))
+
+    return replace(
+        plan,
+        generation=plan.generation + 1,
+        open=True,
+        owners=resized(plan.owners),
+        standbys=tuple(map(resized, plan.standbys)),
+        moves={shard: move for shard, move in plan.moves.items() if shard < count},
+        failed={shard: names for shard, names in plan.failed.items() if shard < count},
+        aside={shard: error for shard, error in plan.aside.items() if shard < count},
+    )
+
+
+class _Step:
+    """One step within a generation."""
+
+    def __init__(
+        self,
+        spec: ShardSpec,
+        plan: Plan,
+        members: Members,
+        records: Mapping[int, str],
+        elapsed_s: float,
+    ) -> None:
+        self.spec, self.plan, self.members, self.records = spec, plan, members, records
+        self.elapsed_s = elapsed_s
+        self.owners = list(plan.owners)
+        self.moves: dict[int, Move] = {}
+        self.eligible = eligible(spec, members)
+        retry = spec.retry != plan.retry
+        self.failed = {} if retry else dict(plan.failed)
+        self.aside = {} if retry else dict(plan.aside)
+        self.grace = self._grace()
+
+    def result(self) -> Plan:
+        self._continue_moves()
+        self._take_from_the_gone()
+        self._take_from_the_failed()
+        note, rebalanced, last_move = "", self.plan.rebalanced, self.plan.last_move
+        standbys = self.plan.standbys
+        if len(self.eligible) + len(self.grace) < self.spec.min_members or not self.eligible:
+            note = self._why_nothing_is_assigned()
+        else:
+            pending = self._assign()
+            last_move = max([last_move, *(move.id for move in self.moves.values())])
+            if not pending and not self.moves:
+                rebalanced = self.spec.rebalance
+            standbys = choose_standbys(
+                self.owners, self.eligible, self.spec.standbys, self.plan.standbys
+            )
+        about = {name: self.plan.members[name] for name in self.grace if name in self.plan.members}
+        for name, member in self.members.items():
+            zone = self.spec.zones.get(name, member.zone)
+            about[name] = PlannedMember(member.incarnation, zone, member.address, member.weight)
+        return replace(
+            self.plan,
+            owners=tuple(self.owners),
+            standbys=standbys,
+            members=about,
+            moves=self.moves,
+            last_move=last_move,
+            grace=self.grace,
+            failed=self.failed,
+            aside=self.aside,
+            retry=self.spec.retry,
+            rebalanced=rebalanced,
+            note=note,
+        )
+
+    def _grace(self) -> dict[str, float]:
+        """The owners that have gone and whose shards are still kept for them."""
+        left: dict[str, float] = {}
+        for name in sorted(set(self.owners) - {NOBODY} - set(self.members)):
+            known = self.plan.grace.get(name)
+            left_s = self.spec.grace_s if known is None else known - self.elapsed_s
+            if left_s > 0:
+                left[name] = left_s
+        return left
+
+    def _continue_moves(self) -> None:
+        """Complete moves, abort those that cannot be completed, and note those that are stuck."""
+        for shard, move in self.plan.moves.items():
+            target, source = self.members.get(move.to), self.owners[shard]
+            if self.records.get(shard) == move.to:
+                self.owners[shard] = move.to
+                continue
+            if (
+                target is None
+                or target.incarnation != move.incarnation
+                or move.to not in self.eligible
+            ):
+                continue
+            if source not in self.members:
+                self.owners[shard] = move.to
+                continue
+            ready = move.id in target.prepared
+            age_s = move.age_s + self.elapsed_s if ready == move.ready else 0.0
+            if shard in target.failed or (not ready and age_s >= self.spec.prepare_s):
+                self._fail(shard, move.to)
+                continue
+            stuck = ready and (move.stuck or age_s >= self.spec.ending_s)
+            self.moves[shard] = move._replace(ready=ready, stuck=stuck, age_s=age_s)
+
+    def _fail(self, shard: int, member: str) -> None:
+        self.failed[shard] = (*self.failed.get(shard, ()), member)
+
+    def _take_from_the_gone(self) -> None:
+        for shard, owner in enumerate(self.owners):
+            if owner and owner not in self.members and owner not in self.grace:
+                self.owners[shard] = NOBODY
+
+    def _take_from_the_failed(self) -> None:
+        for name, member in sorted(self.members.items()):
+            if member.retry != self.plan.retry or self.spec.retry != self.plan.retry:
+                continue
+            for shard, error in sorted(member.failed.items()):
+                if shard >= len(self.owners) or self.owners[shard] != name:
+                    continue
+                if name not in self.failed.get(shard, ()):
+                    self._fail(shard, name)
+                self.moves.pop(shard, None)
+                self.owners[shard] = NOBODY
+                failed_on = self.failed[shard]
+                if len(failed_on) >= FAILED_ON or not set(self.eligible) - set(failed_on):
+                    self.aside[shard] = error
+
+    def _assign(self) -> bool:
+        """Give every shard an owner, and begin moves. Returns whether moves are left to begin."""
+        spec, moves, owners = self.spec, self.moves, self.owners
+        reached = [moves[shard].to if shard in moves else name for shard, name in enumerate(owners)]
+        wanted = choose_owners(
+            reached,
+            self.eligible,
+            pins=spec.pins,
+            banned=self.failed,
+            kept={
+                shard
+                for shard, name in enumerate(reached)
+                if name in self.grace or shard in self.aside
+            },
+            standbys=self.plan.standbys,
+            exact=spec.rebalance != self.plan.rebalanced,
+        )
+        budget = spec.moves_at_once - sum(not move.stuck for move in moves.values())
+        next_id = self.plan.last_move + 1
+        pending = False
+        for shard, name in enumerate(wanted):
+            if name in (reached[shard], NOBODY):
+                continue
+            if owners[shard] == NOBODY:
+                owners[shard] = name
+            elif shard in moves or budget <= 0:
+                pending = True
+            else:
+                moves[shard] = Move(name, self.members[name].incarnation, next_id)
+                next_id += 1
+                budget -= 1
+        return pending
+
+    def _why_nothing_is_assigned(self) -> str:
+        found = len(self.eligible) + len(self.grace)
+        drained = [name for name in sorted(self.members) if name not in self.eligible]
+        return (
+            f"nothing is assigned: {found} eligible members, and {self.spec.min_members} are needed"
+            + (f"; with weight 0: {', '.join(drained)}" if drained else "")
+        )
