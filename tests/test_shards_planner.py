@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from doyen.errors import BadDocument, ConfigError
-from doyen.manage.shards.plan import NOBODY, Move, Plan, PlannedMember
+from doyen.manage.shards.plan import NOBODY, Move, PlannedMember, ShardPlan
 from doyen.manage.shards.planner import Eligible, choose_owners, choose_standbys
 from doyen.manage.shards.spec import PLAN_BYTES, ShardSpec
 
@@ -186,15 +186,15 @@ def test_a_plan_for_ten_thousand_shards_with_two_standbys_is_small() -> None:
     about = {
         name: PlannedMember(n, "zone", f"https://{name}:8443") for n, name in enumerate(members)
     }
-    plan = Plan(generation=1, owners=owners, standbys=standbys, members=about)
+    plan = ShardPlan(generation=1, owners=owners, standbys=standbys, members=about)
     encoded = json.dumps(plan.encode(), separators=(",", ":")).encode()
     assert len(encoded) < 100_000 < PLAN_BYTES
-    assert Plan.decode(json.loads(encoded)) == plan
+    assert ShardPlan.decode(json.loads(encoded)) == plan
     assert max(Counter(standbys[0]).values()) <= 1.5 * 10_000 / 20
 
 
 def test_a_plan_survives_its_document() -> None:
-    plan = Plan(
+    plan = ShardPlan(
         generation=3,
         open=False,
         owners=("a", NOBODY, "b"),
@@ -209,7 +209,7 @@ def test_a_plan_survives_its_document() -> None:
         rebalanced=2,
         note="why",
     )
-    assert Plan.decode(json.loads(json.dumps(plan.encode()))) == plan
+    assert ShardPlan.decode(json.loads(json.dumps(plan.encode()))) == plan
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_plan_survives_its_document() -> None:
 )
 def test_what_is_not_a_plan_is_refused(body: dict[str, Any]) -> None:
     with pytest.raises(BadDocument, match="not the plan"):
-        Plan.decode(body)
+        ShardPlan.decode(body)
 
 
 def test_a_spec_survives_its_document() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from doyen.manage.shards.plan import NOBODY, Move, Plan
+from doyen.manage.shards.plan import NOBODY, Move, ShardPlan
 from doyen.manage.shards.planner import choose_owners, targets
 from doyen.manage.shards.spec import ShardSpec
 from doyen.manage.shards.steps import SeenMember, eligible, next_plan
@@ -23,10 +23,10 @@ def seen(names: str, **about: Any) -> dict[str, SeenMember]:
     return {name: SeenMember(ord(name), **about) for name in names}
 
 
-def settled(spec: ShardSpec, names: str, plan: Plan | None = None) -> Plan:
+def settled(spec: ShardSpec, names: str, plan: ShardPlan | None = None) -> ShardPlan:
     """The plan after members have carried out all moves."""
     members = seen(names)
-    plan = next_plan(spec, plan or Plan(), members, {}, 0.0)
+    plan = next_plan(spec, plan or ShardPlan(), members, {}, 0.0)
     while plan.moves:
         holders = {shard: move.to for shard, move in plan.moves.items()}
         plan = next_plan(spec, plan, members, holders, 0.0)
@@ -34,7 +34,7 @@ def settled(spec: ShardSpec, names: str, plan: Plan | None = None) -> Plan:
 
 
 def test_the_first_plan_assigns_everything_at_once() -> None:
-    plan = next_plan(SPEC, Plan(), seen("ab"), {}, 0.0)
+    plan = next_plan(SPEC, ShardPlan(), seen("ab"), {}, 0.0)
     assert plan.loads() == {"a": 3, "b": 3}
     assert plan.generation == 1
     assert not plan.moves
@@ -60,7 +60,7 @@ def test_a_move_has_two_phases() -> None:
     assert plan.owners[shard] == "b"
 
 
-def moving(spec: ShardSpec = SPEC) -> tuple[Plan, int, Move]:
+def moving(spec: ShardSpec = SPEC) -> tuple[ShardPlan, int, Move]:
     plan = next_plan(spec, settled(spec, "a"), seen("ab"), {}, 0.0)
     shard = min(plan.moves)
     return plan, shard, plan.moves[shard]
@@ -131,7 +131,7 @@ def test_grace_is_counted_in_the_plan() -> None:
     plan = next_plan(spec, plan, seen("a"), {}, 1.0)
     assert plan.grace == {"b": 10.0}
     assert plan.loads()["b"] == 3
-    plan = Plan.decode(json.loads(json.dumps(plan.encode())))  # read by another controller
+    plan = ShardPlan.decode(json.loads(json.dumps(plan.encode())))  # read by another controller
     plan = next_plan(spec, plan, seen("a"), {}, 9.0)
     assert plan.grace == {"b": 1.0}
     assert plan.loads()["b"] == 3
@@ -163,7 +163,7 @@ def test_with_weight_zero_everywhere_nothing_moves_and_the_plan_says_why() -> No
 
 def test_nothing_is_assigned_below_min_members() -> None:
     spec = replace(SPEC, min_members=2)
-    plan = next_plan(spec, Plan(), seen("a"), {}, 0.0)
+    plan = next_plan(spec, ShardPlan(), seen("a"), {}, 0.0)
     assert set(plan.owners) == {NOBODY}
     assert "2 are needed" in plan.note
     assert next_plan(spec, plan, seen("ab"), {}, 0.0).loads() == {"a": 3, "b": 3}
@@ -239,7 +239,7 @@ class Model:
     def __init__(self, seed: int, count: int) -> None:
         self.rng = random.Random(seed)
         self.spec = ShardSpec(count=count, moves_at_once=self.rng.choice([1, 3, 50]))
-        self.plan = Plan()
+        self.plan = ShardPlan()
         self.members: dict[str, SeenMember] = {}
         self.records: dict[int, str] = {}
         self.revision = 0
@@ -288,7 +288,7 @@ class Model:
         self.records = {shard: who for shard, who in self.records.items() if who != name}
 
     def step(self) -> None:
-        self.plan = Plan.decode(json.loads(json.dumps(self.plan.encode())))
+        self.plan = ShardPlan.decode(json.loads(json.dumps(self.plan.encode())))
         self.plan = next_plan(self.spec, self.plan, self.members, dict(self.records), 0.2)
 
     def calm(self) -> None:

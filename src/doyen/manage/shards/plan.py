@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from doyen.errors import BadDocument
 
-__all__ = ["Move", "Plan", "PlannedMember"]
+__all__ = ["Move", "PlannedMember", "ShardPlan"]
 
 NOBODY = ""
 """The owner of a shard that has none."""
@@ -44,7 +44,7 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ShardPlan:
     """What the controller has decided."""
 
     generation: int = 0
@@ -96,7 +96,7 @@ class Plan:
             loads[name] = loads.get(name, 0) + 1
         return loads
 
-    def significant(self) -> Plan:
+    def significant(self) -> ShardPlan:
         """The plan without what only passes the time."""
         return replace(
             self,
@@ -135,7 +135,7 @@ class Plan:
         return {name: value for name, value in body.items() if value or name in _ALWAYS}
 
     @classmethod
-    def decode(cls, body: Mapping[str, Any]) -> Plan:
+    def decode(cls, body: Mapping[str, Any]) -> ShardPlan:
         """Read a document. Raises `BadDocument` if it is not a plan."""
         try:
             names = [str(name) for name in body["names"]]

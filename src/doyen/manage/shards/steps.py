@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from doyen.manage.shards.plan import NOBODY, Move, Plan, PlannedMember
+from doyen.manage.shards.plan import NOBODY, Move, PlannedMember, ShardPlan
 from doyen.manage.shards.planner import Eligible, choose_owners, choose_standbys
 from doyen.manage.shards.spec import ShardSpec
 
@@ -48,8 +48,8 @@ def eligible(spec: ShardSpec, members: Members) -> dict[str, Eligible]:
 
 
 def next_plan(
-    spec: ShardSpec, plan: Plan, members: Members, records: Mapping[int, str], elapsed_s: float
-) -> Plan:
+    spec: ShardSpec, plan: ShardPlan, members: Members, records: Mapping[int, str], elapsed_s: float
+) -> ShardPlan:
     """The plan that follows `plan`, which is returned unchanged if there is nothing to do.
 
     `records` has the holder of each leader record that stands: those of shards on the move, and all
@@ -66,7 +66,7 @@ def next_plan(
     return _Step(spec, plan, members, records, elapsed_s).result()
 
 
-def _resized(plan: Plan, count: int) -> Plan:
+def _resized(plan: ShardPlan, count: int) -> ShardPlan:
     def resized(column: tuple[str, ...]) -> tuple[str, ...]:
         return (*column[:count], *[NOBODY] * (count - len(column)))
 
@@ -88,7 +88,7 @@ class _Step:
     def __init__(
         self,
         spec: ShardSpec,
-        plan: Plan,
+        plan: ShardPlan,
         members: Members,
         records: Mapping[int, str],
         elapsed_s: float,
@@ -103,7 +103,7 @@ class _Step:
         self.aside = {} if retry else dict(plan.aside)
         self.grace = self._grace()
 
-    def result(self) -> Plan:
+    def result(self) -> ShardPlan:
         self._continue_moves()
         self._take_from_the_gone()
         self._take_from_the_failed()
