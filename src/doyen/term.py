@@ -16,6 +16,7 @@ import logging
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Protocol
 
 from doyen.errors import LeadershipLost
 from doyen.events.log_lines import log_line
@@ -50,6 +51,14 @@ def forked() -> None:
     _latch = threading.Lock()
 
 
+class Publisher(Protocol):
+    """Replaces the meta in the leader record of a term."""
+
+    async def publish(self, meta: Meta) -> None: ...
+
+    def publish_blocking(self, meta: Meta) -> None: ...
+
+
 class Term:
     """One period of leadership: its token, its deadline, and notification of its end.
 
@@ -70,6 +79,7 @@ class Term:
         token: int,
         keepalive: Keepalive,
         clock: Clock,
+        publisher: Publisher | None = None,
     ) -> None:
         self.election = election
         self._what = f"leads {election!r}" if kind == "elections" else f"has the lock {election!r}"
@@ -79,6 +89,7 @@ class Term:
         self._keepalive = keepalive
         self._deadline: Keepalive | SimpleNamespace = keepalive
         self._now = clock.now
+        self._publisher = publisher
         self._state: TermState | None = None
         self.reason = ""
         """Why the term is over; empty until then."""
@@ -163,6 +174,28 @@ class Term:
         process lives and its renewals are confirmed. Without, this does nothing.
         """
         self._keepalive.progress()
+
+    async def publish(self, meta: Meta) -> None:
+        """Replace the meta that the leader record shows to others, without a new term.
+
+            async with session.campaign("billing", meta={"state": "starting"}) as term:
+                address = await start()
+                await term.publish({"address": address})
+
+        Observers see the new meta; the token stays. Returns once the record has it, and `term.meta`
+        too. While the store cannot be reached it is retried; `LeadershipLost` is raised once the
+        term is over. Cancelled, it may still take effect, but never after a later publication.
+        """
+        await self._publishes().publish(meta)
+
+    def publish_blocking(self, meta: Meta) -> None:
+        """The same as `publish`, for code without asyncio."""
+        self._publishes().publish_blocking(meta)
+
+    def _publishes(self) -> Publisher:
+        self.check()
+        assert self._publisher is not None, "the term was made without a record"
+        return self._publisher
 
     def on_renewal(self, listener: Callable[[float], None]) -> None:
         """Have `listener` called with each new deadline, on doyen's thread, until the term is over.

@@ -9,8 +9,8 @@ All states of a campaign share the attempt. It is what makes them safe together:
 - Every entry that the attempt writes is bound to its lease. When the lease ends, the store removes
   them, and the campaign goes on with a new attempt.
 - On leaving, the record is deleted only after the body has ended, and only by its own version.
-  After an unknown outcome, the traces of writes that are carried out late are looked for and
-  removed for one ttl.
+  After an unknown outcome, of an update of the record too, the traces of writes that are carried
+  out late are looked for and removed for one ttl.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from doyen.election.core import SessionCore
 from doyen.election.options import CampaignSettings
 from doyen.errors import LeaseGone, OutcomeUnknown, StoreError, StoreUnavailable
 from doyen.lease.keepalive import Keepalive
-from doyen.model import Claim, Entry, Order, leader_key, line_key
+from doyen.model import Claim, Entry, Meta, Order, Version, leader_key, line_key
 from doyen.stores.port import Watch
 
 __all__ = ["Attempt", "Wakeup"]
@@ -75,6 +75,9 @@ class Attempt:
         """Keys at which this attempt may have written an order or a ready marker."""
         self.in_doubt = False
         """The outcome of a write is unknown."""
+        self._updating: Version | None = None
+        """The version of the record that an update replaces whose outcome is unknown. The record
+        may have another version than `record` says, now or later."""
         self.wakeup = Wakeup()
         self.on_change: Callable[[], None] = self.wakeup.wake
         """Called when the record, or an entry below it, has changed."""
@@ -83,10 +86,11 @@ class Attempt:
         keepalive.attempts.add(self.id)
         keepalive.on_loss(self, lambda _: core.runtime.post(self.wakeup.wake))
 
-    def claim(self) -> bytes:
-        """The value of this attempt's ticket and record."""
+    def claim(self, meta: Meta | None = None) -> bytes:
+        """The value of this attempt's ticket and record. `meta` replaces that of the settings."""
         settings = self.settings
-        return Claim(settings.name, self.id, settings.meta, settings.priority).encode()
+        shown = settings.meta if meta is None else meta
+        return Claim(settings.name, self.id, shown, settings.priority).encode()
 
     def is_mine(self, entry: Entry) -> bool:
         """Whether this attempt wrote the entry, under its own lease."""
@@ -107,6 +111,34 @@ class Attempt:
             raise
         self.in_doubt = before
         return answer
+
+    async def update_record(self, value: bytes) -> bool:
+        """Replace the value of the record; False if the record is gone or another's.
+
+        Only one call at a time. If an earlier one raised, or was cancelled, its update may still be
+        carried out. The store carries out one update of each version only, so what is read and then
+        replaced cannot be changed by an earlier update any more.
+        """
+        store = self.core.store
+        while True:
+            if self._updating is not None or self.record is None:
+                record = await self.get(self.record_key)
+                if record is None or not self.is_mine(record):
+                    return False
+                self.record = record
+                if record.version != self._updating:
+                    self._updating = None
+            if self.record.value == value and self._updating is None:
+                return True
+            before, self._updating = self._updating, self.record.version
+            try:
+                updated = await self.core.call(store.update(self.record, value))
+            except StoreUnavailable:
+                self._updating = before
+                raise
+            if updated is not None:
+                self.record, self._updating = updated, None
+                return True
 
     async def write_marker(self, key: str, value: bytes) -> Entry:
         """Create an order or a ready marker, and return the entry that is at its key then."""
@@ -150,6 +182,7 @@ class Attempt:
         Returns None if there is nothing to remove.
         """
         self.keepalive.forget(self)
+        self.in_doubt = self.in_doubt or self._updating is not None
         has_entries = self.ticket or self.record or self.markers or self.in_doubt
         if not has_entries or self.keepalive.lost_because is not None:
             self.end()
@@ -182,6 +215,7 @@ class Attempt:
     async def _let_in(self, successor: str) -> None:
         """Delete the record, and keep the ticket until the successor has the record, or is gone, or
         one request timeout has passed. Meanwhile the ticket keeps the rest of the line asleep."""
+        await self._read_record()
         await self._delete(self.record)
         self.record = None
         until = asyncio.get_running_loop().time() + self.core.calls.timing.request_timeout_s
@@ -193,10 +227,7 @@ class Attempt:
 
     async def _remove_entries(self) -> None:
         core, settings = self.core, self.settings
-        if self.record is None and self.in_doubt:
-            record = await self.get(self.record_key)
-            if record is not None and self.is_mine(record):
-                self.record = record
+        await self._read_record()
         # The requests are sent in this order, without waiting in between. A successor that finds
         # the record before it is deleted waits for that.
         await asyncio.gather(self._delete(self.record), self._delete(self.ticket))
@@ -207,6 +238,12 @@ class Attempt:
                 if self.is_mine(ticket):
                     await core.deletions.delete(ticket)
         await self.remove_markers()
+
+    async def _read_record(self) -> None:
+        """If a write is in doubt, find out which record of this attempt there is."""
+        if self.in_doubt:
+            record = await self.get(self.record_key)
+            self.record = record if record is not None and self.is_mine(record) else None
 
     async def _delete(self, entry: Entry | None) -> None:
         if entry is not None:

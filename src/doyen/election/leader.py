@@ -4,6 +4,7 @@
 - The loss of the lease ends the term at once, on whatever thread declared it lost.
 - An order is obeyed, never enforced: the leader ends its own term, and its record is deleted when
   its body has ended, not before.
+- What the record shows can be replaced (`publish`); its token and its lease stay.
 - A body that has not ended within its stop budget after a loss is an overrun.
 """
 
@@ -12,14 +13,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
 
 from doyen.election.attempt import Attempt
 from doyen.election.handover import order_to_obey, ready_marker_key
-from doyen.errors import LeaseGone, StoreError
+from doyen.election.options import meta_of
+from doyen.errors import LeaseGone, OutcomeUnknown, StoreError, StoreUnavailable
 from doyen.events import Elected, Event, Lost, Overrun, Resigned
 from doyen.events.log_lines import log_line
-from doyen.model import Entry
+from doyen.lease.runtime import ThreadRuntime
+from doyen.model import Entry, Meta
 from doyen.term import Term, TermState
 
 __all__ = ["Leading"]
@@ -27,6 +32,7 @@ __all__ = ["Leading"]
 log = logging.getLogger("doyen")
 
 OVERRUN_EXIT_CODE = 70
+REMOVED = "its record was removed from the store by another process"
 EXIT_FLUSH_S = 0.05
 """How long a process that exits for an overrun waits for each of its sinks, and for its log."""
 LOOK_AFTER_S = 0.005
@@ -57,7 +63,9 @@ class Leading:
             token=record.revision,
             keepalive=keepalive,
             clock=core.runtime.clock,
+            publisher=self,
         )
+        self._publishing = asyncio.Lock()
         keepalive.progress()
         core.leases.body_begins(keepalive)
         self._emit(Elected, valid_until=keepalive.valid_until)
@@ -103,7 +111,7 @@ class Leading:
                     await asyncio.sleep(attempt.core.calls.retry_pause())
                     continue
                 if record is None or record.revision != term.token:
-                    term._lose("its record was removed from the store by another process")
+                    term._lose(REMOVED)
                 elif order is not None:
                     if order.successor and order.rank is None:
                         self.successor = ready_marker_key(attempt, order.successor)
@@ -113,6 +121,38 @@ class Leading:
                     break
         finally:
             self._looking = False
+
+    async def publish(self, meta: Meta) -> None:
+        """Replace the meta in the record. On the caller's loop."""
+        core, work = self.attempt.core, self._publication(meta)
+        core.check_open()
+        await core.runtime.do(core.run(work))
+
+    def publish_blocking(self, meta: Meta) -> None:
+        """The same on the caller's thread."""
+        core, work = self.attempt.core, self._publication(meta)
+        core.check_open()
+        assert isinstance(core.runtime, ThreadRuntime), "blocking code needs doyen's thread"
+        core.runtime.do_blocking(core.run(work))
+
+    def _publication(self, meta: Meta) -> Callable[[], Coroutine[Any, Any, None]]:
+        """Check what is to be published, before anything is sent."""
+        meta = meta_of(meta)
+        return partial(self._publish, meta, self.attempt.claim(meta))
+
+    async def _publish(self, meta: Meta, value: bytes) -> None:
+        attempt, term = self.attempt, self.term
+        async with self._publishing:
+            while True:
+                term.check()
+                try:
+                    if await attempt.update_record(value):
+                        term.meta = meta
+                        return
+                except (StoreUnavailable, OutcomeUnknown):
+                    await asyncio.sleep(attempt.core.calls.retry_pause())
+                else:
+                    term._lose(REMOVED)
 
     def _term_ended(self) -> None:
         """Any thread. A term whose body ended first is the business of `body_ended`."""

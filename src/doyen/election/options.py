@@ -21,6 +21,14 @@ def default_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
+def meta_of(meta: Meta) -> Meta:
+    """A copy of `meta`. Raises `ConfigError` if it is not a mapping."""
+    try:
+        return dict(meta)
+    except (TypeError, ValueError):
+        raise ConfigError(f"meta maps names to values, not {meta!r}") from None
+
+
 @dataclass(frozen=True, slots=True)
 class SessionSettings:
     """The options of a session. None stands for the default of the store or of the timing."""
@@ -95,10 +103,7 @@ class CampaignSettings:
     def __post_init__(self) -> None:
         leader_key(self.election, self.kind)
         object.__setattr__(self, "name", self.name or default_name())
-        try:
-            object.__setattr__(self, "meta", dict(self.meta))
-        except (TypeError, ValueError):
-            raise ConfigError(f"meta maps names to values, not {self.meta!r}") from None
+        object.__setattr__(self, "meta", meta_of(self.meta))
         Claim(self.name, "", self.meta).encode()
         if self.recipe not in ("line", "race"):
             raise ConfigError(f"recipe is 'line' or 'race', not {self.recipe!r}")

@@ -60,8 +60,12 @@ async def order_resign(
 
 async def _remove(core: SessionCore, election: str, kind: Kind, record: Entry) -> None:
     """Delete what a leader has in the store, in its order: the record, then the ticket, behind
-    which the next candidate waits."""
-    await core.call(core.store.delete(record.key, if_version=record.version))
+    which the next candidate waits. A leader that publishes changes the version of its record."""
+    current: Entry | None = record
+    while current is not None and current.revision == record.revision:
+        if await core.call(core.store.delete(record.key, if_version=current.version)):
+            break
+        current = await core.call(core.store.get(record.key))
     attempt = Claim.decode(record.value).attempt
     for ticket in await _tickets(core, election, kind):
         if Claim.decode(ticket.value).attempt == attempt:

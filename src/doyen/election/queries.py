@@ -111,7 +111,9 @@ def line_of(
     return Line(
         leader,
         tuple(
-            Candidate(claim.name, claim.rank, claim.attempt == attempt, claim.meta)
+            Candidate(claim.name, claim.rank, False, claim.meta)
+            if leader is None or claim.attempt != attempt
+            else Candidate(claim.name, claim.rank, True, leader.meta)
             for claim in by_attempt.values()
         ),
     )
