@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import logging
 import os
 import statistics
 import sys
@@ -102,8 +101,6 @@ class Pauses:
 async def node(orders: asyncio.Queue[dict[str, Any]]) -> None:
     """`status`: the leader, the generation and the last snapshot. `pauses`: the longest pauses
     since the last such command."""
-    # Nodes start one after the other, so the first ones warn that they wait for the others.
-    logging.getLogger("doyen").setLevel(logging.ERROR)
     member = doyen.Node(
         OPTIONS["who"],
         peers=OPTIONS["peers"],

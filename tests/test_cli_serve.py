@@ -238,7 +238,7 @@ def test_peers_that_differ_from_those_on_disk_are_reported(
     asyncio.run(begin(n1=one))
     assert "quorum is" not in caplog.text
     asyncio.run(begin(n1=other, n2=one))
-    assert f"using the recorded ones: n1={one}" in caplog.text
+    assert f'event=peers_differ node=n1 used="n1={one}"' in caplog.text
 
 
 def fetch(node: Served, path: str) -> tuple[int, str]:

@@ -199,8 +199,9 @@ async def test_a_client_keeps_to_the_cluster_that_it_saw_first(tmp_path: Path) -
 
 
 async def test_a_founder_states_whom_it_waits_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("doyen.quorum.node.server.FOUNDING_GRACE_S", 0.0)
     nodes = Trio(tmp_path)
     waits = "the cluster has not been founded: node n1 waits for "
     url = f"doyen://{nodes.peers['n1']}?connect_timeout_s=0.2"

@@ -147,8 +147,8 @@ class Members:
         """Set when there may be something to record (`to_record`)."""
         self._founders: dict[str, str] = {}
         """Member ids of connected nodes that wait to found the cluster with this one, by name."""
-        self._logged: list[str] = []
-        """The missing founders that were logged last."""
+        self._logged: list[str] | None = None
+        """The missing founders that were logged last; None until `log_missing`."""
 
     # This node.
 
@@ -351,16 +351,20 @@ class Members:
         """This node has dialled one that waits for the founding, or that has the record."""
         if info.founding:
             self._founders[node] = info.member
-            self.log_missing()
+            self._log_change()
 
     def founder_disconnected(self, node: str) -> None:
         self._founders.pop(node, None)
-        self.log_missing()
+        self._log_change()
 
     def log_missing(self) -> None:
-        """Log which founders are missing, if that has changed."""
+        """Log which founders are missing, and every change from now on."""
+        self._logged = []
+        self._log_change()
+
+    def _log_change(self) -> None:
         missing = self.missing()
-        if missing != self._logged:
+        if self._logged is not None and missing != self._logged:
             self._logged = missing
             if missing:
                 reason = not_founded(self.node, missing)

@@ -62,6 +62,8 @@ restart."""
 MIN_QUOTA = 1 << 20
 RECORD_RETRY_S = 0.1
 """Pause before member ids are proposed again, if another change was under way."""
+FOUNDING_GRACE_S = 5.0
+"""How long a founder waits for the others before it logs which are missing."""
 LAST_TURNS = 5
 """Turns of the loop at the end, in which it closes aborted connections."""
 CANNOT_GO_ON = 70
@@ -380,7 +382,8 @@ class NodeServer:
             )
             await driver.start()
             port = await listener.listen(host, port)
-            members.log_missing()
+            # Nodes are started one after the other: waiting for a moment is not worth a warning.
+            asyncio.get_running_loop().call_later(FOUNDING_GRACE_S, members.log_missing)
             if options.protocol == "raft":  # the membership of the others is fixed
                 driver.on_role(lambda *_: members.changes.set())
                 driver.pump.start_task(record_members(driver, members))
