@@ -10,8 +10,8 @@ the world is rough:
 
 - UNAVAILABLE for a request that was not carried out, because there is no leader; or that was
 - a read answered with an earlier revision
-- a change of leader: every lease's time begins anew. For a while the deposed member does not notice
-  and still answers renewals, which have no effect at the new leader
+- a change of leader: every lease's time begins anew. For a while the deposed member does not notice:
+  it still answers renewals, which have no effect at the new leader, and sends no events of watches
 - a watch is cancelled, as after a compaction
 - a silent member
 """
@@ -253,8 +253,19 @@ class Granted:
 
 
 @dataclass(frozen=True)
+class Deposed:
+    """A deposed leader that has not noticed: until when, and what it knows."""
+
+    until: float
+    term: int
+    leases: dict[int, int]
+    """The leases that it keeps, and their ttls."""
+
+
+@dataclass(frozen=True)
 class Watcher:
     connection: Connection
+    member: str
     stream: int
     number: int
     first: bytes
@@ -273,8 +284,8 @@ class EtcdModel:
         self.leases: dict[int, Granted] = {}
         self.silent: dict[str, float] = {}
         """Until when members are silent."""
-        self.deposed: dict[str, tuple[float, int]] = {}
-        """Deposed members that have not noticed: until when, and the term that they led."""
+        self.deposed: dict[str, Deposed] = {}
+        """By port: a member is the same for all candidates, who reach it by different hosts."""
         self.broken: Exception | None = None
         """An error in the model itself."""
         self._watchers: dict[Watcher, None] = {}
@@ -314,35 +325,43 @@ class EtcdModel:
             draw = self.rng.random()
             if draw < 0.003:
                 self.silent[member] = now + self.rng.expovariate(1 / 10)
-            elif draw < 0.008:
-                self.deposed[member] = now + self.rng.uniform(0, 6), self.term
-                self.term += 1
-                for lease in self.leases:
-                    self._arm(lease)
-            elif draw < 0.012 and self._watchers:
+            elif draw < 0.007 and self._watchers:
                 watcher = self.rng.choice(list(self._watchers))
                 del self._watchers[watcher]
                 self._notify(watcher, canceled=True)
         return now < self.silent.get(member, 0.0)
+
+    def depose(self, member: str, unnoticed_s: float) -> None:
+        """Let another member lead. This one does not notice for a time."""
+        until = asyncio.get_running_loop().time() + unnoticed_s
+        leases = {number: lease.ttl_s for number, lease in self.leases.items()}
+        self.deposed[_port(member)] = Deposed(until, self.term, leases)
+        self.term += 1
+        for number in self.leases:
+            self._arm(number)
 
     def _answer(
         self, connection: Connection, member: str, number: int, path: str, data: bytes
     ) -> bytes:
         request = REQUESTS[path].FromString(data)
         draw = self.rng.random() if self.rough() else 1.0
-        until, term = self.deposed.get(member, (0.0, 0))
-        deposed = asyncio.get_running_loop().time() < until
+        deposed = self._deposed(member)
         if path == rpc.WATCH.path:
-            return self._watch(connection, number, request)
+            return self._watch(connection, member, number, request)
         if path == rpc.KEEP_ALIVE.path:
-            if not deposed and request.ID in self.leases:
-                self._arm(request.ID)
-            lease = self.leases.get(request.ID)
-            response = rpc.KEEP_ALIVE.answer(
-                header=self._header(member), ID=request.ID, TTL=lease.ttl_s if lease else 0
-            )
+            header = self._header(member)
+            if draw < 0.06 and not deposed:
+                self.depose(member, self.rng.uniform(0, 8))
+                deposed = self._deposed(member)
             if deposed:
-                response.header.raft_term = term
+                ttl_s = deposed.leases.get(request.ID, 0)
+                header["raft_term"] = deposed.term
+            elif request.ID in self.leases:
+                self._arm(request.ID)
+                ttl_s = self.leases[request.ID].ttl_s
+            else:
+                ttl_s = 0
+            response = rpc.KEEP_ALIVE.answer(header=header, ID=request.ID, TTL=ttl_s)
             return frame(response.SerializeToString(), id=number)
         if draw < 0.02 or (deposed and path != rpc.STATUS.path):
             return _error(number, StatusCode.UNAVAILABLE, "etcdserver: no leader")
@@ -356,6 +375,11 @@ class EtcdModel:
         if path == rpc.RANGE.path and draw < 0.04:
             response.header.revision -= 1
         return frame(response.SerializeToString(), id=number)
+
+    def _deposed(self, member: str) -> Deposed | None:
+        deposed = self.deposed.get(_port(member))
+        noticed = deposed is None or deposed.until <= asyncio.get_running_loop().time()
+        return None if noticed else deposed
 
     def _header(self, member: str) -> dict[str, int]:
         return {
@@ -496,11 +520,12 @@ class EtcdModel:
 
     # Watches.
 
-    def _watch(self, connection: Connection, stream: int, request: Any) -> bytes:
+    def _watch(self, connection: Connection, member: str, stream: int, request: Any) -> bytes:
         kind = request.WhichOneof("request_union")
         if kind == "create_request":
             wanted = request.create_request
-            watcher = Watcher(connection, stream, next(self._numbers), wanted.key, wanted.range_end)
+            number = next(self._numbers)
+            watcher = Watcher(connection, member, stream, number, wanted.key, wanted.range_end)
             self._watchers[watcher] = None
             return self._response(watcher, created=True)
         if kind == "cancel_request":
@@ -509,16 +534,24 @@ class EtcdModel:
                     del self._watchers[watcher]
                     return self._response(watcher, canceled=True)
             return b""
-        progress = Watcher(connection, stream, -1, b"", b"")
+        progress = Watcher(connection, member, stream, -1, b"", b"")
         return self._response(progress)
 
     def _notify(self, watcher: Watcher, **fields: Any) -> None:
-        watcher.connection.send(self._response(watcher, **fields))
+        response, deposed = self._response(watcher, **fields), self._deposed(watcher.member)
+        if deposed is None:
+            watcher.connection.send(response)
+        else:
+            asyncio.get_running_loop().call_at(deposed.until, watcher.connection.send, response)
 
     def _response(self, watcher: Watcher, **fields: Any) -> bytes:
         header = self._header(watcher.connection.host)
         response = rpc.WATCH.answer(header=header, watch_id=watcher.number, **fields)
         return frame(response.SerializeToString(), id=watcher.stream)
+
+
+def _port(member: str) -> str:
+    return member.rpartition(":")[2]
 
 
 def _within(key: bytes, first: bytes, end: bytes) -> bool:

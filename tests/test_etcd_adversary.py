@@ -21,8 +21,8 @@ from model_etcd import Channel, EtcdModel
 from swarm import SafetyViolated
 
 LEADER_WITHIN_S = 20.0
-UNWITNESSED = 39
-"""The seed of a contest in which a deposed leader confirms renewals."""
+DETECTED_WITHIN = 10
+"""Contests in which a mutant must be detected. One in three detects the least obvious one."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +37,8 @@ def contest(seed: int) -> WireWorld:
     world = run_contest(
         seed,
         build,
-        lambda host: f"etcd://{host}:1000,{host}:1001",
-        ports=(1000, 1001),
+        lambda host: f"etcd://{host}:1000,{host}:1001,{host}:1002",
+        ports=(1000, 1001, 1002),
         leader_within_s=LEADER_WITHIN_S,
     )
     assert isinstance(world.model, EtcdModel)
@@ -98,7 +98,8 @@ class Unwitnessed(EtcdKeepalive):
 def test_a_mutant_without_confirmed_renewals_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("doyen.stores.etcd.store.EtcdKeepalive", Unwitnessed)
     with pytest.raises(SafetyViolated):
-        contest(UNWITNESSED)
+        for seed in range(DETECTED_WITHIN):
+            contest(seed)
 
 
 def run(main: Callable[[EtcdModel, Store], Awaitable[None]]) -> None:
@@ -127,8 +128,7 @@ def test_a_renewal_by_a_deposed_leader_does_not_count() -> None:
     async def main(model: EtcdModel, store: Store) -> None:
         lease = await store.grant(3)
         await store.renew(lease)
-        model.deposed["one:1000"] = asyncio.get_running_loop().time() + 10.0, model.term
-        model.term += 1
+        model.depose("one:1000", 10.0)
         for _ in range(2):
             with pytest.raises(StoreUnavailable, match="no leader"):
                 await store.renew(lease)
