@@ -10,8 +10,8 @@ the world is rough:
 
 - UNAVAILABLE for a request that was not carried out, because there is no leader; or that was
 - a read answered with an earlier revision
-- a change of leader: every lease's time begins anew. For a while the deposed member does not notice:
-  it still answers renewals, which have no effect at the new leader, and sends no events of watches
+- a change of leader: every lease's time begins anew. For a while the deposed member does not
+  notice: it still answers renewals, which have no effect at the new leader, and sends no events
 - a watch is cancelled, as after a compaction
 - a silent member
 """

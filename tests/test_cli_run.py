@@ -6,19 +6,21 @@ processes of the predecessor have ended, whether its `doyen` was killed or froze
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from doyen.audit import verify
-from doyen.cli.run import _as_text
+from doyen.cli.run import _as_text, _sentence
 from doyen.events import Overrun, Record
+from doyen.events.log_lines import log_line
 from frozen import freeze
 from stamps import PYTHON, Stamps, alive, until
 
@@ -281,7 +283,7 @@ def test_the_guard_is_killed(bench: Bench) -> None:
     os.kill(work.guard(), signal.SIGKILL)
     code, _, err = ends(leader)
     assert code == 128 + signal.SIGKILL
-    assert "event=guard_died" in err
+    assert "was killed; the command is being killed with it" in err
     assert not work.any_alive()
 
 
@@ -335,6 +337,30 @@ def test_the_one_of_higher_priority_takes_over_if_it_may(bench: Bench) -> None:
     assert high.token > low.token
     assert not alive(old)
     assert first.poll() is None
+
+
+def _warned(caplog: pytest.LogCaptureFixture, warn: Callable[[], object]) -> str:
+    """What a user of `doyen run` reads when this is logged."""
+    caplog.clear()
+    warn()
+    return _sentence(caplog.records[-1])
+
+
+def test_log_lines_are_shown_as_sentences(caplog: pytest.LogCaptureFixture) -> None:
+    """Those that are not events of a session, and are logged as pairs of keys and values."""
+    log, failure = logging.getLogger("doyen"), RuntimeError("no")
+    died = log_line(event="guard_died", pid=7, effect="the command is killed")
+    assert _warned(caplog, lambda: log.error("%s", died)) == (
+        "the guard process 7 was killed; the command is being killed with it"
+    )
+    refused = log_line(event="watch_refused", scope="elections/a", error="100 % full")
+    assert _warned(caplog, lambda: log.warning(refused)) == (
+        "watch refused: scope elections/a, error 100 % full"
+    )
+    assert _warned(caplog, lambda: log.error("event=background_task_failed", exc_info=failure)) == (
+        "background task failed: RuntimeError('no')"
+    )
+    assert _warned(caplog, lambda: log.warning("restarting in %g s", 2)) == "restarting in 2 s"
 
 
 def test_an_overrun_is_reported_as_text() -> None:

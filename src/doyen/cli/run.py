@@ -22,7 +22,7 @@ import doyen
 from doyen.cli._output import add_lease_options, add_option, add_store_option, store_url
 from doyen.errors import ConfigError, LeadershipLost
 from doyen.events import Elected, Hindered, Lost, Overrun, Record, Resigned, Unsure, Waiting
-from doyen.events.log_lines import OutageEnded
+from doyen.events.log_lines import LogLine, OutageEnded
 from doyen.supervise import Supervisor
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
@@ -247,10 +247,36 @@ class _StderrReporter(logging.Handler):
         if event is None and record.levelno < logging.WARNING:
             return
         if self._as_json:
-            fields = event.fields() if event else {"event": "message", "text": record.getMessage()}
+            fields = event.fields() if event else {"event": "message", "text": _sentence(record)}
             self._loop.call_soon_threadsafe(_print, json.dumps(fields))
-        elif text := _as_text(event) if event else record.getMessage():
+        elif text := _as_text(event) if event else _sentence(record):
             self._loop.call_soon_threadsafe(_print, f"doyen: {text}")
+
+
+_SENTENCES = {
+    "guard_died": "the guard process {pid} was killed; the command is being killed with it",
+    "descendants_unknown": "this system does not show which processes descend from the command:"
+    " those that leave its process group are not stopped with it",
+    "audit_log_failed": "the audit log {path} cannot be written: {error}; events are missing from"
+    " it until it can be written again",
+    "audit_log_restored": "the audit log {path} can be written again; it states how many events"
+    " are missing",
+}
+"""Log lines that are not events of a session, in words for a terminal."""
+
+
+def _sentence(record: logging.LogRecord) -> str:
+    """A log line in words: what has happened, and what else it states."""
+    line = record.args[0] if isinstance(record.args, tuple) and record.args else record.msg
+    fields = dict(line.fields) if isinstance(line, LogLine) else {}
+    event = str(fields.pop("event", record.getMessage().removeprefix("event=")))
+    if event in _SENTENCES:
+        return _SENTENCES[event].format_map(fields)
+    stated = [f"{name} {value}" for name, value in fields.items()]
+    if record.exc_info and record.exc_info[1] is not None:
+        stated.append(repr(record.exc_info[1]))
+    what = event.replace("_", " ") if event.isidentifier() else event
+    return f"{what}: {', '.join(stated)}" if stated else what
 
 
 def _as_text(record: Record) -> str | None:
